@@ -28,12 +28,13 @@ from factories import make_chain, make_plan
 from online_factory import RUN_US, alone_plan, serve
 from tessera.adapt.drift import scaled_costs
 from tessera.adapt.monitor import Monitor, MonitorConfig
-from tessera.cli.online import replanner
+from tessera.adapt.replan import Replanner
+from tessera.flow import replan
 from tessera.ir import Objective, Plan, Step
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.metrics import capabilities, capacity_per_s, measured
 from tessera.simulate.stepper import Truth
-from tessera.simulate.study import AdaptiveServer, Replan, Setting, adapt, compare, known_of
+from tessera.simulate.study import AdaptiveServer, Setting, adapt, compare, gain_of, known_of
 
 LENGTHS = "geometric:512,200"
 LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.4)
@@ -161,7 +162,7 @@ def _correction(true: Plan, device: str, factor: float, num: int) -> dict[str, A
 
     rates = {
         "uncorrected": _rate(made, true, num),
-        "replanned": _rate(_after(made, true, num, replanner([made])), true, num),
+        "replanned": _rate(_after(made, true, num), true, num),
         "oracle": _rate(true, true, num),
     }
     lost = rates["oracle"] / rates["uncorrected"] - 1.0
@@ -183,17 +184,18 @@ def _costliest(plan: Plan, device: str) -> str:
 
 
 def _rate(plan: Plan, true: Plan, num: int) -> float:
-    demand = Setting(make_arrivals("batch:1000", num, 0, LENGTHS)).demand(true)
-    return capacity_per_s(plan, demand, Truth(true))
+    requests = Setting(make_arrivals("batch:1000", num, 0, LENGTHS)).requests(true)
+    return capacity_per_s(plan, requests, Truth(true))
 
 
-def _after(made: Plan, true: Plan, num: int, replan: Replan) -> Plan:
+def _after(made: Plan, true: Plan, num: int) -> Plan:
     """The plan in force after requests were served at full load by a monitor."""
-    demand = Setting(make_arrivals(f"batch:{num}", num, 0, LENGTHS)).demand(true)
-    known = capabilities([made], demand)
+    requests = Setting(make_arrivals(f"batch:{num}", num, 0, LENGTHS)).requests(true)
+    known = capabilities([made], requests)
     monitor = Monitor(known, MonitorConfig(window_s=num / known[0].capacity_per_s / 20))
     window_s = monitor.window_s
-    server = AdaptiveServer(monitor, [made], demand, Truth(true), replan=replan, replan_s=window_s)
+    planner = Replanner(replan, lambda old, new: gain_of(old, new, requests))
+    server = AdaptiveServer(monitor, [made], requests, Truth(true), planner=planner, replan_s=window_s)
     server.run()
     return server.plans[made.policy]
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from factories import make_chain, make_cluster, make_plan
 from tessera.ir import Arrivals, Cluster, Objective, Plan
-from tessera.simulate.online import SimulatedRun, SimulatedServer, demand_of
-from tessera.simulate.stepper import FAIR, Weather
+from tessera.simulate.online import SimulatedRun, SimulatedServer, load_of
+from tessera.simulate.stepper import NO_FAULTS, Faults
 
 # One decode is four launches of 10 us.
 LAUNCHES, LAUNCH_US = 4, 10.0
@@ -45,9 +45,9 @@ def serve(
     plan: Plan,
     arrivals: Arrivals,
     rows: int = 1,
-    weather: Weather = FAIR,
+    faults: Faults = NO_FAULTS,
     max_waiting: int | None = None,
 ) -> SimulatedRun:
     """Arrivals through one plan."""
-    demand = demand_of(plan.unit, arrivals, rows)
-    return SimulatedServer([plan], demand, None, weather, max_waiting).run()
+    requests = load_of(plan.unit, arrivals, rows)
+    return SimulatedServer([plan], requests, None, faults, max_waiting).run()

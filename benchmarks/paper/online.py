@@ -100,7 +100,7 @@ def row_of(
 def _over_time(made: Served, text: str, num: int) -> dict[str, Any]:
     setting = made.setting(text, num)
     found = watched(made.plans, setting, made.known)
-    came = np.array(found.demand.times_us) * 1e-6
+    came = np.array(found.requests.times_us) * 1e-6
     normalised = measured(found)["normalised"] * 1e3
     edges = np.linspace(0.0, float(came[-1]), NUM_BINS + 1)
     which = np.clip(np.digitize(came, edges) - 1, 0, NUM_BINS - 1)

@@ -112,6 +112,11 @@ def make_plan(
     return solve(unit, tuple(costs), cluster, config, rates)
 
 
+def replan(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...]) -> Plan:
+    """A plan for the same work and objective on other devices or at other costs; see `adapt.replan`."""
+    return make_plan(plan.unit, costs, cluster, plan.objective, plan.microbatches, is_served=True)
+
+
 def make_batched_plan(
     variants: Sequence[Variant],
     cluster: Cluster,

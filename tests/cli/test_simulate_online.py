@@ -8,9 +8,11 @@ import pytest
 
 from online_factory import alone_plan, split_plan
 from tessera.adapt.drift import Factors
+from tessera.adapt.replan import Replanner
 from tessera.cli import _main
-from tessera.cli.online import replanner, with_other
+from tessera.cli.online import with_other
 from tessera.errors import PlanInfeasible
+from tessera.flow import replan
 from tessera.ir import Objective, save
 
 LOG = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -128,11 +130,12 @@ def test_the_other_policy_is_made_where_one_plan_is_given() -> None:
 def test_new_plans_have_corrected_costs_and_leave_out_what_is_lost() -> None:
     """Corrections of two replans add up, and a plan without d0 runs everything on d1."""
     kernel = split_plan().unit.graphs[0].trace.kernels[0].name
-    replan = replanner([split_plan()])
-    replan(Factors({("d1", kernel): 2.0}), frozenset())
-    ((name, made),) = replan(Factors({("d1", kernel): 1.5}), frozenset({"d0"}))
+    planner = Replanner(replan, lambda old, new: 1.0)
+    plans = planner.corrected((split_plan(),), Factors({("d1", kernel): 2.0}))
+    plans = planner.corrected(plans, Factors({("d1", kernel): 1.5}))
+    (made,) = planner.without(plans, {"d0"})
 
-    assert "throughput" == name
+    assert "throughput" == made.policy
     assert ("d0", "d1") == made.cluster.names
     assert {1} == {device for lane in made.lanes for step in lane.placement.devices for device in step}
     assert [(10.0, 30.0)] * 4 == [tuple(cost.us for cost in row) for row in made.costs[0].costs]
@@ -141,7 +144,7 @@ def test_new_plans_have_corrected_costs_and_leave_out_what_is_lost() -> None:
 def test_no_plan_can_do_without_all_devices() -> None:
     """A replan with nothing left to run on says so."""
     with pytest.raises(PlanInfeasible, match="no device is left"):
-        replanner([split_plan()])(Factors({}), frozenset({"d0", "d1"}))
+        Replanner(replan, lambda old, new: 1.0).without((split_plan(),), {"d0", "d1"})
 
 
 MISTAKES = [

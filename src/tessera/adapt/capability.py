@@ -1,8 +1,11 @@
-"""Capability: what one policy can do, as figures made from its plan beforehand (modelled or simulated).
+"""Capability: capacity and latency curve of one policy, modelled or simulated before it runs.
 
-Which of two policies serves a load better follows from these alone: below the capacity of both, the one with
-the smaller normalised latency at that load; else the one with more capacity. So the load at which to
-switch is computed, and moves when the plans do.
+The better of two policies at a load follows from these: below both capacities the one with the smaller
+normalised latency, else the one with more capacity. So the load at which to switch is computed.
+
+`capabilities_of` reads them off served plans without simulation. A plan says its rate by the number of
+microbatches in flight, each a unit of work for `rows` requests: by Little's law, s microbatches at r units a
+second hold each request for s / r seconds. With hardly any load that is the latency of one unit.
 """
 
 import math
@@ -12,19 +15,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-# With so many times more than at the last point of a curve, a policy is taken to work at its capacity.
+from tessera.ir import Plan, WorkUnit
+
+# A policy works at its capacity when 1 + NEXT times the requests of its curve's last point are present.
 NEXT = 0.5
-# Parts of the way from one number of requests to another.
+# Steps of the fluid model from one number of requests to another.
 FLUID_STEPS = 8
-# Standard errors and weights that stand for a normal distribution: moments up to the fifth are right.
+# (standard errors, weight): Gauss-Hermite quadrature of a normal distribution with three points.
 NORMAL = ((-math.sqrt(3.0), 1 / 6), (0.0, 2 / 3), (math.sqrt(3.0), 1 / 6))
+# Load of a lone request, and the share of the capacity at which a curve ends.
+ALONE, ENOUGH = 1e-3, 0.99
 
 
 class Point(NamedTuple):
     """A policy under one load."""
 
     rate_per_s: float
-    # Of a request: latency over tokens.
+    # Latency over tokens of an answer.
     normalised_s: float
     # Waiting or being served, on average.
     num_requests: float
@@ -32,24 +39,22 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Capability:
-    """A policy in figures."""
-
     name: str
-    # Requests per second that it can sustain.
+    # Requests per second that the policy sustains.
     capacity_per_s: float
     # At ascending loads below the capacity.
     curve: tuple[Point, ...]
 
     def normalised_s(self, rate_per_s: float) -> float:
-        """Seconds per token at a load, between the points of the curve; flat outside them."""
+        """Seconds per token at a load, interpolated; flat outside the curve."""
         return _between([(p.rate_per_s, p.normalised_s) for p in self.curve], rate_per_s)
 
     def usual(self, rate_per_s: float) -> float:
-        """Requests that are here on average at a load; past the curve, as at its end."""
+        """Mean number of requests present at a load; flat outside the curve."""
         return _between(self._by_rate, rate_per_s)
 
     def served_per_s(self, num_requests: float) -> float:
-        """Requests that leave in a second when so many are there: the load at which so many are usual."""
+        """Completions per second with this many requests present: the inverse of `usual`."""
         return _between(self._by_number, num_requests)
 
     @cached_property
@@ -59,15 +64,15 @@ class Capability:
     @cached_property
     def _by_number(self) -> list[tuple[float, float]]:
         points = [(0.0, 0.0)]
-        for point in self.curve:  # a curve that was simulated need not ascend everywhere
+        for point in self.curve:  # a simulated curve need not ascend everywhere
             if point.num_requests > points[-1][0]:
                 points.append((point.num_requests, point.rate_per_s))
         return [*points, (points[-1][0] * (1.0 + NEXT), self.capacity_per_s)]
 
     def expected(self, rate_per_s: float, error_per_s: float, num_requests: float, window_s: float) -> float:
-        """Requests to be expected here over a window, on average, of a load known with a standard error.
+        """Expected mean number of requests over a window, for a load with a standard error.
 
-        A policy near its limit is judged by what happens if the load is really higher, too.
+        The error matters near the capacity, where a slightly higher load is much worse.
         """
         return sum(
             weight * self._over(max(0.0, rate_per_s + errors * error_per_s), num_requests, window_s)
@@ -75,10 +80,10 @@ class Capability:
         )
 
     def _over(self, rate_per_s: float, num_requests: float, window_s: float) -> float:
-        """The mean over a window that begins with so many here, as if requests were a fluid.
+        """Mean over a window that begins with `num_requests`, as a fluid.
 
-        The number goes towards the one that is usual for the load, past the capacity towards none, at the
-        rate by which more come than leave at each number on the way.
+        The number moves towards the usual one for the load (past the capacity it grows without end), at the
+        rate of arrivals minus completions at each number on the way.
         """
         end = self.usual(rate_per_s)
         if rate_per_s >= self.capacity_per_s:
@@ -87,7 +92,7 @@ class Capability:
         step = (end - now) / FLUID_STEPS
         for _ in range(FLUID_STEPS):
             net = rate_per_s - self.served_per_s(now + step / 2)
-            if net * step <= 0.0 or left_s <= 0.0:  # it stays, or the window is over
+            if net * step <= 0.0 or left_s <= 0.0:  # the number stays, or the window is over
                 break
             took_s = min(left_s, step / net)
             sum_s += took_s * (now + net * took_s / 2)
@@ -95,7 +100,7 @@ class Capability:
         return (sum_s + left_s * now) / window_s
 
     def badness(self, rate_per_s: float) -> tuple[bool, float]:
-        """Less is better; a policy that can sustain the load is better than one that cannot."""
+        """Sort key, less is better: a policy that sustains the load beats one that does not."""
         if rate_per_s < self.capacity_per_s:
             return False, self.normalised_s(rate_per_s)
         return True, -self.capacity_per_s
@@ -112,12 +117,12 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def better(policies: tuple[Capability, ...], rate_per_s: float) -> Capability:
-    """The best policy for a load; of equals the first."""
+    """The best policy for a load; the first of equals."""
     return min(policies, key=lambda policy: policy.badness(rate_per_s))
 
 
 def crossing_per_s(policies: tuple[Capability, ...]) -> float | None:
-    """The smallest load at which another policy than that of an idle system is best, if any."""
+    """The smallest load at which the best policy differs from that of an idle system, if any."""
     idle = better(policies, 0.0)
     points = sorted(
         {0.0, *(x.rate_per_s for p in policies for x in p.curve), *(p.capacity_per_s for p in policies)}
@@ -138,3 +143,37 @@ def _bisected(policies: tuple[Capability, ...], idle: Capability, low: float, hi
         else:
             high = middle
     return high
+
+
+def capabilities_of(plans: Sequence[Plan], rows: int) -> tuple[Capability, ...]:
+    """One per plan, in requests per second; empty if some plan has no rates by microbatches."""
+    if not all(any(rate for _, rate in _rates(plan)) for plan in plans):
+        return ()
+    return tuple(_capability(plan, rows) for plan in plans)
+
+
+def _rates(plan: Plan) -> list[tuple[int, float]]:
+    """(microbatches in flight, units per second), up to the plan's own number."""
+    return sorted((num, rate) for num, rate in plan.by_microbatches if num <= plan.microbatches)
+
+
+def answer_tokens(unit: WorkUnit) -> int:
+    """Tokens of an average answer: one more than the runs of the step that decodes all rows."""
+    for graph, count in zip(unit.graphs, unit.counts, strict=True):
+        step = graph.trace.step
+        if step.kind == "tokens" and step.context == step.rows:
+            return count + 1
+    return unit.counts[-1] + 1
+
+
+def _capability(plan: Plan, rows: int) -> Capability:
+    tokens, least_s, rates = answer_tokens(plan.unit), plan.latency_us * 1e-6, _rates(plan)
+    capacity = rows * max(rate for _, rate in rates)
+    first = ALONE * capacity
+    points = [Point(first, least_s / tokens, first * least_s)]
+    for microbatches, rate in rates:
+        load = rows * rate
+        # The curve ends below the capacity: microbatches beyond that add waiting only.
+        if points[-1].rate_per_s < load < ENOUGH * capacity:
+            points.append(Point(load, max(microbatches / rate, least_s) / tokens, float(microbatches * rows)))
+    return Capability(plan.policy, capacity, tuple(points))

@@ -1,87 +1,70 @@
-"""corrected: how wrong the costs are, from times of several kernels together.
+"""corrected: factors by which costs are wrong, from times of several kernels together.
 
-Each observation says: on a device, kernels that were planned to take p_1, p_2, ... took t in all. Wanted are
-factors f_k >= 0 per kernel type and device with sum of p_k f_k = t. There are usually fewer observations than
-kernels, so the factors are also pulled towards 1, as hard as the costs say that they are right:
+An observation: on a device, kernels planned to take p_1, p_2, ... took t in all. Wanted are factors f_k >= 0
+per kernel type and device. There are usually fewer observations than kernels, so factors are pulled towards 1
+as strongly as the costs are sure:
 
     minimise  sum over observations of ((sum_k p_k f_k - t) / (noise t))^2  +  sum_k ((f_k - 1) / error_k)^2
 
-which is a non-negative least squares problem per device. Timing kernels one by one is the case of one term.
+a non-negative least squares problem per device.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
 
-from tessera.errors import PlanInfeasible
-from tessera.ir import Cluster, Costs, Placement, Plan, WorkUnit
+from tessera.ir import Costs, WorkUnit
 
 # Relative error of one measured time.
 MEASURED_ERROR = 0.02
-# A new plan must do so many times as much. Capacities of one plan, measured with other requests of the same
-# kind, differ by up to one percent, so less might be a loss; and a change of plans has a price.
-LEAST_GAIN = 1.02
+
+# device -> (planned microseconds by kernel, measured microseconds of all)
+Observations = Mapping[str, Sequence[tuple[Mapping[str, float], float]]]
 
 
 @dataclass(frozen=True)
 class Factors:
-    """(device, kernel) -> real over planned time.
+    """Measured over planned time. An unseen kernel gets the mean factor of its device."""
 
-    A kernel that was not seen on a device is taken to be as wrong as the others there on average: a slow
-    device is slow for all.
-    """
-
-    known: Mapping[tuple[str, str], float]
+    # (device, kernel) -> factor
+    by_kernel: Mapping[tuple[str, str], float]
     # device -> mean factor, weighted by planned time
-    usual: Mapping[str, float] = field(default_factory=dict)
+    by_device: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, kernel: str, device: str) -> float:
-        return self.known.get((device, kernel), self.usual.get(device, 1.0))
-
-    def times(self, older: "Factors") -> "Factors":
-        """These on top of those that the plan was already corrected by."""
-        keys = {*self.known, *older.known}
-        devices = {*self.usual, *older.usual}
-        return Factors(
-            {(d, kernel): self.of(kernel, d) * older.of(kernel, d) for d, kernel in keys},
-            {d: self.usual.get(d, 1.0) * older.usual.get(d, 1.0) for d in devices},
-        )
+        return self.by_kernel.get((device, kernel), self.by_device.get(device, 1.0))
 
     def apply(self, unit: WorkUnit, costs: Sequence[Costs]) -> tuple[Costs, ...]:
-        """The price lists corrected; sources and errors stay those of the prices."""
+        """Corrected costs; their sources and errors stay."""
         return scaled_costs(unit, costs, self.of)
 
 
 def scaled_costs(
     unit: WorkUnit, costs: Sequence[Costs], factor: Callable[[str, str], float]
 ) -> tuple[Costs, ...]:
-    """Price lists with every time multiplied by factor(kernel, device)."""
-    known, made = cache(factor), []
+    """Costs with every time multiplied by factor(kernel, device)."""
+    factor_of, scaled = cache(factor), []
     for graph, priced in zip(unit.graphs, costs, strict=True):
         rows = tuple(
             tuple(
-                replace(cost, us=cost.us * known(graph.trace.kernel_of(launch).name, device.name))
+                replace(cost, us=cost.us * factor_of(graph.trace.kernel_of(launch).name, device.name))
                 for cost, device in zip(row, priced.devices, strict=True)
             )
             for launch, row in enumerate(priced.costs)
         )
-        made.append(replace(priced, costs=rows))
-    return tuple(made)
-
-
-# device -> observations: (planned microseconds by kernel, real microseconds of all)
-Observations = Mapping[str, Sequence[tuple[Mapping[str, float], float]]]
+        scaled.append(replace(priced, costs=rows))
+    return tuple(scaled)
 
 
 def corrected(observations: Observations, error: float) -> Factors:
-    """The factors that explain what was measured; `error` is what the costs say of themselves."""
-    from scipy.optimize import nnls  # slow to import, and rarely needed
+    """Factors that explain the observations; `error` is the relative error of the costs."""
+    from scipy.optimize import nnls  # slow to import, rarely needed
 
-    known: dict[tuple[str, str], float] = {}
-    usual: dict[str, float] = {}
+    by_kernel: dict[tuple[str, str], float] = {}
+    by_device: dict[str, float] = {}
     for device, rows in observations.items():
         kernels = sorted({kernel for planned, _ in rows for kernel in planned})
         column = {kernel: index for index, kernel in enumerate(kernels)}
@@ -93,19 +76,17 @@ def corrected(observations: Observations, error: float) -> Factors:
             target[row] = 1.0 / MEASURED_ERROR
         for index in range(len(kernels)):
             matrix[len(rows) + index, index] = target[len(rows) + index] = 1.0 / max(error, 1e-3)
-        found, _ = nnls(matrix, target)
-        known |= {(device, kernel): float(f) for kernel, f in zip(kernels, found, strict=True)}
+        factors, _ = nnls(matrix, target)
+        by_kernel |= {(device, kernel): float(f) for kernel, f in zip(kernels, factors, strict=True)}
         total = {kernel: sum(planned.get(kernel, 0.0) for planned, _ in rows) for kernel in kernels}
         weight = sum(total.values())
-        usual[device] = sum(total[k] * known[device, k] for k in kernels) / weight if weight else 1.0
-    return Factors(known, usual)
+        mean = sum(total[k] * by_kernel[device, k] for k in kernels)
+        by_device[device] = mean / weight if weight else 1.0
+    return Factors(by_kernel, by_device)
 
 
 def drift(observations: Observations, factors: Factors) -> float:
-    """How far the costs are off in a way that matters: mean relative error about the common factor.
-
-    A factor that all kernels on all devices share changes no placement; so errors count from their mean.
-    """
+    """Mean relative error of the costs about their common factor, which changes no placement."""
     weights: dict[tuple[str, str], float] = defaultdict(float)
     for device, rows in observations.items():
         for planned, _ in rows:
@@ -117,30 +98,3 @@ def drift(observations: Observations, factors: Factors) -> float:
     mean = sum(w * factors.of(kernel, device) for (device, kernel), w in weights.items()) / total
     off = sum(w * abs(factors.of(kernel, device) - mean) for (device, kernel), w in weights.items())
     return off / total / mean if mean else 0.0
-
-
-# A running system knows one cluster; a plan that uses fewer of its devices is still a plan for that cluster.
-
-
-def without_devices(
-    cluster: Cluster, costs: Sequence[Costs], without: Collection[str]
-) -> tuple[Cluster, tuple[Costs, ...]]:
-    kept = [index for index, name in enumerate(cluster.names) if name not in without]
-    if not kept:
-        raise PlanInfeasible("no device is left")
-    devices = tuple(cluster.devices[d] for d in kept)
-    links = tuple(x for x in cluster.links if x.src not in without and x.dst not in without)
-    prices = tuple(
-        Costs(c.trace_digest, devices, tuple(tuple(row[d] for d in kept) for row in c.costs)) for c in costs
-    )
-    return Cluster(devices, links), prices
-
-
-def widened(plan: Plan, cluster: Cluster, costs: Sequence[Costs]) -> Plan:
-    """A plan for some devices of a cluster as one for all of them, with their price lists."""
-    place = [cluster.names.index(name) for name in plan.cluster.names]
-    lanes = []
-    for lane in plan.lanes:
-        placed = tuple(tuple([place[d] for d in step]) for step in lane.placement.devices)
-        lanes.append(replace(lane, placement=Placement(placed)))
-    return replace(plan, cluster=cluster, costs=tuple(costs), lanes=tuple(lanes))

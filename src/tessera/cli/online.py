@@ -8,15 +8,14 @@ from typing import Annotated
 import msgspec
 
 from tessera.adapt.capability import Capability, crossing_per_s
-from tessera.adapt.drift import Factors, widened, without_devices
 from tessera.adapt.monitor import MonitorConfig
 from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.errors import ArrivalsError
 from tessera.ir import Clock, Decision, Objective, Plan, Quantiles, ServingReport, load, need_one_batch
 from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.metrics import parse_limits
-from tessera.simulate.stepper import Loss, Weather
-from tessera.simulate.study import Replan, Setting, adapt, compare
+from tessera.simulate.stepper import Faults, Loss
+from tessera.simulate.study import Setting, adapt, compare
 
 
 class ServingFigures(Record, frozen=True):
@@ -94,14 +93,14 @@ class OnlineOptions:
 
     def setting(self) -> Setting:
         arrivals = make_arrivals(self.arrivals, self.requests, self.seed, self.lengths, self.speed)
-        weather = Weather(
+        faults = Faults(
             seed=self.seed,
             jitter=self.jitter,
             losses=tuple(_loss(word) for word in self.lose),
             slowdowns=tuple(_slowdown(word) for word in self.slow),
         )
         limits = parse_limits(self.slo) if self.slo else ()
-        return Setting(arrivals, weather, limits, self.seqs, self.noise, self.max_waiting)
+        return Setting(arrivals, faults, limits, self.seqs, self.noise, self.max_waiting)
 
 
 def _split(word: str, mark: str, place: str, form: str) -> tuple[str, float, float | None]:
@@ -145,8 +144,9 @@ def run_online(paths: Sequence[Path], options: OnlineOptions, has_monitor: bool)
     adaptive = None
     with progress("planning") as advance:
         if has_monitor:
+            from tessera.flow import replan
+
             plans = with_other(plans)
-            replan = replanner([plan for _, plan in plans])
             advance("simulating with the monitor")
             adaptive, known = adapt(plans, setting, options.monitor(), replan)
         advance("simulating each plan alone")
@@ -178,28 +178,6 @@ def with_other(plans: Sequence[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
     return [(name, plan), (other.value, made)]
 
 
-def replanner(plans: Sequence[Plan]) -> Replan:
-    """Plans anew for the same objectives, at corrected costs and on the devices that are left.
-
-    Corrections add up: what is measured is relative to the plan that ran.
-    """
-    total = [Factors({})]
-
-    def replan(factors: Factors, without: frozenset[str]) -> list[tuple[str, Plan]]:
-        from tessera.flow import make_plan
-
-        total[0] = factors.times(total[0])
-        made = []
-        for plan in plans:
-            costs = total[0].apply(plan.unit, plan.costs)
-            cluster, left = without_devices(plan.cluster, costs, without)
-            new = make_plan(plan.unit, left, cluster, plan.objective, plan.microbatches, is_served=True)
-            made.append((plan.policy, widened(new, plan.cluster, costs)))
-        return made
-
-    return replan
-
-
 def _result(
     fixed: Sequence[ServingReport],
     adaptive: ServingReport | None,
@@ -213,7 +191,7 @@ def _result(
         requests=len(setting.arrivals.times_s),
         offered_per_s=setting.arrivals.rate_per_s,
         longest_gap_s=setting.arrivals.longest_gap_s,
-        seed=setting.weather.seed,
+        seed=setting.faults.seed,
         policies={report.policy: _figures(report) for report in fixed},
         notes=tuple(dict.fromkeys(f"{r.policy}: {note}" for r in reports for note in r.notes)),
     )

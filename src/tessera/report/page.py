@@ -1,34 +1,33 @@
 """One self-contained HTML page about plans and runs of them: no network, no script, light and dark.
 
-The page states for every figure whether it was modelled, simulated or measured. All text from records is
-escaped. What is drawn is bounded, so that a page of any run stays below two megabytes.
-
-Parts, each of which returns HTML: comparison, devices, lanes, one layer; the timeline, the whole run as a
-picture of columns and a closer look at its middle; the dependency graph of one layer.
+The page states for every figure whether it was modelled, simulated or measured. The templates draw what the
+functions here compute; text from records is escaped by jinja2. What is drawn is bounded, so the page of any
+run stays below two megabytes.
 
 The whole run: every track is COLUMNS wide. A column takes the colour of the request that was busy longest in
-it, fainter the less of the column was busy; equal neighbours are one shape. So the size is bounded by tracks
-x columns, however many spans there are. The closer look draws about MAX_SPANS single spans around the middle
-of the run, each with its name. Both are fluid: positions are fractions of the width.
+it, fainter the less of the column was busy; equal neighbours are one shape. The closer look draws about
+MAX_SPANS single spans around the middle of the run, each with its name. Positions are fractions of the width.
 
-The graph has a line for every launch and arcs to the launches that wait for it. An arc's bow grows with its
-length, so that near and far ones can be told apart; arcs that only say "memory is used again" are dashed.
-What is drawn is bounded: of a layer with more launches, the first MAX_LAUNCHES.
+The dependency graph has a line for every launch and arcs to the launches that wait for it. An arc's bow grows
+with its length. Of a layer with more than MAX_LAUNCHES launches the first are drawn.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from html import escape
-from importlib.resources import files
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from string import Template
+from typing import Any
 
-from tessera.ir import Graph, Hazard, Objective, Plan, Span, Timeline
+import jinja2
+from markupsafe import Markup
+
+from tessera.ir import Graph, Hazard, Lane, Objective, Plan, Span, Timeline
 from tessera.ir.files import write_whole
 from tessera.report.figures import (
     Track,
+    best_baseline,
     digits,
     duration,
     end_us,
@@ -50,7 +49,23 @@ from tessera.report.figures import (
     utilisation,
     weight_bytes,
 )
-from tessera.report.picture import Picture, Row, layer_of, layer_picture
+from tessera.report.picture import Picture, layer_of, layer_picture
+
+NUM_DEVICE_COLOURS = 6
+# More would not be read, and each costs bytes.
+MAX_LINKS, MAX_STEPS, MAX_LANES, MAX_TEXT = 24, 4, 12, 60
+# Parts of a dotted name up to this length are not broken.
+MAX_UNBROKEN = 12
+NUM_COLOURS = 8
+COLUMNS = 900
+LEVELS = 4
+MAX_TRACKS = 40
+MAX_SPANS = 160
+MAX_ROWS = 4
+# A name is written into a span that is at least this part of the width.
+NAMED_WIDTH = 0.022
+MAX_LAUNCHES = 64
+LINE_PX, WIDTH_PX = 22, 88
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,55 +77,142 @@ class Shown:
     verdict: str
 
 
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A horizontal bar: what it is of, its length as a share of the width, and what it says."""
+
+    name: str
+    about: str
+    share: float
+    value: str
+    facts: str = ""
+    factor: str = ""
+    style: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One span of the closer look."""
+
+    colour: int
+    is_transfer: bool
+    # CSS position.
+    place: str
+    about: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTrack:
+    """One row of a timeline, drawn as paths or as single boxes."""
+
+    name: str
+    is_link: bool
+    note: str
+    # (colour, opacity, SVG path)
+    paths: Sequence[tuple[int, str, str]] = ()
+    boxes: Sequence[Box] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTimeline:
+    """Rows over one time axis."""
+
+    tracks: Sequence[DrawnTrack]
+    # Unit of the axis, and (position in per cent, number) of each mark.
+    unit: str
+    marks: Sequence[tuple[str, str]]
+    num_hidden: int = 0
+    columns: int = field(default=COLUMNS)
+
+
 def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -> None:
     """Writes the page of one plan; it opens in any browser, without a server."""
-    step = plan.unit.graphs[0].trace.step
-    body = plan_part(Shown(plan, timeline, verdict), "1")
-    clock = f"The timeline is {timeline.clock.value}; figures of the plan are modelled."
-    write_shell(path, f"{step.model}, {plan.policy} plan", body, clock)
-
-
-def write_shell(path: str | Path, title: str, body: str, remark: str) -> None:
-    """One self-contained file around a body of HTML."""
-    text = Template(_template("page.html")).substitute(
-        title=escape(title), body=body, footer=escape(f"Written by Tessera. {remark}")
+    render(
+        path,
+        "plan_page.html",
+        title=f"{plan.unit.graphs[0].trace.step.model}, {plan.policy} plan",
+        part=plan_part(Shown(plan, timeline, verdict)),
+        remark=f"The timeline is {timeline.clock.value}; figures of the plan are modelled.",
     )
-    write_whole(path, [text.encode()])
 
 
-def plan_part(shown: Shown, level: str) -> str:
-    """Everything about one plan, under a heading of a level."""
+def render(path: str | Path, template: str, **values: Any) -> None:
+    """Writes one self-contained file from a template."""
+    write_whole(path, [_environment().get_template(template).render(values).encode()])
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tessera.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for function in (breakable, cut, device_class, duration, percent, size):
+        environment.filters[function.__name__] = function
+    return environment
+
+
+def device_class(device: int) -> str:
+    """The CSS class of a device's colour."""
+    return f"d{device % NUM_DEVICE_COLOURS}"
+
+
+def cut(text: str, limit: int = MAX_TEXT) -> str:
+    """Text shortened to a limit."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def breakable(name: str) -> Markup:
+    """A dotted name that a narrow screen may break after dots and, in long parts, after underscores."""
+    parts = (Markup.escape(part) for part in name.split("."))
+    wrapped = (part if len(part) <= MAX_UNBROKEN else part.replace("_", Markup("_<wbr>")) for part in parts)
+    return Markup(".<wbr>").join(wrapped)
+
+
+def plan_part(shown: Shown) -> dict[str, Any]:
+    """Everything that the template of one plan draws."""
     plan, timeline = shown.plan, shown.timeline
     found = tracks(timeline, plan.cluster.names)
-    return Template(_template("plan.html")).substitute(
-        level=level,
-        model=escape(plan.unit.graphs[0].trace.step.model),
-        subtitle=escape(_subtitle(plan)),
-        verdict=escape(shown.verdict),
-        headline=escape(headline_text(plan)),
-        source=f"simulated with {plan.microbatches} in flight, on modelled costs",
-        tiles=_tiles(plan, timeline),
-        comparison=comparison(plan),
-        devices=devices(plan, timeline, found),
-        clock=escape(timeline.clock.value),
-        run=escape(_run(timeline)),
-        overview=overview(timeline, found),
-        closer=closer_look(timeline, found),
-        legend=legend(),
-        layers=layers(plan),
-        dependencies=dependencies(plan),
-        lanes=lanes(plan),
-    )
+    factor, best = gain(plan, plan), best_baseline(plan)
+    model = plan.unit.graphs[0].trace.step.model
+    return {
+        "model": model,
+        "where": f"{model}, {plan.policy} plan on {', '.join(plan.cluster.names)}",
+        "subtitle": _subtitle(plan),
+        "verdict": shown.verdict,
+        "headline": _headline(plan),
+        "gained": "" if factor is None or best is None else f"{ratio(factor)} {best.name}, modelled",
+        "microbatches": plan.microbatches,
+        "names": plan.cluster.names,
+        "tiles": _tiles(plan, timeline),
+        "comparison": _comparison(plan),
+        "usage": [*_devices(plan, timeline, found), *_links(plan, timeline, found)],
+        "num_hidden_links": sum(t.is_link for t in found) - MAX_LINKS,
+        "clock": timeline.clock.value,
+        "run": _run(timeline),
+        "num_colours": NUM_COLOURS,
+        "overview": _overview(timeline, found),
+        "closer": _closer_look(timeline, found),
+        "layers": layers(plan),
+        "dependencies": _dependencies(plan),
+        "lanes": _lanes(plan),
+        "num_hidden_lanes": len(plan.lanes) - MAX_LANES,
+    }
 
 
-def headline_text(plan: Plan) -> str:
-    """One rate."""
+def layers(plan: Plan) -> list[Picture]:
+    """The placement of one layer of every step, along the lane that most work follows."""
+    lane = main_lane(plan)
+    return [layer_picture(plan, lane, step) for step in range(min(MAX_STEPS, len(plan.unit.graphs)))]
+
+
+def _headline(plan: Plan) -> str:
     per_s, what = headline(plan)
     return f"{digits(per_s)} {what}/s"
-
-
-def _template(name: str) -> str:
-    return files("tessera.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _subtitle(plan: Plan) -> str:
@@ -129,13 +231,13 @@ def _run(timeline: Timeline) -> str:
     return f"{requests} in {duration(end_us(timeline))}, {spans}, {timeline.clock.value}"
 
 
-def _tiles(plan: Plan, timeline: Timeline) -> str:
+def _tiles(plan: Plan, timeline: Timeline) -> list[tuple[str, str, str]]:
     total = end_us(timeline)
     num = sum(timeline.weights) if timeline.weights else len(timeline.requests)
     reached = num / total * 1e6 if total > 0 else 0.0
     factor = gain(plan, plan)
     against = "lower latency" if plan.objective is Objective.LATENCY else "throughput"
-    values = [
+    return [
         ("throughput", rate(plan.throughput_per_s), "requests by busy time, modelled"),
         (f"with {plan.microbatches} in flight", rate(plan.simulated_per_s), "requests, simulated"),
         ("against best baseline", "" if factor is None else ratio(factor), f"{against}, modelled"),
@@ -143,234 +245,102 @@ def _tiles(plan: Plan, timeline: Timeline) -> str:
         ("latency, one alone", duration(plan.latency_us), "modelled"),
         ("in this run", rate(reached), f"requests, {timeline.clock.value}"),
     ]
-    return "\n".join(
-        f"<div class='tile'><span>{escape(name)}</span><b>{escape(value)}</b>"
-        f"<small>{escape(note)}</small></div>"
-        for name, value, note in values
-        if value
-    )
 
 
-NUM_DEVICE_COLOURS = 6
-# More would not be read, and each costs bytes.
-MAX_LINKS, MAX_STEPS, MAX_LANES, MAX_TEXT = 24, 4, 12, 60
+def _comparison(plan: Plan) -> list[Bar]:
+    """Throughput of the plan, of every baseline simulated alike, and the bound."""
+    top = max(plan.simulated_per_s, plan.throughput_per_s, plan.bound_per_s)
+    top = max(top, *(b.throughput_per_s or 0.0 for b in plan.baselines), 0.0) or 1.0
 
+    def bar(
+        name: str, how: str, per_s: float | None, latency_us: float | None, factor: float | None, style: str
+    ) -> Bar:
+        value = "" if per_s is None else rate(per_s)
+        alone = "" if latency_us is None else f"{duration(latency_us)} alone"
+        facts = alone if value else f"does not apply {alone}"
+        against = "" if factor is None else ratio(factor)
+        return Bar(name, how, (per_s or 0.0) / top, value, facts, against, style)
 
-def device_class(device: int) -> str:
-    """The class that gives a device its colour."""
-    return f"d{device % NUM_DEVICE_COLOURS}"
-
-
-def cut(text: str, limit: int = MAX_TEXT) -> str:
-    """Text escaped, shortened to a limit."""
-    return escape(text if len(text) <= limit else text[: limit - 1] + "…")
-
-
-def bar(name: str, about: str, share: float, value: str, style: str = "") -> str:
-    """What it is of, how long it is, and what it says, in HTML."""
-    return (
-        f"<div class='bar {style}'><div class='name'>{cut(name)} <small>{cut(about)}</small></div>"
-        f"<div class='track'><i style='width:{100 * share:.2f}%'></i></div>"
-        f"<div class='value'>{value}</div></div>"
-    )
-
-
-def comparison(plan: Plan) -> str:
-    """Bars of throughput: the plan, every baseline simulated alike, and the bound."""
+    how, factor = f"simulated, {plan.microbatches} in flight", gain(plan, plan)
     baselines = sorted(plan.baselines, key=lambda b: -(b.throughput_per_s or 0.0))
-    how, own = f"simulated, {plan.microbatches} in flight", gain(plan, plan)
-    # (name, how its rate is known, rate, latency, how many times as good as the best baseline, style)
-    shown = [
-        (f"{plan.policy} (this plan)", how, plan.simulated_per_s, plan.latency_us, own, "own"),
-        ("the same", "by busy time alone", plan.throughput_per_s, None, None, "own soft"),
-        *((b.name, "simulated", b.throughput_per_s, b.latency_us, gain(plan, b), "") for b in baselines),
-        ("upper bound", "of any mix, modelled", plan.bound_per_s, None, None, "bound"),
+    return [
+        bar(f"{plan.policy} (this plan)", how, plan.simulated_per_s, plan.latency_us, factor, "own"),
+        bar("the same", "by busy time alone", plan.throughput_per_s, None, None, "own soft"),
+        *(bar(b.name, "simulated", b.throughput_per_s, b.latency_us, gain(plan, b), "") for b in baselines),
+        bar("upper bound", "of any mix, modelled", plan.bound_per_s, None, None, "bound"),
     ]
-    top = max(per_s or 0.0 for _, _, per_s, *_ in shown) or 1.0
-    return "\n".join(
-        bar(name, how, (per_s or 0.0) / top, _rates(per_s, latency_us, factor), style)
-        for name, how, per_s, latency_us, factor, style in shown
-    )
 
 
-def _rates(per_s: float | None, latency_us: float | None, factor: float | None) -> str:
-    number = f"<b>{rate(per_s)}</b>" if per_s is not None else "<small>does not apply</small>"
-    against = f" <em>{ratio(factor)}</em>" if factor is not None else ""
-    return (
-        number + against + (f"<small>{duration(latency_us)} alone</small>" if latency_us is not None else "")
-    )
-
-
-def devices(plan: Plan, timeline: Timeline, found: Sequence[Track]) -> str:
-    """Utilisation bars of devices, then of links."""
-    placed, weights = launches_on(plan), weight_bytes(plan)
-    run_us = end_us(timeline)
+def _devices(plan: Plan, timeline: Timeline, found: Sequence[Track]) -> Iterator[Bar]:
+    placed, weights, run_us = launches_on(plan), weight_bytes(plan), end_us(timeline)
     busy = {track.name: utilisation(track, run_us) for track in found}
-    parts = []
     for index, device in enumerate(plan.cluster.devices):
         facts = f"{placed[index]:,.0f} launches, {size(weights[index])} weights"
-        parts.append(_usage(device.name, device.gpu or "CPU", busy[device.name], facts, device_class(index)))
+        share, kind = busy[device.name], device.gpu or "CPU"
+        style = device_class(index)
+        yield Bar(device.name, kind, min(1.0, share), percent(share), facts, style=style)
+
+
+def _links(plan: Plan, timeline: Timeline, found: Sequence[Track]) -> Iterator[Bar]:
+    """The busiest links."""
+    run_us = end_us(timeline)
     kinds = {f"{link.src} -> {link.dst}": link for link in plan.cluster.links}
-    links = sorted((t for t in found if t.is_link), key=lambda t: -busy[t.name])
-    for track in links[:MAX_LINKS]:
+    busy = sorted(((utilisation(t, run_us), t) for t in found if t.is_link), key=lambda x: -x[0])
+    for share, track in busy[:MAX_LINKS]:
         wire = kinds.get(track.name)
         kind = f"{wire.name}, {wire.gbps:g} GB/s" if wire else "link"
-        parts.append(_usage(track.name, kind, busy[track.name], f"{len(track.spans):,} transfers", "link"))
-    if len(links) > MAX_LINKS:
-        parts.append(f"<p class='note'>{len(links) - MAX_LINKS} less busy links are not listed.</p>")
-    return "\n".join(parts)
+        facts = f"{len(track.spans):,} transfers"
+        yield Bar(track.name, kind, min(1.0, share), percent(share), facts, style="link")
 
 
-def _usage(name: str, kind: str, busy: float, facts: str, style: str) -> str:
-    value = f"<b>{percent(busy)}</b><small>{escape(facts)}</small>"
-    return bar(name, kind, min(1.0, busy), value, style)
-
-
-def lanes(plan: Plan) -> str:
+def _lanes(plan: Plan) -> list[dict[str, Any]]:
     """Each lane's share and rate, and how it divides each step's time among the devices."""
-    found = shares(plan)
-    order = sorted(range(len(found)), key=lambda n: -found[n])
-    parts = [_lane(plan, number) for number in order[:MAX_LANES]]
-    if len(order) > MAX_LANES:
-        parts.append(f"<p class='note'>{len(order) - MAX_LANES} smaller lanes are not listed.</p>")
-    return "\n".join(parts)
+    share = shares(plan)
+    order = sorted(range(len(share)), key=lambda n: -share[n])
+    return [_lane(plan, plan.lanes[n], n, share[n]) for n in order[:MAX_LANES]]
 
 
-def _lane(plan: Plan, number: int) -> str:
-    lane = plan.lanes[number]
+def _lane(plan: Plan, lane: Lane, number: int, share: float) -> dict[str, Any]:
     batch = f", batch {plan.batch_of(lane)}" if plan.variants else ""
-    about = f"{percent(shares(plan)[number])} of the work, {rate(lane.rate_per_s)}{batch}"
-    head = f"<div class='lane'><h3>Lane {number} <small>{about}</small></h3>"
     steps = []
     for step, graph in list(enumerate(plan.unit_of(lane).graphs))[:MAX_STEPS]:
         times = step_us(plan, lane, step)
-        steps.append(
-            f"<div class='split'><div class='name'>{cut(graph.trace.step.kind)}</div>"
-            f"<div class='track'>{''.join(_pieces(plan, times))}</div>"
-            f"<div class='value'><small>{duration(sum(times))} busy</small></div></div>"
-        )
-    return f"{head}{''.join(steps)}</div>"
+        pieces = [(device, us) for device, us in enumerate(times) if us > 0]
+        steps.append({"kind": graph.trace.step.kind, "pieces": pieces, "us": sum(times)})
+    about = f"{percent(share)} of the work, {rate(lane.rate_per_s)}{batch}"
+    return {"number": number, "about": about, "steps": steps}
 
 
-def _pieces(plan: Plan, times: tuple[float, ...]) -> Iterator[str]:
-    total = sum(times) or 1.0
-    for device, us in enumerate(times):
-        if us > 0:
-            name = escape(plan.cluster.names[device], quote=True)
-            width, about = f"{100 * us / total:.2f}%", f"{name}: {duration(us)}"
-            text = percent(us / total) if us / total > 0.12 else ""
-            yield f'<i class="{device_class(device)}" style="width:{width}" title="{about}">{text}</i>'
-
-
-def layers(plan: Plan) -> str:
-    """The placement of one layer of every step, along the lane that most work follows."""
-    lane = main_lane(plan)
-    return "\n".join(_layer(plan, lane, step) for step in range(min(MAX_STEPS, len(plan.unit.graphs))))
-
-
-def _layer(plan: Plan, lane: int, step: int) -> str:
-    shown = layer_picture(plan, lane, step)
-    columns = f"minmax(6.5rem,1.3fr) repeat({len(shown.devices)},minmax(5.5rem,1.5fr)) minmax(3.6rem,auto)"
-    names = [f"<b class='{device_class(d)}'>{cut(plan.cluster.names[d])}</b>" for d in shown.devices]
-    head = f"<div class='head'><span>sub-module</span>{''.join(names)}<span class='time'>time</span></div>"
-    body = "".join(_layer_rows(shown))
-    about = f"<p class='note'>{escape(shown.subject)}; {escape(shown.lane)}</p>"
-    return (
-        f"<figure class='layer'><h3>{escape(shown.step)}</h3>"
-        f"{about}<div class='scroll'><div class='grid' style='--columns:{columns}'>{head}{body}</div></div>"
-        f"<figcaption>{escape(shown.summary)}</figcaption></figure>"
-    )
-
-
-def _layer_rows(shown: Picture) -> Iterator[str]:
-    for module, row in shown.lines():
-        if row is None:
-            yield f"<div class='gap'>… {module} …</div>"
-            continue
-        cells = "".join(_layer_cell(row, device) for device in shown.devices)
-        time = f"<span class='time'>{duration(row.us)}</span>"
-        yield f"<div class='line'><span>{_breakable(module)}</span>{cells}{time}</div>"
-
-
-def _breakable(name: str) -> str:
-    """A dotted name that a narrow screen may break after dots and, in long parts, after underscores."""
-    parts = cut(name).split(".")
-    return ".<wbr>".join(part if len(part) <= 12 else part.replace("_", "_<wbr>") for part in parts)
-
-
-def _layer_cell(row: Row, device: int) -> str:
-    if device == row.device:
-        return f'<span class="block {device_class(device)}" title="{cut(row.text)}">{cut(row.text)}</span>'
-    crossing = row.arrow_from(device)
-    if crossing is not None:
-        way = "right" if crossing.src < crossing.dst else "left"
-        return f"<span class='wire {way} {device_class(device)}'><u>{size(crossing.num_bytes)}</u></span>"
-    return "<span class='wire pass'></span>" if row.is_passed(device) else "<span></span>"
-
-
-NUM_COLOURS = 8
-COLUMNS = 900
-LEVELS = 4
-MAX_TRACKS = 40
-MAX_SPANS = 160
-MAX_ROWS = 4
-# A name is written into a span that is at least this part of the width.
-NAMED_WIDTH = 0.022
-
-
-def legend() -> str:
-    """What the colours mean."""
-    chips = "".join(f"<i class='r{n}'></i>" for n in range(NUM_COLOURS))
-    return (
-        f"<div class='legend'><span><span class='chips'>{chips}</span> one colour a request, "
-        f"repeating after {NUM_COLOURS}</span>"
-        "<span><i class='r0 t'></i> transfer on a link</span>"
-        "<span><i class='r0 faint'></i> busy for part of that time</span></div>"
-    )
-
-
-def overview(timeline: Timeline, found: Sequence[Track]) -> str:
-    """The whole run."""
+def _overview(timeline: Timeline, found: Sequence[Track]) -> DrawnTimeline | None:
+    """The whole run; None if nothing ran."""
     total = end_us(timeline)
     if not timeline.spans or total <= 0:
-        return "<p class='note'>Nothing ran.</p>"
-    shown = _shown(found)
-    parts = [_track(t, percent(utilisation(t, total)), _columns(t.spans, total)) for t in shown]
-    if len(shown) < len(found):
-        parts.append(f"<p class='note'>{len(found) - len(shown)} less busy links are not drawn.</p>")
-    return f"<div class='timeline'>{''.join(parts)}{_axis(0.0, total)}</div>"
+        return None
+    drawn = [
+        DrawnTrack(t.name, t.is_link, percent(utilisation(t, total)), paths=_columns(t.spans, total))
+        for t in _most_used(found)
+    ]
+    return DrawnTimeline(drawn, *_axis(0.0, total), num_hidden=len(found) - len(drawn))
 
 
-def _shown(found: Sequence[Track]) -> list[Track]:
+def _most_used(found: Sequence[Track]) -> list[Track]:
     """At most MAX_TRACKS: devices before links, then the ones with most spans; in their old order."""
     kept = sorted(found, key=lambda t: (t.is_link, -len(t.spans)))[:MAX_TRACKS]
     return [t for t in found if t in kept]
 
 
-def _track(track: Track, note: str, body: str) -> str:
-    kind = "links" if track.is_link else "devices"
-    name = f"<div class='who'><b>{cut(track.name)}</b><small>{escape(note)}</small></div>"
-    return f"<div class='row {kind}'>{name}<div class='run'>{body}</div></div>"
-
-
-def _columns(spans: Sequence[Span], total_us: float) -> str:
+def _columns(spans: Sequence[Span], total_us: float) -> list[tuple[int, str, str]]:
     """The track as one path per colour and level."""
     paths: dict[tuple[int, int], list[str]] = defaultdict(list)
     start = 0
     cells = _cells(spans, total_us)
     for column in range(1, COLUMNS + 1):
         if column == COLUMNS or cells[column] != cells[start]:
-            shape = f"M{start} 0h{column - start}v1H{start}z"
-            paths[cells[start]].append(shape)
+            paths[cells[start]].append(f"M{start} 0h{column - start}v1H{start}z")
             start = column
-    drawn = (
-        f"<path class='r{colour}' opacity='{level / LEVELS:g}' d='{''.join(shapes)}'/>"
-        for (colour, level), shapes in paths.items()
-        if level
-    )
-    return (
-        f"<svg viewBox='0 0 {COLUMNS} 1' preserveAspectRatio='none' aria-hidden='true'>{''.join(drawn)}</svg>"
-    )
+    return [
+        (colour, f"{level / LEVELS:g}", "".join(shapes)) for (colour, level), shapes in paths.items() if level
+    ]
 
 
 def _cells(spans: Sequence[Span], total_us: float) -> list[tuple[int, int]]:
@@ -391,19 +361,19 @@ def _column(busy: dict[int, float]) -> tuple[int, int]:
     return (max(busy, key=lambda colour: busy[colour]), level) if level > 0 else (0, 0)
 
 
-def closer_look(timeline: Timeline, found: Sequence[Track]) -> str:
-    """Single spans around the middle of the run; empty if the run is empty."""
+def _closer_look(timeline: Timeline, found: Sequence[Track]) -> DrawnTimeline | None:
+    """Single spans around the middle of the run; None if the run is empty."""
     if not timeline.spans:
-        return ""
+        return None
     start_us, stop_us = _window(timeline)
     if stop_us <= start_us:
-        return ""
-    parts = []
-    for track in _shown(found):
+        return None
+    drawn = []
+    for track in _most_used(found):
         inside = [s for s in track.spans if s.stop_us > start_us and s.start_us < stop_us]
-        body = "".join(_spans(inside[: 2 * MAX_SPANS], start_us, stop_us))
-        parts.append(_track(track, f"{len(inside)} spans", body))
-    return f"<div class='timeline closer'>{''.join(parts)}{_axis(start_us, stop_us)}</div>"
+        boxes = list(_boxes(inside[: 2 * MAX_SPANS], start_us, stop_us))
+        drawn.append(DrawnTrack(track.name, track.is_link, f"{len(inside)} spans", boxes=boxes))
+    return DrawnTimeline(drawn, *_axis(start_us, stop_us))
 
 
 def _window(timeline: Timeline) -> tuple[float, float]:
@@ -415,7 +385,7 @@ def _window(timeline: Timeline) -> tuple[float, float]:
     return spans[first].start_us, spans[first + MAX_SPANS].start_us
 
 
-def _spans(spans: Sequence[Span], start_us: float, stop_us: float) -> Iterator[str]:
+def _boxes(spans: Sequence[Span], start_us: float, stop_us: float) -> Iterator[Box]:
     width_us = stop_us - start_us
     row_of = rows(spans)
     num = min(MAX_ROWS, max(row_of, default=0) + 1)
@@ -428,13 +398,12 @@ def _spans(spans: Sequence[Span], start_us: float, stop_us: float) -> Iterator[s
         name = short_name(span.label)
         took = duration(span.stop_us - span.start_us)
         about = f"{span.label}, request {span.request}, microbatch {span.microbatch}, {took}"
-        text = cut(name, 24) if width >= NAMED_WIDTH and not span.is_transfer else ""
-        style = f"r{span.request % NUM_COLOURS}" + (" t" if span.is_transfer else "")
-        yield f'<i class="{style}" style="{place}" title="{cut(about, 140)}">{text}</i>'
+        text = name if width >= NAMED_WIDTH and not span.is_transfer else ""
+        yield Box(span.request % NUM_COLOURS, span.is_transfer, place, about, text)
 
 
-def _axis(start_us: float, stop_us: float) -> str:
-    """Round times below the tracks, about four to eight of them."""
+def _axis(start_us: float, stop_us: float) -> tuple[str, list[tuple[str, str]]]:
+    """Unit of the axis, and round times on it, about four to eight."""
     width_us = stop_us - start_us
     step = 10.0 ** math.floor(math.log10(width_us / 4))
     step *= next((k for k in (5, 2) if width_us / (step * k) >= 4), 1)
@@ -443,59 +412,50 @@ def _axis(start_us: float, stop_us: float) -> str:
     # The last twentieth is left free: a number there would stick out.
     first, last = math.ceil(start_us / step - 1e-9), math.floor((stop_us - 0.05 * width_us) / step + 1e-9)
     times = (n * step for n in range(first, last + 1))
-    marks = "".join(
-        f"<span style='left:{100 * (us - start_us) / width_us:.2f}%'>{us / unit:,.{places}f}</span>"
-        for us in times
-    )
-    who = f"<div class='who'><small>time, {name}</small></div>"
-    return f"<div class='row axis'>{who}<div class='run'>{marks}</div></div>"
+    marks = [(f"{100 * (us - start_us) / width_us:.2f}", f"{us / unit:,.{places}f}") for us in times]
+    return name, marks
 
 
 def _unit(us: float) -> tuple[float, str]:
     return (1.0, "us") if us < 1e4 else (1e3, "ms") if us < 1e7 else (1e6, "s")
 
 
-MAX_LAUNCHES = 64
-LINE_PX, WIDTH_PX = 22, 88
-
-
-def dependencies(plan: Plan) -> str:
-    """One figure a step, placed along the lane that most work follows."""
+def _dependencies(plan: Plan) -> list[dict[str, Any]]:
+    """One figure per step, placed along the lane that most work follows."""
     lane = plan.lanes[main_lane(plan)]
     steps = list(enumerate(plan.unit_of(lane).graphs))[:MAX_STEPS]
-    return "\n".join(_figure(graph, lane.placement.devices[step]) for step, graph in steps)
+    return [_figure(graph, lane.placement.devices[step]) for step, graph in steps]
 
 
-def _figure(graph: Graph, devices: tuple[int, ...]) -> str:
+def _figure(graph: Graph, devices: tuple[int, ...]) -> dict[str, Any]:
     layer = layer_of(graph.trace)
     launches = layer.launches if layer else tuple(range(len(graph.trace.launches)))
-    shown = launches[:MAX_LAUNCHES]
-    subject = layer.scope if layer else "the whole step"
-    about = [f"{subject}: {len(launches):,} launches"]
+    shown, scope = launches[:MAX_LAUNCHES], layer.scope if layer else ""
     outside = sum(e.dst in set(shown) and e.src not in set(shown) for e in graph.edges)
-    about.append(f"{plural(outside, 'wait')} for launches before it")
+    about = [
+        f"{scope or 'the whole step'}: {len(launches):,} launches",
+        f"{plural(outside, 'wait')} for launches before it",
+    ]
     if len(shown) < len(launches):
         about.append(f"the first {len(shown)} are drawn")
-    height = LINE_PX * len(shown)
-    lines = "".join(_line(graph, launch, devices[launch], layer.scope if layer else "") for launch in shown)
-    arcs = "".join(_arcs(graph, shown, devices))
-    return (
-        f"<figure class='layer'><h3>{escape(step_title(graph.trace.step))}</h3>"
-        f"<p class='note'>{escape('; '.join(about))}</p><div class='deps'>"
-        f"<svg viewBox='0 0 {WIDTH_PX} {height}' height='{height}' preserveAspectRatio='none' "
-        f"role='img' aria-label='dependencies'>{arcs}</svg><ol>{lines}</ol></div></figure>"
-    )
+    return {
+        "title": step_title(graph.trace.step),
+        "about": "; ".join(about),
+        "width": WIDTH_PX,
+        "height": LINE_PX * len(shown),
+        "arcs": list(_arcs(graph, shown, devices)),
+        "lines": [_line(graph, launch, devices[launch], scope) for launch in shown],
+    }
 
 
-def _line(graph: Graph, launch: int, device: int, scope: str) -> str:
-    name = short_name(graph.trace.kernel_of(launch).name)
+def _line(graph: Graph, launch: int, device: int, scope: str) -> tuple[int, str, str]:
+    """(device, kernel, module inside the scope)"""
     module = graph.trace.launches[launch].scope
     inside = module[len(scope) :].lstrip(".") if scope and module.startswith(scope) else module
-    block = f"<span class='block {device_class(device)}'>{cut(name, 40)}</span>"
-    return f"<li>{block}<small>{cut(inside)}</small></li>"
+    return device, short_name(graph.trace.kernel_of(launch).name), inside
 
 
-def _arcs(graph: Graph, shown: tuple[int, ...], devices: tuple[int, ...]) -> Iterator[str]:
+def _arcs(graph: Graph, shown: tuple[int, ...], devices: tuple[int, ...]) -> Iterator[tuple[str, str]]:
     place = {launch: number for number, launch in enumerate(shown)}
     longest = max(1, len(shown) - 1)
     for edge in graph.edges:
@@ -508,4 +468,4 @@ def _arcs(graph: Graph, shown: tuple[int, ...], devices: tuple[int, ...]) -> Ite
         style = "other" if edge.hazard is not Hazard.RAW else "cross" if crosses else ""
         end = WIDTH_PX - 4
         curve = f"M{end} {top:g}C{bow:.1f} {top:g} {bow:.1f} {bottom:g} {end} {bottom:g}"
-        yield f"<path class='{style}' d='{curve}'/>"
+        yield style, curve

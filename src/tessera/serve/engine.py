@@ -1,177 +1,72 @@
-"""Engine: the scheduler on a thread of its own, with requests from any other and answers to them.
+"""Engine: owns every request from admission to its last token, on a thread of its own.
 
-Round and round: do what other threads asked for, let the scheduler start what can start, hand out what the
-last step gave, let it wait for the next thing to happen. A step is started before the text of the one before
-is made, so that the devices work meanwhile; a stop string therefore frees its pages one step late, and what
-that step gave is dropped.
+Each round runs what other threads posted, lets the scheduler start steps, delivers the tokens of the last
+step, and waits for the next event. A step is started before the text of the one before is made, so that the
+devices work meanwhile; a stop string therefore frees its pages one step late, and that step's token is
+dropped. Tokens are handled in two halves: `settle` chooses them and frees the pages of answers that end,
+`deliver` makes text and wakes readers.
 
-A request whose device was lost starts anew from its prompt and the tokens given so far, with its generators
-where they were, so a client sees a pause and no repeat. Every request that was taken gets one finish, come
-what may, also if this thread dies.
-
-The keeper says which plans are in force. A device that is lost is given a new worker by the stepper; nothing
-is planned for that. One that fails `MAX_FAILURES` times in a row, or is given up, is planned around: in the
-background, while lanes that avoid it go on, or requests wait. When it is back, the plans for all devices are
-taken up again. Every plan is one for the service's whole cluster, so that plans can follow one another
-without a worker being started.
-
-What plans can do is read off them, for the monitor, with no simulation when a service starts. A plan says how
-fast it is with some numbers of microbatches in flight, and a microbatch is a unit of work for `rows`
-requests. By Little's law, s microbatches at a rate of r units a second hold each request for s / r seconds;
-with hardly any load it is the latency of one unit. Between these the monitor interpolates. All figures are
-modelled: they decide between policies, and promise nothing.
+A request whose device was lost starts again from its prompt and the tokens given so far, with its generators
+where they were: a client sees a pause and no repeat. Every request that was taken gets one finish, also if
+this thread dies. The stepper gives a lost device a new worker; one that fails `MAX_FAILURES` times in a row
+or is given up is planned around (`adapt.controller`).
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-from tessera.adapt.capability import Capability, Point
-from tessera.adapt.drift import Factors
-from tessera.adapt.live import Live
+from tessera.adapt.controller import Controller
 from tessera.errors import ServiceClosing, TesseraError
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.scheduler import Microbatch, Scheduler, SchedulerConfig, Watcher
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone, Stepper
-from tessera.ir import DecisionKind, Plan
-from tessera.serve.answer import ActiveRequest
-from tessera.serve.delivery import Delivery
+from tessera.ir import DeviceKind
+from tessera.serve.answer import ActiveRequest, WakeUps
 from tessera.serve.meters import LOOK_S, Meters
-from tessera.serve.records import Shape
-from tessera.serve.sequences import SequenceBatch, Steps
+from tessera.serve.records import Finish, Reason, Shape, Token
+from tessera.serve.sampling import choose
+from tessera.serve.sequences import OutputRows, SequenceBatch, Steps
 from tessera.serve.sight import Sight
 
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."
-
-
-# Requests that may wait, where nobody says.
+FAILED = "the engine failed; the log says why. Restart the service."
+NO_NUMBERS = "the model gave no numbers for this request. Check its weights and dtype."
+# Requests that may wait.
 MAX_WAITING = 1024
-# Starts of a request after its first. Devices may be lost together, one loss told after the other.
+# Starts of a request after its first. Devices may be lost together, one reported after the other.
 MAX_RETRIES = 3
-# So often in a row a device is given a new worker before it is planned around.
+# Failures in a row after which a device is planned around.
 MAX_FAILURES = 3
-# A load at which a request is alone, and the share of the capacity that counts as all of it.
-ALONE, ENOUGH = 1e-3, 0.99
-
-Plans = tuple[Plan, ...]
-
-
-class Planner(Protocol):
-    """Who can plan a running service anew. Called by background threads; raises TesseraError."""
-
-    def without(self, lost: Iterable[str]) -> Plans:
-        """Plans that leave devices unused."""
-
-    def corrected(self, plans: Sequence[Plan], factors: Factors) -> Plans:
-        """In place of these plans, at costs that were wrong by these factors."""
-
-
-class Keeper:
-    """Keeps plans in force that the devices can follow. Used by the engine's thread.
-
-    load   takes up plans, if there are any: (plans, why, in one line)
-    wake   makes the engine look for plans that are ready; from any thread
-    """
-
-    def __init__(
-        self,
-        plans: Plans,
-        planner: Planner | None,
-        load: Callable[[Plans, str], None],
-        wake: Callable[[], None],
-    ) -> None:
-        # Those for all devices.
-        self.plans = plans
-        self._planner, self._load, self._wake = planner, load, wake
-        # Devices that are planned around, in force or under way.
-        self._around: frozenset[str] = frozenset()
-        self._making: Future[Plans] | None = None
-        self._background: ThreadPoolExecutor | None = None
-
-    def close(self) -> None:
-        if self._background is not None:
-            self._background.shutdown(wait=True, cancel_futures=True)
-
-    def lost(self, event: DeviceLost) -> None:
-        """A device is gone; planned around if it fails for good."""
-        is_failing = event.failures >= MAX_FAILURES or event.retry_s is None
-        if is_failing and event.device not in self._around:
-            self._plan_around(self._around | {event.device})
-
-    def back(self, event: DeviceBack) -> None:
-        if event.device not in self._around:
-            return
-        left = self._around - {event.device}
-        if left:
-            self._plan_around(left)
-            return
-        self._around, self._making = left, None
-        self._load(self.plans, "plans for all devices are in force again")
-
-    def adopt(self, plans: Plans, why: str) -> None:
-        """Other plans for all devices; in force now, or when the devices they need are back."""
-        self.plans = plans
-        if not self._around:
-            self._load(plans, why)
-
-    def poll(self) -> None:
-        """Takes up plans that are ready."""
-        if self._making is None or not self._making.done():
-            return
-        made, self._making = self._making, None
-        names = ", ".join(sorted(self._around))
-        try:
-            plans = made.result()
-        except TesseraError as error:  # requests wait for the device, or use the lanes that avoid it
-            self._load((), f"no plans without {names}: {error}")
-            return
-        self._load(plans, f"plans without {names} are in force")
-
-    def _plan_around(self, devices: frozenset[str]) -> None:
-        self._around = devices
-        if self._planner is None:
-            return
-        if self._background is None:
-            self._background = ThreadPoolExecutor(1, "tessera-around")
-        self._making = self._background.submit(self._planner.without, devices)
-        self._making.add_done_callback(lambda _: self._wake())
+# Devices whose times are compared with the plan's; emulated devices compute on a CPU.
+TIMED = (DeviceKind.CPU, DeviceKind.CUDA)
 
 
 class Engine(Watcher[ActiveRequest]):
-    """`submit`, `cancel`, `post` and `close` from any thread; `run` is the thread's body.
-
-    planner  plans around devices that fail for good; None: they are waited for
-    note     hears of every loss, return and change of plans: what it was, and one line
-    """
+    """`submit`, `cancel`, `post` and `close` from any thread; `run` is the thread's body."""
 
     def __init__(
         self,
         stepper: Stepper,
         shape: Shape,
-        end: tuple[int, ...],
+        end: Sequence[int],
         max_waiting: int = MAX_WAITING,
         meters: Meters | None = None,
         sight: Sight | None = None,
         prefix_caching: bool = True,
-        planner: Planner | None = None,
-        note: Callable[[DecisionKind, str], None] = lambda kind, text: None,
     ) -> None:
-        self.stepper, self.shape, self._note = stepper, shape, note
+        self.stepper, self.shape, self._end = stepper, shape, frozenset(end)
         self.meters = meters or Meters()
-        self._out = Delivery(end, self.meters, self._note_end)
         steps = Steps.of(stepper.plans[0])
 
         def make(number: int, lane: LoadedLane) -> SequenceBatch:
-            return SequenceBatch(number, shape, steps, self._out.settle, self.meters, sight, prefix_caching)
+            return SequenceBatch(number, shape, steps, self.settle, self.meters, sight, prefix_caching)
 
         config = SchedulerConfig(max_waiting, shape.microbatches, shape.rows, MAX_RETRIES)
         self.scheduler: Scheduler[ActiveRequest] = Scheduler(stepper, make, config, self)
-        self.keeper = Keeper(stepper.plans, planner, self._load, stepper.wake)
-        # The monitor, if one decides.
-        self.live: Live | None = None
+        self.controller: Controller | None = None
+        self._timed = {d.name for d in stepper.plans[0].cluster.devices if d.kind in TIMED}
         self._lock = threading.Lock()
         self._posted: deque[Callable[[], None]] = deque()
         self._deadline_s = float("inf")
@@ -180,13 +75,17 @@ class Engine(Watcher[ActiveRequest]):
         self.failure = ""
         # True if requests were ended before they were done.
         self.was_cut = False
+        # Tokens chosen and not delivered yet, with the reason of those that end an answer.
+        self._chosen: list[tuple[ActiveRequest, Token | int, Reason | None]] = []
+        self._gaps: list[float] = []
+        self._wake_ups = WakeUps()
 
     # For other threads.
 
     def submit(self, request: ActiveRequest) -> None:
-        """Takes a request, or refuses it with an error that says why."""
-        if self.live is not None:
-            self.live.arrived()  # before it can leave; what is refused is load all the same
+        """Takes a request, or refuses it with an error."""
+        if self.controller is not None:
+            self.controller.arrived()  # before it can leave; refused requests are load all the same
         try:
             with self._lock:
                 if self.failure:
@@ -195,7 +94,7 @@ class Engine(Watcher[ActiveRequest]):
                     raise ServiceClosing("the service is stopping", "Ask another one.")
                 self.scheduler.push(request, request.ask.client)
         except TesseraError:
-            self._note_end()
+            self._count_end()
             raise
         self.stepper.wake()
 
@@ -204,13 +103,13 @@ class Engine(Watcher[ActiveRequest]):
             request.is_cancelled = True
             self.post(lambda: self._drop(request))
 
-    def post(self, what: Callable[[], None]) -> None:
-        """Has something done by the engine's thread, before its next round."""
-        self._posted.append(what)
+    def post(self, action: Callable[[], None]) -> None:
+        """Runs an action on the engine's thread, before its next round."""
+        self._posted.append(action)
         self.stepper.wake()
 
     def close(self, deadline_s: float) -> None:
-        """Takes nothing new; what is not done by then, as `time.monotonic` counts, is ended with an error."""
+        """Refuses new requests; those not done by the deadline (`time.monotonic`) end with an error."""
         with self._lock:
             self.is_closing = True
             self._deadline_s = deadline_s
@@ -220,7 +119,7 @@ class Engine(Watcher[ActiveRequest]):
 
     def run(self) -> None:
         """Until it is closed and everything is done, or nothing can be served any more."""
-        why = "the engine failed; the log says why. Restart the service."
+        why = FAILED
         try:
             while not self._is_over():
                 self.step()
@@ -238,98 +137,161 @@ class Engine(Watcher[ActiveRequest]):
         return self.scheduler.is_idle or time.monotonic() >= self._deadline_s
 
     def step(self) -> None:
-        """One round: starts what can start, and waits for the next thing to happen."""
+        """One round."""
         while self._posted:
             self._posted.popleft()()
         try:
-            self.keeper.poll()  # first: who waited for plans is seated in this round
             self.scheduler.begin()
-            self._out.deliver()
-            self._look()
+            self.deliver()
+            if self.meters.is_due():
+                self.meters.look(self.stepper.use())
+                if self.controller is not None:
+                    self.controller.poll()
             is_done = self.is_closing and self.scheduler.is_idle
             self.scheduler.wait(0.0 if is_done else LOOK_S)
             self.failure = self.scheduler.failure
-        except TesseraError as error:  # a stepper that fails as a whole
+        except TesseraError as error:  # the stepper as a whole failed
             self.failure = f"no devices are left: {error}"
+
+    # Tokens.
+
+    def settle(self, batch: SequenceBatch, done: StepDone, rows: OutputRows) -> list[ActiveRequest]:
+        """Chooses the tokens of a step; returns the requests whose answers end by them."""
+        rows = [(row, request) for row, request in rows if not _note_prompt(batch, done, row, request)]
+        self.meters.stepped(batch.kind_of(done.step), done.seconds)
+        if not rows:
+            return []
+        now, ended = time.monotonic(), []
+        for (_, request), chosen in zip(rows, _choose(done, rows), strict=True):
+            if chosen is None:
+                self.finish(request, "error", request.pick.failure or NO_NUMBERS)
+                ended.append(request)
+                continue
+            number = chosen if isinstance(chosen, int) else chosen.number
+            if request.first_s is None:
+                request.first_s = now
+                self.meters.first_token(len(request.ask.prompt), now - request.arrived_s)
+            else:
+                self._gaps.append(now - request.last_s)
+            request.last_s = now
+            request.add(number)
+            reason = self._reason(request, number)
+            if reason is not None:
+                ended.append(request)
+            self._chosen.append((request, chosen, reason))
+        self.meters.output_tokens += len(rows)
+        return ended
+
+    def _is_end(self, request: ActiveRequest, number: int) -> bool:
+        """True if the token ends the answer; it has no text then."""
+        ask = request.ask
+        return number in ask.stop_tokens or (number in self._end and not ask.ignores_end)
+
+    def _reason(self, request: ActiveRequest, number: int) -> Reason | None:
+        if self._is_end(request, number) or request.pick.is_over:
+            return "stop"
+        return "length" if request.num_out >= request.ask.max_tokens else None
+
+    def deliver(self) -> None:
+        """Makes text of the chosen tokens and wakes their readers."""
+        delivered, self._chosen = self._chosen, []
+        for request, chosen, reason in delivered:
+            if request.is_over:
+                continue
+            token = Token(chosen) if isinstance(chosen, int) else chosen
+            text = "" if self._is_end(request, token.number) else request.text_of(token.number)
+            request.buffer.put(text, token)
+            if request.watch.is_stopped:
+                self.finish(request, "stop")
+            elif reason is not None:
+                self.finish(request, reason)
+            else:
+                self._wake_ups.add(request.buffer)
+        self._wake_ups.flush()
+        for request, _, _ in delivered:
+            if not request.is_over:
+                request.pick.prepare()
+        if self._gaps:
+            self.meters.next_tokens(self._gaps)
+            self._gaps = []
+
+    def finish(self, request: ActiveRequest, reason: Reason, message: str = "") -> None:
+        """The one end of a request."""
+        request.is_over = True
+        if request.batch is not None:
+            request.batch.leave(request)
+        rest = request.rest_of_text()
+        if rest:
+            request.buffer.put(rest, None)
+        prompt = (len(request.ask.prompt), request.num_out)
+        finish = Finish(reason, *prompt, message, tuple(request.prompt_notes))
+        request.buffer.finish(finish)
+        self._wake_ups.add(request.buffer)
+        self.meters.ended(finish, request.times())
+        self._count_end()
+
+    def _count_end(self) -> None:
+        if self.controller is not None:
+            self.controller.finished()
 
     def _drop(self, request: ActiveRequest) -> None:
         if not request.is_over:
             self.scheduler.forget(request, request.ask.client)
-            self._out.finish(request, "cancelled")
+            self.finish(request, "cancelled")
 
-    def _note_end(self) -> None:
-        if self.live is not None:
-            self.live.finished()
-
-    def _look(self) -> None:
-        if not self.meters.is_due():
-            return
-        self.meters.look(self.stepper.use())
-        if self.live is not None:
-            self.live.poll()
-
-    def _load(self, plans: Sequence[Plan], why: str) -> None:
-        if plans:
-            try:
-                self.scheduler.load(plans)
-            except TesseraError as error:  # those in force run on
-                why = f"plans cannot be taken up: {error}"
-            else:
-                self.meters.plan_changes += 1
-        self._note(DecisionKind.ADOPT, why)
+    def _end_all(self, why: str) -> None:
+        """Finishes every request and takes no new one."""
+        self.deliver()
+        with self._lock:
+            self.failure = self.failure or why
+            self.is_closing = True
+            microbatches = list(self.scheduler.microbatches.values())
+            requests = [request for microbatch in microbatches for request in microbatch.content.requests()]
+            while (request := self.scheduler.queue.pop()) is not None:
+                requests.append(request)
+        for request in requests:
+            if not request.is_over:
+                self.was_cut = True
+                self.finish(request, "cancelled" if request.is_cancelled else "error", why)
+        self.deliver()
 
     # What the scheduler tells.
 
     def seated(self, request: ActiveRequest, microbatch: Microbatch[ActiveRequest]) -> None:
-        """How long it waited is told once."""
         if request.seated_s is None:
             request.seated_s = time.monotonic()
             self.meters.seated(request.seated_s - request.arrived_s)
 
     def stepped(self, microbatch: Microbatch[ActiveRequest], done: StepDone) -> None:
-        """For the monitor: what the plans in force say is held against what it took."""
-        if self.live is not None and any(microbatch.lane.plan is plan for plan in self.stepper.plans):
-            self.live.stepped(microbatch.lane, done.step, done.busy_s)
+        """Steps of the plans in force are compared with their costs."""
+        lane = microbatch.lane
+        if self.controller is not None and any(lane.plan is plan for plan in self.stepper.plans):
+            busy_s = {name: seconds for name, seconds in done.busy_s.items() if name in self._timed}
+            self.controller.stepped(lane, done.step, busy_s)
 
     def failed(self, request: ActiveRequest, message: str) -> None:
-        self._out.finish(request, "error", message)
+        self.finish(request, "error", message)
 
     def retried(self, request: ActiveRequest, lost: DeviceLost) -> None:
         request.batch = None
         self.meters.retried += 1
 
     def moved(self, request: ActiveRequest) -> None:
-        """It waits again, for a place under the policy in force."""
         request.batch = None
 
     def lost(self, lost: DeviceLost) -> None:
-        """What its steps gave is handed out before they start anew."""
-        self._out.deliver()
+        """The tokens of its steps are delivered before its requests start again."""
+        self.deliver()
         self.meters.losses[lost.device] += 1
         self.meters.look(self.stepper.use())
-        self._note(DecisionKind.LOSE, said_of(lost))
-        self.keeper.lost(lost)
+        if self.controller is not None:
+            is_lasting = lost.failures >= MAX_FAILURES or lost.retry_s is None
+            self.controller.lost(lost.device, said_of(lost), is_lasting)
 
     def back(self, back: DeviceBack) -> None:
         self.meters.look(self.stepper.use())
-        self._note(DecisionKind.RETURN, f"device {back.device} is back")
-        self.keeper.back(back)
-
-    def _end_all(self, why: str) -> None:
-        """Nobody is left without a finish, and nobody new is taken."""
-        self._out.deliver()
-        with self._lock:
-            self.failure = self.failure or why
-            self.is_closing = True
-            open_ = list(self.scheduler.microbatches.values())
-            requests = [request for microbatch in open_ for request in microbatch.content.requests()]
-            while (request := self.scheduler.queue.pop()) is not None:
-                requests.append(request)
-        for request in requests:
-            if not request.is_over:
-                self.was_cut = True
-                self._out.finish(request, "cancelled" if request.is_cancelled else "error", why)
-        self._out.deliver()
+        if self.controller is not None:
+            self.controller.back(back.device)
 
 
 def said_of(lost: DeviceLost) -> str:
@@ -337,30 +299,24 @@ def said_of(lost: DeviceLost) -> str:
     return f"lost {lost.said.rstrip('.')} ({again}; failure {lost.failures} in a row)"
 
 
-def capabilities_of(plans: Sequence[Plan], rows: int) -> tuple[Capability, ...]:
-    """One a plan, in requests per second; empty if a plan was never simulated in flight."""
-    if not all(
-        any(microbatches <= plan.microbatches and rate for microbatches, rate in plan.by_microbatches)
-        for plan in plans
-    ):
-        return ()
-    return tuple(_capability(plan, rows) for plan in plans)
+def _note_prompt(batch: SequenceBatch, done: StepDone, row: int, request: ActiveRequest) -> bool:
+    """Notes the logprobs of a prompt's next token, where wanted; False if the answer's next token is due."""
+    if not request.wants_prompt:
+        return False
+    at, num = batch.num_read(request), request.ask.prompt_logprobs or 0
+    if at == len(request.prompt_notes) + 1:
+        logs = done.outputs["logits"][row].float().log_softmax(-1)
+        values, tokens = logs.topk(num)
+        top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+        number = request.ask.prompt[at]
+        request.prompt_notes.append(Token(number, float(logs[number]), top))
+    return True
 
 
-def _capability(plan: Plan, rows: int) -> Capability:
-    tokens = plan.unit.counts[-1] + 1
-    least_s = plan.latency_us * 1e-6
-    there = sorted(
-        (microbatches, rate)
-        for microbatches, rate in plan.by_microbatches
-        if microbatches <= plan.microbatches
-    )
-    capacity = rows * max(rate for _, rate in there)
-    first = ALONE * capacity
-    points = [Point(first, least_s / tokens, first * least_s)]
-    for microbatches, rate in there:
-        load = rows * rate
-        # The curve ends below the capacity: more microbatches than bring a gain only bring waiting.
-        if points[-1].rate_per_s < load < ENOUGH * capacity:
-            points.append(Point(load, max(microbatches / rate, least_s) / tokens, float(microbatches * rows)))
-    return Capability(plan.policy, capacity, tuple(points))
+def _choose(done: StepDone, rows: OutputRows) -> Sequence[Token | int | None]:
+    """A number where the model's own choice is all that is wanted: quicker than a `Token`."""
+    greedy: list[int] = done.outputs["next_tokens"].tolist()
+    picks = [request.pick for _, request in rows]
+    if all(pick.is_plain for pick in picks):
+        return [greedy[row] for row, _ in rows]
+    return choose(done.outputs["logits"], greedy, [row for row, _ in rows], picks)

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -42,7 +42,6 @@ import msgspec
 import torch
 
 import tessera
-from tessera.adapt.drift import without_devices
 from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
@@ -150,18 +149,6 @@ class Prepared:
             scale=self.scale,
         )
 
-    def without(self, lost: Sequence[str]) -> "Prepared":
-        """The same service on the other devices, planned anew."""
-        return self._planned_anew(*without_devices(self.plans[0].cluster, self.plans[0].costs, lost))
-
-    def at(self, costs: tuple[Costs, ...]) -> "Prepared":
-        """The same service planned anew at other costs."""
-        return self._planned_anew(self.plans[0].cluster, costs)
-
-    def _planned_anew(self, cluster: Cluster, costs: tuple[Costs, ...]) -> "Prepared":
-        policies = tuple(plan.objective for plan in self.plans)
-        return replace(self, plans=_planned(self.model.shape, cluster, self.plans[0].unit, costs, policies))
-
 
 def prepare(
     model: str,
@@ -204,7 +191,7 @@ def prepare(
 
         costs = tuple(_price(trace, cluster, store or default_store(), advance, warn) for trace in traces)
         advance("planning")
-        plans = _planned(made.shape, cluster, unit, costs, spec.policies)
+        plans = plan_policies(made.shape, cluster, unit, costs, spec.policies)
         return Prepared(made, plans, capture_s=capture_s)
 
     return kept_or_planned(key_of(place_of(model), spec, cluster, pool_bytes), kept, build, plan)
@@ -257,7 +244,7 @@ def _price(trace: Trace, cluster: Cluster, store: Path, advance: Told, warn: Tol
     return combine(trace, cluster.devices, found)[0]
 
 
-def _planned(
+def plan_policies(
     shape: Shape, cluster: Cluster, unit: WorkUnit, costs: tuple[Costs, ...], policies: tuple[Objective, ...]
 ) -> tuple[Plan, ...]:
     from tessera import flow

@@ -1,73 +1,48 @@
-"""PreparedPlanner: makes other plans for a service that runs, from what it was prepared from.
+"""rehearse: the rate of plans when served, by the service's own engine over the simulator's stepper.
 
-Around devices that fail again and again; and at costs as they were measured (`adapt`), beside the running
-plans. There both are rehearsed at the corrected costs; a new plan that is not clearly better is left, and the
-old one stays, with costs that are right.
+A plan's own figures are of work units that pass its lanes one after another. In a service a microbatch keeps
+its lane while it has requests, and reads prompts and answers together, so its devices wait for one another
+unless there are enough microbatches. Rates are modelled, by the plans' costs. Not handled: CPU time between
+two steps.
 
-A plan's own figures are those of work units that pass through its lanes one after another. A service is not
-like that: a microbatch keeps its lane while it has requests, and reads prompts and answers together, so that
-its devices wait for one another unless there are enough of them. So a rehearsal is the service's own engine
-under a load, over the simulator's stepper. What is counted is modelled, by the plans' costs. Not handled:
-what the CPU does between two steps.
+`replanner_of` compares new plans of a running service by rehearsal.
 """
 
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 
-from tessera.adapt.drift import LEAST_GAIN, Factors, widened
+from tessera.adapt.replan import Replanner
 from tessera.execute.offline import Trial, pick
 from tessera.execute.stepper import StepCall, Tensors
-from tessera.ir import Costs, Objective, Plan, verify
+from tessera.ir import Objective, Plan
 from tessera.serve.answer import ActiveRequest
-from tessera.serve.engine import Engine, Plans
-from tessera.serve.planning import Prepared
+from tessera.serve.engine import Engine
+from tessera.serve.planning import Prepared, plan_policies
 from tessera.serve.records import Ask, Average, Sampling, Shape
 from tessera.serve.text import ByteText
 from tessera.simulate.stepper import VirtualStepper
 
-
-class PreparedPlanner:
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared, half = prepared, prepared.model.shape.capacity // 2
-        self._average = Average(min(Average().prompt, half), min(Average().output, half))
-
-    def without(self, lost: Iterable[str]) -> Plans:
-        """Planned for the others, and put back among all devices."""
-        made = self._prepared.without(sorted(lost))
-        whole = self._prepared.plans[0]
-        found = tuple(widened(plan, whole.cluster, whole.costs) for plan in made.plans)
-        for plan in found:
-            verify(plan)
-        return found
-
-    def corrected(self, plans: Sequence[Plan], factors: Factors) -> Plans:
-        """Each plan, or a better one, with the costs as they were measured."""
-        prepared = self._prepared
-        costs = factors.apply(prepared.plans[0].unit, plans[0].costs)
-        made = prepared.at(costs).plans
-        self._prepared = replace(prepared, plans=tuple(replace(x, costs=costs) for x in prepared.plans))
-        return tuple(self._better(old, made, costs) for old in plans)
-
-    def _better(self, old: Plan, made: Sequence[Plan], costs: tuple[Costs, ...]) -> Plan:
-        new = next((plan for plan in made if plan.objective is old.objective), None)
-        if new is not None and new.lanes != old.lanes and self._gain(old, new, costs) >= LEAST_GAIN:
-            return replace(new, policy=old.policy)
-        return replace(old, costs=costs)
-
-    def _gain(self, old: Plan, new: Plan, costs: tuple[Costs, ...]) -> float:
-        """How many times as good a new plan is: for one client if it is for latency, else for many."""
-        plans = [replace(plan, costs=costs) for plan in (old, new)]
-        clients = 1 if old.objective is Objective.LATENCY else None
-        before, after = rehearse(plans, self._prepared.model.shape, self._average, clients)
-        return after / before
-
-
 # Rounds of answers that are counted, after one in which the load becomes steady.
 COUNTED = 2
 GREEDY = Sampling(temperature=0.0)
+
+
+def replanner_of(prepared: Prepared) -> Replanner:
+    """Plans anew as the service was planned; compares for one client if for latency, else for many."""
+    shape, half = prepared.model.shape, prepared.model.shape.capacity // 2
+    average = Average(min(Average().prompt, half), min(Average().output, half))
+
+    def gain(old: Plan, new: Plan) -> float:
+        clients = 1 if old.objective is Objective.LATENCY else None
+        before, after = rehearse([old, new], shape, average, clients)
+        return after / before
+
+    return Replanner(
+        lambda plan, cluster, costs: plan_policies(shape, cluster, plan.unit, costs, (plan.objective,))[0],
+        gain,
+    )
 
 
 def rehearse(

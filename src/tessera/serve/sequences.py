@@ -198,10 +198,10 @@ class StepInputs:
         return {**self._tensors[size], **self._sight.inputs(seen, size)}
 
 
-# What a step gave: whose it was, and (row of its outputs, request) of everybody whose logits are looked at.
-# Gives the requests that leave by it.
-Due = Sequence[tuple[int, ActiveRequest]]
-Settle = Callable[["SequenceBatch", StepDone, Due], Sequence[ActiveRequest]]
+# (row of a step's outputs, request that wants it).
+OutputRows = Sequence[tuple[int, ActiveRequest]]
+# Chooses the tokens of a step; returns the requests whose answers end by them.
+Settle = Callable[["SequenceBatch", StepDone, OutputRows], Sequence[ActiveRequest]]
 
 
 class Part(NamedTuple):
@@ -211,7 +211,7 @@ class Part(NamedTuple):
     is_due: bool
 
     def row_in(self, shape: Shape, number: int) -> int:
-        """Of the step's outputs, if this is the step's so-many-th part."""
+        """Output row of this sequence if it is the `number`-th part of the step."""
         return number if shape.is_flat or self.num_tokens > 1 else self.sequence.row
 
 
@@ -352,6 +352,8 @@ class SequenceBatch:
             if self._by_request.get(request) is sequence and (part.is_due or request.wants_prompt):
                 looked_at.append((part.row_in(self._shape, number), request))
         left = self._settle(self, done, looked_at)
+        for request in left:
+            self.leave(request)
         for sequence, _, _ in ended.parts:
             if sequence.is_begun:
                 self._publish(sequence, sequence.read)

@@ -14,18 +14,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from types import TracebackType
 
-from tessera.adapt.capability import Capability
-from tessera.adapt.live import Decisions, Hands, Live
-from tessera.adapt.monitor import Action, Monitor, MonitorConfig
+from tessera.adapt.capability import Capability, capabilities_of
+from tessera.adapt.controller import Controller, Planner, Plans
+from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import AskError, UnknownName
 from tessera.execute.stepper import DeviceStatus, Stepper
-from tessera.ir import Decision, DecisionKind, Plan
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest, Answer
-from tessera.serve.engine import MAX_WAITING, Engine, Planner, capabilities_of
+from tessera.serve.engine import MAX_WAITING, Engine
 from tessera.serve.meters import Meters
 from tessera.serve.records import Ask, Counts, DeviceView, Shape, Snapshot
 from tessera.serve.sequences import SequenceBatch
@@ -35,9 +35,9 @@ from tessera.serve.text import Text
 AUTO = "auto"
 # Seconds that answers in progress get when a service is left.
 GRACE_S = 30.0
-# A switch waits for microbatches to empty, and emulated devices are slower than their plans say: no haste.
+# Seconds of the monitor's window, at least: a switch waits for microbatches to empty.
 MIN_WINDOW_S = 2.0
-# Times of steps are collected for so long before costs are judged: planning takes a core for a while.
+# Seconds of step times before costs are judged: planning takes a core for a while.
 COST_S = 30.0
 
 
@@ -45,14 +45,22 @@ def say(line: str) -> None:
     print(f"tessera: {line}", file=sys.stderr, flush=True)
 
 
+def _monitor(capabilities: tuple[Capability, ...]) -> Monitor | None:
+    if not capabilities:
+        return None
+    window_s = max(MIN_WINDOW_S, Monitor(capabilities).window_s)
+    costs = max(1, math.ceil(COST_S / window_s))
+    return Monitor(capabilities, MonitorConfig(window_s=window_s, cost_windows=costs))
+
+
 class Service:
     """Use it in a `with` statement, or `start` and `stop` it.
 
-    policy          "auto": as the monitor says, where there are several and it is known what they can do
-    prefix_caching  False: what sequences have in common is read anew for each of them
-    capabilities    what the stepper's plans can do, where they do not say it themselves
-    planner         makes other plans while it runs; None: there are none
-    log             hears one line for everything that happens to devices and plans
+    policy          "auto": chosen by the monitor, where capabilities of several policies are known
+    prefix_caching  False: common prefixes are computed for each sequence
+    capabilities    of the stepper's plans, where the plans do not say
+    planner         makes other plans while it runs; None: plans stay
+    log             gets one line for every event of devices and plans
     """
 
     def __init__(
@@ -71,79 +79,57 @@ class Service:
         planner: Planner | None = None,
         log: Callable[[str], None] = say,
     ) -> None:
-        self.text, self.model, self.shape = text, model, shape
-        self._stepper, self._planner, self._log = stepper, planner, log
+        self.text, self.model, self.shape, self._stepper = text, model, shape, stepper
         policies = self._policies()
         if policy not in (AUTO, *policies):
             raise UnknownName("policy", policy, (AUTO, *policies))
-        more = (sight, prefix_caching)
-        self._engine = Engine(stepper, shape, text.end, max_waiting, meters, *more, planner, self._note)
+        self._engine = Engine(stepper, shape, text.end, max_waiting, meters, sight, prefix_caching)
         self._begun_s = time.monotonic()
-        self._decisions = Decisions()
-        # Made in the background, not in force yet.
-        self._made: tuple[Plan, ...] = ()
+        # A lost device is planned for beside a correction that is no longer wanted.
+        self._background = ThreadPoolExecutor(2, "tessera-replan")
         self._is_started = False
+        monitor = None
         if policy != AUTO:
-            self._switch(policy)
+            self.switch(policy)
         elif len(policies) > 1 or planner is not None:
-            self._watch(tuple(capabilities) or capabilities_of(stepper.plans, shape.rows))
+            monitor = _monitor(tuple(capabilities) or self.rate(stepper.plans))
+        self._controller = Controller(self, stepper.plans, monitor, planner, log)
+        self._engine.controller = self._controller
         self._thread = threading.Thread(target=self._engine.run, name="tessera-engine", daemon=True)
-
-    def _watch(self, capabilities: Sequence[Capability]) -> None:
-        if not capabilities:
-            return
-        monitor = Monitor(capabilities)
-        window_s = max(MIN_WINDOW_S, monitor.window_s)
-        costs = max(1, math.ceil(COST_S / window_s))
-        monitor = Monitor(capabilities, MonitorConfig(window_s=window_s, cost_windows=costs))
-        several = len(self._stepper.plans[0].cluster.devices) > 1
-        is_planned = self._planner is not None and several
-        hands = Hands(self._switch, self._replan if is_planned else None, self._adopt)
-        self._engine.live = Live(monitor, hands, self._clock_s, self._decisions)
-
-    def _clock_s(self) -> float:
-        return time.monotonic() - self._begun_s
 
     def _policies(self) -> tuple[str, ...]:
         return tuple(plan.policy for plan in self._stepper.plans)
 
-    # What the monitor has done, on any thread.
+    # What the controller asks for.
 
-    def _switch(self, name: str) -> None:
-        """Microbatches that are opened from now on follow this policy."""
+    @property
+    def policy(self) -> str:
+        return self._engine.scheduler.plan.policy
+
+    def now_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._begun_s
+
+    def switch(self, policy: str) -> None:
+        """Microbatches opened from now on follow this policy."""
 
         def switch() -> None:
-            if name in self._policies():
-                self._engine.scheduler.switch(self._policies().index(name))
+            if policy in self._policies():
+                self._engine.scheduler.switch(self._policies().index(policy))
 
         self._engine.post(switch) if self._is_started else switch()
 
-    def _replan(self, action: Action) -> Sequence[Capability]:
-        assert self._planner is not None, "only what can be planned is"
-        assert action.factors is not None, "a replan comes with factors"
-        self._made = self._planner.corrected(self._engine.keeper.plans, action.factors)
-        return capabilities_of(self._made, self.shape.rows)
+    def load(self, plans: Plans) -> None:
+        self._engine.scheduler.load(plans)
+        self._engine.meters.plan_changes += 1
 
-    def _adopt(self) -> str:
-        made, old = self._made, self._engine.keeper.plans
-        num = sum(new.lanes != plan.lanes for new, plan in zip(made, old, strict=True))
-        why = f"costs are corrected; {num} of {len(made)} plans are new"
-        self._engine.post(lambda: self._engine.keeper.adopt(made, ""))
-        self._log(why)
-        return why
+    def submit(self, job: Callable[[], Plans]) -> Future[Plans]:
+        future = self._background.submit(job)
+        future.add_done_callback(lambda _: self._engine.post(self._controller.poll))
+        return future
 
-    def _note(self, kind: DecisionKind, line: str) -> None:
-        """Something happened to devices or plans; on the engine's thread."""
-        if not line:  # plans of the monitor, which it has told itself
-            return
-        self._log(line)
-        live = self._engine.live
-        if kind is DecisionKind.ADOPT and live is not None:
-            live.adopted(capabilities_of(self._stepper.plans, self.shape.rows), line)
-            self._switch(live.policy)
-            return
-        policy = self._engine.scheduler.plan.policy
-        self._decisions.add(Decision(self._clock_s(), kind, policy, line))
+    def rate(self, plans: Plans) -> tuple[Capability, ...]:
+        return capabilities_of(plans, self.shape.rows)
 
     def __enter__(self) -> "Service":
         self.start()
@@ -159,14 +145,11 @@ class Service:
         self._thread.start()
 
     def stop(self, grace_s: float = GRACE_S) -> bool:
-        """Refuses what comes, finishes what it has taken, but for no longer than this; True if it could."""
+        """Refuses new asks and finishes those it has, within the grace; True if all were finished."""
         self._engine.close(time.monotonic() + grace_s)
         if self._thread.ident is not None:
-            # A step that runs is waited for: nobody can take it back.
-            self._thread.join()
-        self._engine.keeper.close()
-        if self._engine.live is not None:
-            self._engine.live.__exit__(None, None, None)
+            self._thread.join()  # also for a step that runs: it cannot be taken back
+        self._background.shutdown(wait=True, cancel_futures=True)
         return not self._engine.was_cut
 
     @property
@@ -217,10 +200,10 @@ class Service:
             pages=shape.microbatches * (shape.pool_tokens // PAGE - 1),
             tokens_per_s=meters.tokens_per_s,
             latency=meters.latency,
-            up_s=self._clock_s(),
+            up_s=self.now_s(),
             finished=dict(meters.finished),
-            decisions=tuple(self._decisions.latest),
-            decided={kind.value: num for kind, num in self._decisions.counts.items()},
+            decisions=tuple(self._controller.decisions),
+            decided={kind.value: num for kind, num in self._controller.counts.items()},
             **{count.name: getattr(meters, count.name) for count in fields(Counts)},
         )
 

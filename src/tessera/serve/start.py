@@ -108,7 +108,7 @@ def _planned(
     from tessera.serve.grammar import open_grammars
     from tessera.serve.metrics import Metrics
     from tessera.serve.openai.read import Endpoint, ModelCard
-    from tessera.serve.replan import PreparedPlanner
+    from tessera.serve.replan import replanner_of
 
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
         from tessera.serve.gpu import prepare_on_gpus
@@ -130,7 +130,7 @@ def _planned(
         prefix_caching=options.prefix_caching,
         meters=metrics,
         sight=sight,
-        planner=PreparedPlanner(prepared),
+        planner=replanner_of(prepared),
     )
     card = ModelCard(name, text, shape.max_tokens, shape.vocab_size, eyes.mark if eyes else "")
     grammars = open_grammars(text, shape.vocab_size)

@@ -26,7 +26,7 @@ from tessera.ir import Arrivals, Clock, Cluster, Plan, Quantiles, ServingReport
 from tessera.plan.search.objectives import IDLE_SHARE
 from tessera.simulate.arrivals import poisson
 from tessera.simulate.columns import Wires
-from tessera.simulate.online import Demand, SimulatedRun, SimulatedServer
+from tessera.simulate.online import RequestLoad, SimulatedRun, SimulatedServer
 from tessera.simulate.stepper import Truth
 
 Floats = npt.NDArray[np.float64]
@@ -66,8 +66,8 @@ def measured(served: SimulatedRun) -> dict[str, Floats]:
     """Metric -> seconds of every request; not a number where it has none."""
     first = np.array(served.ledger.first_us)
     done = np.array(served.ledger.done_us)
-    came = np.array(served.demand.times_us)
-    tokens = np.array(served.demand.tokens, dtype=np.float64)
+    came = np.array(served.requests.times_us)
+    tokens = np.array(served.requests.tokens, dtype=np.float64)
     latency = np.where(done >= 0.0, done - came, np.nan) * 1e-6
     with np.errstate(divide="ignore", invalid="ignore"):
         tpot = np.where((done >= 0.0) & (tokens > 1.0), (done - first) * 1e-6 / (tokens - 1.0), np.nan)
@@ -81,7 +81,7 @@ def measured(served: SimulatedRun) -> dict[str, Floats]:
 
 def attainment(served: SimulatedRun, limits: Sequence[LatencyLimit]) -> float | None:
     """Share of all requests within every limit; a request of one token has no time per token to exceed."""
-    if not limits or not len(served.demand):
+    if not limits or not len(served.requests):
         return None
     found = measured(served)
     good = np.array(served.ledger.done_us) >= 0.0
@@ -109,7 +109,7 @@ def report_of(
     found = measured(served)
     done = np.array(served.ledger.done_us) >= 0.0
     seconds = served.duration_us * 1e-6
-    tokens = float(np.array(served.demand.tokens)[done].sum())
+    tokens = float(np.array(served.requests.tokens)[done].sum())
     cluster = plans[0].cluster
     names = (*cluster.names, *Wires(cluster).buses)
     offered = arrivals.rate_per_s
@@ -119,7 +119,7 @@ def report_of(
         clock=Clock.SIMULATED,
         policy=served.policy,
         arrivals=arrivals.name,
-        num_requests=len(served.demand),
+        num_requests=len(served.requests),
         num_finished=int(done.sum()),
         num_refused=served.ledger.num_refused,
         num_failed=served.ledger.num_failed,
@@ -186,50 +186,52 @@ REFINED = 3
 LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 
 
-def like(demand: Demand, num: int, times_us: Sequence[float]) -> Demand:
-    """As many requests with the lengths of a demand, over and over, at other times."""
-    return demand.chosen(islice(cycle(range(len(demand))), num), times_us)
+def like(requests: RequestLoad, num: int, times_us: Sequence[float]) -> RequestLoad:
+    """As many requests with the lengths of a requests, over and over, at other times."""
+    return requests.chosen(islice(cycle(range(len(requests))), num), times_us)
 
 
-def house(plan: Plan, demand: Demand) -> int:
+def house(plan: Plan, requests: RequestLoad) -> int:
     """Requests that a plan has places for."""
-    return plan.microbatches * demand.rows
+    return plan.microbatches * requests.rows
 
 
-def capacity_per_s(plan: Plan, demand: Demand, truth: Truth | None = None) -> float:
+def capacity_per_s(plan: Plan, requests: RequestLoad, truth: Truth | None = None) -> float:
     """Requests per second of a plan that always has more waiting than it can take."""
-    num = house(plan, demand) * (TURNS + 1)
-    served = SimulatedServer([plan], like(demand, num, [0.0] * num), truth).run()
+    num = house(plan, requests) * (TURNS + 1)
+    served = SimulatedServer([plan], like(requests, num, [0.0] * num), truth).run()
     done = np.sort(np.array(served.ledger.done_us)) * 1e-6
     # While requests waited: from the first completion to the time when the last of them was seated.
-    first, last = house(plan, demand) // 2, num - house(plan, demand)
+    first, last = house(plan, requests) // 2, num - house(plan, requests)
     return float((last - first) / (done[last] - done[first])) if done[last] > done[first] else float("inf")
 
 
-def point(plan: Plan, demand: Demand, rate_per_s: float, seed: int) -> Point:
+def point(plan: Plan, requests: RequestLoad, rate_per_s: float, seed: int) -> Point:
     """A plan under Poisson arrivals."""
-    num = max(LEAST, house(plan, demand) * TURNS)
+    num = max(LEAST, house(plan, requests) * TURNS)
     times = [t * 1e6 for t in poisson(rate_per_s, num, seed).times_s]
-    found = measured(SimulatedServer([plan], like(demand, num, times)).run())
+    found = measured(SimulatedServer([plan], like(requests, num, times)).run())
     # By Little's law, rate times latency are in the system.
     present = rate_per_s * float(np.nanmean(found["latency"]))
     return Point(rate_per_s, float(np.nanmean(found["normalised"])), present)
 
 
-def capabilities(plans: Sequence[Plan], demand: Demand, seed: int = 0) -> tuple[Capability, ...]:
+def capabilities(plans: Sequence[Plan], requests: RequestLoad, seed: int = 0) -> tuple[Capability, ...]:
     """Every plan at the same loads and the same arrivals, by its own costs."""
-    full = [capacity_per_s(plan, demand) for plan in plans]
+    full = [capacity_per_s(plan, requests) for plan in plans]
     rates = sorted({share * capacity for share in LOADS for capacity in full})
     made = []
     for plan, capacity in zip(plans, full, strict=True):
-        curve = tuple(point(plan, demand, rate, seed) for rate in rates if rate < capacity)
+        curve = tuple(point(plan, requests, rate, seed) for rate in rates if rate < capacity)
         made.append(Capability(plan.policy, capacity, curve))
     for _ in range(REFINED):
-        made = _refined(plans, made, demand, seed)
+        made = _refined(plans, made, requests, seed)
     return tuple(made)
 
 
-def _refined(plans: Sequence[Plan], known: list[Capability], demand: Demand, seed: int) -> list[Capability]:
+def _refined(
+    plans: Sequence[Plan], known: list[Capability], requests: RequestLoad, seed: int
+) -> list[Capability]:
     """With one more point of each curve where they seem to cross: that is where it matters."""
     rate = crossing_per_s(tuple(known))
     if rate is None:
@@ -237,28 +239,30 @@ def _refined(plans: Sequence[Plan], known: list[Capability], demand: Demand, see
     made = []
     for plan, old in zip(plans, known, strict=True):
         is_new = rate < old.capacity_per_s and all(abs(p.rate_per_s - rate) > 1e-3 * rate for p in old.curve)
-        more = (point(plan, demand, rate, seed),) if is_new else ()
+        more = (point(plan, requests, rate, seed),) if is_new else ()
         made.append(replace(old, curve=tuple(sorted((*old.curve, *more)))))
     return made
 
 
-def alone(plan: Plan, demand: Demand, truth: Truth | None = None) -> dict[str, float]:
+def alone(plan: Plan, requests: RequestLoad, truth: Truth | None = None) -> dict[str, float]:
     """Metric -> the least that a request can see: the shortest and the longest, each on an idle system."""
     best = dict.fromkeys(METRICS, float("inf"))
-    by_tokens = sorted(range(len(demand)), key=lambda n: demand.tokens[n])
+    by_tokens = sorted(range(len(requests)), key=lambda n: requests.tokens[n])
     for number in {by_tokens[0], by_tokens[-1]}:
-        one = demand.chosen([number], [0.0])
+        one = requests.chosen([number], [0.0])
         for metric, values in measured(SimulatedServer([plan], one, truth).run()).items():
             if not np.isnan(values[0]):
                 best[metric] = min(best[metric], float(values[0]))
     return best
 
 
-def check_limits(plans: Sequence[Plan], demand: Demand, limits: Sequence[LatencyLimit], truth: Truth) -> None:
+def check_limits(
+    plans: Sequence[Plan], requests: RequestLoad, limits: Sequence[LatencyLimit], truth: Truth
+) -> None:
     """Refuses a limit that a request misses even when it has all devices for itself."""
     if not limits:
         return
-    found = [alone(plan, demand, truth) for plan in plans]
+    found = [alone(plan, requests, truth) for plan in plans]
     for limit in limits:
         least = min(x[limit.metric] for x in found)
         if not np.isfinite(least):

@@ -2,7 +2,7 @@
 
 What requests, policies, losses and switches go through here is what a service's go through, by the same code;
 only time is virtual, and the requests of a microbatch are modelled (`ModelledRows`): a number each, and
-decodes to go. `Demand` is what requests ask of a work unit, `RequestLedger` what became of them.
+decodes to go. `RequestLoad` is what requests ask of a work unit, `RequestLedger` what became of them.
 
 Between two decodes those that are done leave, and waiting ones join. Those that join together run the head
 first (everything before the decodes: encode, prefill), then all decode together. A head takes time in
@@ -28,14 +28,14 @@ from tessera.execute.lanes import LoadedLane
 from tessera.execute.scheduler import Content, Scheduler, SchedulerConfig, Watcher
 from tessera.execute.stepper import DeviceLost, StepCall, StepDone
 from tessera.ir import Arrivals, Decision, Plan, WorkUnit
-from tessera.simulate.stepper import FAIR, Truth, VirtualStepper, Weather
+from tessera.simulate.stepper import NO_FAULTS, Faults, Truth, VirtualStepper
 
 # Heads are timed in this many parts of a whole one.
 PARTS = 16
 
 
 @dataclass(frozen=True)
-class Demand:
+class RequestLoad:
     """Requests as the simulator needs them."""
 
     times_us: Sequence[float]
@@ -54,14 +54,14 @@ class Demand:
     def __len__(self) -> int:
         return len(self.times_us)
 
-    def chosen(self, numbers: Iterable[int], times_us: Sequence[float]) -> "Demand":
+    def chosen(self, numbers: Iterable[int], times_us: Sequence[float]) -> "RequestLoad":
         """Some of the requests, perhaps more than once, at other times."""
         rows = [(self.tokens[n], self.decodes[n], self.shares[n]) for n in numbers]
         tokens, decodes, shares = zip(*rows, strict=True)
         return replace(self, times_us=times_us, tokens=tokens, decodes=decodes, shares=shares)
 
 
-def demand_of(unit: WorkUnit, arrivals: Arrivals, rows: int | None = None) -> Demand:
+def load_of(unit: WorkUnit, arrivals: Arrivals, rows: int | None = None) -> RequestLoad:
     """What arrivals ask of a work unit; `rows` requests share a microbatch, by default the captured batch."""
     steps = [graph.trace.step for graph in unit.graphs]
     is_decode = steps[-1].kind == "decode"
@@ -78,7 +78,9 @@ def demand_of(unit: WorkUnit, arrivals: Arrivals, rows: int | None = None) -> De
     )
     decodes = [n - head_speaks for n in tokens] if is_decode else [0] * num
     per_token = 1.0 / (context * rows) if context else 0.0
-    return Demand([t * 1e6 for t in arrivals.times_s], tokens, decodes, shares, rows, head_speaks, per_token)
+    return RequestLoad(
+        [t * 1e6 for t in arrivals.times_s], tokens, decodes, shares, rows, head_speaks, per_token
+    )
 
 
 @dataclass
@@ -106,11 +108,11 @@ class ModelledRows(Content[int]):
         self,
         number: int,
         lane: LoadedLane,
-        demand: Demand,
+        requests: RequestLoad,
         ledger: RequestLedger,
         now_us: Callable[[], float],
     ) -> None:
-        self._number, self._demand, self._ledger, self._now_us = number, demand, ledger, now_us
+        self._number, self._requests, self._ledger, self._now_us = number, requests, ledger, now_us
         unit, first = lane.plan.unit_of(lane.lane), lane.plan.first_step(lane.lane)
         runs = [first + step for step, count in enumerate(unit.counts) for _ in range(count)]
         self._decode: StepCall | None = None
@@ -137,7 +139,7 @@ class ModelledRows(Content[int]):
         """Seats; without decodes, only those who came together share the steps."""
         if self._decode is None and (self._runs is not None or self._ahead):
             return 0
-        return self._demand.rows - len(self._seats) - len(self._joining)
+        return self._requests.rows - len(self._seats) - len(self._joining)
 
     @property
     def takes(self) -> bool:
@@ -146,7 +148,7 @@ class ModelledRows(Content[int]):
     @property
     def can_move(self) -> bool:
         """Where prompts are not part of the work, reading again is not either."""
-        return self._decode is not None and self._demand.rows > 1
+        return self._decode is not None and self._requests.rows > 1
 
     def add(self, request: int) -> None:
         self._joining.append(request)
@@ -154,7 +156,7 @@ class ModelledRows(Content[int]):
     def requests(self) -> list[int]:
         """Everybody; how far each one came is noted."""
         for stop, request in self._seats:
-            self._ledger.decoded[request] = self._demand.decodes[request] - (stop - self._clock)
+            self._ledger.decoded[request] = self._requests.decodes[request] - (stop - self._clock)
         return sorted([*(request for _, request in self._seats), *self._joining])
 
     def next_step(self) -> StepCall | None:
@@ -169,10 +171,10 @@ class ModelledRows(Content[int]):
 
     def _begin_head(self) -> None:
         if self._head:
-            share = sum(self._demand.shares[request] for request in self._joining)
+            share = sum(self._requests.shares[request] for request in self._joining)
             if self._ledger.decoded:
                 given = sum(self._ledger.decoded.get(request, 0) for request in self._joining)
-                share += given * self._demand.per_token
+                share += given * self._requests.per_token
             scale = max(1, math.ceil(share * PARTS - 1e-9)) / PARTS
             self._ahead = [StepCall(self._number, step, scale=scale) for step in self._head]
         else:
@@ -181,7 +183,7 @@ class ModelledRows(Content[int]):
     def _sit(self, is_spoken: bool) -> None:
         """The head is over: those who joined have their first token, or their only one, or none yet."""
         for request in self._joining:
-            left = self._demand.decodes[request]
+            left = self._requests.decodes[request]
             if request in self._ledger.decoded:
                 left -= self._ledger.decoded[request] + is_spoken
             if is_spoken or not left:
@@ -206,7 +208,7 @@ class ModelledRows(Content[int]):
                     self._speak(request)
                 self._silent = []
         else:
-            self._sit(self._demand.head_speaks)
+            self._sit(self._requests.head_speaks)
         if not self._seats or self._seats[0][0] > self._clock:
             return ()
         leaving, now_us = [], self._now_us()
@@ -223,7 +225,7 @@ SAME_US = 1e-3
 
 @dataclass
 class SimulatedRun:
-    demand: Demand
+    requests: RequestLoad
     ledger: RequestLedger
     policy: str
     duration_us: float
@@ -238,17 +240,17 @@ class SimulatedServer(Watcher[int]):
     def __init__(
         self,
         plans: Sequence[Plan],
-        demand: Demand,
+        requests: RequestLoad,
         truth: Truth | None = None,
-        weather: Weather = FAIR,
+        faults: Faults = NO_FAULTS,
         max_waiting: int | None = None,
     ) -> None:
-        self.demand, self.ledger = demand, RequestLedger.of(len(demand))
+        self.requests, self.ledger = requests, RequestLedger.of(len(requests))
         self.decisions: list[Decision] = []
-        self.stepper = VirtualStepper(plans, truth, weather)
+        self.stepper = VirtualStepper(plans, truth, faults)
         # Where a microbatch is one request its steps end, so that nobody needs a turn.
         config = SchedulerConfig(
-            max_waiting=max_waiting, rows=demand.rows, patience=PATIENCE if demand.rows > 1 else inf
+            max_waiting=max_waiting, rows=requests.rows, patience=PATIENCE if requests.rows > 1 else inf
         )
         self.scheduler: Scheduler[int] = Scheduler(self.stepper, self._rows, config, self)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -258,9 +260,8 @@ class SimulatedServer(Watcher[int]):
 
     def _rows(self, number: int, lane: LoadedLane) -> ModelledRows:
         machine = self.stepper.machine
-        return ModelledRows(number, lane, self.demand, self.ledger, lambda: machine.now_us)
+        return ModelledRows(number, lane, self.requests, self.ledger, lambda: machine.now_us)
 
-    @property
     def now_s(self) -> float:
         return self.stepper.now_s()
 
@@ -271,20 +272,10 @@ class SimulatedServer(Watcher[int]):
     @property
     def is_serving(self) -> bool:
         """True while requests are being served or to come."""
-        return self._next < len(self.demand) or bool(self.scheduler.microbatches)
+        return self._next < len(self.requests) or bool(self.scheduler.microbatches)
 
-    def can_serve(self, name: str) -> bool:
-        """True if some lane of a policy avoids all lost devices."""
-        return bool(self.stepper.lanes.open(list(self.plans).index(name)))
-
-    def switch(self, name: str) -> None:
-        self.scheduler.switch(list(self.plans).index(name))
-
-    def adopt(self, plans: Sequence[Plan], name: str) -> None:
-        """Replaces plans by name, and puts one in force."""
-        found = self.plans | {plan.policy: plan for plan in plans}
-        self.scheduler.load(tuple(found.values()))
-        self.switch(name)
+    def switch(self, policy: str) -> None:
+        self.scheduler.switch(list(self.plans).index(policy))
 
     def at(self, second: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (second * 1e6, next(self._order), action))
@@ -302,10 +293,10 @@ class SimulatedServer(Watcher[int]):
                 break  # nobody will come for those who wait
         self.ledger.num_failed += len(scheduler.queue)
         name, busy_us = scheduler.plan.policy, self.stepper.busy_us
-        return SimulatedRun(self.demand, self.ledger, name, machine.now_us, busy_us, self.decisions)
+        return SimulatedRun(self.requests, self.ledger, name, machine.now_us, busy_us, self.decisions)
 
     def _happen(self) -> None:
-        now_us, times = self.stepper.machine.now_us + SAME_US, self.demand.times_us
+        now_us, times = self.stepper.machine.now_us + SAME_US, self.requests.times_us
         while self._agenda and self._agenda[0][0] <= now_us:
             heapq.heappop(self._agenda)[2]()
         while self._next < len(times) and times[self._next] <= now_us:

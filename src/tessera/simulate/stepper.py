@@ -83,7 +83,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weather:
+class Faults:
     """What happens to devices, beside what they are asked to do."""
 
     seed: int = 0
@@ -96,7 +96,7 @@ class Weather:
     is_mended: bool = False
 
 
-FAIR = Weather()
+NO_FAULTS = Faults()
 
 
 @dataclass(slots=True)
@@ -119,27 +119,27 @@ class VirtualStepper:
         self,
         plans: Sequence[Plan],
         truth: Truth | None = None,
-        weather: Weather = FAIR,
+        faults: Faults = NO_FAULTS,
         outputs: Callable[[StepCall], Tensors] | None = None,
     ) -> None:
         self.plans, self.lanes = tuple(plans), Lanes(plans)
-        self._truth, self._weather, self._outputs = truth or Truth(plans[0]), weather, outputs
+        self._truth, self._faults, self._outputs = truth or Truth(plans[0]), faults, outputs
         self._names = self._truth.cluster.names
         self._scripts = self._truth.scripts()
         num_devices, num_buses = len(self._names), len(self._scripts[0].wires.buses)
-        self.machine = VirtualMachine(num_devices, num_buses, not weather.jitter)
+        self.machine = VirtualMachine(num_devices, num_buses, not faults.jitter)
         self._open: dict[int, _Open] = {}
         # (lane, step before, its scale, step, scale) -> what runs.
         self._known: dict[tuple[int, int, float, int, float], tuple[Work, ...]] = {}
         self._busy_s: dict[Work, dict[str, float]] = {}
-        self._random = np.random.default_rng([weather.seed, 7])
+        self._random = np.random.default_rng([faults.seed, 7])
         self._agenda: list[tuple[float, int, Callable[[], Event | None]]] = []
         self._order = count()
-        for loss in weather.losses:
+        for loss in faults.losses:
             self._at(loss.at_s, lambda loss=loss: self._lose(loss))  # type: ignore[misc]
             if loss.back_s is not None:
                 self._at(loss.back_s, lambda name=loss.device: self._return(name))  # type: ignore[misc]
-        for name, second, factor in weather.slowdowns:
+        for name, second, factor in faults.slowdowns:
             self._at(second, lambda name=name, factor=factor: self._slow_down(name, factor))  # type: ignore[misc]
 
     def __enter__(self) -> "VirtualStepper":
@@ -217,7 +217,7 @@ class VirtualStepper:
             busy_s = {
                 name: us * scale * 1e-6 for name, us in zip(self._names, script.device_us, strict=True) if us
             }
-            if not self._weather.jitter:
+            if not self._faults.jitter:
                 self._busy_s[work] = busy_s
         outputs = self._outputs(call) if self._outputs is not None else {}
         seconds = (self.machine.now_us - here.since_us) * 1e-6
@@ -242,9 +242,9 @@ class VirtualStepper:
             moves = [(move, moved) for n in between for move in steps[n - first][0]]
             found = (*moves, (steps[call.step - first][1], call.scale))
             self._known[key] = found
-        if not self._weather.jitter:
+        if not self._faults.jitter:
             return found
-        factor = float(np.exp(self._weather.jitter * self._random.standard_normal()))
+        factor = float(np.exp(self._faults.jitter * self._random.standard_normal()))
         return tuple((script, scale * factor) for script, scale in found)
 
     def _at(self, second: float, action: Callable[[], Event | None]) -> None:
@@ -262,7 +262,7 @@ class VirtualStepper:
         if loss.back_s is not None:
             retry_s: float | None = loss.back_s - loss.at_s
         else:
-            retry_s = float("inf") if self._weather.is_mended else None
+            retry_s = float("inf") if self._faults.is_mended else None
         return DeviceLost(name, tuple(gone), f"{name} was lost at {loss.at_s:g} s (simulated)", 1, retry_s)
 
     def _return(self, name: str) -> DeviceBack:

@@ -1,37 +1,26 @@
 """compare and adapt: the same arrivals through several plans, each on its own, or with a monitor choosing.
 
-Plans that are compared may be for different devices; each is timed by its own costs (with the same mispricing
-of kernel types where there is noise). Plans that a monitor chooses among share devices, work and costs.
+Compared plans may be for different devices; each is timed by its own costs (with the same mispricing of
+kernel types where there is noise). Plans that a monitor chooses among share devices, work and costs.
 
-`AdaptiveServer` carries out what a monitor decides, on a virtual clock. The monitor sees what a service would
-show it: arrivals, the queue, times of steps. New plans come from a function that is handed in; they take
-effect `replan_s` after they were asked for (modelled), and the old plan runs on until then. New plans are
-adopted only where a simulation at the corrected costs says that they are better, each by what it is for: a
-latency plan by one request alone, any other by what it can sustain. A linear program over busy time alone
-misleads where few requests are in flight. After a loss the new plans are taken as they are, and when all
-devices are back the plans from before are.
+`AdaptiveServer` is a `System` of `adapt.controller` on a virtual clock: the controller sees what a service
+would show it (arrivals, completions, times of steps). New plans take effect `replan_s` after they were asked
+for (modelled), and are compared by simulation at the corrected costs: latency plans by one lone request,
+others by their capacity.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from tessera.adapt.capability import Capability
-from tessera.adapt.drift import LEAST_GAIN, Factors
-from tessera.adapt.monitor import (
-    Action,
-    Adopted,
-    Arrived,
-    Event,
-    Lost,
-    Monitor,
-    MonitorConfig,
-    Returned,
-    Ticked,
-)
+from tessera.adapt.controller import Controller, Planner, Plans
+from tessera.adapt.monitor import DEFAULT, Monitor, MonitorConfig
+from tessera.adapt.replan import MakePlan, Replanner
 from tessera.errors import ArrivalsError, MismatchError, TesseraError
 from tessera.execute.scheduler import Microbatch
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone
-from tessera.ir import Arrivals, Costs, DecisionKind, Objective, Plan, ServingReport, need_one_batch
+from tessera.ir import Arrivals, Objective, Plan, ServingReport, need_one_batch
 from tessera.simulate.metrics import (
     LatencyLimit,
     alone,
@@ -40,19 +29,17 @@ from tessera.simulate.metrics import (
     check_limits,
     report_of,
 )
-from tessera.simulate.online import Demand, SimulatedRun, SimulatedServer, demand_of
-from tessera.simulate.stepper import FAIR, Truth, Weather
+from tessera.simulate.online import RequestLoad, SimulatedRun, SimulatedServer, load_of
+from tessera.simulate.stepper import NO_FAULTS, Faults, Truth
 
-# (how wrong the costs were, devices that are gone) -> plans, by the names of the policies they replace
-Replan = Callable[[Factors, frozenset[str]], Sequence[tuple[str, Plan]]]
-
-# Looks at the costs in a window.
+# Polls of the controller in a window.
 TICKS_PER_WINDOW = 4
 
 
 class AdaptiveServer(SimulatedServer):
     """A server whose plans a monitor chooses.
 
+    planner   None: plans stay as they are
     replan_s  modelled time from asking for plans to having them
     """
 
@@ -60,145 +47,118 @@ class AdaptiveServer(SimulatedServer):
         self,
         monitor: Monitor,
         plans: Sequence[Plan],
-        demand: Demand,
+        requests: RequestLoad,
         truth: Truth | None = None,
-        weather: Weather = FAIR,
+        faults: Faults = NO_FAULTS,
         max_waiting: int | None = None,
-        replan: Replan | None = None,
+        planner: Planner | None = None,
         replan_s: float = 10.0,
     ) -> None:
-        super().__init__(plans, demand, truth, weather, max_waiting)
-        self.monitor, self._replan, self._replan_s = monitor, replan, replan_s
-        # The plans in force when all devices were there.
-        self._whole = self.stepper.plans
+        super().__init__(plans, requests, truth, faults, max_waiting)
+        self._tick_s, self._replan_s = monitor.window_s / TICKS_PER_WINDOW, replan_s
+        self.controller = Controller(self, plans, monitor, planner)
 
     def run(self) -> SimulatedRun:
         """From the policy of an idle system on."""
-        self.switch(self.monitor.current)
-        self._arm()
-        return replace(super().run(), policy="adaptive")
-
-    def _arm(self) -> None:
-        self.at(self.now_s + self.monitor.window_s / TICKS_PER_WINDOW, self._tick)
+        self.at(self._tick_s, self._tick)
+        run = super().run()
+        return replace(run, policy="adaptive", decisions=list(self.controller.decisions))
 
     def _tick(self) -> None:
-        self._tell(Ticked(self.scheduler.num_requests))
+        self.controller.poll()
         if self.is_serving:
-            self._arm()
+            self.at(self.now_s() + self._tick_s, self._tick)
+
+    # What the controller asks for.
+
+    @property
+    def policy(self) -> str:
+        return self.scheduler.plan.policy
+
+    def load(self, plans: Plans) -> None:
+        self.scheduler.load(plans)
+
+    def submit(self, job: Callable[[], Plans]) -> Future[Plans]:
+        future: Future[Plans] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(job())
+                except TesseraError as error:
+                    future.set_exception(error)
+                self.controller.poll()
+
+        self.at(self.now_s() + self._replan_s, run)
+        return future
+
+    def rate(self, plans: Plans) -> Sequence[Capability]:
+        return capabilities(plans, self.requests)
+
+    # What the scheduler tells.
 
     def _arrive(self, request: int) -> bool:
+        self.controller.arrived()
         is_taken = super()._arrive(request)
-        if is_taken:
-            self._tell(Arrived(self.scheduler.num_requests))
+        if not is_taken:
+            self.controller.finished()
         return is_taken
 
+    def finished(self, request: int) -> None:
+        self.controller.finished()
+
+    def failed(self, request: int, message: str) -> None:
+        super().failed(request, message)
+        self.controller.finished()
+
     def stepped(self, microbatch: Microbatch[int], done: StepDone) -> None:
-        """Decodes are all alike; of a plan that was replaced, what it planned with is corrected already."""
+        """Decodes are all alike; steps of a replaced plan are not judged, its costs are corrected already."""
         plan = microbatch.lane.plan
         is_decode = plan.graphs[done.step].trace.step.kind == "decode"
         if is_decode and any(plan is x for x in self.stepper.plans):
-            self.monitor.stepped(microbatch.lane, done.step, done.busy_s)
+            self.controller.stepped(microbatch.lane, done.step, done.busy_s)
 
     def lost(self, lost: DeviceLost) -> None:
-        """Once its requests wait again; so it is told in the next moment."""
-        self.at(self.now_s, lambda: self._lose(lost.device))
-
-    def _lose(self, device: str) -> None:
-        """Lanes that are left take over at once; new plans follow."""
-        self._tell(Lost(device))
-        if not self.can_serve(self.monitor.current):
-            others = [name for name in self.plans if self.can_serve(name)]
-            if others:
-                self.switch(others[0])
+        """Told in the next moment, once its requests wait again."""
+        why = f"{lost.device} does not answer; lanes that use it are closed"
+        self.at(self.now_s(), lambda: self.controller.lost(lost.device, why, True))
 
     def back(self, back: DeviceBack) -> None:
-        self.at(self.now_s, lambda: self._return(back.device))
-
-    def _return(self, device: str) -> None:
-        """With all devices there again, the plans from before the loss are."""
-        self._tell(Returned(device))
-        if not self.stepper.lanes.lost:
-            figures = capabilities(self._whole, self.demand)
-            self._tell(Adopted(figures, f"{device} is back, and so are the plans that use it"))
-            self.adopt(self._whole, self.monitor.current)
-
-    def _tell(self, event: Event) -> None:
-        for action in self.monitor.observe(self.now_s, event):
-            self._carry_out(action)
-
-    def _carry_out(self, action: Action) -> None:
-        kind = action.decision.kind
-        if kind is DecisionKind.SWITCH and self.can_serve(action.decision.policy):
-            self.switch(action.decision.policy)
-        elif kind is DecisionKind.REPLAN and self._replan is not None:
-            self.at(self.now_s + self._replan_s, lambda: self._plan_anew(action))
-        self.decisions.append(action.decision)
-
-    def _plan_anew(self, action: Action) -> None:
-        assert self._replan is not None, "only a replan is adopted"
-        assert action.factors is not None, "a replan comes with factors"
-        if action.without - self.stepper.lanes.lost:
-            return  # what was lost came back meanwhile
-        try:
-            made = [replace(plan, policy=name) for name, plan in self._replan(action.factors, action.without)]
-        except TesseraError as error:  # the old plans run on: a failed replan is told, and loses nothing
-            self._tell(Adopted((), f"no new plans: {error.message}"))
-            return
-        old = self.plans
-        if not action.without:
-            made = [_better(old[new.policy], new, action.factors, self.demand) for new in made]
-        num = sum(new.lanes != old[new.policy].lanes for new in made)
-        why = f"{num} of {len(made)} plans are new; the others stay as they are"
-        self._tell(Adopted(capabilities(made, self.demand), why))
-        self.adopt(made, self.monitor.current)
-
-    def adopt(self, plans: Sequence[Plan], name: str) -> None:
-        super().adopt(plans, name)
-        if not self.stepper.lanes.lost:
-            self._whole = self.stepper.plans
+        self.at(self.now_s(), lambda: self.controller.back(back.device))
 
 
-def _better(old: Plan, new: Plan, factors: Factors, demand: Demand) -> Plan:
-    """The new plan, or the old one with costs that are right."""
-    is_better = gain_of(old, new, factors.apply(old.unit, old.costs), demand) >= LEAST_GAIN
-    return new if is_better else replace(old, costs=new.costs)
-
-
-def gain_of(old: Plan, new: Plan, costs: tuple[Costs, ...], demand: Demand) -> float:
-    """How many times as good a new plan is, simulated at the same costs."""
-    truth = Truth(replace(old, costs=costs))
+def gain_of(old: Plan, new: Plan, requests: RequestLoad) -> float:
+    """How many times as good a new plan is, simulated at the old plan's costs."""
+    truth = Truth(old)
     if old.objective is Objective.LATENCY:
-        return alone(old, demand, truth)["latency"] / alone(new, demand, truth)["latency"]
-    return capacity_per_s(new, demand, truth) / capacity_per_s(old, demand, truth)
-
-
-USUAL = MonitorConfig()
+        return alone(old, requests, truth)["latency"] / alone(new, requests, truth)["latency"]
+    return capacity_per_s(new, requests, truth) / capacity_per_s(old, requests, truth)
 
 
 @dataclass(frozen=True)
 class Setting:
     arrivals: Arrivals
-    weather: Weather = FAIR
+    faults: Faults = NO_FAULTS
     limits: tuple[LatencyLimit, ...] = ()
     # Requests that share a microbatch; None: the captured batch.
     rows: int | None = None
     # Every kernel type is mispriced on every device by exp(noise * normal).
     noise: float = 0.0
-    # Requests that come while so many wait are turned away; None: none are.
+    # Requests are refused while this many wait; None: never.
     max_waiting: int | None = None
 
-    def demand(self, plan: Plan) -> Demand:
-        return demand_of(plan.unit, self.arrivals, self.rows)
+    def requests(self, plan: Plan) -> RequestLoad:
+        return load_of(plan.unit, self.arrivals, self.rows)
 
     def truth(self, plan: Plan) -> Truth:
-        """What launches really take, where the plan's costs are the best guess."""
-        return Truth(plan, self.noise, self.weather.seed)
+        """True costs: the plan's own, mispriced by the noise."""
+        return Truth(plan, self.noise, self.faults.seed)
 
     def check(self, plan: Plan) -> None:
-        """Devices that are lost or slow are devices of the plan, at a time that comes; all is one batch."""
+        """Refuses faults of unknown devices or at impossible times."""
         need_one_batch(plan, "a simulation of arrivals")
-        lost = ((loss.device, loss.at_s) for loss in self.weather.losses)
-        for device, second in (*lost, *((d, s) for d, s, _ in self.weather.slowdowns)):
+        lost = ((loss.device, loss.at_s) for loss in self.faults.losses)
+        for device, second in (*lost, *((d, s) for d, s, _ in self.faults.slowdowns)):
             if device not in plan.cluster.names:
                 known = ", ".join(plan.cluster.names)
                 raise ArrivalsError(f"the plan has no device '{device}'", f"Its devices: {known}.")
@@ -212,11 +172,11 @@ def compare(plans: Sequence[tuple[str, Plan]], setting: Setting) -> tuple[Servin
 
 def _alone(plan: Plan, setting: Setting) -> ServingReport:
     setting.check(plan)
-    demand, truth = setting.demand(plan), setting.truth(plan)
-    check_limits([plan], demand, setting.limits, truth)
-    served = SimulatedServer([plan], demand, truth, setting.weather, setting.max_waiting).run()
+    requests, truth = setting.requests(plan), setting.truth(plan)
+    check_limits([plan], requests, setting.limits, truth)
+    served = SimulatedServer([plan], requests, truth, setting.faults, setting.max_waiting).run()
     notes = _failures(served.ledger.num_failed, "; a monitor would replan")
-    capacity = capacity_per_s(plan, demand, truth)
+    capacity = capacity_per_s(plan, requests, truth)
     return report_of(served, [plan], setting.arrivals, capacity, setting.limits, notes)
 
 
@@ -244,43 +204,43 @@ def checked(plans: Sequence[tuple[str, Plan]], setting: Setting) -> list[Plan]:
 
 
 def known_of(plans: Sequence[tuple[str, Plan]], setting: Setting) -> tuple[Capability, ...]:
-    """What a monitor knows of plans beforehand: by their own costs, whatever the truth will be."""
-    made = checked(plans, Setting(setting.arrivals))
-    return capabilities(made, setting.demand(made[0]), setting.weather.seed)
+    """Capabilities by the plans' own costs, whatever the true ones are."""
+    named = checked(plans, Setting(setting.arrivals))
+    return capabilities(named, setting.requests(named[0]), setting.faults.seed)
 
 
 def adapt(
     plans: Sequence[tuple[str, Plan]],
     setting: Setting,
-    watch: MonitorConfig = USUAL,
-    replan: Replan | None = None,
+    watch: MonitorConfig = DEFAULT,
+    make: MakePlan | None = None,
     replan_s: float = 10.0,
     known: Sequence[Capability] = (),
 ) -> tuple[ServingReport, tuple[Capability, ...]]:
-    """A report with a monitor choosing among plans, and what it knew of them.
+    """A report with a monitor choosing among plans, and their capabilities (simulated unless `known`).
 
-    New plans take `replan_s` (modelled). What is known beforehand may be given, for several loads.
+    `make` makes new plans, which takes `replan_s` (modelled); None: plans stay as they are.
     """
     known = tuple(known) or known_of(plans, setting)
-    served = watched(plans, setting, known, watch, replan, replan_s)
+    served = watched(plans, setting, known, watch, make, replan_s)
     best = max(x.capacity_per_s for x in known)
     notes = _failures(served.ledger.num_failed)
-    made = [plan for _, plan in plans]
-    return report_of(served, made, setting.arrivals, best, setting.limits, notes), known
+    return report_of(served, [p for _, p in plans], setting.arrivals, best, setting.limits, notes), known
 
 
 def watched(
     plans: Sequence[tuple[str, Plan]],
     setting: Setting,
     known: Sequence[Capability],
-    watch: MonitorConfig = USUAL,
-    replan: Replan | None = None,
+    watch: MonitorConfig = DEFAULT,
+    make: MakePlan | None = None,
     replan_s: float = 10.0,
 ) -> SimulatedRun:
-    """What happened to every request with a monitor choosing among plans."""
-    made = checked(plans, setting)
-    demand, truth = setting.demand(made[0]), setting.truth(made[0])
-    check_limits(made, demand, setting.limits, truth)
-    weather = replace(setting.weather, is_mended=replan is not None)
+    """One run with a monitor choosing among plans."""
+    named = checked(plans, setting)
+    requests, truth = setting.requests(named[0]), setting.truth(named[0])
+    check_limits(named, requests, setting.limits, truth)
+    faults = replace(setting.faults, is_mended=make is not None)
+    planner = make and Replanner(make, lambda old, new: gain_of(old, new, requests))
     monitor, most = Monitor(tuple(known), watch), setting.max_waiting
-    return AdaptiveServer(monitor, made, demand, truth, weather, most, replan, replan_s).run()
+    return AdaptiveServer(monitor, named, requests, truth, faults, most, planner, replan_s).run()

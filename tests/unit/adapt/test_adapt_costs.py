@@ -48,15 +48,6 @@ def test_a_kernel_not_seen_is_as_wrong_as_its_device() -> None:
     assert 1.0 == factors.of("conv", "d1")
 
 
-def test_corrections_add_up() -> None:
-    """What is measured against corrected costs multiplies the correction."""
-    both = Factors({("d0", "gemm"): 1.5}, {"d0": 1.5}).times(Factors({("d0", "norm"): 2.0}, {"d0": 1.2}))
-
-    assert both.of("gemm", "d0") == pytest.approx(1.5 * 1.2)
-    assert both.of("norm", "d0") == pytest.approx(1.5 * 2.0)
-    assert both.of("conv", "d0") == pytest.approx(1.5 * 1.2)
-
-
 def test_drift_counts_from_the_common_factor() -> None:
     """Everything slower by half is no drift; one of two equal kernels slower by half is."""
     seen = {"d0": [({"gemm": 10.0}, 15.0), ({"norm": 10.0}, 15.0)]}

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import models
 from factories import make_cluster, make_plan
+from fake_system import FakeSystem
 from tessera.adapt.capability import Capability, Point
-from tessera.adapt.live import Hands, Live
+from tessera.adapt.controller import Controller
 from tessera.adapt.monitor import Monitor
 from tessera.execute.offline import run_offline
 from tessera.execute.reference import same_bits
@@ -31,7 +32,7 @@ def scattered(seed: int) -> Plan:
     return replace(plan, policy=("quick", "wide")[seed])
 
 
-def crowd(live: Live) -> None:
+def crowd(live: Controller) -> None:
     """Three come for each that is done."""
     for _ in range(3):
         live.arrived()
@@ -42,20 +43,18 @@ def test_a_switch_in_flight_changes_no_bit() -> None:
     workloads = [models.workload("prefill"), models.workload("decode")]
     requests = [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(NUM)]
     plans = [scattered(0), scattered(1)]
-    wanted = ["quick"]
-    with (
-        WorkerStepper(plans, workloads[0].weights()) as stepper,
-        Live(Monitor([QUICK, WIDE]), Hands(wanted.append)) as live,
-    ):
+    system = FakeSystem()
+    live = Controller(system, plans, Monitor([QUICK, WIDE]))
+    with WorkerStepper(plans, workloads[0].weights()) as stepper:
         run = run_offline(
             stepper,
             requests,
-            policy=lambda num_done: ("quick", "wide").index(wanted[-1]),
+            policy=lambda num_done: ("quick", "wide").index(system.switched[-1]),
             on_done=lambda number: crowd(live),
         )
     results = run.results
 
-    assert 1 == len(live.decisions.latest)
+    assert 1 == len(live.decisions)
     assert {0, 1} == {result.policy for result in results}
     for request, result in zip(requests, results, strict=True):
         reference = run_reference(models.unit(), request)

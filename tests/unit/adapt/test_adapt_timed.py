@@ -6,8 +6,8 @@ import pytest
 
 from factories import make_cluster, make_plan, make_trace
 from online_factory import split_plan
-from tessera.adapt.drift import widened, without_devices
 from tessera.adapt.monitor import MeasuredSteps, planned_us
+from tessera.adapt.replan import widened, without_devices
 from tessera.errors import PlanInfeasible
 from tessera.ir import verify
 
@@ -43,7 +43,7 @@ def test_a_plan_for_fewer_devices_is_one_for_all_of_them() -> None:
     cluster, costs = without_devices(whole.cluster, whole.costs, {"d0"})
     assert ("d1", "d2") == cluster.names
     assert all(cluster.devices == c.devices for c in costs)
-    made = widened(make_plan([trace], [[[0]]], cluster=cluster), whole.cluster, whole.costs)
+    made = widened(make_plan([trace], [[[0]]], cluster=cluster), whole)
 
     verify(made)
     assert (((1,),),) == tuple(lane.placement.devices for lane in made.lanes)

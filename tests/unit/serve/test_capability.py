@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from factories import make_chain, make_cluster, make_plan
-from tessera.adapt.capability import crossing_per_s
+from tessera.adapt.capability import answer_tokens, capabilities_of, crossing_per_s
 from tessera.adapt.monitor import Monitor
 from tessera.ir import Plan
-from tessera.serve.engine import capabilities_of
 
 ROWS = 8
 
@@ -49,3 +48,14 @@ def test_latency_follows_from_requests_in_the_system() -> None:
 def test_plans_without_figures_decide_nothing() -> None:
     """A plan that was never simulated in flight has no capability."""
     assert () == capabilities_of([WIDE, replace(QUICK, by_microbatches=())], ROWS)
+
+
+def test_an_answer_has_as_many_tokens_as_its_own_step_runs() -> None:
+    """In a served unit the last step is the largest, which reads prompts; the step of all rows decodes."""
+    plan = make_plan([make_chain(2)] * 3, [[(0, 1)] * 3], (1, 127, 16), make_cluster(2), microbatches=4)
+    graphs = tuple(
+        replace(g, trace=replace(g.trace, step=replace(g.trace.step, kind="tokens", context=size, rows=ROWS)))
+        for g, size in zip(plan.unit.graphs, (2, ROWS, 64), strict=True)
+    )
+
+    assert 128 == answer_tokens(replace(plan.unit, graphs=graphs))

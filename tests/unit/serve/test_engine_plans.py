@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
 from tessera.ir import DeviceKind, Lane, Placement, Plan
 from tessera.serve.records import Ask
-from tessera.serve.replan import PreparedPlanner
+from tessera.serve.replan import replanner_of
 
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 STEPS = len(SHAPE.sizes)
@@ -46,7 +46,7 @@ class ToyPlanner:
         self.wanted: list[Any] = []
         self._is_able = is_able
 
-    def without(self, lost: Iterable[str]) -> tuple[Plan, ...]:
+    def without(self, plans: tuple[Plan, ...], lost: Iterable[str]) -> tuple[Plan, ...]:
         """All on the other device."""
         gone = sorted(lost)
         self.wanted.append(gone)
@@ -55,7 +55,7 @@ class ToyPlanner:
         (plan,) = toy_plans(["quick"])
         return (only_on(plan, 1 - TOYS.index(gone[0])),)
 
-    def corrected(self, plans: Sequence[Plan], factors: Factors) -> tuple[Plan, ...]:
+    def corrected(self, plans: tuple[Plan, ...], factors: Factors) -> tuple[Plan, ...]:
         """All on the device that is quicker than was thought."""
         self.wanted.append(factors)
         costs = factors.apply(plans[0].unit, plans[0].costs)
@@ -175,7 +175,7 @@ def test_times_of_emulated_devices_say_nothing() -> None:
 def test_a_planner_adopts_what_is_better_and_keeps_what_is_not() -> None:
     """A plan leaves a device that becomes twenty times as slow, and stays as it is where nothing changed."""
     made = steps_factory.prepared()
-    planner = PreparedPlanner(made)
+    planner = replanner_of(made)
     kernels = {k.name for graph in made.plans[0].unit.graphs for k in graph.trace.kernels}
     placed = [device for step in made.plans[1].lanes[0].placement.devices for device in step]
     used = max(set(placed), key=placed.count)

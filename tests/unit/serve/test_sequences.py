@@ -11,7 +11,7 @@ from tessera.execute.stepper import StepCall, StepDone
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.records import Ask, Counts, Shape
-from tessera.serve.sequences import Due, SequenceBatch, Steps
+from tessera.serve.sequences import OutputRows, SequenceBatch, Steps
 from tessera.serve.text import ByteText
 
 WIDE = replace(SHAPE, rows=4, capacity=512, sizes=(4, 16, 64), pool_tokens=PAGE * 200)
@@ -21,7 +21,7 @@ IN_PARTS = replace(WIDE, sizes=(4, 8, 16), is_flat=False)
 def batch_of(shape: Shape = WIDE, is_caching: bool = True) -> SequenceBatch:
     """An open microbatch, in which every due token is 5."""
 
-    def settle(batch: SequenceBatch, done: StepDone, due: Due) -> Sequence[ActiveRequest]:
+    def settle(batch: SequenceBatch, done: StepDone, due: OutputRows) -> Sequence[ActiveRequest]:
         for _, request in due:
             request.add(5)
         return ()

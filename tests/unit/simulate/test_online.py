@@ -12,8 +12,8 @@ from tessera.simulate import simulate
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.machine import VirtualMachine
 from tessera.simulate.metrics import measured
-from tessera.simulate.online import SimulatedServer, demand_of
-from tessera.simulate.stepper import Weather
+from tessera.simulate.online import SimulatedServer, load_of
+from tessera.simulate.stepper import Faults
 
 
 def mixed_plan() -> Plan:
@@ -41,8 +41,8 @@ def test_a_batch_ends_when_the_offline_simulation_says(plan: Plan) -> None:
 def test_remembering_changes_no_time(plan: Plan, rows: int) -> None:
     """A machine that follows known segments and one that works everything out agree on every request."""
     arrivals = make_arrivals("poisson:15000", 400, 3, "geometric:1,6")
-    demand = demand_of(plan.unit, arrivals, rows)
-    quick, plain = (SimulatedServer([plan], demand) for _ in range(2))
+    requests = load_of(plan.unit, arrivals, rows)
+    quick, plain = (SimulatedServer([plan], requests) for _ in range(2))
     plain.stepper.machine = VirtualMachine(
         len(plan.cluster.devices), len(plan.cluster.links), remembers=False
     )
@@ -120,9 +120,9 @@ def test_times_to_and_between_tokens() -> None:
 def test_a_prefill_gives_the_first_token() -> None:
     """With a prefill in the unit, the first token comes with it and an answer of three takes two decodes."""
     plan = stateful_plan()
-    demand = demand_of(plan.unit, at_us(0.0, outputs=[3]), 1)
+    requests = load_of(plan.unit, at_us(0.0, outputs=[3]), 1)
 
-    assert (3, 2) == (demand.tokens[0], demand.decodes[0])
+    assert (3, 2) == (requests.tokens[0], requests.decodes[0])
     served = serve(plan, at_us(0.0, outputs=[3]))
     assert served.ledger.first_us[0] < served.ledger.done_us[0]
 
@@ -144,7 +144,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
             split_plan(),
             make_arrivals("bursty:9000", 200, seed, "geometric:4,4"),
             2,
-            Weather(seed=seed, jitter=0.1),
+            Faults(seed=seed, jitter=0.1),
         )
         for seed in (1, 1, 2)
     ]
@@ -155,7 +155,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 def test_jitter_varies_runs_about_the_model() -> None:
     """With 10 % jitter runs take about as long on average, and no two the same."""
-    served = serve(alone_plan(1), at_us(*[0.0] * 400), weather=Weather(jitter=0.1))
+    served = serve(alone_plan(1), at_us(*[0.0] * 400), faults=Faults(jitter=0.1))
     times = np.diff([0.0, *served.ledger.done_us])
 
     assert times.mean() == pytest.approx(RUN_US, rel=0.03)

@@ -1,19 +1,19 @@
 """A monitor on a simulated server: never much worse than the better fixed policy, and quick to mend."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from online_factory import RUN_US, alone_plan, both_plans, split_plan
+from factories import make_chain, make_cluster, make_plan
+from online_factory import LAUNCH_US, RUN_US, alone_plan, both_plans, split_plan
 from sampling import examples, one_of_each
 from tessera.adapt.capability import Capability
-from tessera.adapt.drift import Factors
-from tessera.adapt.monitor import MonitorConfig
+from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import PlanInfeasible
-from tessera.ir import DecisionKind, Lane, Placement, Plan, ServingReport
+from tessera.ir import Cluster, Costs, DecisionKind, Lane, Objective, Placement, Plan, ServingReport
 from tessera.simulate.arrivals import make_arrivals
-from tessera.simulate.stepper import Loss, Weather
+from tessera.simulate.stepper import Faults, Loss
 from tessera.simulate.study import Setting, adapt, compare, known_of
 
 ROWS, TOKENS = 4, 20
@@ -23,10 +23,10 @@ NUM = examples(1500, 500)
 ALONE_PER_S = ROWS / (RUN_US * 1e-6) / TOKENS
 
 
-def setting(arrivals: str, num: int = NUM, weather: Weather | None = None) -> Setting:
+def setting(arrivals: str, num: int = NUM, faults: Faults | None = None) -> Setting:
     """Geometric answers in microbatches of four."""
     made = make_arrivals(arrivals, num, 1, f"geometric:1,{TOKENS}")
-    return Setting(made, weather or Weather(seed=1), rows=ROWS)
+    return Setting(made, faults or Faults(seed=1), rows=ROWS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,17 +98,17 @@ def on_devices(plan: Plan, device: int) -> Plan:
 
 def test_a_lost_device_is_planned_around_and_no_request_is_lost(known: tuple[Capability, ...]) -> None:
     """The plans use d1; a replan puts all on d0 and the requests are served, some of them anew."""
-    asked: list[frozenset[str]] = []
+    asked: list[tuple[str, ...]] = []
 
-    def replan(factors: Factors, without: frozenset[str]) -> Sequence[tuple[str, Plan]]:
-        asked.append(without)
-        return [(name, on_devices(plan, 0)) for name, plan in both_plans()]
+    def make(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...]) -> Plan:
+        asked.append(cluster.names)
+        return replace(on_devices(plan, 0), cluster=cluster, costs=costs)
 
     plans = [("latency", on_devices(alone_plan(), 1)), both_plans()[1]]
-    lost = setting("batch:300", weather=Weather(losses=(Loss("d1", 0.005),)))
-    adaptive, _ = adapt(plans, lost, replan=replan, known=known)
+    lost = setting("batch:300", faults=Faults(losses=(Loss("d1", 0.005),)))
+    adaptive, _ = adapt(plans, lost, make=make, known=known)
 
-    assert [frozenset({"d1"})] == asked
+    assert [("d0",), ("d0",)] == asked
     assert 300 == adaptive.num_finished
     assert adaptive.num_restarted > 0
 
@@ -116,13 +116,13 @@ def test_a_lost_device_is_planned_around_and_no_request_is_lost(known: tuple[Cap
 def test_a_replan_that_fails_leaves_the_old_plans_running(known: tuple[Capability, ...]) -> None:
     """It is told in the decisions, and requests go on being served."""
 
-    def replan(factors: Factors, without: frozenset[str]) -> Sequence[tuple[str, Plan]]:
+    def make(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...]) -> Plan:
         raise PlanInfeasible("there is no such placement")
 
-    slow = Weather(slowdowns=(("d1", 0.01, 2.0),))
+    slow = Faults(slowdowns=(("d1", 0.01, 2.0),))
     watch = MonitorConfig(window_s=0.05)
     wanted = setting(f"poisson:{1.3 * ALONE_PER_S}", 5000, slow)
-    adaptive, _ = adapt(both_plans(), wanted, watch, replan, 0.1, known)
+    adaptive, _ = adapt(both_plans(), wanted, watch, make, 0.1, known)
 
     assert 5000 == adaptive.num_finished
     assert any("no new plans: there is no such placement" in d.why for d in adaptive.decisions)
@@ -132,12 +132,28 @@ def test_a_price_is_corrected_once() -> None:
     """Runs under a plan that was replaced say nothing of the new prices: one replan is enough."""
     asked: list[float] = []
 
-    def replan(factors: Factors, without: frozenset[str]) -> Sequence[tuple[str, Plan]]:
-        asked.append(factors.usual["d1"])
-        right = factors.apply(split_plan().unit, split_plan().costs)
-        return [("throughput", replace(split_plan(), costs=right))]
+    def make(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...]) -> Plan:
+        asked.append(costs[0].us(0, 1) / split_plan().costs[0].us(0, 1))
+        return plan
 
-    wanted = setting(f"batch:{examples(4000, 2000)}", weather=Weather(slowdowns=(("d1", 0.0, 1.5),)))
-    adapt([("throughput", split_plan())], wanted, MonitorConfig(window_s=0.02), replan, 0.01)
+    wanted = setting(f"batch:{examples(4000, 2000)}", faults=Faults(slowdowns=(("d1", 0.0, 1.5),)))
+    adapt([("throughput", split_plan())], wanted, MonitorConfig(window_s=0.02), make, 0.01)
 
     assert [pytest.approx(1.5, rel=0.05)] == asked
+
+
+def test_a_policy_past_its_capacity_is_left_soon() -> None:
+    """Two plans whose capacities differ by a sixth, at 1.104 times the smaller."""
+    chain, launches = make_chain(7), (0,) * 7
+    cluster = make_cluster(latency_us=10.0)
+    near = replace(make_plan([chain], [[launches]], cluster=cluster, microbatches=4), policy="near")
+    far = make_plan([chain], [[(*launches[:6], 1)]], cluster=cluster, microbatches=4)
+    plans = [("near", replace(near, objective=Objective.LATENCY)), ("far", far)]
+    load = 1.104 * ROWS / (7 * LAUNCH_US * 1e-6) / TOKENS
+    wanted = setting(f"poisson:{load}", 4000)
+    adaptive, capabilities = adapt(plans, wanted)
+    switches = [d.at_s for d in adaptive.decisions if d.kind is DecisionKind.SWITCH]
+
+    assert 1.1 < capabilities[1].capacity_per_s / capabilities[0].capacity_per_s < 1.2
+    assert switches[0] < 2 * Monitor(capabilities).window_s
+    assert mean_s(adaptive) < 1.05 * min(mean_s(r) for r in compare(plans, wanted))

@@ -10,8 +10,8 @@ from tessera.errors import ArrivalsError, MismatchError
 from tessera.ir import BufferKind, Plan
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.metrics import LatencyLimit
-from tessera.simulate.online import Demand, SimulatedRun, SimulatedServer, demand_of
-from tessera.simulate.stepper import Loss, Truth, Weather
+from tessera.simulate.online import RequestLoad, SimulatedRun, SimulatedServer, load_of
+from tessera.simulate.stepper import Faults, Loss, Truth
 from tessera.simulate.study import Setting, checked, compare
 
 STATE_BYTES = 64_000
@@ -24,9 +24,9 @@ def home_plan(device: int) -> Plan:
     return replace(plan, policy=f"on{device}")
 
 
-def served_with_switches(plans: list[Plan], demand: Demand, *seconds: float) -> SimulatedRun:
+def served_with_switches(plans: list[Plan], requests: RequestLoad, *seconds: float) -> SimulatedRun:
     """Goes over from one plan to the other at given times."""
-    server = SimulatedServer(plans, demand)
+    server = SimulatedServer(plans, requests)
     for number, second in enumerate(seconds, start=1):
         server.at(second, lambda number=number: server.switch(plans[number % 2].policy))  # type: ignore[misc]
     return server.run()
@@ -35,9 +35,9 @@ def served_with_switches(plans: list[Plan], demand: Demand, *seconds: float) -> 
 def test_switching_back_and_forth_drains_nothing() -> None:
     """Every request gets all its tokens in one go, however often the policy changes."""
     arrivals = make_arrivals("poisson:20000", 300, 2, "geometric:1,8")
-    demand = demand_of(split_plan().unit, arrivals, 2)
+    requests = load_of(split_plan().unit, arrivals, 2)
     times = [n * 1e-3 for n in range(1, 15)]
-    served = served_with_switches([alone_plan(), split_plan()], demand, *times)
+    served = served_with_switches([alone_plan(), split_plan()], requests, *times)
 
     assert all(done >= 0.0 for done in served.ledger.done_us)
     assert 0 == served.ledger.num_restarted
@@ -45,8 +45,8 @@ def test_switching_back_and_forth_drains_nothing() -> None:
 
 def test_requests_keep_the_lane_they_were_admitted_to() -> None:
     """At a switch no state moves: one ends on d0, one that comes after the switch runs on d1."""
-    demand = demand_of(home_plan(0).unit, at_us(0.0, 20.0, outputs=[5, 2]), 1)
-    served = served_with_switches([home_plan(0), home_plan(1)], demand, 15e-6)
+    requests = load_of(home_plan(0).unit, at_us(0.0, 20.0, outputs=[5, 2]), 1)
+    served = served_with_switches([home_plan(0), home_plan(1)], requests, 15e-6)
 
     assert served.ledger.done_us == pytest.approx([50.0, 40.0])
     assert served.busy_us[:3] == pytest.approx([50.0, 20.0, 0.0])
@@ -54,8 +54,8 @@ def test_requests_keep_the_lane_they_were_admitted_to() -> None:
 
 def test_requests_go_on_from_what_they_have_when_their_microbatch_is_renewed() -> None:
     """After one decode of 10 us on d0 two requests go to d1, and have the other two there."""
-    demand = demand_of(home_plan(0).unit, at_us(0.0, 0.0, outputs=[3, 3]), 2)
-    served = served_with_switches([home_plan(0), home_plan(1)], demand, 5e-6)
+    requests = load_of(home_plan(0).unit, at_us(0.0, 0.0, outputs=[3, 3]), 2)
+    served = served_with_switches([home_plan(0), home_plan(1)], requests, 5e-6)
 
     assert served.ledger.done_us == pytest.approx([30.0, 30.0])
     assert served.busy_us[:2] == pytest.approx([10.0, 20.0])
@@ -65,7 +65,7 @@ def test_requests_go_on_from_what_they_have_when_their_microbatch_is_renewed() -
 def test_a_lost_device_takes_down_only_what_runs_on_it() -> None:
     """Of two lanes on two devices one is left; its request is not touched, the other starts anew there."""
     plan = make_plan([make_chain(4)], [[[0] * 4], [[1] * 4]])
-    served = serve(plan, at_us(0.0, 0.0), weather=Weather(losses=(Loss("d1", 20e-6),)))
+    served = serve(plan, at_us(0.0, 0.0), faults=Faults(losses=(Loss("d1", 20e-6),)))
 
     assert 1 == served.ledger.num_restarted
     assert sorted(served.ledger.done_us) == pytest.approx([RUN_US, 2 * RUN_US])
@@ -73,8 +73,8 @@ def test_a_lost_device_takes_down_only_what_runs_on_it() -> None:
 
 def test_requests_wait_for_a_device_that_comes_back() -> None:
     """Without another lane the one that ran starts anew when its device is there again."""
-    weather = Weather(losses=(Loss("d1", 20e-6, 100e-6),))
-    served = serve(split_plan(), at_us(0.0), weather=weather)
+    faults = Faults(losses=(Loss("d1", 20e-6, 100e-6),))
+    served = serve(split_plan(), at_us(0.0), faults=faults)
 
     assert served.ledger.done_us == pytest.approx([100.0 + 50.0], abs=0.1)
     assert (1, 0) == (served.ledger.num_restarted, served.ledger.num_failed)
@@ -82,7 +82,7 @@ def test_requests_wait_for_a_device_that_comes_back() -> None:
 
 def test_no_request_is_lost_silently_when_no_lane_is_left() -> None:
     """Without a monitor, requests that no lane can serve are counted as failed, and the report says why."""
-    setting = Setting(poisson(10_000, 50), Weather(losses=(Loss("d1", 1e-3),)), rows=1)
+    setting = Setting(poisson(10_000, 50), Faults(losses=(Loss("d1", 1e-3),)), rows=1)
     (report,) = compare([("throughput", split_plan())], setting)
 
     assert 50 == report.num_finished + report.num_failed
@@ -92,8 +92,8 @@ def test_no_request_is_lost_silently_when_no_lane_is_left() -> None:
 
 def test_a_slow_device_takes_longer_from_then_on() -> None:
     """Four requests in a row of which the last two run at half the speed."""
-    weather = Weather(slowdowns=(("d0", 1.5 * RUN_US * 1e-6, 2.0),))
-    served = serve(alone_plan(1), at_us(*[0.0] * 4), weather=weather)
+    faults = Faults(slowdowns=(("d0", 1.5 * RUN_US * 1e-6, 2.0),))
+    served = serve(alone_plan(1), at_us(*[0.0] * 4), faults=faults)
 
     assert served.ledger.done_us == pytest.approx([RUN_US, 2 * RUN_US, 4 * RUN_US, 6 * RUN_US])
 
@@ -148,7 +148,7 @@ def test_a_plan_for_a_device_that_is_not_there_is_refused() -> None:
     three = make_plan([make_chain(4)], [[[0, 1, 2, 2]]], cluster=make_cluster(3))
 
     with pytest.raises(MismatchError, match="other steps or devices"):
-        SimulatedServer([alone_plan(), three], demand_of(three.unit, at_us(0.0), 1))
+        SimulatedServer([alone_plan(), three], load_of(three.unit, at_us(0.0), 1))
 
 
 def test_plans_with_different_costs_are_not_chosen_among() -> None:
@@ -161,7 +161,7 @@ def test_plans_with_different_costs_are_not_chosen_among() -> None:
 
 def test_losing_an_unknown_device_is_a_mistake() -> None:
     """The message lists the devices that there are."""
-    setting = Setting(poisson(1.0, 3), Weather(losses=(Loss("d7", 1.0),)))
+    setting = Setting(poisson(1.0, 3), Faults(losses=(Loss("d7", 1.0),)))
 
     with pytest.raises(ArrivalsError, match=r"no device 'd7'\. Its devices: d0, d1"):
         compare(both_plans(), setting)

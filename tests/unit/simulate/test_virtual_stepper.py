@@ -17,13 +17,13 @@ from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone, 
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import BufferKind, Plan
 from tessera.simulate.arrivals import make_arrivals
-from tessera.simulate.online import Demand, ModelledRows, RequestLedger, SimulatedServer, demand_of
-from tessera.simulate.stepper import Loss, VirtualStepper, Weather
+from tessera.simulate.online import ModelledRows, RequestLedger, RequestLoad, SimulatedServer, load_of
+from tessera.simulate.stepper import Faults, Loss, VirtualStepper
 
 
-def opened(plan: Plan, weather: Weather | None = None, num: int = 1) -> VirtualStepper:
+def opened(plan: Plan, faults: Faults | None = None, num: int = 1) -> VirtualStepper:
     """With microbatches on the lanes that they get."""
-    stepper = VirtualStepper([plan], weather=weather or Weather())
+    stepper = VirtualStepper([plan], faults=faults or Faults())
     for number in range(num):
         lane = stepper.lanes.take(0)
         assert lane is not None
@@ -61,7 +61,7 @@ def test_take_waits_no_longer_than_it_may() -> None:
 def test_a_lost_device_closes_its_microbatches_until_it_is_back() -> None:
     """Told with when it is tried again; its lane is closed meanwhile."""
     plan = make_plan([make_chain(4)], [[[0] * 4], [[1] * 4]])
-    stepper = opened(plan, Weather(losses=(Loss("d1", 20e-6, 90e-6),)), 2)
+    stepper = opened(plan, Faults(losses=(Loss("d1", 20e-6, 90e-6),)), 2)
     for number in range(2):
         stepper.start(StepCall(number, 0))
     told = [stepper.take(None) for _ in range(3)]
@@ -140,18 +140,18 @@ class _Noted(ModelledRows):
         return left
 
 
-def events_of(stepper: Stepper, demand: Demand) -> list[object]:
+def events_of(stepper: Stepper, requests: RequestLoad) -> list[object]:
     """What happens to requests that all wait at the start, in order, one microbatch at a time."""
     noted: list[object] = []
-    ledger = RequestLedger.of(len(demand))
+    ledger = RequestLedger.of(len(requests))
 
     def make(number: int, lane: LoadedLane) -> ModelledRows:
-        words = (number, lane, demand, ledger, lambda: stepper.now_s() * 1e6)
+        words = (number, lane, requests, ledger, lambda: stepper.now_s() * 1e6)
         return _Noted(*words, inputs=lambda: made.workloads()[0].make_inputs(0), noted=noted)
 
-    config = SchedulerConfig(depth=1, rows=demand.rows)
+    config = SchedulerConfig(depth=1, rows=requests.rows)
     scheduler: Scheduler[int] = Scheduler(stepper, make, config)
-    for number in range(len(demand)):
+    for number in range(len(requests)):
         scheduler.push(number)
     while True:
         scheduler.begin()
@@ -167,18 +167,18 @@ def test_the_scheduler_does_the_same_over_workers_and_over_a_virtual_clock() -> 
     lanes = [made.scattered(rng, range(2))[0] for _ in range(2)]
     plan = made.plan_of([[lane, lane] for lane in lanes], 2)  # state has one home
     arrivals = make_arrivals("batch:7", seed=2, lengths="geometric:8,4")
-    demand = demand_of(made.unit(), arrivals, 2)
+    requests = load_of(made.unit(), arrivals, 2)
     with WorkerStepper([plan], made.workloads()[0].weights(), timeout_s=30.0) as workers:
-        real = events_of(workers, demand)
+        real = events_of(workers, requests)
 
-    assert real == events_of(VirtualStepper([plan]), demand)
+    assert real == events_of(VirtualStepper([plan]), requests)
     assert set(range(7)) == {x for x in real if isinstance(x, int)}
 
 
 def test_ten_thousand_requests_take_seconds() -> None:
     """A tenth of what must take less than a minute, with room for a busy machine."""
-    demand = demand_of(split_plan().unit, make_arrivals("poisson:6000", 10_000, 0, "geometric:1,100"), 16)
-    server = SimulatedServer([split_plan()], demand)
+    requests = load_of(split_plan().unit, make_arrivals("poisson:6000", 10_000, 0, "geometric:1,100"), 16)
+    server = SimulatedServer([split_plan()], requests)
     began = time.process_time()
     served = server.run()
 

@@ -1,0 +1,71 @@
+"""Replanner: new plans for a running system, at corrected costs or without lost devices.
+
+Services, simulations and the command line share it; they hand in how one plan is made (`make`) and how two
+are compared (`gain`). A corrected plan replaces the old one only if it is better by `LEAST_GAIN` at the
+corrected costs; else the old one stays, with these costs. Plans around lost devices are taken as they are.
+
+A running system has one cluster: a plan that uses fewer of its devices is still a plan for that cluster.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+from tessera.adapt.drift import Factors
+from tessera.errors import PlanInfeasible
+from tessera.ir import Cluster, Costs, Placement, Plan, verify
+
+# Capacities of one plan, measured with other requests of the same kind, differ by up to one percent, and a
+# change of plans has a price.
+LEAST_GAIN = 1.02
+
+# (plan to replace, devices, costs) -> a plan for the same steps and objective.
+MakePlan = Callable[[Plan, Cluster, tuple[Costs, ...]], Plan]
+
+
+@dataclass(frozen=True)
+class Replanner:
+    make: MakePlan
+    # How many times as good the second plan is.
+    gain: Callable[[Plan, Plan], float]
+
+    def corrected(self, plans: tuple[Plan, ...], factors: Factors) -> tuple[Plan, ...]:
+        """Each plan, or a better one, at costs that were wrong by these factors."""
+        costs = factors.apply(plans[0].unit, plans[0].costs)
+        return tuple(self._better(replace(plan, costs=costs)) for plan in plans)
+
+    def _better(self, old: Plan) -> Plan:
+        new = replace(self.make(old, old.cluster, old.costs), policy=old.policy)
+        return new if new.lanes != old.lanes and self.gain(old, new) >= LEAST_GAIN else old
+
+    def without(self, plans: tuple[Plan, ...], lost: Collection[str]) -> tuple[Plan, ...]:
+        """Plans for the other devices, as plans for the whole cluster."""
+        new = []
+        for plan in plans:
+            cluster, costs = without_devices(plan.cluster, plan.costs, lost)
+            new.append(replace(widened(self.make(plan, cluster, costs), plan), policy=plan.policy))
+            verify(new[-1])
+        return tuple(new)
+
+
+def without_devices(
+    cluster: Cluster, costs: Sequence[Costs], without: Collection[str]
+) -> tuple[Cluster, tuple[Costs, ...]]:
+    kept = [index for index, name in enumerate(cluster.names) if name not in without]
+    if not kept:
+        raise PlanInfeasible("no device is left")
+    devices = tuple(cluster.devices[d] for d in kept)
+    links = tuple(x for x in cluster.links if x.src not in without and x.dst not in without)
+    prices = tuple(
+        Costs(c.trace_digest, devices, tuple(tuple(row[d] for d in kept) for row in c.costs)) for c in costs
+    )
+    return Cluster(devices, links), prices
+
+
+def widened(plan: Plan, whole: Plan) -> Plan:
+    """A plan for some devices of another plan's cluster as one for all of them, at its costs."""
+    place = [whole.cluster.names.index(name) for name in plan.cluster.names]
+    lanes = []
+    for lane in plan.lanes:
+        placed = tuple(tuple([place[d] for d in step]) for step in lane.placement.devices)
+        lanes.append(replace(lane, placement=Placement(placed)))
+    return replace(plan, cluster=whole.cluster, costs=whole.costs, lanes=tuple(lanes))

@@ -1,0 +1,44 @@
+"""A system for tests of the controller: remembers what it was told, and has a clock that is moved by hand."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from tessera.adapt.capability import Capability
+from tessera.adapt.controller import Plans
+from tessera.errors import TesseraError
+
+
+class FakeSystem:
+    policy = "quick"
+
+    def __init__(self, capabilities: Sequence[Capability] = ()) -> None:
+        self.now, self._capabilities = 1000.0, capabilities
+        self.switched: list[str] = []
+        self.loaded: list[Plans] = []
+        self._jobs: list[tuple[Future[Plans], Callable[[], Plans]]] = []
+
+    def now_s(self) -> float:
+        return self.now
+
+    def switch(self, policy: str) -> None:
+        self.switched.append(policy)
+
+    def load(self, plans: Plans) -> None:
+        self.loaded.append(plans)
+
+    def rate(self, plans: Plans) -> Sequence[Capability]:
+        return self._capabilities
+
+    def submit(self, job: Callable[[], Plans]) -> Future[Plans]:
+        self._jobs.append((Future(), job))
+        return self._jobs[-1][0]
+
+    def work(self) -> None:
+        """Does what was submitted and not cancelled."""
+        for future, job in self._jobs:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(job())
+                except TesseraError as error:
+                    future.set_exception(error)
+        self._jobs = []
