@@ -273,7 +273,7 @@ class Judge:
         return replace(
             draft,
             simulated_per_s=self.rate_per_s(mix),
-            bound_per_s=max(self._bound_per_s(mix), mix.rate_per_s),
+            bound_per_s=float(max(self._bound_per_s(mix), mix.rate_per_s)),
             latency_us=self.latency_us(mix),
             baselines=baselines,
             max_microbatches=self.task.problem.microbatches_that_fit(mix, self.task.microbatches),
