@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from cuda_replay import CudaReplay
 from tessera.analyze import build_graph
-from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload
 from tessera.capture.inductor import Recording, record_inductor
 from tessera.capture.models import catalog
@@ -194,7 +193,7 @@ def measure(case: Case, layers: int, row: dict[str, Any], compare: bool) -> None
     row["weight_bytes"] = sum(t.numel() * t.itemsize for t in weights.values())
     row["build_s"] = round(time.monotonic() - began, 2)
     began = time.monotonic()
-    recording = record_inductor(workload, triton_accesses, case.portable, **dict(case.changes))
+    recording = record_inductor(workload, case.portable, **dict(case.changes))
     row["capture_s"] = round(time.monotonic() - began, 2)
     began = time.monotonic()
     row["trace"] = describe(recording.trace)

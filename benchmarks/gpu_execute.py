@@ -206,7 +206,6 @@ def overhead(log: Log, args: argparse.Namespace) -> None:
     from benchmarks.gpu_capture import build as build_case
     from benchmarks.gpu_execute_pairs import SKIPPED, opened
 
-    from tessera.analyze.ptx import triton_accesses
     from tessera.capture.inductor import record_inductor
     from tessera.execute.cuda.measure import Whole, whole_plan
     from tessera.execute.offline import rate_per_s, run_offline
@@ -214,7 +213,7 @@ def overhead(log: Log, args: argparse.Namespace) -> None:
     from tessera.flow import UnitRequest, make_unit
 
     workload = build_case(Case("llama-3-8b", "decode", 32, 2048), args.layers)
-    recording = record_inductor(workload, triton_accesses, False)
+    recording = record_inductor(workload, False)
     log.put("launches", len(recording.trace.launches))
     weights, inputs, state = workload.weights(), workload.make_inputs(0), workload.make_state(0)
     wanted_state = copies(state)

@@ -7,8 +7,8 @@ import torch
 from tessera.execute import driver
 from tessera.execute.cuda.device import cut
 from tessera.execute.cuda.pace import RECORD_WORDS, Chain, Hold, PaceKernel
-from tessera.execute.launcher import PtxKernel
 from tessera.ir import Kernel, Origin
+from tessera.kernels.launch import PtxKernel
 
 LAUNCHES = 20
 

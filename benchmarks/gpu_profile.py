@@ -38,7 +38,7 @@ from torch.nn.attention import sdpa_kernel
 
 from tessera.capture import Workload, record
 from tessera.capture.record import PORTABLE
-from tessera.execute.cuda_timing import CudaTimer
+from tessera.execute.cuda.timing import CudaTimer
 from tessera.ir import Device, DeviceKind, Trace
 from tessera.profile import works
 from tessera.profile.measured import Measured, distinct, measure
@@ -125,10 +125,9 @@ def by_torch(workload: Workload, case: Case) -> Trace:
 
 def by_inductor(workload: Workload, case: Case) -> Trace:
     """The kernels that Inductor makes of the step."""
-    from tessera.analyze.ptx import triton_accesses
     from tessera.capture.inductor import record_inductor
 
-    return record_inductor(workload, triton_accesses, case.portable, **dict(case.changes)).trace
+    return record_inductor(workload, case.portable, **dict(case.changes)).trace
 
 
 def tensors_of(workload: Workload, trace: Trace) -> dict[str, torch.Tensor]:

@@ -59,7 +59,6 @@ def timed(model: str, layers: int, case: Case) -> dict[str, Any]:
     from benchmarks.gpu_capture import _build, medians_us
     from benchmarks.gpu_execute import Same, whole_card
 
-    from tessera.analyze.ptx import triton_accesses
     from tessera.capture.inductor import record_inductor
     from tessera.capture.models.paged import lay_out
     from tessera.capture.workload import on_device
@@ -78,7 +77,7 @@ def timed(model: str, layers: int, case: Case) -> dict[str, Any]:
     given = {"tokens": torch.randint(0, 1000, (step.context,)), **tables}
     workload = replace(workload, make_inputs=lambda seed: dict(given))
     workload = blank(on_device(workload, "cuda:0"))
-    recording = record_inductor(workload, triton_accesses, False)
+    recording = record_inductor(workload, False)
     unit = make_unit([recording.trace])
     with Whole(unit, whole_card(), 0, workload.weights(), {0: recording.relaunch}) as whole:
         (outputs,) = whole.run(Same(workload.make_inputs(0)))

@@ -188,11 +188,13 @@ class _Thread:
     """A worker that is a thread."""
 
     pipe: Connection
+    thread: threading.Thread
     pid: int | None = None
 
     def end(self, timeout_s: float) -> str:
         """It leaves when its connection is cut."""
         _shut(self.pipe)
+        self.thread.join(timeout_s)
         return "its thread was let go"
 
 
@@ -211,5 +213,6 @@ def _shut(pipe: Connection) -> None:
 def _open(self: Hub, device: int, setup: Setup, is_over: Callable[[], bool]) -> Line:
     """Workers are threads of this process, so that what stands in for the GPU is theirs too."""
     ours, theirs = Pipe()
-    threading.Thread(target=worker.serve, args=(setup, theirs), daemon=True).start()
-    return _Thread(ours)
+    thread = threading.Thread(target=worker.serve, args=(setup, theirs), daemon=True)
+    thread.start()
+    return _Thread(ours, thread)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.execute import cuda_timing
+from tessera.execute.cuda import timing as cuda_timing
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload
 from tessera.capture.inductor import record_inductor_offline
 from tessera.ir import BufferKind, Graph, Hazard, Launch, Origin, Step, Trace, View
@@ -77,7 +76,7 @@ def workload() -> Workload:
 @functools.cache
 def trace() -> Trace:
     """Its compiled launches, with accesses proved from PTX."""
-    return record_inductor_offline(workload(), triton_accesses)
+    return record_inductor_offline(workload())
 
 
 class Cpu:

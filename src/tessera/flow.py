@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tessera.analyze import build_graph
-from tessera.analyze.ptx import tables_of, triton_accesses
-from tessera.capture import Workload, build, outlines, own, record_step
+from tessera.capture import Workload, build, outlines, record_step
 from tessera.capture.function import KIND
 from tessera.errors import MismatchError, TesseraError, UnknownName, install_line
-from tessera.execute import launcher
 from tessera.ir import (
     BufferKind,
     Cluster,
@@ -50,8 +48,6 @@ Tensors = Mapping[str, torch.Tensor]
 
 # A step is recorded at these batches, and written down at others.
 ANCHORS = (16, 48)
-
-own.hand_in(triton_accesses, launcher.run_kernel, tables_of)
 
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:
@@ -133,7 +129,7 @@ def record_compiled(step: Step) -> Trace:
 
     with torch.device("meta"):  # only shapes and types are looked at: no memory for weights
         workload = build(step)
-    return record_inductor_offline(workload, triton_accesses)
+    return record_inductor_offline(workload)
 
 
 def choose_launches(steps: Sequence[Step], batches: Sequence[int], wanted: str) -> tuple[bool, str]:
@@ -409,7 +405,7 @@ def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:
         from tessera.execute.timing import CpuTimer
 
         return CpuTimer(trace, own)
-    from tessera.execute.cuda_timing import CudaTimer
+    from tessera.execute.cuda.timing import CudaTimer
 
     return CudaTimer(trace, device.ordinal, own, stream, device.num_sms)
 

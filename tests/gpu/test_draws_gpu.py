@@ -7,7 +7,6 @@ import torch
 
 from cuda_replay import CudaReplay
 from drawing_model import Sampler
-from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload, build, record, rng
 from tessera.capture.inductor import record_inductor
 from tessera.capture.workload import on_device
@@ -80,7 +79,7 @@ def test_compiled_code_draws_from_the_same_generator() -> None:
         lambda seed: {},
         lambda first, run, last: dict(first),
     )
-    recording = record_inductor(compiled, triton_accesses)
+    recording = record_inductor(compiled)
     start = rng.seeded_state(GENERATOR, 3)
     wanted_state, state = {GENERATOR: start.clone()}, {GENERATOR: start.clone()}
     with rng.entered(wanted_state):

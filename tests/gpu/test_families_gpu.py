@@ -8,7 +8,6 @@ from torch.nn.attention import sdpa_kernel
 
 import families
 from cuda_replay import CudaReplay
-from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload, build, record_step
 from tessera.capture.inductor import record_inductor
 from tessera.capture.record import PORTABLE
@@ -75,7 +74,7 @@ def test_compiled_launches_replayed_have_the_compiled_models_bits(model: str, ki
         pytest.skip("this torch can compile grouped products of bfloat16 only")
     workload = on_gpu(model, kind)
     changes = {"split_reductions": False} if (model, kind) == ("tiny-mamba", "prefill") else {}
-    recording = record_inductor(workload, triton_accesses, **changes)
+    recording = record_inductor(workload, **changes)
     wanted_state, state = workload.make_state(0), workload.make_state(0)
     wanted = recording.code.run(workload.weights(), workload.make_inputs(0), wanted_state)
     given = {**workload.weights(), **workload.make_inputs(0), **state}

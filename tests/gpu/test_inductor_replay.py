@@ -8,7 +8,6 @@ import torch
 
 from cuda_replay import CudaReplay
 from tessera.analyze import build_graph
-from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload, build
 from tessera.capture.inductor import Recording, record_inductor
 from tessera.capture.workload import on_device
@@ -29,7 +28,7 @@ def workload(kind: str) -> Workload:
 @functools.cache
 def recording(kind: str) -> Recording:
     """Its launches."""
-    return record_inductor(workload(kind), triton_accesses)
+    return record_inductor(workload(kind))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from tessera.capture import Workload, build, record
 from tessera.capture.workload import on_device
 from tessera.errors import CannotTime
 from tessera.execute.cuda.direct import MPS_PIPE
-from tessera.execute.cuda_timing import CudaTimer
+from tessera.execute.cuda.timing import CudaTimer
 from tessera.execute.link_times import time_transfers
 from tessera.ir import Step, Trace, arg_views
 from tessera.profile import parse_devices

@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from tessera.capture.own import Grid, OwnLaunch, launch
+from tessera.capture.own import OwnLaunch, launch
 from tessera.errors import CaptureError
 from tessera.ir import Kernel, Origin
+from tessera.kernels.launch import Grid
 
 # Compute capability to compile for: what every GPU since Ampere can load.
 ARCH = 80

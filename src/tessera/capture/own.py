@@ -1,40 +1,23 @@
 """Kernels that a program launches itself, without the dispatcher: how each launch is seen and run.
 
-    with own_launches(see):     every launch of a CudaKernel or a Triton kernel is shown to `see` first
-    with own_launches():        they run, wherever the tensors are
+    with own_launches(see):        every launch of a CudaKernel or Triton kernel is first shown to `see`
+    with own_launches():           they run on the device of their tensors
+    with inductor_launches(see):   `see` gets every launch of an Inductor-made kernel, after it ran
 
-A launch runs where its tensors are: on a GPU by the driver or by Triton, on the CPU in the PTX interpreter,
-and on fake tensors not at all. What a kernel reads and writes is proved from its PTX. The prover, the
-interpreter and the driver belong to other stages: `tessera.flow` hands them in once (`hand_in`). Kernels that
-an operator launches are part of the operator (`inside_operator`).
+A launch runs on a GPU through the driver or Triton, on a CPU in the PTX interpreter, and not at all on fake
+tensors. Its accesses are proved from its PTX. Kernels that an operator launches are part of the operator
+(`inside_operator`). Without a GPU, Triton compiles for `TARGET` and an autotuner takes its first
+configuration; launches that try configurations are not shown.
 
-On a machine without a GPU, Triton compiles for `TARGET`. Launches of an autotuner that tries configurations
-are not shown; without a GPU they cannot be timed, so the first configuration is taken.
+Arguments are those of the PTX entry, in order; compiled-in values (constexpr) are the kernel's constants.
 
-Refused with the line of the program: kernels made by `torch.cuda._compile_kernel`, whose code torch does not
-keep. Operators of C++ extensions come through the dispatcher, and their schemas say what they write. Not
-seen, and not noticed: kernels launched by other means, such as CuPy, Numba or ctypes.
+Pointer tables are tensors whose bytes are addresses of other tensors. `read_table` reads one when its kernel
+is launched: each entry becomes the tensor it points into, or stays a number if it is too small for an
+address. So a recorded launch names buffers, and each run writes a table with its own addresses.
 
-Pointer tables: tensors whose bytes are addresses of other tensors, for kernels that load pointers.
-
-    read_table(tensor) -> (tensor, 0, tensor, ...), or why it cannot be read
-
-The table is read when the kernel is launched; an entry becomes the tensor whose memory it leads into, from
-there on, or stays a number if it is too small for an address. So the recorded launch names buffers, and
-whoever runs it writes a table of its own, with the addresses that they have there.
-
-Not read: a table with an address in no tensor's memory. Whether the table and what it leads to may change
-from request to request is for the recorder to judge. Memory may be moved after a table was made, as weights
-are when they are shared with workers; a list of tensors as the argument has no such trouble.
-
-Triton launches, also those of Inductor's code:
-
-    with inductor_launches(see):   `see` gets every launch of an Inductor-made kernel, after it was issued
-
-Arguments are those of the PTX entry, in its order: what was compiled in (constexpr, or specialised to a
-constant) is left out and listed in the kernel's constants. Not seen: launches of an autotuner that tries
-configurations (they are no part of the program), and kernels under Inductor's static launcher, which drops
-the PTX: switch it off (`compile.CONFIG`).
+Refused with the line of the program: kernels of `torch.cuda._compile_kernel`, whose code torch does not keep.
+Not seen: kernels launched by CuPy, Numba or ctypes; kernels under Inductor's static launcher, which drops the
+PTX (`compile.CONFIG` switches it off).
 """
 
 import contextlib
@@ -44,7 +27,7 @@ import re
 import sys
 import unittest.mock
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,9 +40,10 @@ from tessera.capture.offline import compiling_for
 from tessera.capture.operators import fail, view_of
 from tessera.capture.reads import reads_allowed
 from tessera.errors import CaptureError
-from tessera.ir import Access, Buffer, BufferKind, Kernel, Launch, Origin
+from tessera.ir import Buffer, BufferKind, Kernel, Launch, Origin
+from tessera.kernels.launch import Grid, run_kernel
+from tessera.kernels.ptx import tables_of, triton_accesses
 
-Grid = tuple[int, int, int]
 # (grid, arguments of the PTX entry) -> launches on the current stream.
 Relaunch = Callable[[Grid, Sequence[Any]], None]
 
@@ -218,42 +202,11 @@ def _relaunch(compiled: Any, names: tuple[str, ...], constants: dict[str, Any]) 
 
 # Compute capability whose PTX every GPU since Ampere can run: what Triton compiles for where there is none.
 TARGET = 80
-# (kernel, launch without accesses, buffers, indices of buffers that hold nothing yet)
-#   -> (accesses, why the launch may not move; empty if it may)
-AccessesOf = Callable[[Kernel, Launch, Sequence[Buffer], Set[int]], tuple[tuple[Access, ...], str]]
-# (kernel, grid, block, arguments) -> runs it on the tensors among the arguments.
-RunKernel = Callable[[Kernel, Grid, Grid, Sequence[Any]], None]
-# kernel -> parameters that lead to tables of pointers
-TablesOf = Callable[[Kernel], Sequence[int]]
-
-
 # Called before a launch; may give what to call after it.
 See = Callable[[OwnLaunch], Callable[[], None] | None]
 
 
-@dataclass
-class _Hands:
-    prove: AccessesOf | None = None
-    run: RunKernel | None = None
-    tables: TablesOf | None = None
-
-
-_hands = _Hands()
 _seeing: list[See | None] = []
-
-
-def hand_in(prove: AccessesOf, run: RunKernel, tables: TablesOf) -> None:
-    """What capture needs of other stages."""
-    _hands.prove, _hands.run, _hands.tables = prove, run, tables
-
-
-def prove(
-    kernel: Kernel, launch: Launch, buffers: Sequence[Buffer], empty: Set[int] = frozenset()
-) -> tuple[tuple[Access, ...], str]:
-    """The accesses of a launch, or the reason why they are not known."""
-    if _hands.prove is None:
-        return (), "its PTX was not analyzed: import tessera.flow"
-    return _hands.prove(kernel, launch, buffers, empty)
 
 
 def touched(seen: OwnLaunch) -> list[tuple[torch.Tensor, bool]]:
@@ -273,7 +226,7 @@ def touched(seen: OwnLaunch) -> list[tuple[torch.Tensor, bool]]:
 
     args = tuple(map(recorded, seen.args))
     launch = Launch(0, args, (), (), (), grid=seen.grid, block=seen.block)
-    accesses, why = prove(seen.kernel, launch, buffers)
+    accesses, why = triton_accesses(seen.kernel, launch, buffers)
     changed = {a.buffer for a in accesses if a.write or a.atomic}
     return [(t, bool(why) or numbers[t.untyped_storage()._cdata] in changed) for t in tensors]
 
@@ -296,15 +249,14 @@ def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
             if native is not None and any(t.is_cuda for t in tensors):
                 native()
             else:
-                _run(seen)
+                run_kernel(seen.kernel, seen.grid, seen.block, seen.args)
     if after is not None:
         after()
 
 
 def _with_tables(seen: OwnLaunch) -> OwnLaunch:
     """The launch with the tensors that its tables lead to in the place of their addresses."""
-    places = _hands.tables(seen.kernel) if _hands.tables is not None else ()
-    given = [(i, seen.args[i]) for i in places if isinstance(seen.args[i], torch.Tensor)]
+    given = [(i, seen.args[i]) for i in tables_of(seen.kernel) if isinstance(seen.args[i], torch.Tensor)]
     args, unread = list(seen.args), []
     with reads_allowed():
         for place, table in given:
@@ -314,14 +266,6 @@ def _with_tables(seen: OwnLaunch) -> OwnLaunch:
             else:
                 args[place] = entries
     return replace(seen, args=tuple(args), tables=tuple(given), unread="; ".join(unread))
-
-
-def _run(seen: OwnLaunch) -> None:
-    if _hands.run is None:
-        raise CaptureError(
-            f"kernel {seen.kernel.name} cannot be run: nobody has handed in how", "Import tessera.flow first."
-        )
-    _hands.run(seen.kernel, seen.grid, seen.block, seen.args)
 
 
 def unchanged(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:

@@ -72,11 +72,12 @@ from tessera.capture.operators import (
     view_of,
     whole_buffers,
 )
-from tessera.capture.own import AccessesOf, OwnLaunch, inside_operator, prove, tensors_in, touched, unchanged
+from tessera.capture.own import OwnLaunch, inside_operator, tensors_in, touched, unchanged
 from tessera.capture.reads import reads_refused
 from tessera.capture.rng import Draws, generator_of, size_of
 from tessera.errors import CaptureError
 from tessera.ir import Access, Arg, Buffer, BufferKind, Kernel, Launch, Origin, Region, Step, Trace, View
+from tessera.kernels.ptx import triton_accesses
 
 
 class Ledger:
@@ -209,7 +210,6 @@ class Ledger:
     def kernel_launch(
         self,
         seen: OwnLaunch,
-        prove: AccessesOf,
         view: Callable[[torch.Tensor], View] | None = None,
         scope: str = "",
     ) -> Launch:
@@ -217,7 +217,7 @@ class Ledger:
         args = tuple(self.arg(a, view) for a in seen.args)
         kernel = self.kernel(seen.kernel)
         launch = Launch(kernel, args, (), (), (), scope, grid=seen.grid, block=seen.block)
-        accesses, why = prove(seen.kernel, launch, self.buffers, self.empty)
+        accesses, why = triton_accesses(seen.kernel, launch, self.buffers, self.empty)
         if why:
             why = "; ".join(filter(None, (why, seen.unread)))
             accesses = whole_buffers(launch, self.buffers, seen.mutated)
@@ -426,7 +426,7 @@ class Recorder(TorchDispatchMode):
     def own_launch(self, seen: OwnLaunch) -> Callable[[], None] | None:
         """A kernel that the program launches itself; gives what to check once it has run."""
         self._check_tables(seen)
-        launch = self._ledger.kernel_launch(seen, prove, self._argument, self._scopes.current)
+        launch = self._ledger.kernel_launch(seen, self._argument, self._scopes.current)
         self._add_launch(launch)
         weights = [t for t in _tensors(seen.args) if self._is_weight(t)] if launch.immovable else []
         return unchanged(seen.kernel.name, weights) if weights else None

@@ -4,7 +4,6 @@ Also what other commands ask of a model: --random-weights, and --launches, as In
 model calls them.
 """
 
-import importlib
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,8 +77,6 @@ def capture(
         from tessera.capture import check_device, place_of, record_step
         from tessera.capture.models.checkpoint import blamed_for_run
 
-        if ":" in model:  # a program that may launch kernels of its own, which flow has proved and run
-            importlib.import_module("tessera.flow")
         check_device(device)
         kind = step or default_step(model)
         advance(f"recording {model}")
@@ -101,7 +98,6 @@ def capture(
 
 def _record_compiled(step: Step, device: str) -> Trace:
     """What Inductor launches: on the GPU itself, or, as far as it can be known, without one."""
-    from tessera.analyze.ptx import triton_accesses
     from tessera.capture import build, record_step
     from tessera.capture.inductor import record_inductor, record_inductor_offline
     from tessera.capture.workload import on_device
@@ -115,8 +111,8 @@ def _record_compiled(step: Step, device: str) -> Trace:
 
         with torch.device("meta"):  # only shapes and types are looked at: no memory for weights
             workload = build(step)
-        return record_inductor_offline(workload, triton_accesses)
-    return record_inductor(on_device(build(step), device), triton_accesses).trace
+        return record_inductor_offline(workload)
+    return record_inductor(on_device(build(step), device)).trace
 
 
 def _full(path: Path | None) -> str:

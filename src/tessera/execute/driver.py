@@ -6,7 +6,6 @@ process can open. Writes to memory and waits for its contents, on a stream, also
 """
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from tessera.errors import WorkerError
+from tessera.kernels.launch import driver
 
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _RESOURCE_SM = 1  # CU_DEV_RESOURCE_TYPE_SM
@@ -59,16 +59,6 @@ class _MemOp(ctypes.Structure):
 
 class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_byte * IPC_HANDLE_BYTES),)
-
-
-@functools.cache
-def driver() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise WorkerError(
-            "this machine has no CUDA driver", "Run on a machine with an NVIDIA GPU."
-        ) from error
 
 
 def ask(name: str, *args: Any) -> None:

@@ -10,163 +10,24 @@ kernels with PTX, and launches with a buffer that has no fixed place.
 
 A launch that draws random numbers runs with the device's default generator set to the contents of the
 generator's buffer (`drawing`), which is then updated. So a draw depends on its buffer alone.
-
-A kernel with PTX runs on a GPU through the driver (`PtxKernel`), on torch's current stream. Parameters are
-passed by their declared types, a list of tensors as the address of a table of pointers; pointers behind the
-launch's arguments (Triton's scratch memory, which `capture` has proved unused) are null. On a CPU it runs in
-the interpreter of `tessera_ptx`, which is exact and slow.
 """
 
-import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import torch
 
 from tessera.errors import WorkerError
-from tessera.execute.driver import driver
 from tessera.execute.memory import Memory, Storage, tensor_of
-from tessera.ir import GENERATOR, Arg, Kernel, Launch, Origin, Symbol, Trace, View
+from tessera.ir import GENERATOR, Arg, Launch, Origin, Symbol, Trace, View
+from tessera.kernels.launch import Grid, run_kernel
 
-Grid = tuple[int, int, int]
 # (grid, arguments of the PTX entry) -> launches on the current stream.
 Launchable = Callable[[Grid, Sequence[Any]], None]
 Make = Callable[[Memory], Any]
-
-_TYPES: dict[str, Any] = {
-    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32,
-    "i64": ctypes.c_int64, "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16,
-    "u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "fp32": ctypes.c_float, "f32": ctypes.c_float,
-    "fp64": ctypes.c_double, "f64": ctypes.c_double,
-}  # fmt: skip
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_STATIC_SHARED_LIMIT = 48 << 10
-
-
-def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
-    """Runs one launch of a PTX kernel on the device of its tensors."""
-    given = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]
-    card = next((t.device.index for t in given if isinstance(t, torch.Tensor) and t.is_cuda), None)
-    if card is not None:
-        _loaded(kernel, block, card)(grid, args)
-    else:
-        _interpret(kernel, grid, block, args)
-
-
-@cache  # unbounded: loading a module again during a graph capture would break the capture
-def _loaded(kernel: Kernel, block: Grid, card: int) -> "PtxKernel":
-    """One per card, loaded into its context."""
-    return PtxKernel(kernel, block)
-
-
-def _interpret(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
-    from tessera_ptx import PtxError
-    from tessera_ptx.interp import ByPointer, Offset, Packed, run
-
-    arrays: dict[int, Any] = {}
-
-    def pointer(arg: Any) -> Any:
-        """A tensor as an offset into the bytes of its storage, the same array for the same storage."""
-        if isinstance(arg, list | tuple):
-            entries = [pointer(x) if isinstance(x, torch.Tensor) else np.int64(x) for x in arg]
-            return ByPointer(Packed({8 * k: x for k, x in enumerate(entries)}, max(8 * len(entries), 8)))
-        if not isinstance(arg, torch.Tensor):
-            return arg
-        storage = arg.untyped_storage()
-        array = arrays.setdefault(storage.data_ptr(), _bytes(storage))
-        return Offset(array, int(arg.storage_offset()) * arg.itemsize)
-
-    given, shared = [pointer(arg) for arg in args], kernel.shared_bytes or None
-    try:
-        result = run(kernel.ptx, kernel.name, grid, block, given, shared_bytes=shared, file=kernel.name)
-    except PtxError as error:
-        raise WorkerError(error.message, place=error.place) from error
-    for array, name in result.homes:
-        if result.masks[name].write.any() or result.masks[name].atomic.any():
-            array[:] = result.buffers[name]
-
-
-def _bytes(storage: torch.UntypedStorage) -> Any:
-    size = storage.nbytes()
-    if size == 0:
-        return np.zeros(0, np.uint8)
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(storage.data_ptr()))
-
-
-class PtxKernel:
-    """One PTX entry, loaded into the current CUDA context."""
-
-    def __init__(self, kernel: Kernel, block: tuple[int, ...]) -> None:
-        torch.cuda.current_stream()  # creates the context
-        self._name, self._shared = kernel.name, kernel.shared_bytes
-        self._types = [kind for _, kind in kernel.signature if kind != "constexpr"]
-        x, y, z = (*block, 1, 1, 1)[:3]
-        self._block = (x, y, z)
-        self._module = ctypes.c_void_p()
-        self._function = ctypes.c_void_p()
-        cuda = driver()
-        text = ctypes.c_char_p(kernel.ptx.encode())
-        self._ask(cuda.cuModuleLoadData(ctypes.byref(self._module), text), "load")
-        name = kernel.name.encode()
-        self._ask(cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name), "find")
-        if self._shared > _STATIC_SHARED_LIMIT:
-            status = cuda.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, self._shared)
-            self._ask(status, "give shared memory to")
-        self._sizes = self._param_sizes()
-        # Tables of addresses by their contents; kept, since recorded graphs read them again.
-        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def __call__(self, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
-        values = [self._value(arg, kind) for arg, kind in zip(args, self._types, strict=True)]
-        values += [ctypes.c_uint64(0) for _ in self._sizes[len(values) :]]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = driver().cuLaunchKernel(
-            self._function, *grid, *self._block, self._shared, stream, pointers, None
-        )
-        self._ask(status, "launch")
-
-    def _value(self, arg: Any, kind: str) -> Any:
-        if isinstance(arg, torch.Tensor):
-            return ctypes.c_uint64(arg.data_ptr())
-        if isinstance(arg, list | tuple):
-            return ctypes.c_uint64(self._table(arg).data_ptr())
-        if kind.startswith("*"):
-            return ctypes.c_uint64(0 if arg is None else int(arg))
-        if kind not in _TYPES:
-            raise WorkerError(
-                f"kernel {self._name} has a parameter of type {kind}", "Compile it from source."
-            )
-        return _TYPES[kind](arg)
-
-    def _table(self, entries: Sequence[Any]) -> torch.Tensor:
-        held = tuple(e.data_ptr() if isinstance(e, torch.Tensor) else int(e) for e in entries)
-        if held not in self._tables:
-            if torch.cuda.is_current_stream_capturing():
-                message = f"kernel {self._name} needs a table of pointers that no earlier run made"
-                raise WorkerError(
-                    message, "Please report this: a launch did not run before its graph was recorded."
-                )
-            self._tables[held] = torch.tensor(held, dtype=torch.int64, device="cuda")
-        return self._tables[held]
-
-    def _param_sizes(self) -> list[int]:
-        sizes: list[int] = []
-        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        ask = driver().cuFuncGetParamInfo
-        while not ask(self._function, ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
-            sizes.append(size.value)
-        return sizes
-
-    def _ask(self, status: int, what: str) -> None:
-        if status:
-            message = f"the CUDA driver could not {what} kernel {self._name} (error {status})"
-            remedy = "Capture it on this machine, or update the driver if the PTX is newer than it knows."
-            raise WorkerError(message, remedy)
 
 
 class Launcher:

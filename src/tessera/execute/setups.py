@@ -21,7 +21,7 @@ from tessera.errors import MismatchError, RuleBroken, WorkerError
 from tessera.execute.memory import flat_bytes
 from tessera.execute.messages import WeightBytes
 from tessera.execute.stepper import Tensors
-from tessera.ir import AWAY, BufferKind, Cluster, Device, DeviceKind, Plan, Program, Trace, verify
+from tessera.ir import AWAY, BufferKind, Cluster, Plan, Program, Trace, verify
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,6 @@ def make_setups(
         us = tuple(tuple(row[number].us for row in costs.costs) for costs in plan.prices)
         found.append(replace(first, device=number, us=us))
     return found
-
-
-def interprets(device: Device, traces: Sequence[Trace]) -> bool:
-    """True if kernels with PTX run on a CPU there."""
-    return device.kind is not DeviceKind.CUDA and any(k.ptx for trace in traces for k in trace.kernels)
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:

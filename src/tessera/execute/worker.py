@@ -11,6 +11,7 @@ taken when a program first runs in a microbatch, and kept; see `memory`.
 
 import contextlib
 import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -65,6 +66,9 @@ class Backend(Protocol):
     def loop(self) -> None:
         """Says Ready, then works until the engine hangs up."""
 
+    def close(self) -> None:
+        """Lets go of memory and connections."""
+
 
 @dataclass
 class _Active:
@@ -106,17 +110,17 @@ class Worker:
 
     def loop(self) -> None:
         self._engine.tell(WorkerReady(time.monotonic(), os.getpid()))
-        try:
-            while True:
-                job = self._queue.pick()
-                news = self._engine.take(block=job is None)
-                if news is not None:
-                    if not self._handle(news):
-                        return
-                elif job is not None:
-                    self._go_on(job)
-        finally:
-            self._transport.close()
+        while True:
+            job = self._queue.pick()
+            news = self._engine.take(block=job is None)
+            if news is not None:
+                if not self._handle(news):
+                    return
+            elif job is not None:
+                self._go_on(job)
+
+    def close(self) -> None:
+        self._transport.close()
 
     def _handle(self, news: Any) -> bool:
         """Takes in one message; False when the engine is gone."""
@@ -265,6 +269,8 @@ def main(pipe: Connection, folder: str) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     with contextlib.suppress(EOFError, OSError):  # the engine is gone
         serve(take_over(pipe), pipe)
+    # Gives shared CUDA tensors back: the engine's torch warns at exit about tensors that are still held.
+    gc.collect()
     _clean_up(folder)
     os._exit(0)  # threads may still wait for peers that are gone
 
@@ -308,6 +314,10 @@ def serve(setup: Setup, pipe: Connection) -> None:
         _tell_failure(engine, backend, error.message, error.remedy)
     except Exception as error:  # noqa: BLE001 - a process boundary: the engine must hear of anything
         _tell_failure(engine, backend, f"{type(error).__name__}: {error}", "")
+    finally:
+        if backend is not None:
+            with contextlib.suppress(TesseraError, RuntimeError, OSError):  # a device that has failed
+                backend.close()
 
 
 def _given_bytes(trace: Trace) -> int:

@@ -1,4 +1,4 @@
-"""Operators of the project's own, and the kernels behind them. Imports torch alone.
+"""Operators of the project and their kernels; accesses of PTX kernels (`ptx`) and their launch (`launch`).
 
 `paged` registers tessera::paged_attention with torch: whoever calls it, or runs a trace that has it, imports
 that module first.

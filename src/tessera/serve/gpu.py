@@ -21,7 +21,6 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 from tessera import flow
-from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload, known_models, place_of, record
 from tessera.capture.inductor import record_inductor
 from tessera.capture.record import PORTABLE
@@ -189,7 +188,7 @@ def _captured(model: ServedModel, is_compiled: bool, portable: bool) -> tuple[li
             with sdpa_kernel(PORTABLE):
                 traces.append(record(workload))
             continue
-        recording = record_inductor(workload, triton_accesses, portable)
+        recording = record_inductor(workload, portable)
         traces.append(recording.trace)
         kernels[step] = recording.relaunch
         torch.cuda.empty_cache()  # the next one has pages of its own, while it is captured

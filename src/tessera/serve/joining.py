@@ -62,7 +62,6 @@ class ModelHere:
     may_import: bool = False
 
     def __call__(self, step: Step) -> Mapping[str, torch.Tensor]:
-        import tessera.flow  # noqa: F401 - hands workers what runs kernels with PTX
         from tessera.capture import build
 
         model = self.model or step.model

@@ -33,7 +33,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -47,7 +46,6 @@ from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
 from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.execute.pipes import FORKSERVER, warm_up
-from tessera.execute.setups import interprets
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit, load, save
 from tessera.serve.pages import modest_bytes
@@ -295,7 +293,6 @@ def find(key: str, folder: Path, build: Callable[[], ServableModel]) -> Prepared
     try:
         more = msgspec.json.decode((own / _MORE).read_bytes(), type=_More)
         plans = tuple(load(Plan, own / f"{n}.plan") for n in range(more.num_plans))
-        traces = [graph.trace for graph in plans[0].graphs]
         model = None
         if more.shape is not None:
             weights = torch.load(own / _WEIGHTS, weights_only=True)
@@ -303,8 +300,6 @@ def find(key: str, folder: Path, build: Callable[[], ServableModel]) -> Prepared
         os.utime(own)
     except _UNREADABLE:
         return None
-    if any(interprets(device, traces) for device in plans[0].cluster.devices):
-        import_module("tessera.flow")  # hands in the interpreter
     return Prepared(model or build(), plans, more.scale, more.rehearsed)
 
 

@@ -12,10 +12,11 @@ from profile_factories import TraceMaker
 from tessera.capture import Workload, build, record
 from tessera.capture.function import capture
 from tessera.errors import CannotTime, DeviceGone
-from tessera.execute.cuda_timing import CudaTimer
+from tessera.execute.cuda.timing import CudaTimer
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import tensor_of
-from tessera.execute.timing import CpuTimer, Own, Walk, copies_needed, made_up
+from tessera.execute.synthetic import synthetic
+from tessera.execute.timing import CpuTimer, Own, StepMemory, copies_needed
 from tessera.ir import Buffer, BufferKind, Step, Trace
 
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def test_timing_changes_nothing_that_later_launches_read() -> None:
     timer = CpuTimer(trace, lambda: ({name: counter}, ()))
     samples = timer.time(0, WARM, lambda found, seconds: len(found) >= 20)
     timer.run(0)
-    (memory,) = timer._walk.copies(0, WARM, 1)
+    (memory,) = timer._memory.copies(0, WARM, 1)
 
     view = next(v for v in trace.launches[0].outputs if v is not None)
     assert [1.0] * 4 == tensor_of(memory.get(view.buffer), view).tolist()
@@ -114,13 +115,13 @@ def test_made_up_indices_stay_inside_what_they_index() -> None:
     make = TraceMaker()
     table, rows = make.tensor((10, 4), "float32"), make.tensor((100,), "int64")
     make.launch("aten.embedding.default", (table, rows), make.tensor((100, 4), "float32"))
-    memory = made_up(make.done(), 0, CPU)
+    memory = synthetic(make.done(), 0, CPU)
 
     found = tensor_of(memory.get(rows.buffer), rows)
     assert (0, 3) == (int(found.min()), int(found.max()))
 
 
-def test_lengths_are_not_made_up() -> None:
+def test_lengths_are_not_synthetic() -> None:
     """A wrong sequence length reads past the end, so the operator is refused."""
     make = TraceMaker()
     make.launch(
@@ -130,7 +131,7 @@ def test_lengths_are_not_made_up() -> None:
     )
 
     with pytest.raises(CannotTime, match="are lengths or tables"):
-        made_up(make.done(), 0, CPU)
+        synthetic(make.done(), 0, CPU)
 
 
 def test_copies_of_cold_buffers_push_one_another_out() -> None:
@@ -153,7 +154,7 @@ def test_cold_buffers_are_another_copy_each_time_and_warm_ones_are_not() -> None
     make.launch("aten.mm.default", (rows, weight), make.tensor((2, 4), "float32"))
     make.buffers[weight.buffer] = Buffer("w", BufferKind.WEIGHT, 64)
     trace = make.done()
-    walk = Walk(trace, Launcher(trace, CPU), CPU, None)
+    walk = StepMemory(trace, Launcher(trace, CPU), CPU, None)
     copies = walk.copies(0, frozenset({weight.buffer}), 3)
 
     assert 3 == len({m.get(weight.buffer).data_ptr() for m in copies})
@@ -238,7 +239,7 @@ def test_running_out_of_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
     fake_cuda.install(monkeypatch)
     timer = CudaTimer(step()[1], 0, own())
-    monkeypatch.setattr(Walk, "copies", full)
+    monkeypatch.setattr(StepMemory, "copies", full)
 
     with pytest.raises(CannotTime, match="ran out of memory: CUDA out of memory"):
         timer.time(0, WARM, once)

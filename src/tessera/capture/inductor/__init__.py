@@ -2,8 +2,8 @@
 
 The step is compiled, called once so that autotuning ends, and called again while it is watched. What comes
 out is the exact sequence of launches: Triton kernels with their PTX, grid, block and arguments, and the
-operators the compiled code dispatches. What a Triton launch reads and writes is proved by `accesses_of`,
-which the caller hands in; a launch it cannot prove is immovable, by reason, and may touch all of every
+operators the compiled code dispatches. What a Triton launch reads and writes is proved from its
+PTX; a launch that cannot be proved is immovable, by reason, and may touch all of every
 buffer it is given.
 
 ExternCalls: the operators that compiled code dispatches (library matrix products, attention, fallbacks).
@@ -37,12 +37,12 @@ from tessera.capture.inductor.compile import CompiledStep, compile_step
 from tessera.capture.offline import CONFIG as OFFLINE_CONFIG
 from tessera.capture.offline import offline
 from tessera.capture.operators import check_operator
-from tessera.capture.own import AccessesOf, Relaunch, TritonLaunch, inductor_launches
+from tessera.capture.own import Relaunch, TritonLaunch, inductor_launches
 from tessera.capture.recorder import Ledger
 from tessera.capture.rng import generator_of
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
-from tessera.ir import Access, BufferKind, Step, Trace, verify
+from tessera.ir import BufferKind, Step, Trace, verify
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,7 @@ class Recording:
     code: CompiledStep
 
 
-def record_inductor(
-    workload: Workload, accesses_of: AccessesOf | None = None, portable: bool = True, **changes: Any
-) -> Recording:
+def record_inductor(workload: Workload, portable: bool = True, **changes: Any) -> Recording:
     """Compiles the step, runs it on its device and returns what was launched, verified.
 
     `portable`: attention that runs on every GPU, else what torch prefers on this one. `changes`: settings
@@ -71,10 +69,10 @@ def record_inductor(
     code.run(weights, inputs, state)
     del state  # a card may have room for one state only
     given = weights, workload.make_inputs(0), workload.make_state(0)
-    return record_code(workload.step, code, given, accesses_of, str(next(iter(inputs.values())).device))
+    return record_code(workload.step, code, given, str(next(iter(inputs.values())).device))
 
 
-def record_inductor_offline(workload: Workload, accesses_of: AccessesOf | None = None) -> Trace:
+def record_inductor_offline(workload: Workload) -> Trace:
     """The trace that `record_inductor` would give on an H100, as far as a machine without one can tell.
 
     Only shapes and types of the workload's tensors are looked at.
@@ -87,14 +85,13 @@ def record_inductor_offline(workload: Workload, accesses_of: AccessesOf | None =
         made = weights, workload.make_inputs(0), workload.make_state(0)
         w, x, s = (fake.on_device(tensors) for tensors in made)
         code = compile_step(workload, (w, x, s), mode, **OFFLINE_CONFIG)
-        return record_code(workload.step, code, (w, x, s), accesses_of, "fake").trace
+        return record_code(workload.step, code, (w, x, s), "fake").trace
 
 
 def record_code(
     step: Step,
     code: CompiledStep,
     given: tuple[Tensors, Tensors, Tensors],
-    accesses_of: AccessesOf | None = None,
     recorded_on: str = "cpu",
 ) -> Recording:
     """Records one run of a compiled step on weights, inputs and state."""
@@ -106,7 +103,7 @@ def record_code(
     kernels: dict[int, Relaunch] = {}
 
     def see(seen: TritonLaunch) -> None:
-        launch = ledger.kernel_launch(seen, accesses_of or _not_analyzed)
+        launch = ledger.kernel_launch(seen)
         ledger.launch(launch)
         kernels[launch.kernel] = seen.relaunch
 
@@ -121,10 +118,6 @@ def record_code(
     trace = scoped(ledger.trace(step, outputs))
     verify(trace)
     return Recording(trace, kernels, code)
-
-
-def _not_analyzed(*_: Any) -> tuple[tuple[Access, ...], str]:
-    return (), "its PTX was not analyzed"
 
 
 ALLOCATORS = frozenset(

@@ -436,7 +436,7 @@ class DeviceGraphs:
         return True
 
     def close(self) -> None:
-        self._graphs, self._rooms = {}, []
+        self._graphs, self._rooms, self._resident, self._weights = {}, [], {}, {}
         if self.transport is not None:
             self.transport.close()
         self.device.close()

@@ -41,9 +41,9 @@ from typing import Any
 
 import torch
 
-from tessera.execute.launcher import PtxKernel
 from tessera.execute.schedule import until_wait
 from tessera.ir import Cluster, Kernel, Link, Origin, Program, Run
+from tessera.kernels.launch import PtxKernel
 
 # Share of the modelled time whose launches must be met.
 COVERED = 0.99

@@ -17,7 +17,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,13 @@ class CudaWorker:
                 self._handle(news)
             elif not self._end_runs():
                 time.sleep(LOOK_S)
+
+    def close(self) -> None:
+        """Releases the weights, which are the engine's memory, before the process ends."""
+        if self._running:  # a graph that waits for a lost peer never ends
+            return
+        self._graphs.close()
+        self._setup = replace(self._setup, weights={})
 
     def _handle(self, news: Any) -> None:
         match news:

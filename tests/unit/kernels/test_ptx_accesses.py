@@ -1,8 +1,8 @@
 """Accesses of one launch: the analysis of its PTX with the launch's numbers put in."""
 
 from ptx_factory import THREAD, make_module, pointers
-from tessera.analyze.ptx import triton_accesses
 from tessera.ir import Access, Buffer, BufferKind, Kernel, Launch, Origin, Region, View
+from tessera.kernels.ptx import triton_accesses
 
 COPY = f"""{pointers(0, 1)}{THREAD}add.s64 %rd21, %rd11, %rd20;
 add.s64 %rd22, %rd12, %rd20;
