@@ -122,7 +122,7 @@ class _Joining:
                 weight = self._weights[variant]
                 own = self._solved[variant].plan
                 kept = replace(own, baselines=tuple(_scaled(b, 1 / weight) for b in baselines))
-                return replace(kept, bound_per_s=max(bound / weight, own.throughput_per_s))
+                return replace(kept, bound_per_s=float(max(bound / weight, own.throughput_per_s)))
         others = [*self._own, apart, *mixes]
         made = _rebased(self._judge.finished(chosen, baselines, others, self._config.shown_microbatches))
         ir.verify(made)
