@@ -120,7 +120,7 @@ def print_record(made: "Record | Illustrated[Record]", as_json: bool, is_line: b
     record, pictures = (made.record, made.pictures) if isinstance(made, Illustrated) else (made, ())
     if as_json:
         document = msgspec.json.encode(record, enc_hook=str)
-        typer.echo(document if is_line else msgspec.json.format(document, indent=2))
+        typer.echo((document if is_line else msgspec.json.format(document, indent=2)).decode())
     else:
         out = console()
         for picture in pictures:

@@ -84,7 +84,7 @@ class PlanFigures(Record, frozen=True):
     by_microbatches: Annotated[dict[str, float], shown("requests/s by microbatches")]
     batch: int
     rows_per_s: float
-    lanes: tuple[LaneFigures, ...]
+    lanes: Annotated[tuple[LaneFigures, ...], shown("lanes (modelled)")]
     lane_table: Annotated[tuple[int, ...], HIDDEN]
     rounding_loss: Annotated[float, HIDDEN]
     used: tuple[str, ...]
@@ -102,7 +102,7 @@ class PlanFigures(Record, frozen=True):
     latency_bound_us: Annotated[float | None, HIDDEN] = None
     latency_gap: float | None = None
     # With --batch-choices only.
-    by_batch: tuple[BatchFigures, ...] = ()
+    by_batch: Annotated[tuple[BatchFigures, ...], shown("each batch alone (simulated)")] = ()
     gain_over_one_batch: float | None = None
     explain: Annotated[PlanReasons | None, shown("reasons (modelled)")] = None
     output: Path | None = None
