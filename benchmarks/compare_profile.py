@@ -14,7 +14,7 @@ sides, and the share of the step that they would have been is shown by how sum a
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +24,7 @@ from scripts.fit_overheads import left_out
 from scripts.launch_rows import Row
 
 from tessera.ir import Cost, Source
+from tessera.profile.corrections import Term, packaged
 from tessera.profile.estimate import price_works
 from tessera.profile.tables import installed_tables
 
@@ -55,9 +56,10 @@ def points(rows: Sequence[Row], gpu: str) -> list[Point]:
     works, tables = [row.work for row in rows], installed_tables()
     best, fitted = price_works(works, gpu, tables), price_works(works, gpu, None)
     held: dict[int, Cost] = {}
-    for family, overheads in left_out(rows, gpu).items():
+    for family, coefficients in left_out(rows, gpu).items():
+        terms = {name: Term(value) for name, value in coefficients.items()}
         places = [i for i, row in enumerate(rows) if row.family == family]
-        priced = price_works([works[i] for i in places], gpu, tables, overheads)
+        priced = price_works([works[i] for i in places], gpu, tables, replace(packaged(), terms=terms))
         held.update(zip(places, priced, strict=True))
     return [
         Point(

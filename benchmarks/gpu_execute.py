@@ -207,7 +207,7 @@ def overhead(log: Log, args: argparse.Namespace) -> None:
     from benchmarks.gpu_execute_pairs import SKIPPED, opened
 
     from tessera.capture.inductor import record_inductor
-    from tessera.execute.cuda.measure import Whole, whole_plan
+    from tessera.execute.cuda.measure import UnitOnDevice, whole_plan
     from tessera.execute.offline import rate_per_s, run_offline
     from tessera.execute.worker_stepper import hidden_main
     from tessera.flow import UnitRequest, make_unit
@@ -225,7 +225,7 @@ def overhead(log: Log, args: argparse.Namespace) -> None:
     found: dict[str, float] = {}
 
     def in_process() -> dict[str, Any]:
-        with Whole(unit, whole_card(), 0, weights) as whole:
+        with UnitOnDevice(unit, whole_card(), 0, weights) as whole:
             (outputs,) = whole.run(request)
             flat = {n: t.reshape(-1).view(torch.uint8) for n, t in wanted_state.items()}
             differing = differences(wanted, outputs) + differences(flat, whole.state())

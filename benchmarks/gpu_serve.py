@@ -89,7 +89,7 @@ def pair(log: Log, args: argparse.Namespace) -> None:
                     clients = shape.microbatches * shape.rows
                     found = run_load(service, clients, args.prompt, args.output, args.seconds)
                 rates[policy] = found["tokens per s"] * prepared.scale
-                predicted = plan.throughput_per_s * shape.rows * args.output
+                predicted = plan.simulated_per_s * shape.rows * args.output
                 return {
                     **found, "modelled tokens per s": round(rates[policy], 1),
                     "predicted tokens per s": round(predicted, 1),
@@ -127,7 +127,7 @@ def _arrived(prepared: Any, stepper: Any, number: int, args: argparse.Namespace)
     from tessera.simulate.arrivals import make_arrivals
 
     first, plan, shape = prepared.plans[0], prepared.plans[number], prepared.model.shape
-    most_per_s = first.throughput_per_s * shape.rows
+    most_per_s = first.simulated_per_s * shape.rows
     if first.policy in prepared.rehearsed:
         most_per_s = prepared.rehearsed[first.policy] / args.output
     lengths = f"lognormal:{args.prompt},{args.output},0.5"
@@ -142,11 +142,11 @@ def _arrived(prepared: Any, stepper: Any, number: int, args: argparse.Namespace)
 
 def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, coarse: tuple[str, ...]) -> Any:
     from tessera.ir import Objective
-    from tessera.serve.gpu import prepare_on_gpus
+    from tessera.serve.planning import prepare
     from tessera.serve.records import Average, ServeSpec
 
     began, moments = time.monotonic(), list[Any]()
-    prepared = prepare_on_gpus(
+    prepared = prepare(
         model,
         cluster,
         ServeSpec(

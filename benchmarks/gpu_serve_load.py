@@ -22,7 +22,8 @@ from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Arrivals, Plan
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.engine import Engine
-from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling, Shape
+from tessera.serve.records import AnswerPiece, Ask, Average, Finish, Sampling, Shape
+from tessera.serve.rehearse import lengths_of
 from tessera.serve.service import Service
 from tessera.serve.steps import ServedModel
 from tessera.serve.text import ByteText
@@ -31,6 +32,8 @@ from tessera.simulate.stepper import VirtualStepper
 GREEDY = Sampling(temperature=0.0)
 # A load that is not steady by then is counted all the same; the result says so.
 WARM_S = 20.0
+# Requests of one client whose lengths are drawn; then they repeat.
+MAX_EACH = 1000
 
 
 @dataclass
@@ -51,8 +54,8 @@ class Tally:
 def run_load(service: Service, clients: int, prompt: int, output: int, seconds: float) -> dict[str, Any]:
     """Clients that ask again and again: the rate of so many seconds, counted from when the load is steady.
 
-    It is when so many requests have ended as there are clients. A client's first answer has any length up to
-    the average, so that rows end one after another from the start, as they do later on.
+    It is steady when as many requests have ended as there are clients. Lengths are those of a rehearsal; a
+    client's first answer is cut at random, so that rows end one after another from the start.
     """
     tally, begun, shape = Tally(), time.monotonic(), service.shape
     steady: list[float] = []
@@ -63,13 +66,15 @@ def run_load(service: Service, clients: int, prompt: int, output: int, seconds: 
         return (steady[0] if steady else begun + WARM_S) + seconds
 
     async def one(number: int) -> None:
-        rng = random.Random(number)
-        length = rng.randint(1, output)
+        rng, is_first = random.Random(number), True
+        lengths = lengths_of(Average(prompt, output), MAX_EACH, number)
         while time.monotonic() < until() and not tally.errors:
-            size = rng.randint(prompt * 3 // 4, prompt)
+            size, length = next(lengths)
+            length = min(rng.randint(1, length) if is_first else length, shape.max_tokens - 1)
+            size = min(size, shape.max_tokens - length)
             tokens = tuple(rng.randrange(shape.vocab_size) for _ in range(size))
             await _read(service, Ask(tokens, length, GREEDY, ignores_end=True), tally, until)
-            length = rng.randint(output * 3 // 4, output * 5 // 4)
+            is_first = False
 
     async def everybody() -> None:
         await asyncio.gather(*(one(number) for number in range(clients)))

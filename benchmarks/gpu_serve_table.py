@@ -53,7 +53,7 @@ def _pair(parts: dict[str, Any]) -> list[str]:
         "## Two unlike devices: the engine under a closed load, all rows in use",
         "",
         "The first policy of each table is the plan that was rehearsed best. 'rehearsed' is what the same "
-        "engine gave in virtual time before, 'predicted' the plan's own figure for work units.",
+        "engine gave in virtual time before, 'predicted' the plan's own simulated figure for work units.",
     ]
     for name, part in parts.items():
         model, gains = part.get("model", {}), part.get("gain of the plan over", {})

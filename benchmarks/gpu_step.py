@@ -62,7 +62,7 @@ def timed(model: str, layers: int, case: Case) -> dict[str, Any]:
     from tessera.capture.inductor import record_inductor
     from tessera.capture.models.paged import lay_out
     from tessera.capture.workload import on_device
-    from tessera.execute.cuda.measure import Whole
+    from tessera.execute.cuda.measure import UnitOnDevice
     from tessera.flow import make_unit
     from tessera.ir import Step
     from tessera.serve.gpu import blank
@@ -79,7 +79,7 @@ def timed(model: str, layers: int, case: Case) -> dict[str, Any]:
     workload = blank(on_device(workload, "cuda:0"))
     recording = record_inductor(workload, False)
     unit = make_unit([recording.trace])
-    with Whole(unit, whole_card(), 0, workload.weights(), {0: recording.relaunch}) as whole:
+    with UnitOnDevice(unit, whole_card(), 0, workload.weights(), {0: recording.relaunch}) as whole:
         (outputs,) = whole.run(Same(workload.make_inputs(0)))
         times = medians_us({"step": whole.graph(0).replay}, 30)["step"]
     is_finite = bool(outputs["logits"].isfinite().all())

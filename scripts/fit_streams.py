@@ -1,6 +1,6 @@
-"""Fits `tessera.profile.overhead_model` to timed attention of a few queries and writes streams.json.
+"""Fits the kernels of `tessera.profile.corrections` to timed attention and writes them to corrections.json.
 
-    python -m scripts.fit_streams [--results benchmarks/results] [--out .../streams.json]
+    python -m scripts.fit_streams [--results benchmarks/results] [--out .../corrections.json]
 
 Kernels of PyTorch are in the rows that `launch_rows.py` made and in what was timed of sdpa with a mask, the
 kernel over pages in what `gpu_attention.py` wrote. Loss: absolute log ratio. Errors are of launches left out
@@ -10,7 +10,7 @@ of the fit, one at a time.
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,10 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 from scripts.launch_rows import read
 
+from tessera.profile.corrections import SUFFIX, Stream, load, save, streamed_us
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import model_of
 from tessera.profile.gpus import gpu
-from tessera.profile.overhead_model import SUFFIX, Stream, streamed_us
 
 Timed = tuple[Work, float]
 Array = npt.NDArray[np.float64]
@@ -95,7 +95,7 @@ def main() -> None:
     """Reads, fits, writes."""
     parser = argparse.ArgumentParser(description="Fit attention of a few queries to timed launches.")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--out", type=Path, default=Path("src/tessera/profile/streams.json"))
+    parser.add_argument("--out", type=Path, default=Path("src/tessera/profile/corrections.json"))
     options = parser.parse_args()
     kernels = {}
     for kernel, rows in timed(options.results).items():
@@ -103,8 +103,7 @@ def main() -> None:
         error = max(LEAST_ERROR, round(float(np.mean(list(errors(rows, splits)))), 4))
         kernels[kernel] = replace(fit(rows, splits), rel_error=error, num_rows=len(rows))
         print(kernel, kernels[kernel])
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(asdict(s))}" for name, s in kernels.items())
-    options.out.write_text(f'{{\n "gpu": "{GPU}",\n "kernels": {{\n{lines}\n }}\n}}\n', encoding="utf-8")
+    save(replace(load(options.out), kernels=kernels), options.out)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,33 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+import sampling
 from tessera.cli import _main
 
 T = TypeVar("T")
 
 
+# Commands that plan, and take `--effort`.
+PLANNING = ("plan", "advise")
+
+
+def quickly(words: Sequence[object]) -> list[str]:
+    """The words of a command; plans that are only used are quick ones, except in whole runs."""
+    is_quick = words[0] in PLANNING and "--effort" not in words and not sampling.is_whole()
+    return [*map(str, words), *(("--effort", "quick") if is_quick and len(words) > 1 else ())]
+
+
 def call(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of one command."""
     capsys.readouterr()  # what was printed before it is not its own
-    code = _main([str(word) for word in words])
+    code = _main(quickly(words))
     out, err = capsys.readouterr()
     return code, out, err
 

@@ -24,7 +24,7 @@ TIMED = ("unit/serve", "unit/execute", "unit/compile", "unit/profile/test_measur
 MAX_RERUNS = 3
 
 
-# Here plans are used; how good they are is asked elsewhere.
+# Folders whose tests use plans and do not judge them.
 PLANNED = ("unit/serve", "unit/execute", "unit/compile", "cli/")
 
 
@@ -37,18 +37,13 @@ def _shared(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _in_short(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fewer mixes are looked at where plans are not judged, and steps are not recorded again."""
+    """Where plans are only used, steps are not recorded again."""
     with pytest.MonkeyPatch.context() as patch:
         if not sampling.is_whole() and any(part in request.node.nodeid for part in PLANNED):
             from kept_traces import recorded
-            from tessera.simulate.steady import WindowExtent
 
             for module in ("tessera.flow", "tessera.capture"):
                 patch.setattr(importlib.import_module(module), "record_step", recorded)
-            patch.setattr("tessera.plan.search.local.MOST", 8)
-            patch.setattr("tessera.plan.search.local.DEPTHS", (1.1, 1.35))
-            patch.setattr("tessera.plan.load.MAX_PLANNED", 2)
-            patch.setattr("tessera.simulate.steady.LONG", WindowExtent(8.0, 16.0))
         yield
 
 

@@ -98,12 +98,12 @@ class _Others:
         load, reached = self.case.load, []
         for batch, prefill, microbatches in self.points:
             unit = self.steps.at(batch, prefill)
-            task = Task(build(unit, price(unit, self.cluster), self.cluster), microbatches, True)
+            task = Task(build(unit, price(unit, self.cluster), self.cluster), microbatches, SteadyRates())
             mixes = propose(task)
             if not mixes:
                 continue
             mix = mixes[0]
-            per_s = Judge(task, Objective.THROUGHPUT, "", SteadyRates()).rate_per_s(mix)
+            per_s = Judge(task).rate_per_s(mix)
             results = batch * max(1, load.target.output_tokens) / load.per_result
             ms = 1e3 * microbatches / per_s / max(1, load.target.output_tokens)
             if load.limit_ms is None or ms <= load.limit_ms:

@@ -49,6 +49,7 @@ from tessera.capture.record import VARYING
 from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError, UnknownName
 from tessera.execute.memory import is_allocation
 from tessera.execute.offline import RunResult, run_offline
+from tessera.execute.reference import same_bits
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import BufferKind, Cluster, Objective, Origin, Plan, Trace
 from tessera.plan import PLANNERS
@@ -57,7 +58,7 @@ from tessera.profile import make_cluster, parse_devices
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a user may choose; see `tessera.compile`."""
+    """Options of the backend; see `tessera.compile`."""
 
     devices: str
     link: str = "pcie4"
@@ -68,12 +69,8 @@ class Options:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Options":
-        """Checked options; every mistake is answered with what is possible."""
+        """Checked options; errors name the choices."""
         known = [f.name for f in fields(cls)]
-        if "slots" in given:
-            text = "tessera: the option slots is microbatches now; the old name goes with the next release"
-            warnings.warn(text, UserWarning, stacklevel=3)
-            given = {"microbatches" if name == "slots" else name: value for name, value in given.items()}
         for name in given:
             if name not in known:
                 raise UnknownName("option", name, known)
@@ -86,12 +83,11 @@ class Options:
         if options.policy is not None and options.policy not in PLANNERS:
             raise UnknownName("policy", str(options.policy), PLANNERS)
         if type(options.microbatches) is not int or options.microbatches < 1:
-            message = f"{options.microbatches!r} is no number of microbatches"
+            message = f"microbatches must be an integer of at least 1, got {options.microbatches!r}"
             raise TesseraError(message, "Use 1 or more.", "options['microbatches']")
         return options
 
     def cluster(self) -> Cluster:
-        """The devices and links that are named."""
         try:
             return make_cluster(parse_devices(self.devices), self.link)
         except TesseraError as error:
@@ -100,9 +96,9 @@ class Options:
             raise TesseraError(error.message, error.remedy, "options['devices']") from error
 
 
-# Graphs that keep their workers; the one used longest ago gives its up and starts them again when called.
+# Graphs that keep their workers; the least recently used one stops its workers and restarts them on use.
 MAX_ENGINES = 8
-# A device whose worker fails so often in a row is given up.
+# Consecutive failures of a worker before its device is given up.
 MAX_FAILURES = 3
 
 Tensors = Mapping[str, torch.Tensor]
@@ -116,17 +112,15 @@ class Call:
     given_state: Tensors
 
     def state(self) -> Tensors:
-        """The state before the call."""
         return self.given_state
 
     def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
-        """The call's inputs."""
         return self.given_inputs
 
 
 @dataclass
 class _Waiting:
-    """A call that waits for its turn, or has had it."""
+    """A call that waits for its turn or has ended."""
 
     request: Call
     result: RunResult | None = None
@@ -134,12 +128,12 @@ class _Waiting:
 
 
 class Workers:
-    """A stepper that starts when it is first needed and ends with this object.
+    """A stepper that starts on first use and ends with this object.
 
-    Calls of several threads that come while others run are taken together, `microbatches` of them in flight.
+    Calls that arrive from several threads while others run are run together, `microbatches` in flight.
     """
 
-    # All that have started, the one used longest ago first.
+    # Started ones, least recently used first.
     live: ClassVar["OrderedDict[int, weakref.ref[Workers]]"] = OrderedDict()
     live_lock = threading.RLock()
 
@@ -152,7 +146,7 @@ class Workers:
         self._waiting_lock = threading.Lock()
 
     def run(self, request: Call) -> RunResult:
-        """Runs one call, alone or together with those that wait."""
+        """Runs one call, together with those that wait."""
         mine = _Waiting(request)
         with self._waiting_lock:
             self._waiting.append(mine)
@@ -161,11 +155,11 @@ class Workers:
                 self._run_waiting(mine)
         if mine.error is not None:
             raise mine.error
-        assert mine.result is not None, "a call that had its turn has a result or an error"
+        assert mine.result is not None, "an ended call has a result or an error"
         return mine.result
 
     def close(self) -> None:
-        """Ends the worker processes; a later run starts new ones."""
+        """Stops the workers; a later run starts new ones."""
         with self._turn:
             if self._end is not None:
                 self._end()
@@ -187,7 +181,7 @@ class Workers:
             left = [w for w in batch if w.result is None and w.error is None]
             if left or batch[0].error is not None:  # work may be left in the pipes
                 self.close()
-            with self._waiting_lock:  # whoever was interrupted, the others still want their results
+            with self._waiting_lock:  # after an interruption the others still want their results
                 self._waiting = [w for w in left if w is not mine] + self._waiting
 
     def _started(self) -> WorkerStepper:
@@ -202,7 +196,7 @@ class Workers:
             return self._stepper
 
     def _make_room(self) -> None:
-        """Ends the workers used longest ago, unless they are at work."""
+        """Stops the least recently used workers, unless they run."""
         for key, known in list(self.live.items())[: max(0, len(self.live) - MAX_ENGINES + 1)]:
             other = known()
             if other is None or other._turn.acquire(blocking=False):
@@ -218,7 +212,7 @@ def _stop(stepper: WorkerStepper, key: int, live: "OrderedDict[int, weakref.ref[
 
 
 def close_all() -> None:
-    """Ends the workers of all graphs; a graph that is called again starts new ones."""
+    """Stops the workers of all graphs; a later call starts new ones."""
     for known in list(Workers.live.values()):
         workers = known()
         if workers is not None:
@@ -227,16 +221,16 @@ def close_all() -> None:
 
 __all__ = ["MAX_ENGINES", "Compiled", "Options", "backend", "close_all"]
 
-# Operators that a worker is sure to have; others are registered by code that it does not import.
+# Operators that every worker has; others are registered by code that it does not import.
 TORCH_OPERATORS = ("aten.", "prims.")
-# Calls that draw random numbers take turns: each starts where the last has left the generator.
+# Calls that draw random numbers take turns: each continues the generator.
 _TURN = threading.Lock()
 
 
 def backend(
     graph: torch.fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """What torch.compile calls with every graph; the work is done when the graph is first called."""
+    """Called by torch.compile with every graph; the work is done on the graph's first call."""
     return Compiled(graph, examples, options or {})
 
 
@@ -244,7 +238,7 @@ backend.reset = close_all  # type: ignore[attr-defined]  # torch._dynamo.reset()
 
 
 class Compiled:
-    """One graph. Its arguments decide which session runs a call: a step bound to one set of weights."""
+    """One graph. The arguments of a call select a session: a step bound to one set of weights."""
 
     def __init__(
         self, graph: torch.fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any]
@@ -260,7 +254,7 @@ class Compiled:
             self._warn("gradients are wanted of it. Call it under torch.no_grad() or torch.inference_mode()")
 
     def __call__(self, *args: Any) -> Any:
-        # Options are read here and not in `backend`, whose errors Dynamo would wrap into its own.
+        # Read here and not in `backend`, whose errors Dynamo would wrap.
         options = Options.read(self._given_options)
         cluster = options.cluster()
         if not self._is_eager:
@@ -280,14 +274,13 @@ class Compiled:
             return session.function.finish(given, result.outputs[-1], result.state)
 
     def drop(self, session: "Session") -> None:
-        """Ends a session's workers and forgets it."""
         self._sessions = [s for s in self._sessions if s is not session]
         session.workers.close()
 
     def _bind(
         self, args: Sequence[Any], inputs: Mapping[str, Any], options: Options, cluster: Cluster
     ) -> "tuple[Session, Given] | None":
-        """The session that fits the arguments, made if there is none; None if the graph must run eagerly."""
+        """The session that fits the arguments, created if needed; None if the graph must run eagerly."""
         for session in self._sessions:
             given = session.bind(inputs)
             if given is not None:
@@ -306,7 +299,7 @@ class Compiled:
         return session, function.bind((), dict(inputs))
 
     def _capture(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[FunctionCall, Trace | None]:
-        """The graph as a step, and what it launches; no trace if it launches nothing."""
+        """The graph as a step and its trace; no trace if it launches nothing."""
         foreign = {a.device.type for a in args if isinstance(a, torch.Tensor)} - {"cpu"}
         if foreign:
             message = (
@@ -316,7 +309,7 @@ class Compiled:
         step = workload(self._step, **inputs)
         if self._makes_grads and step.function.changes_state:
             raise CaptureError("it writes gradients' history into its arguments", "Use torch.no_grad().")
-        # The program may change weights in place between calls, so they are not to be read either.
+        # The program may change weights in place between calls, so reading them is refused too.
         trace = record(step, VARYING | {BufferKind.WEIGHT})
         for kernel in trace.kernels:
             if kernel.origin is Origin.ATEN and not kernel.name.startswith(TORCH_OPERATORS):
@@ -324,7 +317,7 @@ class Compiled:
         return step.function, trace if trace.launches and trace.outputs else None
 
     def _end_with(self, args: Sequence[Any], session: "Session") -> None:
-        """Workers end with the graph and, since Dynamo may keep that for longer, with the model's weights."""
+        """Stops the workers when the weights are freed: Dynamo may keep the graph for longer."""
         weight = next((a for a in args if isinstance(a, torch.nn.Parameter)), None)
         if weight is not None:
             weakref.finalize(weight, _drop, weakref.ref(self), weakref.ref(session))
@@ -340,7 +333,7 @@ def _drop(compiled: "weakref.ref[Compiled]", session: "weakref.ref[Session]") ->
 
 
 def make_plan(trace: Trace, cluster: Cluster, options: Options) -> Plan:
-    """The plan of one step that is called over and over."""
+    """The plan of one step that is called repeatedly."""
     unit = flow.make_unit([trace], [1])
     costs = flow.price(unit, cluster)
     objective = Objective(options.objective)
@@ -358,7 +351,7 @@ class Session:
         self.workers = Workers(plan, weights)
 
     def bind(self, inputs: Mapping[str, Any]) -> Given | None:
-        """The tensors of a call, if this session can run it: same structure, same weights."""
+        """The tensors of a call if this session fits: same structure, same weights."""
         held = {name: storage_key(tensor) for name, tensor in self.function.weights().items()}
         if held != self._storages:
             return None
@@ -368,19 +361,19 @@ class Session:
             return None
 
     def check(self, given: Given, result: RunResult) -> None:
-        """Raises unless the step, run here by one thread, gives what the workers gave."""
+        """Raises unless the step, run here on one thread, gives the workers' results."""
         state = {name: tensor.clone() for name, tensor in given.state.items()}
         with _one_thread(), torch.no_grad(), rng.entered(state), own_launches():
             outputs = self.function.call(given.inputs, rng.without_generators(state))
         for ours, theirs in ((outputs, result.outputs[-1]), (state, result.state)):
             for name, tensor in ours.items():
-                if name not in self._undefined and not _same_bits(tensor, theirs[name]):
+                if name not in self._undefined and not same_bits(tensor, theirs[name]):
                     message = f"the divided run differs from the reference run in '{name}'"
                     raise TesseraError(message, "Please report this model and these options.")
 
 
 def _undefined(trace: Trace) -> set[str]:
-    """Outputs that nobody has written: memory as `empty` returns it, between two graphs of a model."""
+    """Outputs that no launch writes: results of `empty` that pass between two graphs of a model."""
     written = {
         access.buffer
         for index, launch in enumerate(trace.launches)
@@ -402,11 +395,6 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(a, b)
-
-
 def _example(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
 
@@ -416,16 +404,16 @@ def _wants_grad(value: Any) -> bool:
 
 
 def _returns_grads(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> bool:
-    """True if a result of the graph is to be differentiable; Dynamo compiles anew when that changes."""
+    """True if a result of the graph needs gradients; Dynamo recompiles when that changes."""
     output = next(node for node in graph.graph.nodes if node.op == "output")
     made = [node for node in output.all_input_nodes if node.op != "placeholder"]
     if all("example_value" in node.meta for node in made):
         return any(_wants_grad(_example(node)) for node in made)
-    # Not made by Dynamo: whatever could be differentiable is.
+    # Not from Dynamo: assume everything that could be is differentiable.
     return torch.is_grad_enabled() and any(map(_wants_grad, (*examples, *graph.parameters())))
 
 
 def _makes_grads(graph: torch.fx.GraphModule) -> bool:
-    """True if any node of the graph gives something differentiable."""
+    """True if any node of the graph needs gradients."""
     computed = (node for node in graph.graph.nodes if node.op.startswith("call"))
     return any(_wants_grad(_example(node)) for node in computed)

@@ -1,22 +1,4 @@
-"""Every error a user can cause, in one tree.
-
-    TesseraError            one message, the place it concerns, what to do about it
-    ├── UnknownName         a name that no registry holds; carries the ones it does
-    ├── MissingExtra        an optional dependency is absent; carries the line that installs it
-    ├── ArtifactError       a file is truncated, foreign, corrupted or newer than this program
-    ├── MismatchError       two artifacts do not belong together
-    ├── RuleBroken          a record breaks a rule of its verifier
-    ├── CaptureError        a workload that cannot be recorded
-    ├── CannotTime          one launch that cannot be timed on a device; others can
-    ├── DeviceLost          a device that stopped answering while it was measured
-    ├── ArrivalsError       requests over time that make no sense, or a log of them with holes
-    ├── LoadError           a server that does not answer a load generator as it should; carries the kind
-    ├── PlanInfeasible      no placement satisfies the constraints
-    ├── DeviceMemoryError   a plan needs more memory than a device has
-    ├── AskError            a request that the service cannot serve as it stands (HTTP 400)
-    ├── ServiceBusy         too many requests wait already (HTTP 429)
-    ├── ServiceClosing      the service finishes what runs and takes nothing new (HTTP 503)
-    └── WorkerError         a worker process failed or vanished
+"""Every error that a user can cause: one message, the place it concerns, and what to do about it.
 
 Errors carry plain fields through `super().__init__`, so that they survive pickling between
 worker processes. Anything else that reaches the command line is a bug and keeps its traceback.

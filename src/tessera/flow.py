@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,12 +28,14 @@ from tessera.ir import (
 )
 from tessera.ir.graph import Rebatched, check_counts, check_steps
 from tessera.plan import (
+    FULL,
     Batched,
     Constraint,
     LoadConfig,
     LoadPlan,
     PlanConfig,
     PricedLoad,
+    SearchConfig,
     Target,
     plan_load,
     solve,
@@ -51,7 +54,7 @@ ANCHORS = (16, 48)
 
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:
-    """Joins the traces of one request; see `default_counts` for how often each runs."""
+    """Joins the traces of one request; `default_counts` gives missing counts."""
     check_steps(traces)
     if counts:
         check_counts(counts, len(traces))  # before anything is built that grows with them
@@ -84,11 +87,11 @@ def check_joined(graphs: Sequence[Graph]) -> None:
 
 
 def price(unit: WorkUnit, cluster: Cluster) -> tuple[Costs, ...]:
-    """Costs of every step from the best source present, for devices that keep a model's time."""
+    """Costs of every step for devices with a cost model."""
     for device in cluster.devices:
         if needs_measuring(device):
             remedy = "Measure it with `tessera profile TRACE --devices ...`, and plan with --costs."
-            raise TesseraError(f"{device.name} keeps its own time", remedy, "--devices")
+            raise TesseraError(f"{device.name} has no cost model and must be measured", remedy, "--devices")
     return tuple(combine(graph.trace, cluster.devices, {})[0] for graph in unit.graphs)
 
 
@@ -101,11 +104,11 @@ def make_plan(
     policy: str | None = None,
     constraints: tuple[Constraint, ...] = (),
     is_served: bool = False,
+    search: SearchConfig = FULL,
 ) -> Plan:
     """A plan for one objective (or by one named policy), its figures checked by simulation."""
-    config = PlanConfig(objective, microbatches, policy, constraints, is_served)
-    rates = SteadyRates()
-    return solve(unit, tuple(costs), cluster, config, rates)
+    config = PlanConfig(objective, microbatches, policy, constraints, is_served, search=search)
+    return solve(unit, tuple(costs), cluster, config, SteadyRates(search))
 
 
 def replan(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...]) -> Plan:
@@ -119,24 +122,23 @@ def make_batched_plan(
     config: PlanConfig,
     advance: Callable[[str], None] = lambda text: None,
 ) -> Batched:
-    """A plan over the same steps at several batches; its lanes may be of unlike ones."""
-    return solve_batches(variants, cluster, config, SteadyRates, advance)
+    """A plan over the same steps at several batches; its lanes may have different batches."""
+    return solve_batches(variants, cluster, config, partial(SteadyRates, config.search), advance)
 
 
 def record_compiled(step: Step) -> Trace:
-    """What Inductor launches for a step, as far as that can be known without a GPU."""
+    """Launches of Inductor for a step, as far as known without a GPU."""
     from tessera.capture.inductor import record_inductor_offline
 
-    with torch.device("meta"):  # only shapes and types are looked at: no memory for weights
+    with torch.device("meta"):  # only shapes and types matter: no memory for weights
         workload = build(step)
     return record_inductor_offline(workload)
 
 
 def choose_launches(steps: Sequence[Step], batches: Sequence[int], wanted: str) -> tuple[bool, str]:
-    """(are compiled launches taken, one line why not); `wanted` is compiled, eager, or empty for neither.
+    """(use compiled launches?, one line why not); `wanted` is compiled, eager or empty.
 
-    Compiled ones are what people serve, and take a minute to make. So they are taken where they are known,
-    and made where they are asked for.
+    Compiling takes a minute, so compiled launches are used where they are cached or asked for.
     """
     if wanted == "eager":
         return False, ""
@@ -158,17 +160,16 @@ def _recorded(step: Step) -> Trace:
 
 @dataclass(eq=False)
 class LoadSteps:
-    """The steps of a request at every batch: recorded at some, and written down for the others."""
+    """The steps of a request at any batch: recorded at some, interpolated at others."""
 
-    # At any batch.
     steps: Sequence[Step]
-    # Runs of each in a request.
+    # Runs of each step in a request.
     counts: Sequence[int]
     anchors: Sequence[int] = ANCHORS
     advance: Callable[[str], None] = lambda text: None
-    # By Inductor, as outlines; else as the model calls them.
+    # Launches of Inductor (outlines), else eager.
     is_compiled: bool = False
-    # How an eager step is had.
+    # Records an eager step.
     record: Callable[[Step], Trace] = _recorded
 
     def __post_init__(self) -> None:
@@ -180,7 +181,6 @@ class LoadSteps:
         self._families = [Rebatched(*pair[:2]) for pair in graphs] if len(self.anchors) > 1 else []
 
     def recorded(self, batch: int) -> WorkUnit:
-        """As the model runs at that batch."""
         self.advance(f"{'compiling' if self.is_compiled else 'recording'} batch {batch}")
         return make_unit([self._trace(step, batch) for step in self.steps], self.counts)
 
@@ -193,7 +193,7 @@ class LoadSteps:
         return self.record(sized)
 
     def at(self, batch: int, prefill_batch: int | None = None) -> WorkUnit:
-        """As it should be at that batch, with prefills of so many of its rows at a time."""
+        """The unit at a batch, with prefills of `prefill_batch` rows at a time."""
         graphs, counts = [], []
         for n, (step, count) in enumerate(zip(self.steps, self.counts, strict=True)):
             rows = prefill_batch if prefill_batch and step.kind == "prefill" else batch
@@ -204,14 +204,16 @@ class LoadSteps:
         return WorkUnit(tuple(graphs), tuple(counts))
 
     def _written(self, step: int, batch: int) -> Graph:
-        """One step at a batch that was not recorded: between those that were, or recorded now."""
+        """One step at another batch: interpolated, or recorded now."""
         if self._families:
             return self._families[step].at(batch)
         return build_graph(self._trace(self.steps[step], batch))
 
-    def foretold(self, plan: Plan) -> bool:
-        """Were the plan's own batches planned as they are recorded? Those that were not are from now on; of
-        compiled ones that is not asked."""
+    def matches_recording(self, plan: Plan) -> bool:
+        """True if the plan's batches equal their recordings; else the recordings are used from now on.
+
+        Not checked for compiled launches.
+        """
         is_right = True
         for variant in plan.every_variant if self._families and not self.is_compiled else ():
             for n, (step, graph) in enumerate(zip(self.steps, variant.unit.graphs, strict=True)):
@@ -232,12 +234,13 @@ def plan_for(
     config: LoadConfig,
     in_parts: Callable[[int, int], Variant] | None = None,
 ) -> LoadPlan:
-    """Batch, microbatches and placement for a load, judged by simulation."""
-    return plan_load(PricedLoad(variant_at, cluster, target, SteadyRates, in_parts), config)
+    """Batch, microbatches and placement for a load, rated by simulation."""
+    simulator = partial(SteadyRates, config.search)
+    return plan_load(PricedLoad(variant_at, cluster, target, simulator, in_parts), config)
 
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:
-    """The batches that are recorded where these are to be planned."""
+    """Batches to record for planning these."""
     return ANCHORS if len(batches) > 1 else tuple(batches)
 
 
@@ -249,15 +252,15 @@ def make_load_plan(
     is_compiled: bool = False,
     prefill_batch: int | None = None,
 ) -> LoadPlan:
-    """Batch, microbatches and placement for a load; `steps` are those of a request, at any batch.
+    """Batch, microbatches and placement for a load; `steps`: those of a request, at any batch.
 
-    A prefill takes as many of a batch's rows at a time as is best, or `prefill_batch` where they divide it.
+    Prefills take the best number of rows at a time, or `prefill_batch` where it divides the batch.
     """
     counts = [target.output_tokens if len(steps) > 1 and step.kind == "decode" else 1 for step in steps]
     recorded = LoadSteps(steps, counts, anchors_of(config.batches), config.advance, is_compiled)
     while True:
         found = plan_steps(recorded, cluster, target, config, prefill_batch)
-        if recorded.foretold(found.plan):
+        if recorded.matches_recording(found.plan):
             return found
 
 
@@ -268,7 +271,7 @@ def plan_steps(
     config: LoadConfig,
     prefill_batch: int | None = None,
 ) -> LoadPlan:
-    """As `make_load_plan`, of steps at hand; that they are so at the plan's batches is not checked."""
+    """As `make_load_plan`, without checking interpolated batches against recordings."""
     prices: dict[int, Costs] = {}
 
     def in_parts(batch: int, rows: int) -> Variant:
@@ -282,13 +285,13 @@ def plan_steps(
         is_part = prefill_batch is not None and batch % prefill_batch == 0
         return in_parts(batch, prefill_batch if prefill_batch and is_part else batch)
 
-    # Of one batch, prefills of another are recorded; compiling them would take a minute each.
+    # With one batch, prefill batches would be compiled, a minute each.
     is_free = prefill_batch is None and (len(config.batches) > 1 or not recorded.is_compiled)
     return plan_for(variant_at, cluster, target, config, in_parts if is_free else None)
 
 
 def workload_of(trace: Trace) -> Workload:
-    """The step of a trace, built again from its record, with the generators it draws from."""
+    """The step of a trace, rebuilt from its record, with its generators."""
     try:
         return build(trace.step).drawing(trace)
     except UnknownName as error:
@@ -301,20 +304,20 @@ def workload_of(trace: Trace) -> Workload:
 
 
 def workloads_of(unit: WorkUnit) -> list[Workload]:
-    """The steps of a unit, built again from their records; steps of one model share its weights."""
+    """The steps of a unit, rebuilt from their records; steps of one model share its weights."""
     return [workload_of(graph.trace) for graph in unit.graphs]
 
 
 @dataclass(frozen=True)
 class UnitRequest:
-    """One request of a work unit: its first inputs and how each run's inputs follow from the last outputs."""
+    """One request of a work unit: its first inputs; later inputs follow from the last outputs."""
 
     workloads: Sequence[Workload]
     first: Tensors
     seed: int
 
     def state(self) -> Tensors:
-        """The state of all steps; where several name the same, as the first of them starts with it."""
+        """State of all steps; the first step's value where several share a name."""
         return {
             name: tensor
             for workload in reversed(self.workloads)
@@ -322,36 +325,34 @@ class UnitRequest:
         }
 
     def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
-        """The first run takes the request's own inputs; the others follow."""
         return self.first if step == run == 0 else self.workloads[step].follow(self.first, run, last)
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One request at any of a plan's batches: its lane says which."""
+    """One request at any batch of a plan; its lane decides."""
 
     # [variant][step]
     workloads: Sequence[Sequence[Workload]]
     seed: int
 
     def at(self, variant: int) -> UnitRequest:
-        """With inputs and state of that batch."""
         steps = self.workloads[variant]
         return UnitRequest(steps, steps[0].make_inputs(self.seed), self.seed)
 
 
 @dataclass(frozen=True)
 class Requests:
-    """So many requests for a plan, built from the records of its steps."""
+    """Requests for a plan, built from the records of its steps."""
 
     weights: Tensors
     work: Sequence[UnitRequest | BatchRequest]
-    # Where the values of their inputs come from, in words.
+    # Where input values come from, for people.
     inputs: str
 
 
 def requests_of(plan: Plan, num: int, is_fresh: bool = False) -> Requests:
-    """`is_fresh`: all but the first have values of their own, also where a model gives one example to all."""
+    """`is_fresh`: requests after the first get random values even where a model has one example."""
     steps = [workloads_of(variant.unit) for variant in plan.every_variant]
     weights, inputs = steps[0][0].weights(), "as the model makes them"
     if is_fresh:
@@ -365,7 +366,7 @@ def requests_of(plan: Plan, num: int, is_fresh: bool = False) -> Requests:
 
 
 def as_run(plan: Plan, lane: int, request: UnitRequest | BatchRequest) -> tuple[WorkUnit, UnitRequest]:
-    """The steps that a request ran along a lane, and the request as it was there."""
+    """The unit of a lane, and the request at its batch."""
     chosen = plan.lanes[lane]
     own = request.at(chosen.variant) if isinstance(request, BatchRequest) else request
     return plan.unit_of(chosen), own
@@ -373,14 +374,14 @@ def as_run(plan: Plan, lane: int, request: UnitRequest | BatchRequest) -> tuple[
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """What the model itself gives for a request, in one process, with nothing placed anywhere."""
+    """Results of the model's own code for a request, in one process."""
 
     outputs: list[dict[str, torch.Tensor]]
     state: dict[str, torch.Tensor]
 
 
 def run_reference(unit: WorkUnit, request: UnitRequest) -> ReferenceRun:
-    """The reference run: the model's own code, one thread, as in the workers."""
+    """Runs the model's own code on one thread, as workers do."""
     torch.set_num_threads(1)
     state = {name: tensor.clone() for name, tensor in request.state().items()}
     outputs: list[dict[str, torch.Tensor]] = []
@@ -391,12 +392,12 @@ def run_reference(unit: WorkUnit, request: UnitRequest) -> ReferenceRun:
     return ReferenceRun(outputs, state)
 
 
-# Weights and state of a model that is built on the CPU for the sake of its inputs.
+# Limit for building a model on the CPU to get its inputs.
 MAX_BUILT_BYTES = 4 << 30
 
 
 def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:
-    """What times the launches of a trace on one device; on the model's own tensors where it can be built."""
+    """A timer of a trace on one device, with the model's own tensors where it can be built."""
 
     def own() -> tuple[Tensors | None, tuple[str, ...]]:
         return _own_tensors(trace, device)
@@ -411,7 +412,7 @@ def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:
 
 
 def _own_tensors(trace: Trace, device: Device) -> tuple[Tensors | None, tuple[str, ...]]:
-    """Weights, inputs and state of the step on a device, by name; None, and why, where there are none."""
+    """Weights, inputs and state of the step on a device; None and the reason if it cannot be built."""
     kinds = (BufferKind.WEIGHT, BufferKind.STATE)
     size = sum(b.size_bytes for b in trace.buffers if b.kind in kinds)
     where = "cpu" if device.kind is DeviceKind.CPU else f"cuda:{device.ordinal}"
@@ -431,7 +432,7 @@ def _own_tensors(trace: Trace, device: Device) -> tuple[Tensors | None, tuple[st
 
 
 def partition_streams(devices: Sequence[Device]) -> dict[str, Any]:
-    """A stream on each part of a card among the devices, by name; they live as long as the process."""
+    """A stream per device that is a part of a card; streams live as long as the process."""
     streams: dict[str, Any] = {}
     for ordinal in sorted({d.ordinal for d in devices if d.num_sms}):
         from tessera.execute.cuda.device import cut
@@ -443,7 +444,7 @@ def partition_streams(devices: Sequence[Device]) -> dict[str, Any]:
 
 
 def time_link(a: Device, b: Device, sizes: Sequence[int], transport: str) -> tuple[str, "TransferTimes"]:
-    """The transport between two devices of this machine, and what transfers of these sizes take over it."""
+    """The transport between two devices of this machine, and its times for these sizes."""
     from tessera.execute.link_times import time_transfers
     from tessera.execute.transport import resolve
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tessera.cli import main
-from tessera.profile.calibration import calibration_of, load
+from tessera.profile.corrections import calibration_of, load
 
 
 @pytest.fixture(autouse=True)

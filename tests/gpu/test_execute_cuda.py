@@ -245,7 +245,7 @@ def test_a_dilated_step_takes_its_modelled_time() -> None:
     graph = graphs.graph(0, graphs.add(lower(plan)[0])[-1])
     assert graph is not None
     times = []
-    with torch.cuda.stream(graphs.room(0).origin):
+    with torch.cuda.stream(graphs.buffers(0).origin):
         for _ in range(9):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

@@ -16,8 +16,7 @@ from tessera.execute.cuda.direct import MPS_PIPE
 from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.ir import Objective
 from tessera.profile import make_cluster, parse_devices
-from tessera.serve.gpu import prepare_on_gpus
-from tessera.serve.planning import Prepared
+from tessera.serve.planning import Prepared, prepare
 from tessera.serve.records import Ask, Average, ServeSpec
 from tessera.serve.service import Service
 from tessera.serve.text import ByteText
@@ -42,7 +41,7 @@ def prepared(devices: str) -> Prepared:
     """The tiny Llama from compiled code: the plan, one device, and a plan that crosses in every layer."""
     cluster = make_cluster(parse_devices(devices), "pcie4")
     coarse = ("single", CROSSING) if len(cluster.devices) > 1 else ()
-    return prepare_on_gpus(
+    return prepare(
         "tiny-llama",
         cluster,
         ServeSpec(

@@ -38,9 +38,6 @@ KERNEL = """
 USE = """
 import contextlib, io, json, sys
 from tessera.cli import _main
-from tessera.plan.search import local
-
-local.MOST = 8  # any plan will do
 
 def said(*words):
     text = io.StringIO()
@@ -49,7 +46,8 @@ def said(*words):
     return json.loads(text.getvalue())
 
 said("capture", "my-model", "--step", "decode", "--batch", "4", "--context", "1", "-o", "my.trace")
-plan = ("plan", "my.trace", "--devices", "emu:my-card,emu:l40s", "--microbatches", "2", "-o", "my.plan")
+plan = ("plan", "my.trace", "--devices", "emu:my-card,emu:l40s", "--microbatches", "2",
+        "--effort", "quick", "-o", "my.plan")
 found = {"best": said(*plan), "halves": said(*plan, "--policy", "halves")}
 found["run"] = said("run", "my.plan", "--verify", "--transport", "counted", "--requests", "2")
 found["ptx"] = said("analyze", "my.ptx")

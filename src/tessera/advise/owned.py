@@ -111,7 +111,7 @@ def use(
     is_compiled, note = choose_launches(steps, anchors, market.launches)
     target = Target(1 if load.is_image else load.output, load.tpot_ms, load.ttft_ms)
     cluster = cluster_of(names, market)
-    config = LoadConfig(batches, max_microbatches=market.microbatches, advance=advance)
+    config = LoadConfig(batches, max_microbatches=market.microbatches, advance=advance, search=market.search)
     found = make_load_plan(steps, cluster, target, config, is_compiled)
     recorded = LoadSteps(steps, counts, anchors, advance, is_compiled)
     rents = {name: _rent(name, market) for name in names}

@@ -27,7 +27,7 @@ from tessera.capture.models import steps_of_model
 from tessera.errors import PlanInfeasible, TesseraError
 from tessera.flow import ANCHORS, LoadSteps, choose_launches, make_batched_plan, plan_for
 from tessera.ir import Cluster, Costs, Objective, Plan, Step, Trace, Variant, WorkUnit
-from tessera.plan import BATCHES, LoadConfig, LoadPlan, PlanConfig, Target
+from tessera.plan import BATCHES, FULL, LoadConfig, LoadPlan, PlanConfig, SearchConfig, Target
 from tessera.plan.rent import Basket, Limit, Offer, alone_bytes, baskets, limit_of, shortest_us
 from tessera.profile import Gpu, estimate, gpu, known_gpus, make_cluster, parse_devices
 
@@ -101,6 +101,7 @@ class Market:
     memory_share: float = 0.9
     # "compiled", "eager", or empty: compiled where they are known.
     launches: str = ""
+    search: SearchConfig = FULL
 
 
 @dataclass(frozen=True)
@@ -470,7 +471,9 @@ class _BasketSearch:
         sizes = {size.batch: size for size in self.sizes}
         variants = [Variant(sizes[b].unit, sizes[b].on(cluster)) for b in sorted({*chosen})]
         policy = "data-parallel" if len(chosen) > 1 else None
-        config = PlanConfig(Objective.THROUGHPUT, len(chosen), policy=policy, shown_microbatches=())
+        config = PlanConfig(
+            Objective.THROUGHPUT, len(chosen), policy=policy, shown_microbatches=(), search=self.market.search
+        )
         made = make_batched_plan(variants, cluster, config).plan
         times = [sizes[b].times_ms(name) for b, name in zip(chosen, basket.gpus, strict=True)]
         first, each = (
@@ -490,9 +493,10 @@ class _BasketSearch:
         target = Target(1 if load.is_image else load.output, load.tpot_ms, load.ttft_ms)
         found: LoadPlan | None = None
         for batch in batches:  # each by itself: what lies between was not priced
-            made = plan_for(
-                variant_at, cluster, target, LoadConfig((batch,), max_microbatches=self.market.microbatches)
+            config = LoadConfig(
+                (batch,), max_microbatches=self.market.microbatches, search=self.market.search
             )
+            made = plan_for(variant_at, cluster, target, config)
             if found is None or made.chosen.tokens_per_s > found.chosen.tokens_per_s:
                 found = made
         assert found is not None

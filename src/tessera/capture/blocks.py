@@ -1,11 +1,8 @@
-"""Blocks: the memory behind the tensors that a call is given.
+"""Memory blocks behind the tensors of a call, and names for these tensors.
 
-Tensors that share a storage are one block, since what is written through one is read through the others. A
-block is handed to a step as one tensor of its own memory: the tensor itself where it is dense and no other
-differs from it, else the bytes between the first and the last that any of its tensors covers. Positions in a
-block are kept modulo `ALIGN`, because the results of some kernels depend on how their operands are aligned.
-
-Names for the tensors of a call: the parameter and the path to the tensor in its nest.
+Tensors that share a storage are one block. A block is given to a step as one tensor: the tensor itself if it
+is dense and all others equal it, else the bytes from the first to the last that its tensors cover. Positions
+in a block are kept modulo `ALIGN`, since results of some kernels depend on the alignment of their operands.
 """
 
 import dataclasses

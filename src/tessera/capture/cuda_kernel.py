@@ -1,15 +1,14 @@
-"""CudaKernel: a CUDA kernel that a program launches itself, so that Tessera knows what it touches.
+"""CudaKernel: a CUDA kernel that a program launches itself.
 
     scale = tessera.CudaKernel(source, "scale")
     scale[grid, block](y, x, 2.0, n)
 
-`source` is PTX, or CUDA C++ with `extern "C"` entries, compiled when the kernel is made: by NVRTC where torch
-brings it, else by nvcc. Grid and block are a number or up to three. Arguments are tensors for pointers and
-numbers for the rest, one for each parameter; a list of tensors is a table of their addresses, for kernels
-that load pointers from memory. The launch runs where the tensors are: on the GPU's current stream, or on the
-CPU in the PTX interpreter; a capture records it with the accesses proved from its code.
+`source` is PTX, or CUDA C++ with `extern "C"` entries, compiled by NVRTC or nvcc. Grid and block are a number
+or up to three. Arguments are tensors for pointers and numbers for the rest; a list of tensors is a table of
+their addresses. The launch runs on the device of its tensors, on a CPU in the PTX interpreter; a capture
+records it with the accesses proved from its code.
 
-Not handled: parameters that are structs, and textures.
+Not handled: struct parameters and textures.
 """
 
 import ctypes

@@ -1,32 +1,20 @@
-"""A make-believe GPU, so that a step can be recorded without one and without its weights.
+"""A fake GPU: a step is recorded without a GPU and without weights.
 
-Inside `machine`, tensors are torch's fake tensors: shapes, strides and devices, but no bytes. Parameters are
-created on fake CUDA, so an 8-billion-parameter model costs megabytes. What the program asks of the GPU (its
-compute capability, its attention operator) is answered for the GPUs named below.
+Inside `machine`, tensors are torch's fake tensors on CUDA, so an 8-billion-parameter model costs megabytes.
 
-The guard: slicing a CUDA tensor, or moving one, makes torch switch devices through a guard object of c10,
-also when the tensor is fake. A CUDA build registers such a guard, and torch replaces it by one that does
-nothing when there is no GPU. A CPU build has an empty place instead. Torch's own replacement is what we want,
-and it asks the present guard only one question: how many devices are there? So the empty place is given, for
-the time of that one call, an object all of whose methods return zero. Nothing is touched unless fake tensors
-are asked for, and nothing at all on a CUDA build.
+Device guard: torch switches devices through a guard object of c10, also for fake tensors. A CUDA build
+without a GPU replaces it by one that does nothing; a CPU build has no guard. There the empty place gets, for
+the one call that makes torch's replacement, an object whose methods all return zero.
 
-Attention: which operator F.scaled_dot_product_attention becomes, torch picks by device and build. On a CPU
-build every fake CUDA call would fall apart into the operators of the textbook formula, which no GPU would
-run. Here the choice is made as a CUDA build makes it for GPUs of compute capability 8.0 and above, with the
-kernels that run on all of them: flash, then memory-efficient, then the formula. cuDNN's attention, which
-newer GPUs prefer, is taken for a few queries under a mask alone, which is what a decode is: there the
-memory-efficient kernel leaves most of the memory's bandwidth unused (two thirds of an H200's at batch 8). A
-capture on a real GPU leaves it out.
+Attention: `F.scaled_dot_product_attention` becomes the operator that a CUDA build picks for compute
+capability 8.0 and above, among kernels that run on all of these: flash, memory-efficient, the formula. cuDNN
+attention is used for a few queries under a mask (a decode), where the memory-efficient kernel reaches a third
+of an H200's bandwidth at batch 8.
 
-Not handled: a program that looks at values. Such reads are refused with their line (see `operators`).
+`ShapeCache` remembers results by shapes, strides, types and numbers, for operators that write nothing and
+return new memory or a view of an argument. Torch's own cache is much slower.
 
-`ShapeCache`: what an operator returned before for tensors of the same shapes, without asking torch again.
-
-A model is the same layer many times over, so nearly every operator of a fake run has been seen with the same
-shapes, strides, types and numbers. Torch remembers such results too, but takes most of a millisecond to look
-one up; here it is a dictionary of plain tuples. Only operators that write nothing and whose results are new
-memory, or a view of an argument, are remembered; all others run as usual.
+Not handled: programs that read values; they are refused with their line (see `operators`).
 """
 
 import ctypes

@@ -1,34 +1,23 @@
-"""Capture of any callable over tensors.
+"""Capture of any callable over tensors: `tessera.capture(fn, *args, **kwargs)`.
 
-    trace = tessera.capture(fn, *args, **kwargs)
+  inputs   tensors in the arguments, named by parameter and path ("cache.0.keys"), else `arg0`, `arg1`, ...
+  weights  tensors that the callable holds (see `holders`), by their names there
+  state    those of both that the call changes in place
+  outputs  tensors that the call returns; a result in memory that the call was given is not an output
 
-Tensors are found and named without any help:
-  inputs   in the arguments, however nested in lists, tuples and dicts: the parameter's name and the path to
-           the tensor ("cache.0.keys"); `arg0`, `arg1`, ... where the callable has no names to offer
-  weights  in the modules that the callable is, is bound to, closes over, names as a global or is given (see
-           `holders`), by their names there; other tensors it reaches, by the variable's name
-  state    those of all these that the call changes in place
-  outputs  what the call returns, any nest of tensors; a result that is memory the call was given is not an
-           output of the step but stays what it is
-
-What a call changes is found by running it once. Every storage is saved just before its first write and put
-back after, so the caller's tensors are left as they were. Tensors that share memory are one buffer (see
-`blocks`). Values that are not tensors are fixed in the trace, as they are when torch traces.
+The call runs once to find what it changes. Every storage is saved before its first write and restored
+afterwards. Tensors that share memory are one buffer (see `blocks`). Other values are fixed in the trace.
 
 A call runs under `no_grad`, unless it reaches an optimiser or differentiates: then it is a training step.
-Parameters that it updates, moments and step counts are state; so are gradients that add up from call to call.
-Gradients that every call makes anew are temporaries, and gone after it.
+Updated parameters, moments, step counts and accumulated gradients are state; gradients made anew in every
+call are temporaries.
 
-Refused by name: a call that replaces or adds tensors where they are held instead of changing them in place
-(as the first step of most optimisers does), that resizes an argument, that changes a tensor which nothing but
-a closure holds, or an optimiser's settings on the host.
+Refused by name: a call that replaces or adds held tensors instead of changing them in place (as the first
+step of most optimisers does), resizes an argument, changes a tensor held by a closure alone, or changes an
+optimiser's settings on the host.
 
-`workload(fn, *args, **kwargs)` is the same call as a step that can be run again, here or by workers.
-
-Function: a callable and the structure of one of its calls.
-
-Learns by running the call once what it touches, changes and returns; then binds other calls of the same
-structure to the same step, runs the step on any memory, and hands results of a run elsewhere to the caller.
+`FunctionCall` binds other calls of the same structure to the same step, runs the step on any memory, and
+returns results of a run elsewhere to the caller. `workload` makes the call a step that can be run again.
 """
 
 import sys

@@ -1,11 +1,9 @@
-"""GraphStep: a graph of torch.fx, as Dynamo makes it, with the names of the model it was made from.
+"""GraphStep: a torch.fx graph from Dynamo, with the names of its model.
 
-Dynamo hands a model over flat: parameters and buffers are arguments (or, with other settings, attributes of
-the graph), and the modules are gone. What it says about where each came from is enough to raise the model's
-skeleton again: empty modules at the paths of the real ones hold the weights, and every node runs inside a
-call of the one it came from. So a capture of the step has the scopes and weight names of the model's own.
-
-What cannot be recorded is refused with the line of the model that the node stands for.
+Dynamo passes parameters and buffers as arguments (or attributes of the graph) without the modules. Its
+metadata gives their origin, so empty modules at the original paths hold the weights, and each node runs
+inside a call of its module: a capture has the model's scopes and weight names. Refusals name the line of the
+model behind the node.
 """
 
 import functools

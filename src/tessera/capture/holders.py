@@ -1,29 +1,17 @@
-"""What a callable holds: tensors that it can reach without being given them, and what it keeps in Python.
+"""What a callable holds: tensors it reaches without being given them (`find`), and Python state.
 
-`find`: the tensors.
-
-Looked through: a module or the module a method is bound to; what a function closes over or names as a
-global, and likewise the functions of its own file that it names; the parts of a `functools.partial`; plain
-objects, lists, tuples and dicts among these. A tensor is found together with the dictionary or list that
-holds it, so that another can take its place for one call; where nothing can (a closure's variable, a tuple),
-it can be read but not changed. A parameter's gradient is held by its parameter; an optimiser is looked at
-last, so that parameters are named after their modules.
-
-Not looked through: objects nested deeper than `MAX_DEPTH`, objects with __slots__, and global variables of
+Tensors are searched in modules, bound objects, closures, globals of the function's own file, parts of a
+`functools.partial`, and plain objects, lists, tuples and dicts among these. Each is found with its holder, so
+that another tensor can replace it for one call; a tensor without one (a closure's variable, a tuple) can be
+read but not changed. A gradient is held by its parameter. Optimisers come last, so that parameters are named
+after their modules. Not searched: objects nested deeper than `MAX_DEPTH`, objects with __slots__, globals of
 other files.
 
-`python_state`: what a program keeps in Python between its calls.
-
-A counter, a list that grows, an attribute that is replaced, a generator of random numbers: a recording sees
-none of them, and a run by workers would go on with the values of the recorded call. So a step is called until
-it leaves everything in Python as it found it; what a first call sets up once (a cache, a flag) may change
-then. What goes on changing is refused, with the line that changes it.
-
-Looked at: attributes of the modules, of their classes and of the objects that these hold; what the callable
-and the modules' methods close over or name as globals of their own file; the generators of `random` and
-NumPy. Values that are no plain data, arrays or generators are compared by identity.
-
-Not looked at: memory of extensions, files, other processes. `record` compares what two calls launch.
+`python_state`: values that a program keeps between calls, such as a counter, a list that grows or a random
+generator. A recording does not see them, so a step is called until it leaves them unchanged; a value that
+every call changes is refused with its line. Searched: attributes of modules, their classes and objects,
+closures and globals of methods, the generators of `random` and NumPy. Values other than plain data, arrays
+and generators are compared by identity. Not searched: memory of extensions, files, other processes.
 """
 
 import dataclasses

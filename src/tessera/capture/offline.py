@@ -1,12 +1,12 @@
-"""Inductor without a GPU: the same launches, from fake tensors and kernels that are compiled but not loaded.
+"""Inductor without a GPU: the same launches, from fake tensors and kernels that are compiled, not loaded.
 
-    with offline() as mode: ...      Inductor and Triton believe in one GPU, an H100
+    with offline() as mode: ...      Inductor and Triton see one H100
 
-Inside, Inductor's compiled code can be called on fake tensors: allocations are fake, extern calls are
-dispatched on fakes, Triton kernels are compiled to PTX and their launches are seen but not made.
+Compiled code can be called on fake tensors: allocations are fake, extern calls run on fakes, Triton kernels
+are compiled to PTX and their launches are seen but not made.
 
-Not known here: what Inductor decides by running things on the GPU. The autotuner's first configuration is
-taken for its winner, and the passes that fold constants or pad matrix products by trying are off.
+Not known: decisions that Inductor makes by running kernels. The autotuner's first configuration is taken, and
+passes that fold constants or pad matrix products by trial are off.
 """
 
 import contextlib

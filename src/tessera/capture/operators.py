@@ -1,13 +1,12 @@
-"""Operators by their schema, tensors by their geometry, and refusals: the rules both front ends record by.
+"""Operators by their schema, tensors by their geometry, and refusals: rules of all front ends.
 
-An argument that the schema marks as written is written, and read too unless the operator overwrites it
-unseen: copy_, zero_, fill_, and the arguments that the schema calls `out`.
+An argument that the schema marks as written is also read, unless the operator overwrites it: copy_, zero_,
+fill_, and `out` arguments.
 
-A tensor subclass that wraps others, such as torchao's quantised weights, has no memory of its own: its parts
-are what is stored, sent and priced. Capture names the parts after the wrapper ("proj.weight.qdata") and
-leaves operators on wrappers to the wrapper's own code, whose operators on the parts are then recorded.
+A tensor subclass that wraps others (such as torchao's quantised weights) has no memory of its own. Capture
+names its parts after the wrapper ("proj.weight.qdata") and records the operators on the parts.
 
-What cannot be recorded is refused (`fail`) with the line of the program and with what to do instead.
+`fail` refuses with the line of the program and a remedy.
 """
 
 import functools

@@ -1,27 +1,21 @@
-"""reads: every way by which Python gets at the bytes of a tensor, seen while a step is recorded.
+"""Host reads of tensors while a step is recorded.
 
-A value that the program has read on the host may decide anything: a number, a shape, a branch. A recording
-would hold it as a constant, so a read of a tensor that depends on the request is refused with its line:
+A value read on the host may decide a number, a shape or a branch, and a recording would hold it as a
+constant. So a read of a tensor that depends on the request is refused with its line:
 
   values     item, bool, int, float, index, tolist, numpy, np.asarray, printing, pickling and copying
-  addresses  data_ptr, DLPack, shared memory: whoever is given one reads what nobody sees
-  in C++     tensor_split by a tensor, ctc_loss by tensors: they read their arguments without an operator
-  clocks     time, datetime, os.urandom: no two calls get the same
+  addresses  data_ptr, DLPack, shared memory: reads through them are not seen
+  in C++     tensor_split and ctc_loss read tensor arguments without an operator
+  clocks     time, datetime, os.urandom: different in every call
 
-The methods are exchanged on torch's classes for as long as a thread records; other threads are not looked at.
-Clocks, and methods that a program took hold of before, are seen by Python's profiling hook.
-(A TorchFunctionMode would see the same, but models ask for such modes and then take other paths.) Reads of
-what no request changes, weights and what is made of them or of Python's numbers, are let through: a program
-that reads them does the same in every call. Operators that answer the host are refused by `operators`.
+Methods of torch's classes are exchanged while a thread records; other threads are not affected. Clocks and
+methods that a program saved before are seen by Python's profiling hook. (A TorchFunctionMode would see the
+same, but models take other paths under one.) Reads of values that no request changes are allowed. `operators`
+refuses operators that answer the host; `holders` and `record` find reads by other means. docs/capture.md has
+what each defence alone refuses.
 
-Not seen here: memory that a program reaches by other means, such as a NumPy array made over a tensor before.
-`holders` finds those that it holds, and `record` calls the step again with other values.
-
-Transformers reads masks on the host, to leave them out where they hide nothing, and checks inputs by their
-values; it does neither while it is traced. Capture is a trace, so `traced` says so. The results are the same:
-a mask that hides nothing is applied instead of left out. The messages of such checks name values: a tensor is
-written as "tensor" there. What other releases of transformers call differently is left alone: the read is
-then refused by its line.
+Transformers reads masks and checks inputs by value unless it is traced, so `traced` says that it is: a mask
+that hides nothing is then applied instead of dropped, and messages write a tensor as "tensor".
 """
 
 import datetime

@@ -1,9 +1,9 @@
-"""record: Workload -> Trace, and record_step: Step -> Trace on any device.
+"""Records a workload (`record`) or a step on any device (`record_step`) as a Trace.
 
-A step is recorded twice, with other values and with everything in Python as the first call has left it. Both
-must launch the same: a number that changes was read where nobody looks, or is kept in Python (see `reads`,
-`holders`). Where the first call only set things up, the second and a third must agree. Steps of built-in
-models on fake tensors are recorded once: there are no values, and their code is known.
+A step is recorded twice, with other values and with Python state as the first call left it. Both recordings
+must be equal: a number that differs was read unseen, or is kept in Python (see `reads`, `holders`). If the
+first call only set things up, the second and a third must agree. Built-in models on fake tensors are recorded
+once: there are no values, and their code is known.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,35 +1,19 @@
-"""Recorder: turns what PyTorch dispatches into a Trace.
+"""Recorder: PyTorch's dispatched operators as a Trace.
 
-Every operator that reaches the dispatcher is looked at once. It is a launch iff it writes an argument (by
-its schema) or returns storage nobody has seen; otherwise it is a view and costs nothing. Which tensors
-alias is decided by storage identity, never by the schema, because some operators (`_unsafe_view`, a
-`contiguous` that had nothing to do) alias without saying so; those are listed in the trace.
+An operator is a launch iff it writes an argument (by its schema) or returns new storage; otherwise it is a
+view and costs nothing. Aliasing is decided by storage identity, since some operators (`_unsafe_view`, a
+`contiguous` that does nothing) alias without saying so; the trace lists those. Real and fake tensors are
+recorded alike. A tensor made from Python values is a constant and travels with the trace; moving it to the
+step's device is no launch. A fake constant of unknown value is kept by name and size.
 
-The same code records real tensors and fake ones (`tessera.capture.fake`). A tensor made from Python values
-is a constant and travels with the trace; moving it to the step's device is no launch, since it can be put
-there beforehand. A fake constant whose value is unknown is kept by name and size alone.
+A buffer varies if a request decides its contents: inputs, state, random numbers, and results of these. A host
+read of such a buffer is refused (see `operators` and `reads`).
 
-A buffer varies if a request decides what it holds: inputs, state, what is drawn, and all that is computed
-from these. What varies must not be read on the host; the rest is the same in every call.
+A launch belongs to the module that runs, by its path ("model.layers.0.mlp"); a backward launch belongs to the
+module of its forward, by torch's sequence numbers.
 
-Refused, with the line of the program: see `tessera.capture.operators` and `tessera.capture.reads`.
-
-A launch belongs to the module that runs, by its path in the model ("model.layers.0.mlp"). What runs backward
-through an operator belongs to the module that called it: torch numbers the operators that it may have to
-differentiate, and tells while it does so which number it is at.
-
-Watch: runs along with a call to see what it touches, and saves what it is about to change.
-
-It follows what is computed from the call's inputs too: reading that on the host is refused, and a tensor of
-it that the program keeps is no constant of later recordings.
-
-Which tensors an operator writes is what its schema says (`Tensor(a!)`), as everywhere in capture. The few
-operators of torch that write more than they say are refused before they run.
-
-Ledger: the launches of a step while they are being recorded, and which storage is which buffer.
-
-Tensors are told apart by storage identity, never by what a schema says. A storage that appears for the first
-time is memory that the step made, hence a temporary; what existed before was declared, or is a constant.
+`Watch` follows a call to see what it touches and saves what it is about to change. `Ledger` holds the
+launches and the buffer of each storage while they are recorded.
 """
 
 from collections import Counter

@@ -1,16 +1,15 @@
-"""Generators: random numbers as state of a step.
+"""Random generators as state of a step.
 
-A launch that draws reads and writes the state of its device's default generator. That state is a buffer of
-the step like a cache: "rng:cpu" or "rng:cuda:0", as `get_rng_state` gives it. So draws keep their order, run
-where the generator lives, and give the same numbers on another device that is handed the same state.
+A launch that draws reads and writes the state of its device's default generator: a buffer "rng:cpu" or
+"rng:cuda:0", as `get_rng_state` returns it. So draws keep their order and give the same numbers on another
+device with the same state.
 
-What a request starts with is the state of a generator that was seeded with the request's own seed; a captured
-call starts with the state the program's generator had. `entered` puts such a state into torch's generator for
-the time of a call and takes out what is left; the program's own generator is as before.
+A request starts with a generator seeded by the request's seed; a captured call with the state of the
+program's generator. `entered` puts such a state into torch's generator for one call and takes out the rest.
 
-Refused, with the line of the program: a generator other than the device's default one, and a step that seeds
-it or draws without an operator that says so (`Draws` compares the state before and after every draw).
-A fake device has no generator: its state has a name and a size, and nothing is compared.
+Refused with the line of the program: other generators, and a step that seeds or draws without an operator
+that says so (`Draws` compares states around every draw). A fake device has no generator: its state has a name
+and a size.
 """
 
 import functools

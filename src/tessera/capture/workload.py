@@ -1,17 +1,13 @@
-"""Workload: a step that can be called, with what it reads, owns and returns by name.
+"""Workload: a step that can be called, with its inputs, state and outputs by name.
 
-A workload is built from a `Step` record alone, so a plan can be run from its file: the step says which
-model, which shapes and which seed, and `build` makes the same weights again.
+A workload is built from a `Step` record alone, so a plan can be run from its file.
 
-fresh: other values for the tensors of an example, of the kind that a program may expect there.
-
-Nobody knows what a program's inputs mean, so the example is the guide:
-  floats     between the least and the greatest of the example; what is not finite stays
-  integers   likewise (they may be indices); rows that rise stay rising from their first to their last value
-             (positions, offsets), rows that fall stay falling (masks with padding at the end)
+`fresh` draws other values like those of an example:
+  floats     between its minimum and maximum; values that are not finite stay
+  integers   likewise; sorted rows (positions, offsets, padding masks) stay sorted
   bools      true about as often, never always or never
-A tensor of one value throughout gets values near it: 1 becomes numbers between 0.5 and 1.5, or 0 and 1 for
-integers, a row of which keeps its first. That may not suit the program; `is_mild` leaves such integers alone.
+A tensor of one value gets values near it: 1 becomes 0.5 to 1.5, or 0 and 1 for integers, where a row keeps
+its first; `is_mild` leaves such integers alone.
 """
 
 from collections.abc import Callable, Mapping

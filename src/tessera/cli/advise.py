@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tessera.cli.capture import MODEL_HELP, Launches, checked_launches
 from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.cli.plan import EffortOption
 from tessera.cli.plan_text import plan_figures, sure
 from tessera.errors import TesseraError
 from tessera.ir import save
@@ -61,6 +62,7 @@ def advise(
     margin: Annotated[float, typer.Option(help="Capacity to keep free, as a share of the rate.")] = 0.1,
     memory_share: Annotated[float, typer.Option(help="Share of the GPUs' memory to fill.")] = 0.9,
     launches: Launches = "",
+    effort: EffortOption = "full",
     have: Annotated[str, typer.Option(help=HAVE_HELP)] = "",
     page: Annotated[Path | None, typer.Option(help=PAGE_HELP)] = None,
     regimes: Annotated[Path | None, typer.Option(metavar="DIR", help=REGIMES_HELP)] = None,
@@ -80,12 +82,13 @@ def advise(
     with progress("importing torch", None if have else NUM_RECORDED + NUM_BATCHES + 4) as advance:
         from tessera.advise import Market, use
         from tessera.advise import advise as search
+        from tessera.plan import search_config
 
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is not about our flow
         load = _load(model, rate, prompt, output, slo_ttft_ms, slo_tpot_ms, margin)
         market = Market(
             _names(gpus), max_devices, provider, link, microbatches, listed, memory_share,
-            checked_launches(launches),
+            checked_launches(launches), search_config(effort),
         )  # fmt: skip
         owned = use(load, market, _names(have), advance) if have else None
         found = search(load, market, advance, _say) if owned is None else None

@@ -11,7 +11,7 @@ from tessera.errors import TesseraError
 from tessera.ir import Cost, Device, Source, Step, Trace
 
 if TYPE_CHECKING:
-    from tessera.profile.calibration import CalibrationRow
+    from tessera.profile.corrections import MeasuredWork
 
 # (kind of step, batch, context) that are measured, and the model they are of where none is named.
 STEPS = (("decode", 32, 1024), ("prefill", 2, 1024))
@@ -62,7 +62,7 @@ def calibrate(
 
 
 def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> dict[str, Any]:
-    from tessera.profile import calibration, works
+    from tessera.profile import corrections, sureness_of, works
     from tessera.profile.estimate import price_works
 
     is_cpu = not device.name.startswith("cuda")
@@ -73,16 +73,16 @@ def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> dict[str
         )
     traces = _traces(device, model or (SMALL_MODEL if is_cpu else MODEL), is_cpu)
     priced_as = YARDSTICK if is_cpu else gpu_name
-    path = calibration.folder() / f"{gpu_name}.json"
+    path = corrections.folder() / f"{gpu_name}.json"
     path.unlink(missing_ok=True)  # prices below are the models', not those of an earlier calibration
-    calibration.calibration_of.cache_clear()
+    corrections.calibration_of.cache_clear()
     counted = [works(trace) for trace in traces]
     costs = [price_works(listed, priced_as, None) for listed in counted]
     every = [work for listed in counted for work in listed]
     before = [cost for listed in costs for cost in listed]
-    wanted = frozenset(calibration.chosen(every, before, num))
+    wanted = frozenset(corrections.chosen(every, before, num))
     modelled = dict(zip(every, before, strict=True))
-    rows: dict[Any, CalibrationRow] = {}
+    rows: dict[Any, MeasuredWork] = {}
     about: dict[str, str] = {}
     for trace, listed in zip(traces, counted, strict=True):
         only = frozenset(i for i, work in enumerate(listed) if work in wanted)
@@ -90,20 +90,25 @@ def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> dict[str
         about = dict(measured.machine.identity)
         for work, timing in zip(listed, measured.timings, strict=True):
             if timing is not None and work in wanted:
-                rows[work] = calibration.CalibrationRow(work, timing.us, modelled[work].us)
+                rows[work] = corrections.MeasuredWork(work, timing.us, modelled[work].us)
     if not rows:
         raise TesseraError(f"no launch could be timed on {device.name}", "See `tessera profile --devices`.")
-    made = calibration.Calibration(gpu_name, about, tuple(rows.values()))
-    calibration.save(made, path)
-    after = [made.applied(*pair) for pair in zip(every, before, strict=True)]
+    made = corrections.Corrections(gpu_name, about, rows=tuple(rows.values()))
+    corrections.save(made, path)
+    after = [made.apply_rows(*pair) for pair in zip(every, before, strict=True)]
+
+    def error(costs: list[Cost]) -> float:
+        priced = zip(every, costs, strict=True)
+        return sureness_of((work, priced_as, cost, 1.0) for work, cost in priced).rel_error
+
     steps = " and ".join(f"{t.step.kind} of {t.step.model} at batch {t.step.batch}" for t in traces)
     return {
         "gpu": gpu_name,
         "measured": len(rows),
         "steps": steps,
         "share": _share(after),
-        "error_before": calibration.step_error(every, before),
-        "error_after": calibration.step_error(every, after),
+        "error_before": error(before),
+        "error_after": error(after),
         "ratios": _ratios(rows.values()),
         "output": str(path),
     }

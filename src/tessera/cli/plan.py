@@ -97,6 +97,9 @@ BatchChoicesOption = Annotated[bool, typer.Option("--batch-choices", callback=TR
 ExplainOption = Annotated[
     bool, typer.Option("--explain", callback=TRACES, help="Say why: utilisation and every kernel.")
 ]
+EffortOption = Annotated[
+    str, typer.Option(help="How much is tried: full, or quick for a rougher plan sooner.")
+]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan")
 ]
@@ -123,6 +126,7 @@ def plan(
     pin: PinOption = None,
     forbid: ForbidOption = None,
     batch_choices: BatchChoicesOption = False,
+    effort: EffortOption = "full",
     explain: ExplainOption = False,
     output: OutputOption = None,
 ) -> Illustrated[PlanFigures] | Illustrated[LoadFigures]:
@@ -141,14 +145,15 @@ def plan(
             raise TesseraError("needs traces, not a model's name", place="--objective latency")
         wanted = PlannedLoad(
             traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, prefill_batch, microbatches,
-            random_weights, checked_launches(launches), objective,
+            random_weights, checked_launches(launches), objective, effort,
         )  # fmt: skip
         return plan_for_load(wanted, _cluster(devices, links, buses), output)
-    from tessera.plan import PlanConfig
+    from tessera.plan import PlanConfig, search_config
 
     if launches:
         raise TesseraError("needs a model's name, not traces", place="--launches")
-    config = PlanConfig(objective, microbatches or NUM_MICROBATCHES, policy, _constraints(pin, forbid))
+    many, search = microbatches or NUM_MICROBATCHES, search_config(effort)
+    config = PlanConfig(objective, many, policy, _constraints(pin, forbid), search=search)
     prices = _Prices(costs or [], devices, links, buses)
     made, tried = _plan_traces(traces, _counts(counts), batch_choices, prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")

@@ -14,7 +14,7 @@ from tessera.cli.output import HIDDEN, Illustrated, Record, progress, shown
 from tessera.cli.plan_text import CostFigures, sure
 from tessera.errors import TesseraError
 from tessera.ir import Cluster, Objective, Step, save
-from tessera.plan import BATCHES, LoadConfig, LoadPlan, Option, Room, Target, explain
+from tessera.plan import BATCHES, DeviceMemory, LoadConfig, LoadPlan, Option, Target, explain, search_config
 
 BASELINES = "coarser policies, each at its own best (simulated)"
 # Columns of the curve in the terminal.
@@ -39,6 +39,7 @@ class PlannedLoad:
     # compiled, eager, or empty for what is known.
     launches: str = ""
     objective: Objective = Objective.THROUGHPUT
+    effort: str = "full"
 
 
 class PolicyFigures(Record, frozen=True):
@@ -125,8 +126,13 @@ def planned(
     target = Target(load.output_tokens if steps[-1].kind == "decode" else 1, load.tpot_ms, load.ttft_ms)
     batches = (load.batch,) if load.batch else BATCHES
     is_compiled, note = choose_launches(steps, anchors_of(batches), load.launches)
+    search = search_config(load.effort)
     config = LoadConfig(
-        batches, max_microbatches=load.microbatches, objective=load.objective, advance=advance
+        batches,
+        max_microbatches=load.microbatches,
+        objective=load.objective,
+        advance=advance,
+        search=search,
     )
     found = make_load_plan(steps, cluster, target, config, is_compiled, load.prefill_batch)
     return found, is_compiled, note
@@ -195,7 +201,7 @@ def policy_figures(option: Option) -> PolicyFigures:
     return PolicyFigures(**{name: getattr(option, name) for name in names})
 
 
-def _memory(room: Room) -> MemoryFigures:
+def _memory(room: DeviceMemory) -> MemoryFigures:
     return MemoryFigures(
         weights=room.weight_bytes,
         state=room.state_bytes,

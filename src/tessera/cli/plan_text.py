@@ -10,7 +10,7 @@ from tessera.cli.output import HIDDEN, Record, shown
 from tessera.errors import PlanInfeasible
 from tessera.ir import Objective, Plan
 from tessera.ir.plan import Robust
-from tessera.plan.explain import Gain, KernelUse, Reason, Room, Usage
+from tessera.plan.explain import DeviceMemory, Gain, KernelUse, Reason, Usage
 from tessera.profile.coverage import CostShare
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class PlanReasons(Record, frozen=True):
     devices: tuple[Usage, ...]
     links: tuple[Usage, ...]
     bottleneck: str
-    memory: Annotated[tuple[Room, ...], shown("memory (modelled, at most)")]
+    memory: Annotated[tuple[DeviceMemory, ...], shown("memory (modelled, at most)")]
     kernels: tuple[KernelUse, ...]
     gains: Annotated[tuple[Gain, ...], HIDDEN]
     num_transfers: Annotated[float, shown("transfers/request")]

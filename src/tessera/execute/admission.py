@@ -1,31 +1,24 @@
-"""Who is served next, by which microbatch, and whose step goes first.
+"""Admission: which request is served next, by which microbatch, and whose step goes first.
 
 A step costs about the same however many of a microbatch's rows have a request, so requests are packed. But a
-policy keeps all of its devices busy only with some number of microbatches at work, its width; up to that
-number requests are spread evenly, since devices would else wait. Beyond it each one that is open slows the
-others down, by what the plan says of microbatches in flight. So one more is opened only when so many wait
-that it is worth it to those who are seated; and it takes only those for whom the ones before it have no
-place, even if they have to wait for a step to end there: so it empties and closes when the load falls. One
-that is opened or filled too soon is not a loss for a moment: with more microbatches everybody stays longer,
-so it does not empty again, and a system that could serve its load with two stays at three.
+policy needs some number of microbatches at work, its width, to keep its devices busy; up to the width
+requests are spread evenly. Each microbatch beyond it slows the others by what the plan says, so one more is
+opened only when enough requests wait, and it takes only requests for which the earlier ones have no place.
+So it empties and closes when the load falls. Opening too soon is costly: with more microbatches every
+request stays longer, so the extra one does not empty again.
 
-A microbatch without requests may be kept open, idle, for what it holds. It counts as closed, but is taken
-before one is opened. Where a request can begin from what a microbatch holds, it goes there rather than to an
-emptier one, as long as that has as many places left as it is fuller.
+A microbatch without requests may stay open, idle, for what it holds. It counts as closed, but is taken before
+a new one is opened. A request that can start from what a microbatch holds goes there rather than to an
+emptier one, as long as that has as many free places as it is fuller.
 
-After a switch of policy the microbatches of the old one are renewed: the emptiest takes nothing more and is
-opened anew when its last request has left; so do the next ones, as long as the others have places for all who
-wait. Who waits is seated in those of the new policy first.
+After a switch of policy the old microbatches are renewed: the emptiest takes no more requests and is reopened
+when its last request has left; then the next, as long as the others have places for all who wait.
 
-Turns: no step waits for other microbatches' shorter steps for longer than it takes itself. A device prefers
-what is over soonest. The step that answers go on is shorter than the one that reads a prompt, and a
-microbatch that is never empty begins one after the other: left alone, they would keep a prompt on the same
-device waiting for good. So a step should be done in PATIENCE times what it takes alone. Past it, shorter
-steps of other microbatches that share a device with it are not started until it has ended. Who was held back
-so waits for the steps that were late then, and for no other, so nobody waits for ever. What runs is never
-stopped. Alone, a step takes what the plan's costs say for its busiest device, or the least it was seen to
-take where that is more: devices that compute on a CPU in place of a GPU are slower than their plans. Where a
-microbatch is one request the rule is not needed: its short steps end.
+Turns: a step should end within PATIENCE times what it takes alone. Past that, shorter steps of other
+microbatches that share a device with it are not started until it has ended; otherwise decode steps of a busy
+microbatch could delay a prompt for ever. A held-back step waits only for steps already late when it was held;
+this rules out starvation. Running steps are never stopped. Alone, a step takes what the plan's costs say for
+its busiest device, or the least time seen if that is more.
 
 Imports no torch.
 """
@@ -42,57 +35,55 @@ from tessera.errors import ServiceBusy
 from tessera.execute.lanes import LoadedLane
 from tessera.ir import Plan
 
-# Share of the best simulated rate at which more microbatches in flight are no gain.
+# Share of the best simulated rate that is as good as the best.
 ENOUGH = 0.95
-# Waiting requests for each request that is seated and would take twice as long, before a microbatch beyond
-# the width is opened. On an 8B model half of it opens too soon (72 ms a token in place of 51, at 0.95 of what
-# a policy can do), and twice as much lets those who wait wait too long.
+# Waiting requests per seated request that would take twice as long, before a microbatch beyond the width is
+# opened. On an 8B model half of it opens too soon (72 ms a token instead of 51, at 0.95 of capacity), and
+# twice as much makes requests wait too long.
 PER_SEATED = 0.4
 
 
 class Occupancy(Protocol):
-    """What admission looks at in a microbatch."""
-
     @property
     def num_used(self) -> int:
         """Requests in it."""
 
     @property
     def num_free(self) -> int:
-        """Places for more."""
+        """Free places."""
 
     @property
     def takes(self) -> bool:
-        """True if a request can begin in it now."""
+        """True if a request can begin now."""
 
 
 class OpenPlace(Protocol):
     """An open microbatch."""
 
-    # Of equals the first is meant.
+    # Breaks ties.
     number: int
-    # True if it is to be opened anew: another policy or other plans are in force since.
+    # True if it must be reopened: the policy or the plans have changed.
     is_old: bool
-    # True if it has no requests and is kept for what it holds.
+    # True if it is kept open without requests.
     is_idle: bool
 
     @property
     def content(self) -> Occupancy:
-        """Who is in it."""
+        """Its requests."""
 
 
 P = TypeVar("P", bound=OpenPlace)
 
 
 def width_of(plan: Plan) -> int:
-    """The fewest microbatches with which a plan reaches nearly its best simulated rate."""
+    """Fewest microbatches that nearly reach the plan's best simulated rate."""
     there = [(num, rate) for num, rate in plan.by_microbatches if num <= plan.microbatches]
     best = max((rate for _, rate in there), default=0.0)
     return min((num for num, rate in there if rate >= ENOUGH * best), default=1)
 
 
 def slowdown_of(plan: Plan) -> Callable[[int], float]:
-    """By the number of microbatches: how much longer steps take with one more; 0 if a plan does not say."""
+    """Number of microbatches -> relative slowdown of steps by one more; 0 if the plan does not say."""
     if not plan.by_microbatches:
         return lambda num: 0.0
     nums, rates = zip(*sorted(plan.by_microbatches), strict=True)
@@ -105,7 +96,7 @@ def slowdown_of(plan: Plan) -> Callable[[int], float]:
 
 
 def _taking(places: Sequence[P], num_waiting: int) -> list[P]:
-    """All but the old ones that are renewed now: the emptiest, and more while the rest has room for all."""
+    """All but the old ones to renew now: the emptiest, and more while the rest has places for all."""
     old = sorted((p for p in places if p.is_old), key=lambda p: (p.content.num_used, p.number))
     taking = [p for p in places if not p.is_old] + old[::-1]  # the fullest of the old come first
     for index in range(len(old)):
@@ -116,7 +107,7 @@ def _taking(places: Sequence[P], num_waiting: int) -> list[P]:
 
 
 def _is_near(place: OpenPlace, emptiest: OpenPlace) -> bool:
-    """Is it not much fuller than the emptiest?"""
+    """True if it is not much fuller than the emptiest."""
     fuller = place.content.num_used - emptiest.content.num_used
     return place.is_old == emptiest.is_old and fuller <= place.content.num_free
 
@@ -131,8 +122,8 @@ def choose(
 ) -> P | bool:
     """The open microbatch that takes the next request; True: one must be opened for it; False: it waits.
 
-    `places` in the order in which they were opened; the next request is among those that wait. `overlap` says
-    how much of it a microbatch holds already.
+    `places` in order of opening; the next request counts as waiting. `overlap`: how much of the request a
+    microbatch already holds.
     """
     idle = [place for place in places if place.is_idle]
     taking = _taking([place for place in places if not place.is_idle], num_waiting)
@@ -142,7 +133,7 @@ def choose(
         return max(idle, key=overlap) if idle else True
 
     if (can_open or idle) and len(first) < width:
-        # As long as a microbatch is missing, one is opened before another gets a second request.
+        # Below the width, open one before another gets a second request.
         empty = [place for place in first if not place.content.num_used]
         return empty[0] if empty else opened()
     ready = [place for place in first if place.content.takes]
@@ -168,11 +159,10 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Waiting requests. Clients take turns; what one client asked for first comes first. For any thread.
+    """Waiting requests: clients take turns, each client's requests in order. Thread-safe.
 
-    Requests that lost their device go ahead of everybody, in the order in which they come back: they have
-    been served in part. They do not count against the limit, which is for what comes from outside. An item
-    is in it at most once.
+    Requests that lost their device go first, in order of return, and do not count against the limit. An item
+    is queued at most once.
     """
 
     def __init__(self, max_waiting: int | None = None) -> None:
@@ -192,15 +182,15 @@ class FairQueue(Generic[T]):
         return iter(items)
 
     def push(self, client: str, item: T) -> None:
-        """Behind the client's others; refused when too many wait."""
+        """Appends a request; raises ServiceBusy when too many wait."""
         with self._lock:
             if self._max_waiting is not None and self._num >= self._max_waiting:
-                raise ServiceBusy(f"{self._num} requests wait already", "Ask again later.")
+                raise ServiceBusy(f"{self._num} requests are already waiting", "Try again later.")
             self._by_client.setdefault(client, deque()).append(item)
             self._num += 1
 
     def give_back(self, item: T) -> None:
-        """Ahead of everything that was never served."""
+        """Queues a request ahead of new ones."""
         with self._lock:
             self._returned.append(item)
 
@@ -210,7 +200,7 @@ class FairQueue(Generic[T]):
             return items[0] if items else None
 
     def pop(self) -> T | None:
-        """The next one; its client's turn comes again after all others'."""
+        """The next request; its client goes to the end of the turns."""
         with self._lock:
             if self._returned:
                 return self._returned.popleft()
@@ -225,7 +215,7 @@ class FairQueue(Generic[T]):
             return item
 
     def remove(self, client: str, item: T) -> bool:
-        """Takes out one that nobody waits for any more; False if it is not here."""
+        """Removes a request; False if it is not queued."""
         with self._lock:
             if item in self._returned:
                 self._returned.remove(item)
@@ -240,7 +230,7 @@ class FairQueue(Generic[T]):
             return True
 
 
-# A step may take as many times as long as it would alone: it waits for others at most as long as it works.
+# A step may take this many times as long as alone.
 PATIENCE = 2.0
 
 
@@ -248,9 +238,9 @@ PATIENCE = 2.0
 class StepCost:
     # Device -> seconds of its launches, by the plan's costs.
     busy_s: Mapping[str, float]
-    # Alone; the busiest device's, until it is seen.
+    # Time alone: the busiest device's until a run was seen.
     alone_s: float
-    # The least it took; None: it was not run yet.
+    # Least time seen; None: not run yet.
     least_s: float | None = None
 
     def seen(self, seconds: float) -> None:
@@ -260,10 +250,10 @@ class StepCost:
 
 
 def costs_of(lane: LoadedLane) -> tuple[StepCost, ...]:
-    """Of every step of a lane, in the order of its unit."""
+    """Costs of every step of a lane."""
     names, found = lane.plan.cluster.names, []
     places = lane.lane.placement.devices
-    # Of a plan that nobody priced nothing is known to be late.
+    # Without prices no step counts as late.
     priced = lane.plan.costs_of(lane.lane) or (None,) * len(places)
     for costs, place in zip(priced, places, strict=True):
         busy_s: dict[str, float] = defaultdict(float)
@@ -274,17 +264,17 @@ def costs_of(lane: LoadedLane) -> tuple[StepCost, ...]:
 
 
 class Turns:
-    """Steps under way, and microbatches that let one go first. Microbatches are numbers here."""
+    """Running steps, and microbatches held back for late ones."""
 
     def __init__(self, patience: float = PATIENCE) -> None:
         self._patience = patience
-        # Microbatch -> (when its step should be done, how long that takes alone, what it needs).
+        # Microbatch -> (due time, time alone, cost)
         self._running: dict[int, tuple[float, float, StepCost]] = {}
-        # Microbatch -> those whose steps must end before its own starts.
+        # Held microbatch -> microbatches whose steps must end first.
         self._held: dict[int, set[int]] = {}
 
     def holds(self, microbatch: int, cost: StepCost, scale: float, now_s: float) -> bool:
-        """Must it wait with this step? Then `end` will name it. If not, the step counts as started."""
+        """True if the step must wait; `end` will release it. Else the step counts as started."""
         alone_s = cost.alone_s * scale
         late = [
             other
@@ -302,7 +292,7 @@ class Turns:
         self._running[microbatch] = (now_s + self._patience * alone_s, alone_s, cost)
 
     def end(self, *microbatches: int) -> list[int]:
-        """Steps of these are over, or they are lost; who may start then."""
+        """Steps of these have ended or are lost; returns microbatches that may start."""
         for number in microbatches:
             self._running.pop(number, None)
         if not self._held:

@@ -1,8 +1,8 @@
-"""The CUDA driver by ctypes, as far as torch has no words for it.
+"""The CUDA driver by ctypes, for what torch does not offer.
 
-Streams of our own: torch hands out its streams from a small pool, over and over; streams that own memory (a
-library's workspace belongs to a stream) must not be the same by accident. Green contexts. Memory that another
-process can open. Writes to memory and waits for its contents, on a stream, also inside a graph's capture.
+Private streams: torch reuses streams from a small pool, but streams that own memory (library workspaces
+belong to a stream) must be distinct. Green contexts. Memory that another process can open. Writes to memory
+and waits for values, on a stream, also during a graph capture.
 """
 
 import ctypes

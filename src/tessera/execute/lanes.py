@@ -1,12 +1,11 @@
-"""Lanes: which lanes there are to follow, and which one the next microbatch takes.
+"""Lanes: the lanes of all loaded plans, and which one the next microbatch takes.
 
-One rule everywhere, in services, runs and simulations: the lane that is furthest below its share of the open
-microbatches, counting the newcomer; of equals the first. A plan's lane table says the shares (entry i is the
-lane of microbatch i), else the lanes' rates do. With all microbatches open this keeps each of them on its
-lane from request to request.
+One rule for services, runs and simulations: the lane furthest below its share of the open microbatches,
+counting the new one; the first of equals. A plan's lane table gives the shares (entry i is the lane of
+microbatch i), else the lanes' rates. With all microbatches open each keeps its lane from request to request.
 
-The lanes of all plans that were ever loaded are numbered one after another, so that a microbatch can go on
-along a lane of a plan that was replaced. Importing this imports no torch.
+Lanes of all plans ever loaded are numbered consecutively, so that a microbatch can finish on a lane of a plan
+that was replaced. Imports no torch.
 """
 
 from collections import Counter

@@ -1,10 +1,8 @@
-"""What a transfer takes between two devices over a transport, found by running plans on their workers.
+"""Transfer times between two devices over a transport, from plans run on their workers.
 
-A chain of launches runs once whole on one device and once in turns on the two: what the second takes longer,
-divided by its crossings, is one transfer with everything that belongs to it, as a plan would pay it. The
-chain grows from one number, so that what enters a step costs nothing beside its crossings. With two such
-chains at once the directions meet, and each crossing takes what it does beside the other. There and back are
-not told apart.
+A chain of launches runs once on one device and once alternating between the two; the difference, divided by
+the crossings, is the time of one transfer as a plan would pay it. The chain starts from one number, so its
+input costs nothing. Two chains at once load both directions. Both directions are averaged.
 """
 
 from collections.abc import Callable, Sequence

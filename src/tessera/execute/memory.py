@@ -1,29 +1,24 @@
 """Memory: what a device must hold for some plans, where its buffers are, and tensors as views of them.
 
-A footprint is known before anything is allocated:
+The footprint is computed before anything is allocated:
 
-    peak = weights that some lane reads there + microbatches x what one microbatch needs at most
-    one microbatch = its lane's state there + the most bytes of inputs, received values, temporaries and
-                     outputs that a program has there at one time, each counted until its `Free`
+    peak = weights that some lane reads there + microbatches x the most that one microbatch needs
+    one microbatch = its lane's state there + the peak of inputs, received values, temporaries and outputs
+                     of a program there, each counted until its `Free`
 
-That is what a GPU's memory pool holds and what the planner counts. A worker on a CPU may take somewhat more
-of its machine's memory: what is freed there serves buffers of the same size only. Memory is counted in
-multiples of `ALIGN`, as torch gives it out.
+A GPU's memory pool holds this and the planner counts it, in multiples of `ALIGN`. A CPU worker may take
+somewhat more: freed memory there serves buffers of the same size only. Weights of several plans over one
+model are counted once by name, constants once per step. Not counted: scratch memory inside a launch, and the
+shared memory of transfers (`landing`).
 
-Weights of several plans over the same model are counted once by name; constants of a trace are counted for
-each step. Not counted: what an operator takes and gives back within one launch, and the bytes in which worker
-processes hand transfers over (`landing`), which are memory of the machine and not of the device.
+`Memory` is what a launcher runs on. `PlacedMemory` gives every buffer a fixed place, so that launches can be
+bound to it; results that operators allocate are copied there.
 
-`Memory` is what a launcher runs on. `PlacedMemory` is that of a worker: every buffer has a place which stays,
-so that launches can be bound to it, and what an operator returns is copied there, because operators make
-memory of their own.
-
-`Stand` is one program in one microbatch, as one device has it: made once, used by every run of it. `Ground`
-is the device's memory under all of them. Weights are there once. Every microbatch has its state once, by
-name, whatever program or lane runs on it, and one pool for everything else, since it runs one program at a
-time. A program takes its places from the pool when it is first used, and keeps them; what its list has freed
-serves the buffers of the same size behind it. A device's list runs in order, a send has taken its bytes when
-it returns, and what arrives waits in memory of the transport for its receive: so nobody waits for memory.
+`ProgramMemory` is one program in one microbatch on one device, made once and used by every run.
+`WorkerMemory` is the memory under all of them: weights once; per microbatch its state by name, and one pool
+for everything else, since it runs one program at a time. A program takes its places from the pool at first
+use and keeps them. A device's list runs in order, a send has taken its bytes when it returns, and arriving
+bytes wait in the transport, so no one waits for memory.
 """
 
 from collections import defaultdict
@@ -333,7 +328,7 @@ class PlacedMemory(Memory):
 
 
 @dataclass(frozen=True)
-class Stand:
+class ProgramMemory:
     program: Program
     memory: PlacedMemory
     # Inputs and state -> buffer, of those that have a place here.
@@ -346,7 +341,7 @@ class Stand:
     until_wait_us: Sequence[float]
 
 
-class Ground:
+class WorkerMemory:
     """One device's memory for all microbatches."""
 
     def __init__(self, traces: Sequence[Trace], device: int, weights: Sequence[dict[int, Storage]]) -> None:
@@ -357,7 +352,7 @@ class Ground:
         # pools[microbatch][bytes]
         self._pools: dict[int, dict[int, list[Storage]]] = defaultdict(dict)
 
-    def stand(self, microbatch: int, program: Program, us: Sequence[float]) -> Stand:
+    def program_memory(self, microbatch: int, program: Program, us: Sequence[float]) -> ProgramMemory:
         """`us`: modelled time of each launch on this device; empty where it is not known."""
         trace, device = self._traces[program.step], self._device
         places = self._places(microbatch, program)
@@ -372,7 +367,7 @@ class Ground:
             until = until_wait(
                 program.instructions[device], lambda x: us[x.launch] if isinstance(x, Run) else 0.0
             )
-        return Stand(program, memory, given, outputs, state, until)
+        return ProgramMemory(program, memory, given, outputs, state, until)
 
     def _places(self, microbatch: int, program: Program) -> dict[int, Storage]:
         trace, pool = self._traces[program.step], self._pools[microbatch]

@@ -1,17 +1,16 @@
-"""run_offline: a list of requests through a stepper, one request a microbatch; results in their order.
+"""run_offline: a list of requests through a stepper, one request per microbatch; results in their order.
 
-Between two runs of its steps the request itself says what the next inputs are, so that a language model can
-feed its own tokens back. Requests whose device was lost start again from their inputs; where no lane is left
-and no device is tried again they fail, and so do those that wait. No request is dropped silently.
+Between two runs the request itself gives the next inputs, so a language model can feed its tokens back.
+Requests whose device was lost start again from their inputs; they fail only where no lane is left and no
+device is retried. No request is dropped silently.
 
-Where lanes are of unlike batches the lane comes first: only then is a request asked for its inputs and state.
-Importing this imports no torch: tensors pass through.
+Where lanes have different batches, the lane is chosen before the request is asked for inputs and state.
+Imports no torch.
 
-Costs and simulation know neither every contention on a device nor a card's own order of launches. So plans
-that are loaded together can be tried out before they are used (`try_all`, `pick`): each runs the same
-requests, in turns, so that a drift of the clock meets all alike. The first plan is kept unless another one is
-clearly faster. Give at least five requests a microbatch: of fewer, most are run while the pipeline fills or
-empties.
+Plans that are loaded together can be tried before use (`try_all`, `pick`), since costs and simulation do not
+know every contention. Each runs the same requests in turns, to cancel drift. The first plan is kept unless
+another is clearly faster. Give at least five requests per microbatch, so that filling and emptying the
+pipeline does not dominate.
 """
 
 import math
@@ -25,26 +24,26 @@ from tessera.execute.scheduler import Content, Scheduler, SchedulerConfig, Watch
 from tessera.execute.stepper import DeviceLost, SpanLog, StepCall, StepDone, Stepper, Tensors
 from tessera.ir import Plan, Timeline
 
-# How long steps that run are waited for after an interruption.
+# Wait for running steps after an interruption.
 DRAIN_S = 5.0
 
 
 class Request(Protocol):
-    """One unit of work. Asked again from the start, it must answer the same."""
+    """One unit of work. It must be repeatable from the start."""
 
     def state(self) -> Tensors:
-        """The state of all its steps, as each is before the first run that uses it."""
+        """Initial state of all its steps."""
 
     def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
-        """The inputs of the run-th run of a step, given the outputs of the run before it."""
+        """Inputs of the run-th run of a step, given the outputs of the run before."""
 
 
 @runtime_checkable
 class AnyBatch(Protocol):
-    """A request that can be had at every batch that a plan's lanes have."""
+    """A request that exists at every batch of a plan's lanes."""
 
     def at(self, variant: int) -> Request:
-        """The request at the batch of one of the plan's variants; asked again, the same."""
+        """The request at the batch of a variant; repeatable."""
 
 
 @dataclass
@@ -56,14 +55,14 @@ class RunResult:
     outputs: list[dict[str, Any]] = field(default_factory=list)
     # State after the last run, as flat bytes by name.
     state: dict[str, Any] = field(default_factory=dict)
-    # By the stepper's clock, from the start of the list.
+    # Stepper's clock, from the start of the list.
     start_s: float = 0.0
     stop_s: float = 0.0
-    # How often it was started again because a device was lost.
+    # Restarts because of lost devices.
     restarts: int = 0
-    # Why it has no result; empty if it has.
+    # Why it failed; empty if it did not.
     error: str = ""
-    # Where it was in flight; -1: nowhere.
+    # -1: never in flight.
     microbatch: int = -1
 
 
@@ -95,12 +94,12 @@ def run_offline(
 ) -> OfflineRun:
     """Runs all requests, as many at a time as the plan in force says.
 
-    policy   under which requests begin, or what it is when so many have ended: a switch drains nothing
-    on_done  hears the number of every request that ends
-    spans    the stepper's own log of launches and transfers, begun anew here
-    is_timed only how long they take matters: state begins as zeros, and neither it nor outputs are kept
-    skips    outputs that nobody asks for
-    depth    requests at a time, in place of what the plan in force says
+    policy   current policy, or a function of the number of ended requests; a switch drains nothing
+    on_done  called with the number of every request that ends
+    spans    the stepper's log of launches and transfers, reset here
+    is_timed only times matter: state starts as zeros, and neither state nor outputs are kept
+    skips    outputs that are not needed
+    depth    requests in flight, instead of the plan's number
     """
     check_batches(stepper.plans[0], requests)
     choose = policy if callable(policy) else lambda num_done: policy
@@ -127,7 +126,7 @@ class _Run(Watcher[int]):
         self.results = [RunResult(-1) for _ in self.requests]
         self._faults: list[str] = []
         self._num_done = 0
-        # A microbatch is one request, so its short steps end: nobody has to be let go first.
+        # A microbatch is one request, so its short steps end: no turns are needed.
         config = SchedulerConfig(depth=self.depth, patience=math.inf)
         self._scheduler = Scheduler(self.stepper, lambda number, lane: _One(self, number, lane), config, self)
 
@@ -141,7 +140,7 @@ class _Run(Watcher[int]):
                 if self._scheduler.is_idle:
                     break
                 self._scheduler.wait(None)
-        finally:  # interrupted: what runs is waited for, and the stepper can be used again
+        finally:  # after an interruption the stepper can be used again
             self._scheduler.drain(DRAIN_S)
         return OfflineRun(self.results, self._faults)
 
@@ -151,7 +150,7 @@ class _Run(Watcher[int]):
     def _switch(self) -> None:
         wanted, num = self.policy(self._num_done), len(self.stepper.plans)
         if not 0 <= wanted < num:
-            raise TesseraError(f"there is no policy {wanted}", f"Use 0 to {num - 1}.")
+            raise TesseraError(f"policy must be 0 to {num - 1}, got {wanted}")
         if wanted != self._scheduler.policy:
             self._scheduler.switch(wanted)
 
@@ -165,7 +164,6 @@ class _Run(Watcher[int]):
         self.results[request] = RunResult(-1, self._scheduler.policy, restarts=old.restarts, error=message)
 
     def retried(self, request: int, lost: DeviceLost) -> None:
-        """What it did before does not count."""
         self.results[request] = RunResult(-1, restarts=self.results[request].restarts + 1)
         if self.spans is not None:
             self.spans.forget(request)
@@ -175,7 +173,7 @@ class _Run(Watcher[int]):
 
 
 class _One(Content[int]):
-    """A microbatch of one request; a run's inputs are made of what the one before gave."""
+    """A microbatch of one request; inputs of a run follow from the outputs of the run before."""
 
     def __init__(self, run: _Run, number: int, lane: LoadedLane) -> None:
         self._run, self._number, self._lane = run, number, lane
@@ -192,7 +190,7 @@ class _One(Content[int]):
 
     @property
     def takes(self) -> bool:
-        """Never: the next one opens a microbatch of its own."""
+        """Never: every request opens its own microbatch."""
         return False
 
     def add(self, request: int) -> None:
@@ -227,7 +225,7 @@ class _One(Content[int]):
             self._result.outputs.append(dict(done.outputs))
         if self._left:
             return ()
-        assert self._held is not None, "a step that ends was its own"
+        assert self._held is not None, "a step that ends has a request"
         self._result.state = dict(done.state)
         self._result.stop_s = self._run.now_s()
         left, self._held = self._held, None
@@ -238,7 +236,7 @@ class _One(Content[int]):
 
 
 def timeline_of(spans: SpanLog, plans: Sequence[Plan], results: Sequence[RunResult]) -> Timeline:
-    """What the last list did; requests of a lane of twice the batch count double."""
+    """Timeline of the last list; requests of a lane of twice the batch count double."""
     found = spans.timeline()
     if not plans[0].variants:
         return found
@@ -269,7 +267,7 @@ class Trial:
 
 
 def try_all(plans: Sequence[Plan], run: Callable[[int], Sequence[RunResult]]) -> list[Trial]:
-    """Each plan's rate; `run(number)` runs the same requests under one of the plans."""
+    """Rate of each plan; `run(number)` runs the same requests under one plan."""
     rates: list[list[float]] = [[] for _ in plans]
     for _ in range(ROUNDS):
         for number in range(len(plans)):
@@ -278,15 +276,15 @@ def try_all(plans: Sequence[Plan], run: Callable[[int], Sequence[RunResult]]) ->
 
 
 def pick(trials: Sequence[Trial]) -> Trial:
-    """The fastest; the first one where it is as good."""
+    """The fastest, or the first if it is about as good."""
     best = max(trials, key=lambda t: t.per_s)
     return trials[0] if trials[0].per_s * (1.0 + MARGIN) >= best.per_s else best
 
 
 def rate_per_s(results: Sequence[RunResult]) -> float:
-    """Requests per second while the system was full; of a list too short for that, over the whole of it.
+    """Requests per second while the system was full; over the whole list if it is too short for that.
 
-    Full is from when as many have ended as there are microbatches until the last one is begun.
+    Full: from when as many have ended as there are microbatches until the last one begins.
     """
     stops = sorted(result.stop_s for result in results)
     num = len({result.microbatch for result in results})

@@ -1,13 +1,11 @@
-"""What runs next: the one scheduling policy, used alike by worker processes and by the simulator.
+"""Scheduling on one device: the one policy, used by workers and by the simulator.
 
-After every launch a device looks at the jobs that can go on, and takes the one that will be done soonest,
-by the modelled times, with what it can do before it must wait for a transfer or ends; of equal ones the
-oldest. So a short segment whose result another device waits for is not held up behind a long one: with few
-requests in flight, a decode that crosses between devices would otherwise wait for a whole segment of a
-prefill at every crossing. A job never waits for a younger one for longer than the younger ones' shorter
-segments last; where requests in flight are few and each ends, none waits for ever. A service's microbatches
-do not end: there a long job may wait as long as shorter ones keep its device busy. Jobs without modelled
-times go by age.
+After every launch a device takes, of the jobs that can continue, the one with the least modelled time until
+it must wait for a transfer or ends; the oldest of equals. So a short segment that another device waits for is
+not held up behind a long one: otherwise a decode that crosses between devices would wait for a whole prefill
+segment at every crossing. A job waits for younger ones at most as long as their shorter segments last. With
+few requests in flight none starves; a service's microbatches do not end, so there a long job may wait as long
+as shorter ones keep its device busy (`admission.Turns` bounds that). Jobs without modelled times go by age.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +22,13 @@ class Job:
     microbatch: int
     # Identifies the run; the same on every device.
     ticket: int
-    # Instructions, or whatever a simulator puts in their place; only receives and launches are looked at.
+    # Instructions, or a simulator's items; only receives and launches are examined.
     instructions: Sequence[Any]
     position: int = 0
     arrived: set[int] = field(default_factory=set)
-    # From each instruction to the next that may wait, or to the end: modelled microseconds; see `until_wait`.
+    # Modelled microseconds from each instruction to the next wait or the end; see `until_wait`.
     until_wait_us: Sequence[float] = ()
-    # Of that, what is done already; only a simulator stops inside an item of its list.
+    # Part of that already done; only a simulator stops inside an item.
     spent_us: float = 0.0
 
     @property
@@ -55,7 +53,7 @@ class Job:
         return self.instructions[self.position - 1]
 
     def turn(self) -> Iterator[Any]:
-        """Issues instructions up to the next launch, and what follows it at once; then others may go."""
+        """Issues instructions up to the next launch and what directly follows it."""
         has_run = False
         while self.is_ready and not (has_run and isinstance(self.instructions[self.position], (Run, Recv))):
             instruction = self.issue()
@@ -66,7 +64,7 @@ class Job:
 def until_wait(instructions: Sequence[Any], duration_us: Callable[[Any], float]) -> tuple[float, ...]:
     """For every position of a list: the time until the next receive after it, or until the end.
 
-    Several receives in a row are one place to wait: at each of them, what follows the last counts.
+    Consecutive receives are one wait: at each of them, what follows the last counts.
     """
     found: list[float] = []
     total, is_waiting = 0.0, False
@@ -84,15 +82,15 @@ class Queue:
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}  # ticket -> job, oldest first
         self._early: dict[int, set[int]] = {}  # transfers that came before their job
-        self._awake: dict[int, Job] = {}  # those that may be able to go on; the others wait for a transfer
+        self._awake: dict[int, Job] = {}  # jobs that may be ready; the others wait for a transfer
 
     def add(self, job: Job) -> None:
-        """Takes a job; transfers that came before it count as arrived."""
+        """Adds a job; transfers that came early count as arrived."""
         job.arrived |= self._early.pop(job.ticket, set())
         self._jobs[job.ticket] = self._awake[job.ticket] = job
 
     def deliver(self, ticket: int, transfer: int) -> Job | None:
-        """A transfer of a run has arrived; gives the job that it is for, None if that is yet to come."""
+        """A transfer has arrived; returns its job, None if that is yet to come."""
         job = self._jobs.get(ticket)
         if job is None:
             self._early.setdefault(ticket, set()).add(transfer)
@@ -102,8 +100,8 @@ class Queue:
         return job
 
     def pick(self) -> Job | None:
-        """Of the jobs that can go on, the one with the least to do until it waits; None if all wait."""
-        # What `is_ready` and `left_us` say, written out: simulations ask this millions of times.
+        """The ready job with the least time until it waits; None if all wait."""
+        # `is_ready` and `left_us` inlined: simulations call this millions of times.
         best: Job | None = None
         least = 0.0
         asleep: list[int] = []

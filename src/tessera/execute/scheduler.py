@@ -1,31 +1,28 @@
-"""Scheduler: the one that decides what a stepper does next, for runs, services and simulations alike.
+"""Scheduler: decides what a stepper does next, for runs, services and simulations.
 
-    scheduler = Scheduler(stepper, make)            # make(number, lane) -> what a microbatch holds
+    scheduler = Scheduler(stepper, make)            # make(number, lane) -> Content of a microbatch
     scheduler.push(request, client)                 # any thread
     while ...: scheduler.round(timeout_s)           # begin() + wait(); one thread
 
-Round and round: seat who waits (`admission`), start the next step of every microbatch that runs nothing
-(`Turns` may hold it back), wait for the next thing to happen, and settle it. What a microbatch holds and what
-comes next is its `Content`'s to say: the scheduler knows nothing of prompts, rows or tokens.
+Each round seats waiting requests (`admission`), starts the next step of every microbatch that runs nothing
+(`Turns` may hold it back), waits for the next event and settles it. A microbatch's `Content` knows its
+requests and its next step; the scheduler knows nothing of prompts, rows or tokens.
 
-Between two steps of a microbatch its devices wait for this loop. Another microbatch on them fills that gap;
-where there is none, the next step is started while one runs, if the content can name it by then
-(`can_look_ahead`) and the stepper can queue it.
+Between two steps of a microbatch its devices wait for this loop. Other microbatches fill that gap; where
+there is none, the next step is started while one runs, if the content can name it (`can_look_ahead`) and the
+stepper can queue it.
 
-A microbatch is opened on a lane of the policy in force (`stepper.lanes`) when a request needs one, and closed
-when its content has no next step, unless the content is worth keeping (`is_kept`): then it stays open, idle,
-until a request comes or it is renewed. A switch of policy, new plans and a device that is back renew
-microbatches one after another. Where requests can read again what they have, those of an old one go to new
-ones as soon as there are places for all of them: a prompt is read in the time of some decodes, while an old
-microbatch that ends by itself shares the devices with the new ones until its longest answer is whole. No
-state moves.
+A microbatch is opened on a lane of the current policy (`stepper.lanes`) when a request needs one, and closed
+when its content has no next step, unless it is worth keeping (`is_kept`). A switch of policy, new plans and a
+device that is back renew microbatches one by one. Requests that can restart cheaply from what they have move
+to new microbatches as soon as there are places for all of them. No state moves.
 
-A lost device takes its microbatches with it. Their requests go ahead of the queue and start anew from what
-they have, on any lane that is open; a request that lost its devices `max_retries` times fails at the next
-loss, but a loss for which a device was blamed without proof is not counted. While no lane is open, requests
-wait, as long as a lost device is tried again; if none is, everything that waits fails with one message.
+A lost device takes its microbatches with it. Their requests go to the front of the queue and restart from
+what they have on any open lane; a request that lost its devices `max_retries` times fails at the next loss,
+not counting losses blamed without proof. While no lane is open, requests wait as long as a lost device is
+retried; else all waiting requests fail with one message.
 
-Importing this imports no torch.
+Imports no torch.
 """
 
 import heapq
@@ -54,45 +51,45 @@ R = TypeVar("R")
 
 
 class Content(Occupancy, Protocol[R]):
-    """The requests of one open microbatch. It is opened for one request, which is added before any step.
+    """The requests of one open microbatch; the first is added before any step.
 
-    What it says nothing of it cannot do: by itself it holds nothing, moves nobody and does not look ahead.
+    Defaults: nothing is kept, moved or looked ahead.
     """
 
     @property
     def is_kept(self) -> bool:
-        """True if it is worth keeping open without requests, for what it holds."""
+        """True if it is worth keeping open without requests."""
         return False
 
     def overlap(self, request: R) -> int:
-        """How much of a request it holds already, in tokens."""
+        """Tokens of a request that it already holds."""
         return 0
 
     @property
     def can_move(self) -> bool:
-        """True if its requests can start anew elsewhere at little cost, from what they have."""
+        """True if its requests can restart elsewhere at little cost."""
         return False
 
     def add(self, request: R) -> None:
-        """A request begins, from the start or anew from what it has."""
+        """A request begins, or restarts from what it has."""
 
     def state(self) -> Tensors | None:
-        """What its state is when it is opened, asked once, after the first request was added; None: zeros."""
+        """Initial state, asked once after the first request was added; None: zeros."""
         return None
 
     @property
     def can_look_ahead(self) -> bool:
-        """True if it can name a step before the one that runs has ended."""
+        """True if it can name a step before the running one has ended."""
         return False
 
     def next_step(self) -> StepCall | None:
-        """What it runs next; None: nothing, it has no requests, or none to look ahead for."""
+        """The next step; None if there is none."""
 
     def end(self, done: StepDone) -> Sequence[R]:
-        """The oldest step that it named has ended; the requests that leave by it."""
+        """The oldest named step has ended; returns the requests that leave."""
 
     def requests(self) -> list[R]:
-        """Everybody in it; asked when its device was lost, or when all of them move."""
+        """All its requests; asked when its device was lost or when they move."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,45 +97,45 @@ class Microbatch(Generic[R]):
     number: int
     lane: LoadedLane
     content: Content[R]
-    # The plan in force when it was opened, and the devices that were lost then.
+    # The current plan and the lost devices when it was opened.
     plan: Plan
     without: frozenset[str]
-    # By step of its lane's unit.
+    # By step of its lane.
     costs: tuple[StepCost, ...]
     first_step: int
-    # True if it is to be opened anew, when its turn comes.
+    # True if it must be reopened.
     is_old: bool = False
-    # What it runs, and what is queued behind that.
+    # The running step and those queued behind it.
     running: deque[StepCall] = field(default_factory=deque)
-    # What it will run when its turn comes.
+    # A step that is held back.
     held: StepCall | None = None
-    # True if it has no requests and is kept for what it holds.
+    # True if it is kept open without requests.
     is_idle: bool = False
 
 
 class Watcher(Generic[R]):
-    """What a scheduler tells its owner, as it happens; by itself it looks away."""
+    """Callbacks of a scheduler; no-ops by default."""
 
     def seated(self, request: R, microbatch: "Microbatch[R]") -> None:
-        """A request has a place, for the first time or again."""
+        """A request got a place."""
 
     def stepped(self, microbatch: "Microbatch[R]", done: StepDone) -> None:
-        """A step has ended and its content knows."""
+        """A step has ended; its content was told."""
 
     def finished(self, request: R) -> None:
-        """A request has left, as its content said."""
+        """A request has left."""
 
     def failed(self, request: R, message: str) -> None:
-        """A request cannot go on. It is in no queue and no microbatch any more."""
+        """A request has failed and was removed."""
 
     def retried(self, request: R, lost: DeviceLost) -> None:
-        """A request will start anew; it waits again."""
+        """A request waits again, to restart."""
 
     def moved(self, request: R) -> None:
-        """A request leaves a microbatch that is renewed; it waits again, and will start anew."""
+        """A request left a microbatch that is renewed; it waits again, to restart."""
 
     def lost(self, lost: DeviceLost) -> None:
-        """A device was lost; told before its requests are retried."""
+        """A device was lost; called before its requests are retried."""
 
     def back(self, back: DeviceBack) -> None:
         """A device can be used again."""
@@ -146,22 +143,20 @@ class Watcher(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How requests are taken."""
-
-    # Requests that may wait; None: any number.
+    # Most waiting requests; None: unlimited.
     max_waiting: int | None = None
-    # Microbatches open at once; None: as many as the plan in force says.
+    # Most open microbatches; None: the plan's number.
     depth: int | None = None
-    # Places of a microbatch.
+    # Places per microbatch.
     rows: int = 1
-    # Starts of a request after its first; None: any number.
+    # Restarts of a request; None: unlimited.
     max_retries: int | None = None
-    # Times what it takes alone that a step may take before shorter ones wait for it; infinite: nobody waits.
+    # Factor on a step's time alone after which shorter steps wait for it; infinite: never.
     patience: float = PATIENCE
 
 
 class Scheduler(Generic[R]):
-    """`push` from any thread; everything else by one."""
+    """`push` is thread-safe; everything else is for one thread."""
 
     def __init__(
         self,
@@ -174,23 +169,23 @@ class Scheduler(Generic[R]):
         self._config = config or SchedulerConfig()
         self._watcher: Watcher[R] = watcher or Watcher()
         self.queue: FairQueue[R] = FairQueue(self._config.max_waiting)
-        # Number -> what is open, in the order of opening.
+        # Open microbatches by number, in order of opening.
         self.microbatches: dict[int, Microbatch[R]] = {}
-        # Devices that are lost, with what was said of them last.
+        # Lost devices, with their last event.
         self.lost: dict[str, DeviceLost] = {}
-        # Why nothing can be served any more; empty: it can, or devices are waited for.
+        # Why nothing can be served any more; empty otherwise.
         self.failure = ""
-        # The plan in force, and its number among the stepper's.
+        # The current plan and its index in the stepper.
         self.policy, self.plan = 0, stepper.plans[0]
         self._retries: dict[R, int] = {}
         self._turns = Turns(self._config.patience) if self._config.patience < math.inf else None
         self._costs: dict[int, tuple[StepCost, ...]] = {}
-        # Open microbatches that run nothing and are not held back, or could look ahead.
+        # Microbatches that may start a step.
         self._ready: list[Microbatch[R]] = []
-        # Numbers of closed ones, smallest first; and the first number that was never used.
+        # Numbers of closed microbatches (heap), and the next unused number.
         self._unused: list[int] = []
         self._num_numbers = 0
-        # False if nothing has changed since the queue was last looked at in vain.
+        # False if nothing changed since no request could be seated.
         self._may_seat = True
         self._measure()
 
@@ -207,22 +202,22 @@ class Scheduler(Generic[R]):
         return not self.queue and all(m.is_idle for m in self.microbatches.values())
 
     def push(self, request: R, client: str = "") -> None:
-        """Takes a request; ServiceBusy if too many wait. Who pushes from another thread wakes the stepper."""
+        """Queues a request; raises ServiceBusy if too many wait. Other threads then wake the stepper."""
         self.queue.push(client, request)
         self._may_seat = True
 
     def forget(self, request: R, client: str = "") -> bool:
-        """Takes out a request that waits and is not wanted any more; False if it does not wait."""
+        """Removes a waiting request; False if it does not wait."""
         self._retries.pop(request, None)
         return self.queue.remove(client, request)
 
     def switch(self, policy: int) -> None:
-        """Microbatches that are opened from now on follow this plan; the others are renewed one by one."""
+        """New microbatches follow this plan; open ones are renewed one by one."""
         self.policy = policy
         self._renew()
 
     def load(self, plans: Sequence[Plan]) -> None:
-        """Takes up other plans; the policy of the same name stays in force, else the first."""
+        """Loads other plans; the policy of the same name stays current, else the first."""
         name = self.plan.policy
         self.stepper.load(plans)
         names = [plan.policy for plan in self.stepper.plans]
@@ -231,15 +226,15 @@ class Scheduler(Generic[R]):
         self._judge()
 
     def close_idle(self) -> None:
-        """Closes what is kept open for what it holds."""
+        """Closes idle microbatches."""
         for microbatch in self.microbatches.values():
             microbatch.is_old |= microbatch.is_idle
         self._close_old()
 
     def round(self, timeout_s: float | None) -> Event | None:
-        """Seats, starts, waits and settles; what happened, or None after the timeout or a wake.
+        """Seats, starts, waits and settles; returns the event, None after the timeout or a wake.
 
-        Without a timeout, nothing is waited for when there is nothing left to do.
+        Without a timeout it does not wait when idle.
         """
         self.begin()
         return None if timeout_s is None and self.is_idle else self.wait(timeout_s)
@@ -272,7 +267,7 @@ class Scheduler(Generic[R]):
         return event
 
     def drain(self, timeout_s: float) -> None:
-        """Waits for the steps that run and closes every microbatch; who is in one or waits is dropped."""
+        """Waits for running steps and closes every microbatch; all requests are dropped."""
         while self.queue.pop() is not None:
             pass
         self._ready, self._turns = [], None
@@ -306,10 +301,10 @@ class Scheduler(Generic[R]):
         lane = None
         if found is True:
             lane = self.stepper.lanes.take(self.policy)
-            if lane is None:  # a device is waited for; who is seated already goes on
+            if lane is None:  # wait for a device; seated requests continue
                 return False
         request = self.queue.pop()
-        if request is None:  # removed meanwhile
+        if request is None:  # removed by another thread
             if lane is not None:
                 self.stepper.lanes.give_back(lane.number)
             return False
@@ -343,7 +338,7 @@ class Scheduler(Generic[R]):
         self._watcher.seated(request, made)
 
     def _close(self, microbatch: Microbatch[R]) -> None:
-        """It is not open in the stepper any more."""
+        """The stepper has closed it."""
         number = microbatch.number
         del self.microbatches[number]
         heapq.heappush(self._unused, number)
@@ -400,7 +395,7 @@ class Scheduler(Generic[R]):
         return 0 < old.content.num_used <= free + more * self._config.rows
 
     def _move(self, microbatch: Microbatch[R]) -> None:
-        """Its requests go ahead of the queue, and start anew from what they have."""
+        """Its requests go to the front of the queue and restart from what they have."""
         self.stepper.close(microbatch.number)
         self._close(microbatch)
         for request in microbatch.content.requests():
@@ -408,18 +403,18 @@ class Scheduler(Generic[R]):
             self._watcher.moved(request)
 
     def _free(self, *numbers: int) -> None:
-        """Steps of these microbatches have ended, or are lost: who waited for them starts."""
+        """Steps of these have ended or are lost: starts held-back steps."""
         if self._turns is None:
             return
         for held in self._turns.end(*numbers):
             microbatch = self.microbatches[held]
             call, microbatch.held = microbatch.held, None
-            assert call is not None, "who is held back has a step to start"
+            assert call is not None, "a held-back microbatch has a step"
             self._count(microbatch, call)
             self._run(microbatch, call)
 
     def _count(self, microbatch: Microbatch[R], call: StepCall) -> None:
-        """A step has begun without having been held back."""
+        """Registers a started step."""
         if self._turns is not None:
             cost = microbatch.costs[call.step - microbatch.first_step]
             self._turns.start(microbatch.number, cost, call.scale, self.stepper.now_s())
@@ -445,7 +440,7 @@ class Scheduler(Generic[R]):
     # Policies and plans.
 
     def _measure(self) -> None:
-        """What the plan in force says of microbatches."""
+        """Reads microbatch figures of the current plan."""
         self.plan = self.stepper.plans[self.policy]
         depth = self._config.depth
         self._depth = self.plan.microbatches if depth is None else depth
@@ -459,7 +454,7 @@ class Scheduler(Generic[R]):
         self._may_seat = True
 
     def _close_old(self) -> None:
-        """Of those that are renewed now, the idle ones have nobody to wait for."""
+        """Closes idle microbatches that must be renewed."""
         for microbatch in [m for m in self.microbatches.values() if m.is_idle and m.is_old]:
             self.stepper.close(microbatch.number)
             self._close(microbatch)
@@ -485,7 +480,7 @@ class Scheduler(Generic[R]):
             num, most = self._retries.get(request, 0) + 1, self._config.max_retries
             if most is not None and num > most:
                 del self._retries[request]
-                why = f"its devices were lost again ({event.said}). Ask again."
+                why = f"its devices were lost again ({event.said}). Try again."
                 self._watcher.failed(request, why)
                 return
             self._retries[request] = num
@@ -495,14 +490,14 @@ class Scheduler(Generic[R]):
     def _welcome(self, event: DeviceBack) -> None:
         self.lost.pop(event.device, None)
         for microbatch in self.microbatches.values():
-            # What was opened without it is spread over all devices again, one by one.
+            # Microbatches opened without it are renewed one by one.
             microbatch.is_old |= event.device in microbatch.without
         self._close_old()
         self._judge()
         self._watcher.back(event)
 
     def _judge(self) -> None:
-        """Is there a lane, or one to wait for?"""
+        """Fails waiting requests if no lane is open or will be."""
         self._may_seat = True
         self.failure = ""
         lanes = self.stepper.lanes

@@ -1,22 +1,21 @@
-"""Stepper: the one seam between who decides what runs next (`scheduler`) and what runs it.
+"""Stepper: the seam between who decides what runs next (`scheduler`) and what runs it.
 
     WorkerStepper     one worker process per device (`worker_stepper`)
-    VirtualStepper    nothing is computed; a virtual clock and modelled costs (`simulate.stepper`)
+    VirtualStepper    computes nothing; a virtual clock and modelled costs (`simulate.stepper`)
     ReferenceStepper  one device, in program order: the definition of correct (`reference`)
 
-A stepper has plans loaded. A microbatch is opened on one lane of one of them, with state of its own, and runs
-one step at a time: `start` begins it, `take` tells its end. Microbatches run beside one another, which is
-what hides transfers; where `can_queue` says so, the next step of one can be started behind the one that runs,
-which hides this process. Which lane a microbatch gets is the scheduler's choice, out of `lanes`.
+A stepper has plans loaded. A microbatch is opened on one lane of one of them, with its own state, and runs
+one step at a time: `start` begins it, `take` reports its end. Microbatches run concurrently, which hides
+transfers; where `can_queue` allows, the next step is queued behind the running one, which hides this process.
+The scheduler chooses the lane, out of `lanes`.
 
-A device that is lost takes the microbatches of its lanes with it; they are closed when `take` tells. The
-stepper brings the device back by itself, in the background, and tells that too.
+A lost device closes the microbatches of its lanes; `take` reports it. The stepper restarts the device in the
+background and reports that too.
 
-What workers report of launches and transfers can be kept as a timeline by the stepper's clock (`SpanLog`): a
-stepper over workers has an attribute `spans`; with a log there, every order asks for spans and every answer
-is added. Who drives the stepper says which request a microbatch is.
+`SpanLog` keeps launches and transfers that workers report as a timeline by the stepper's clock. With a log in
+its attribute `spans`, a stepper over workers asks for spans with every order.
 
-Importing this imports no torch: tensors pass through without being looked at.
+Imports no torch: tensors pass through.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,11 +36,11 @@ class StepCall:
     # Number of the step among those of all the plan's variants; see `Plan.graphs`.
     step: int
     inputs: Tensors = field(default_factory=dict)
-    # Outputs that nobody asks for; they may be left out.
+    # Outputs that are not needed.
     skips: tuple[str, ...] = ()
-    # True to hand out the microbatch's state when the step has ended.
+    # True to return the microbatch's state at the end.
     wants_state: bool = False
-    # Where nothing is computed: how many times its modelled time the step takes.
+    # Virtual clock only: factor on the modelled time.
     scale: float = 1.0
 
 
@@ -59,17 +58,17 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLost:
-    """A device was lost: these microbatches are closed and their state is gone."""
+    """A device was lost; these microbatches are closed and their state is gone."""
 
     device: str
     microbatches: tuple[int, ...]
-    # One line: what happened, where it was, what to do.
+    # One line: what happened, where, what to do.
     message: str
-    # How often in a row it was lost, this time included.
+    # Consecutive losses, including this one.
     failures: int = 1
-    # Seconds until it is tried again; None: it is not.
+    # Seconds until it is restarted; None: never.
     retry_s: float | None = 0.0
-    # False if it was blamed for a time-out without proof: a retry for that is not counted.
+    # False if blamed for a time-out without proof; such retries are not counted.
     is_certain: bool = True
 
     @property
@@ -80,7 +79,7 @@ class DeviceLost:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBack:
-    """A device that was lost can be used again; its lanes are open."""
+    """A lost device can be used again."""
 
     device: str
 
@@ -91,17 +90,15 @@ DeviceState = Literal["starting", "ready", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """How the worker of one device is."""
-
     state: DeviceState
-    # Of its process; None where there is none of its own, or it is on another machine and did not say.
+    # None where there is no own process, or it is unknown.
     pid: int | None = None
     restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """What devices and links did since the start, and how devices are."""
+    """Busy time and bytes moved since the start, and the status of devices."""
 
     # Seconds of launches.
     busy_s: Mapping[str, float]
@@ -111,32 +108,32 @@ class DeviceUse:
 
 
 class Stepper(Protocol):
-    """Used by one thread, but for `wake`; in a `with` statement, which starts and ends what it needs."""
+    """Used by one thread, except `wake`, in a `with` statement."""
 
-    # The plans that are loaded; a policy is a plan's number among them.
+    # Loaded plans; a policy is an index into them.
     plans: tuple[Plan, ...]
     lanes: Lanes
 
     def load(self, plans: Sequence[Plan]) -> None:
-        """Takes up plans of the same steps and devices in place of those it has.
+        """Replaces the plans by others of the same steps and devices.
 
-        Nothing is drained: microbatches that are open go on along the lanes they have.
+        Nothing is drained: open microbatches keep their lanes.
         """
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
-        """Opens a microbatch on a lane that was taken from `lanes`; without state, its state is zeros."""
+        """Opens a microbatch on a lane taken from `lanes`; without state, it is zeros."""
 
     def close(self, microbatch: int) -> None:
-        """Ends a microbatch that runs nothing. Its lane is the caller's to give back."""
+        """Closes a microbatch that runs nothing. The caller gives its lane back."""
 
     def can_queue(self, microbatch: int) -> bool:
-        """True if a step of it can be started while another one runs: it begins when that has ended."""
+        """True if a step can be queued behind the running one."""
 
     def start(self, call: StepCall) -> None:
-        """Begins a step of an open microbatch that runs nothing, or queues it."""
+        """Begins a step of an open microbatch, or queues it."""
 
     def take(self, timeout_s: float | None) -> Event | None:
-        """The next thing that happened; None after the timeout or a wake."""
+        """The next event; None after the timeout or a wake."""
 
     def wake(self) -> None:
         """Makes `take` return; from any thread."""
@@ -145,7 +142,7 @@ class Stepper(Protocol):
         """For metrics."""
 
     def now_s(self) -> float:
-        """The stepper's clock: that of this machine, or a virtual one."""
+        """The stepper's clock, real or virtual."""
 
 
 if TYPE_CHECKING:
@@ -165,12 +162,12 @@ class SpanLog:
         self._origin_s = 0.0
 
     def begin(self, origin_s: float) -> None:
-        """Forgets what there was; time starts now."""
+        """Clears the log and sets its time zero."""
         self._spans, self._requests, self._origin_s = {}, {}, origin_s
         self.cpu_us = dict.fromkeys(self._plan.cluster.names, 0.0)
 
     def open(self, microbatch: int, request: int) -> None:
-        """What a microbatch does from now on it does for this request."""
+        """From now on the microbatch works for this request."""
         self._requests[microbatch] = request
 
     def forget(self, request: int) -> None:
@@ -179,7 +176,7 @@ class SpanLog:
     def add(
         self, device: int, done: "Done", program: Program, microbatch: int, offset_s: Callable[[int], float]
     ) -> None:
-        """Takes in what one worker did for one run; `offset_s`: from a device's clock to the stepper's."""
+        """Adds one worker's report of a run; `offset_s`: from a device's clock to the stepper's."""
         request = self._requests.get(microbatch)
         if request is None:
             return
@@ -196,7 +193,7 @@ class SpanLog:
             transfer = program.transfers[number]
             begin = (start + offset_s(transfer.src) - self._origin_s) * 1e6
             track, label = f"{names[transfer.src]} -> {names[transfer.dst]}", f"{transfer.num_bytes} bytes"
-            # Clocks of two machines agree to a message's time only; a span must not end before it starts.
+            # Clocks of two machines differ; a span must not end before it starts.
             end = max(begin, (stop + here_s) * 1e6)
             spans.append(Span(track, label, request, microbatch, begin, end, True))
 

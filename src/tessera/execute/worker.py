@@ -26,7 +26,7 @@ import torch
 from tessera.errors import TesseraError
 from tessera.execute import messages
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import Ground, Stand, bind_storages, bytes_of, tensor_of
+from tessera.execute.memory import ProgramMemory, WorkerMemory, bind_storages, bytes_of, tensor_of
 from tessera.execute.messages import (
     Begin,
     Cancel,
@@ -73,7 +73,7 @@ class Backend(Protocol):
 @dataclass
 class _Active:
     order: Begin
-    stand: Stand
+    program: ProgramMemory
     spans: list[tuple[int, float, float, float]] = field(default_factory=list)
     busy_s: float = 0.0
 
@@ -94,9 +94,9 @@ class Worker:
         self._launchers = [Launcher(t, torch.device("cpu")) for t in setup.traces]
         kinds = (BufferKind.WEIGHT,)
         weights = [bind_storages(t, kinds, setup.weights, is_partial=True) for t in setup.traces]
-        self._ground = Ground(setup.traces, setup.device, weights)
+        self._memory = WorkerMemory(setup.traces, setup.device, weights)
         # (microbatch, lane, index)
-        self._stands: dict[tuple[int, int, int], Stand] = {}
+        self._programs_memory: dict[tuple[int, int, int], ProgramMemory] = {}
         # The first lane of the plans that were loaded last.
         self._newest = 0
         progress = setup.progress
@@ -184,18 +184,18 @@ class Worker:
             case Run(launch):
                 self._launch(launch, active)
             case Send(number) | Recv(number):
-                order, stand = active.order, active.stand
-                found = stand.program.transfers[number]
-                contents = bytes_of(stand.memory.get(found.buffer), found.start, found.stop)
+                order, here = active.order, active.program
+                found = here.program.transfers[number]
+                contents = bytes_of(here.memory.get(found.buffer), found.start, found.stop)
                 move = self._transport.send if isinstance(instruction, Send) else self._transport.fetch
-                move(RunTransfer(stand.program, order.microbatch, order.run, number), contents)
+                move(RunTransfer(here.program, order.microbatch, order.run, number), contents)
             case _:  # see `_go_on`
                 pass
 
     def _launch(self, launch: int, active: _Active) -> None:
         wants_spans = active.order.wants_spans
         start, cpu = time.monotonic(), time.thread_time() if wants_spans else 0.0
-        self._launchers[active.stand.program.step].run(launch, active.stand.memory)
+        self._launchers[active.program.program.step].run(launch, active.program.memory)
         stop = time.monotonic()
         active.busy_s += stop - start
         if wants_spans:
@@ -205,34 +205,34 @@ class Worker:
         if any(active.order.microbatch == order.microbatch for active in self._active.values()):
             self._waiting.append(order)
             return
-        stand = self._stand(order.microbatch, order.lane, order.index)
+        here = self._memory_of(order.microbatch, order.lane, order.index)
         for name, packed in (*order.inputs.items(), *order.state.items()):
-            if name in stand.given:
-                stand.memory.put(stand.given[name], unpack(packed).untyped_storage())
-        self._active[order.run] = _Active(order, stand)
+            if name in here.given:
+                here.memory.put(here.given[name], unpack(packed).untyped_storage())
+        self._active[order.run] = _Active(order, here)
         self._note(order, -1)
-        instructions = stand.program.instructions[self._setup.device]
-        job = Job(order.microbatch, order.run, instructions, until_wait_us=stand.until_wait_us)
+        instructions = here.program.instructions[self._setup.device]
+        job = Job(order.microbatch, order.run, instructions, until_wait_us=here.until_wait_us)
         self._queue.add(job)
         if job.is_done:  # holds an output or takes state in, and runs nothing
             self._queue.drop(order.run)
             self._finish(self._active.pop(order.run))
 
-    def _stand(self, microbatch: int, lane: int, index: int) -> Stand:
+    def _memory_of(self, microbatch: int, lane: int, index: int) -> ProgramMemory:
         key = (microbatch, lane, index)
-        if key not in self._stands:
+        if key not in self._programs_memory:
             if lane >= self._newest:  # it never goes back to the plans before
-                gone = [k for k in self._stands if k[0] == microbatch and k[1] < self._newest]
+                gone = [k for k in self._programs_memory if k[0] == microbatch and k[1] < self._newest]
                 for old in gone:
-                    del self._stands[old]
+                    del self._programs_memory[old]
             program = self._programs[lane][index]
             us = self._setup.us[program.step] if self._setup.us else ()
-            self._stands[key] = self._ground.stand(microbatch, program, us)
-        return self._stands[key]
+            self._programs_memory[key] = self._memory.program_memory(microbatch, program, us)
+        return self._programs_memory[key]
 
     def _clear(self, microbatch: int, lane: int) -> None:
         for index in range(len(self._programs[lane])):
-            for contents in self._stand(microbatch, lane, index).state.values():
+            for contents in self._memory_of(microbatch, lane, index).state.values():
                 contents.zero_()
 
     def _cancel(self, run: int) -> None:
@@ -245,13 +245,13 @@ class Worker:
             self._progress[2 * active.order.microbatch] = -1
 
     def _finish(self, active: _Active) -> None:
-        order, stand = active.order, active.stand
+        order, here = active.order, active.program
         outputs = {
-            name: pack(tensor_of(stand.memory.get(view.buffer), view))
-            for name, view in stand.outputs.items()
+            name: pack(tensor_of(here.memory.get(view.buffer), view))
+            for name, view in here.outputs.items()
             if name not in order.skips
         }
-        state = {name: pack(contents) for name, contents in stand.state.items()} if order.wants_state else {}
+        state = {name: pack(contents) for name, contents in here.state.items()} if order.wants_state else {}
         moved = self._arrivals.pop(order.run, [])
         told = moved if order.wants_spans else []
         self._engine.tell(Done(order.run, outputs, state, active.spans, told, active.busy_s))

@@ -6,6 +6,11 @@ Cost, Costs: what each launch costs on each device, and where the number came fr
 from dataclasses import dataclass
 from enum import StrEnum
 
+# Ordinal of a GPU of another machine.
+AWAY = -1
+# A launch that takes longer than a day is a mistake.
+MAX_COST_US = 24 * 3600 * 1e6
+
 
 class DeviceKind(StrEnum):
     """How a device computes and how it keeps time."""
@@ -13,9 +18,6 @@ class DeviceKind(StrEnum):
     CPU = "cpu"  # computes on this machine's CPU, in real time
     EMU = "emu"  # computes on this machine's CPU, on another GPU's virtual clock
     CUDA = "cuda"  # a GPU of this machine, a part of one, or one dilated to another GPU's times
-
-
-AWAY = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +30,15 @@ class Device:
     kind: DeviceKind
     # Name of the GPU whose times it keeps ("a100"); empty for a CPU and for a card that no table knows.
     gpu: str
-    # Of several devices on one card, each one's share.
+    # This device's share, where several are on one card.
     memory_bytes: int
     # Rent; None where no price is known.
     usd_per_hour: float | None = None
     # Board power by the data sheet; None where it is not known.
     tdp_w: float | None = None
-    # Of a CUDA device: which GPU of this machine; AWAY: the first that its worker sees, in another machine.
+    # Number of the CUDA GPU in this machine; AWAY: the first GPU that a worker on another machine sees.
     ordinal: int = 0
-    # Of a CUDA device that is a part of its card: how many SMs it has. 0 means all of them.
+    # Number of SMs, where a CUDA device is a part of its card; 0: all.
     num_sms: int = 0
     # True iff launches run on the card and are dilated to the times of `gpu`, which is another one.
     is_dilated: bool = False
@@ -79,12 +81,7 @@ class Cluster:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Device names in order."""
         return tuple(d.name for d in self.devices)
-
-
-# A launch that takes longer than a day is a mistake; sums of such figures would also lose the small ones.
-MAX_COST_US = 24 * 3600 * 1e6
 
 
 class Source(StrEnum):
@@ -104,13 +101,12 @@ class Cost:
     source: Source
     # Expected relative error: 0.1 means that one should count on 10 %.
     rel_error: float
-    # Of a table: which one, and how far its nearest point was. Of a launch that does more than move bytes and
-    # multiply: what was added, and where that was measured. Else empty.
+    # Table and distance to its nearest point; corrections that were applied, and where they were measured.
     detail: str = ""
 
     @property
     def is_sane(self) -> bool:
-        """Finite, not negative, and no longer than a day; NaN is none of these."""
+        """Finite, not negative, and at most a day."""
         return 0 <= self.us <= MAX_COST_US
 
 
@@ -125,9 +121,7 @@ class Costs:
     costs: tuple[tuple[Cost, ...], ...]
 
     def us(self, launch: int, device: int) -> float:
-        """Microseconds of one launch on one device."""
         return self.costs[launch][device].us
 
     def total_us(self, device: int) -> float:
-        """The whole step on one device, one launch after the other."""
         return sum(row[device].us for row in self.costs)

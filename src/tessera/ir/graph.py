@@ -1,23 +1,16 @@
 """Edge, Value, Graph, WorkUnit: what must precede what, and which bytes flow.
 
-Edges order launches; values are what a placement has to move. A value is one version of one
-buffer: the version it starts the step with, or the one a launch leaves behind. Renaming is
-implied: two versions of one buffer are two values, so an overwritten temporary makes no edge
-between the readers of the old version and the writer of the new one.
+Edges order launches; values are what a placement moves. A value is one version of one buffer: the initial
+one, or the one a launch leaves behind. Two versions are two values, so an overwritten temporary makes no edge
+between readers of the old version and the writer of the new one.
 
-`check_steps`, `check_counts`: what traces can be the steps of one request, and how often each may run.
+`check_steps`, `check_counts`: which traces can be the steps of one request, and how often each may run. Steps
+of two models, a trace given twice and a decode before its prefill are refused.
 
-Only what is surely a mistake is refused: steps of two models, whose weights no run could hold as one; a trace
-given twice; a decode before its prefill. Callables of one module may be steps of one model. Models with no
-notion of prefill and decode are not looked at.
-
-`Rebatched`: one step at any batch, from its recordings at two.
-
-A model's launches at two batches differ in numbers only: sizes, strides, offsets, extents. Each of those
-grows evenly with the batch, so a trace between two recordings, or beyond them, can be written down without
-recording it. Where the recordings differ in more than such numbers (another kernel, another number of
-launches, a constant made for one batch) there is no such trace, and the place is said. Nothing proves that a
-program has no other rule at a third batch: a trace that is to be run is recorded, and compared.
+`Rebatched`: one step at any batch, from its recordings at two. Sizes, strides, offsets and extents grow
+linearly with the batch, so traces at other batches are interpolated. Recordings that differ in anything else
+are refused. Nothing proves that a program follows the same rule at a third batch: a trace that is to be run
+is recorded.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,6 +21,10 @@ from typing import Any
 
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir.trace import BufferKind, Trace
+
+PLACE = "--counts"
+# A request is simulated run by run, for every candidate: a thousand runs of a small step take seconds.
+MAX_RUNS = 1 << 15
 
 
 class Hazard(StrEnum):
@@ -65,7 +62,6 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that cross a link when a reader sits elsewhere."""
         return self.stop - self.start
 
 
@@ -105,7 +101,6 @@ class WorkUnit:
 
     @property
     def num_launches(self) -> int:
-        """Launches of all steps, each step counted once."""
         return sum(len(g.trace.launches) for g in self.graphs)
 
     @property
@@ -129,11 +124,6 @@ class WorkUnit:
     def is_served(self) -> bool:
         """True if a service runs its steps in any order: then state has one home in all of them."""
         return any(g.trace.step.kind == "tokens" for g in self.graphs)
-
-
-PLACE = "--counts"
-# A request is simulated run by run, for every candidate: a thousand runs of a small step take seconds.
-MAX_RUNS = 1 << 15
 
 
 def check_counts(counts: Sequence[int], num_steps: int) -> None:
@@ -166,12 +156,12 @@ def check_steps(traces: Sequence[Trace]) -> None:
 
 
 def _origin(model: str) -> str:
-    """Where a model comes from: the module of a module:callable, else its name or folder."""
+    """The module of a module:callable, else the model's name or folder."""
     return model.partition(":")[0]
 
 
 class _Uneven(Exception):
-    """What differs in more than numbers; the path to it, innermost first."""
+    """The recordings differ in more than numbers; arguments are the path, innermost first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +192,7 @@ class Rebatched:
 
     @cached_property
     def _shape(self) -> "_Shape":
-        """What the two recordings share, found once."""
+        """Common shape of the two recordings."""
         return _Reading().of(self.low, self.high)
 
 

@@ -9,13 +9,11 @@ are numbered one after another, the first variant's first.
 
 Program: one lane of a plan lowered to an instruction list per device.
 
-Every list is in trace order, a send stands right after its producer and a receive right before its first
-reader; so every wait points backwards in the trace and no two devices can wait for each other. A value is
-sent once per destination device.
+Every list is in trace order. A send follows its producer and a receive precedes its first reader, so every
+wait points backwards in the trace and devices cannot deadlock. A value is sent once per destination device.
 
-A send takes the bytes as they are then, and a receive puts them down: between the two they are in memory of
-the transport, so both ends may go on as they like. A buffer is freed behind its last use on a device; how its
-memory is used again is the business of whoever runs the program.
+A send copies the bytes into memory of the transport, so both ends can continue. A buffer is freed after its
+last use on a device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -63,7 +61,7 @@ def lane_sequence(shares: Sequence[float]) -> Iterator[int]:
     """Lane numbers without end, each lane as evenly spread as its share allows."""
     taken, total = [0] * len(shares), sum(shares)
     for turn in count(1):
-        # Of the lanes not ahead of their share, the one that is due first: so none is ever one ahead.
+        # The lane due first among those not ahead of their share; so no lane is ever one ahead.
         due = [i for i, share in enumerate(shares) if taken[i] * total < share * turn]
         lane = min(due or range(len(shares)), key=lambda i: ((taken[i] + 1) / shares[i], i))
         taken[lane] += 1
@@ -100,7 +98,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Robust:
-    """What the plan gives when the costs are wrong as much as they say they may be."""
+    """Throughput of the plan over samples of the costs' errors."""
 
     num_samples: int
     # Work units per second that 90 %, half and 10 % of the samples exceed.
@@ -153,7 +151,7 @@ class Plan:
 
     @cached_property
     def every_variant(self) -> tuple[Variant, ...]:
-        """By the numbers that lanes use."""
+        """Variants by the number that lanes refer to."""
         return (Variant(self.unit, self.costs), *self.variants)
 
     @cached_property
@@ -163,7 +161,7 @@ class Plan:
 
     @cached_property
     def prices(self) -> tuple[Costs, ...]:
-        """The costs of those steps."""
+        """Costs of every step of `graphs`."""
         return tuple(costs for variant in self.every_variant for costs in variant.costs)
 
     @property
@@ -177,15 +175,12 @@ class Plan:
         return self.batch * self.simulated_per_s
 
     def unit_of(self, lane: Lane) -> WorkUnit:
-        """The steps that requests of a lane run."""
         return self.every_variant[lane.variant].unit
 
     def costs_of(self, lane: Lane) -> tuple[Costs, ...]:
-        """Their prices."""
         return self.every_variant[lane.variant].costs
 
     def batch_of(self, lane: Lane) -> int:
-        """Rows of one request of a lane."""
         return self.every_variant[lane.variant].batch
 
     def weight_of(self, lane: Lane) -> float:
@@ -210,7 +205,6 @@ class Plan:
 
     @property
     def usd_per_1k_units(self) -> float | None:
-        """Rent while a thousand work units are done at the simulated rate."""
         rent = self.usd_per_hour
         return None if rent is None or not self.simulated_per_s else rent / 3.6 / self.simulated_per_s
 
@@ -239,8 +233,6 @@ def need_whole_prefills(plan: Plan, what: str, place: str = "") -> None:
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Run one launch of the trace."""
-
     launch: int
 
 
@@ -278,7 +270,6 @@ class Transfer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the wire."""
         return self.stop - self.start
 
 

@@ -50,7 +50,6 @@ class Timeline:
 
     @property
     def makespan_us(self) -> float:
-        """From time zero to the last completion."""
         return max((stop for _, _, stop in self.requests), default=0.0)
 
     def busy_us(self) -> dict[str, float]:
@@ -114,7 +113,6 @@ class Arrivals:
 
     @property
     def longest_gap_s(self) -> float:
-        """The longest time without an arrival."""
         return max((b - a for a, b in pairwise(self.times_s)), default=0.0)
 
 

@@ -12,8 +12,7 @@ A region is a strided set of bytes inside one buffer: `item_bytes` bytes at
 overlap iff they share a byte. That is decided one dimension at a time, the largest stride
 first: rows of the same stride are compared once for each distance at which they can meet,
 never one by one, so two column blocks of a large matrix cost as much as two of a small one.
-Where even that is too dear (many rows at unlike strides) regions are said to overlap, so an
-answer of False is a proof and an answer of True is not.
+Beyond MAX_STEPS comparisons regions are said to overlap: False is a proof, True is not.
 """
 
 import hashlib
@@ -27,6 +26,15 @@ import msgspec
 
 # After this many comparisons of rows, two regions are said to overlap.
 MAX_STEPS = 20_000
+# A generator of random numbers is a state buffer whose name is this and its device: "rng:cpu", "rng:cuda:0".
+# A launch that draws reads and writes all of it.
+GENERATOR = "rng:"
+# Bytes of an element where it is not one.
+ITEM_BYTES = {
+    "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "uint64": 8,
+    "float32": 4, "int32": 4, "uint32": 4, "complex32": 4,
+    "bfloat16": 2, "float16": 2, "int16": 2, "uint16": 2,
+}  # fmt: skip
 
 # (count, stride in bytes) of each dimension, the largest stride first.
 Dims = tuple[tuple[int, int], ...]
@@ -75,7 +83,6 @@ class Region:
 
     @property
     def stop(self) -> int:
-        """One past the last byte touched."""
         stop = self.start + self.item_bytes
         for n, stride in self.dims:
             stop += (n - 1) * stride
@@ -156,7 +163,7 @@ def _meet(a: int, a_dims: Dims, a_item: int, b: int, b_dims: Dims, b_item: int) 
         # a < b + d * stride + b_size and b + d * stride < a + a_size
         first = max(1 - a_count, (a - b - b_size) // stride + 1)
         last = min(b_count - 1, -((b - a - a_size) // stride) - 1)
-        # Of three rows that meet a dense set the middle one lies inside it, if no row reaches past the next.
+        # The middle one of three rows that meet a dense set lies inside it, if no row reaches past the next.
         is_inside = (not b_dims and a_size <= stride) or (not a_dims and b_size <= stride)
         if last - first > (1 if is_inside else MAX_STEPS):
             return True
@@ -193,11 +200,6 @@ class Access:
     atomic: bool = False
 
 
-# A generator of random numbers is a state buffer whose name is this and its device: "rng:cpu", "rng:cuda:0".
-# A launch that draws reads and writes all of it.
-GENERATOR = "rng:"
-
-
 class BufferKind(StrEnum):
     """Who owns a buffer's contents."""
 
@@ -210,8 +212,6 @@ class BufferKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One storage."""
-
     name: str
     kind: BufferKind
     size_bytes: int
@@ -220,16 +220,7 @@ class Buffer:
 
     @property
     def is_generator(self) -> bool:
-        """True if the buffer is the state of a generator of random numbers."""
         return self.kind is BufferKind.STATE and self.name.startswith(GENERATOR)
-
-
-# Bytes of an element where it is not one.
-ITEM_BYTES = {
-    "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "uint64": 8,
-    "float32": 4, "int32": 4, "uint32": 4, "complex32": 4,
-    "bfloat16": 2, "float16": 2, "int16": 2, "uint16": 2,
-}  # fmt: skip
 
 
 def item_bytes(dtype: str) -> int:
@@ -248,7 +239,6 @@ class View(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def num_elements(self) -> int:
-        """Product of the shape."""
         return math.prod(self.shape)
 
 
@@ -284,13 +274,11 @@ class Launch:
 
     @property
     def given(self) -> list["View"]:
-        """Every tensor among its arguments."""
         args = (*self.args, *(value for _, value in self.kwargs))
         return [view for arg in args for view in arg_views(arg)]
 
     @property
     def views(self) -> list["View"]:
-        """Every tensor that it is given or returns."""
         return [*self.given, *(view for view in self.outputs if view is not None)]
 
 
@@ -300,20 +288,20 @@ class Step:
 
     model: str
     kind: str  # prefill, decode, encode, denoise, call; tokens, chunk or insert of a served model
-    # Rows; of tokens, the sequences they may be of.
+    # Batch rows. For kind=tokens: maximum number of sequences.
     batch: int
-    # Tokens per row that the step's state can hold; of a prefill or of tokens, those it reads.
+    # Tokens per row that the state holds. For kind=prefill and kind=tokens: tokens that the step reads.
     context: int
     seed: int = 0
-    # Rows of state beyond `context` that a joined decode may fill; of tokens, positions in all pages.
+    # Positions of state beyond `context` that a decode may fill. For kind=tokens: positions in all pages.
     reserve: int = 0
-    # Of a checkpoint folder: random weights from the seed in place of the folder's own.
+    # Random weights from the seed in place of a checkpoint folder's own.
     random_weights: bool = False
     # A file with tensors that are inputs, by name; empty for inputs made from the model's description.
     inputs: str = ""
-    # Of tokens: sequences that the state has room for, where other steps over it have more than `batch`.
+    # For kind=tokens: sequences that the state holds, where other steps over it have more than `batch`.
     rows: int = 0
-    # Of tokens: how many a sequence is expected to have; 0 for an even share of the pages.
+    # For kind=tokens: expected tokens per sequence; 0: an even share of the pages.
     length: int = 0
     # Products of the same input are one, with weights laid one behind the other.
     joined_products: bool = False
@@ -337,11 +325,9 @@ class Trace:
     recorded_on: str = "cpu"
 
     def kernel_of(self, launch: int) -> Kernel:
-        """The kernel that launch number `launch` runs."""
         return self.kernels[self.launches[launch].kernel]
 
     def buffers_of(self, kind: BufferKind) -> tuple[int, ...]:
-        """Indices of the buffers of one kind."""
         return tuple(i for i, b in enumerate(self.buffers) if b.kind is kind)
 
     @cached_property

@@ -33,7 +33,7 @@ def _one_size(plan: Plan) -> bool:
 
 # (sentence, what must hold)
 Rule = tuple[str, Callable[[Any], bool]]
-# Of one buffer, or of a view's elements; of anything that is counted.
+# Most bytes of a buffer or elements of a view; largest count.
 MAX_BYTES, MAX_COUNT = 2**48, 2**32
 
 

@@ -1,22 +1,25 @@
-"""Plan: who runs what. Takes a work unit, its costs and a cluster; gives a plan.
+"""Plan: a work unit, its costs and a cluster in; which device runs which launch out.
 
-In the order of the flow: `arrays`, `constraints` and `problem` (work, costs and devices as arrays), `pricing`
-(the linear program over placements), `latency`, `baselines` (the coarse policies that every plan is compared
-with), `search` (candidates and their judge), `solve`, `batches` and `load` (what is asked for in, a plan
-out), `explain`.
+In the order of the flow: `config` (how much is tried), `arrays`, `constraints` and `problem` (work, costs
+and devices as arrays), `pricing` (the linear program over placements), `latency`, `baselines` (the coarse
+policies that every plan is compared with), `search` (candidates and their judge), `solve`, `batches` and
+`load` (entry points), `explain`.
 """
 
 from tessera.plan.batches import Batched, Tried, solve_batches
+from tessera.plan.config import EFFORTS, FULL, QUICK, SearchConfig, search_config
 from tessera.plan.constraints import Constraint, constraints_of, parse_constraint
-from tessera.plan.explain import Explanation, Room, explain, latency_bound_us
+from tessera.plan.explain import DeviceMemory, Explanation, explain, latency_bound_us
 from tessera.plan.load import BATCHES, NEAR, LoadConfig, PricedLoad
 from tessera.plan.load_cells import plan_load
 from tessera.plan.load_figures import LoadPlan, Option, Target
 from tessera.plan.search.planners import PLANNERS
-from tessera.plan.solve import PlanConfig, Simulator, solve
+from tessera.plan.search.task import Simulator
+from tessera.plan.solve import PlanConfig, solve
 
 __all__ = [
-    "BATCHES", "NEAR", "PLANNERS", "Batched", "Constraint", "Explanation", "LoadConfig", "LoadPlan",
-    "Option", "PlanConfig", "PricedLoad", "Room", "Simulator", "Target", "Tried", "constraints_of",
-    "explain", "latency_bound_us", "parse_constraint", "plan_load", "solve", "solve_batches",
+    "BATCHES", "EFFORTS", "FULL", "NEAR", "PLANNERS", "QUICK", "Batched", "Constraint", "DeviceMemory",
+    "Explanation", "LoadConfig", "LoadPlan", "Option", "PlanConfig", "PricedLoad", "SearchConfig",
+    "Simulator", "Target", "Tried", "constraints_of", "explain", "latency_bound_us", "parse_constraint",
+    "plan_load", "search_config", "solve", "solve_batches",
 ]  # fmt: skip

@@ -7,21 +7,16 @@ prefill-decode-fractional  the best mix of all whole-phase assignments
 attention-ffn              attention scopes on one device, the rest on another
 layer-pipeline             contiguous ranges of layers, the same in every step
 
-A policy proposes several candidates where there are (both orientations of a split, say), or None where its
-kind does not apply to the work. A mix that does not fit the devices' memory is never proposed.
+A policy proposes several candidates where there are (both orientations of a split, say), or None where it
+does not apply. Every proposed mix fits the devices' memory. Served units have no phases: their steps read
+prompts and answers together. A node that a policy would tear apart (launches that share state, immovable
+launches) goes where most of its work would go; strict prefill-decode does not apply then.
 
-A served unit has no phases: its steps read prompts and answers together, over pages that do not move.
-
-A node that a coarse policy would tear apart (launches that share state, immovable launches) goes where
-most of its work would go; strict prefill-decode does not apply then.
-
-Layer pipelines: one contiguous range of layers for each device.
-
-Two devices: every split in either order, links included. More: for a given order of the devices the split of
-the least bottleneck of device time, within memory.
+Layer pipelines of two devices: every cut in either order, links included. Of more: for an order of the
+devices, the split of the least bottleneck of device time, within memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import permutations
 
@@ -32,9 +27,6 @@ from tessera.plan.constraints import attention_launches
 from tessera.plan.pricing import throughput
 from tessera.plan.pricing.throughput import Pool
 from tessera.plan.problem import Column, Mix, Problem, by_speed, microbatch_counts
-
-# Candidates of one kind that are worth judging.
-KEEP = 2
 
 
 def single(pool: Pool) -> tuple[Mix, ...] | None:
@@ -62,7 +54,7 @@ def prefill_decode(pool: Pool) -> tuple[Mix, ...] | None:
     if columns is None:
         return None
     split = [c for (a, b), c in columns.items() if a != b]
-    return _best(pool, split, KEEP)
+    return _best(pool, split, pool.config.num_coarse)
 
 
 def prefill_decode_fractional(pool: Pool) -> tuple[Mix, ...] | None:
@@ -87,27 +79,28 @@ def attention_ffn(pool: Pool) -> tuple[Mix, ...] | None:
     if side.min() == side.max():
         return None
     pairs = permutations(range(prob.num_devices), 2)
-    return _best(pool, (prob.column(np.where(side == 1, a, b)) for a, b in pairs), KEEP)
+    return _best(pool, (prob.column(np.where(side == 1, a, b)) for a, b in pairs), pool.config.num_coarse)
 
 
 def layer_pipeline(pool: Pool) -> tuple[Mix, ...] | None:
     """The best split of the layers into one contiguous range per device."""
     prob = pool.problem
-    found = prob.layer_of_node
-    if found is None or prob.num_devices < 2:
+    layers = prob.layer_of_node
+    if layers is None or prob.num_devices < 2:
         return None
-    layer, num_layers = found
-    ranges: Iterable[Labels | None]
+    layer, num_layers = layers
     if prob.num_devices == 2:
-        ranges = two_stages(pool, layer, num_layers)
+        cuts = range(1, num_layers)
+        ranges: Iterable[Labels | None] = (np.where(layer < c, a, 1 - a) for a in (0, 1) for c in cuts)
     else:
         # With room for temporaries at their most, which a range of layers may not reach; else without.
         most = pool.microbatches * prob.most_temporary_bytes
         spares = dict.fromkeys((most, 0.0) if pool.is_tight else (0.0,))
         ranges = (
-            pipeline(pool, layer, num_layers, order, spare) for order in orders(prob) for spare in spares
+            pipeline(pool, layer, num_layers, order, spare) for order in orders(pool) for spare in spares
         )
-    return _best(pool, (prob.column(labels) for labels in ranges if labels is not None), KEEP)
+    columns = (prob.column(labels) for labels in ranges if labels is not None)
+    return _best(pool, columns, pool.config.num_coarse)
 
 
 def _alone(problem: Problem) -> list[Column]:
@@ -155,49 +148,9 @@ def coarse_mixes(pool: Pool) -> dict[str, tuple[Mix, ...] | None]:
     return found
 
 
-# Above this many devices, only the orders by speed are tried.
-MAX_PERMUTED = 4
-
-
-def two_stages(pool: Pool, layer: Ints, num_layers: int) -> Iterator[Labels]:
-    """For either order of two devices, the split of the least bottleneck that fits, links included."""
-    for first in (0, 1):
-        for cut in np.argsort(split_periods(pool.problem, layer, num_layers, first), kind="stable").tolist():
-            labels = np.where(layer < cut + 1, first, 1 - first)
-            if pool.able(pool.problem.column(labels)):
-                yield labels
-                break
-
-
-def split_periods(problem: Problem, layer: Ints, num_layers: int, first: int) -> Floats:
-    """Busiest device or link when layers below 1, 2, ... go to device `first` and the rest to the other."""
-    second = 1 - first
-    load = np.zeros((num_layers, 2))
-    np.add.at(load, layer, problem.load_us)
-    below = np.cumsum(load, axis=0)[:-1]
-    busy = [below[:, first], load[:, second].sum() - below[:, second]]
-    if len(problem.values):
-        starts = np.searchsorted(problem.values.pin_value, np.arange(len(problem.values)))
-        readers = layer[problem.values.pin_node]
-        made = layer[problem.values.producer]
-        lowest, highest = np.minimum.reduceat(readers, starts), np.maximum.reduceat(readers, starts)
-        # A value crosses forward at cuts made < c <= highest, and back at cuts lowest < c <= made.
-        busy.append(_covered(made, highest, problem.wire_us[:, first, second], num_layers))
-        busy.append(_covered(lowest, made, problem.wire_us[:, second, first], num_layers))
-    return np.asarray(np.max(busy, axis=0), dtype=np.float64)
-
-
-def _covered(after: Ints, upto: Ints, weight: Floats, num_layers: int) -> Floats:
-    """For cuts c = 1 .. num_layers - 1: the weight of all intervals with after < c <= upto."""
-    real = upto > after
-    change = np.bincount(after[real] + 1, weights=weight[real], minlength=num_layers + 1)
-    change -= np.bincount(upto[real] + 1, weights=weight[real], minlength=num_layers + 1)
-    return np.asarray(np.cumsum(change)[1:num_layers], dtype=np.float64)
-
-
-def orders(problem: Problem) -> list[tuple[int, ...]]:
-    devices = range(problem.num_devices)
-    if problem.num_devices <= MAX_PERMUTED:
+def orders(pool: Pool) -> list[tuple[int, ...]]:
+    problem, devices = pool.problem, range(pool.problem.num_devices)
+    if problem.num_devices <= pool.config.max_permuted:
         return list(permutations(devices))
     by_speed = tuple(sorted(devices, key=lambda d: float(problem.load_us[:, d].sum())))
     return [by_speed, by_speed[::-1]]

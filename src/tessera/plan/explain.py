@@ -17,14 +17,15 @@ move alone; several moves together may pay where each alone does not.
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from tessera import ir
 from tessera.plan.arrays import Labels
-from tessera.plan.latency import RequestTimer, bound_us
-from tessera.plan.problem import Column, Mix, Problem, build, joined, microbatch_counts
+from tessera.plan.config import FULL
+from tessera.plan.latency import bound_us
+from tessera.plan.problem import Column, Mix, Problem, build, joined, mix_of
 
 MAX_REASONS = 8
 # A change of the period below this is none.
@@ -70,7 +71,7 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DeviceMemory:
     """Memory of one device, in bytes."""
 
     device: str
@@ -140,7 +141,7 @@ class Explanation:
     latency_bound_us: float
     is_gain: bool
     verdict: str
-    memory: tuple[Room, ...] = ()
+    memory: tuple[DeviceMemory, ...] = ()
     reasons: tuple[Reason, ...] = ()
     # What else is worth knowing, in words.
     remarks: tuple[str, ...] = ()
@@ -149,7 +150,7 @@ class Explanation:
 def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
     """Reads a plan back into words and figures; briefly: without the latency's bound, which takes long."""
     problem = _problem(plan)
-    mix = _mix(problem, plan)
+    mix = mix_of(problem, plan)
     main = problem.problems[mix.columns[int(np.argmax(mix.shares))].variant]
     devices, links = _usages(problem, mix, plan)
     busiest = max((*devices, *links), key=lambda u: u.utilisation)
@@ -180,23 +181,12 @@ def latency_bound_us(plan: ir.Plan) -> float:
 
 
 def _latency_bound_us(problem: Problem) -> float:
-    return min(bound_us(p, RequestTimer(p)) for p in problem.problems)
+    return min(bound_us(p, FULL) for p in problem.problems)
 
 
 def _problem(plan: ir.Plan) -> Problem:
     """The plan's batches, most often one."""
     return joined([build(v.unit, v.costs, plan.cluster) for v in plan.every_variant])
-
-
-def _mix(problem: Problem, plan: ir.Plan) -> Mix:
-    labels = [problem.problems[x.variant].labels(x.placement) for x in plan.lanes]
-    columns = tuple(problem.column(x, lane.variant) for x, lane in zip(labels, plan.lanes, strict=True))
-    rates = [lane.rate_per_s * plan.weight_of(lane) for lane in plan.lanes]
-    table = plan.lane_table
-    followed = [table[microbatch % len(table)] for microbatch in range(plan.microbatches)] if table else []
-    microbatches = tuple(followed.count(lane) for lane in range(len(columns))) if table else ()
-    mix = Mix(columns, tuple(rate / sum(rates) for rate in rates), microbatches)
-    return mix if microbatches else replace(mix, microbatches=microbatch_counts(mix, plan.microbatches))
 
 
 def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...], tuple[Usage, ...]]:
@@ -214,14 +204,14 @@ def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...
     return devices, links
 
 
-def _memory(problem: Problem, mix: Mix) -> tuple[Room, ...]:
+def _memory(problem: Problem, mix: Mix) -> tuple[DeviceMemory, ...]:
     weights, each = problem.footprints(mix.columns)
     num = problem.num_devices
     states = np.array([problem.problems[c.variant].states.bytes_on(c.labels, num) for c in mix.columns])
     counts = np.array(mix.microbatches)
     columns = (weights, each.max(axis=0), counts @ states, counts @ (each - states))
     return tuple(
-        Room(device.name, device.memory_bytes, *(int(x) for x in row))
+        DeviceMemory(device.name, device.memory_bytes, *(int(x) for x in row))
         for device, *row in zip(problem.cluster.devices, *columns, strict=True)
     )
 

@@ -1,19 +1,17 @@
 """Load: a model, a load and devices in; batch, microbatches and placement out.
 
-A work unit is a microbatch of requests: their prefill, and a decode for every token of the answers. Its batch
-and how many of them are in flight decide more than the placement: so points (batch, prefill batch,
-microbatches) are looked at, batches far apart first and then around the best of every policy, by a quick
-simulation of what the linear program proposes there; the best are planned in full. Baselines have the same
-freedom: each coarse policy at its own best point, data-parallel with batches of its own for every device, all
-at the memory that there is and within the same limit of time per token.
+A work unit is a microbatch of requests: their prefill, and a decode for every token of the answers. Points
+(batch, prefill batch, microbatches) are estimated by a quick simulation of what the linear program proposes
+there, batches far apart first and then around the best of every policy; the best points are planned in full.
+Baselines have the same freedom: each coarse policy at its own best point, data-parallel with a batch per
+device, all within the same memory and limits.
 
-A prefill of many prompts is hardly faster a prompt than one of a few, and holds far more temporaries, and
-state where its prompts are not decoded. So a microbatch is prefilled in parts: of as many rows as are worth
-having together by their prices, then of more and of fewer around the best.
+A prefill of many prompts is hardly faster per prompt than one of a few, and holds far more temporaries. So a
+microbatch is prefilled in parts: of as many rows as pay by their prices, then of more and fewer around the
+best.
 
-Time per output token is what a request waits for its next token: with n microbatches in flight on a lane that
-ends r of them a second, a microbatch takes n / r (Little's law), and what its prefill does not take of that
-its decodes share.
+Time per output token, by Little's law: with n microbatches in flight on a lane that ends r of them a
+second, a microbatch takes n / r; its decodes share what its prefill leaves of that.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +24,7 @@ import numpy as np
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.baselines import COARSE
+from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.load_figures import LoadPlan, Option, Target, against, replicas_within, together
 from tessera.plan.pricing import throughput
 from tessera.plan.problem import (
@@ -41,23 +40,12 @@ from tessera.plan.problem import (
 )
 from tessera.plan.search import objectives
 from tessera.plan.search.judge import Judge
-from tessera.plan.search.task import Task, joined_task
-from tessera.plan.solve import PlanConfig, Simulator, decide
+from tessera.plan.search.task import Simulator, Task, joined_task
+from tessera.plan.solve import decide
 
-# Batches that are looked at first; then those near the best of every policy, nearer and nearer.
+# Batches that are tried first; then those near the best of every policy, nearer and nearer.
 BATCHES = tuple(2 * 4**n for n in range(6))
 NEAR = ((0.5, 2.0), (0.75, 1.25, 1.5), (0.875, 1.125))
-# A prefill of twice the rows is worth while if it is faster by this share on some device; in the last round,
-# fewer and more rows than that are tried.
-PREFILL_GAIN, PREFILL_NEAR = 0.005, (0.25, 4.0)
-# Microbatches in flight as multiples of the number of devices.
-DEPTHS = (0.5, 1.0, 1.5, 2.0)
-# Points that are planned in full, and those of a coarse policy that are simulated.
-MAX_PLANNED, MAX_SIMULATED = 4, 6
-# A point of a coarse policy that cannot be better than another by this share is not on its curve.
-CURVE_STEP = 0.05
-# What a plan in full may add to the quick figure of a point, and take from its time per token.
-PLANNING_GAIN = 1.08
 
 # Rows of a microbatch, and of one of its prefills.
 Shape = tuple[int, int]
@@ -81,13 +69,14 @@ class PricedLoad:
     _known: dict[tuple[int, int | None], ir.Variant] = field(default_factory=dict)
 
     def at(self, batch: int, prefill: int | None = None) -> ir.Variant:
-        """One batch, always the same record."""
-        if (batch, prefill) not in self._known:
+        """One batch; the same record every time."""
+        key = batch, None if self.in_parts is None else prefill
+        if key not in self._known:
             if prefill is None or self.in_parts is None:
-                self._known[batch, prefill] = self.variant_at(batch)
+                self._known[key] = self.variant_at(batch)
             else:
-                self._known[batch, prefill] = self.in_parts(batch, prefill)
-        return self._known[batch, prefill]
+                self._known[key] = self.in_parts(batch, prefill)
+        return self._known[key]
 
     def on(self, devices: Sequence[int]) -> "PricedLoad":
         """The load on some of the devices."""
@@ -98,11 +87,6 @@ class PricedLoad:
             self.make_simulate,
             self.in_parts and (lambda batch, rows: variant_on(self.at(batch, rows), devices)),
         )
-
-    @property
-    def variants(self) -> dict[int, ir.Variant]:
-        """Those that were asked for, by the identity of their unit."""
-        return {id(variant.unit): variant for variant in self._known.values()}
 
 
 @dataclass(frozen=True)
@@ -117,16 +101,18 @@ class LoadConfig:
     max_microbatches: int | None = None
     # Throughput, cost or energy.
     objective: ir.Objective = ir.Objective.THROUGHPUT
-    # Told what is done.
+    # Called with a line about what is done.
     advance: Callable[[str], None] = lambda text: None
+    search: SearchConfig = FULL
 
 
 def plan_at_once(load: PricedLoad, config: LoadConfig) -> LoadPlan:
     """The plan that gives most tokens per second within memory and the limits, on all devices at once."""
     batches, advance = config.batches, config.advance
     most = config.max_microbatches or 2 * len(load.cluster.devices)
-    search = _Search(load, most, config.objective)
-    rows = None if load.in_parts is None else _prefill_rows(load, batches[-1])
+    search = _Search(load, most, config.objective, config.search)
+    gain, smaller = config.search.prefill_gain, config.search.prefill_near[0]
+    rows = None if load.in_parts is None else _prefill_rows(load, batches[-1], gain)
 
     def look(batch: int, prefill: int | None = None) -> bool:
         """False where it does not fit, in parts of fewer rows either."""
@@ -134,8 +120,8 @@ def plan_at_once(load: PricedLoad, config: LoadConfig) -> LoadPlan:
         if rows is None:
             return search.look(load.at(batch))
         part = prefill or _part(batch, rows)
-        smaller = (round(part * PREFILL_NEAR[0] ** n) for n in (1, 2) if prefill is None)
-        tried = dict.fromkeys([part, *(n for n in smaller if n >= 1 and batch % n == 0)])
+        parts = (round(part * smaller**n) for n in (1, 2) if prefill is None)
+        tried = dict.fromkeys([part, *(n for n in parts if n >= 1 and batch % n == 0)])
         return any(search.look(load.at(batch, n)) for n in tried)
 
     for batch in batches:
@@ -148,10 +134,10 @@ def plan_at_once(load: PricedLoad, config: LoadConfig) -> LoadPlan:
             look(batch)
     for batch, prefill in search.near_prefills() if rows is not None else ():
         look(batch, prefill)
-    return search.found(advance)
+    return search.best(advance)
 
 
-def _prefill_rows(load: PricedLoad, batch: int) -> int | None:
+def _prefill_rows(load: PricedLoad, batch: int, gain: float) -> int | None:
     """The fewest rows that are prefilled nearly as fast as more, by their prices; None without prefills."""
     rows, last_us = 1, np.zeros(0)
     while rows <= batch:
@@ -161,7 +147,7 @@ def _prefill_rows(load: PricedLoad, batch: int) -> int | None:
                 return None
             at = [g.trace.step.kind for g in variant.unit.graphs].index("prefill")
             us = np.array([[cost.us for cost in row] for row in variant.costs[at].costs]).sum(axis=0) / rows
-            if len(last_us) and (last_us <= us * (1 + PREFILL_GAIN)).all():
+            if len(last_us) and (last_us <= us * (1 + gain)).all():
                 return rows // 2
             last_us = us
         rows *= 2
@@ -178,8 +164,11 @@ class _Point:
     """One batch with so many microbatches in flight at most."""
 
     variant: ir.Variant
-    task: Task
     judge: Judge
+
+    @property
+    def task(self) -> Task:
+        return self.judge.task
 
 
 @dataclass(eq=False)
@@ -187,6 +176,7 @@ class _Search:
     load: PricedLoad
     max_microbatches: int
     objective: ir.Objective
+    config: SearchConfig
     points: dict[Point, _Point] = field(default_factory=dict)
     options: list[Option] = field(default_factory=list)
     _refused: PlanInfeasible | None = None
@@ -208,13 +198,15 @@ class _Search:
         shape = (variant.batch, variant.unit.prefill_batch or variant.batch)
         known: list[Column] = []
         last = 0
-        for microbatches in sorted({1, *(max(1, round(depth * num)) for depth in DEPTHS)}):  # one: replicas
+        for microbatches in sorted(
+            {1, *(max(1, round(depth * num)) for depth in self.config.load_depths)}
+        ):  # one: replicas
             least, last = last + 1, microbatches
             if microbatches > self.max_microbatches or (
                 microbatches > 1 and self._least_ms(problem, least) > self._limit_ms
             ):
                 continue
-            task = Task(problem, microbatches, is_judged=True)
+            task = Task(problem, microbatches, simulate, config=self.config)
             coarse = task.coarse_mixes
             task.pool.add(*known)
             try:
@@ -223,8 +215,7 @@ class _Search:
                 self._refused = self._refused or error
                 return False
             known = list(task.pool.columns)
-            judge = Judge(task, ir.Objective.THROUGHPUT, "throughput", simulate)
-            self.points[shape, microbatches] = _Point(variant, task, judge)
+            self.points[shape, microbatches] = _Point(variant, Judge(task))
         return True
 
     @property
@@ -261,7 +252,7 @@ class _Search:
         around = {
             (batch, round(prefill * factor))
             for batch, prefill in self._promising()
-            for factor in PREFILL_NEAR
+            for factor in self.config.prefill_near
         }
         return sorted(x for x in around - known if 1 <= x[1] <= x[0] and x[0] % x[1] == 0)
 
@@ -289,7 +280,7 @@ class _Search:
         """Why not even the smallest batch fits."""
         return self._refused or PlanInfeasible("no batch was given", "Give at least one.")
 
-    def found(self, advance: Callable[[str], None]) -> LoadPlan:
+    def best(self, advance: Callable[[str], None]) -> LoadPlan:
         """Baselines first: the plan must beat them."""
         advance("coarser policies")
         replicas = self._replicas()
@@ -368,12 +359,11 @@ class _Search:
         upper_bounds = [x for x in upper_bounds if self._may_keep(x[1], x[2])]
         # Tokens per second by a quick look, or what a point may have that is left out for its neighbours.
         looks: list[tuple[float, float, _Point, Mix]] = []
+        step = self.config.curve_step
         for upper_bound, point, mix in sorted(upper_bounds, key=lambda x: -x[0]):
-            quick = point.judge.quick_rate
-            assert quick is not None, "a load is judged by simulation"
-            if self._is_beaten(name, point, mix, CURVE_STEP):
-                looks.append((upper_bound / (1 + CURVE_STEP), upper_bound, point, mix))
-            elif (rate := quick(mix)) > 0:
+            if self._is_beaten(name, point, mix, step):
+                looks.append((upper_bound / (1 + step), upper_bound, point, mix))
+            elif (rate := point.task.quick_per_s(mix)) > 0:
                 option = self._option(name, point, mix, rate)
                 if self._is_near(option):
                     looks.append((option.tokens_per_s, upper_bound, point, mix))
@@ -382,7 +372,7 @@ class _Search:
         # Microbatches in flight -> the least batch that was too slow: larger ones are too.
         slow: dict[int, int] = {}
         for _, upper_bound, point, mix in sorted(looks, key=lambda x: -x[0]):
-            if len(found) == MAX_SIMULATED:
+            if len(found) == self.config.max_simulated:
                 break
             batch, microbatches = point.variant.batch, point.task.microbatches
             if upper_bound <= best or batch >= slow.get(microbatches, batch + 1):
@@ -403,24 +393,23 @@ class _Search:
         """Kernel-level plans where upper bounds are highest and where the best baseline is."""
         drafts = [(self._draft(point)[0], point) for point in self.points.values()]
         near = {p: draft.tokens_per_s for draft, p in drafts if draft is not None and self._is_near(draft)}
-        by_draft, points = sorted(near, key=lambda p: -near[p]), list(near)
-        by_hope = sorted(points, key=lambda p: -self._draft(p)[1])
+        by_draft = sorted(near, key=lambda p: -near[p])
+        by_bound = sorted(near, key=lambda p: -self._draft(p)[1])
         found: list[Candidate] = []
         best = floor.tokens_per_s if floor else 0.0
         best_coarse = self.points.get(_point_of(floor)) if floor else None
         first = [best_coarse] if best_coarse in near else []
-        for point in dict.fromkeys(chain(first, *zip(by_hope, by_draft, strict=True))):
-            if len(found) == MAX_PLANNED:
+        for point in dict.fromkeys(chain(first, *zip(by_bound, by_draft, strict=True))):
+            if len(found) == self.config.max_planned:
                 break
-            if max(self._draft(point)[1], near[point] * PLANNING_GAIN) <= best:
+            if max(self._draft(point)[1], near[point] * self.config.planning_gain) <= best:
                 continue
             advance(f"planning batch {point.variant.batch}, {point.task.microbatches} microbatches")
-            config = PlanConfig(ir.Objective.THROUGHPUT, point.task.microbatches, shown_microbatches=())
-            made = decide(point.task, point.judge, config)
-            option = self._option("plan", point, made.chosen, made.plan.simulated_per_s)
+            solved = decide(point.judge)
+            option = self._option("plan", point, solved.chosen, solved.plan.simulated_per_s)
             if option.keeps(self.target) and option.tokens_per_s > best:
-                option = self._followed("plan", point, made.chosen)
-            found.append((option, partial(self._plan, point, made.chosen, made.plan.policy)))
+                option = self._followed("plan", point, solved.chosen)
+            found.append((option, partial(self._plan, point, solved.chosen, solved.plan.policy)))
             if option.keeps(self.target):
                 best = max(best, option.tokens_per_s)
         return [x for x in found if x[0].keeps(self.target)]
@@ -429,7 +418,7 @@ class _Search:
 
     def _upper_bound(self, point: _Point, mix: Mix) -> float:
         """Tokens per second that no run exceeds by busy time and by the requests in flight."""
-        return self._tokens(point) * point.judge.upper_bound_per_s(mix)
+        return self._tokens(point) * point.task.upper_bound_per_s(mix)
 
     def _is_beaten(self, policy: str, point: _Point, mix: Mix, by: float = 0.0) -> bool:
         """Whether the policy has more tokens in less time elsewhere than this may reach, but for `by`."""
@@ -445,15 +434,13 @@ class _Search:
         None where nothing of it ends within what is looked at, or where even its upper bound is beaten.
         """
         if point not in self._drafts:
-            microbatches, quick = point.task.microbatches, point.judge.quick_rate
-            assert quick is not None, "a load is judged by simulation"
-            num = len(self.cluster.devices)
+            microbatches, num = point.task.microbatches, len(self.cluster.devices)
             found: list[tuple[float, Mix]] = []
             depths = {1.05 * min(microbatches, 2 * num), *([1.1 * num] if microbatches > num else [])}
             for depth in sorted(depths):
                 mix = point.task.pool.main_lanes(throughput.generate(point.task.pool, depth).mix)
                 if mix is not None and not self._is_beaten("plan", point, mix):
-                    found.append((quick(mix), mix))
+                    found.append((point.task.quick_per_s(mix), mix))
             rate, best = max(found, key=lambda x: x[0], default=(0.0, None))
             option = self._option("plan", point, best, rate) if best is not None and rate > 0 else None
             self._drafts[point] = (
@@ -464,8 +451,8 @@ class _Search:
 
     def _is_near(self, draft: Option) -> bool:
         """May a plan in full keep to the limits?"""
-        eased = replace(draft, tpot_ms=draft.tpot_ms / PLANNING_GAIN, ttft_ms=draft.ttft_ms / PLANNING_GAIN)
-        return eased.keeps(self.target)
+        gain = self.config.planning_gain
+        return self.target.allows(draft.tpot_ms / gain, draft.ttft_ms / gain)
 
     def _may_keep(self, point: _Point, mix: Mix) -> bool:
         """False where even at its rate by busy time a token, or the first one, takes too long."""
@@ -487,8 +474,7 @@ class _Search:
 
     def _option(self, policy: str, point: _Point, mix: Mix, rate_per_s: float) -> Option:
         names, unit = self.cluster.names, point.variant.unit
-        used = objectives.used(mix)
-        devices = [self.cluster.devices[d] for d in used]
+        devices = [self.cluster.devices[d] for d in mix.devices]
         rents = [d.usd_per_hour for d in devices if d.usd_per_hour is not None]
         is_known = all(d.tdp_w is not None for d in devices)
         joules = objectives.joules(point.task.problem, mix, rate_per_s) if is_known else None
@@ -496,9 +482,9 @@ class _Search:
             policy,
             self._tokens(point) * rate_per_s,
             *self._times_ms(point, mix, rate_per_s),
-            {names[d]: unit.batch for d in used},
+            {names[d]: unit.batch for d in mix.devices},
             sum(microbatch_counts(mix, point.task.microbatches)),
-            {names[d]: unit.prefill_batch for d in used} if unit.prefill_batch else {},
+            {names[d]: unit.prefill_batch for d in mix.devices} if unit.prefill_batch else {},
             sum(rents) if len(rents) == len(devices) else None,
             None if joules is None else joules / self._tokens(point),
         )
@@ -519,7 +505,7 @@ class _Search:
     # Records.
 
     def _plan(self, point: _Point, mix: Mix, policy: str) -> ir.Plan:
-        plan = replace(point.judge.finished(mix, (), [mix], ()), policy=policy)
+        plan = replace(point.judge.finished(mix, (), [mix]), policy=policy)
         ir.verify(plan)
         return plan
 
@@ -527,11 +513,12 @@ class _Search:
         """One lane for each device, at batches of their own."""
         listed = list(chosen)
         batches = list(dict.fromkeys(point for point, _ in listed))
-        task = joined_task([self.points[point].task for point in batches], len(listed), is_judged=True)
+        simulate = self.load.make_simulate()
+        tasks = [self.points[point].task for point in batches]
+        task = joined_task(tasks, len(listed), simulate, "data-parallel")
         columns = [task.problem.scaled(column, batches.index(point)) for point, column in listed]
         mix = by_speed(columns, (1,) * len(columns))
-        judge = Judge(task, ir.Objective.THROUGHPUT, "data-parallel", self.load.make_simulate())
-        plan = judge.finished(mix, (), [mix], ())
+        plan = Judge(task).finished(mix, (), [mix])
         ir.verify(plan)
         return plan
 

@@ -15,15 +15,15 @@ begins where it lives) and what it returns.
 
 Kinds of device: devices that are alike share prices, so that pricing needs one label for each kind.
 
-Devices are alike iff every launch costs the same on them, they hold as much, the constraints treat them alike
-and their links to everything else are the same. Swapping two of them maps plans to plans of the same rate; so
-the mean of an optimum over all swaps is an optimum, and it loads the devices of a kind equally. Splitting a
-request between two devices of a kind only adds transfers. Hence the linear program over placements on one
-device a kind, with as many devices as the kind has, has the same optimum. Not handled: links that share a
-bus; with those every device is its own kind.
+Devices are alike iff every launch costs the same on them, they hold as much, the constraints treat them
+alike and their links to everything else are the same. Swapping two of them maps plans to plans of the same
+rate; so the mean of an optimum over all swaps is an optimum, and it loads the devices of a kind equally.
+Splitting a request between two devices of a kind only adds transfers. Hence the linear program over
+placements on one device a kind, with as many devices as the kind has, has the same optimum. Not handled:
+links that share a bus; with those every device is its own kind.
 
-Devices that are alike come in numbers, so that plans for fewer devices can stand side by side ("cells"): four
-H20 and four L40S are four times one of each, three and five are three pairs and two cards more.
+Devices that are alike come in numbers, so that plans for fewer devices can stand side by side ("cells"):
+four H20 and four L40S are four times one of each, three and five are three pairs and two cards more.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,8 +54,12 @@ from tessera.plan.arrays import (
 )
 from tessera.plan.constraints import Constraint, allowed, layers_of, restricted_constraints
 
-# What one message costs its link beyond the bytes: setting up a copy engine or a send.
+# Link time of one message beyond its bytes: setting up a copy engine or a send.
 MESSAGE_US = 1.0
+
+MixKey = tuple[tuple[bytes, ...], tuple[float, ...], tuple[int, ...]]
+# Copies of one part of a cluster: the devices of each.
+Cells = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +97,16 @@ class Mix:
         """Busy time of every device and link per average request."""
         rows = np.array([c.busy_us for c in self.columns])
         return np.asarray(np.array(self.shares) @ rows, dtype=np.float64)
+
+    @cached_property
+    def key(self) -> MixKey:
+        """Equal mixes, equal keys."""
+        return tuple(c.key for c in self.columns), self.shares, self.microbatches
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """Devices with a lane, ascending."""
+        return tuple(np.unique(np.concatenate([c.labels for c in self.columns])).tolist())
 
     @property
     def rate_per_s(self) -> float:
@@ -470,6 +484,24 @@ def restricted(problem: Problem, devices: Sequence[int]) -> Problem | None:
     )
 
 
+def shape_of(variant: ir.Variant) -> tuple[int, int | None]:
+    """(rows of a request, rows of one of its prefills): what tells batches of one load apart."""
+    return variant.batch, variant.unit.prefill_batch
+
+
+def mix_of(problem: Problem, plan: ir.Plan) -> Mix:
+    """The mix of a plan's lanes, with the microbatches of each."""
+    labels = [problem.problems[x.variant].labels(x.placement) for x in plan.lanes]
+    columns = tuple(problem.column(x, lane.variant) for x, lane in zip(labels, plan.lanes, strict=True))
+    rates = [lane.rate_per_s * plan.weight_of(lane) for lane in plan.lanes]
+    mix = Mix(columns, tuple(rate / sum(rates) for rate in rates))
+    table = plan.lane_table
+    if not table:
+        return replace(mix, microbatches=microbatch_counts(mix, plan.microbatches))
+    followed = [table[microbatch % len(table)] for microbatch in range(plan.microbatches)]
+    return replace(mix, microbatches=tuple(followed.count(lane) for lane in range(len(columns))))
+
+
 def microbatch_table(mix: Mix, microbatches: int) -> tuple[int, ...]:
     """The lane of every microbatch; of more lanes than microbatches, each once, the busiest first.
 
@@ -505,10 +537,6 @@ def rounded(shares: Floats, length: int) -> Ints:
     return counts
 
 
-# Ways of pairing the cards of the kinds that a placement is spread over, at most.
-MAX_WAYS = 16
-
-
 @dataclass(frozen=True, eq=False)
 class Kinds:
     """Devices by kind."""
@@ -525,17 +553,17 @@ class Kinds:
         counts = np.array([len(m) for m in self.members], dtype=np.float64)
         return np.concatenate([counts, np.outer(counts, counts).ravel()])
 
-    def spread(self, labels: Labels) -> Iterator[Labels]:
+    def spread(self, labels: Labels, max_pairings: int) -> Iterator[Labels]:
         """The placement on real devices: the cards of each kind take turns, all equally often."""
         used = np.unique(labels).tolist()
         counts = [len(self.members[kind]) for kind in used]
         device_of = np.array([members[0] for members in self.members])
-        for way in range(prod(counts) if prod(counts) <= MAX_WAYS else lcm(*counts)):
+        for way in range(prod(counts) if prod(counts) <= max_pairings else lcm(*counts)):
             rest = way
             for kind, count in zip(used, counts, strict=True):
                 device_of[kind] = self.members[kind][rest % count]
                 # Every pairing, as digits of a number; where there are too many, all kinds in step.
-                rest = rest // count if prod(counts) <= MAX_WAYS else way
+                rest = rest // count if prod(counts) <= max_pairings else way
             yield device_of[labels]
 
 
@@ -579,10 +607,6 @@ def _alike(problem: Problem, a: int, b: int) -> bool:
         and bool(same)
         and np.array_equal(problem.load_us[:, a], problem.load_us[:, b])
     )
-
-
-# Copies of one part: the devices of each.
-Cells = tuple[tuple[int, ...], ...]
 
 
 def partitions(members: Sequence[Sequence[int]]) -> Iterator[tuple[Cells, ...]]:

@@ -1,35 +1,35 @@
-"""solve: work, prices and devices in, a plan out.
+"""solve: a work unit, its costs and a cluster in, a plan out.
 
-Candidates come from the planners by name; the judge compares them by one figure. The plan's
-`simulated_per_s` and every baseline's `throughput_per_s` are that same figure, while the plan's
-`throughput_per_s` and `bound_per_s` always speak of busy time. So
-  bound_per_s >= throughput_per_s >= simulated_per_s >= every baseline's throughput_per_s
-for plans of the throughput objective. Plans of the cost and energy objectives are never below a baseline
-in work per dollar or joule, and their bound is that of the devices they use. Candidates that are near the
-best are told apart by how they keep when the costs are wrong, then by fewer lanes and transfers, but never
-below a baseline. Under the latency objective candidates are compared by one request's makespan.
+Planners propose candidates; the judge compares them by one figure. `simulated_per_s` of the plan and
+`throughput_per_s` of every baseline are that figure; `throughput_per_s` and `bound_per_s` of the plan are by
+busy time. For plans of the throughput objective
+  bound_per_s >= throughput_per_s >= simulated_per_s >= throughput_per_s of every baseline.
+Plans of the cost and energy objectives are never below a baseline in work per dollar or joule. Of candidates
+near the best the most robust is taken, then the one with fewer lanes and transfers. The latency objective
+compares one request's makespan; `latency_us` is one request alone, the mean over lanes by share.
 
-`latency_us` is one request alone on an idle system: the mean over lanes, weighted by their shares.
+Plans for parts of the cluster are candidates too, copied to all devices (`side_by_side`): equal cells where
+devices are alike, so that many devices are never worse than their cells; sets of devices under the cost and
+energy objectives, where a device may not be worth its rent or power.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from itertools import islice
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.baselines import COARSE
+from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.constraints import Constraint, check_constraints
-from tessera.plan.problem import Cells, Column, Mix, build, microbatch_counts, partitions, restricted
-from tessera.plan.search.judge import MICROBATCHES_SHOWN, Judge, Simulator
+from tessera.plan.problem import Cells, Mix, build, mix_of, partitions, restricted, shape_of
+from tessera.plan.search import objectives
+from tessera.plan.search.judge import Judge
 from tessera.plan.search.planners import PLANNERS, planner_named
-from tessera.plan.search.task import Task
+from tessera.plan.search.task import Simulator, Task
 
-__all__ = ["PlanConfig", "Simulator", "solve"]
-
-# Requests in flight that are tried besides the number asked for, where memory is short.
-FEWER_MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
+# Requests in flight that the chosen plan is also simulated with.
+MICROBATCHES_SHOWN = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +41,25 @@ class PlanConfig:
     microbatches: int = 4
     # Name of a policy in PLANNERS; None: the objective's own.
     policy: str | None = None
-    # What the user wants where.
     constraints: tuple[Constraint, ...] = ()
-    # Requests come over time and a microbatch decodes for ever: then none may live on what other microbatches
-    # leave free.
+    # Requests arrive over time and a microbatch decodes for ever: no microbatch may depend on device time
+    # that others leave free.
     is_served: bool = False
-    # Requests in flight that the chosen plan is simulated with besides.
+    # Requests in flight that the chosen plan is also simulated with.
     shown_microbatches: tuple[int, ...] = MICROBATCHES_SHOWN
+    search: SearchConfig = FULL
 
     @property
-    def name(self) -> str:
-        """Of the planner."""
+    def planner(self) -> str:
         return self.policy or self.objective.value
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """A plan, and what was found on the way to it."""
+    """A plan, its mix, and the task it solves."""
 
     plan: ir.Plan
     task: Task
-    # The mix that the plan is of.
     chosen: Mix
 
 
@@ -73,119 +71,203 @@ def solve(
     simulate: Simulator | None = None,
 ) -> ir.Plan:
     """The best plan for the objective, verified, with what every coarse policy would reach."""
-    return work_out(unit, costs, cluster, config, simulate).plan
+    return solution(unit, costs, cluster, config, simulate).plan
 
 
-def work_out(
+def solution(
     unit: ir.WorkUnit,
     costs: tuple[ir.Costs, ...],
     cluster: ir.Cluster,
     config: PlanConfig,
     simulate: Simulator | None = None,
 ) -> Solution:
-    """As `solve`, with what was found on the way.
-
-    Where memory is short, fewer requests in flight may leave room for a better placement: those are tried.
-    """
-    if config.microbatches < 1:
-        raise PlanInfeasible(
-            f"{config.microbatches} requests in flight do no work", "Give at least one (--microbatches)."
-        )
-    planner_named(config.name)
+    """As `solve`; where memory is short, fewer requests in flight are tried too."""
+    most = config.microbatches
+    if most < 1:
+        raise PlanInfeasible(f"{most} requests in flight do no work", "Give at least one (--microbatches).")
+    planner_named(config.planner)
     check_constraints(unit, config.constraints)
     problem = build(unit, costs, cluster, config.constraints)
+    is_served = config.is_served or unit.is_served
 
-    def at(microbatches: int) -> Solution:
-        task = Task(problem, microbatches, simulate is not None, config.is_served or unit.is_served)
-        judge = Judge(task, config.objective, config.name, simulate)
-        return decide(task, judge, replace(config, microbatches=microbatches))
+    def at(num: int) -> Solution:
+        task = Task(problem, num, simulate, is_served, config.objective, config.planner, config.search)
+        return decide(Judge(task), config.shown_microbatches)
 
-    most = at(config.microbatches)
-    if not most.task.pool.is_tight or config.objective is ir.Objective.LATENCY:
-        return most
-    fewer = [at(microbatches) for microbatches in FEWER_MICROBATCHES if microbatches < config.microbatches]
-    return max([most, *fewer], key=lambda s: objective_figure(s.plan, config.objective))
+    solved = [at(most)]
+    if solved[0].task.pool.is_tight and config.objective is not ir.Objective.LATENCY:
+        solved += [at(num) for num in config.search.fewer_microbatches if num < most]
+    return max(solved, key=lambda s: objective_figure(s.plan, config.objective))
 
 
-def objective_figure(plan: ir.Plan, goal: ir.Objective) -> float:
-    """What an objective makes of a plan's own figures; more is better."""
-    if goal is ir.Objective.LATENCY:
+def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
+    """The objective's figure of a plan; more is better."""
+    if objective is ir.Objective.LATENCY:
         return 1.0 / plan.latency_us
-    if goal is ir.Objective.COST and plan.usd_per_1k_units:
+    if objective is ir.Objective.COST and plan.usd_per_1k_units:
         return 1.0 / plan.usd_per_1k_units
-    if goal is ir.Objective.ENERGY and plan.joules_per_unit:
+    if objective is ir.Objective.ENERGY and plan.joules_per_unit:
         return 1.0 / plan.joules_per_unit
     return plan.simulated_per_s
 
 
-def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
-    """The best of what the planner of a task and the coarse policies propose."""
-    name = config.name
-    planner = planner_named(name)
+def decide(judge: Judge, shown_microbatches: Sequence[int] = (), is_part: bool = False) -> Solution:
+    """The best of what the task's planner, the coarse policies and plans for parts of the cluster propose."""
+    task = judge.task
+    planner = planner_named(task.policy)
     coarse = {kind: judge.best(mixes) if (mixes := task.coarse[kind]) else None for kind in COARSE}
-    task.quick = judge.quick_rate
     mixes = planner(task)
     if not mixes:
-        constraints = " with these placement constraints" if config.constraints else ""
-        raise PlanInfeasible(f"the policy '{name}' does not apply to this work{constraints}", _remedy(name))
-    others = [m for m in coarse.values() if m is not None]
-    others += _cells(task, judge, config)
-    is_free = name == config.objective.value and config.objective is not ir.Objective.LATENCY
-    chosen = judge.lasting(lambda: judge.simplest(mixes, others) if is_free else judge.best(mixes))
-    baselines = tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
-    plan = judge.finished(chosen, baselines, [*others, *mixes], config.shown_microbatches)
-    ir.verify(plan)
+        limits = " with these placement constraints" if task.problem.constraints else ""
+        remedy = f"Use one of: {', '.join(sorted(x for x in PLANNERS if x != task.policy))}."
+        raise PlanInfeasible(f"the policy '{task.policy}' does not apply to this work{limits}", remedy)
+    floors = [m for m in coarse.values() if m is not None]
+    floors += _from_parts(judge, is_part)
+
+    def baselines() -> tuple[ir.Baseline, ...]:
+        return tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
+
+    solved = choose(judge, mixes, floors, baselines, shown_microbatches)
+    ir.verify(solved.plan)
+    return solved
+
+
+def choose(
+    judge: Judge,
+    mixes: Sequence[Mix],
+    floors: Sequence[Mix],
+    baselines: Callable[[], tuple[ir.Baseline, ...]],
+    shown_microbatches: Sequence[int],
+) -> Solution:
+    """The plan of the best mix, rated by the long run; a named policy's plan may be below the floors."""
+    task = judge.task
+    is_free = task.policy == task.objective.value and task.objective is not ir.Objective.LATENCY
+    chosen = judge.lasting(lambda: judge.simplest(mixes, floors) if is_free else judge.best(mixes))
+    plan = judge.finished(chosen, baselines(), [*floors, *mixes], shown_microbatches)
     return Solution(plan, task, chosen)
 
 
-def _cells(task: Task, judge: Judge, config: PlanConfig) -> list[Mix]:
-    """Plans for fewer devices side by side, where devices are alike; as coarse policies, a floor.
-
-    A search over all devices at once looks at more, and at each of it less closely: it may be better, and
-    with these among its candidates it is never worse.
-    """
-    kinds = task.pool.kinds
-    if kinds is None or config.name != ir.Objective.THROUGHPUT.value or task.variants:
+def _from_parts(judge: Judge, is_part: bool) -> list[Mix]:
+    """Plans for parts of the cluster, copied to all devices; as coarse policies, a floor."""
+    task = judge.task
+    if task.variants or is_part or task.policy != task.objective.value:
         return []
-    found = []
-    for parts in partitions(kinds.members):
+    if task.objective in (ir.Objective.COST, ir.Objective.ENERGY):
+        splits: Iterator[tuple[Cells, ...]] = (((devices,),) for devices in _worthwhile(task))
+    else:
+        is_many = task.objective is ir.Objective.THROUGHPUT and task.pool.kinds is not None
+        splits = partitions(task.pool.kinds.members) if is_many and task.pool.kinds else iter(())
+    mixes = []
+    for parts in splits:
         try:
-            mix = _side_by_side(task, judge, parts, config)
+            mix = _copied_mix(judge, parts)
         except PlanInfeasible:  # a part that is too small for the model
             continue
         if mix is not None and task.pool.fits(mix.columns, mix.microbatches):
-            found.append(mix)
-    return found
+            mixes.append(mix)
+    return mixes
 
 
-def _side_by_side(task: Task, judge: Judge, parts: Sequence[Cells], config: PlanConfig) -> Mix | None:
-    """Every part planned once, its lanes copied to the devices of every copy, with microbatches of their own.
+def _copied_mix(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
+    """Every part planned once and copied; None if there are fewer microbatches than cells.
 
-    Parts share nothing, so the whole is worth what they are together. None: fewer microbatches than cells.
+    Parts share nothing, so the rate is the sum of theirs.
     """
-    problem = task.problem
-    columns: list[Column] = []
-    rates: list[float] = []
-    held: list[int] = []
-    for copies in parts:
-        each = task.microbatches * len(copies[0]) // problem.num_devices
+    task, problem = judge.task, judge.task.problem
+    is_split = sum(len(cells) for cells in parts) > 1
+    plans = []
+    for cells in parts:
+        each = task.microbatches * len(cells[0]) // problem.num_devices if is_split else task.microbatches
         if each < 1:
             return None
-        part = restricted(problem, copies[0])
+        part = restricted(problem, cells[0])
         if part is None:
             raise PlanInfeasible("the placement constraints leave a launch nowhere to run there")
-        inner = Task(part, each, task.is_judged, task.is_served)
-        judged = Judge(inner, ir.Objective.THROUGHPUT, config.name, judge.simulate)
-        found = decide(inner, judged, replace(config, microbatches=each, shown_microbatches=()))
-        for devices in copies:
-            place = np.array(devices, dtype=np.int64)
-            columns += [problem.column(place[column.labels]) for column in found.chosen.columns]
-            rates += [share * found.plan.simulated_per_s for share in found.chosen.shares]
-            held += microbatch_counts(found.chosen, each)
-    mix = Mix(tuple(columns), tuple(rate / sum(rates) for rate in rates), tuple(held))
-    judge.know(mix, min(sum(rates), mix.rate_per_s))
+        inner = replace(task, problem=part, microbatches=each, _spans={})
+        plans.append((decide(Judge(inner), is_part=not is_split).plan, cells))
+    plan = side_by_side(problem.cluster, [ir.Variant(problem.unit, problem.costs)], plans)
+    mix = mix_of(problem, plan)
+    mix = mix.only([lane for lane, count in enumerate(mix.microbatches) if count])
+    judge.know(mix, min(plan.simulated_per_s, mix.rate_per_s))
     return mix
 
 
-def _remedy(name: str) -> str:
-    return f"Use one of: {', '.join(sorted(x for x in PLANNERS if x != name))}."
+def _worthwhile(task: Task) -> list[objectives.Devices]:
+    """Proper subsets of the devices with the best figures by busy time."""
+    config, problem, objective = task.config, task.problem, task.objective
+    solved: list[tuple[float, objectives.Devices]] = []
+    best = 0.0
+    for devices in islice(objectives.subsets(problem, objective), config.max_bounded):
+        bound = objectives.bound(problem, objective, devices)
+        if len(solved) >= config.max_solved or bound < config.worth * best:
+            break
+        part = restricted(problem, devices) if len(devices) < problem.num_devices else None
+        if part is None:
+            continue
+        try:
+            mix = Task(part, task.microbatches, config=config).free.mix
+        except PlanInfeasible:  # does not fit
+            continue
+        solved.append((objectives.figure(part, objective, mix, mix.rate_per_s), devices))
+        best = max(best, solved[-1][0])
+    ranked = sorted(solved, key=lambda x: -x[0])[: config.max_planned_sets]
+    return [devices for value, devices in ranked if value >= config.worth * best]
+
+
+def side_by_side(
+    cluster: ir.Cluster, variants: Sequence[ir.Variant], parts: Sequence[tuple[ir.Plan, Cells]]
+) -> ir.Plan:
+    """One plan of all copies of all parts, each lane with the microbatches it has in its part.
+
+    `variants`: the parts' batches, priced on the whole cluster. The bound is that of busy time.
+    """
+    first, numbers = variants[0], {shape_of(v): number for number, v in enumerate(variants)}
+    lanes: list[ir.Lane] = []
+    table: list[int] = []
+    for plan, cells in parts:
+        order = plan.lane_table
+        for devices in cells:
+            table += [len(lanes) + order[n % len(order)] for n in range(plan.microbatches)]
+            lanes += [
+                ir.Lane(
+                    ir.Placement(tuple(tuple(devices[d] for d in step) for step in lane.placement.devices)),
+                    lane.rate_per_s,
+                    numbers[shape_of(plan.every_variant[lane.variant])],
+                )
+                for lane in plan.lanes
+            ]
+    rows = [(plan, len(cells), plan.batch / first.batch) for plan, cells in parts]
+    simulated, busy = (
+        sum(getattr(plan, name) * num * weight for plan, num, weight in rows)
+        for name in ("simulated_per_s", "throughput_per_s")
+    )
+    joules = [(plan.joules_per_unit, plan.simulated_per_s * num) for plan, num, _ in rows]
+    known = [each * rate for each, rate in joules if each is not None]
+    plan = ir.Plan(
+        unit=first.unit,
+        cluster=cluster,
+        costs=first.costs,
+        objective=ir.Objective.THROUGHPUT,
+        policy=_policy([plan for plan, _ in parts]),
+        lanes=tuple(lanes),
+        microbatches=len(table),
+        throughput_per_s=busy,
+        simulated_per_s=simulated,
+        bound_per_s=busy,
+        latency_us=max(plan.latency_us for plan, _, _ in rows),
+        lane_table=tuple(table),
+        max_microbatches=len(table),
+        joules_per_unit=sum(known) / simulated if len(known) == len(rows) else None,
+        variants=tuple(variants[1:]),
+    )
+    ir.verify(plan)
+    return plan
+
+
+def _policy(plans: Sequence[ir.Plan]) -> str:
+    """The policy of all parts; data-parallel where every lane stays on one device."""
+    used = [{d for step in lane.placement.devices for d in step} for plan in plans for lane in plan.lanes]
+    if len(used) > 1 and all(len(devices) == 1 for devices in used):
+        return "data-parallel"
+    names = {plan.policy for plan in plans}
+    return names.pop() if len(names) == 1 else ir.Objective.THROUGHPUT.value

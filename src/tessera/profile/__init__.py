@@ -21,6 +21,7 @@ from tessera.profile.coverage import (
     coverage,
     rejected_tables,
     sureness,
+    sureness_of,
 )
 from tessera.profile.devices import LINKS, LinkPreset, make_cluster, parse_devices, wire
 from tessera.profile.estimate import estimate, notes, works
@@ -32,5 +33,5 @@ __all__ = [
     "LINKS", "SYSTEMS", "CostShare", "Covered", "Effective", "Gpu", "LinkPreset", "OpClass", "Sureness",
     "Tables", "Work", "best_sources", "borrowed", "class_of", "coverage", "estimate", "gpu",
     "installed_tables", "known_gpus", "make_cluster", "missing_note", "notes", "parse_devices",
-    "rejected_tables", "sureness", "wire", "work_of", "works",
+    "rejected_tables", "sureness", "sureness_of", "wire", "work_of", "works",
 ]  # fmt: skip

@@ -65,7 +65,7 @@ class Work:
     """Everything a cost model looks at."""
 
     op: OpClass
-    # Of the arithmetic: the first floating-point tensor among the arguments.
+    # Dtype of the arithmetic: that of the first floating-point tensor among the arguments.
     dtype: str
     flops: float
     num_bytes: int

@@ -5,22 +5,24 @@ covers only launches near its points, so a model stands behind every table.
 
 How sure a plan's costs are: which part of the busy time rests on which source, and with what error.
 
-A kernel may be priced at ±50 % and the plan still be known to ±11 %: what the widest models price is a part
-of the time, and kernels of unlike classes on unlike devices are wrong independently of one another, so that
-their errors cancel in part. Kernels of one class on one device share their model, and its error in full.
+Errors of kernels of different classes or devices are independent and cancel in part; kernels of one class on
+one device share their model and its error. So a kernel may be priced at ±50 % and the plan at ±11 %.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tessera.ir import Plan, Source
-from tessera.profile.counts import OpClass
+from tessera.ir import Cost, Plan, Source
+from tessera.profile.counts import OpClass, Work
 from tessera.profile.estimate import works
 from tessera.profile.fitted import family_of, model_for, model_of
 from tessera.profile.gpus import gpu, known_gpus
 from tessera.profile.table_files import KINDS, table_files
 from tessera.profile.tables import Tables
 
+# Prices with a larger relative error are called wide.
+WIDE = 0.25
 FAMILIES = {"any": "any", "f16": "16 bits", "f32": "fp32"}
 VARIANTS = {"bfloat16": "16 bits", "fp8": "fp8"}
 
@@ -99,10 +101,6 @@ def best_sources(gpu_name: str, tables: Tables | None = None) -> dict[OpClass, S
     return best
 
 
-# Prices with a larger relative error are called wide.
-WIDE = 0.25
-
-
 @dataclass(frozen=True, slots=True)
 class CostShare:
     """The launches of one class on one kind of device that have one source."""
@@ -110,7 +108,7 @@ class CostShare:
     op: str
     gpu: str
     source: Source
-    # Of the busy time of all devices.
+    # Share of the busy time of all devices.
     share: float
     # Mean relative error of its launches, by time.
     rel_error: float
@@ -127,17 +125,16 @@ class Sureness:
 
     @property
     def wide_share(self) -> float:
-        """Of the busy time, priced with a wide error."""
+        """Share of the busy time priced with a wide error."""
         return sum(p.wide_share for p in self.parts)
 
     @property
     def rel_error(self) -> float:
-        """Of the whole busy time, if the parts are wrong independently."""
+        """Relative error of the busy time, if the parts are wrong independently."""
         return math.hypot(*(p.share * p.rel_error for p in self.parts))
 
     @property
     def by_source(self) -> dict[str, float]:
-        """Share of the busy time by source."""
         found: dict[str, float] = {}
         for part in self.parts:
             found[part.source.value] = found.get(part.source.value, 0.0) + part.share
@@ -145,7 +142,6 @@ class Sureness:
 
     @property
     def sentence(self) -> str:
-        """For people."""
         whole = f"the busy time as a whole is known to ±{self.rel_error:.0%}"
         wide = sorted((p for p in self.parts if p.wide_share > 0), key=lambda p: -p.wide_share)
         if not wide:
@@ -161,31 +157,40 @@ class Sureness:
 
 
 def sureness(plan: Plan) -> Sureness:
-    """Of the launches that a plan runs, each as often as its lanes do and where they are placed."""
-    found: dict[tuple[str, str, Source], list[float]] = {}
+    """How sure the busy time of a plan is: its launches where they are placed, as often as its lanes run."""
+    return sureness_of(_placed(plan))
+
+
+def sureness_of(priced: Iterable[tuple[Work, str, Cost, float]]) -> Sureness:
+    """How sure a sum of prices is, from (work, GPU, its cost there, how often)."""
+    sums: dict[tuple[str, str, Source], list[float]] = {}
     why: dict[tuple[str, str, Source], str] = {}
     specs = {g.name: g for g in known_gpus()}
+    for work, where, cost, times in priced:
+        us = cost.us * times
+        if us == 0:  # such as an allocation
+            continue
+        key = (work.op.value, where, cost.source)
+        part = sums.setdefault(key, [0.0, 0.0, 0.0])
+        part[0] += us
+        part[1] += us * cost.rel_error
+        part[2] += us if cost.rel_error > WIDE else 0.0
+        if key not in why:
+            is_modelled = cost.source in (Source.FITTED, Source.CLASS) and where in specs
+            why[key] = model_of(work, specs[where]).why if is_modelled else cost.source.value
+    total = sum(us for us, _, _ in sums.values()) or 1.0
+    parts = [
+        CostShare(op, where, source, us / total, weighted / us, wide / total, why[op, where, source])
+        for (op, where, source), (us, weighted, wide) in sums.items()
+    ]
+    return Sureness(tuple(sorted(parts, key=lambda p: -p.share * p.rel_error)))
+
+
+def _placed(plan: Plan) -> Iterator[tuple[Work, str, Cost, float]]:
     counted = [[works(g.trace) for g in v.unit.graphs] for v in plan.every_variant]
     for lane in plan.lanes:
         variant = plan.every_variant[lane.variant]
         for step, (costs, times) in enumerate(zip(variant.costs, variant.unit.counts, strict=True)):
-            placed = lane.placement.devices[step]
-            for launch, (work, device) in enumerate(zip(counted[lane.variant][step], placed, strict=True)):
-                cost, where = costs.costs[launch][device], plan.cluster.devices[device].gpu
-                us = cost.us * times * lane.rate_per_s
-                if us == 0:  # an allocation, for one, which no model prices
-                    continue
-                key = (work.op.value, where, cost.source)
-                sums = found.setdefault(key, [0.0, 0.0, 0.0])
-                sums[0] += us
-                sums[1] += us * cost.rel_error
-                sums[2] += us if cost.rel_error > WIDE else 0.0
-                if key not in why:
-                    modelled = cost.source in (Source.FITTED, Source.CLASS) and where in specs
-                    why[key] = model_of(work, gpu(where)).why if modelled else cost.source.value
-    total = sum(us for us, _, _ in found.values()) or 1.0
-    parts = [
-        CostShare(op, where, source, us / total, weighted / us, wide / total, why[op, where, source])
-        for (op, where, source), (us, weighted, wide) in found.items()
-    ]
-    return Sureness(tuple(sorted(parts, key=lambda p: -p.share * p.rel_error)))
+            rows = zip(counted[lane.variant][step], lane.placement.devices[step], costs.costs, strict=True)
+            for work, device, row in rows:
+                yield work, plan.cluster.devices[device].gpu, row[device], times * lane.rate_per_s

@@ -288,7 +288,6 @@ def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence
 
 
 def _join(links: dict[tuple[str, str], Link], word: str, names: tuple[str, ...]) -> None:
-    """Replaces the link of one pair."""
     # The last: a part of a card is called cuda:0/sm=32.
     ends, _, name = word.rpartition("=")
     if name not in LINKS:

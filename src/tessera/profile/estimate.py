@@ -2,21 +2,19 @@
 
 Each launch is reduced to its work (class, dtype, operations, bytes, shape); equal work is priced once a GPU,
 by the best source present: a public measured table where one is installed and covers the launch, else the
-model fitted to that GPU, else the class model; a calibration of the GPU, where there is one, corrects them.
-Launches that make only empty tensors are priced at the floor
-of their class, since on a GPU they still pass through the queue; operators that start no kernel (allocations,
-views) take no time of the device.
+model fitted to that GPU, else the class model. Measured corrections (`corrections.py`) are applied on top.
+Launches that make only empty tensors are priced at the floor of their class, since on a GPU they still pass
+through the queue; operators that start no kernel (allocations, views) take no time of the device.
 """
 
 from collections.abc import Sequence
 
 from tessera.errors import TesseraError
 from tessera.ir import Arg, Cost, Costs, Device, DeviceKind, Launch, Source, Trace, View, verify
-from tessera.profile.calibration import calibration_of
+from tessera.profile.corrections import Corrections, calibration_of, packaged
 from tessera.profile.counts import OpClass, Work, is_zero_size, work_of
 from tessera.profile.fitted import family_of, model_of, price_many
 from tessera.profile.gpus import gpu
-from tessera.profile.overhead_model import Overheads, add_overheads
 from tessera.profile.table_files import SYSTEMS
 from tessera.profile.tables import Tables, installed_tables, missing_note
 
@@ -46,16 +44,21 @@ def modelled(trace: Trace, gpu_name: str, tables: Tables | bool = True) -> tuple
 
 
 def price_works(
-    works: Sequence[Work], gpu_name: str, tables: Tables | None, overheads: Overheads | None = None
+    works: Sequence[Work], gpu_name: str, tables: Tables | None, corrections: Corrections | None = None
 ) -> list[Cost]:
-    """The cost of each on one GPU, from the best source; `overheads`: in place of the package's."""
-    found = price_many(works, gpu_name)
+    """The cost of each on one GPU, from the best source.
+
+    corrections: in place of the package's and of the GPU's calibration
+    """
+    costs = price_many(works, gpu_name)
     if tables is not None:
         measured = tables.price_many(works, gpu_name)
-        found = [table or model for table, model in zip(measured, found, strict=True)]
-    priced = add_overheads(works, found, gpu_name, overheads)
-    known = calibration_of(gpu_name) if overheads is None else None
-    return priced if known is None else [known.applied(*pair) for pair in zip(works, priced, strict=True)]
+        costs = [table or model for table, model in zip(measured, costs, strict=True)]
+    spec = gpu(gpu_name)
+    for layer in (corrections,) if corrections else (packaged(), calibration_of(gpu_name)):
+        if layer is not None:
+            costs = [layer.apply(work, cost, spec) for work, cost in zip(works, costs, strict=True)]
+    return costs
 
 
 def _resolved(tables: Tables | bool) -> Tables | None:

@@ -98,8 +98,6 @@ class Params:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What the data sheet says about one GPU in one dtype."""
-
     tflops: float
     gbps: float
     num_sms: int
@@ -119,7 +117,6 @@ class Loads:
     hit: Array
 
     def keep(self, mask: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> "Loads":
-        """The launches that the mask names."""
         gemm = self.gemm[:, mask]
         return Loads(self.flops[mask], self.num_bytes[mask], gemm, self.rows[mask], self.hit[mask])
 
@@ -188,7 +185,6 @@ class Model:
 
 @cache
 def fits() -> tuple[Fit, ...]:
-    """Every fitted row."""
     return msgspec.convert(_document()["fits"], tuple[Fit, ...])
 
 
@@ -330,7 +326,6 @@ def _priced(works: Sequence[Work], model: Model, spec: Gpu) -> Iterable[Cost]:
 
 
 def peaks_of(spec: Gpu, dtype: str) -> Peaks:
-    """The data sheet's figures for one dtype."""
     return Peaks(peak_tflops(spec, dtype), spec.memory_gbps, spec.num_sms)
 
 

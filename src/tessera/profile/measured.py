@@ -80,7 +80,7 @@ Advance = Callable[[str], None]
 class Timer(Protocol):
     """Times launches of one trace on one device."""
 
-    # Of the last level of cache that the device's launches share.
+    # Size of the last level of cache.
     cache_bytes: int
     # Words for people on how inputs were made; empty if they are the model's own.
     remarks: tuple[str, ...]
@@ -92,13 +92,13 @@ class Timer(Protocol):
         """The clock under load; None where it cannot be read."""
 
     def time(self, launch: int, cold: frozenset[int], enough: Enough) -> list[float]:
-        """Microseconds of one launch, repeatedly; raises CannotTime or DeviceLost."""
+        """Microseconds of one launch, repeatedly; raises CannotTime or DeviceGone."""
 
     def run(self, launch: int) -> None:
         """Runs one launch for the sake of those that read its results."""
 
     def whole(self, enough: Enough) -> list[float]:
-        """Microseconds of the whole step, repeatedly; raises CannotTime or DeviceLost."""
+        """Microseconds of the whole step, repeatedly; raises CannotTime or DeviceGone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Measured:
     whole: Timing | None
     missed: tuple[Missed, ...]
     num_distinct: int
-    # Of these, how many were timed now and not found in the store.
+    # How many of these were timed now.
     num_timed: int
     notes: tuple[str, ...]
 
@@ -147,7 +147,7 @@ def measure(
     enough: Enough | None = None,
     only: frozenset[int] | None = None,
 ) -> Measured:
-    """Times what the store lacks; raises DeviceLost if the device stops, with all before it stored.
+    """Times what the store lacks; raises DeviceGone if the device stops, with all before it stored.
 
     `only`: launches that are timed, with those like them; the step as a whole is not.
     """
@@ -157,7 +157,6 @@ def measure(
 
 
 def count_distinct(trace: Trace, timer: Timer) -> int:
-    """How many launches of a trace are timed, for a progress bar."""
     return len(distinct(trace, timer.cache_bytes))
 
 
@@ -264,7 +263,7 @@ class Reconciled:
     """Prices of one device, measured ones scaled so that they add up to the measured whole."""
 
     costs: tuple[Cost, ...]
-    # Of the launches before scaling.
+    # Sum of the launches before scaling.
     sum_us: float
     whole_us: float | None
     # What measured launches were multiplied by.

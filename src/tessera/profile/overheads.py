@@ -2,7 +2,7 @@
 
 PyTorch's kernels for broadcast, strided, transposed or mixed operands are bound by the arithmetic of their
 indices, not by memory; reductions by their rows; some operators start several kernels. An overhead lists such
-amounts by name (`TERMS`); `overhead_model.py` says what each costs.
+amounts by name (`TERMS`); `corrections.py` says what each costs.
 
 The rules follow PyTorch's CUDA kernels: an elementwise operator on dense operands of one dtype and one order
 is vectorised and has no overhead; else each element pays for its index, once a dimension that is left after
@@ -39,7 +39,7 @@ class Scope(Enum):
     ONE = "cycles, one after the other"
     FLOOR = "cycles, added to everything else"
     FACTOR = "factor of the whole time"
-    STREAM = "a model of its own"  # see `overhead_model.py`
+    STREAM = "a model of its own"  # see `corrections.py`
 
 
 # Every term, and what its amount counts.

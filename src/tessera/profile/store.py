@@ -50,6 +50,14 @@ MIN_SAMPLES = 8
 MAX_SAMPLES = 400
 # A launch that is still not sure after this long is left as it is.
 CAP_S = 0.25
+# Messages that time a link: 4 KB to 64 MB.
+SIZES = tuple(4096 * 4**n for n in range(8))
+# Link name of a plan that took measured links.
+NAME = "measured"
+# A direction that keeps less than this share of its bandwidth when both are busy is worth a remark.
+SHARED = 0.8
+# Where even the longest message tells no bandwidth from latency.
+MAX_GBPS = 1e5
 # (samples so far, seconds they took) -> True to stop.
 Enough = Callable[[Sequence[float], float], bool]
 
@@ -88,7 +96,6 @@ class Machine:
 
     @property
     def key(self) -> str:
-        """Names the device in a store."""
         text = json.dumps(sorted(self.identity.items()))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -99,7 +106,6 @@ StoredRows = dict[tuple[str, str], Timing | str]
 
 
 def default_store() -> Path:
-    """Where measurements are kept between commands."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "tessera" / "measured.jsonl"
 
@@ -124,15 +130,12 @@ class Store:
         self._announced = False
 
     def launch(self, key: str) -> Timing | None:
-        """What is known of one launch."""
         return cast("Timing | None", self._rows.get(("launch", key)))
 
     def failure(self, key: str) -> str | None:
-        """Why a launch could not be timed, if that was tried."""
         return cast("str | None", self._rows.get(("failed", key)))
 
     def whole(self, digest: str) -> Timing | None:
-        """What is known of one whole step."""
         return cast("Timing | None", self._rows.get(("whole", digest)))
 
     def add_launch(self, key: str, kernel: str, found: Timing, clock_mhz: float | None) -> None:
@@ -141,12 +144,10 @@ class Store:
         self._append({"kind": "launch", "key": key, "kernel": kernel, **asdict(found), "mhz": clock_mhz})
 
     def add_failure(self, key: str, kernel: str, why: str) -> None:
-        """Keeps why a launch could not be timed."""
         self._rows["failed", key] = why
         self._append({"kind": "failed", "key": key, "kernel": kernel, "why": why})
 
     def add_whole(self, digest: str, found: Timing) -> None:
-        """Keeps the time of one whole step."""
         self._rows["whole", digest] = found
         self._append({"kind": "whole", "trace": digest, **asdict(found)})
 
@@ -278,16 +279,6 @@ def until(cap_s: float = CAP_S, error: float = TARGET_ERROR) -> Enough:
     return enough
 
 
-# 4 KB to 64 MB.
-SIZES = tuple(4096 * 4**n for n in range(8))
-# Link name of a plan that took measured links.
-NAME = "measured"
-# A direction that keeps less than this share of its bandwidth when both are busy is worth a remark.
-SHARED = 0.8
-# Where even the longest message tells no bandwidth from latency.
-MAX_GBPS = 1e5
-
-
 @dataclass(frozen=True, slots=True)
 class LinkFit:
     """One direction between two devices."""
@@ -307,7 +298,6 @@ class LinkFit:
 
     @property
     def link(self) -> Link:
-        """As a plan takes it."""
         return Link(self.src, self.dst, NAME, self.latency_us, self.gbps)
 
 
@@ -358,7 +348,6 @@ def keep_links(path: Path, fits: Sequence[LinkFit]) -> None:
 
 
 def stored_links(path: Path | None = None) -> tuple[Link, ...]:
-    """The links of a store, by default the one that commands share."""
     found: dict[tuple[str, str], Link] = {}
     for row in read_lines(path or default_store()):
         if row["kind"] == "link":

@@ -293,7 +293,6 @@ class TableCache:
     folder: Path | None
 
     def get(self, key: str) -> Arrays | None:
-        """What was put under the key; None if nothing, or nothing readable."""
         if self.folder is None:
             return None
         try:
@@ -420,7 +419,6 @@ def _version_key(path: Path) -> tuple[int, ...]:
 
 
 def default_folder() -> Path:
-    """Where results that can be made again are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / "tables"
 
 

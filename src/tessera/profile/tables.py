@@ -96,7 +96,6 @@ class Surface:
 
     @cached_property
     def tree(self) -> "cKDTree[None]":
-        """Finds neighbours."""
         # Slow to import, and most commands ask no table.
         from scipy.spatial import cKDTree
 
@@ -439,7 +438,6 @@ def _detail(source: VariantTable, distance: float) -> str:
 
 @cache
 def installed_tables() -> Tables | None:
-    """The tables of the installed package; None without it."""
     root = installed_root()
     return Tables(root, TableCache(default_folder())) if root else None
 

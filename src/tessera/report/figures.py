@@ -22,19 +22,16 @@ from tessera.ir.timeline import LINK_ARROW
 
 
 def shares(plan: Plan) -> tuple[float, ...]:
-    """Fraction of the work units that follow each lane."""
     rates = [lane.rate_per_s * plan.weight_of(lane) for lane in plan.lanes]
     return tuple(rate / sum(rates) for rate in rates)
 
 
 def main_lane(plan: Plan) -> int:
-    """The lane that most work follows."""
     found = shares(plan)
     return max(range(len(found)), key=lambda n: found[n])
 
 
 def step_title(step: Step) -> str:
-    """One step in words."""
     return f"{step.kind}, batch {step.batch}, context {step.context}"
 
 
@@ -197,7 +194,6 @@ def rate(per_s: float) -> str:
 
 
 def ratio(value: float) -> str:
-    """A factor as "1.18x"."""
     return f"{value:.2f}x"
 
 

@@ -138,7 +138,6 @@ def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -
 
 
 def render(path: str | Path, template: str, **values: Any) -> None:
-    """Writes one self-contained file from a template."""
     write_whole(path, [_environment().get_template(template).render(values).encode()])
 
 
@@ -157,12 +156,10 @@ def _environment() -> jinja2.Environment:
 
 
 def device_class(device: int) -> str:
-    """The CSS class of a device's colour."""
     return f"d{device % NUM_DEVICE_COLOURS}"
 
 
 def cut(text: str, limit: int = MAX_TEXT) -> str:
-    """Text shortened to a limit."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

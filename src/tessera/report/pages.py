@@ -43,7 +43,6 @@ def write_report(
 
 
 def read_paper(path: Path) -> Mapping[str, Any]:
-    """The evaluation in a file."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -125,7 +124,6 @@ def _map(title: str, rows: Sequence[Case]) -> dict[str, Any]:
 
 
 def _cell(row: Case | None) -> tuple[str, str, str]:
-    """(style, value, note)"""
     factor = row["ratio_to_best_coarse"] if row else None
     if row is None or factor is None:
         return "none", "does not fit" if row else "", ""

@@ -96,7 +96,6 @@ class Picture:
 
     @property
     def summary(self) -> str:
-        """How busy the devices are, and what crosses."""
         busy = zip(self.devices, self.us, strict=True)
         parts = [f"{self.names[device]} {duration(us)}" for device, us in busy if us]
         arrivals = [c for row in self.rows for c in row.arrivals]
@@ -319,7 +318,6 @@ MIN_WIDTH, MAX_WIDTH = 12, 26
 
 
 def device_colour(device: int) -> str:
-    """The colour that stands for a device wherever it is shown."""
     return COLOURS[device % len(COLOURS)]
 
 

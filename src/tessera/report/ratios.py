@@ -21,7 +21,6 @@ FIRST, SECOND, MIDDLE = "#2a6f97", "#c8553d", "#8a8a8a"
 
 
 def check_matplotlib() -> None:
-    """Raises unless pictures can be drawn here."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingExtra("matplotlib", "report")
 

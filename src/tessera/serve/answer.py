@@ -1,11 +1,11 @@
-"""ActiveRequest and Answer: one ask on its way, and how its pieces get to readers on any event loop.
+"""ActiveRequest and Answer: one ask in progress, and the delivery of its pieces to readers on any event loop.
 
-A buffer holds what its reader has not taken yet; the reader takes all of it at once, as one piece. So a slow
-reader costs the memory of its own answer at most and stops nobody. Readers that wait are woken together, once
-a loop and step: a wake-up costs a system call.
+A buffer holds what its reader has not taken; the reader takes all of it as one piece. So a slow reader costs
+at most the memory of its own answer and blocks nobody. Waiting readers are woken together, once per loop and
+step, because a wake-up costs a system call.
 
 No locks: the engine adds and then looks for a waiter, the reader sets its waiter and then looks for news; one
-of them sees the other. Only the reader writes the waiter, so that the engine cannot take away the next one.
+of them sees the other. Only the reader writes the waiter.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tessera.serve.text import Reader, StopWatch
 
 
 class AnswerBuffer:
-    """One answer on its way. `put` and `finish` by the engine's thread, the rest by the reader's."""
+    """One answer in progress. The engine's thread calls `put` and `finish`, the reader's thread the rest."""
 
     __slots__ = ("_finish", "_news", "waiter")
 
@@ -34,15 +34,15 @@ class AnswerBuffer:
         self.waiter: asyncio.Future[None] | None = None
 
     def put(self, text: str, token: Token | None) -> None:
-        """Text that can no longer change, and the token that brought it, if one did."""
+        """Adds final text and its token, if any."""
         self._news.append((text, token))
 
     def finish(self, finish: Finish) -> None:
         self._finish = finish
 
     def take(self) -> Event | None:
-        """All that came since the last call, as one piece; then the finish; None: nothing yet."""
-        last = self._finish  # looked at first: it is set after all news
+        """All news as one piece; then the finish; None: nothing yet."""
+        last = self._finish  # read first: it is set after all news
         news = [self._news.popleft() for _ in range(len(self._news))]
         if news:
             tokens = tuple(token for _, token in news if token is not None)
@@ -58,13 +58,13 @@ class AnswerBuffer:
 
 
 class WakeUps:
-    """Wakes readers, all of one event loop with one call. Used by the engine's thread."""
+    """Wakes readers, those of one event loop with one call. For the engine's thread."""
 
     def __init__(self) -> None:
         self._by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
 
     def add(self, buffer: AnswerBuffer) -> None:
-        """Its reader is woken by the next `flush`, if it waits."""
+        """The next `flush` wakes its reader, if it waits."""
         waiter = buffer.waiter
         if waiter is not None and not waiter.done():
             self._by_loop.setdefault(waiter.get_loop(), []).append(waiter)
@@ -74,7 +74,7 @@ class WakeUps:
         for loop, waiters in waiting.items():
             try:
                 loop.call_soon_threadsafe(_wake, waiters)
-            except RuntimeError:  # the loop is closed: nobody reads there any more
+            except RuntimeError:  # the loop is closed
                 continue
 
 
@@ -85,7 +85,7 @@ def _wake(waiters: list[asyncio.Future[None]]) -> None:
 
 
 class Answer(AsyncGenerator[Event, None]):
-    """Pieces and then one finish, for `async for`. Closing it, or forgetting it, cancels the request."""
+    """Pieces, then one finish. Closing or dropping it cancels the request."""
 
     def __init__(self, buffer: AnswerBuffer, cancel: Callable[[], None]) -> None:
         self._buffer, self._cancel = buffer, cancel
@@ -96,14 +96,14 @@ class Answer(AsyncGenerator[Event, None]):
             raise StopAsyncIteration
         try:
             event = await self._buffer.next()
-        except BaseException:  # the reader's own task is cancelled: nobody will read the rest
+        except BaseException:  # the reader's task is cancelled
             self._close()
             raise
         self._is_over = isinstance(event, Finish)
         return event
 
     async def athrow(self, kind: Any, value: Any = None, tb: TracebackType | None = None) -> Event:
-        """Gives the request up, as `aclose` does; its row is free after the step that runs."""
+        """Cancels the request; its row is free after the current step."""
         self._close()
         raise value or kind
 
@@ -120,23 +120,23 @@ class Holder(Protocol):
     """The microbatch that a request is in."""
 
     def leave(self, request: "ActiveRequest") -> None:
-        """It goes, wherever it stands."""
+        """Removes the request."""
 
 
 class ActiveRequest:
-    """One ask on its way. Changed by the engine's thread, but for `is_cancelled`."""
+    """One ask in progress. Only the engine's thread changes it, except for `is_cancelled`."""
 
     def __init__(self, ask: Ask, reader: Reader, end: Sequence[int]) -> None:
         self.ask, self.reader = ask, reader
         self.sequence = list(ask.prompt)
-        # Tokens chosen.
+        # Generated tokens.
         self.num_out = 0
         self.watch = StopWatch(ask.stop)
         self.buffer = AnswerBuffer()
         # How the next token is chosen.
         self.pick = Pick.of(ask, end)
         self._keys: list[bytes] = []
-        # Logprobs of the prompt's tokens after its first, where they are wanted.
+        # Logprobs of the prompt's tokens after its first, if requested.
         self.prompt_notes: list[Token] = []
         # The microbatch that it is in.
         self.batch: Holder | None = None
@@ -148,7 +148,7 @@ class ActiveRequest:
 
     @property
     def wants_prompt(self) -> bool:
-        """True if logprobs of its prompt are missing: it is read token by token until they are there."""
+        """True while prompt logprobs are missing: the prompt is read token by token."""
         return self.ask.prompt_logprobs is not None and len(self.prompt_notes) + 1 < len(self.ask.prompt)
 
     def add(self, number: int) -> None:
@@ -157,24 +157,24 @@ class ActiveRequest:
         self.pick.add(number)
 
     def keys(self, num_pages: int) -> Sequence[bytes]:
-        """Of its first pages, which are full."""
-        known = self._keys
-        while len(known) < num_pages:
-            start = len(known) * PAGE
+        """Keys of its first pages, which are full."""
+        keys = self._keys
+        while len(keys) < num_pages:
+            start = len(keys) * PAGE
             seen = b"".join(p.digest for p in self.ask.pictures if p.start < start + PAGE)
             tokens = self.sequence[start : start + PAGE]
-            known.append(page_key(known[-1] if known else b"", tokens, seen))
-        return known[:num_pages]
+            keys.append(page_key(keys[-1] if keys else b"", tokens, seen))
+        return keys[:num_pages]
 
     def text_of(self, number: int) -> str:
-        """What a token adds to the answer for certain."""
+        """The final text that a token adds."""
         text = self.reader.feed(number)
         if not self.ask.stop:
             return text
         return self.watch.skip(text) if self.num_out < self.ask.min_tokens else self.watch.feed(text)
 
     def rest_of_text(self) -> str:
-        """What is certain at the end of the answer."""
+        """The rest at the end of the answer."""
         if self.watch.is_stopped:
             return ""
         return self.watch.feed(self.reader.flush()) + self.watch.flush()

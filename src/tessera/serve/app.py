@@ -1,23 +1,20 @@
-"""The HTTP application: OpenAI's routes, and what there is to see of the service.
+"""The HTTP application: OpenAI's routes, and views of the service.
 
     /v1/chat/completions, /v1/completions, /v1/models    as OpenAI's
-    /v1/embeddings, /v1/images/generations               likewise, of an encoder or a pipeline for pictures
+    /v1/embeddings, /v1/images/generations               as OpenAI's, for encoders and picture pipelines
     /tokenize, /detokenize                               as vLLM's
     /v1/plan       the plans, which one is in force, and why
     /v1/state      what the service is doing now
-    /              the live page, which reads these two
-    /health        200 while requests are taken, 503 while the server closes; needs no key
+    /              the live page, which shows these two
+    /health        200 while requests are taken, 503 during shutdown; needs no key
     /metrics       for Prometheus
     /version, /openapi.json
 
-The application only translates: the endpoint is handed in; `start` makes it and ends it, `server` listens.
-Bodies are taken here, not by FastAPI, and read by `reading`: within limits, strictly, and only as
-application/json, which a page of another site cannot send to a server on this machine unasked.
+`start` makes the endpoint, `server` listens. Bodies are read by `reading`, not by FastAPI, and only as
+application/json, which a page of another site cannot send unasked.
 
-The live page is one HTML file without a byte from elsewhere. It reads the state every second, and the plan
-when the policy changes. Utilisation in the state is measured here over the last seconds; every figure of a
-plan is modelled. The page's script and style are named by their hashes in the Content-Security-Policy, so
-that the browser runs nothing else, whatever a name may hold.
+The live page is one HTML file without external resources. Utilisation in the state is measured; figures of a
+plan are modelled. The Content-Security-Policy names the page's script and style by their hashes.
 """
 
 import asyncio
@@ -25,21 +22,28 @@ import base64
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from tessera import __version__
 from tessera.ir import Lane, Plan
-from tessera.serve.limits import CLIENT, ClientGone, HeldBody, HttpLimits, Keys, RequestLimiter, while_there
+from tessera.serve.limits import (
+    CLIENT,
+    AccessMiddleware,
+    ClientGone,
+    HeldBody,
+    HttpLimits,
+    RequestLimiter,
+    while_connected,
+)
 from tessera.serve.metrics import CONTENT_TYPE, Metrics
 from tessera.serve.openai.bodies import (
     ChatRequest,
@@ -50,7 +54,7 @@ from tessera.serve.openai.bodies import (
     TokenizeRequest,
     no_such_model,
 )
-from tessera.serve.openai.errors import ApiError, JsonResponse, add_handlers
+from tessera.serve.openai.errors import ApiError, ErrorDocument, JsonResponse, add_handlers
 from tessera.serve.openai.read import EmbeddingDraft, Endpoint, make_asks
 from tessera.serve.openai.write import (
     Writer,
@@ -65,11 +69,11 @@ from tessera.serve.records import ImageDraft, Snapshot, step_name
 
 
 class BodyRoute(NamedTuple):
-    """A path that takes a body: how it is read (`reading.READERS`), and what models it is for."""
+    """A path that takes a body: its reader (`reading.READERS`), and which kinds of model it is for."""
 
     path: str
     kind: str
-    body: type[BaseModel]
+    body: type[msgspec.Struct]
     makes: tuple[str, ...]
     about: str
 
@@ -77,19 +81,19 @@ class BodyRoute(NamedTuple):
 ROUTES = (
     BodyRoute(
         "/v1/chat/completions", "chat", ChatRequest, ("text",),
-        "Answers a conversation, whole or as a stream of server-sent events.",
+        "Answers a conversation, as one document or a stream.",
     ),
     BodyRoute(
         "/v1/completions", "completion", CompletionRequest, ("text",),
-        "Goes on with one or more prompts, whole or as a stream of server-sent events.",
+        "Continues one or more prompts, as one document or a stream.",
     ),
     BodyRoute(
         "/v1/embeddings", "embedding", EmbeddingRequest, ("vectors",),
-        "Vectors of texts, where the model is an encoder.",
+        "Embeddings of texts, if the model is an encoder.",
     ),
     BodyRoute(
         "/v1/images/generations", "image", ImageRequest, ("pictures",),
-        "Pictures from words, where the model is a pipeline for them.",
+        "Pictures from a text, if the model is a picture pipeline.",
     ),
     BodyRoute(
         "/tokenize", "tokenize", TokenizeRequest, ("text", "vectors"),
@@ -97,40 +101,27 @@ ROUTES = (
     ),
     BodyRoute("/detokenize", "detokenize", DetokenizeRequest, ("text", "vectors"), "The text of tokens."),
 )  # fmt: skip
-# What a model makes -> what is told of it to who asks for something else.
+# Kind of model -> the error for other requests.
 DOES = {
     "text": "generates text only",
     "vectors": "makes embeddings only; use /v1/embeddings",
     "pictures": "makes pictures only; use /v1/images/generations",
 }
-# Decisions that the state shows, the last ones.
+# Last decisions shown in the state.
 NUM_DECISIONS = 20
 
 
-class ErrorBody(BaseModel):
-    """What is wrong, in OpenAI's words."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorDocument(BaseModel):
-    """Every answer that is not a 200."""
-
-    error: ErrorBody
-
-
+SCHEMAS = "#/components/schemas/{name}"
+ERROR_CONTENT = {"application/json": {"schema": {"$ref": SCHEMAS.format(name="ErrorDocument")}}}
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorDocument, "description": text}
+    status: {"content": ERROR_CONTENT, "description": text}
     for status, text in {
         400: "The request is malformed, too long, or asks for what is not supported.",
         401: "The key is missing or wrong.",
-        403: "A server of this machine only was called by another name.",
+        403: "A local server was called by another name.",
         404: "Another model is served.",
         405: "The path takes another method.",
-        408: "The body did not come in time.",
+        408: "The body did not arrive in time.",
         413: "The body is too large.",
         415: "The body is not application/json.",
         429: "Too many requests wait.",
@@ -151,60 +142,46 @@ def create_app(
     keys: Sequence[str] = (),
     is_local: bool = False,
 ) -> FastAPI:
-    """The application of one served model, for this machine only if it is local.
-
-    `app.state.limiter` counts the requests inside, `app.state.reading` reads their bodies: it may be started
-    beforehand, and is closed in the end.
-    """
+    """The application of one served model. The caller closes `app.state.reading`."""
     app = FastAPI(title="Tessera", version=__version__, docs_url=None, redoc_url=None)
     limits = limits or HttpLimits()
-    limiter = app.state.limiter = RequestLimiter(limits)
-    reading = app.state.reading = Reading(endpoint.card)
+    app.state.limiter, app.state.reading = RequestLimiter(limits), Reading(endpoint.card)
     add_handlers(app)
-    intake = Intake(endpoint, limits, limiter, reading)
     for route in ROUTES:
-        _add_route(app, route, intake)
+        _add_route(app, route, endpoint, limits)
     _add_models(app, endpoint)
-    _add_views(app, endpoint, metrics, limiter)
-    app.add_middleware(Keys, keys=tuple(keys), is_local=is_local)
+    _add_views(app, endpoint, metrics)
+    app.add_middleware(AccessMiddleware, keys=tuple(keys), is_local=is_local)
     app.openapi = cache(lambda: _openapi(app))  # type: ignore[method-assign]
     return app
 
 
-@dataclass(frozen=True)
-class Intake:
-    endpoint: Endpoint
-    limits: HttpLimits
-    limiter: RequestLimiter
-    reading: Reading
-
-
 class BodyResponse(Response):
-    """An answer to a body, worked out while it is sent."""
+    """The answer to a body, generated while it is sent."""
 
-    def __init__(self, route: BodyRoute, intake: Intake) -> None:
+    def __init__(self, app: FastAPI, route: BodyRoute, endpoint: Endpoint, limits: HttpLimits) -> None:
         super().__init__()
-        self._route, self._intake = route, intake
+        self._state, self._route, self._endpoint, self._limits = app.state, route, endpoint, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Takes the body, asks, and sends; a client that has gone is sent nothing."""
-        limits, limiter = self._intake.limits, self._intake.limiter
+        limiter = self._state.limiter
         try:
             limiter.check_open()
-            with HeldBody(limits, limiter) as body:
-                await body.receive(dict(scope["headers"]), receive)
-                # Entered with a whole body only: who sends slowly takes no place.
+            with HeldBody(self._limits, limiter) as body:
+                await body.receive(scope, receive)
+                # With a complete body only: a slow sender takes no place.
                 with limiter.entered():
-                    await while_there(receive, self._respond(body, scope, send))
+                    await while_connected(receive, self._respond(body, scope, send))
         except ClientGone:
             return
 
     async def _respond(self, body: HeldBody, scope: Scope, send: Send) -> None:
-        endpoint = self._intake.endpoint
+        endpoint = self._endpoint
         if endpoint.card.makes not in self._route.makes:
             message = f"'{endpoint.card.model}' {DOES[endpoint.card.makes]}"
             raise ApiError(400, message, "model", "unsupported_model")
-        draft = await self._intake.reading.read(self._route.kind, body.raw)
+        client = str(scope.get(CLIENT, ""))
+        draft = await self._state.reading.read(self._route.kind, body.raw, client)
         body.drop()
         if isinstance(draft, bytes):
             document = draft
@@ -213,7 +190,7 @@ class BodyResponse(Response):
         elif isinstance(draft, ImageDraft):
             document = await answer_image(endpoint, draft)
         else:
-            batch = await make_asks(draft, endpoint, str(scope.get(CLIENT, "")))
+            batch = await make_asks(draft, endpoint, client)
             writer = Writer(endpoint.card, batch)
             if draft.is_stream:
                 await stream(endpoint.service, batch, writer, send)
@@ -222,13 +199,13 @@ class BodyResponse(Response):
         await send_document(document, send)
 
 
-def _add_route(app: FastAPI, route: BodyRoute, intake: Intake) -> None:
-    """With what FastAPI cannot see, for the OpenAPI page: the body, and the answers."""
+def _add_route(app: FastAPI, route: BodyRoute, endpoint: Endpoint, limits: HttpLimits) -> None:
+    """Adds a path, and for the OpenAPI page its body and answers, which FastAPI does not read."""
 
     async def respond() -> Response:
-        return BodyResponse(route, intake)
+        return BodyResponse(app, route, endpoint, limits)
 
-    ref = {"$ref": f"#/components/schemas/{route.body.__name__}"}
+    ref = {"$ref": SCHEMAS.format(name=route.body.__name__)}
     body = {"required": True, "content": {"application/json": {"schema": ref}}}
     app.add_api_route(
         route.path,
@@ -253,18 +230,18 @@ def _add_models(app: FastAPI, endpoint: Endpoint) -> None:
 
     @app.get("/v1/models", tags=["OpenAI"], responses=NEEDS_KEY)
     async def models() -> Response:
-        """Lists the one model that is served."""
+        """Lists the served model."""
         return JsonResponse({"object": "list", "data": [card]})
 
     @app.get("/v1/models/{name:path}", tags=["OpenAI"], responses=NEEDS_KEY | {404: ERRORS[404]})
     async def model(name: str) -> Response:
-        """Says what is known of a model."""
+        """Describes the served model."""
         if name != endpoint.card.model:
             raise no_such_model(name, endpoint.card.model)
         return JsonResponse(card)
 
 
-def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, limiter: RequestLimiter) -> None:
+def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics) -> None:
     html, policy = live_page()
     explained: list[tuple[Plan, dict[str, Any]]] = []
 
@@ -277,7 +254,7 @@ def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, limiter: Requ
     @app.get("/health", tags=["live"], responses={503: ERRORS[503]})
     async def health() -> Response:
         """Whether requests are taken."""
-        limiter.check_open()
+        app.state.limiter.check_open()
         if endpoint.service.failure:
             raise ApiError(503, endpoint.service.failure, code="failed")
         return JsonResponse({"status": "ok"})
@@ -299,30 +276,27 @@ def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, limiter: Requ
 
     @app.get("/v1/plan", tags=["live"], responses=NEEDS_KEY)
     async def plan() -> Response:
-        """The plan in force, every other policy's, and why; figures of plans are modelled."""
+        """The plans of all policies, and why; their figures are modelled."""
         plans = endpoint.plans()
-        if [id(made) for made, _ in explained] != [id(made) for made in plans]:  # explaining takes a while
-            explained[:] = [(made, await asyncio.to_thread(plan_document, made)) for made in plans]
-        found = state_document(endpoint.service.snapshot())
-        shown = {key: found[key] for key in ("model", "policy", "policies", "decisions")}
+        if [id(plan) for plan, _ in explained] != [id(plan) for plan in plans]:  # explaining takes a while
+            explained[:] = [(plan, await asyncio.to_thread(plan_document, plan)) for plan in plans]
+        state = state_document(endpoint.service.snapshot())
+        shown = {key: state[key] for key in ("model", "policy", "policies", "decisions")}
         return JsonResponse(shown | {"plans": [document for _, document in explained]})
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
     page = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    bodies = [(route.body, "validation") for route in ROUTES]
-    _, found = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    page["components"]["schemas"] |= found["$defs"]
+    forms = [ErrorDocument, *(route.body for route in ROUTES)]
+    page["components"] = {"schemas": msgspec.json.schema_components(forms, ref_template=SCHEMAS)[1]}
     for path in page["paths"].values():  # FastAPI's own errors, which are never sent
         for operation in path.values():
             operation["responses"].pop("422", None)
-    for name in ("HTTPValidationError", "ValidationError"):
-        page["components"]["schemas"].pop(name, None)
     return page
 
 
 def live_page() -> tuple[str, str]:
-    """The page, and what its browser may do."""
+    """The page and its Content-Security-Policy."""
     html = files("tessera.serve").joinpath("page.html").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
@@ -338,19 +312,19 @@ def _hashes(html: str, tag: str) -> str:
 
 
 def state_document(snapshot: Snapshot) -> dict[str, Any]:
-    found = asdict(snapshot)
-    del found["decided"]
+    document = asdict(snapshot)
+    del document["decided"]
     names = ("source", "destination", "utilisation", "bytes")
-    found["links"] = [dict(zip(names, link, strict=True)) for link in snapshot.links]
-    found["decisions"] = found["decisions"][-NUM_DECISIONS:]
-    return found
+    document["links"] = [dict(zip(names, link, strict=True)) for link in snapshot.links]
+    document["decisions"] = document["decisions"][-NUM_DECISIONS:]
+    return document
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """One plan: where every step runs, what that should give, and why."""
-    from tessera.plan import explain  # slow to import, and a start does not need it
+    """One plan: placement of every step, predicted rates, and reasons."""
+    from tessera.plan import explain  # slow to import
 
-    found = explain(plan, is_brief=True)
+    explained = explain(plan, is_brief=True)
     names = plan.cluster.names
     total = sum(lane.rate_per_s for lane in plan.lanes)
     return {
@@ -361,39 +335,39 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "lanes": [
             {"share": lane.rate_per_s / total, "steps": _steps(plan, lane, names)} for lane in plan.lanes
         ],
-        "utilisation": {use.name: use.utilisation for use in found.devices},
-        "link_utilisation": {use.name: use.utilisation for use in found.links},
-        "bottleneck": found.bottleneck,
+        "utilisation": {use.name: use.utilisation for use in explained.devices},
+        "link_utilisation": {use.name: use.utilisation for use in explained.links},
+        "bottleneck": explained.bottleneck,
         "simulated_per_s": plan.simulated_per_s,
         "bound_per_s": plan.bound_per_s,
         "latency_us": plan.latency_us,
         "baselines": {b.name: b.throughput_per_s for b in plan.baselines},
         "layer": _layer(plan),
-        "why": [found.verdict, *(reason.sentence for reason in found.reasons), *found.remarks],
+        "why": [explained.verdict, *(reason.sentence for reason in explained.reasons), *explained.remarks],
     }
 
 
 def _layer(plan: Plan) -> dict[str, Any]:
-    """Where one layer of the step that runs most often is placed, along the lane that most work follows."""
+    """Placement of one layer, in the most frequent step and the main lane."""
     from tessera.report import layer_picture, main_lane
 
     step = max(range(len(plan.unit.counts)), key=plan.unit.counts.__getitem__)
-    found = layer_picture(plan, main_lane(plan), step)
+    picture = layer_picture(plan, main_lane(plan), step)
     return {
-        "subject": found.subject,
-        "step": found.step,
-        "lane": found.lane,
-        "columns": list(found.devices),
-        "hidden_after": found.hidden_after,
-        "num_hidden": found.num_hidden,
-        "rows": [asdict(row) for row in found.rows],
+        "subject": picture.subject,
+        "step": picture.step,
+        "lane": picture.lane,
+        "columns": list(picture.devices),
+        "hidden_after": picture.hidden_after,
+        "num_hidden": picture.num_hidden,
+        "rows": [asdict(row) for row in picture.rows],
     }
 
 
 def _steps(plan: Plan, lane: Lane, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Of each step of a lane: how many launches every device runs."""
-    found = []
+    """By step of a lane: the number of launches of every device."""
+    steps = []
     for graph, runs, placed in zip(plan.unit.graphs, plan.unit.counts, lane.placement.devices, strict=True):
         launches = {name: placed.count(i) for i, name in enumerate(names)}
-        found.append({"step": step_name(graph.trace.step), "runs": runs, "launches": launches})
-    return found
+        steps.append({"step": step_name(graph.trace.step), "runs": runs, "launches": launches})
+    return steps

@@ -1,55 +1,46 @@
-"""prepare_on_gpus: `planning.prepare` for GPUs of this machine, each with a worker process of its own.
+"""GpuBackend: how steps are built, captured and priced on GPUs of this machine, one worker process each.
 
 Steps are captured from compiled code, so that they run at its speed. Launches are measured on real cards and
-parts of one; on dilated devices they are priced by the cost model, and the run has a time scale (see
-`execute.cuda.pace`): what is measured there is modelled time, dilated by that scale. The plan for
-throughput is rehearsed against simpler ones, and the best of them is served by; see `replan`.
+parts of one; on dilated devices they are modelled, and the run has a time scale (`execute.cuda.pace`):
+measured time is modelled time times that scale.
 
-A large built-in model's random weights are made on the GPU, and are other numbers than the CPU would make;
-workers of the same card are handed that very memory. Not handled: GPUs beside CPUs, and real cards beside
-dilated ones.
+A large built-in model's random weights are made on the GPU, with other numbers than on the CPU; workers of
+the same card share that memory. Not handled: GPUs beside CPUs, and real cards beside dilated ones.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from tessera import flow
-from tessera.capture import Workload, known_models, place_of, record
+from tessera.capture import Workload, known_models, record
 from tessera.capture.inductor import record_inductor
 from tessera.capture.record import PORTABLE
 from tessera.capture.workload import on_device
-from tessera.errors import PlanInfeasible, TesseraError
+from tessera.errors import TesseraError
 from tessera.execute import driver
-from tessera.execute.cuda.graphs import Kernels
 from tessera.execute.cuda.measure import measure, scale_of
 from tessera.execute.stepper import Tensors
-from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit
+from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Plan, Trace, WorkUnit
 from tessera.profile.measured import combine
 from tessera.serve.pages import steady
-from tessera.serve.planning import Prepared, counts_of, kept_or_planned, key_of
 from tessera.serve.records import ServeSpec
-from tessera.serve.replan import best_served
 from tessera.serve.steps import ServedModel, served, weight_bytes
 
-# Plans that are rehearsed against the plan for throughput.
-RIVALS = ("single-placement", "data-parallel", "layer-pipeline")
 # Tokens of the largest step, and of the smallest: fewer cost as much, the reading of the weights.
 MAX_BATCH_TOKENS, MIN_SIZE = 2048, 64
-# Random weights of more than this are made on the GPU.
+# Random weights of more bytes than this are made on the GPU.
 LARGE_BYTES = 2 << 30
 PLACE = "--devices"
 
 
 @dataclass(frozen=True)
 class Still:
-    """A request for measuring: every run of a step has the same inputs, and whatever state there is."""
+    """A request for measuring: every run of a step has the example's inputs."""
 
     workloads: Sequence[Workload]
 
@@ -57,7 +48,6 @@ class Still:
         return {}
 
     def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
-        """Those of the step's example."""
         return self.workloads[step].make_inputs(0)
 
 
@@ -73,86 +63,57 @@ def check_gpus(cluster: Cluster) -> None:
         raise TesseraError(f"{', '.join(dilated)} keep other times than the rest", remedy, PLACE)
 
 
-def prepare_on_gpus(
-    model: str,
-    cluster: Cluster,
-    spec: ServeSpec,
-    *,
-    coarse: Sequence[str] = (),
-    is_compiled: bool = True,
-    kept: Path | None = None,
-    advance: Callable[[str], None] = lambda what: None,
-) -> Prepared:
-    """Plans a service on GPUs. `coarse`: coarser policies to plan for as well, such as data-parallel.
+@dataclass(frozen=True)
+class GpuBackend:
+    cluster: Cluster
+    spec: ServeSpec
+    is_compiled: bool = True
+    rehearses = True
+    # Step -> compiled kernels of its launches.
+    kernels: dict[int, Mapping[int, Any]] = field(default_factory=dict)
 
-    `is_compiled`: steps that compute are captured from compiled code, else operator by operator.
-    `kept`: where plans are kept between starts.
-    """
-    check_gpus(cluster)
-    card = str(driver.card(cluster.devices[0].ordinal))
-    room_bytes = [steady(spec.memory_share * room) for room in _room_bytes(cluster)]
-    key = key_of(place_of(model), spec, cluster, room_bytes, tuple(coarse), is_compiled)
+    def __post_init__(self) -> None:
+        check_gpus(self.cluster)
 
-    def build() -> ServedModel:
-        advance(f"building {model}")
-        return _built(model, spec, card, room_bytes)
+    @cached_property
+    def memory_bytes(self) -> Sequence[float]:
+        return [steady(self.spec.memory_share * room) for room in _room_bytes(self.cluster)]
 
-    def plan(made: ServedModel) -> Prepared:
-        return _planned(made, cluster, spec, coarse, is_compiled, advance)
-
-    return kept_or_planned(key, kept, build, plan)
-
-
-def _planned(
-    made: ServedModel,
-    cluster: Cluster,
-    spec: ServeSpec,
-    coarse: Sequence[str],
-    is_compiled: bool,
-    advance: Callable[[str], None],
-) -> Prepared:
-    advance(f"capturing {len(made.workloads)} steps")
-    begun_s = time.perf_counter()
-    traces, kernels = _captured(made, is_compiled, len(cluster.devices) > 1)
-    capture_s = time.perf_counter() - begun_s
-    unit = flow.make_unit(traces, counts_of(made.shape, spec.average))
-    still = Still(made.workloads)
-    advance("pricing its launches")
-    costs = _prices(unit, cluster, made.weights(), still, kernels)
-    advance("planning")
-
-    def planned(objective: Objective, policy: str | None = None) -> Plan:
-        return flow.make_plan(unit, costs, cluster, objective, spec.microbatches, policy)
-
-    def others(names: Sequence[str]) -> Iterator[Plan]:
-        """Plans by name, of those that there are for this work."""
-        for name in names:
-            with suppress(PlanInfeasible):
-                yield planned(Objective.THROUGHPUT, name)
-
-    is_single = len(cluster.devices) == 1
-    plans = tuple(planned(x) for x in (spec.policies[:1] if is_single else spec.policies))
-    rehearsed: dict[str, float] = {}
-    if not is_single and plans[0].objective is Objective.THROUGHPUT:
-        advance("rehearsing")
-        best, rehearsed = best_served((plans[0], *others(RIVALS)), made.shape, spec.average)
-        plans = (best, *plans[1:])
-    plans += tuple(others([name for name in coarse if name != plans[0].policy]))
-    scale = scale_of(plans[0], made.weights(), still, kernels).factor
-    torch.cuda.empty_cache()  # what was needed for capture and measurement is the workers'
-    return Prepared(made, plans, scale, rehearsed, capture_s)
-
-
-def _built(model: str, spec: ServeSpec, card: str, room_bytes: Sequence[float]) -> ServedModel:
-    """The model on a card, with pages for what the devices have room for."""
-    with _made_on(card, model, spec.seed):
+    def build(self, model: str, spec: ServeSpec) -> ServedModel:
+        """The model on a card, with pages for the memory of the devices."""
+        card = str(driver.card(self.cluster.devices[0].ordinal))
         sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS)
-        plain = served(model, sizes, min_size=MIN_SIZE, room_bytes=room_bytes, pool_bytes=float("inf"))
-    if plain.encode is not None:
-        raise TesseraError(
-            "models that see are served on worker processes", "Name cpu or emu: devices.", PLACE
-        )
-    return replace(plain, workloads=tuple(blank(on_device(w, card)) for w in plain.workloads))
+        with _made_on(card, model, spec.seed):
+            plain = served(
+                model, sizes, min_size=MIN_SIZE, room_bytes=self.memory_bytes, pool_bytes=float("inf")
+            )
+        if plain.encode is not None:
+            message = "models that see are served on worker processes"
+            raise TesseraError(message, "Name cpu or emu: devices.", PLACE)
+        return replace(plain, workloads=tuple(blank(on_device(w, card)) for w in plain.workloads))
+
+    def capture(self, model: ServedModel) -> list[Trace]:
+        traces = []
+        for step, workload in enumerate(model.workloads):
+            if self.is_compiled:
+                recording = record_inductor(workload, len(self.cluster.devices) > 1)
+                traces.append(recording.trace)
+                self.kernels[step] = recording.relaunch
+                torch.cuda.empty_cache()  # the next step has pages of its own while it is captured
+            else:
+                with sdpa_kernel(PORTABLE):
+                    traces.append(record(workload))
+        return traces
+
+    def price(self, unit: WorkUnit, model: ServedModel, advance: object) -> tuple[Costs, ...]:
+        if any(device.is_dilated for device in self.cluster.devices):
+            return tuple(combine(graph.trace, self.cluster.devices, {})[0] for graph in unit.graphs)
+        return measure(unit, self.cluster, model.weights(), Still(model.workloads), self.kernels)[0]
+
+    def scale(self, plan: Plan, model: ServedModel) -> float:
+        factor = scale_of(plan, model.weights(), Still(model.workloads), self.kernels).factor
+        torch.cuda.empty_cache()  # memory of capture and measurement goes to the workers
+        return factor
 
 
 def _room_bytes(cluster: Cluster) -> list[float]:
@@ -177,30 +138,6 @@ def blank(workload: Workload) -> Workload:
         return {name: torch.zeros(s, dtype=d, device=device) for name, (s, d) in shapes.items()}
 
     return replace(workload, make_state=state)
-
-
-def _captured(model: ServedModel, is_compiled: bool, portable: bool) -> tuple[list[Trace], Kernels]:
-    """The steps' traces, and the compiled objects of those that were compiled."""
-    traces: list[Trace] = []
-    kernels: dict[int, Mapping[int, Any]] = {}
-    for step, workload in enumerate(model.workloads):
-        if not is_compiled:
-            with sdpa_kernel(PORTABLE):
-                traces.append(record(workload))
-            continue
-        recording = record_inductor(workload, portable)
-        traces.append(recording.trace)
-        kernels[step] = recording.relaunch
-        torch.cuda.empty_cache()  # the next one has pages of its own, while it is captured
-    return traces, kernels
-
-
-def _prices(
-    unit: WorkUnit, cluster: Cluster, weights: Tensors, still: Still, kernels: Kernels
-) -> tuple[Costs, ...]:
-    if any(device.is_dilated for device in cluster.devices):
-        return tuple(combine(graph.trace, cluster.devices, {})[0] for graph in unit.graphs)
-    return measure(unit, cluster, weights, still, kernels)[0]
 
 
 @contextmanager

@@ -1,18 +1,17 @@
-"""Limits: who may use the server, and how much one client, and all of them, may take of it.
+"""Limits: who may use the server, and how much one client, and all of them, may take.
 
-    a body       at most so many bytes, which must come within a time; large ones share a budget until
-                 they are read (what is in it, `openai.bodies` counts)
-    requests     at most so many at once; while the server closes, none
-    a client     that goes has its generation cancelled
+    a body       a maximum size, a time in which it must arrive, and no flood of tiny chunks; large ones share
+                 a budget until they are read
+    requests     a maximum number at once; none while the server shuts down
+    a client     that disconnects has its generation cancelled
 
-Connections, and clients that do not read, have limits in `server`.
+`server` limits connections and clients that do not read; `openai.bodies` limits what a body contains.
 
-With at least one key, every path needs `Authorization: Bearer KEY` except those of `OPEN`: /health, for load
-balancers, and the live page itself, which holds no figures and asks for the key. All keys are compared, in
-constant time, so that how long an answer takes says nothing about them.
+With at least one key, every path needs `Authorization: Bearer KEY` except `OPEN`: /health, for load
+balancers, and the live page, which holds no figures and asks for the key. The key is checked before the body
+is read; all keys are compared, in constant time.
 
-Without a key, a server that listens on loopback answers to this machine's names only. Otherwise a page from
-elsewhere, whose name its owner lets point to 127.0.0.1 for a moment, could use it through the browser.
+Without a key, a server on loopback answers to this machine's names only (protection against DNS rebinding).
 """
 
 import asyncio
@@ -29,13 +28,15 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tessera.errors import TesseraError
-from tessera.serve.openai.errors import AMBIGUOUS, ApiError
+from tessera.serve.openai.errors import TINY_CHUNKS, ApiError
 
-# So much of every body is not counted: large bodies never keep out small ones.
+# Bytes of every body that do not count for the shared budget: large bodies never keep out small ones.
 FREE_BYTES = 64 * 2**10
+# Bytes of a request's head, and of chunk headers beyond the size of their body.
+HEAD_BYTES = 64 * 2**10
 OPEN = frozenset({"/", "/health"})
-# Where the name of the client is kept for the queue, in which clients take turns.
-CLIENT = "tessera.client"
+# Keys of the ASGI scope: the client's name, by which clients take turns; in its state, the connection.
+CLIENT, CONNECTION = "tessera.client", "tessera.connection"
 MIN_KEY_CHARS = 8
 
 Result = TypeVar("Result")
@@ -43,22 +44,22 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What is allowed; every figure is an option of `tessera serve` or its documented constant."""
+    """Limits of one server; every one is an option of `tessera serve` or a documented constant."""
 
     body_bytes: int = 4 * 2**20
-    # Of all bodies being read together, not counting the first part of each.
+    # All bodies being read, without the first FREE_BYTES of each.
     bodies_bytes: int = 256 * 2**20
-    # A body that has not come whole by then is given up.
+    # Seconds in which a body must arrive.
     body_s: float = 30.0
     # Requests being answered or waiting in the queue.
     requests: int = 2048
-    # A client that does not read what is sent for so long is cut off.
+    # Seconds after which a client that does not read is cut off.
     stall_s: float = 60.0
-    # Open connections; of those without a request the oldest makes room for a new one.
+    # Open connections; the oldest idle one is closed for a new one.
     connections: int = 16384
-    # A connection without a whole request is closed after so long.
+    # Seconds after which a connection without a complete request head is closed.
     idle_s: float = 75.0
-    # What runs has so long to finish when the server is told to stop.
+    # Seconds for running requests to finish at shutdown.
     drain_s: float = 30.0
 
 
@@ -67,7 +68,7 @@ class ClientGone(Exception):
 
 
 class RequestLimiter:
-    """Counts the requests that are inside, and lets no more in than allowed."""
+    """Counts the requests inside, and admits no more than allowed."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits, self.inside, self.is_closed = limits, 0, False
@@ -78,7 +79,7 @@ class RequestLimiter:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """While one request is answered; refuses by 429 and, when closed, by 503."""
+        """Counts one request; raises 429 above the limit and 503 during shutdown."""
         self.check_open()
         if self.inside >= self._limits.requests:
             message = f"{self.inside} requests are being served, the most at once. Try again later."
@@ -97,14 +98,15 @@ class RequestLimiter:
             raise ApiError(503, "The server is shutting down and takes no new request.", code="shutting_down")
 
     def hold(self, num_bytes: int) -> None:
-        """Counts bytes of a large body; refuses by 429 if all of them are too many."""
+        """Counts bytes of a large body; raises 429 if all large bodies together are too many."""
         if num_bytes > 0 and self.held_bytes + num_bytes > self._limits.bodies_bytes:
-            message = "too many large requests at once. Try again later."
-            raise ApiError(429, message, code="rate_limit_exceeded")
+            raise ApiError(
+                429, "too many large requests at once. Try again later.", None, "rate_limit_exceeded"
+            )
         self.held_bytes += num_bytes
 
     async def emptied(self, timeout_s: float) -> bool:
-        """Waits until nobody is inside; False if some still are after the time."""
+        """Waits until no request is inside; False after the time-out."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
@@ -114,7 +116,7 @@ class RequestLimiter:
 
 
 class HeldBody:
-    """The body of one request, which counts as long as it is there."""
+    """The body of one request, which counts for the shared budget until it is dropped."""
 
     def __init__(self, limits: HttpLimits, limiter: RequestLimiter) -> None:
         self._limits, self._limiter = limits, limiter
@@ -128,44 +130,49 @@ class HeldBody:
         self.drop()
 
     def drop(self) -> None:
-        """It has been read, and is needed no more."""
         self.raw = b""
         self._limiter.hold(-self._held)
         self._held = 0
 
-    async def receive(self, headers: dict[bytes, bytes], receive: Receive) -> None:
-        """Waits for a whole body of JSON, or 415, 413, 408, 429; one that is announced as too large never."""
-        if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
+    async def receive(self, scope: Scope, receive: Receive) -> None:
+        """Waits for a complete JSON body; raises 415, 413, 408, 429 or 400."""
+        headers, most = Headers(scope=scope), self._limits.body_bytes
+        if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             message = "the body must be application/json: send the header 'Content-Type: application/json'"
             raise ApiError(415, message, code="unsupported_media_type")
-        limits = self._limits
-        message = f"a body of more than {limits.body_bytes:,} bytes"
-        too_large = ApiError(413, message, code="request_too_large")
-        said = headers.get(b"content-length", b"")
-        if said.isdigit() and int(said) > limits.body_bytes:
+        too_large = ApiError(413, f"a body of more than {most:,} bytes", code="request_too_large")
+        if _content_length(headers) > most:
             raise too_large
-        size, parts, is_whole = 0, [], False
+        connection = scope.get("state", {}).get(CONNECTION)
+        body, is_complete = bytearray(), False
         try:
-            async with asyncio.timeout(limits.body_s):
-                while not is_whole:
+            async with asyncio.timeout(self._limits.body_s):
+                while not is_complete:
                     event = await receive()
                     if event["type"] == "http.disconnect":
                         raise ClientGone
-                    parts.append(event.get("body", b""))
-                    size += len(parts[-1])
-                    if size > limits.body_bytes:
+                    body += event.get("body", b"")
+                    if len(body) > most:
                         raise too_large
-                    more = max(0, size - FREE_BYTES) - self._held
+                    if connection is not None and connection.received > HEAD_BYTES + 2 * len(body):
+                        raise ApiError(400, "the chunks of the body are too small", code=TINY_CHUNKS)
+                    more = max(0, len(body) - FREE_BYTES) - self._held
                     self._limiter.hold(more)
                     self._held += more
-                    is_whole = not event.get("more_body", False)
+                    is_complete = not event.get("more_body", False)
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {limits.body_s:g} s", code="timeout") from None
-        self.raw = b"".join(parts)
+            message = f"the body did not arrive within {self._limits.body_s:g} s"
+            raise ApiError(408, message, code="timeout") from None
+        self.raw = bytes(body)
 
 
-async def while_there(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Runs work while the client is there; cancels it and raises ClientGone when it goes."""
+def _content_length(headers: Headers) -> int:
+    length = headers.get("content-length", "")
+    return int(length) if length.isdecimal() else 0
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Runs work; cancels it and raises ClientGone when the client disconnects."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -177,8 +184,7 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
-            # An error on the way out has nobody to be told to; asking for it keeps asyncio quiet.
-            _ = task.cancelled() or task.exception()
+            _ = task.cancelled() or task.exception()  # retrieved, or asyncio would log it
 
 
 async def _gone(receive: Receive) -> None:
@@ -186,42 +192,55 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-class Keys:
-    """An ASGI layer that refuses strangers and names clients."""
+class AccessMiddleware:
+    """ASGI middleware: checks key and host on the headers, names the client, and marks connections busy."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], is_local: bool) -> None:
         self._app, self._is_local = app, is_local
         self._hashes = [_hash(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a request through under a client's name, or answers 400, 401 or 403."""
-        if scope["type"] == "http":
-            number = self._number(scope) if self._hashes else None
-            error = self._refusal(scope, number)
-            if error is not None:
-                await error.response(scope, receive, send)
-                return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        connection = scope.get("state", {}).get(CONNECTION)
+        if connection is None:
+            await self._admit(scope, receive, send)
+            return
+        connection.begin_request()
+        try:
+            await self._admit(scope, receive, send)
+        finally:
+            connection.finish_request()
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        number = self._number(headers) if self._hashes else None
+        error = self._refusal(scope["path"], headers, number)
+        if error is None:
             host = (scope.get("client") or ("", 0))[0]
             scope[CLIENT] = f"key {number}" if number is not None else host
-        await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
+        response = error.response
+        if "transfer-encoding" in headers or _content_length(headers) > HEAD_BYTES // 2:
+            response.headers["connection"] = "close"  # the body is not read
+        await response(scope, receive, send)
 
-    def _refusal(self, scope: Scope, number: int | None) -> ApiError | None:
-        headers = Headers(scope=scope)
-        if "content-length" in headers and "transfer-encoding" in headers:
-            message = "both Content-Length and Transfer-Encoding say where the body ends; send one of them"
-            return ApiError(400, message, code=AMBIGUOUS)
-        if self._hashes:
-            is_welcome = number is not None or scope["path"] in OPEN
-            return None if is_welcome else ApiError(401, _complaint(scope), code="invalid_api_key")
-        if self._is_local and not is_local_name(headers.get("host", "")):
+    def _refusal(self, path: str, headers: Headers, number: int | None) -> ApiError | None:
+        if self._hashes and number is None and path not in OPEN:
+            message = "The key is not one of this server's."
+            if not _bearer(headers):
+                message = "This server needs a key: send the header 'Authorization: Bearer KEY'."
+            return ApiError(401, message, code="invalid_api_key")
+        if not self._hashes and self._is_local and not is_local_name(headers.get("host", "")):
             message = "This server answers to localhost only; start it with --api-key to be called otherwise."
             return ApiError(403, message, code="unknown_host")
         return None
 
-    def _number(self, scope: Scope) -> int | None:
-        given = _hash(_bearer(scope))
-        # No early end: every key is compared.
-        same = [hmac.compare_digest(given, known) for known in self._hashes]
+    def _number(self, headers: Headers) -> int | None:
+        given = _hash(_bearer(headers))
+        same = [hmac.compare_digest(given, key) for key in self._hashes]  # no early end
         return same.index(True) if any(same) else None
 
 
@@ -229,36 +248,28 @@ def _hash(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _bearer(scope: Scope) -> bytes:
-    word, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+def _bearer(headers: Headers) -> bytes:
+    word, _, key = headers.get("authorization", "").partition(" ")
     return key.strip().encode("latin-1") if word.lower() == "bearer" else b""
 
 
 def is_local_name(host: str) -> bool:
-    """True if a Host header names this machine; an empty one, of HTTP/1.0, is no browser's."""
+    """True if a Host header names this machine; HTTP/1.0 sends none."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     name = name.lower().rstrip(".")
-    return name in {"", "localhost", "::1"} or name.endswith(".localhost") or _is_loopback(name)
-
-
-def _is_loopback(name: str) -> bool:
+    if name in {"", "localhost"} or name.endswith(".localhost"):
+        return True
     try:
         return ip_address(name).is_loopback
     except ValueError:
         return False
 
 
-def _complaint(scope: Scope) -> str:
-    if not _bearer(scope):
-        return "This server needs a key: send the header 'Authorization: Bearer KEY'."
-    return "The key is not one of this server's."
-
-
 def read_keys(given: Iterable[str]) -> tuple[str, ...]:
-    """Keys from the command line: each is a key, or @FILE with one key a line."""
+    """Keys from the command line: each is a key, or @FILE with one key per line."""
     keys: list[str] = []
     for word in given:
-        keys += _from_file(Path(word[1:])) if word.startswith("@") else [word]
+        keys += _keys_of_file(Path(word[1:])) if word.startswith("@") else [word]
     for key in keys:
         if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
             message = f"a key needs {MIN_KEY_CHARS} or more printable ASCII characters without blanks"
@@ -266,12 +277,12 @@ def read_keys(given: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(keys))
 
 
-def _from_file(path: Path) -> list[str]:
+def _keys_of_file(path: Path) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise TesseraError(f"cannot read the keys: {error}", place=str(path)) from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise TesseraError("a file without a key", "Write one key a line.", str(path))
+        raise TesseraError("the file holds no key", "Write one key per line.", str(path))
     return keys

@@ -1,25 +1,21 @@
-"""measure: asks a server many questions at a time; figures: how it did, as `vllm bench serve` names it.
+"""Load generator: `measure` sends requests to a server; `figures` are named as in `vllm bench serve`.
 
-First the server is looked at: which model it has and how long a request may be. No tokenizer is at hand, so
-the server is the ruler too: two short questions tell what its template and a word cost.
-Words have five letters, which makes lengths exact where a token is a byte and close to it elsewhere; what a
-prompt really had is what the server reports.
+The server tells its model and context length. There is no tokenizer here: two short requests find the tokens
+of its template and of a word. Words have five letters, so lengths are exact where a token is a byte; the
+reported prompt lengths are the server's.
 
-With verification few distinct prompts are asked alone first; in the crowd each answer must be the same text
-again, for generation is greedy: an answer that differs was mixed up with another's. At most `concurrency`
-requests are in flight, in the order of their times; how late each was sent is kept, for a server that is too
-slow delays those behind it too.
+With verification a few distinct prompts are sent alone first; under load each answer must be the same text,
+as generation is greedy. At most `concurrency` requests are in flight, in the order of their times; how late
+each was sent is recorded.
 
     ttfb  from sending a request to the first byte of its answer's body
     ttft  to its first text                       tpot  (end - first text) / (tokens - 1)
     itl   between two events with text            e2el  to its end
 
-All are measured by the client. Percentiles are over answered requests; failed ones count as errors only.
+All are measured by the client, over answered requests. The first token is the first event with text. A stream
+counts as answered if it came to `[DONE]` with a finish reason; everything else is a LoadError of some kind.
 
-Requests go over kept connections, and every event is timed. The first token is the first event that carries
-text: a role, or text that is still held back, is none. A stream counts as answered only if it came to
-`[DONE]` with a finish reason; everything else is a LoadError with a kind to count by. Not handled: redirects,
-proxies and HTTP/2.
+Not handled: redirects, proxies and HTTP/2.
 """
 
 import asyncio
@@ -40,19 +36,18 @@ import numpy as np
 from tessera.errors import LoadError
 from tessera.ir import Arrivals
 
-# Tokens of a request whose user does not say, where the server has room for them.
+# Default tokens of a request, if they fit.
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
 NO_LIMIT = 1 << 30
-# Words of the two questions that find out what a word costs, and letters of a word.
+# Words of the two requests that find the tokens of a word; letters of a word.
 FEW, MANY = 1, 5
 WORD = 5
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 QUANTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0}
-# A connection that idled longer is not used again: the server may be closing it just now, and a request that
-# is sent a second time would hide one that the server dropped.
+# A connection that idled longer is not reused: the server may be closing it.
 MAX_IDLE_S = 1.0
 MAX_BODY_BYTES = 64 << 20
-# Of a server's message, as much as a person wants to read.
+# Shown part of a server's message.
 SHOWN_CHARS = 300
 
 Api = Literal["chat", "completions"]
@@ -60,42 +55,41 @@ Api = Literal["chat", "completions"]
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where requests go, and what every one of them says."""
+    """Base URL and headers of all requests."""
 
-    # Before every path.
     base: str
     headers: tuple[tuple[str, str], ...] = ()
 
 
 def parse_address(url: str, api_key: str | None = None) -> ServerAddress:
-    """An address from what a user wrote: `http://host:port`, with or without a trailing `/v1`."""
+    """Reads `http://host:port`, with or without a trailing `/v1`."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         is_wrong = parts.port == 0
     except ValueError:
         is_wrong = True
     if parts.scheme not in ("http", "https") or not parts.hostname or is_wrong:
-        raise LoadError("url", f"'{url}' is no address of a server", "Write http://127.0.0.1:8000.", "--url")
+        raise LoadError("url", f"'{url}' is not a server's URL", "Write http://127.0.0.1:8000.", "--url")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        raise LoadError("url", "the key has characters that no header can carry", place="--api-key")
+        raise LoadError("url", "the key must be printable ASCII", place="--api-key")
     path = parts.path.rstrip("/").removesuffix("/v1")
     headers = (("Authorization", f"Bearer {api_key}"),) if api_key else ()
     return ServerAddress(f"{parts.scheme}://{parts.netloc}{path}", headers)
 
 
 class Reply:
-    """One response, read as its bytes come."""
+    """One response, parsed as it arrives."""
 
     def __init__(self, status: int = 200, is_events: bool = False) -> None:
         self.status, self._is_events = status, is_events
         self.body = bytearray()
-        # (when, data) of each server-sent event; only of a body that is a stream of events.
+        # (time, data) of each server-sent event.
         self.events: list[tuple[float, bytes]] = []
-        # When the first byte of the body came.
+        # Time of the body's first byte.
         self.first_s: float | None = None
 
     def take(self, data: bytes, now_s: float) -> None:
-        """Bytes of the body. Whole events leave it; what is left is the beginning of the next."""
+        """Adds bytes; complete events leave the body."""
         if self.first_s is None:
             self.first_s = now_s
         self.body += data
@@ -105,29 +99,29 @@ class Reply:
             *whole, self.body = self.body.split(b"\n\n")
             for event in whole:
                 lines = (line for line in bytes(event).split(b"\n") if line.startswith(b"data:"))
-                if found := b"\n".join(line[5:].removeprefix(b" ") for line in lines):
-                    self.events.append((now_s, found))
+                if data := b"\n".join(line[5:].removeprefix(b" ") for line in lines):
+                    self.events.append((now_s, data))
         if len(self.body) > MAX_BODY_BYTES:
             raise LoadError("protocol", f"an answer of more than {MAX_BODY_BYTES} bytes")
 
     @property
     def message(self) -> str:
-        """What a reply that is no success says, from OpenAI's shape if it has that."""
+        """The error message, from OpenAI's form if it has that."""
         try:
-            found = _error_message(msgspec.json.decode(self.body, type=_Event).error)
+            message = _error_message(msgspec.json.decode(self.body, type=_Event).error)
         except msgspec.DecodeError:
-            found = ""
-        return found or _short(bytes(self.body)) or f"status {self.status} without a word"
+            message = ""
+        return message or _short(bytes(self.body)) or f"status {self.status} without a message"
 
 
 class Client:
-    """Asks one server, over as many connections as there are questions at once; see `connected`."""
+    """Sends requests to one server, each on a connection of its own; see `connected`."""
 
     def __init__(self, session: aiohttp.ClientSession, address: ServerAddress) -> None:
         self._session, self._address = session, address
 
     async def ask(self, method: str, path: str, body: bytes | None = None) -> Reply:
-        """The whole answer; LoadError if there is none."""
+        """The complete answer, or LoadError."""
         kind = {} if body is None else {"Content-Type": "application/json"}
         reply: Reply | None = None
         try:
@@ -140,7 +134,7 @@ class Client:
                 return reply
         except TimeoutError:
             limit_s = self._session.timeout.total
-            raise LoadError("timeout", f"no whole answer within {limit_s:g} s") from None
+            raise LoadError("timeout", f"no complete answer within {limit_s:g} s") from None
         except aiohttp.ClientConnectorError as error:
             place = self._address.base.partition("://")[2]
             said = getattr(error, "os_error", error)
@@ -158,7 +152,7 @@ class Client:
 
 @asynccontextmanager
 async def connected(address: ServerAddress, timeout_s: float) -> AsyncIterator[Client]:
-    """A client whose connections are closed in the end."""
+    """A client; its connections are closed at the end."""
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=MAX_IDLE_S),
         headers=dict(address.headers),
@@ -170,16 +164,16 @@ async def connected(address: ServerAddress, timeout_s: float) -> AsyncIterator[C
 
 
 def _no_http(error: Exception) -> LoadError:
-    return LoadError("protocol", f"what answers there is no HTTP/1.1: {_short(str(error).encode())}")
+    return LoadError("protocol", f"the answer is not HTTP/1.1: {_short(str(error).encode())}")
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A whole answer. Times count from the sending of the request."""
+    """A complete answer. Times count from sending the request."""
 
     text: str
     finish_reason: str
-    # As the server reports them; None if it does not.
+    # As reported by the server, if at all.
     prompt_tokens: int | None
     output_tokens: int | None
     # Until the first byte of the body, the first text, and the end.
@@ -191,14 +185,14 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer; events with text where the server does not count."""
+        """Reported tokens, or events with text."""
         return len(self.gaps_s) + 1 if self.output_tokens is None else self.output_tokens
 
 
 async def generate(
     client: Client, api: Api, model: str, prompt: str, max_tokens: int, ignores_end: bool
 ) -> Generation:
-    """Asks for one greedy, streamed answer."""
+    """Requests one greedy, streamed answer."""
     asked: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
     asked["stream_options"] = {"include_usage": True}
     if ignores_end:
@@ -219,7 +213,7 @@ class _Delta(msgspec.Struct):
 
 
 class _EventChoice(msgspec.Struct):
-    # Of a chat, and of a completion.
+    # `delta` for a chat, `text` for a completion.
     delta: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
@@ -240,7 +234,7 @@ def read_stream(reply: Reply, start_s: float, end_s: float) -> Generation:
     if reply.status != 200:
         raise LoadError(f"http {reply.status}", reply.message)
     if not reply.events:
-        raise LoadError("stream", "an answer without events, though a stream was asked for")
+        raise LoadError("stream", "the answer is not a stream of events")
     texts: list[str] = []
     times_s: list[float] = []
     usage = _Usage()
@@ -262,7 +256,7 @@ def read_stream(reply: Reply, start_s: float, end_s: float) -> Generation:
         raise LoadError("stream", f"the stream ended without {missing}")
     if reason == "error":
         raise LoadError("answer", "the answer ended with the finish reason 'error'")
-    # An answer without any text has its first token when it is over.
+    # An answer without text has its first token at its end.
     times_s = times_s or [end_s]
     first_s = end_s if reply.first_s is None else reply.first_s
     ends_s = (first_s - start_s, times_s[0] - start_s, end_s - start_s)
@@ -274,16 +268,16 @@ def _event(data: bytes) -> _Event:
     try:
         event = msgspec.json.decode(data, type=_Event)
     except msgspec.ValidationError:
-        raise LoadError("stream", f"an event of another shape than OpenAI's: {_short(data)}") from None
+        raise LoadError("stream", f"an event is not in OpenAI's form: {_short(data)}") from None
     except msgspec.DecodeError:
-        raise LoadError("stream", f"an event that is no JSON: {_short(data)}") from None
+        raise LoadError("stream", f"an event is not JSON: {_short(data)}") from None
     if event.error is not None:
         raise LoadError("answer", _error_message(event.error) or _short(data))
     return event
 
 
 def _error_message(error: Any) -> str:
-    """From OpenAI's shape, or as it stands."""
+    """From OpenAI's form, or as it is."""
     message = error.get("message") if isinstance(error, dict) else error
     return str(message)[:SHOWN_CHARS] if message else ""
 
@@ -294,39 +288,39 @@ def _short(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What to ask of a server, and how hard."""
+    """What requests to send, and how many at once."""
 
     num_requests: int = 200
     concurrency: int = 32
-    # Requests a second; None: as fast as `concurrency` allows. Gaps follow a gamma distribution: a burstiness
-    # of 1 is a Poisson stream, less is burstier.
+    # Requests per second; None: as fast as `concurrency` allows. Gaps are gamma distributed: burstiness 1 is
+    # a Poisson stream, less is burstier.
     rate_per_s: float | None = None
     burstiness: float = 1.0
-    # Requests over time, in place of a number and a rate.
+    # Recorded arrivals, instead of number and rate.
     arrivals: Arrivals | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     api: Api = "chat"
-    # None: the first that the server has.
+    # None: the server's first.
     model: str | None = None
     ignores_end: bool = True
-    # Distinct prompts, each asked alone first; None: no verification, every prompt is another.
+    # Distinct prompts, each sent alone first; None: no verification, all prompts differ.
     num_distinct: int | None = None
     seed: int = 0
     timeout_s: float = 600.0
-    # Tokens that all prompts begin with, of those they have.
+    # Length of the common prefix of all prompts.
     prefix_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One request to send. Queries with the same `prompt_number` ask the same."""
+    """One request to send; equal `prompt_number` means equal prompt."""
 
     number: int
     prompt_number: int
     prompt: str
     max_tokens: int
-    # When to send it, counted from the start; it is sent later if too many are in flight.
+    # Seconds from the start; later if too many are in flight.
     at_s: float = 0.0
 
 
@@ -341,18 +335,18 @@ class Ruler:
     def from_two(cls, few: tuple[int, int], many: tuple[int, int]) -> "Ruler":
         per_word = (many[1] - few[1]) / (many[0] - few[0])
         if per_word <= 0:
-            text = f"{few[0]} words are {few[1]} tokens and {many[0]} words {many[1]}: it does not count them"
+            text = f"usage reports {few[1]} tokens for {few[0]} words and {many[1]} for {many[0]}"
             raise LoadError("usage", text, "Leave --prompt-tokens out.")
         return cls(few[1] - few[0] * per_word, per_word)
 
     def words(self, tokens: int) -> int:
-        """How many words make at most so many tokens; at least one."""
+        """Words that make at most this many tokens; at least one."""
         return max(1, int((tokens - self.fixed) / self.per_word + 1e-6))
 
 
 @dataclass(frozen=True, slots=True)
 class QueryOutcome:
-    """What came of one query. Times count from the start of the crowd."""
+    """The outcome of one query. Times count from the start of the load."""
 
     query: Query
     sent_s: float
@@ -365,18 +359,18 @@ class LoadRun:
     model: str
     outcomes: tuple[QueryOutcome, ...]
     duration_s: float
-    # Requests of a recorded log that were longer than allowed, and were cut.
+    # Requests of a recorded log that were cut to fit.
     num_cut: int
-    # With verification: the answer to each distinct prompt, asked alone.
+    # Verification: the answer to each distinct prompt alone.
     alone: tuple[Generation, ...] = ()
 
 
 async def measure(address: ServerAddress, options: LoadOptions, on_done: Callable[[str], None]) -> LoadRun:
-    """Runs a load; `on_done` is called after every answer. LoadError if the server cannot be asked at all."""
+    """Runs a load; calls `on_done` after every answer. LoadError if the server does not answer at all."""
     async with connected(address, options.timeout_s) as client:
-        model, room = await _served(client, options.model)
+        model, length = await _served(client, options.model)
         ruler = await _ruler(client, options, model)
-        queries, num_cut = _queries(options, room, ruler)
+        queries, num_cut = _queries(options, length, ruler)
         alone = []
         if options.num_distinct is not None:
             for query in queries[: options.num_distinct]:
@@ -386,7 +380,6 @@ async def measure(address: ServerAddress, options: LoadOptions, on_done: Callabl
         start_s = time.perf_counter()
 
         async def work(waiting: Iterator[Query]) -> None:
-            """One after the other, in their order."""
             for query in waiting:
                 await asyncio.sleep(max(0.0, query.at_s - (time.perf_counter() - start_s)))
                 sent_s = time.perf_counter() - start_s
@@ -421,27 +414,27 @@ class _ModelCards(msgspec.Struct):
 
 
 async def _served(client: Client, wanted: str | None) -> tuple[str, int | None]:
-    """The model to ask, and the tokens that a request may have, if the server says."""
+    """The model, and its context length if the server tells it."""
     reply = await client.ask("GET", "/v1/models")
     if reply.status != 200:
         if wanted is not None and reply.status == 404:
             return wanted, None
-        raise LoadError(f"http {reply.status}", f"the server does not tell its models: {reply.message}")
+        raise LoadError(f"http {reply.status}", f"the server does not list its models: {reply.message}")
     try:
         cards = msgspec.json.decode(reply.body, type=_ModelCards).data
     except msgspec.DecodeError:
-        raise LoadError("protocol", "its list of models is not of OpenAI's shape") from None
-    rooms = {card.id: card.max_model_len for card in cards}
-    name = wanted if wanted is not None else next(iter(rooms), "")
-    if name not in rooms:
-        known = ", ".join(rooms) or "none"
-        raise LoadError("model", f"the server has no model '{name}'; it has: {known}", place="--model")
-    room = rooms[name]
-    return name, room if isinstance(room, int) else None
+        raise LoadError("protocol", "its list of models is not in OpenAI's form") from None
+    lengths = {card.id: card.max_model_len for card in cards}
+    name = wanted if wanted is not None else next(iter(lengths), "")
+    if name not in lengths:
+        names = ", ".join(lengths) or "none"
+        raise LoadError("model", f"the server has no model '{name}'; it has: {names}", place="--model")
+    length = lengths[name]
+    return name, length if isinstance(length, int) else None
 
 
 async def _ruler(client: Client, options: LoadOptions, model: str) -> Ruler:
-    """What a word costs; a server that counts nothing is taken to have one token a word."""
+    """Tokens per word; 1 if the server reports no usage."""
     tokens = []
     for words in (FEW, MANY):
         prompt = make_prompts([words], options.seed)[0]
@@ -450,9 +443,9 @@ async def _ruler(client: Client, options: LoadOptions, model: str) -> Ruler:
     return Ruler(0.0, 1.0) if few is None or many is None else Ruler.from_two((FEW, few), (MANY, many))
 
 
-def _queries(options: LoadOptions, room: int | None, ruler: Ruler) -> tuple[list[Query], int]:
-    """What to ask and when; a log's own lengths are cut to the server's room, and how many were is told."""
-    half = max(1, room // 2) if room is not None else PROMPT_TOKENS
+def _queries(options: LoadOptions, length: int | None, ruler: Ruler) -> tuple[list[Query], int]:
+    """The queries, and how many of a log were cut to the server's context length."""
+    half = max(1, length // 2) if length is not None else PROMPT_TOKENS
     usual_prompt = options.prompt_tokens or min(PROMPT_TOKENS, half)
     usual_output = options.output_tokens or min(OUTPUT_TOKENS, half)
     log = options.arrivals
@@ -460,7 +453,7 @@ def _queries(options: LoadOptions, room: int | None, ruler: Ruler) -> tuple[list
     num = len(times_s)
     prompts, outputs, num_cut = [usual_prompt] * num, [usual_output] * num, 0
     if log is not None and log.prompts:
-        limit = NO_LIMIT if room is None else half
+        limit = NO_LIMIT if length is None else half
         prompts = [min(x, options.prompt_tokens or limit) for x in log.prompts]
         outputs = [min(x, options.output_tokens or limit) for x in log.outputs]
         pairs = zip(prompts, outputs, log.prompts, log.outputs, strict=True)
@@ -542,18 +535,18 @@ def _latencies(answers: Sequence[Generation]) -> dict[str, float | None]:
         "itl": [gap for a in answers for gap in a.gaps_s],
         "e2el": [a.e2e_s for a in answers],
     }
-    found: dict[str, float | None] = {}
+    columns: dict[str, float | None] = {}
     for name, values in times.items():
         ms = 1e3 * np.array(values)
-        found[f"mean_{name}_ms"] = float(ms.mean()) if values else None
-        found[f"std_{name}_ms"] = float(ms.std()) if values else None
+        columns[f"mean_{name}_ms"] = float(ms.mean()) if values else None
+        columns[f"std_{name}_ms"] = float(ms.std()) if values else None
         for quantile, q in QUANTILES.items():
-            found[f"{quantile}_{name}_ms"] = float(np.percentile(ms, q)) if values else None
-    return found
+            columns[f"{quantile}_{name}_ms"] = float(np.percentile(ms, q)) if values else None
+    return columns
 
 
 def _verified(run: LoadRun) -> dict[str, Any]:
-    """Answers in the crowd against those given alone."""
+    """Compares answers under load with those alone."""
     texts = [answer.text for answer in run.alone]
     compared = [(x.query, x.answer.text) for x in run.outcomes if isinstance(x.answer, Generation)]
     mixed = [
@@ -563,7 +556,7 @@ def _verified(run: LoadRun) -> dict[str, Any]:
     ]
     return {
         "prompts": len(texts),
-        # If these are few, a mix-up between requests with the same answer cannot be seen.
+        # If these are few, mixed-up requests may have equal answers.
         "distinct_answers": len(set(texts)),
         "compared": len(compared),
         "mixed_up": len(mixed),

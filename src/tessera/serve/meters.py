@@ -1,7 +1,7 @@
-"""What the engine counts and times: totals since the start, and shares of the last seconds.
+"""Meters: totals since the start, and shares of the last seconds.
 
-The engine's thread writes, so it must be quick; totals may be read by any thread. Of the times of single
-requests only the last ones are kept: whoever wants histograms hands the engine meters that make them.
+The engine's thread writes, so it must be quick; any thread may read totals. Only the latest times of single
+requests are kept; `Metrics` adds histograms.
 """
 
 import math
@@ -13,16 +13,16 @@ from typing import NamedTuple
 from tessera.execute.stepper import DeviceStatus, DeviceUse
 from tessera.serve.records import Counts, Finish, Latency
 
-# Seconds between two looks at what the stepper counts, and over which shares and rates are shown.
+# Seconds between two samples, and the window of shares and rates.
 LOOK_S, WINDOW_S = 0.5, 5.0
-# Answers and tokens whose times are kept, the last ones.
+# Latest times kept.
 NUM_FIRST, NUM_BETWEEN = 500, 5000
 
 
 class Times(NamedTuple):
-    """A request's times, in seconds; None: it did not get so far."""
+    """A request's times in seconds; None: not reached."""
 
-    # In the queue until it had a row, for the first time.
+    # In the queue until its first row.
     queued_s: float | None
     # From arrival to its first token.
     first_token_s: float | None
@@ -38,43 +38,43 @@ class _Look(NamedTuple):
 
 
 class Meters(Counts):
-    """Counters, and a window of looks at them."""
+    """Counters, and a window of samples."""
 
     def __init__(self) -> None:
         super().__init__()
         self.finished: Counter[str] = Counter()
-        # Device -> how often it was lost; and how it was at the last look.
+        # By device: number of losses, and its last status.
         self.losses: Counter[str] = Counter()
         self.status: Mapping[str, DeviceStatus] = {}
-        # Seconds to the first token of the last answers, and between the last tokens.
+        # Latest seconds to first token, and between tokens.
         self.first_s: deque[float] = deque(maxlen=NUM_FIRST)
         self.between_s: deque[float] = deque(maxlen=NUM_BETWEEN)
         self._looks: deque[_Look] = deque([_Look(time.monotonic(), 0, {}, {})])
 
     def seated(self, queued_s: float) -> None:
-        """A request has waited so long, and has a row now."""
+        """A request has got a row after this wait."""
 
     def first_token(self, prompt_tokens: int, seconds: float) -> None:
-        """So long after the request arrived, with its prompt read."""
+        """The first token came this long after arrival."""
         self.prompt_tokens += prompt_tokens
         self.first_s.append(seconds)
 
     def next_tokens(self, seconds: Sequence[float]) -> None:
-        """Since the token before, for every token of a step that is not an answer's first."""
+        """Seconds since the previous token, for the other tokens of a step."""
         self.between_s.extend(seconds)
 
     def stepped(self, kind: str, seconds: float) -> None:
-        """A step ended; its kind tells its size too."""
+        """A step has ended; its kind includes its size."""
 
     def ended(self, finish: Finish, times: Times) -> None:
-        """A request has left, for whatever reason."""
+        """A request has ended, for any reason."""
         self.finished[finish.reason] += 1
 
     def is_due(self) -> bool:
         return time.monotonic() - self._looks[-1].at_s >= LOOK_S
 
     def look(self, use: DeviceUse) -> None:
-        """Remembers what there is now, and forgets what is older than the window."""
+        """Takes a sample, and drops those older than the window."""
         now = time.monotonic()
         looks = self._looks
         looks.append(_Look(now, self.output_tokens, dict(use.busy_s), dict(use.moved)))
@@ -93,7 +93,7 @@ class Meters(Counts):
         return (last.output_tokens - first.output_tokens) / (last.at_s - first.at_s or 1.0)
 
     def busy(self) -> dict[str, float]:
-        """Device -> share of the window in which it worked."""
+        """Device -> busy share of the window."""
         first, last = self._ends()
         span_s = last.at_s - first.at_s or 1.0
         return {name: _share(s - first.busy_s.get(name, 0.0), span_s) for name, s in last.busy_s.items()}
@@ -116,7 +116,7 @@ class Meters(Counts):
 
 
 def quantile(ascending: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least this share does not exceed; None of nothing."""
+    """Nearest-rank quantile; None if there are no values."""
     return ascending[max(0, math.ceil(share * len(ascending)) - 1)] if ascending else None
 
 

@@ -1,8 +1,7 @@
-"""Metrics for Prometheus: vLLM's names under `tessera:`, and what only unlike devices have.
+"""Metrics for Prometheus: vLLM's names under `tessera:`, and those of heterogeneous devices.
 
-Gauges and counters are read from the service's snapshot when they are asked for, so that nothing is counted
-twice. Histograms are fed by the engine, which sees every token.
-Every series has the label model_name; the registry is the service's own, not the process's.
+Gauges and counters are read from the service's snapshot on request. The engine feeds the histograms. Every
+series has the label model_name; the registry is the service's own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ FIRST_TOKEN_S = (
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
-# Name -> what it says, and its buckets.
+# Name -> help text and buckets.
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From arrival to the first token.", FIRST_TOKEN_S),
     "inter_token_latency_seconds": ("Between two tokens of one answer.", TOKEN_S),
@@ -39,10 +38,10 @@ HISTOGRAMS = {
     "request_prompt_tokens": ("Tokens of a prompt.", TOKENS),
     "request_generation_tokens": ("Tokens of an answer.", TOKENS),
 }
-# vLLM's words for how an answer ended.
+# Finish reason -> vLLM's word.
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
-# (kind, name, what it says, labels besides the model's, what there is: values of the labels -> value)
+# (kind, name, help text, labels besides the model's, values of the labels -> value)
 Family = tuple[type[Gauge] | type[Counter], str, str, tuple[str, ...], Mapping[Any, float]]
 
 
@@ -79,7 +78,7 @@ class Metrics(Meters):
         self._step.labels(self._model, kind).observe(seconds)
 
     def ended(self, finish: Finish, times: Times) -> None:
-        """What was given up in the queue has no times but the whole."""
+        """A request cancelled in the queue has a total time only."""
         super().ended(finish, times)
         self._observe("e2e_request_latency_seconds", times.whole_s)
         self._observe("request_prompt_tokens", finish.prompt_tokens)
@@ -96,7 +95,7 @@ class Metrics(Meters):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry: what the snapshot tells."""
+        """For the registry: series of the snapshot."""
         for kind, name, text, labels, values in _families(self._snapshot()):
             family = kind(f"tessera:{name}", text, labels=["model_name", *labels])
             for words, value in values.items():
@@ -118,11 +117,11 @@ def _families(now: Snapshot) -> list[Family]:
         (Counter, "prompt_tokens", "Tokens of prompts read.", now.prompt_tokens),
         (Counter, "generation_tokens", "Tokens generated.", now.output_tokens),
         (Gauge, "num_pages_used", "Pages in use.", now.pages_used),
-        (Counter, "prefix_cache_queries", "Tokens of sequences that began.", now.prefix_queries),
-        (Counter, "prefix_cache_hits", "Those of them that were in pages already.", now.prefix_hits),
-        (Counter, "num_preemptions", "Sequences put aside because pages ran out.", now.preemptions),
-        (Counter, "num_requests_retried", "Begun again after a lost device.", now.retried),
-        (Counter, "plan_changes", "How often other plans were taken up.", now.plan_changes),
+        (Counter, "prefix_cache_queries", "Tokens of started sequences.", now.prefix_queries),
+        (Counter, "prefix_cache_hits", "Tokens found in cached pages.", now.prefix_hits),
+        (Counter, "num_preemptions", "Sequences preempted because pages ran out.", now.preemptions),
+        (Counter, "num_requests_retried", "Restarted after a lost device.", now.retried),
+        (Counter, "plan_changes", "Changes of plans.", now.plan_changes),
     ]
     return [
         *((kind, name, text, (), {(): value}) for kind, name, text, value in alone),
@@ -131,9 +130,9 @@ def _families(now: Snapshot) -> list[Family]:
             {key: device.utilisation for key, device in devices.items()}),
         (Gauge, "device_up", "0 if the device was lost.", ("device",),
             {key: not device.is_lost for key, device in devices.items()}),
-        (Counter, "device_losses", "How often the device was lost.", ("device",),
+        (Counter, "device_losses", "Losses of the device.", ("device",),
             {key: device.losses for key, device in devices.items()}),
-        (Counter, "device_restarts", "How often its worker was started again.", ("device",),
+        (Counter, "device_restarts", "Restarts of its worker.", ("device",),
             {key: device.restarts for key, device in devices.items()}),
         (Gauge, "link_utilization_ratio", "Share of the last seconds with a transfer.", ends,
             {(source, destination): share for source, destination, share, _ in now.links}),

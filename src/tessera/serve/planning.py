@@ -1,25 +1,19 @@
 """prepare: a model and devices in, plans for serving out: captured, priced, planned and checked, not started.
 
-Only the process that workers are forked from is started, so that it has imported torch when they are wanted.
-What captures and plans is imported where it is needed: a start by plans that were kept needs none of it.
+Imports that capture and plan are local: a start by kept plans needs none of them. A `StepBackend` says how
+steps are built, captured and priced: on this machine's CPU here, on GPUs in `gpu`.
 
 The work unit of serving is what a microbatch does for `rows` average requests: the largest step as often as
-their prompts need it, and the step that holds one token of each as often as an answer has tokens; every other
-size once. To a model that sees, every request brings a picture. The unit is a served one
-(`WorkUnit.is_served`), so every state has one home in all steps.
+their prompts need it, the step with one token of each row as often as an answer has tokens, every other size
+once. For a model that sees, every request brings a picture. The unit is a served one (`WorkUnit.is_served`):
+every state has one home in all steps. There is a plan for every policy, over the same unit and costs; on one
+device only the first.
 
-There is a plan for every policy wanted, over the same unit and costs; on one device, where nothing is to be
-decided, there is the first one's only. Devices that keep their own time are measured, from the store where
-they were measured before; a store that cannot be used is done without. Devices that compute on this
-machine's CPU need the model to fit in it.
-
-What was planned lies under `$XDG_CACHE_HOME/tessera/plans` for the next start of the same model on the same
-devices, in a folder named by a hash of everything that it depends on: this package's own code, the versions
-of torch, transformers and Triton, the model's files, the sizes, the devices and the memory that pages are
-given. So nothing in it can be out of date; what cannot be read is made again, and a folder that cannot be
-written is done without. The newest `MAX_KEPT` are kept. A small model's weights lie beside them, as its steps
-read them, so that it is served without being built: to import what builds it takes longer than everything
-else. Larger ones are built at every start.
+Plans are kept under `$XDG_CACHE_HOME/tessera/plans`, in a folder named by a hash of everything they depend
+on: this package's code, the versions of torch, transformers and Triton, the model's files, the sizes, the
+devices and the memory of pages. An unreadable folder is made again, an unwritable one is not used; the newest
+`MAX_KEPT` stay. A small model's weights lie beside its plans, so that it is served without being built, which
+would import the libraries that build it. Larger ones are built at every start.
 """
 
 import contextlib
@@ -30,9 +24,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -41,13 +35,14 @@ import msgspec
 import torch
 
 import tessera
+from tessera.adapt.replan import Replanner
 from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
 from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.execute.pipes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
-from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit, load, save
+from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit, load, save
 from tessera.serve.pages import modest_bytes
 from tessera.serve.records import POLICIES, Average, ServeSpec, Shape, step_name
 
@@ -55,14 +50,16 @@ if TYPE_CHECKING:
     from tessera.serve.sight import Eyes, Sight
     from tessera.serve.steps import ServedModel
 
-# Hears one line.
-Told = Callable[[str], None]
+# Gets one line.
+Listener = Callable[[str], None]
 # Weights of a model that is computed on this machine's CPU.
 MAX_BYTES = 4 << 30
 # A step that takes longer than this will never end.
 STEP_TIMEOUT_S = 60.0
 # Policy that a service can be told to follow -> what it is planned for; auto has both, the monitor decides.
 OBJECTIVES = {"auto": POLICIES, "throughput": POLICIES[:1], "latency": POLICIES[1:]}
+# Simpler plans that the plan for throughput is rehearsed against.
+RIVALS = ("single-placement", "data-parallel", "layer-pipeline")
 MAX_KEPT = 32
 # Of weights that are kept.
 MAX_WEIGHT_BYTES = 64 << 20
@@ -147,6 +144,97 @@ class Prepared:
             scale=self.scale,
         )
 
+    def replanner(self) -> Replanner:
+        """Plans again as this was planned; new plans are compared by rehearsal (latency: one client)."""
+        from tessera.serve.rehearse import rehearse
+
+        shape, half = self.model.shape, self.model.shape.capacity // 2
+        average = Average(min(Average().prompt, half), min(Average().output, half))
+
+        def make(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...]) -> Plan:
+            return plan_policies(shape, cluster, plan.unit, costs, (plan.objective,))[0]
+
+        def gain(old: Plan, new: Plan) -> float:
+            clients = 1 if old.objective is Objective.LATENCY else None
+            before, after = rehearse([old, new], shape, average, clients)
+            return after / before
+
+        return Replanner(make, gain)
+
+
+class StepBackend(Protocol):
+    """How steps are built, captured and priced on one kind of device."""
+
+    # True if the plan for throughput is rehearsed against `RIVALS`.
+    rehearses: bool
+
+    @property
+    def memory_bytes(self) -> Sequence[float]:
+        """Memory given to weights and pages; kept plans depend on it."""
+
+    def build(self, model: str, spec: ServeSpec) -> "ServedModel": ...
+
+    def capture(self, model: "ServedModel") -> list[Trace]: ...
+
+    def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]: ...
+
+    def scale(self, plan: Plan, model: "ServedModel") -> float:
+        """Measured time over modelled time."""
+
+
+@dataclass(frozen=True)
+class CpuBackend:
+    """Devices that compute on this machine's CPU."""
+
+    cluster: Cluster
+    microbatches: int
+    store: Path | None = None
+    rehearses = False
+
+    @cached_property
+    def memory_bytes(self) -> Sequence[float]:
+        return (modest_bytes(self.microbatches),)
+
+    def build(self, model: str, spec: ServeSpec) -> "ServedModel":
+        from tessera.serve.steps import for_cpu, served
+
+        room_bytes = [spec.memory_share * device.memory_bytes for device in self.cluster.devices]
+        (pool_bytes,) = self.memory_bytes
+        with blamed_for_run(model):
+            return for_cpu(
+                served(model, spec, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes)
+            )
+
+    def capture(self, model: "ServedModel") -> list[Trace]:
+        with blamed_for_run(model.model):
+            return [record(workload) for workload in model.workloads]
+
+    def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]:
+        """CPU devices are measured, unless the store has their times; others are modelled."""
+        from tessera import flow
+        from tessera.profile.measured import combine, measure, needs_measuring
+        from tessera.profile.store import Clocks, Store, default_store
+
+        @cache
+        def warn(what: str) -> None:
+            print(f"warning: {what}; measurements are not kept for the next start", file=sys.stderr)
+
+        store = partial(Store, self.store or default_store(), clocks=Clocks.ANY, spare=warn)
+
+        def price(trace: Trace) -> Costs:
+            measured = {}
+            for device in self.cluster.devices:
+                if needs_measuring(device):
+                    advance(f"measuring {step_name(trace.step)} on {device.name}")
+                    timer = flow.make_timer(trace, device)
+                    measured[device.name] = measure(trace, device, timer, store, lambda what: None)
+            return combine(trace, self.cluster.devices, measured)[0]
+
+        return tuple(price(graph.trace) for graph in unit.graphs)
+
+    def scale(self, plan: Plan, model: "ServedModel") -> float:
+        return 1.0
+
 
 def prepare(
     model: str,
@@ -155,57 +243,81 @@ def prepare(
     *,
     store: Path | None = None,
     kept: Path | None = None,
-    advance: Told = lambda what: None,
+    coarse: Sequence[str] = (),
+    is_compiled: bool = True,
+    advance: Listener = lambda what: None,
 ) -> Prepared:
-    """Plans a service; `advance` hears what is done next, `store` keeps measurements, `kept` plans."""
-    warm_up()  # beside the capture and the planning
-    pool_bytes = modest_bytes(spec.microbatches)
+    """Plans a service.
+
+    store        where measurements are kept
+    kept         where plans are kept between starts; None: each start plans
+    coarse       simpler policies to plan as well, such as data-parallel
+    is_compiled  steps on GPUs are captured from compiled code, else operator by operator
+    advance      gets a line before each stage
+    """
+    backend: StepBackend
+    if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
+        from tessera.serve.gpu import GpuBackend
+
+        backend = GpuBackend(cluster, spec, is_compiled)
+    else:
+        warm_up()  # beside the capture and the planning
+        backend = CpuBackend(cluster, spec.microbatches, store)
 
     def build() -> "ServedModel":
-        from tessera.serve.steps import for_cpu, served
-
         advance(f"building {model}")
-        room_bytes = [spec.memory_share * device.memory_bytes for device in cluster.devices]
-        with blamed_for_run(model):
-            return for_cpu(
-                served(model, spec, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes)
-            )
+        return backend.build(model, spec)
 
-    def plan(made: "ServedModel") -> Prepared:
-        from tessera import flow
-        from tessera.profile.store import default_store
+    def plan() -> Prepared:
+        return _plan(build(), cluster, spec, backend, coarse, advance)
 
-        advance(f"capturing {len(made.workloads)} steps")
-        begun_s = time.perf_counter()
-        with blamed_for_run(model):
-            traces = [record(workload) for workload in made.workloads]
-        capture_s = time.perf_counter() - begun_s
-        unit = flow.make_unit(traces, counts_of(made.shape, spec.average, made.encode is not None))
-        advance("pricing its launches")
-
-        @cache
-        def warn(what: str) -> None:
-            print(f"warning: {what}; measurements are not kept for the next start", file=sys.stderr)
-
-        costs = tuple(_price(trace, cluster, store or default_store(), advance, warn) for trace in traces)
-        advance("planning")
-        plans = plan_policies(made.shape, cluster, unit, costs, spec.policies)
-        return Prepared(made, plans, capture_s=capture_s)
-
-    return kept_or_planned(key_of(place_of(model), spec, cluster, pool_bytes), kept, build, plan)
-
-
-def kept_or_planned(
-    key: str, kept: Path | None, build: "Callable[[], ServedModel]", plan: "Callable[[ServedModel], Prepared]"
-) -> Prepared:
-    """What was kept under this name, or else planned, and kept for the next start."""
     if kept is None:
-        return plan(build())
-    found = find(key, kept, build)
-    if found is None:
-        found = plan(build())
-        keep(key, found, kept)
-    return found
+        return plan()
+    key = key_of(place_of(model), spec, cluster, tuple(backend.memory_bytes), tuple(coarse), is_compiled)
+    prepared = find(key, kept, build)
+    if prepared is None:
+        prepared = plan()
+        keep(key, prepared, kept)
+    return prepared
+
+
+def _plan(
+    model: "ServedModel",
+    cluster: Cluster,
+    spec: ServeSpec,
+    backend: StepBackend,
+    coarse: Sequence[str],
+    advance: Listener,
+) -> Prepared:
+    from tessera import flow
+    from tessera.serve.rehearse import best_served
+
+    advance(f"capturing {len(model.workloads)} steps")
+    begun_s = time.perf_counter()
+    traces = backend.capture(model)
+    capture_s = time.perf_counter() - begun_s
+    unit = flow.make_unit(traces, counts_of(model.shape, spec.average, model.encode is not None))
+    advance("pricing its launches")
+    costs = backend.price(unit, model, advance)
+    advance("planning")
+    is_single = len(cluster.devices) == 1
+    plans = plan_policies(
+        model.shape, cluster, unit, costs, spec.policies[:1] if is_single else spec.policies
+    )
+
+    def others(names: Sequence[str]) -> Iterator[Plan]:
+        """Plans by name, as far as they exist for this work."""
+        for name in names:
+            with contextlib.suppress(PlanInfeasible):
+                yield flow.make_plan(unit, costs, cluster, Objective.THROUGHPUT, spec.microbatches, name)
+
+    rehearsed: dict[str, float] = {}
+    if backend.rehearses and not is_single and plans[0].objective is Objective.THROUGHPUT:
+        advance("rehearsing")
+        best, rehearsed = best_served((plans[0], *others(RIVALS)), model.shape, spec.average)
+        plans = (best, *plans[1:])
+    plans += tuple(others([name for name in coarse if name != plans[0].policy]))
+    return Prepared(model, plans, backend.scale(plans[0], model), rehearsed, capture_s)
 
 
 def counts_of(shape: Shape, average: Average, sees: bool = False) -> tuple[int, ...]:
@@ -227,27 +339,11 @@ def counts_of(shape: Shape, average: Average, sees: bool = False) -> tuple[int, 
     return (*([shape.rows] if sees else []), *counts.values())
 
 
-def _price(trace: Trace, cluster: Cluster, store: Path, advance: Told, warn: Told) -> Costs:
-    from tessera import flow
-    from tessera.profile.measured import combine, measure, needs_measuring
-    from tessera.profile.store import Clocks, Store
-
-    found = {}
-    for device in cluster.devices:
-        if needs_measuring(device):
-            advance(f"measuring {step_name(trace.step)} on {device.name}")
-            timer = flow.make_timer(trace, device)
-            kept = partial(Store, store, clocks=Clocks.ANY, spare=warn)
-            found[device.name] = measure(trace, device, timer, kept, lambda what: None)
-    return combine(trace, cluster.devices, found)[0]
-
-
 def plan_policies(
     shape: Shape, cluster: Cluster, unit: WorkUnit, costs: tuple[Costs, ...], policies: tuple[Objective, ...]
 ) -> tuple[Plan, ...]:
     from tessera import flow
 
-    policies = policies if len(cluster.devices) > 1 else policies[:1]
     try:
         plans = tuple(flow.make_plan(unit, costs, cluster, x, shape.microbatches) for x in policies)
         check_fits(plans, footprints(plans, [ready_programs(plan) for plan in plans]))

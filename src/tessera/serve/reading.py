@@ -1,36 +1,21 @@
-"""Reading: bodies are read beside the event loop, so that none of them, however large, holds others up.
+"""Reading: request bodies are parsed and tokenised in threads, beside the event loop.
 
-A small body is read in a thread. Parsing, matching and tokenizing hold Python's interpreter as long as they
-last, so a larger one is read by a process: a light one is kept ready (no torch; the tokenizer from what
-`tokenizer.read_parts` found), and forks for every body. What is forked has limits of CPU time and memory,
-reads one body, answers with its draft and ends. So large bodies wait for one another only if there are many.
+No body delays other clients: the number of parts of a body is bounded before it is decoded
+(`openai.bodies.check_parts`), decoding takes milliseconds, and the tokenizer releases Python's interpreter
+lock. Large bodies are read one at a time in a thread of their own, so small ones never wait for them. Within
+each kind, clients that wait take turns.
 
-A draft comes back in MessagePack and is checked by type: a stranger's chat template has run where it was
-made. The process inherits no environment and no open files. It ends when its control socket is closed.
+Not handled: stopping a thread whose client has gone; its turn ends when it has read the body.
 """
 
 import asyncio
-import fcntl
-import gc
-import logging
-import os
-import pickle
-import resource
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import traceback
-import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from functools import partial
+from typing import Generic, TypeVar
 
-import msgspec
-
-from tessera.errors import TesseraError
-from tessera.serve.openai.errors import ApiError, api_error
+from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.read import (
     Draft,
     EmbeddingDraft,
@@ -43,22 +28,14 @@ from tessera.serve.openai.read import (
     tokenize,
 )
 from tessera.serve.records import ImageDraft
-from tessera.serve.templates import KEPT
 
-log = logging.getLogger("tessera.serve")
+# A body of this size takes about 0.2 s to read.
+SMALL_BYTES = 2**19
+SMALL_THREADS, LARGE_THREADS = 4, 1
 
-# Bodies up to this are read in a thread: the interpreter is held for some milliseconds at most.
-SMALL_BYTES = 2**14
-# Of one body that is read by a process.
-CPU_S = 30
-MEMORY_BYTES = 4 << 30
-# Bodies that are read at once: in threads, and by processes.
-THREADS = 4
-PROCESSES = max(4, os.cpu_count() or 1)
-
-# What becomes of a body; a document is an answer that needs no model.
-Found = Draft | EmbeddingDraft | ImageDraft | bytes
-READERS: dict[str, Callable[[bytes, ModelCard], Found]] = {
+# What a body becomes: a draft for the engine, or the document that answers it.
+ReadBody = Draft | EmbeddingDraft | ImageDraft | bytes
+READERS: dict[str, Callable[[bytes, ModelCard], ReadBody]] = {
     "chat": read_chat,
     "completion": read_completion,
     "embedding": read_embedding,
@@ -67,177 +44,65 @@ READERS: dict[str, Callable[[bytes, ModelCard], Found]] = {
     "detokenize": detokenize,
 }
 
-
-class _Refusal(msgspec.Struct, frozen=True, tag=True):
-    status: int
-    message: str
-    param: str | None
-    code: str | None
-    # Of a bug.
-    trace: str = ""
+Result = TypeVar("Result")
 
 
-ReadBody = Found | _Refusal
+class FairPool(Generic[Result]):
+    """Runs jobs in a fixed number of threads; clients with waiting jobs take turns. For one event loop."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._threads, self._free = ThreadPoolExecutor(num_threads, name), num_threads
+        self._waiting: dict[str, deque[tuple[asyncio.Future[Result], Callable[[], Result]]]] = {}
+
+    async def run(self, client: str, job: Callable[[], Result]) -> Result:
+        result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append((result, job))
+        self._start()
+        return await result
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> None:
+        while self._free and self._waiting:
+            client = next(iter(self._waiting))
+            jobs = self._waiting.pop(client)
+            result, job = jobs.popleft()
+            if jobs:
+                self._waiting[client] = jobs  # behind the other clients
+            if not result.cancelled():
+                self._free -= 1
+                running = asyncio.get_running_loop().run_in_executor(self._threads, job)
+                running.add_done_callback(partial(self._finish, result))
+
+    def _finish(self, result: asyncio.Future[Result], running: asyncio.Future[Result]) -> None:
+        self._free += 1
+        error = running.exception()
+        if result.done():  # the client has gone
+            pass
+        elif error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(running.result())
+        self._start()
 
 
 class Reading:
-    """Reads the bodies of one endpoint. For one event loop; `close` it in the end."""
+    """Reads the bodies of one endpoint."""
 
     def __init__(self, card: ModelCard) -> None:
         self._card = card
-        self._threads = ThreadPoolExecutor(THREADS, "tessera-reading")
-        self._forks = asyncio.Semaphore(PROCESSES)
-        self._lock = threading.Lock()
-        self._process: ReadingProcess | None = None
+        self._small: FairPool[ReadBody] = FairPool(SMALL_THREADS, "tessera-reading")
+        self._large: FairPool[ReadBody] = FairPool(LARGE_THREADS, "tessera-reading-large")
 
-    def start(self) -> "ReadingProcess":
-        """Makes the process ready, so that no body waits for it; it starts in the background."""
-        with self._lock:
-            if self._process is None or not self._process.is_alive():
-                self._process = ReadingProcess(self._card)
-            return self._process
-
-    async def read(self, kind: str, raw: bytes) -> Found:
-        """The draft of a body, or its answer; ApiError or AskError says what is wrong with it."""
-        loop = asyncio.get_running_loop()
-        if len(raw) <= SMALL_BYTES:
-            return await loop.run_in_executor(self._threads, READERS[kind], raw, self._card)
-        async with self._forks:
-            process = await loop.run_in_executor(self._threads, self.start)
-            answer = await process.read(kind, raw)
-        if isinstance(answer, _Refusal):
-            if answer.trace:
-                log.error("a body could not be read\n%s", answer.trace)
-            raise ApiError(answer.status, answer.message, answer.param, answer.code)
-        return answer
+    async def read(self, kind: str, raw: bytes, client: str = "") -> ReadBody:
+        """The draft of a body, or its answer; ApiError or AskError names what is wrong."""
+        pool = self._small if len(raw) <= SMALL_BYTES else self._large
+        try:
+            return await pool.run(client, partial(READERS[kind], raw, self._card))
+        except RecursionError:
+            raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False)
-        if self._process is not None:
-            self._process.close()
-
-
-class ReadingProcess:
-    """The process that forks, from outside."""
-
-    def __init__(self, card: ModelCard) -> None:
-        self._control, there = socket.socketpair()
-        with there:
-            self._child = subprocess.Popen(
-                [sys.executable, "-P", "-c", PROGRAM, str(there.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=_environment(),
-                pass_fds=(there.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the server
-            )
-        self.close = weakref.finalize(self, _end, self._child, self._control)
-        assert self._child.stdin is not None
-        with suppress(OSError), self._child.stdin as pipe:  # whoever asks is told
-            pipe.write(pickle.dumps(card))
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    def is_alive(self) -> bool:
-        return self._child.poll() is None
-
-    async def read(self, kind: str, raw: bytes) -> ReadBody:
-        """Has one body read; given up, it is read no further."""
-        here, there = socket.socketpair()
-        here.setblocking(False)
-        with here:
-            try:
-                with there:
-                    socket.send_fds(self._control, [kind.encode()], [there.fileno()])
-                answer = await _exchanged(here, raw)
-            except OSError:  # it has died
-                answer = b""
-        if not answer:
-            return _TOO_LARGE if self.is_alive() else _DEAD
-        found: ReadBody = msgspec.msgpack.decode(answer, type=ReadBody)
-        return found
-
-
-PROGRAM = "from tessera.serve.reading import main; main()"
-_LIMITS = f"{CPU_S} s of CPU time or {MEMORY_BYTES >> 30} GiB of memory"
-_TOO_LARGE = _Refusal(400, f"the body takes more than {_LIMITS} to read", None, "request_too_large")
-_DEAD = _Refusal(503, "the body could not be read. Try again.", None, "overloaded")
-
-
-async def _exchanged(here: socket.socket, raw: bytes) -> bytes:
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(here, raw)
-    here.shutdown(socket.SHUT_WR)
-    parts = []
-    while part := await loop.sock_recv(here, 2**20):
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _environment() -> dict[str, str]:
-    """What Python needs to find its libraries and this package."""
-    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
-
-
-def _end(child: subprocess.Popen[bytes], control: socket.socket) -> None:
-    control.close()
-    child.kill()
-    child.wait()
-
-
-# The process.
-
-
-def main() -> None:
-    """Forks for every body, until the other end of the control socket is closed."""
-    card: ModelCard = pickle.load(sys.stdin.buffer)
-    gc.freeze()  # what is forked leaves these pages as they are
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked
-    with socket.socket(fileno=int(sys.argv[1])) as control:
-        while True:
-            kind, fds, _, _ = socket.recv_fds(control, 64, 1)
-            if not kind:
-                return
-            if os.fork() == 0:
-                control.close()
-                _read_one(kind.decode(), fds[0], card)
-            os.close(fds[0])
-
-
-def _read_one(kind: str, fd: int, card: ModelCard) -> None:
-    """Reads a body, answers, and ends; also, at once, if nobody waits for the answer any more."""
-    for limit, most in (
-        (resource.RLIMIT_CPU, CPU_S),
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(limit, (most, most))
-    with socket.socket(fileno=fd) as there, there.makefile("rb") as source:
-        raw = source.read()
-        # From here on nothing comes but the end of the other side, whose signal ends this process.
-        fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC)
-        answer = msgspec.msgpack.encode(_answer(kind, raw, card))
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        with suppress(OSError):
-            there.sendall(answer)
-    os._exit(0)
-
-
-def _answer(kind: str, raw: bytes, card: ModelCard) -> ReadBody:
-    try:
-        return READERS[kind](raw, card)
-    except MemoryError:
-        return _TOO_LARGE
-    except (ApiError, TesseraError) as error:
-        told = api_error(error)
-        return _Refusal(told.status, told.message, told.param, told.code)
-    except Exception:  # noqa: BLE001 - the edge of a process: the server's log tells
-        what = "an error inside the server; its log says more"
-        return _Refusal(500, what, None, None, traceback.format_exc())
+        self._small.close()
+        self._large.close()

@@ -1,7 +1,7 @@
-"""Ask, Piece, Finish: what a client wants and what comes back; Snapshot: what the service is doing.
+"""Ask, AnswerPiece, Finish: a generation and its events; Snapshot: the state of the service.
 
-An ask is in tokens already; text is made of tokens by `text`, HTTP of both by `app`. An ask is answered by
-pieces and then one finish, always: also when it is cancelled or a device is lost.
+An ask is in tokens; `text` converts to and from text, `app` to HTTP. Every ask is answered by pieces and then
+one finish, also when it is cancelled or a device is lost.
 """
 
 from collections.abc import AsyncGenerator
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from tessera.serve.grammar import Grammar
 
-# Microbatches, and rows of each, where nobody says otherwise.
+# Default number of microbatches, and rows of each.
 MICROBATCHES, ROWS, GPU_ROWS = 2, 8, 64
-# What a service is planned for, where nobody says otherwise.
+# Default policies of a service.
 POLICIES = (Objective.THROUGHPUT, Objective.LATENCY)
 
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -34,22 +34,22 @@ def step_name(step: Step) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    # Microbatches, and sequences of one of them at most.
+    # Microbatches, and maximum sequences of each.
     microbatches: int
     rows: int
-    # Tokens of a prompt and its answer, at most.
+    # Maximum tokens of a prompt and its answer.
     capacity: int
-    # Tokens of the steps, ascending. In one of up to `rows` tokens no sequence has more than one.
+    # Step sizes in tokens, ascending. Steps of up to `rows` tokens have one token per sequence.
     sizes: tuple[int, ...]
-    # Positions of a microbatch's pages, those of page 0 included, which nobody gets.
+    # Positions of a microbatch's pages, with the unused page 0.
     pool_tokens: int
     vocab_size: int
-    # False if state is kept by row: a sequence keeps its row, and reads one token a step, or alone as many
-    # as a step of more than `rows` tokens has.
+    # False if state is kept by row: a sequence keeps its row and reads one token per step, or fills a step of
+    # more than `rows` tokens alone.
     is_flat: bool = True
-    # True if such a step can only be a sequence's first.
+    # True if such a step must be a sequence's first.
     is_first_only: bool = False
-    # Positions that a token sees, itself included, where every layer has such a limit; else 0.
+    # Attention window, itself included, if every layer has one; else 0.
     window: int = 0
 
     @property
@@ -62,17 +62,17 @@ class Shape:
 
     @property
     def num_page_entries(self) -> int:
-        """Length of the list that holds the page tables of a step: pages may be in several of them."""
+        """Length of a step's page-table list; a page may be in several tables."""
         return 2 * self.pool_tokens // PAGE
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a sequence, at most: those of a prompt and its answer, within the pool."""
+        """Maximum tokens of a sequence, within the pool."""
         return min(self.capacity, self.pool_tokens - PAGE)
 
 
 def sizes_for(cluster: Cluster) -> tuple[int, int]:
-    """Microbatches, and rows of each, where nobody says: on one GPU there is nothing to overlap."""
+    """Default microbatches, and rows of each: one GPU has nothing to overlap."""
     if any(device.kind is not DeviceKind.CUDA for device in cluster.devices):
         return MICROBATCHES, ROWS
     return min(MICROBATCHES, len(cluster.devices)), GPU_ROWS
@@ -80,7 +80,7 @@ def sizes_for(cluster: Cluster) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """An average request, in tokens: what the plans are made for."""
+    """The average request in tokens, for which plans are made."""
 
     prompt: int = 128
     output: int = 64
@@ -88,23 +88,23 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class ServeSpec:
-    """What a service is planned for; None: a size that suits the model."""
+    """What a service is planned for; None: chosen for the model."""
 
     microbatches: int = MICROBATCHES
     rows: int = ROWS
     capacity: int | None = None
     max_batch_tokens: int | None = None
-    # Of a microbatch's pages.
+    # Positions of a microbatch's pages.
     pool_tokens: int | None = None
-    # Of a device's memory, for weights and pages together; the rest is for temporaries.
+    # Share of a device's memory for weights and pages; the rest is for temporaries.
     memory_share: float = 0.9
     average: Average = Average()
-    # One plan each.
+    # One plan per policy.
     policies: tuple[Objective, ...] = POLICIES
-    # Of random weights; those of a folder are taken only if they are asked for.
+    # Seed of random weights; a folder's weights are used unless `random_weights`.
     seed: int = 0
     random_weights: bool = False
-    # Products of the same input are one.
+    # True to join products of the same input.
     joined: bool = True
 
 
@@ -133,56 +133,56 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class PromptPicture:
-    """A picture in a prompt: where its tokens begin, and its patches as the model reads them."""
+    """A picture in a prompt: position of its first token, and its patches."""
 
     start: int
     patches: "torch.Tensor"
 
     @cached_property
     def digest(self) -> bytes:
-        """Of its place and what is to be seen."""
+        """Hash of position and contents."""
         values = self.patches.float().numpy().tobytes()
         return blake2b(values + self.start.to_bytes(8, "little"), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One generation. Verified by the engine: `prompt` is not empty, and fits with `max_tokens`."""
+    """One generation. The engine checks that `prompt` is not empty and fits with `max_tokens`."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Sampling = Sampling()
-    # Text that ends the answer and is not part of it.
+    # Texts that end the answer, not part of it.
     stop: tuple[str, ...] = ()
-    # Tokens that end the answer besides the model's own end; their text is not part of it.
+    # More end tokens; their text is not part of the answer.
     stop_tokens: tuple[int, ...] = ()
-    # True to go on past the model's own end.
+    # True to continue past the model's own end token.
     ignores_end: bool = False
-    # Neither an end nor a stop string ends the answer before it has so many tokens.
+    # No end and no stop text before this many tokens.
     min_tokens: int = 0
-    # Whose it is: asks of different clients take turns in the queue.
+    # Clients take turns in the queue.
     client: str = ""
-    # For a model that sees, in the order of their places.
+    # In order of position.
     pictures: tuple[PromptPicture, ...] = ()
-    # The form that the answer has; None: any.
+    # Grammar of the answer; None: any text.
     grammar: "Grammar | None" = None
-    # Alternatives to report for each token of the prompt after its first; None: nothing.
+    # Alternatives per token of the prompt after its first; None: no logprobs.
     prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token of an answer; logprobs only where they were asked for."""
+    """One token of an answer; logprobs only if requested."""
 
     number: int
     logprob: float | None = None
-    # (token, logprob), the likeliest first.
+    # (token, logprob), likeliest first.
     top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """Text that can no longer change, and the tokens it came from; the text may be empty."""
+    """Final text, possibly empty, and its tokens."""
 
     text: str
     tokens: tuple[Token, ...]
@@ -193,9 +193,9 @@ class Finish:
     reason: Reason
     prompt_tokens: int
     output_tokens: int
-    # Of an error: one line, with the remedy.
+    # Reason "error": one line with the remedy.
     message: str = ""
-    # The prompt's tokens after its first, where their logprobs were asked for.
+    # The prompt's tokens after its first, if their logprobs were requested.
     prompt: tuple[Token, ...] = ()
 
 
@@ -208,12 +208,11 @@ class DeviceView:
     """A device as the page and the metrics show it."""
 
     name: str
-    # Share of the last seconds in which it ran a launch.
+    # Share of the last seconds with a launch.
     utilisation: float
     memory_bytes: int
     is_lost: bool = False
-    # Of its worker: its process (None: none of its own, or not known), "starting", "ready" or "lost", how
-    # often it was started again, and how often it was lost.
+    # Its worker: process (None: none or unknown), "starting", "ready" or "lost", restarts and losses.
     pid: int | None = None
     state: str = "ready"
     restarts: int = 0
@@ -222,7 +221,7 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds that clients waited lately: half of them no longer, and 99 of 100; None: nothing came yet."""
+    """Recent latencies in seconds, median and 99th percentile; None: no data yet."""
 
     first_token_p50_s: float | None = None
     first_token_p99_s: float | None = None
@@ -233,18 +232,18 @@ class Latency:
 
 @dataclass(kw_only=True, eq=False)
 class Counts:
-    """From the start of a service."""
+    """Totals since the start of a service."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
-    # Tokens of sequences that began, and how many of them were in pages already.
+    # Tokens of started sequences, and those found in cached pages.
     prefix_queries: int = 0
     prefix_hits: int = 0
-    # Sequences that were put aside because pages ran out.
+    # Sequences preempted because pages ran out.
     preemptions: int = 0
-    # Requests that began again after a lost device.
+    # Requests restarted after a lost device.
     retried: int = 0
-    # How often other plans were taken up.
+    # Changes of plans.
     plan_changes: int = 0
 
 
@@ -265,11 +264,11 @@ class Snapshot(Counts):
     pages: int = 0
     tokens_per_s: float = 0.0
     latency: Latency = Latency()
-    # Seconds since the start, as the decisions count them.
+    # Seconds since the start.
     up_s: float = 0.0
     # Finished requests by reason.
     finished: dict[str, int] = field(default_factory=dict)
-    # The newest ones, and how many of each kind there were.
+    # The newest decisions, and their number by kind.
     decisions: tuple[Decision, ...] = ()
     decided: dict[str, int] = field(default_factory=dict)
 
@@ -280,7 +279,7 @@ class ImageDraft(msgspec.Struct, frozen=True, tag=True):
     seed: int | None
     # png, jpeg or webp.
     form: str
-    # What else a pipeline is told, by its own names; None: nothing.
+    # Further arguments of the pipeline, by its own names.
     options: dict[str, int | float | str | None]
 
 
@@ -288,11 +287,11 @@ class AnswerService(Protocol):
     """Answers asks; from any thread or event loop."""
 
     def answer(self, ask: Ask) -> Events:
-        """Pieces, then one finish; closing it cancels. A refusal is raised here or with the first event."""
+        """Pieces, then one finish; closing it cancels. Refusals are raised here or with the first event."""
 
     def snapshot(self) -> Snapshot:
         """What the service is doing now."""
 
     @property
     def failure(self) -> str:
-        """Why nothing can be served any more; empty: it can."""
+        """Why the service has failed; empty: it has not."""

@@ -1,17 +1,17 @@
-"""The server: a socket, connections with limits, and an end in good order.
+"""HttpServer: uvicorn behind connections with limits, and an orderly shutdown.
 
-A connection that brings no whole request for a while is closed. When there are too many, the oldest that
-brings none makes room; only if all of them are busy is the new one refused. So idle and half-open sockets,
-however many, never keep a client with a request out. A client that does not read is cut off; at most
-the transport's buffer (64 KiB) and the text of its own answer wait for it.
+A `Connection` passes bytes to uvicorn's own parser (httptools). It is closed when it brings no complete
+request head in time or size, and when its client does not read. Above the limit of connections the oldest
+idle one is closed for a new one; the new one is refused only if all are busy. So idle and half-open sockets
+never keep out a client with a request. Bytes are read in small pieces, so that no client's pieces (one-byte
+chunks, pipelined requests) hold the event loop for long.
 
-SIGTERM or SIGINT closes the server: what comes is refused with 503, what runs has some seconds to finish,
-then it is stopped with an error of its own. A second signal ends at once.
+SIGTERM or SIGINT begins the shutdown: new requests get 503, running ones have some seconds to finish, then
+they end with an error of their own. A second signal ends the server at once.
 """
 
 import asyncio
 import errno
-import json
 import logging
 import resource
 import signal
@@ -20,122 +20,131 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tessera.errors import TesseraError
-from tessera.serve.limits import HttpLimits
-from tessera.serve.openai.errors import ApiError
+from tessera.serve.limits import CONNECTION, HEAD_BYTES, HttpLimits
 
-# Descriptors that are not connections: workers, files, the loop itself.
+# File descriptors that are not connections: workers, files, the loop itself.
 OWN_FILES = 256
-# Connections that the system keeps until they are taken, and those that are taken before streams go on.
-BACKLOG = 4096
-TAKEN_AT_ONCE = 64
-# After the drain: seconds in which cancelled streams may still be told so.
+# Connections that the system queues, and those accepted in one go of the event loop.
+BACKLOG, ACCEPTED_AT_ONCE = 4096, 64
+# Bytes of one connection that are parsed in one go of the event loop.
+READ_BYTES = 2**14
+# Seconds after the drain in which cancelled streams may still send their error.
 LAST_WORDS_S = 2.0
+TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+)
 
 
-class Guarded(H11Protocol):
-    """uvicorn's connection, closed when it brings nothing, and refused in OpenAI's shape."""
+class ConnectionTable:
+    """The connections of one server."""
 
-    limits = HttpLimits()
-    # All connections without a request of one server, the oldest first.
-    idle: dict["Guarded", None]
-    _timer: asyncio.TimerHandle | None = None
-    _stall: asyncio.TimerHandle | None = None
-    _has_begun = False
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits, self.num_open = limits, 0
+        # Connections without a request, the oldest first.
+        self.idle: dict[Connection, None] = {}
+        # Shared: a read is parsed before the next one begins.
+        self.buffer = memoryview(bytearray(READ_BYTES))
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Makes room if there are too many."""
-        super().connection_made(transport)
-        if len(self.connections) > self.limits.connections:
-            if not self.idle:
-                self._refuse(ApiError(503, "too many connections; all of them are busy", code="overloaded"))
+    def make(self, **options: Any) -> "Connection":
+        """A protocol, as uvicorn makes one for every connection."""
+        return Connection(self, options)
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One connection within limits; uvicorn's protocol parses and answers."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, table: ConnectionTable, options: dict[str, Any]) -> None:
+        self._table, self._limits = table, table.limits
+        self._http = HttpToolsProtocol(**(options | {"app_state": {CONNECTION: self}}))
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        # Bytes since the last request ended.
+        self.received = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._http.connection_made(transport)
+        self._table.num_open += 1
+        if self._table.num_open > self._limits.connections:
+            if not self._table.idle:
+                transport.write(TOO_MANY)
+                transport.close()
                 return
-            next(iter(self.idle))._drop()
-        self._rest()
+            next(iter(self._table.idle))._drop()
+        self.finish_request()
 
-    def data_received(self, data: bytes) -> None:
-        """A request is whole when uvicorn has made a cycle of it; until then the clock runs."""
-        super().data_received(data)
-        if self._is_busy():
-            self._wake()
-        elif not self._has_begun and self in self.idle:
-            self._has_begun = True  # the first bytes of a request: its head has as long as an idle connection
-            self._start_timer()
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._table.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        is_idle = self in self._table.idle
+        if is_idle and not self.received:  # a request head has as long as an idle connection
+            self._start_idle_timer()
+        self.received += nbytes
+        self._http.data_received(bytes(self._table.buffer[:nbytes]))
+        if is_idle and self.received > HEAD_BYTES:
+            self._drop()
+
+    def eof_received(self) -> None:
+        self._http.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the connection; what was being answered is told that its client has gone."""
-        self._wake()
-        self._forget_stall()
-        super().connection_lost(exc)
-
-    def on_response_complete(self) -> None:
-        """The connection is idle again, unless another request was already there."""
-        super().on_response_complete()
-        if not self._is_busy() and not self.transport.is_closing():
-            self._rest()
+        self._table.num_open -= 1
+        self.begin_request()
+        self._cancel_stall_timer()
+        self._http.connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is written to: it has a while to catch up."""
-        super().pause_writing()
-        self._stall = self.loop.call_later(self.limits.stall_s, self.transport.abort)
+        self._http.pause_writing()
+        loop = asyncio.get_running_loop()
+        self._stall_timer = loop.call_later(self._limits.stall_s, self._transport.abort)
 
     def resume_writing(self) -> None:
-        super().resume_writing()
-        self._forget_stall()
+        self._http.resume_writing()
+        self._cancel_stall_timer()
 
-    def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is told so in the shape of all errors."""
-        self._refuse(ApiError(400, msg, code="invalid_http"))
+    def begin_request(self) -> None:
+        """The connection is busy."""
+        self._table.idle.pop(self, None)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
 
-    def _is_busy(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+    def finish_request(self) -> None:
+        """The connection is idle again."""
+        self.received = 0
+        if not self._transport.is_closing():
+            self._table.idle[self] = None
+            self._start_idle_timer()
 
-    def _rest(self) -> None:
-        self._has_begun = False
-        self.idle[self] = None
-        self._start_timer()
+    def _start_idle_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._idle_timer = asyncio.get_running_loop().call_later(self._limits.idle_s, self._drop)
 
-    def _start_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self.loop.call_later(self.limits.idle_s, self._drop)
-
-    def _wake(self) -> None:
-        self.idle.pop(self, None)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _cancel_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
 
     def _drop(self) -> None:
-        self._wake()
-        if self.transport.get_write_buffer_size():  # closing would wait for a client that does not read
-            self.transport.abort()
-        elif not self.transport.is_closing():
-            self.transport.close()
-
-    def _forget_stall(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
-
-    def _refuse(self, error: ApiError) -> None:
-        self._wake()
-        body = json.dumps(error.shape).encode()
-        head = (
-            f"HTTP/1.1 {error.status} {'Bad Request' if error.status == 400 else 'Service Unavailable'}\r\n"
-        )
-        fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        self.transport.write((head + fields).encode() + body)
-        self.transport.close()
+        self.begin_request()
+        if self._transport.get_write_buffer_size():  # closing would wait for a client that does not read
+            self._transport.abort()
+        else:
+            self._transport.close()
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server with an end in good order."""
+    """uvicorn's server with an orderly shutdown."""
 
     def __init__(
         self,
@@ -145,28 +154,26 @@ class HttpServer(uvicorn.Server):
         say: Callable[[str], None] = lambda text: None,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        guarded = type("GuardedHere", (Guarded,), {"limits": limits, "idle": {}})
         config = uvicorn.Config(
             app,
-            http=guarded,
+            http=ConnectionTable(limits).make,  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
             server_header=False,
             proxy_headers=False,
-            backlog=TAKEN_AT_ONCE,
-            timeout_keep_alive=int(limits.idle_s) + 1,  # ours is first
+            backlog=ACCEPTED_AT_ONCE,
+            timeout_keep_alive=int(limits.idle_s) + 1,  # the timer of `Connection` comes first
             timeout_graceful_shutdown=int(LAST_WORDS_S),
         )
         super().__init__(config)
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients do wrong, they are told
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients are told their own errors
         self._limiter, self._limits, self._stop, self._say = app.state.limiter, limits, stop, say
         self._on_ready = on_ready
         self._ending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Remembers the loop, which `end` may be told about from other threads."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         for bound in sockets or ():
@@ -174,7 +181,7 @@ class HttpServer(uvicorn.Server):
         self._on_ready()
 
     def end(self) -> None:
-        """Begins the end in good order; the second time, ends at once. From any thread."""
+        """Begins the shutdown; the second call ends at once. From any thread."""
         if self._loop is None:
             self.should_exit = True
         elif not self._loop.is_closed():
@@ -199,7 +206,7 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals begin the end; afterwards they mean what they meant before, and are not raised again."""
+        """SIGINT and SIGTERM begin the shutdown; afterwards the old handlers are back."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -221,48 +228,44 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, OverflowError, UnicodeError):
         raise TesseraError("there is no such address", "Use 127.0.0.1 or 0.0.0.0.", place) from None
-    found = socket.socket(family, kind, number)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound = socket.socket(family, kind, number)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind(address)
+        bound.bind(address)
     except OSError as error:
-        found.close()
+        bound.close()
         if error.errno == errno.EADDRINUSE:
-            raise TesseraError(
-                "the port is in use", "Choose another: --port 0 finds a free one.", place
-            ) from None
+            remedy = "Choose another: --port 0 finds a free one."
+            raise TesseraError("the port is in use", remedy, place) from None
         raise TesseraError(f"cannot listen: {error.strerror}", "Choose another port.", place) from None
-    return found
+    return bound
 
 
 def url_of(bound: socket.socket) -> str:
-    """Where clients on this machine find the server."""
+    """The URL for clients on this machine."""
     host, port = bound.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{shown}:{port}"
 
 
 def raise_file_limit(wanted: int) -> tuple[int, str]:
-    """Connections that the process may have, at most those wanted, and a remark if it has to be fewer."""
+    """Connections that the process may have, at most `wanted`, and a remark if fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = wanted + OWN_FILES
     if soft < need:
-        most = need if hard == resource.RLIM_INFINITY else min(need, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
+        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft >= need:
         return wanted, ""
     allowed = max(1, soft - OWN_FILES)
-    return (
-        allowed,
-        f"this shell allows {allowed:,} connections, not {wanted:,}: raise it with `ulimit -n {need}`",
-    )
+    remark = f"this shell allows {allowed:,} connections, not {wanted:,}: raise it with `ulimit -n {need}`"
+    return allowed, remark
 
 
 def is_loopback(host: str) -> bool:
     """True if only this machine can connect."""
     try:
-        found = {x[4][0] for x in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
+        addresses = {x[4][0] for x in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
         return False
-    return all(x == "::1" or str(x).startswith("127.") for x in found)
+    return all(x == "::1" or str(x).startswith("127.") for x in addresses)

@@ -1,14 +1,13 @@
-"""Sight: pictures in prompts of a vision-language model, from what a client sends to what the model reads.
+"""Sight: pictures in prompts of a vision-language model.
 
-A picture is encoded by a step of its own before its tokens are read; its embeddings stand in their place.
-Every token has rotary positions (time, height, width): a picture spans its grid, and text goes on behind its
-longer side. So text behind pictures is shifted by the same amount for each of them.
+A picture is encoded by a step of its own before its tokens are read; its embeddings replace theirs. Every
+token has rotary positions (time, height, width): a picture spans its grid, and text continues after its
+longer side. So every picture shifts the text after it by the same amount.
 
-A picture comes as a data URL. Nothing is fetched: a server that opened addresses for its clients would reach
-what they cannot. It is decoded within limits, resized to the one grid that the model was captured for (its
-proportions are not kept), and cut into patches as Qwen2-VL's own processor does. In a turn's text a mark
-stands for a picture; the mark's tokens are replaced by as many as the picture has. A client cannot write the
-mark.
+A picture comes as a data URL; nothing is fetched, because a server could reach what its clients cannot. It is
+decoded within limits, resized to the grid that the model was captured for (proportions are not kept), and cut
+into patches as Qwen2-VL's processor does. A mark stands for a picture in a turn's text; its tokens are
+replaced by those of the picture. A client cannot write the mark.
 """
 
 import base64
@@ -29,20 +28,20 @@ from tessera.execute.stepper import Tensors
 from tessera.serve.records import PromptPicture
 
 GRID = grid_of(PICTURE_TOKENS)
-# What text behind a picture is shifted by: its tokens count as many positions as its longer side.
+# Shift of the text after a picture, which counts as many positions as its longer side.
 SHIFT = max(GRID) - PICTURE_TOKENS
 
 
 def rotary(positions: npt.NDArray[np.int64], starts: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Time, height and width [3, ...] of tokens at these positions; pictures begin at `starts`."""
-    found = np.stack([positions] * 3)
+    """Rotary positions [3, ...] of tokens; pictures begin at `starts`."""
+    axes = np.stack([positions] * 3)
     for number, start in enumerate(starts):
         inside = positions - start
         grid = np.stack([np.zeros_like(inside), inside // GRID[1], inside % GRID[1]])
         is_seen = (inside >= 0) & (inside < PICTURE_TOKENS)
-        found = np.where(is_seen, grid + start + number * SHIFT, found)
-        found = np.where(inside >= PICTURE_TOKENS, positions + (number + 1) * SHIFT, found)
-    return found
+        axes = np.where(is_seen, grid + start + number * SHIFT, axes)
+        axes = np.where(inside >= PICTURE_TOKENS, positions + (number + 1) * SHIFT, axes)
+    return axes
 
 
 class SeenPictures:
@@ -54,52 +53,52 @@ class SeenPictures:
         self.images: list[torch.Tensor | None] = [None] * len(pictures)
 
     def _next(self, read: int) -> int | None:
-        """The first picture that is not encoded and not read."""
+        """The first picture neither encoded nor read."""
         for number, (start, image) in enumerate(zip(self.starts, self.images, strict=True)):
             if image is None and start + PICTURE_TOKENS > read:
                 return number
         return None
 
     def patches_after(self, read: int) -> torch.Tensor | None:
-        """What has to be encoded next, when so many tokens were read."""
+        """Patches to encode next, after `read` tokens."""
         self._number = self._next(read)
         return None if self._number is None else self._pictures[self._number].patches
 
     def take(self, image: torch.Tensor) -> None:
-        """What was to be encoded next is."""
-        assert self._number is not None, "somebody asked what is next"
+        """Stores the embeddings of the patches last requested."""
+        assert self._number is not None, "patches_after was called"
         self.images[self._number] = image.reshape(PICTURE_TOKENS, -1)
 
     def bounded(self, read: int, count: int) -> int:
-        """How many of these tokens can be read now."""
+        """How many of the next `count` tokens can be read now."""
         number = self._next(read)
         return count if number is None else max(0, min(count, self.starts[number] - read))
 
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """What a model that sees needs besides pictures."""
+    """What a vision model needs besides pictures."""
 
     # Inputs of encode besides the patches.
     fixed: Tensors
-    # Of an embedding.
+    # Length of an embedding.
     width: int
     dtype: torch.dtype
 
     def inputs(self, planned: Sequence[tuple[SeenPictures, int, int]], size: int) -> dict[str, torch.Tensor]:
-        """Inputs of a step of this size: the tokens from one number on, and how many, of each sequence."""
+        """Inputs of a step: by sequence, its pictures, first token and number of tokens."""
         image = torch.zeros((size, self.width), dtype=self.dtype)
         is_image = torch.zeros(size, dtype=torch.bool)
         places = np.zeros((3, size), dtype=np.int64)
         at = 0
         for seen, read, count in planned:
             places[:, at : at + count] = rotary(np.arange(read, read + count), seen.starts)
-            for start, made in zip(seen.starts, seen.images, strict=True):
+            for start, embedding in zip(seen.starts, seen.images, strict=True):
                 first, after = max(read, start), min(read + count, start + PICTURE_TOKENS)
                 if first < after:
-                    assert made is not None, "only what was encoded is read"
+                    assert embedding is not None, "only encoded pictures are read"
                     here = slice(at + first - read, at + after - read)
-                    image[here] = made[first - start : after - start]
+                    image[here] = embedding[first - start : after - start]
                     is_image[here] = True
             at += count
         return {"rotary": torch.from_numpy(places), "image": image, "is_image": is_image}
@@ -114,21 +113,21 @@ def sight_of(encode: Workload, tokens: Workload) -> Sight:
 
 # A character of no language.
 MARK = "\U0010fff1"
-# Its module, the extra that has it, and its package.
+# Module, extra and package.
 PILLOW = ("PIL.Image", "serve", "pillow")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # Decoded, a picture takes three bytes a pixel.
 MAX_PIXELS = 32 << 20
-# What the model's training subtracted from each colour, and divided by.
+# Normalisation of each colour.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True)
 class Eyes:
-    """How one model looks at pictures."""
+    """Turns pictures into a model's patches."""
 
-    # Pixels of a patch's side, patches of a token's side, and frames that a still picture is repeated for.
+    # Pixels per patch side, patches per token side, and frames per still picture.
     patch: int
     merge: int
     frames: int
@@ -137,25 +136,25 @@ class Eyes:
 
     @classmethod
     def of(cls, encode: Workload) -> "Eyes":
-        extra_module(*PILLOW)  # now, and not with the first picture
+        extra_module(*PILLOW)  # fails now, not with the first picture
         module: Any = encode.module
         config = module.config.vision_config
         return cls(config.patch_size, config.spatial_merge_size, config.temporal_patch_size, module.dtype)
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width in pixels that every picture is resized to."""
+        """Height and width in pixels of a resized picture."""
         return GRID[0] * self.merge * self.patch, GRID[1] * self.merge * self.patch
 
     def look(self, url: str) -> torch.Tensor:
-        """The patches of a picture; AskError if it is none."""
+        """The patches of a picture; AskError if it cannot be read."""
         image = _decoded(url).resize(self.size[::-1], resample=3)  # 3: bicubic
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         values = pixels.reshape(*self.size, 3).permute(2, 0, 1).to(torch.float32) / 255.0
         return self.patches(values).to(self.dtype)
 
     def patches(self, values: torch.Tensor) -> torch.Tensor:
-        """Patches of a picture [3, height, width] with values from 0 to 1; those of one token together."""
+        """Patches of a picture [3, height, width] in 0..1, grouped by token."""
         scaled = (values - torch.tensor(MEAN)[:, None, None]) / torch.tensor(DEVIATION)[:, None, None]
         rows, columns = GRID
         cut = scaled.reshape(3, rows, self.merge, self.patch, columns, self.merge, self.patch)
@@ -166,8 +165,8 @@ class Eyes:
     def placed(
         self, prompt: Sequence[int], patches: Sequence[torch.Tensor]
     ) -> tuple[list[int], tuple[PromptPicture, ...]]:
-        """The prompt with the pictures' tokens in place of their marks, one after the other."""
-        mark = list(MARK.encode())  # tokens are bytes: only built-in models are served with eyes
+        """The prompt with the pictures' tokens in place of their marks."""
+        mark = list(MARK.encode())  # tokens are bytes: only built-in vision models are served
         whole, pictures, rest = list[int](), list[PromptPicture](), list(prompt)
         for picture in patches:
             places = range(len(rest) - len(mark) + 1)
@@ -182,12 +181,12 @@ class Eyes:
 
 
 def _decoded(url: str) -> Any:
-    """A picture in three colours; limits are checked before its pixels are made."""
+    """An RGB picture; limits are checked before decoding."""
     library = extra_module(*PILLOW)
     head, comma, data = url.partition(",")
     if not (head.startswith("data:image/") and head.endswith(";base64") and comma):
         remedy = 'Send it as "data:image/png;base64,...": this server fetches nothing.'
-        raise AskError("a picture comes as a data URL", remedy, "messages")
+        raise AskError("a picture must be a data URL", remedy, "messages")
     try:
         image = library.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:
@@ -195,7 +194,7 @@ def _decoded(url: str) -> Any:
             raise AskError(message, f"Send at most {MAX_PIXELS >> 20} million.", "messages")
         return image.convert("RGB")
     except library.UnidentifiedImageError:
-        raise AskError("the picture is none", f"Use {', '.join(FORMATS)}.", "messages") from None
+        raise AskError("the data is not a picture", f"Use {', '.join(FORMATS)}.", "messages") from None
     except (binascii.Error, OSError, ValueError, SyntaxError, library.DecompressionBombError) as error:
         said = str(error).partition("\n")[0] or type(error).__name__
         raise AskError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tessera.capture import place_of
 from tessera.execute.worker_stepper import MakeHub
-from tessera.ir import AWAY, Cluster, DeviceKind
+from tessera.ir import Cluster, DeviceKind
 from tessera.kernels import PAGE
 from tessera.report.figures import modelled_utilisation
 from tessera.serve.limits import HttpLimits
@@ -92,7 +92,7 @@ def _app(endpoint: "Endpoint", metrics: "Metrics", options: ServeOptions, stack:
     from tessera.serve.app import create_app
 
     app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
-    stack.enter_context(closing(app.state.reading)).start()
+    stack.enter_context(closing(app.state.reading))
     return app
 
 
@@ -108,14 +108,8 @@ def _planned(
     from tessera.serve.grammar import open_grammars
     from tessera.serve.metrics import Metrics
     from tessera.serve.openai.read import Endpoint, ModelCard
-    from tessera.serve.replan import replanner_of
 
-    if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
-        from tessera.serve.gpu import prepare_on_gpus
-
-        prepared = prepare_on_gpus(model, cluster, options.spec, kept=options.kept, advance=advance)
-    else:
-        prepared = prepare(model, cluster, options.spec, kept=options.kept, advance=advance)
+    prepared = prepare(model, cluster, options.spec, kept=options.kept, advance=advance)
     advance("starting workers")
     shape, text = prepared.model.shape, open_text(place_of(model))
     sight, eyes = prepared.model.senses() or (None, None)
@@ -130,7 +124,7 @@ def _planned(
         prefix_caching=options.prefix_caching,
         meters=metrics,
         sight=sight,
-        planner=replanner_of(prepared),
+        planner=prepared.replanner(),
     )
     card = ModelCard(name, text, shape.max_tokens, shape.vocab_size, eyes.mark if eyes else "")
     grammars = open_grammars(text, shape.vocab_size)
@@ -143,10 +137,6 @@ def _planned(
         "microbatches": shape.microbatches,
         "seqs": shape.rows,
         "max_model_len": shape.capacity,
-        # Their names of before, for one release.
-        "slots": shape.microbatches,
-        "rows": shape.rows,
-        "max_len": shape.capacity,
         "step_tokens": list(shape.sizes),
         "pool_tokens": shape.pool_tokens,
     }

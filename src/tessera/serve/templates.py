@@ -1,14 +1,12 @@
-"""ChatTemplate: a folder's chat template, filled in by a process that has limits.
+"""ChatTemplate: a checkpoint's chat template, rendered in a sandbox process with limits.
 
-A template is a program of whoever made the checkpoint: it may loop for ever or fill the memory. So it runs in
-a process of its own, this file as a program, with limits of CPU time and memory, which is kept for the next
-conversation and started again after it has died of a limit. It inherits no environment and no open files, and
-imports nothing of Tessera, so that it starts quickly and holds nothing worth having. In a process that has
-limits already (`reading`), it is filled in there.
+A template is a program of whoever made the checkpoint: it may loop for ever or fill the memory, and a thread
+cannot be stopped. So jinja2's sandbox runs in one process (this file as a program) with a memory limit. A
+conversation that exceeds the wall-clock limit kills the process; the next conversation starts another. The
+process inherits no environment and no open files, and imports nothing of Tessera.
 
-The process reads frames from standard input (four bytes of length, then JSON): first the limits and the
-template, then the variables of one conversation after the other; it answers each with {"text": ...} or
-{"error": ...}. A conversation that takes too much CPU time ends it by SIGPROF, whatever it is doing then.
+The process receives JSON messages: first the template, then the variables of one conversation each. It
+answers each conversation with {"text": ...} or {"error": ...}.
 
 Not handled: templates that need documents; they see none.
 """
@@ -16,15 +14,14 @@ Not handled: templates that need documents; they see none.
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import datetime
-from typing import IO, Any, Protocol
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 import jinja2
 from jinja2.ext import Extension
@@ -32,88 +29,71 @@ from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Of one conversation. Common templates take about a millisecond.
-CPU_S = 2.0
-# Of the process, of which Python and jinja2 take a tenth.
+# Wall-clock limit of one conversation. Common templates take a millisecond.
+LIMIT_S = 5.0
+# Memory limit of the process, of which Python and jinja2 take a tenth.
 MEMORY_BYTES = 768 * 2**20
 MAX_CHARS = 8 * 2**20
-# What the loader may need to find Python's own libraries.
+ERROR_CHARS = 500
+# Variables that the loader may need to find Python's own libraries.
 KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 
 
-class Template(Protocol):
-    def render(self, variables: Mapping[str, Any]) -> str:
-        """The text of a conversation, or AskError."""
-
-
-class TemplateHere:
-    """Fills it in here: for a process that lives for one conversation, and ends if that takes too long."""
-
-    def __init__(self, template: str) -> None:
-        self._filling = Filling(template)
-
-    def render(self, variables: Mapping[str, Any]) -> str:
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
-        answer = self._filling.answer(dict(variables))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        return _text_of(answer)
-
-
 class ChatTemplate:
-    """May be used by several threads; conversations take turns."""
+    """Thread-safe; conversations are rendered one at a time."""
 
     def __init__(self, template: str) -> None:
         self._template, self._lock = template, threading.Lock()
-        self._child = self._start()
+        self._child, self._pipe = self._start()
 
     def render(self, variables: Mapping[str, Any]) -> str:
+        """The text of a conversation, or AskError."""
+        import msgspec
+
+        from tessera.errors import AskError
+
+        raw = msgspec.json.encode(variables)
         with self._lock:
-            return _text_of(self._ask(json.dumps(variables).encode()))
+            answer = self._exchange(raw)
+        if "error" in answer:
+            raise AskError(f"the model's chat template refuses this: {answer['error']}", "", "messages")
+        return str(answer["text"])
 
-    def _ask(self, raw: bytes) -> dict[str, Any]:
+    def _exchange(self, raw: bytes) -> dict[str, Any]:
+        import msgspec
+
         if self._child.poll() is not None:
-            self._child = self._start()
+            self._child, self._pipe = self._start()
         try:
-            assert self._child.stdin is not None
-            assert self._child.stdout is not None
-            write_frame(self._child.stdin, raw)
-            return dict(read_frame(self._child.stdout))
-        except (OSError, TypeError, ValueError):  # its answer is missing or cut short
-            _end(self._child)
-            limits = f"{CPU_S:g} s of CPU time or {MEMORY_BYTES >> 20} MiB of memory"
-            return {"error": f"it has died; it may take {limits}"}
+            self._pipe.send_bytes(raw)
+            if self._pipe.poll(LIMIT_S):
+                return dict(msgspec.json.decode(self._pipe.recv_bytes()))
+            message = f"it takes more than {LIMIT_S:g} s"
+        except (OSError, EOFError, ValueError):
+            message = f"its process died; it may use {MEMORY_BYTES >> 20} MiB of memory"
+        _end(self._child, self._pipe)
+        return {"error": message}
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        child = subprocess.Popen(
-            [sys.executable, "-I", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in KEPT if name in os.environ},
-            start_new_session=True,  # Ctrl-C is for the server; this ends with its input
-        )
-        weakref.finalize(self, _end, child)
-        assert child.stdin is not None
-        with suppress(OSError):  # whoever asks is told
-            write_frame(child.stdin, json.dumps({"cpu_s": CPU_S, "template": self._template}).encode())
-        return child
-
-
-def _text_of(answer: Mapping[str, Any]) -> str:
-    from tessera.errors import AskError
-
-    if "error" in answer:
-        message = f"the model's chat template refuses this: {answer['error']}"
-        raise AskError(message, "", "messages")
-    return str(answer["text"])
+    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        here, there = Pipe()
+        with there:
+            child = subprocess.Popen(
+                [sys.executable, "-I", __file__, str(there.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in KEPT if name in os.environ},
+                pass_fds=(there.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the server; this process ends with its pipe
+            )
+        weakref.finalize(self, _end, child, here)
+        here.send_bytes(self._template.encode())
+        return child, here
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end(child: subprocess.Popen[bytes], pipe: Connection) -> None:
+    pipe.close()
     child.kill()
-    for pipe in (child.stdin, child.stdout):
-        assert pipe is not None
-        with suppress(OSError):  # what was left to write has nobody to read it
-            pipe.close()
     child.wait()
 
 
@@ -121,84 +101,58 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 class GenerationTag(Extension):
-    """`{% generation %}`, by which templates mark answers for training: here only its contents count."""
+    """`{% generation %}` marks answers for training; only its contents are rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> Node:
-        """The statements up to `{% endgeneration %}`."""
         line = next(parser.stream).lineno
         return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def main() -> None:
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    setup = read_frame(source)
-    for limit, most in (
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
+    for limit, most in limits.items():
         resource.setrlimit(limit, (most, most))
-    template = None
+    pipe = Connection(int(sys.argv[1]))
+    source, template = pipe.recv_bytes().decode(), None
     while True:
-        variables = read_frame(source)
-        if variables is None:
-            return
-        signal.setitimer(signal.ITIMER_PROF, setup["cpu_s"])
-        template = template or Filling(setup["template"])
-        raw = json.dumps(template.answer(variables)).encode()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        write_frame(sink, raw)
-
-
-class Filling:
-    """A template that is filled in here, whatever it does; limits of time and memory are the process's."""
-
-    def __init__(self, template: str) -> None:
-        self._source = template
-        self._template: jinja2.Template | None = None
-
-    def answer(self, variables: dict[str, Any]) -> dict[str, str]:
         try:
-            if self._template is None:
-                self._template = environment().from_string(self._source)
-            text = self._template.render(variables)
-            if len(text) > MAX_CHARS:
-                raise jinja2.TemplateError(f"it makes a text of {len(text):,} characters")
+            variables = json.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            template = template or environment().from_string(source)
+            answer = {"text": _rendered(template, variables)}
         except MemoryError:
-            return {"error": "it takes too much memory"}
+            answer = {"error": "it takes too much memory"}
         except jinja2.TemplateError as error:
-            return {"error": str(error.message)[:500]}
-        except Exception as error:  # noqa: BLE001 - the edge of a process: a stranger's program runs in it
-            return {"error": f"{type(error).__name__}: {error}"[:500]}
-        return {"text": text}
+            answer = {"error": str(error.message)[:ERROR_CHARS]}
+        except Exception as error:  # noqa: BLE001 - the edge of a process that runs a stranger's program
+            answer = {"error": f"{type(error).__name__}: {error}"[:ERROR_CHARS]}
+        pipe.send_bytes(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
 
 
-def read_frame(source: IO[bytes]) -> Any:
-    """None at the end."""
-    head = source.read(4)
-    return json.loads(source.read(int.from_bytes(head, "little"))) if len(head) == 4 else None
-
-
-def write_frame(sink: IO[bytes], raw: bytes) -> None:
-    sink.write(len(raw).to_bytes(4, "little") + raw)
-    sink.flush()
+def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    text = template.render(variables)
+    if len(text) > MAX_CHARS:
+        raise jinja2.TemplateError(f"it makes a text of {len(text):,} characters")
+    return text
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What templates of Hugging Face models count on."""
-    made = ImmutableSandboxedEnvironment(
+    """The environment that templates of Hugging Face models expect."""
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
-    made.filters["tojson"] = to_json
-    made.globals["raise_exception"] = fail
-    made.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
-    return made
+    sandbox.filters["tojson"] = to_json
+    sandbox.globals["raise_exception"] = fail
+    sandbox.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    return sandbox
 
 
 def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """As it stands: jinja2's own filter escapes for HTML."""
+    """Without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

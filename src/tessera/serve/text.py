@@ -1,19 +1,17 @@
-"""Text: between the words of a client and the tokens of a model.
+"""Text: conversion between text and tokens.
 
-    text.encode, text.chat        a prompt, a conversation -> tokens; of one that is too long only a part
-    text.reader()                 tokens one by one -> text that can no longer change
+    text.encode, text.chat        a prompt, a conversation -> tokens; one that is too long is cut short
+    text.reader()                 tokens one by one -> final text
     open_text(model)              the text of a folder, or bytes for a built-in model
 
-Built-in models have random weights and no tokenizer: their tokens are the 256 bytes, a begin (256) and an end
-(257), and conversations follow a plain template of our own. A token of a larger vocabulary has no text; it is
-shown as its number.
+Built-in models have no tokenizer: their tokens are the 256 bytes, a begin (256) and an end (257), and
+conversations have a plain template. A token of a larger vocabulary is shown as its number.
 
-The tokenizer and the chat template of a checkpoint folder are read with Hugging Face transformers, from local
-files only; no code that a folder brings along is run. Text of a client cannot become a special token: where a
-message holds the words of one (such as "<|im_end|>"), those words are read letter by letter. Nor do special
-tokens show in an answer. Text of tokens is found by decoding a short window of the newest ones, as a token's
-text can depend on those before it. What may yet change is held back: at most three U+FFFD at the end, which
-stand for the beginning of a character.
+The tokenizer and chat template of a checkpoint folder are read with transformers, from local files only; no
+code of a folder is run. A client's text cannot become a special token: the words of one (such as
+"<|im_end|>") are tokenised as plain text. Special tokens do not show in an answer. A token's text can depend
+on those before it, so a short window of the newest tokens is decoded. Text that may still change is held
+back: at most three U+FFFD at the end, the beginning of a character.
 """
 
 import codecs
@@ -22,73 +20,70 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tessera.errors import ArtifactError, AskError, TesseraError, extra_module
-from tessera.serve.templates import ChatTemplate, Template, TemplateHere
+from tessera.serve.templates import ChatTemplate
 
 BEGIN, END = 256, 257
-# A conversation's turns as chat templates know them: {"role": ..., "content": ...}; of an assistant that
-# calls tools also "tool_calls", and of a tool's answer "tool_call_id".
+# Turns in the form of chat templates: "role", "content", "tool_calls" and "tool_call_id".
 Messages = Sequence[Mapping[str, Any]]
-# Tools that a model may call, in OpenAI's shape.
+# Tools in OpenAI's form.
 Tools = Sequence[Mapping[str, Any]]
-# Longer texts are looked at piece by piece first: one that is far too long is not read to its end.
+# Longer texts are first tokenised in pieces: one that is far too long is not read to its end.
 PIECE_CHARS = 2**14
 NO_LIMIT = 2**62
 UNSURE = "\ufffd"
 # Incomplete characters of UTF-8 have up to three bytes.
 MAX_UNSURE = 3
-# Tokens of a window that never ends in a whole character: then the text is given as it is.
+# Tokens decoded without releasing the interpreter lock.
+FEW_TOKENS = 1024
+# Maximum tokens of a window that does not end in a complete character.
 MAX_WINDOW = 32
-# Stand for the words of special tokens while a template is filled in: characters of no language.
+# Private-use characters that mark the words of special tokens while a template is rendered.
 FIRST, LAST = "\U00100000", "\U0010fffd"
-MARKS = re.compile(f"([{FIRST}-{LAST}])")
+MARKS = re.compile(f"[{FIRST}-{LAST}]")
 MAX_WORDS = ord(LAST) - ord(FIRST) + 1
-# How tokenizers with a fallback to bytes write one, and how some write a space.
+# How tokenizers with byte fallback write a byte, and how some write a space.
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 SPACE = "\u2581"
-# Letter -> byte, as byte-level tokenizers write them: as itself if it prints, else from 256 on.
+# Letter -> byte of byte-level tokenizers: itself if printable, else from 256 on.
 PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 OTHERS = (byte for byte in range(256) if byte not in PRINTED)
 LETTERS = {chr(b): b for b in PRINTED} | {chr(256 + i): b for i, b in enumerate(OTHERS)}
 
 
 class Reader(Protocol):
-    """Reads the tokens of one answer."""
+    """Converts the tokens of one answer."""
 
     def feed(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """The text that has become final."""
 
     def flush(self) -> str:
         """The rest, at the end of the answer."""
 
 
 class Text(Protocol):
-    """What one model reads and writes."""
+    """The text side of one model."""
 
     # Tokens that end an answer.
     end: tuple[int, ...]
 
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
-        """A prompt as it stands, with what the model expects at a beginning, unless `adds` is False.
-
-        Of one with more tokens than `most` the rest may be left out; more than `most` are given.
-        """
+        """A prompt, with the begin token if `adds`. Beyond `most` tokens the rest may be left out."""
 
     def chat(self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT) -> list[int]:
-        """A conversation, and the beginning of the answer to it; `most` as above."""
+        """A conversation and the beginning of its answer; `most` as above."""
 
     def reader(self) -> Reader:
-        """For one answer."""
+        """A reader for one answer."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, all at once."""
+        """The text of all tokens."""
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for by itself; it need not be whole characters."""
+        """The bytes of one token; they need not be complete characters."""
 
 
 class ByteText:
@@ -98,7 +93,7 @@ class ByteText:
         return [*([BEGIN] if adds else ()), *_bytes(text[: most + 1])]
 
     def chat(self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT) -> list[int]:
-        """Every turn on lines of its own, closed by an end; no text can look like a begin or an end."""
+        """One turn per line, closed by an end token."""
         turns = [{"role": "tools", "content": json.dumps(tools)}] if tools else []
         tokens = [BEGIN]
         for message in (*turns, *messages):
@@ -117,14 +112,14 @@ class ByteText:
         return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """One byte, nothing for begin and end, the number of any other."""
+        """One byte; nothing for begin and end; the number of any other token."""
         if token < BEGIN:
             return bytes([token])
         return b"" if token <= END else b"<%d>" % token
 
 
 class ByteReader:
-    """UTF-8 that comes byte by byte; what is none becomes U+FFFD."""
+    """Decodes UTF-8 byte by byte; invalid bytes become U+FFFD."""
 
     __slots__ = ("_decoder",)
 
@@ -139,7 +134,7 @@ class ByteReader:
         return self._decoder.decode(b"<%d>" % token)
 
     def flush(self) -> str:
-        """U+FFFD for a character that stayed incomplete."""
+        """U+FFFD for an incomplete character."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -151,9 +146,9 @@ def _bytes(text: str) -> bytes:
 
 
 def within(encode: Callable[[str], list[int]], text: str, most: int) -> list[int]:
-    """The tokens of a text; of one that has certainly more than `most`, only those of its beginning.
+    """The tokens of a text; if it has certainly more than `most`, those of its beginning.
 
-    Pieces have about as many tokens as the text that they are of: where it is cut, some more.
+    Cutting a text into pieces adds a few tokens.
     """
     if len(text) > max(PIECE_CHARS, most):
         tokens: list[int] = []
@@ -165,10 +160,10 @@ def within(encode: Callable[[str], list[int]], text: str, most: int) -> list[int
 
 
 class StopWatch:
-    """Finds stop strings in the text of one answer, in whatever pieces it comes.
+    """Finds stop strings in the text of one answer, piece by piece.
 
     An answer ends where the first stop string is complete; of several that end there, the longest counts. The
-    stop string is not part of the answer. Text that may yet become one is held back until it is clear.
+    stop string is not part of the answer. Text that may become one is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -177,23 +172,23 @@ class StopWatch:
         self.is_stopped = False
 
     def feed(self, text: str) -> str:
-        """The text that is certainly part of the answer by now."""
+        """The text that is now part of the answer."""
         if not self._stops:
             return text
         if self.is_stopped or not text:
             return ""
         seen = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := seen.find(stop)) >= 0]
-        if found:
+        matches = [(at + len(stop), at) for stop in self._stops if (at := seen.find(stop)) >= 0]
+        if matches:
             self.is_stopped, self._held = True, ""
-            return seen[: min(found)[1]]
+            return seen[: min(matches)[1]]
         hold = max(overlap(seen, stop) for stop in self._stops)
         cut = len(seen) - hold
         self._held = seen[cut:]
         return seen[:cut]
 
     def skip(self, text: str) -> str:
-        """Text in which nothing is looked for; what was held back comes with it."""
+        """Text that is not searched, after held-back text."""
         held, self._held = self._held, ""
         return held + text
 
@@ -202,88 +197,62 @@ class StopWatch:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that is a beginning of the stop string."""
+    """Length of the longest suffix of the text that is a prefix of the stop string."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
     return 0
 
 
-@dataclass(frozen=True)
-class TextParts:
-    """What is read of a folder, once. Another process makes the same text of it, without transformers."""
-
-    folder: Path
-    # As the library `tokenizers` writes it; empty: the folder's tokenizer is another one, read again.
-    tokenizer: str
-    # The words of special tokens, the longest first, and their numbers.
-    words: tuple[str, ...]
-    special: frozenset[int]
-    end: tuple[int, ...]
-    # The chat template and its variables; empty: there is none.
-    template: str
-    variables: dict[str, Any]
-
-
 class FolderText:
-    """Text by a folder's own tokenizer.
+    """Text by a checkpoint folder's own tokenizer and chat template; no code of the folder is run."""
 
-    template  fills in the chat template; None: one in a process with limits
-    """
-
-    def __init__(self, parts: TextParts, template: Template | None = None) -> None:
-        self.parts, self.end = parts, parts.end
-        with _told(parts.folder):
-            self._tokenizer = (
-                FastTokenizer(parts.tokenizer) if parts.tokenizer else SlowTokenizer(_read(parts.folder))
-            )
-        self._numbers = {word: chr(ord(FIRST) + number) for number, word in enumerate(parts.words)}
-        self._marked = _marked(parts.words)
-        self._lock = threading.Lock()  # how special words are read is a setting of the whole tokenizer
-        self._template = template
-        if template is None and parts.template:
-            self._template = ChatTemplate(parts.template)
-
-    def __reduce__(self) -> tuple[Callable[[TextParts], "FolderText"], tuple[TextParts]]:
-        return _elsewhere, (self.parts,)
-
-    @classmethod
-    def open(cls, folder: Path) -> "FolderText":
-        return cls(read_parts(folder))
+    def __init__(self, folder: Path) -> None:
+        with _reported(folder):
+            tokenizer = _read(folder)
+            words = sorted({str(w) for w in tokenizer.all_special_tokens if w}, key=len, reverse=True)
+            named = {k: str(w) for k, w in tokenizer.special_tokens_map.items() if isinstance(w, str)}
+            fast = getattr(tokenizer, "backend_tokenizer", None)
+            self._tokenizer = SlowTokenizer(tokenizer) if fast is None else FastTokenizer(fast.to_str())
+            self.end = _ends(folder, tokenizer)
+            self._special = frozenset(tokenizer.all_special_ids)
+            template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
+        self._template = ChatTemplate(template) if template else None
+        self._variables = {"tools": None, "documents": None, "add_generation_prompt": True, **named}
+        # The words of special tokens, the longest first, and the character that marks each.
+        self._words = words[:MAX_WORDS]
+        self._marks = {word: chr(ord(FIRST) + number) for number, word in enumerate(self._words)}
+        self._marked = _marked(self._words)
 
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
-        """A prompt, with what the tokenizer puts before it; its words are never special tokens."""
-        with self._lock:
-            return self._ids(text, adds=adds, plain=True, most=most)
+        """Tokens of a prompt; no word in it becomes a special token."""
+        return self._ids(text, adds=adds, plain=True, most=most)
 
     def chat(self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT) -> list[int]:
-        """A conversation by the folder's template."""
         if self._template is None:
             remedy = "Use /v1/completions, or add a chat_template to tokenizer_config.json."
             raise AskError("this model has no chat template", remedy, "messages")
         given = {"messages": self._mark(messages), "tools": self._mark(tools) if tools else None}
-        text = self._template.render({**self.parts.variables, **given})
+        text = self._template.render({**self._variables, **given})
         tokens: list[int] = []
-        with self._lock:
-            for part in MARKS.split(text):
-                is_word = FIRST <= part <= LAST
-                read = self._word(part) if is_word else part
-                tokens += self._ids(read, adds=False, plain=is_word, most=most)
-                if len(tokens) > most:
-                    break
+        for part in _parts(text):
+            is_word = FIRST <= part <= LAST
+            tokens += self._ids(self._word(part) if is_word else part, adds=False, plain=is_word, most=most)
+            if len(tokens) > most:
+                break
         return tokens
 
     def _mark(self, value: Any) -> Any:
-        """The words of special tokens in all texts, each as its own character."""
+        """Replaces the words of special tokens in all texts, each by its own character."""
         if isinstance(value, str):
-            return self._marked.sub(lambda found: self._numbers.get(found.group(), UNSURE), value)
+            return self._marked.sub(lambda match: self._marks.get(match.group(), UNSURE), value)
         if isinstance(value, Mapping):
             return {self._mark(key): self._mark(x) for key, x in value.items()}
         return [self._mark(x) for x in value] if isinstance(value, list | tuple) else value
 
     def _word(self, mark: str) -> str:
         number = ord(mark) - ord(FIRST)
-        return self.parts.words[number] if number < len(self.parts.words) else UNSURE
+        return self._words[number] if number < len(self._words) else UNSURE
 
     def _ids(self, text: str, adds: bool, plain: bool, most: int) -> list[int]:
         if not text and not adds:
@@ -297,45 +266,52 @@ class FolderText:
         return WindowReader(self)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        # A model's last rows may have no token: its vocabulary is often rounded up.
+        # A model's vocabulary is often rounded up: its last rows have no token.
         size = self._tokenizer.size
         return self._tokenizer.decode([token for token in tokens if token < size])
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for by itself; of tokenizers that know bytes, its very bytes."""
-        if token >= self._tokenizer.size or token in self.parts.special:
+        if token >= self._tokenizer.size or token in self._special:
             return b""
         return self._tokenizer.token_bytes(token)
 
 
-def _elsewhere(parts: TextParts) -> FolderText:
-    """The same text in another process, which has limits: its template is filled in there."""
-    return FolderText(parts, TemplateHere(parts.template) if parts.template else None)
-
-
 class FastTokenizer:
-    def __init__(self, written: str) -> None:
-        from tokenizers import Tokenizer
+    """A tokenizer of the library `tokenizers`. Thread-safe."""
 
-        self._made = Tokenizer.from_str(written)
-        self._made.no_truncation()
-        self._made.no_padding()
-        self.size = self._made.get_vocab_size(with_added_tokens=True)
+    def __init__(self, written: str) -> None:
+        # The batch methods release the interpreter lock. Whether special words are tokens is a setting of a
+        # whole tokenizer, so there is one tokenizer for each.
+        self._special, self._plain = self._read(written), self._read(written)
+        self._plain.encode_special_tokens = True
+        self.size = self._special.get_vocab_size(with_added_tokens=True)
         decoder = json.dumps(json.loads(written).get("decoder"), ensure_ascii=False)
         self._by_letter = LETTERS if "ByteLevel" in decoder else {}
         self._space = SPACE if SPACE in decoder or "Metaspace" in decoder else ""
 
+    @staticmethod
+    def _read(written: str) -> Any:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_str(written)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
     def encode(self, text: str, adds: bool, plain: bool) -> list[int]:
-        """The tokens of a text; `adds` what stands before every text, `plain`: no word is a special token."""
-        text.encode()  # the library's own complaint about half a surrogate pair is no better
-        self._made.encode_special_tokens = plain
-        return list(self._made.encode(text, add_special_tokens=adds).ids)
+        """Tokens of a text; `adds` the begin token, `plain`: no word is a special token."""
+        text.encode()  # the library's own message about half a surrogate pair is no better
+        tokenizer = self._plain if plain else self._special
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=adds)[0].ids
+        return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._made.decode(tokens, skip_special_tokens=True))
+        if len(tokens) <= FEW_TOKENS:  # the usual window of an answer: quicker with the lock
+            return str(self._special.decode(tokens))
+        return str(self._special.decode_batch([tokens])[0])
 
     def token_bytes(self, token: int) -> bytes:
-        piece = self._made.id_to_token(token) or ""
+        piece = self._special.id_to_token(token) or ""
         if self._by_letter and all(letter in self._by_letter for letter in piece):
             return bytes(self._by_letter[letter] for letter in piece)
         if BYTE_TOKEN.fullmatch(piece):
@@ -348,31 +324,34 @@ class FastTokenizer:
 class SlowTokenizer:
     """Any other tokenizer of transformers."""
 
-    def __init__(self, made: Any) -> None:
-        self._made, self.size = made, len(made)
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.size, self._lock = tokenizer, len(tokenizer), threading.Lock()
 
     def encode(self, text: str, adds: bool, plain: bool) -> list[int]:
-        return list(self._made(text, add_special_tokens=adds, split_special_tokens=plain)["input_ids"])
+        with self._lock:
+            return list(
+                self._tokenizer(text, add_special_tokens=adds, split_special_tokens=plain)["input_ids"]
+            )
 
     def decode(self, tokens: Sequence[int]) -> str:
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        return str(self._made.decode(list(tokens), **options))
+        return str(self._tokenizer.decode(list(tokens), **options))
 
     def token_bytes(self, token: int) -> bytes:
-        """As above; a space before a word may be lost."""
-        piece = str(self._made.convert_ids_to_tokens(token))
+        """A space before a word may be lost."""
+        piece = str(self._tokenizer.convert_ids_to_tokens(token))
         return bytes.fromhex(piece[3:5]) if BYTE_TOKEN.fullmatch(piece) else self.decode([token]).encode()
 
 
 class WindowReader:
-    """Reads tokens one by one; decodes a window of the newest."""
+    """Decodes a window of the newest tokens."""
 
     __slots__ = ("_given", "_num_old", "_text", "_window")
 
     def __init__(self, text: FolderText) -> None:
         self._text = text
         self._window: list[int] = []
-        # Tokens of the window that are there only for those behind them; characters given of its text.
+        # Tokens of the window that only give context; characters of its text already returned.
         self._num_old = self._given = 0
 
     def feed(self, token: int) -> str:
@@ -394,49 +373,40 @@ class WindowReader:
         return self._text.decode(self._window)[self._given :]
 
 
-def read_parts(folder: Path) -> TextParts:
-    """Reads a folder with transformers; no code of it is run."""
-    with _told(folder):
-        made = _read(folder)
-        words = sorted({str(w) for w in made.all_special_tokens if w}, key=len, reverse=True)
-        named = {name: str(word) for name, word in made.special_tokens_map.items() if isinstance(word, str)}
-        fixed = {"tools": None, "documents": None, "add_generation_prompt": True}
-        fast = getattr(made, "backend_tokenizer", None)
-        return TextParts(
-            folder,
-            "" if fast is None else str(fast.to_str()),
-            tuple(words[:MAX_WORDS]),
-            frozenset(made.all_special_ids),
-            _ends(folder, made),
-            str(made.get_chat_template()) if made.chat_template else "",
-            {**fixed, **named},
-        )
-
-
 def _read(folder: Path) -> Any:
     transformers = extra_module("transformers", "serve")
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((folder / name).is_file() for name in names):
         remedy = "Save its tokenizer there: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
-        raise ArtifactError("this folder holds no tokenizer", remedy, str(folder))
+        raise ArtifactError("the folder has no tokenizer", remedy, str(folder))
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
+def _parts(text: str) -> Iterator[str]:
+    """Splits a text at its marks, one by one: `re.split` would hold the interpreter lock."""
+    start = 0
+    for match in MARKS.finditer(text):
+        yield text[start : match.start()]
+        yield match.group()
+        start = match.end()
+    yield text[start:]
+
+
 def _marked(words: Sequence[str]) -> re.Pattern[str]:
-    """Finds special words and the characters that stand for them; quickly where there are none."""
+    """Matches special words and mark characters; quick where there are none."""
     stand_in = f"{FIRST}-{LAST}"
     first = stand_in + "".join(re.escape(letter) for letter in sorted({word[0] for word in words}))
     return re.compile(f"(?=[{first}])(?:{'|'.join([f'[{stand_in}]', *map(re.escape, words)])})")
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """Whatever the files of a tokenizer make a library raise is one line about the folder."""
+def _reported(folder: Path) -> Iterator[None]:
+    """Reports any error of a library about the folder's files in one line."""
     try:
         yield
     except TesseraError:
         raise
-    except BaseException as error:  # a stranger's files in a library's code: anything can come
+    except BaseException as error:  # untrusted files can make a library raise anything
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust
             raise
         from tessera.capture.models.checkpoint import first_line
@@ -447,13 +417,13 @@ def _told(folder: Path) -> Iterator[None]:
 
 
 def _ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's end, and those of generation_config.json or else config.json."""
-    found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    """End tokens of the tokenizer, and of generation_config.json or else config.json."""
+    ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     for name in ("generation_config.json", "config.json"):
         listed = _listed(folder / name)
         if listed:
-            return tuple(dict.fromkeys([*found, *listed]))
-    return tuple(found)
+            return tuple(dict.fromkeys([*ends, *listed]))
+    return tuple(ends)
 
 
 def _listed(path: Path) -> list[int]:
@@ -465,7 +435,7 @@ def _listed(path: Path) -> list[int]:
 
 
 def open_text(model: str) -> Text:
-    """The text of a model: a built-in name, or a folder with a tokenizer."""
+    """For a built-in name, or a folder with a tokenizer."""
     if Path(model).is_dir():
-        return FolderText.open(Path(model))
+        return FolderText(Path(model))
     return ByteText()

@@ -13,7 +13,8 @@ Columns are found by name, in any order; others are ignored. Times count from th
 back. A row without answer tokens is a request that failed when it was recorded, and is left out. A row with a
 hole (a cell that is empty or no number) is refused with its line: what is missing cannot be guessed.
 
-Lengths: `fixed:P,O` (prompt and answer tokens), `geometric:P,O` and `lognormal:P,O,SIGMA` with those means.
+Lengths: `fixed:P,O` (prompt and answer tokens); `uniform:P,O` (half to one and a half times these means),
+`geometric:P,O` and `lognormal:P,O,SIGMA` with these means. Simulations, rehearsals and benchmarks draw alike.
 """
 
 import csv
@@ -31,8 +32,13 @@ from tessera.ir import Arrivals, verify
 
 Floats = npt.NDArray[np.float64]
 
-# Of a bursty stream that does not say: four times the mean rate in a tenth of the time, for ten seconds.
+# Defaults of a bursty stream: four times the mean rate in a tenth of the time, for ten seconds.
 BURST = (4.0, 0.1, 10.0)
+# Requests of an endless stream.
+DEFAULT_NUM = 1000
+# Largest rate, length or time; more would not fit a draw.
+MOST = 1e9
+LENGTHS = ("fixed", "uniform", "geometric", "lognormal")
 
 
 def make_arrivals(
@@ -101,17 +107,13 @@ FORMULAS: dict[str, Callable[[Sequence[float], int | None, int], Floats]] = {
     "poisson": _poisson,
     "bursty": _bursty,
 }
-# Requests of a stream without an end.
-DEFAULT_NUM = 1000
-# No rate, length or number of seconds that anyone means is larger; more would not fit a draw.
-MOST = 1e9
 
 
 def make_lengths(text: str, num: int, seed: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(prompt, answer) tokens of every request."""
     kind, _, rest = text.partition(":")
-    if kind not in ("fixed", "geometric", "lognormal"):
-        raise UnknownName("kind of lengths", kind, ("fixed", "geometric", "lognormal"))
+    if kind not in LENGTHS:
+        raise UnknownName("kind of lengths", kind, LENGTHS)
     numbers = _numbers(text, rest, "--lengths")
     wanted = 3 if kind == "lognormal" else 2
     if len(numbers) != wanted or min(numbers[:2]) < 1.0:
@@ -126,6 +128,8 @@ def make_lengths(text: str, num: int, seed: int = 0) -> tuple[tuple[int, ...], t
 def _drawn(kind: str, mean: float, sigma: float, num: int, random: np.random.Generator) -> Floats:
     if kind == "fixed":
         return np.full(num, mean)
+    if kind == "uniform":
+        return random.uniform(0.5 * mean, 1.5 * mean, num)
     if kind == "geometric":
         return random.geometric(1.0 / mean, num).astype(np.float64)
     return random.lognormal(np.log(mean) - sigma * sigma / 2, sigma, num)

@@ -1,13 +1,13 @@
-"""The executor's own schedule under a virtual clock: devices, links and requests as events.
+"""The executor's schedule under a virtual clock: devices, links and requests as events.
 
-Uses the queue that the workers use; only time is replaced. A launch takes its modelled
-time on its device, one at a time; after each one the device takes the job that the queue picks. A transfer
-occupies its bus for its wire time, first come first served, and arrives a latency later. Receives cost
-nothing. A segment of launches is one event unless a job comes that the queue would rather have: then it ends
-at the launch that runs just then, which gives the same times as looking after every launch.
+Uses the queue that workers use; only time is replaced. A launch takes its modelled time on its device, one at
+a time; after each one the device takes the job that the queue picks. A transfer occupies its bus for its wire
+time, first come first served, and arrives a latency later. Receives cost nothing. A segment of launches is
+one event unless a job arrives that the queue prefers: then the segment ends at the current launch, which
+gives the same times as checking after every launch.
 
 `simulate` runs requests that all wait at time zero through a plan. With detail there is one span per launch;
-without, one per segment of launches: the same times with fewer records.
+without, one per segment of launches, at the same times.
 """
 
 from abc import ABC, abstractmethod
@@ -21,9 +21,9 @@ from tessera.execute.schedule import Job, Queue
 from tessera.ir import Clock, Plan, Recv, Span, Timeline, verify
 from tessera.simulate.columns import LaunchSegment, Script, Scripts, TransferWire
 
-# What an event says, where it is not the number of a transfer that arrives.
+# Kind of an event that is not the arrival of a transfer.
 END = -1
-# Two times closer than this are one, in microseconds.
+# Times closer than this are equal, in microseconds.
 SAME_US = 1e-9
 
 # One run: a script and the factor on its times.
@@ -35,36 +35,36 @@ class Flight:
     number: int
     microbatch: int
     lane: int
-    # What it still has to run, last first.
+    # Remaining runs, last first.
     left: list[Work]
     # Devices that have not finished the current run.
     waiting: int = 0
-    # Work units in the request over its busy time.
+    # Work units per microsecond of busy time.
     per_us: float = 0.0
 
 
 @dataclass(slots=True)
 class SimulatedDevice:
-    """What a device does now: launches [start, stop) of the job's next segment, since `since_us`."""
+    """Runs launches [start, stop) of the job's next segment since `since_us`."""
 
     queue: Queue = field(default_factory=Queue)
     job: Job | None = None
     start: int = 0
     stop: int = 0
     since_us: float = 0.0
-    # Counts the plans made for the end of a segment; only the last of them counts.
+    # Number of the valid end event; earlier ones are stale.
     epoch: int = 0
 
 
 class Core(ABC):
-    """The loop; subclasses say where requests come from and what is written down."""
+    """The event loop; subclasses admit requests and record what happens."""
 
     def __init__(self, num_devices: int, num_buses: int) -> None:
         self.devices = [SimulatedDevice() for _ in range(num_devices)]
         self._bus_free = [0.0] * num_buses
         self._events: list[tuple[float, int, int, int, int]] = []
         self._order = 0
-        # Ticket -> the request, what it runs, the factor on its times.
+        # Ticket -> (request, script, factor on its times)
         self._running: dict[int, tuple[Flight, Script, float]] = {}
 
     @abstractmethod
@@ -75,13 +75,13 @@ class Core(ABC):
     def on_segment(
         self, device: int, flight: Flight, script: Script, segment: LaunchSegment, stop_us: float
     ) -> None:
-        """A device has been busy with launches [device.start, device.stop) of a segment."""
+        """A device has run launches [device.start, device.stop) of a segment."""
 
     def on_send(self, flight: Flight, wire: TransferWire, start_us: float, stop_us: float) -> None:
         """A transfer occupies its bus."""
 
     def advance(self) -> float | None:
-        """Handles the next event and gives its time; None when nothing is left to happen."""
+        """Handles the next event and returns its time; None when there is none."""
         if not self._events:
             return None
         now, _, device, ticket, what = heappop(self._events)
@@ -109,7 +109,7 @@ class Core(ABC):
             self._end_run(ticket, now)
 
     def _consider(self, device: int, job: Job | None, now: float) -> None:
-        """A job may have become ready: an idle device takes it, a busy one if the queue would."""
+        """A job may be ready: an idle device takes it, a busy one if the queue prefers it."""
         state = self.devices[device]
         if state.job is None:
             self._look(device, now)
@@ -117,7 +117,7 @@ class Core(ABC):
             self._cut(state, device, job, now)
 
     def _cut(self, state: SimulatedDevice, device: int, job: Job, now: float) -> None:
-        """Ends the segment at the launch that runs now, if the newcomer has less to do than what is left."""
+        """Ends the segment at the current launch if the new job has less left to do."""
         current = state.job
         assert current is not None, "only a busy device is interrupted"
         segment, scale = current.instructions[current.position], self._running[current.ticket][2]
@@ -142,7 +142,7 @@ class Core(ABC):
         while state.job is None and (job := pick()) is not None:
             items, at, arrived = job.instructions, job.position, job.arrived
             num = len(items)
-            # Receives whose transfers have arrived; the queue would pick the same job after each of them.
+            # Skip arrived receives; the queue would pick the same job after each.
             while at < num and type(item := items[at]) is Recv and item.transfer in arrived:
                 at += 1
             job.position = at
@@ -154,7 +154,7 @@ class Core(ABC):
                 self._plan_end(state, device, item.ends_us, self._running[job.ticket][2])
 
     def _end(self, device: int, now: float) -> None:
-        """A segment, or the part of it that was let run, has ended."""
+        """A segment, or the part of it before an interruption, has ended."""
         state = self.devices[device]
         job = state.job
         assert job is not None, "only a busy device ends a segment"
@@ -216,7 +216,7 @@ class _Simulation(Core):
         self._pending = list(range(num_requests - 1, -1, -1))
         self._spans: list[Span] = []
         self._done: list[tuple[int, float, float]] = []
-        # Work units in every request, by number; empty where all are of one batch.
+        # Work units per request; empty if all have one batch.
         self._weights: dict[int, float] = {}
 
     def run(self) -> Timeline:
@@ -241,7 +241,7 @@ class _Simulation(Core):
             self.begin(Flight(number, microbatch, lane, runs[::-1]), now)
 
     def on_end(self, flight: Flight, now: float) -> None:
-        """Writes the request down; its place takes the next."""
+        """Records the request and admits the next."""
         self._table.give_back(flight.lane)
         self._done.append((flight.number, 0.0, now))
         self._admit(flight.microbatch, now)
@@ -249,7 +249,7 @@ class _Simulation(Core):
     def on_segment(
         self, device: int, flight: Flight, script: Script, segment: LaunchSegment, stop_us: float
     ) -> None:
-        """A span per launch, or one for all of them."""
+        """One span per launch, or one per segment."""
         state = self.devices[device]
         track = self._plan.cluster.devices[device].name
         lane = self._plan.lanes[flight.lane]
@@ -282,12 +282,11 @@ def simulate(plan: Plan, num_requests: int, is_detailed: bool = True) -> Timelin
 
 
 def throughput_per_s(timeline: Timeline) -> float:
-    """Work units per second while the system was full; of a run too short for that, over the whole run.
+    """Work units per second while the system was full; over the whole run if it is too short for that.
 
-    Counting completions misleads on short runs: requests that start together finish together, in bursts. So
-    work is counted instead, as fractions of a request: a span's share of its request's busy time. The window
-    is the time in which the system was full: from the first completion to the start of the last request. A
-    request of a larger batch counts as the work units it holds.
+    Requests that start together finish in bursts, so work is counted instead of completions: a span's share
+    of its request's busy time. The window is from the first completion to the start of the last request. A
+    request of a larger batch counts as several work units.
     """
     numbers = [number for number, _, _ in timeline.requests]
     weights = dict(zip(numbers, timeline.weights or [1.0] * len(numbers), strict=True))

@@ -1,11 +1,10 @@
-"""Machine: the simulator's loop, stopped whenever a run has ended; what it has done once it remembers.
+"""VirtualMachine: the simulator's loop, stopped whenever a run ends, with memoised transitions.
 
-Whoever drives it begins the next run of a microbatch before the loop goes on. From one end of a run to the
-next devices and links do what follows from where they stand and from what is begun there, and from nothing
-else. So that span is kept, with its duration and the busy time in it: requests that join or leave a
-microbatch change none of it, a busy server repeats itself, and a hundred thousand requests take seconds.
-Times between two ends are rounded to a millionth of a microsecond, so that places that are the same are found
-again; that is all that is lost. Runs whose times are all different (jitter) are not worth keeping.
+The caller begins the next run of a microbatch before the loop goes on. What happens until the next end of a
+run depends only on the state of devices and links and on the runs begun there. So each transition is kept
+with its duration and busy time: a busy server repeats itself, and a hundred thousand requests take seconds.
+Times between two ends are rounded to a millionth of a microsecond, so that equal states compare equal. With
+jitter, where all times differ, nothing is kept.
 """
 
 import heapq
@@ -17,14 +16,14 @@ from tessera.execute.schedule import Job
 from tessera.simulate.columns import LaunchSegment, Script, TransferWire
 from tessera.simulate.core import END, Core, Flight, SimulatedDevice, Work
 
-# Of a microsecond, in times that are kept.
+# Digits of kept times, in microseconds.
 DECIMALS = 6
-# Places kept; beyond that all are forgotten, which costs time and changes nothing.
+# States kept; beyond that all are dropped, which changes no result.
 MAX_PLACES = 5000
 
 
 class State(NamedTuple):
-    """Where devices and links stand between two runs; times count from then, flights by their runs' age."""
+    """State of devices and links between two runs; times are relative, flights are numbered by age."""
 
     # (devices that have not finished the run, the run, runs after it: last first)
     flights: tuple[tuple[int, Work, tuple[Work, ...]], ...]
@@ -39,7 +38,7 @@ class State(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A state, and what follows by the runs that are begun in it."""
+    """A state, and the transitions from it by the runs begun in it."""
 
     state: State
     edges: dict[tuple[tuple[Work, ...], ...], "_Edge"] = field(default_factory=dict)
@@ -47,19 +46,19 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Edge:
-    """From one place to the next. Flights are counted as they stood, then those begun."""
+    """A transition. Flights are numbered as in the state, then those begun."""
 
     us: float
     ended: tuple[int, ...]
-    # Flights that go on, in the order of the next place.
+    # Flights that continue, in the order of the next state.
     staying: tuple[int, ...]
-    # Of every device and every bus.
+    # Per device, then per bus.
     busy_us: tuple[float, ...]
     place: _Place
 
 
 class _Loop(Core):
-    """Devices and links that can be put into a state; flights are numbered."""
+    """A loop whose state can be saved and restored."""
 
     def __init__(self, num_devices: int, num_buses: int) -> None:
         super().__init__(num_devices, num_buses)
@@ -80,11 +79,11 @@ class _Loop(Core):
 
     @property
     def flying(self) -> tuple[int, ...]:
-        """Flights, by the age of their run."""
+        """Flight numbers, oldest run first."""
         return tuple([flight.number for flight, _, _ in self._running.values()])
 
     def run(self, us: float) -> None:
-        """Whatever happens in some time."""
+        """Handles the events of some time."""
         self.now_us += us
         while self._events and self._events[0][0] <= self.now_us:
             self.advance()
@@ -96,7 +95,7 @@ class _Loop(Core):
             self.now_us = now
 
     def forget(self, numbers: Collection[int]) -> None:
-        """Ends flights wherever they are; what occupies a bus still does."""
+        """Removes flights; their transfers still occupy buses."""
         for ticket in [t for t, (flight, _, _) in self._running.items() if flight.number in numbers]:
             del self._running[ticket]
             for device in self.devices:
@@ -131,13 +130,13 @@ class _Loop(Core):
         )
 
     def go_on(self) -> None:
-        """Counts anew: flights by age, busy time, what ends."""
+        """Resets counters and renumbers flights by age."""
         self.ended, self.busy_us = [], [0.0] * len(self.busy_us)
         for age, (flight, _, _) in enumerate(self._running.values()):
             flight.number = age
 
     def restore(self, state: State) -> None:
-        """Takes up a state at time zero."""
+        """Restores a state at time zero."""
         self.now_us, self._bus_free = 0.0, list(state.bus_free)
         self._running = {
             age: (Flight(age, age, 0, list(left), waiting), *work)
@@ -163,37 +162,37 @@ def _device_state(device: SimulatedDevice, age: dict[int, int], now: float) -> t
 
 
 class VirtualMachine:
-    """Begins runs of microbatches, and says which has ended."""
+    """Begins runs of microbatches and tells which ends next."""
 
     def __init__(self, num_devices: int, num_buses: int, remembers: bool = True) -> None:
         self.now_us = 0.0
-        # Of every device and every bus, until the last end of a run.
+        # Per device, then per bus, until the last end of a run.
         self.busy_us = [0.0] * (num_devices + num_buses)
-        # Spans between two ends of runs that were known, and that were worked out.
-        self.num_followed = self.num_worked_out = 0
+        # Transitions followed, and transitions computed.
+        self.num_followed = self.num_computed = 0
         self._loop, self._remembers = _Loop(num_devices, num_buses), remembers
         self._places: dict[State, _Place] = {}
-        # The place where it stood last, when that was, who flies there, and what was begun there.
-        self._place = self._known(self._loop.state())
-        # Where the loop stands, if it stands at a place.
-        self._standing: _Place | None = self._place
+        # The last place, when it was reached, its flights, and the runs begun there.
+        self._place = self._place_of(self._loop.state())
+        # The place the loop is at, if any.
+        self._loop_place: _Place | None = self._place
         self._since_us = 0.0
         self._flying: list[int] = []
         self._begun: list[tuple[int, tuple[Work, ...]]] = []
         self._ended: list[int] = []
 
     def start(self, microbatch: int, works: Sequence[Work]) -> None:
-        """Begins runs of a microbatch, one after the other."""
+        """Begins consecutive runs of a microbatch."""
         if self.now_us > self._since_us:
-            self._stand(self._catch_up())  # this moment is a place
+            self._enter(self._catch_up())  # this moment is a place
         self._begun.append((microbatch, tuple(works)))
 
     def take(self, limit_us: float) -> int | None:
-        """The microbatch whose last run ends next; None if the limit comes first. Moves the clock there."""
+        """Advances to the next end of a microbatch's last run, or to the limit (None)."""
         if not self._ended and (self._flying or self._begun):
             edge = self._place.edges.get(tuple([works for _, works in self._begun]))
             if edge is None:
-                edge = self._work_out()
+                edge = self._compute()
             if self._since_us + edge.us <= limit_us:
                 self._follow(edge)
         if self._ended:
@@ -203,18 +202,18 @@ class VirtualMachine:
         return None
 
     def drop(self, microbatches: Collection[int]) -> None:
-        """Forgets their runs wherever they are."""
+        """Removes the runs of these microbatches."""
         self._ended = [number for number in self._ended if number not in microbatches]
         numbers = self._catch_up()
         self._loop.forget([n for n, m in enumerate(numbers) if m in microbatches])
-        self._stand(numbers)
+        self._enter(numbers)
 
-    def _work_out(self) -> _Edge:
-        self.num_worked_out += 1
+    def _compute(self) -> _Edge:
+        self.num_computed += 1
         start_us = self._begin()
         loop = self._loop
         loop.run_on()
-        place = self._standing = self._known(loop.state())
+        place = self._loop_place = self._place_of(loop.state())
         us = loop.now_us - start_us
         edge = _Edge(us, tuple(loop.ended), loop.flying, tuple(loop.busy_us), place)
         self._place.edges[tuple([works for _, works in self._begun])] = edge
@@ -232,33 +231,33 @@ class VirtualMachine:
             busy_us[index] += us
 
     def _begin(self) -> float:
-        """The loop stands where this stood last, with what was begun there; when that is, by the loop."""
+        """Puts the loop into the last place with the runs begun there; returns its time."""
         loop = self._loop
-        if self._standing is not self._place:
+        if self._loop_place is not self._place:
             loop.restore(self._place.state)
-        self._standing = None
+        self._loop_place = None
         loop.go_on()
         for number, (_, works) in enumerate(self._begun, len(self._flying)):
             loop.begin(Flight(number, number, 0, list(reversed(works))), loop.now_us)
         return loop.now_us
 
     def _catch_up(self) -> list[int]:
-        """The loop stands where this is; gives the microbatches of its flights."""
+        """Advances the loop to the current time; returns the microbatches of its flights."""
         self._begin()
         self._loop.run(self.now_us - self._since_us)
         assert not self._loop.ended, "no run ends before the next place"
         return self._flying + [number for number, _ in self._begun]
 
-    def _stand(self, numbers: Sequence[int]) -> None:
+    def _enter(self, numbers: Sequence[int]) -> None:
         state = self._loop.state()
-        # Moments that come from outside do not come again, unless nothing was going on.
-        self._place = _Place(state) if state.flights else self._known(state)
+        # Times set by the caller do not recur, unless the machine is idle.
+        self._place = _Place(state) if state.flights else self._place_of(state)
         self._since_us, self._begun = self.now_us, []
         self._flying = [numbers[flight] for flight in self._loop.flying]
         for index, us in enumerate(self._loop.busy_us):
             self.busy_us[index] += us
 
-    def _known(self, state: State) -> _Place:
+    def _place_of(self, state: State) -> _Place:
         if not self._remembers:
             return _Place(state)
         if len(self._places) >= MAX_PLACES:

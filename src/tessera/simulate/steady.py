@@ -25,13 +25,24 @@ import numpy as np
 from tessera.execute.lanes import LaneShares, shares_of
 from tessera.execute.schedule import Job
 from tessera.ir import Plan, Recv
+from tessera.plan.config import FULL, SearchConfig
 from tessera.simulate.columns import LaunchSegment, Script, Scripts
 from tessera.simulate.core import Core, Flight, Work
 
 # Runs of each microbatch, at least: before the clock counts, and while it does.
 MIN_WARM_UP_RUNS, MIN_WINDOW_RUNS = 2, 6
-# With fewer microbatches than this, less work is looked at.
+# With fewer microbatches than this, less work is simulated.
 MANY_MICROBATCHES = 4
+# Items of all runs of a request: with more than the first fewer requests are simulated, above the second only
+# samples; quick estimates sample lanes with more than the third.
+LONG_REQUESTS, VERY_LONG_REQUESTS, QUICK_LISTS = 3000, 10_000, 60
+# Segments per microbatch, up to MANY_MICROBATCHES of them, that settle and that are measured.
+SETTLE, SAMPLE = 10, 30
+# A skip shorter than this many samples is not worth the settling behind it.
+MIN_SKIP = 1.0
+
+# The scripts of every lane.
+Lanes = list[tuple[Script, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +165,6 @@ class Window(Core):
     def on_end(self, flight: Flight, now: float) -> None:
         self._table.give_back(flight.lane)
         self._admit(flight.microbatch, now)
-
-
-# Segments that settle and that are measured: of each microbatch on average, where there are no more than
-# these.
-SETTLE, SAMPLE = 10, 30
-# A skip shorter than this many samples is not worth the settling behind it.
-MIN_SKIP = 1.0
 
 
 @dataclass(eq=False)
@@ -319,38 +323,32 @@ class Fluid(Window):
         self._run_us[microbatch] = cuts.done_us[cut]
 
 
-# Requests' worth of work before the clock counts, and while it does: microbatches that start spread over
-# their requests fall in and out of step over several of them.
-FULL, SHORT = WindowExtent(4.0, 10.0), WindowExtent(2.0, 4.0)
-# Where each goes through a long prefill and many decodes, some tens of requests pass until they are in step.
-LONG = WindowExtent(56.0, 28.0)
-# Items of all runs of a request: with more than this fewer requests are simulated, and then samples.
-LONG_REQUESTS, VERY_LONG_REQUESTS = 3000, 10_000
-# In a quick look, lanes with more items than this are sampled.
-QUICK_LISTS = 60
+# Window and extent that lanes are simulated by.
+Effort = Callable[[Lanes], tuple[type[Window], WindowExtent]]
 
 
 class SteadyRates:
     """Work units per second of plans with their microbatches full; plans of one unit share what they can."""
 
-    def __init__(self) -> None:
-        # One a variant.
+    def __init__(self, config: SearchConfig = FULL) -> None:
+        self._config = config
+        # One per variant.
         self._scripts: tuple[Scripts, ...] = ()
         # What was simulated -> its rate per microsecond.
         self._known: dict[object, float] = {}
 
     def __call__(self, plan: Plan) -> float:
-        return 1e6 * self._rate(plan, _effort)
+        return 1e6 * self._rate(plan, self._full)
 
     def quick(self, plan: Plan) -> float:
         """A quick look at it: rougher, for ordering plans that are not near one another."""
-        return 1e6 * self._rate(plan, _quick_effort)
+        return 1e6 * self._rate(plan, self._short)
 
     def settled(self, plan: Plan) -> float:
         """In the long run, when microbatches that started spread have fallen into step, if they do."""
-        return 1e6 * self._rate(plan, _long_effort)
+        return 1e6 * self._rate(plan, self._long)
 
-    def _rate(self, plan: Plan, effort: "Effort") -> float:
+    def _rate(self, plan: Plan, effort: Effort) -> float:
         if not self._shares(plan):
             self._scripts = tuple(Scripts(v.unit, v.costs, plan.cluster) for v in plan.every_variant)
             self._known.clear()
@@ -374,22 +372,18 @@ class SteadyRates:
             for one, other in zip(known, wanted, strict=True)
         )
 
+    # Whether samples are enough, and how much is simulated.
 
-# Are samples enough, and how much is looked at?
-Effort = Callable[[list[tuple[Script, ...]]], tuple[type[Window], WindowExtent]]
+    def _short(self, lanes: Lanes) -> tuple[type[Window], WindowExtent]:
+        longest = max(sum(script.num_items for script in lane) for lane in lanes)
+        return Fluid if longest > QUICK_LISTS else Window, WindowExtent(*self._config.short_window)
 
+    def _full(self, lanes: Lanes) -> tuple[type[Window], WindowExtent]:
+        each = max(sum(script.count * script.num_items for script in lane) for lane in lanes)
+        full, short = WindowExtent(*self._config.full_window), WindowExtent(*self._config.short_window)
+        if each > VERY_LONG_REQUESTS:
+            return Fluid, full
+        return Window, short if each > LONG_REQUESTS else full
 
-def _quick_effort(lanes: list[tuple[Script, ...]]) -> tuple[type[Window], WindowExtent]:
-    longest = max(sum(script.num_items for script in lane) for lane in lanes)
-    return Fluid if longest > QUICK_LISTS else Window, SHORT
-
-
-def _effort(lanes: list[tuple[Script, ...]]) -> tuple[type[Window], WindowExtent]:
-    each = max(sum(script.count * script.num_items for script in lane) for lane in lanes)
-    if each > VERY_LONG_REQUESTS:
-        return Fluid, FULL
-    return Window, SHORT if each > LONG_REQUESTS else FULL
-
-
-def _long_effort(lanes: list[tuple[Script, ...]]) -> tuple[type[Window], WindowExtent]:
-    return _effort(lanes)[0], LONG
+    def _long(self, lanes: Lanes) -> tuple[type[Window], WindowExtent]:
+        return self._full(lanes)[0], WindowExtent(*self._config.long_window)

@@ -394,3 +394,29 @@ def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, {"__float__": "Infinity"}]}')
 
     assert [0.0, float("inf")] == checkpoint.read_settings(tmp_path)["time_step_limit"]
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "mxfp4", "bitsandbytes"])
+def test_a_format_that_is_not_supported_is_named(method: str, tmp_path: Path) -> None:
+    """The message says what to convert to."""
+    config = {"model_type": "llama", "quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(CaptureError, match=rf"(?i){method} weights are not supported.*bfloat16"):
+        build(Step(str(tmp_path), "decode", 1, 8))
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("adapter_config.json", "LoRA adapter.*merge"),
+        ("a.gguf", "GGUF.*safetensors"),
+        ("a", "no config.json"),
+    ],
+)
+def test_a_folder_without_a_configuration_says_what_it_holds(file: str, message: str, tmp_path: Path) -> None:
+    """An adapter, a GGUF file, or nothing that is known."""
+    (tmp_path / file).write_text("{}")
+
+    with pytest.raises(CaptureError, match=message):
+        build(Step(str(tmp_path), "decode", 1, 8))

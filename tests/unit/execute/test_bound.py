@@ -8,7 +8,7 @@ import torch
 import engine_factory as made
 from tessera.errors import WorkerError
 from tessera.execute.launcher import Launcher, bind, out_variant
-from tessera.execute.memory import Ground, constant, ready_programs, tensor_of
+from tessera.execute.memory import WorkerMemory, constant, ready_programs, tensor_of
 from tessera.execute.messages import pack, unpack
 from tessera.ir import BufferKind, Run, View
 
@@ -53,7 +53,7 @@ def test_a_bound_launch_gives_the_same_bits() -> None:
         else weights[trace.buffers[b].name].untyped_storage()
         for b in trace.buffers_of(BufferKind.WEIGHT)
     }
-    stand = Ground([g.trace for g in plan.graphs], 0, [{}, held]).stand(0, program, ())
+    stand = WorkerMemory([g.trace for g in plan.graphs], 0, [{}, held]).program_memory(0, program, ())
     launcher = Launcher(trace, torch.device("cpu"))
     launches = [x.launch for x in program.instructions[0] if isinstance(x, Run)]
     results = []

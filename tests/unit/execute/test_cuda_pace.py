@@ -9,7 +9,7 @@ from factories import make_chain, make_plan
 from tessera.errors import WorkerError
 from tessera.execute.cuda.device import check_device, divide
 from tessera.execute.cuda.graphs import priority
-from tessera.execute.cuda.measure import FLOOR_US, reconcile
+from tessera.execute.cuda.measure import FLOOR_US, without_stamps
 from tessera.execute.cuda.pace import TURN_US, choose_scale, link_hold, throttled_links
 from tessera.execute.cuda.transport import ALIGN, Inboxes, InboxSpot
 from tessera.execute.cuda.worker import GpuClock
@@ -144,7 +144,7 @@ def test_plans_that_replace_others_land_in_the_inbox_that_is_there() -> None:
 
 def test_times_of_launches_add_up_to_the_whole_step() -> None:
     """The cost of stamping is taken off each launch, so that the sum is the plain step's."""
-    times = reconcile(130.0, [[13.0] * 5, [103.0] * 5, [23.0] * 5])
+    times = without_stamps(130.0, [[13.0] * 5, [103.0] * 5, [23.0] * 5])
 
     assert_allclose([10.0, 100.0, 20.0], [us for us, _ in times.launches], rtol=1e-3)
     assert times.stamp_us == pytest.approx(3.0, abs=1e-3)
@@ -152,7 +152,7 @@ def test_times_of_launches_add_up_to_the_whole_step() -> None:
 
 def test_no_launch_is_measured_below_the_floor() -> None:
     """A launch shorter than its stamps is still a launch."""
-    times = reconcile(100.0, [[1.0] * 5, [103.0] * 5])
+    times = without_stamps(100.0, [[1.0] * 5, [103.0] * 5])
 
     assert min(us for us, _ in times.launches) >= FLOOR_US * 0.9
 

@@ -12,9 +12,9 @@ from tessera.errors import DeviceMemoryError
 from tessera.execute.lower import check_programs, lower
 from tessera.execute.memory import (
     ALIGN,
-    Ground,
-    Stand,
+    ProgramMemory,
     Storage,
+    WorkerMemory,
     check_fits,
     footprints,
     ready_programs,
@@ -38,13 +38,13 @@ def random_plan(seed: int, num_devices: int = 3) -> Plan:
     return make_plan([trace], [[placement]], cluster=make_cluster(num_devices))
 
 
-def ground_of(plan: Plan, device: int = 0) -> Ground:
+def ground_of(plan: Plan, device: int = 0) -> WorkerMemory:
     """A device's memory, without weights."""
     traces = [graph.trace for graph in plan.graphs]
-    return Ground(traces, device, [{} for _ in traces])
+    return WorkerMemory(traces, device, [{} for _ in traces])
 
 
-def place_of(stand: Stand, buffer: int) -> Storage:
+def place_of(stand: ProgramMemory, buffer: int) -> Storage:
     return stand.memory.get(buffer)
 
 
@@ -60,7 +60,9 @@ def test_what_is_freed_serves_the_buffers_behind_it() -> None:
     """A worker takes no more places for a chain than are alive together, however often it is set up."""
     plan = make_plan([make_chain(20, 256)], [[[0] * 20]])
     ground, program = ground_of(plan), lower(plan)[0][0]
-    places = {place_of(ground.stand(0, program, ()), b).data_ptr() for b in range(21) for _ in range(2)}
+    places = {
+        place_of(ground.program_memory(0, program, ()), b).data_ptr() for b in range(21) for _ in range(2)
+    }
 
     assert 3 == len(places)
 
@@ -71,7 +73,7 @@ def test_no_two_buffers_that_are_needed_at_once_share_a_place(seed: int) -> None
     plan = random_plan(seed)
     program, trace = lower(plan)[0][0], plan.graphs[0].trace
     for device in range(3):
-        stand = ground_of(plan, device).stand(0, program, ())
+        stand = ground_of(plan, device).program_memory(0, program, ())
         alive: dict[int, int] = {}
         for buffer, is_needed in touched(trace, program, device):
             if is_needed:
@@ -87,7 +89,7 @@ def test_microbatches_share_nothing() -> None:
     """Each has places of its own."""
     plan = random_plan(0)
     ground, program = ground_of(plan), lower(plan)[0][0]
-    one, other = ground.stand(0, program, ()), ground.stand(1, program, ())
+    one, other = ground.program_memory(0, program, ()), ground.program_memory(1, program, ())
     here = [b for b, _ in touched(plan.graphs[0].trace, program, 0)]
 
     assert not {place_of(one, b).data_ptr() for b in here} & {place_of(other, b).data_ptr() for b in here}
@@ -110,7 +112,7 @@ def test_state_stays_where_it_is_through_a_lane_and_in_others() -> None:
         seen: dict[str, int] = {}
         others: set[int] = set()
         for program in (p for lane in lower(plan) for p in lane):
-            stand = ground.stand(0, program, ())
+            stand = ground.program_memory(0, program, ())
             buffers = plan.graphs[program.step].trace.buffers
             for index in {b for b, _ in touched(plan.graphs[program.step].trace, program, device)}:
                 at = place_of(stand, index).data_ptr()

@@ -50,6 +50,6 @@ def test_a_planned_batch_that_is_recorded_otherwise_is_planned_again_as_it_is_re
     steps = LoadSteps([Step("tiny-llama", "decode", 1, 20)], [1], (8, 48), record=record)
     written = replace(make_plan(), unit=steps.at(1))
 
-    assert not steps.foretold(written)
+    assert not steps.matches_recording(written)
     assert steps.at(1).graphs[0].trace.num_views == 99
-    assert steps.foretold(replace(written, unit=steps.at(1)))
+    assert steps.matches_recording(replace(written, unit=steps.at(1)))

@@ -37,7 +37,7 @@ def joint(variants: list[ir.Variant], cluster: ir.Cluster, microbatches: int = 4
     parts = tuple(Task(build(v.unit, v.costs, cluster), microbatches) for v in variants)
     for part in parts:
         assert part.free.mix.columns
-    return joined_task(parts, microbatches, is_judged=False)
+    return joined_task(parts, microbatches, simulate=None)
 
 
 def listed_per_s(task: Task) -> float:

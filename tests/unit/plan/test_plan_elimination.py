@@ -8,54 +8,53 @@ import pytest
 from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit, random_case
 from tessera import ir
 from tessera.plan import PlanConfig, solve
-from tessera.plan.pricing import elimination
+from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.pricing.milp import best_placement
-from tessera.plan.pricing.pricer import Bill, Pricer, Prices
+from tessera.plan.pricing.pricer import PricedChoices, Pricer, Prices
 from tessera.plan.problem import Problem, build, kinds_of
 from tessera.plan.search.task import Task
 
 
-def some_prices(problem: Problem, seed: int) -> tuple[Prices, Bill]:
-    """Prices for all that can be priced, and the bill they make."""
+def some_prices(problem: Problem, seed: int) -> tuple[Prices, PricedChoices]:
+    """Prices for all that can be priced, and the choices they make."""
     rng = np.random.default_rng(seed)
     num = problem.num_devices
     prices = Prices(rng.uniform(0.1, 1, num), rng.uniform(0, 1, (num, num)), 0.2)
     own = (prices.device + prices.path) * problem.load_us
     move = prices.link * problem.wire_us + prices.path * problem.transfer_us
-    return prices, Bill(own, move)
+    return prices, PricedChoices(own, move)
 
 
-def cheapest(problem: Problem, bill: Bill) -> float:
+def cheapest(problem: Problem, choices: PricedChoices) -> float:
     """By trying every placement."""
     every = product(range(problem.num_devices), repeat=problem.num_nodes)
-    return min(bill.cost(problem, np.array(labels)) for labels in every)
+    return min(choices.cost(problem, np.array(labels)) for labels in every)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_three_devices_are_priced_exactly(seed: int) -> None:
     """On narrow graphs elimination finds the cheapest placement, and its bound is that cost."""
     problem = build(*random_case(seed, num=3, devices=3))
-    prices, bill = some_prices(problem, seed)
+    prices, choices = some_prices(problem, seed)
 
     found = Pricer(problem).cheapest(prices)
 
-    best = cheapest(problem, bill)
-    assert bill.cost(problem, found.labels) == pytest.approx(best)
+    best = cheapest(problem, choices)
+    assert choices.cost(problem, found.labels) == pytest.approx(best)
     assert found.bound == pytest.approx(best)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_split_buckets_still_give_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_buckets_still_give_a_bound(seed: int) -> None:
     """With tables too small for the graph the bound is at most the cheapest cost, and not absurdly low."""
-    monkeypatch.setattr(elimination, "MAX_ENTRIES", 27)
     problem = build(*random_case(seed, num=4, devices=3))
-    prices, bill = some_prices(problem, seed)
+    prices, choices = some_prices(problem, seed)
 
-    found = Pricer(problem).cheapest(prices)
+    found = Pricer(problem, SearchConfig(max_entries=27)).cheapest(prices)
 
-    best = cheapest(problem, bill)
+    best = cheapest(problem, choices)
     assert 0.5 * best < found.bound <= best * (1 + 1e-9)
-    assert bill.cost(problem, found.labels) >= best * (1 - 1e-9)
+    assert choices.cost(problem, found.labels) >= best * (1 - 1e-9)
 
 
 def alike_case(counts: tuple[int, int]) -> tuple[ir.WorkUnit, tuple[ir.Costs, ...], ir.Cluster]:
@@ -102,7 +101,7 @@ def test_a_mix_is_never_below_the_best_single_placement(seed: int) -> None:
     """The mixed-integer program's placement is one column of many."""
     case = random_case(seed, num=5, devices=2)
     problem = build(*case)
-    found = best_placement(problem)
+    found = best_placement(problem, FULL.single_limit_s)
     assert found is not None
     period = min(
         float(problem.column(np.array(x)).busy_us.max()) for x in product(range(2), repeat=problem.num_nodes)

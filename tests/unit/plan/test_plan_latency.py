@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from plan_factories import Draft, chain, layered_case, make_cluster, make_costs, make_unit, random_case
+from tessera.plan.config import FULL
 from tessera.plan.latency import Fastest, RequestTimer, solve
 from tessera.plan.problem import Problem, build
 
 
 def fastest(problem: Problem) -> Fastest:
     """Without further starts or limits."""
-    return solve(problem, (), lambda _: True)
+    return solve(problem, (), lambda _: True, FULL)
 
 
 def brute_us(problem: Problem) -> float:

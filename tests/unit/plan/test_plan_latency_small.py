@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from plan_factories import Draft, make_cluster, make_costs, make_unit
 from sampling import examples
+from tessera.plan.config import FULL
 from tessera.plan.latency import RequestTimer, bound_us, solve
 from tessera.plan.latency.layout import layout_of, non_dominated, tails_of
 from tessera.plan.problem import Problem, build
@@ -56,10 +57,10 @@ def test_bound_optimum_and_plan_are_in_order(problem: Problem) -> None:
     """On any small graph the bound is at most the optimum and the optimum at most what is found."""
     optimum = best_us(problem)
 
-    found = solve(problem, (), lambda _: True)
+    found = solve(problem, (), lambda _: True, FULL)
 
     assert found.bound_us <= optimum * (1 + 1e-9)
-    assert bound_us(problem, RequestTimer(problem)) <= optimum * (1 + 1e-9)
+    assert bound_us(problem, FULL) <= optimum * (1 + 1e-9)
     assert optimum <= found.latency_us * (1 + 1e-9)
     assert problem.is_allowed(found.labels)
     assert found.latency_us == pytest.approx(RequestTimer(problem).makespan_us(found.labels))

@@ -15,6 +15,7 @@ from tessera.plan import (
     LoadConfig,
     LoadPlan,
     PricedLoad,
+    SearchConfig,
     Target,
     explain,
     plan_load,
@@ -133,11 +134,8 @@ def test_no_policy_is_better_on_the_curve_than_where_it_is_compared() -> None:
         assert all(o.tokens_per_s <= best[o.policy] for o in found.frontier if o.tpot_ms <= limit_ms)
 
 
-def test_a_coarse_policy_is_compared_at_the_batch_that_is_best_when_simulated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_coarse_policy_is_compared_at_the_batch_that_is_best_when_simulated() -> None:
     """Large batches promise more, here what they do not reach."""
-    monkeypatch.setattr("tessera.plan.load.MAX_SIMULATED", 1)
     cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[8000 * MB, 8000 * MB])
     made = SteadyRates()
 
@@ -145,7 +143,7 @@ def test_a_coarse_policy_is_compared_at_the_batch_that_is_best_when_simulated(
         return made(plan) * (0.1 if plan.batch > 16 else 1.0)
 
     load = PricedLoad(lambda b: request_at(b, b, cluster), cluster, Target(8), lambda: Told(simulate))
-    found = plan_load(load, LoadConfig((4, 16, 32), (), 2))
+    found = plan_load(load, LoadConfig((4, 16, 32), (), 2, search=SearchConfig(max_simulated=1)))
 
     coarse = [o for o in found.baselines if o.policy not in ("single", "data-parallel")]
     assert coarse

@@ -6,7 +6,6 @@ import pytest
 from plan_factories import (
     Draft,
     MiB,
-    Named,
     chain,
     layered,
     layered_case,
@@ -16,7 +15,7 @@ from plan_factories import (
 )
 from tessera import ir
 from tessera.errors import UnknownName
-from tessera.plan.baselines import COARSE, split_periods
+from tessera.plan.baselines import COARSE
 from tessera.plan.constraints import attention_launches, layers_of
 from tessera.plan.problem import Mix, build
 from tessera.plan.search.planners import PLANNERS, planner_named
@@ -137,30 +136,6 @@ def test_layer_pipeline_splits_both_steps_at_the_same_layer() -> None:
         ]
         assert homes[0] == homes[1]
         assert 1 == int(np.abs(np.diff([homes[0][x] for x in range(6)])).sum())
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_period_of_every_split_is_that_of_its_placement(seed: int) -> None:
-    """The one-pass figures of all split points equal those of the placements, links included."""
-    rng = np.random.default_rng(seed)
-    flows = []
-    for i in range(11):
-        later = rng.permutation(np.arange(i + 1, 12))[:2]
-        flows.append((i, tuple(sorted(int(x) for x in later)), int(rng.integers(1, 400_000))))
-    state: Named = {f"kv{i}": ((int(rng.integers(0, 12)),), int(rng.integers(1, 400_000))) for i in range(3)}
-    drafts = [
-        Draft(12, flows, state, scopes=[f"layers.{i // 2}" for i in range(12)]),
-        Draft(12, flows[::2], state),
-    ]
-    drafts[1].scopes = [f"layers.{5 - i // 2}" for i in range(12)]
-    unit, cluster = make_unit(*drafts), make_cluster(gbps=float(rng.uniform(0.3, 3)))
-    task = Task(build(unit, make_costs(unit, cluster, rng.uniform(1, 60, (2, 12, 2)).tolist()), cluster), 4)
-    assert task.problem.layer_of_node is not None
-    layer, num = task.problem.layer_of_node
-    for first in (0, 1):
-        labels = [np.where(layer < cut, first, 1 - first) for cut in range(1, num)]
-        periods = [float(task.problem.column(x).busy_us.max()) for x in labels]
-        assert periods == pytest.approx(split_periods(task.problem, layer, num, first).tolist())
 
 
 def test_layer_pipeline_takes_the_best_split() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plan_factories import Draft, chain, make_cluster, make_costs, make_unit, random_case
-from tessera.plan.pricing.pricer import Bill, Pricer, Prices, network
+from tessera.plan.pricing.pricer import PricedChoices, Pricer, Prices, network
 from tessera.plan.pricing.throughput import maximised
 from tessera.plan.problem import Problem, build
 
@@ -17,17 +17,17 @@ def random_prices(seed: int, num: int) -> Prices:
     return Prices(rng.uniform(0, 1, num), rng.uniform(0, 1, (num, num)), float(rng.uniform(0, 0.3)))
 
 
-def bill_of(problem: Problem, prices: Prices) -> Bill:
+def choices_of(problem: Problem, prices: Prices) -> PricedChoices:
     """The same prices, multiplied out."""
     own = (prices.device + prices.path) * problem.load_us
     move = prices.link * problem.wire_us + prices.path * problem.transfer_us
-    return Bill(own, move, prices.memory, problem.resident(prices.microbatches))
+    return PricedChoices(own, move, prices.memory, problem.resident(prices.microbatches))
 
 
-def brute(problem: Problem, bill: Bill) -> float:
+def brute(problem: Problem, choices: PricedChoices) -> float:
     """The cheapest of all placements."""
     every = product(range(problem.num_devices), repeat=problem.num_nodes)
-    return min(bill.cost(problem, np.array(labels)) for labels in every)
+    return min(choices.cost(problem, np.array(labels)) for labels in every)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -35,12 +35,12 @@ def test_two_devices_are_priced_exactly(seed: int) -> None:
     """On two devices the cut's placement costs what the best of all placements costs, and proves it."""
     problem = build(*random_case(seed, num=5))
     prices = random_prices(seed, 2)
-    bill = bill_of(problem, prices)
-    best = brute(problem, bill)
+    choices = choices_of(problem, prices)
+    best = brute(problem, choices)
 
     priced = Pricer(problem).cheapest(prices)
 
-    assert best == pytest.approx(bill.cost(problem, priced.labels), rel=1e-6)
+    assert best == pytest.approx(choices.cost(problem, priced.labels), rel=1e-6)
     assert best * (1 - 1e-6) <= priced.bound <= best * (1 + 1e-12)
 
 
@@ -53,11 +53,11 @@ def test_resident_weights_are_priced_exactly(seed: int) -> None:
     cluster = make_cluster()
     problem = build(unit, make_costs(unit, cluster, rng.uniform(1, 9, (1, 6, 2)).tolist()), cluster)
     prices = Prices(np.ones(2), np.ones((2, 2)), 0.0, rng.uniform(0, 0.2, 2))
-    bill = bill_of(problem, prices)
+    choices = choices_of(problem, prices)
 
     found = Pricer(problem).cheapest(prices).labels
 
-    assert brute(problem, bill) == pytest.approx(bill.cost(problem, found), rel=1e-6)
+    assert brute(problem, choices) == pytest.approx(choices.cost(problem, found), rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -68,12 +68,12 @@ def test_tree_on_three_devices_is_priced_exactly(seed: int) -> None:
     unit, cluster = make_unit(Draft(6, joins)), make_cluster(3)
     problem = build(unit, make_costs(unit, cluster, rng.uniform(1, 9, (1, 6, 3)).tolist()), cluster)
     prices = random_prices(seed, 3)
-    bill = bill_of(problem, prices)
+    choices = choices_of(problem, prices)
 
     priced = Pricer(problem).cheapest(prices)
 
-    assert brute(problem, bill) == pytest.approx(bill.cost(problem, priced.labels))
-    assert brute(problem, bill) == pytest.approx(priced.bound)
+    assert brute(problem, choices) == pytest.approx(choices.cost(problem, priced.labels))
+    assert brute(problem, choices) == pytest.approx(priced.bound)
 
 
 def test_swaps_come_close_on_three_devices() -> None:
@@ -82,10 +82,10 @@ def test_swaps_come_close_on_three_devices() -> None:
     for seed in range(12):
         problem = build(*random_case(seed, num=4, devices=3))
         prices = random_prices(seed, 3)
-        bill = bill_of(problem, prices)
+        choices = choices_of(problem, prices)
         priced = Pricer(problem).cheapest(prices)
-        best = brute(problem, bill)
-        ratios.append(bill.cost(problem, priced.labels) / best)
+        best = brute(problem, choices)
+        ratios.append(choices.cost(problem, priced.labels) / best)
         assert priced.bound <= best * (1 + 1e-9)
 
     assert float(np.mean(ratios)) < 1.05
@@ -97,19 +97,19 @@ def test_swap_is_the_best_exchange_of_two_devices(seed: int) -> None:
     """No other way to share two devices' nodes between them is cheaper, the third device's left alone."""
     problem = build(*random_case(seed, num=6, devices=3))
     prices = random_prices(seed, 3)
-    bill = bill_of(problem, Prices(prices.device, 5 * prices.link, prices.path))
+    choices = choices_of(problem, Prices(prices.device, 5 * prices.link, prices.path))
     labels = np.random.default_rng(seed).integers(0, 3, problem.num_nodes)
     free = np.flatnonzero(labels != 1)
 
     def exchanged(sides: tuple[int, ...]) -> float:
         other = labels.copy()
         other[free] = sides
-        return bill.cost(problem, other)
+        return choices.cost(problem, other)
 
-    found, _ = Pricer(problem).swapped(labels, bill, (0, 2))
+    found, _ = Pricer(problem).swapped(labels, choices, (0, 2))
 
     assert min(map(exchanged, product((0, 2), repeat=len(free)))) == pytest.approx(
-        bill.cost(problem, found), rel=1e-6
+        choices.cost(problem, found), rel=1e-6
     )
     assert (found[labels == 1] == 1).all()
 

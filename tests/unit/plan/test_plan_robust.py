@@ -7,9 +7,9 @@ import pytest
 
 from plan_factories import chain, layered_case, make_cluster, make_unit
 from tessera import ir
-from tessera.plan import PlanConfig, solve
+from tessera.plan import FULL, PlanConfig, solve
 from tessera.plan.problem import Mix, build
-from tessera.plan.search.robust import NUM_SAMPLES, Sampler, robust_of
+from tessera.plan.search.robust import Sampler, robust_of
 
 THROUGHPUT = PlanConfig(ir.Objective.THROUGHPUT)
 
@@ -44,7 +44,7 @@ def test_repricing_is_exact() -> None:
     """A sample's rate is that of the mix under the sample's own costs."""
     unit, costs, cluster = layered_case(2, rel_error=0.3)
     problem = build(unit, costs, cluster)
-    sampler = Sampler(problem)
+    sampler = Sampler(problem, FULL.num_samples)
     column = problem.column(np.arange(problem.num_nodes) % 2)
     factors = sampler._factors[7]
     names = list(dict.fromkeys(g.trace.kernel_of(i).name for g in unit.graphs for i in range(12)))
@@ -64,12 +64,12 @@ def test_repricing_is_exact() -> None:
     again = build(unit, wrong, cluster).column(column.labels)
 
     assert sampler.rates_per_s(Mix((column,), (1.0,)))[7] == pytest.approx(1e6 / again.busy_us.max())
-    assert NUM_SAMPLES == len(sampler._factors)
+    assert FULL.num_samples == len(sampler._factors)
 
 
 def test_equal_gpus_are_wrong_together() -> None:
     """A kernel that is mispriced on one card is mispriced on its twin."""
-    factors = Sampler(build(*layered_case(1, rel_error=0.3)))._factors
+    factors = Sampler(build(*layered_case(1, rel_error=0.3)), FULL.num_samples)._factors
 
     assert np.allclose(factors[:, 0], factors[:, 1])
 
@@ -92,7 +92,7 @@ def test_of_two_equals_the_one_on_sure_ground_is_taken() -> None:
     costs = (ir.Costs(unit.graphs[0].trace.digest, devices, rows),)
     problem = build(unit, costs, cluster)
     mixes = [Mix((problem.column(np.array([0, d])),), (1.0,)) for d in (1, 2)]
-    unsure, sure = robust_of(Sampler(problem), mixes, [m.rate_per_s for m in mixes])
+    unsure, sure = robust_of(Sampler(problem, FULL.num_samples), mixes, [m.rate_per_s for m in mixes])
 
     assert sure.regret < unsure.regret
     assert sure.p10_per_s > unsure.p10_per_s

@@ -3,37 +3,24 @@
 import numpy as np
 
 from plan_factories import MiB, layered_case
-from tessera import ir
+from tessera.plan.config import FULL
+from tessera.plan.pricing import throughput
 from tessera.plan.problem import Mix, build, microbatch_counts
-from tessera.plan.search.judge import Judge
-from tessera.plan.search.local import (
-    MAX_SEGMENTS,
-    MOST,
-    NUM_FINALISTS,
-    NUM_SINGLE,
-    _by_layer,
-    _by_segment,
-    _by_step,
-    is_filled,
-    throughput_mixes,
-)
+from tessera.plan.search.local import Search, _by_layer, _by_segment, _by_step, is_filled, throughput_mixes
 from tessera.plan.search.task import Task
 from tessera.simulate import SteadyRates
 
 
 def test_without_a_judge_only_the_optimum_is_proposed() -> None:
     """Nothing else can win by busy time."""
-    task = Task(build(*layered_case()), 4, is_judged=False)
+    task = Task(build(*layered_case()), 4)
 
     assert (task.free.mix,) == throughput_mixes(task)
 
 
-def judged_task() -> Task:
+def judged_task(is_served: bool = False) -> Task:
     """A task whose search looks at simulated rates."""
-    task = Task(build(*layered_case()), 4, is_judged=True)
-    rates = SteadyRates()
-    task.quick = Judge(task, ir.Objective.THROUGHPUT, "throughput", rates).quick_rate
-    return task
+    return Task(build(*layered_case()), 4, SteadyRates(), is_served)
 
 
 def test_finalists_differ_and_move_less_than_the_optimum_by_busy_time() -> None:
@@ -44,18 +31,16 @@ def test_finalists_differ_and_move_less_than_the_optimum_by_busy_time() -> None:
         tuple(sorted((c.key, round(s, 6)) for c, s in zip(m.columns, m.shares, strict=True))) for m in mixes
     }
 
-    assert 0 < len(mixes) == len(keys) <= NUM_FINALISTS[0]
+    assert 0 < len(mixes) == len(keys) <= FULL.num_finalists[0]
     assert min(m.num_messages for m in mixes) < task.free.mix.num_messages
 
 
 def test_finalists_simulate_better_than_the_optimum_by_busy_time() -> None:
     """Busy time alone would have chosen a plan that few requests in flight cannot keep up."""
     task = judged_task()
-    assert task.quick is not None
+    best = max(task.quick_per_s(mix) for mix in throughput_mixes(task))
 
-    best = max(task.quick(mix) for mix in throughput_mixes(task))
-
-    assert best > 1.02 * task.quick(task.free.mix)
+    assert best > 1.02 * task.quick_per_s(task.free.mix)
 
 
 def test_every_candidate_fits() -> None:
@@ -63,7 +48,7 @@ def test_every_candidate_fits() -> None:
     per_layer = 4 * 16 * MiB + (1 + 3) * 8 * MiB
     temporary = 4 * 24 * MiB
     memory = [n * per_layer + temporary for n in (3, 2)]
-    task = Task(build(*layered_case(4, memory=memory)), 4, is_judged=True)
+    task = Task(build(*layered_case(4, memory=memory)), 4, SteadyRates())
 
     assert task.pool.is_tight
     for mix in throughput_mixes(task):
@@ -73,12 +58,13 @@ def test_every_candidate_fits() -> None:
 def climbed() -> tuple[Task, list[Mix]]:
     """A task, and every mix that its search simulated."""
     task = judged_task()
-    seen: list[Mix] = []
-    quick = task.quick
-    assert quick is not None
-    task.quick = lambda mix: (seen.append(mix), quick(mix))[1]  # type: ignore[func-returns-value]
-    throughput_mixes(task)
-    return task, seen
+    search = Search(task)
+    search.look(task.free.mix)
+    for depth in FULL.depths:
+        search.look(throughput.generate(task.pool, 2 * depth).mix)
+    search.climb()
+    search.refine()
+    return task, [mix for _, mix in search.found]
 
 
 def test_no_more_is_simulated_than_the_budget_allows() -> None:
@@ -93,7 +79,7 @@ def test_no_more_is_simulated_than_the_budget_allows() -> None:
     ]
 
     assert len(keys) == len(set(keys))
-    assert len(seen) <= MOST + NUM_SINGLE + MAX_SEGMENTS
+    assert len(seen) <= FULL.max_looks + FULL.num_single + FULL.max_segments
 
 
 def test_teams_have_no_more_microbatches_than_microbatches() -> None:
@@ -113,8 +99,7 @@ def test_a_microbatch_that_stays_on_a_device_is_tried_beside_divided_ones() -> N
 
 def test_where_microbatches_decode_for_ever_none_lives_on_what_others_leave() -> None:
     """Candidates of a service mix no placement that stays on a device with divided ones."""
-    task = judged_task()
-    task.is_served = True
+    task = judged_task(is_served=True)
 
     assert not any(is_filled(task, mix.columns) for mix in throughput_mixes(task))
 
@@ -126,7 +111,7 @@ def test_a_splice_takes_its_layers_or_a_step_from_two_placements() -> None:
     layers = task.problem.layer_of_node
     assert layers is not None
 
-    by_layer = [x.tolist() for x in _by_layer(task.problem, one, other)]
+    by_layer = [x.tolist() for x in _by_layer(task.problem, one, other, FULL.num_cuts)]
     by_step = [x.tolist() for x in _by_step(task.problem, one, other)]
 
     assert by_layer

@@ -7,16 +7,15 @@ import pytest
 from profile_factories import emulated, unary_trace
 from tessera.errors import ArtifactError
 from tessera.ir import Cost, Source
-from tessera.profile import OpClass, Work, estimate, works
-from tessera.profile.calibration import (
-    Calibration,
-    CalibrationRow,
+from tessera.profile import OpClass, Work, estimate, sureness_of, works
+from tessera.profile.corrections import (
+    Corrections,
+    MeasuredWork,
     calibration_of,
     chosen,
     folder,
     load,
     save,
-    step_error,
 )
 
 
@@ -54,9 +53,9 @@ def test_launches_that_repeat_count_as_often() -> None:
 
 def test_a_measured_launch_takes_its_time_and_others_its_ratio() -> None:
     """Three launches of a class at twice their price teach that the others take twice theirs."""
-    rows = tuple(CalibrationRow(work(n), 20.0, 10.0) for n in (1, 2, 3))
-    found = Calibration("l40s", {}, rows)
-    known, other = found.applied(work(2), cost(10.0)), found.applied(work(9), cost(7.0))
+    rows = tuple(MeasuredWork(work(n), 20.0, 10.0) for n in (1, 2, 3))
+    found = Corrections("l40s", rows=rows)
+    known, other = found.apply_rows(work(2), cost(10.0)), found.apply_rows(work(9), cost(7.0))
 
     assert (20.0, Source.MEASURED) == (known.us, known.source)
     assert (14.0, Source.CLASS) == (other.us, other.source)
@@ -65,14 +64,14 @@ def test_a_measured_launch_takes_its_time_and_others_its_ratio() -> None:
 
 def test_one_launch_teaches_nothing_of_its_class() -> None:
     """It may be an exception."""
-    found = Calibration("l40s", {}, (CalibrationRow(work(1), 20.0, 10.0),))
+    found = Corrections("l40s", rows=(MeasuredWork(work(1), 20.0, 10.0),))
 
-    assert cost(7.0) == found.applied(work(9), cost(7.0))
+    assert cost(7.0) == found.apply_rows(work(9), cost(7.0))
 
 
 def test_what_is_kept_is_what_was_made() -> None:
     """Works, overheads and times come back."""
-    made = Calibration("l40s", {"gpu": "NVIDIA L40S"}, (CalibrationRow(work(1), 20.0, 10.0),))
+    made = Corrections("l40s", {"gpu": "NVIDIA L40S"}, rows=(MeasuredWork(work(1), 20.0, 10.0),))
     save(made, folder() / "l40s.json")
 
     assert made == calibration_of("l40s")
@@ -82,7 +81,7 @@ def test_prices_of_a_calibrated_card_use_it() -> None:
     """And those of another do not."""
     trace = unary_trace("aten.neg.default", 1 << 20)
     plain = estimate(trace, emulated("l40s", "a100"), False).costs[0]
-    save(Calibration("l40s", {}, (CalibrationRow(works(trace)[0], 77.0, 1.0),)), folder() / "l40s.json")
+    save(Corrections("l40s", rows=(MeasuredWork(works(trace)[0], 77.0, 1.0),)), folder() / "l40s.json")
     found = estimate(trace, emulated("l40s", "a100"), False).costs[0]
 
     assert (77.0, Source.MEASURED) == (found[0].us, found[0].source)
@@ -99,8 +98,8 @@ def test_a_broken_calibration_is_said_with_its_place(tmp_path: Path) -> None:
 
 def test_classes_that_are_wrong_alike_add_up() -> None:
     """Two launches of one class at ±50 % are a step of ±50 %; of two classes, of less."""
-    same = step_error([work(1), work(2)], [cost(1.0), cost(1.0)])
-    unlike = step_error([work(1), work(2, OpClass.GEMM)], [cost(1.0), cost(1.0)])
+    same = sureness_of((w, "l40s", cost(1.0), 1.0) for w in (work(1), work(2)))
+    unlike = sureness_of((w, "l40s", cost(1.0), 1.0) for w in (work(1), work(2, OpClass.GEMM)))
 
-    assert 0.5 == pytest.approx(same)
-    assert 0.36 > unlike
+    assert 0.5 == pytest.approx(same.rel_error)
+    assert 0.36 > unlike.rel_error

@@ -10,9 +10,9 @@ from scripts.launch_rows import read
 from profile_factories import Shape, TraceMaker, attention_trace, contiguous, emulated, unary_trace
 from tessera.ir import Arg, Origin, Source, Trace, View
 from tessera.profile import Work, estimate, works
+from tessera.profile.corrections import Corrections, packaged
 from tessera.profile.estimate import price_works
 from tessera.profile.gpus import clock_ghz, gpu, known_gpus
-from tessera.profile.overhead_model import Overheads, add_overheads, fitted_overheads
 from tessera.profile.overheads import TERMS, fused_overhead, joined_dims
 
 ROWS = Path(__file__).parents[3] / "benchmarks" / "results" / "launches_h200_202611.json"
@@ -207,16 +207,16 @@ def test_without_coefficients_nothing_changes() -> None:
     (work,) = works(broadcast_trace(1 << 20))
     costs = price_works([replace(work, overhead=())], "h200", None)
 
-    assert costs == add_overheads([work], costs, "h200", Overheads("h200", {}, {}))
+    assert costs == [Corrections("h200").apply(work, costs[0], gpu("h200"))]
 
 
 def test_every_coefficient_belongs_to_a_term_and_has_an_error() -> None:
     """The file in the package and the list of terms agree."""
-    found = fitted_overheads()
+    terms = packaged().terms
 
-    assert set(found.coefficients) <= set(TERMS)
-    assert all(value > 0 for value in found.coefficients.values())
-    assert all(0 <= found.errors[term] < 1 for term in found.coefficients)
+    assert set(terms) <= set(TERMS)
+    assert all(term.coefficient > 0 for term in terms.values())
+    assert all(0 <= term.rel_error < 1 for term in terms.values())
 
 
 def test_clocks_come_from_the_data_sheet() -> None:

@@ -7,8 +7,8 @@ from scripts.fit_streams import SPLIT, fit, timed, work_of
 
 from profile_factories import attention_trace
 from tessera.profile import works
+from tessera.profile.corrections import packaged
 from tessera.profile.estimate import price_works
-from tessera.profile.overhead_model import fitted_streams
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
@@ -65,8 +65,8 @@ def test_the_mask_tells_cudnn_kernels_apart() -> None:
 
 
 def test_the_numbers_are_what_the_script_fits() -> None:
-    """streams.json is not edited by hand, and is not older than its rows."""
+    """corrections.json is not edited by hand, and is not older than its rows."""
     for kernel, rows in timed(RESULTS).items():
-        found, known = fit(rows, kernel in SPLIT), fitted_streams().kernels[kernel]
+        found, known = fit(rows, kernel in SPLIT), packaged().kernels[kernel]
 
         assert (found.floor, found.chain) == pytest.approx((known.floor, known.chain), rel=0.03)

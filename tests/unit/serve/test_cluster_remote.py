@@ -27,7 +27,6 @@ from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Step
 from tessera.serve.joining import ModelHere, keep_working
 from tessera.serve.records import Ask
-from tessera.serve.replan import replanner_of
 from tessera.serve.service import Service
 from tessera.serve.text import ByteText
 
@@ -112,7 +111,7 @@ def away(folder: Path) -> Iterator[Away]:
     workers = made.workers(
         hub=lambda setups: RemoteHub(setups, gate=gate, secret=SECRET, here=frozenset({0}))
     )
-    planner = replanner_of(made)
+    planner = made.replanner()
     try:
         with workers as stepper, Service(stepper, made.model.shape, ByteText(), planner=planner) as service:
             yield Away(service, stepper, host, gate)

@@ -28,7 +28,6 @@ from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
 from tessera.ir import DeviceKind, Lane, Placement, Plan
 from tessera.serve.records import Ask
-from tessera.serve.replan import replanner_of
 
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 STEPS = len(SHAPE.sizes)
@@ -175,7 +174,7 @@ def test_times_of_emulated_devices_say_nothing() -> None:
 def test_a_planner_adopts_what_is_better_and_keeps_what_is_not() -> None:
     """A plan leaves a device that becomes twenty times as slow, and stays as it is where nothing changed."""
     made = steps_factory.prepared()
-    planner = replanner_of(made)
+    planner = made.replanner()
     kernels = {k.name for graph in made.plans[0].unit.graphs for k in graph.trace.kernels}
     placed = [device for step in made.plans[1].lanes[0].placement.devices for device in step]
     used = max(set(placed), key=placed.count)

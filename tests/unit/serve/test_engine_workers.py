@@ -13,7 +13,6 @@ from serving_factory import GREEDY, Told, random_ask, read, read_all, wait_for
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.serve.engine import MAX_FAILURES
 from tessera.serve.records import Ask
-from tessera.serve.replan import replanner_of
 from tessera.serve.service import Service
 from tessera.serve.text import ByteText
 
@@ -78,7 +77,7 @@ def test_a_device_that_fails_again_and_again_is_planned_around() -> None:
     made, ask = steps_factory.over_both(), Ask((1, 2, 3), 9, GREEDY, ignores_end=True)
     said, killed = list[str](), set[int]()
     with made.workers() as stepper:
-        service = Service(stepper, made.model.shape, ByteText(), planner=replanner_of(made), log=said.append)
+        service = Service(stepper, made.model.shape, ByteText(), planner=made.replanner(), log=said.append)
         with service:
             first = wait_for(read(service, ask))
             while len(killed) < MAX_FAILURES:

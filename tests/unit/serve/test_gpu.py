@@ -20,8 +20,8 @@ from tessera.execute.cuda.graphs import ShareGraph
 from tessera.ir import Cluster, Objective
 from tessera.profile import make_cluster, parse_devices
 from tessera.profile.devices import Card
-from tessera.serve import gpu
-from tessera.serve.gpu import check_gpus, prepare_on_gpus
+from tessera.serve import planning
+from tessera.serve.gpu import check_gpus
 from tessera.serve.planning import Prepared
 from tessera.serve.records import Ask, Average, ServeSpec
 from tessera.serve.service import Service
@@ -39,7 +39,7 @@ CARD = Card("NVIDIA H200", 141 << 30, 132)
 def _stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     cuda_stub.install(monkeypatch)
-    monkeypatch.setattr(gpu, "RIVALS", ("data-parallel",))
+    monkeypatch.setattr(planning, "RIVALS", ("data-parallel",))
     yield
     torch.set_num_threads(threads)  # workers are threads here, and set their own
 
@@ -52,7 +52,7 @@ def make_devices(text: str) -> Cluster:
 @functools.cache
 def prepare(text: str, *coarse: str) -> Prepared:
     """The tiny Llama, captured operator by operator."""
-    return prepare_on_gpus(
+    return planning.prepare(
         "tiny-llama",
         make_devices(text),
         ServeSpec(**SIZES, average=Average(8, 3), policies=(Objective.THROUGHPUT,)),
@@ -134,7 +134,7 @@ def test_the_command_serves_from_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a model's name and a GPU to a service that answers."""
     pytest.importorskip("fastapi")
     pytest.importorskip("prometheus_client")
-    monkeypatch.setattr(gpu, "prepare_on_gpus", partial(prepare_on_gpus, is_compiled=False))
+    monkeypatch.setattr("tessera.serve.start.prepare", partial(planning.prepare, is_compiled=False))
     options = ServeOptions(spec=ServeSpec(1, 2, 32, 8, average=Average(8, 3)))
     with started("tiny-llama", make_devices("cuda:0"), options) as ready:
         assert isinstance(ready.service, Service)

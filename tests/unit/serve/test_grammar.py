@@ -12,7 +12,7 @@ jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
 
 from serving_factory import GREEDY, SHAPE, Loss, ToyStepper, expected, read_all, service_of, wait_for  # noqa: E402
 from tessera.errors import AskError  # noqa: E402
-from tessera.serve.grammar import MAX_CHARS, Grammar, GrammarCompiler  # noqa: E402
+from tessera.serve.grammar import MAX_CHARS, Grammar, GrammarCompiler, open_grammars  # noqa: E402
 from tessera.serve.records import Ask, Sampling  # noqa: E402
 from tessera.serve.sampling import Pick, choose  # noqa: E402
 from tessera.serve.text import END, ByteText  # noqa: E402
@@ -163,3 +163,19 @@ def test_a_grammar_that_becomes_too_large_ends_its_answer_alone() -> None:
     assert "error" == failed.finish.reason
     assert "items" in failed.finish.message
     assert expected(asks[1]) == told.what
+
+
+def test_schema_that_refers_to_itself_alone_is_refused() -> None:
+    """No text fits it, which the first mask shows."""
+    with pytest.raises(AskError, match="no text fits it"):
+        GrammarCompiler(ByteText(), 258).compile('start: %json {"$ref": "#"}', "response_format")
+
+
+def test_library_that_does_not_load_is_left_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An optional feature never ends the service; a warning says why it is off."""
+    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *args, **options: 1 / 0)
+
+    assert open_grammars(ByteText(), 258) is None
+    assert "division by zero" in caplog.text

@@ -119,7 +119,7 @@ def test_a_little_more_or_less_memory_finds_the_same_plans() -> None:
 def test_a_start_by_kept_plans_imports_no_model_code() -> None:
     """What builds and plans takes longer to import than all the rest."""
     code = (
-        "import sys, tessera.serve.app, tessera.serve.replan, tessera.serve.start; "
+        "import sys, tessera.serve.app, tessera.serve.rehearse, tessera.serve.start; "
         "sys.exit(str({'transformers', 'scipy', 'torch._dynamo', 'tessera.flow'} & sys.modules.keys() or ''))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

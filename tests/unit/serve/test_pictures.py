@@ -64,7 +64,7 @@ def test_every_picture_is_resized_to_the_grid() -> None:
         ("https://example.com/cat.png", "fetches nothing"),
         ("file:///etc/passwd", "fetches nothing"),
         ("data:text/html;base64,AAAA", "fetches nothing"),
-        ("data:image/png;base64,AAAA", "the picture is none"),
+        ("data:image/png;base64,AAAA", "is not a picture"),
         ("data:image/png;base64,$$$", "cannot be read"),
         (data_url(noise())[:-40], "cannot be read"),
     ],

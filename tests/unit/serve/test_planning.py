@@ -19,7 +19,6 @@ from tessera.ir import Cluster, Device, DeviceKind, Objective, verify
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import counts_of, prepare
 from tessera.serve.records import Average, ServeSpec
-from tessera.serve.replan import replanner_of
 from tessera.serve.steps import servable_models, served, sizes_of, state_bytes
 
 
@@ -192,7 +191,7 @@ def test_a_sharded_checkpoint_is_served_with_its_own_weights(sharded: Path) -> N
 def test_plans_around_a_device_are_plans_for_all_of_them() -> None:
     """The device is left unused, the cluster stays, and a service can go over to them and back."""
     made = factory.prepared()
-    around = replanner_of(made).without(made.plans, {"emu:a100"})
+    around = made.replanner().without(made.plans, {"emu:a100"})
 
     assert made.plans[0].cluster.names == around[0].cluster.names
     for plan in around:
@@ -200,7 +199,7 @@ def test_plans_around_a_device_are_plans_for_all_of_them() -> None:
         assert {"emu:l40s"} == {name for i in range(len(plan.lanes)) for name in devices_of(plan, i)}
     check_alike([*made.plans, *around])
     with pytest.raises(PlanInfeasible, match="no device is left"):
-        replanner_of(made).without(made.plans, made.plans[0].cluster.names)
+        made.replanner().without(made.plans, made.plans[0].cluster.names)
 
 
 @pytest.mark.parametrize("model", [pytest.param("tiny-gpt-oss", marks=pytest.mark.slow), "tiny-mamba"])

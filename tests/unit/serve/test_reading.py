@@ -1,13 +1,12 @@
-"""Bodies that are read beside the event loop: alike in a thread and in a process; nobody waits for them."""
+"""Bodies are read in threads beside the event loop; nobody waits for them."""
 
 import asyncio
 import json
-import os
-import socket
 import statistics
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 pytest.importorskip("transformers", reason="needs the extra 'serve'")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
-from http_factory import MODEL, Running, Scripted, serving, wait_until  # noqa: E402
+from http_factory import MODEL, Running, Scripted, serving  # noqa: E402
 from tessera.errors import AskError  # noqa: E402
-from tessera.serve import reading  # noqa: E402
+from tessera.serve import templates  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.errors import ApiError  # noqa: E402
 from tessera.serve.openai.read import (  # noqa: E402
@@ -27,7 +26,7 @@ from tessera.serve.openai.read import (  # noqa: E402
     Endpoint,
     ModelCard,
 )
-from tessera.serve.reading import SMALL_BYTES, Found, Reading  # noqa: E402
+from tessera.serve.reading import SMALL_BYTES, FairPool, ReadBody, Reading  # noqa: E402
 from tessera.serve.text import (  # noqa: E402
     ByteText,
     Text,
@@ -52,8 +51,8 @@ def text_of(path: Path, template: str = TEMPLATE) -> Text:
     return open_text(str(path))
 
 
-def read(text: Text, kind: str, body: dict[str, Any], num_padded: int) -> Found:
-    """What is read of a body, which is made longer by spaces; and read by a process if it is large."""
+def read(text: Text, kind: str, body: dict[str, Any], num_padded: int) -> ReadBody:
+    """What is read of a body, made longer by spaces."""
     raw = json.dumps(body).encode()
     found = Reading(ModelCard(MODEL, text, CAPACITY, 512))
     try:
@@ -78,8 +77,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_a_process_reads_what_a_thread_reads(tmp_path: Path, kind: str) -> None:
-    """The same draft, with a folder's tokenizer and template, for every kind of body."""
+def test_every_kind_of_body_is_read_alike_small_or_large(tmp_path: Path, kind: str) -> None:
+    """The same draft in either kind of thread, with a folder's tokenizer and template."""
     text = text_of(tmp_path, WITH_TOOLS)
 
     assert read(text, kind, BODIES[kind], 0) == read(text, kind, BODIES[kind], SMALL_BYTES)
@@ -89,46 +88,71 @@ def test_a_process_reads_what_a_thread_reads(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("body", "field"), [({"prompt": 5}, "prompt"), ({"prompt": [600]}, "prompt"), ({"model": "x"}, "prompt")]
 )
-def test_errors_are_told_alike(num_padded: int, body: dict[str, Any], field: str) -> None:
-    """With status and field, wherever the body is read."""
-    with pytest.raises(ApiError) as told:
+def test_errors_name_status_and_field(num_padded: int, body: dict[str, Any], field: str) -> None:
+    """Whatever the size of the body."""
+    with pytest.raises(ApiError) as raised:
         read(ByteText(), "completion", body, num_padded)
 
-    assert (400, field) == (told.value.status, told.value.param)
+    assert (400, field) == (raised.value.status, raised.value.param)
 
 
-@pytest.mark.parametrize("num_padded", [0, SMALL_BYTES])
-def test_a_template_that_does_not_end_is_ended(tmp_path: Path, num_padded: int) -> None:
-    """In its process or in that of the body; the next body is read."""
+def test_endless_template_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is killed; the next body is read."""
+    monkeypatch.setattr(templates, "LIMIT_S", 1.0)
     text = text_of(tmp_path, "{% if messages[0].content == 'x' %}" + ENDLESS + "{% endif %}fine")
-    raw = [json.dumps({"messages": [{"role": "user", "content": said}]}).encode() for said in "xy"]
+    bodies = [{"messages": [{"role": "user", "content": said}]} for said in "xy"]
+    with pytest.raises(AskError, match="more than 1 s"):
+        read(text, "chat", bodies[0], 0)
 
-    async def both() -> Found:
-        found = Reading(ModelCard(MODEL, text, CAPACITY, 512))
-        with pytest.raises((ApiError, AskError), match="CPU time"):
-            await found.read("chat", raw[0] + b" " * num_padded)
-        try:
-            return await found.read("chat", raw[1] + b" " * num_padded)
-        finally:
-            found.close()
-
-    assert isinstance(asyncio.run(both()), Draft)
+    assert isinstance(read(text, "chat", bodies[1], 0), Draft)
 
 
-def test_a_reader_that_died_is_started_again() -> None:
-    """The next large body is read by another process."""
-    raw = json.dumps({"prompt": "a" * SMALL_BYTES}).encode()
+def test_clients_take_turns() -> None:
+    """A client with one job waits for one job of a client with many; jobs of gone clients are skipped."""
+    order: list[str] = []
+    gate = threading.Event()
 
-    async def twice() -> None:
-        found = Reading(ModelCard(MODEL, ByteText(), CAPACITY, 258))
-        first = found.start()
-        await found.read("completion", raw)
-        first.close()
-        await found.read("completion", raw)
-        assert first is not found.start()
-        found.close()
+    async def main() -> None:
+        pool: FairPool[None] = FairPool(1, "test")
+        jobs = [pool.run("many", partial(_note, order, f"many {i}", gate)) for i in range(4)]
+        tasks = [asyncio.create_task(job) for job in jobs]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(pool.run("few", partial(_note, order, "few", gate))))
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        gate.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        pool.close()
 
-    asyncio.run(twice())
+    asyncio.run(main())
+    assert ["many 0", "many 1", "few", "many 3"] == order
+
+
+def _note(order: list[str], name: str, gate: threading.Event) -> None:
+    assert gate.wait(10)
+    order.append(name)
+
+
+def test_small_bodies_do_not_wait_for_large_ones(server: Running) -> None:
+    """Four large bodies are being read; a small one is answered before the first of them."""
+    large = json.dumps({"prompt": WORDS * 40_000}).encode()
+    headers = {"content-type": "application/json"}
+    ended: list[str] = []
+
+    def post(name: str, path: str, raw: bytes) -> None:
+        answer = httpx.post(f"{server.url}{path}", content=raw, headers=headers, timeout=120)
+        assert answer.status_code == 200
+        ended.append(name)
+
+    threads = [threading.Thread(target=post, args=("large", "/tokenize", large)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    post("small", "/v1/completions", json.dumps({"prompt": WORDS * 500, "max_tokens": 1}).encode())
+    for thread in threads:
+        thread.join()
+
+    assert "small" in ended[:2]
 
 
 def test_a_text_that_is_too_long_is_not_read_to_its_end(tmp_path: Path) -> None:
@@ -181,6 +205,9 @@ def measured(server: Running, path: str, raw: bytes) -> tuple[Any, float, list[f
     return answers[0], seconds, before, waits
 
 
+DEEP: Any = []
+for _ in range(900):
+    DEEP = [DEEP]
 HEAVY = {
     "a text of 3.6 MB": ("/v1/completions", {"prompt": (WORDS * 100_000)[:3_600_000], "max_tokens": 1}),
     "a conversation of 3.6 MB": (
@@ -188,10 +215,13 @@ HEAVY = {
         {"messages": [{"role": "user", "content": ("<|end|> < " * 400_000)[:3_600_000]}], "max_tokens": 1},
     ),
     "a text that fits": ("/v1/completions", {"prompt": WORDS * 5000, "max_tokens": 1}),
+    "a million one-token prompts": ("/v1/completions", {"prompt": [[1]] * 900_000}),
+    "deep nesting": ("/v1/completions", {"prompt": "a", "metadata": DEEP}),
+    "half a million numbers": ("/v1/completions", {"prompt": [311] * 500_000, "max_tokens": 1}),
     "a million numbers": ("/v1/completions", {"prompt": [7] * 1_000_000, "max_tokens": 1}),
     "many texts": ("/v1/completions", {"prompt": ["x"] * 15_000, "max_tokens": 1}),
     "many tokens to count": ("/tokenize", {"prompt": WORDS * 20_000}),
-    "many tokens to write": ("/detokenize", {"tokens": [300] * 900_000}),
+    "many tokens to write": ("/detokenize", {"tokens": [300] * 500_000}),
 }
 
 
@@ -209,31 +239,3 @@ def test_nobody_waits_for_a_heavy_body(server: Running, name: str) -> None:
     assert answer.status_code in (200, 400)
     assert max(waits) < max(0.1, seconds / 3, 2 * max(before)), f"{seconds:.2f} s; {sorted(waits)[-5:]}"
     assert statistics.median(waits) < 0.1
-
-
-def test_a_client_that_goes_takes_its_body_with_it(server: Running) -> None:
-    """The process that reads it ends at once, whatever it is doing."""
-    raw = json.dumps({"prompt": WORDS * 90_000}).encode()
-    head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n"
-    head += "content-type: application/json"
-    process = server.server.config.app.state.reading.start()  # type: ignore[union-attr]
-
-    def num_forks() -> int:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        return len(children.read_text().split())
-
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(head.encode() + b"\r\n\r\n" + raw)
-        wait_until(lambda: num_forks() > 0)
-    gone = time.perf_counter()
-    wait_until(lambda: num_forks() == 0)
-
-    assert time.perf_counter() - gone < 1.0
-
-
-def test_the_process_inherits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No environment but what Python needs to start."""
-    monkeypatch.setenv("TESSERA_API_KEY", "secret")
-
-    assert "TESSERA_API_KEY" not in reading._environment()
-    assert os.environ["TESSERA_API_KEY"] == "secret"

@@ -8,7 +8,7 @@ from tessera.ir import Objective, Plan, WorkUnit
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve.planning import counts_of
 from tessera.serve.records import Average, ServeSpec
-from tessera.serve.replan import best_served, rehearse
+from tessera.serve.rehearse import best_served, rehearse
 from tessera.serve.steps import ServedModel, served
 
 AVERAGE = Average(prompt=16, output=8)

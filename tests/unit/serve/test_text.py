@@ -150,7 +150,7 @@ def test_a_folder_without_tokenizer_is_told_in_one_line(tmp_path: Path) -> None:
     """With the line that saves one."""
     (tmp_path / "config.json").write_text("{}")
 
-    with pytest.raises(ArtifactError, match="holds no tokenizer") as error:
+    with pytest.raises(ArtifactError, match="has no tokenizer") as error:
         open_text(str(tmp_path))
     assert "save_pretrained" in str(error.value)
     assert "\n" not in str(error.value)

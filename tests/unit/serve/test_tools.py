@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.serve.openai.tools import CLOSE, OPEN, ForcedCalls, FoundCalls, Told, calls_form
+from tessera.serve.openai.tools import CLOSE, OPEN, ForcedCalls, FoundCalls, OutputPart, calls_form
 from tessera.serve.text import ByteText
 
 NAMES = ("weather", "add")
@@ -90,9 +90,9 @@ def test_text_is_not_held_back_without_need() -> None:
     """Only what may be the beginning of a call."""
     reader = FoundCalls(NAMES)
 
-    assert [Told("see")] == reader.feed("see")
-    assert [Told(" ")] == reader.feed(" <tool")
-    assert [Told("<tool box")] == reader.feed(" box")
+    assert [OutputPart("see")] == reader.feed("see")
+    assert [OutputPart(" ")] == reader.feed(" <tool")
+    assert [OutputPart("<tool box")] == reader.feed(" box")
 
 
 def test_forced_calls_are_told_letter_by_letter() -> None:
@@ -102,7 +102,7 @@ def test_forced_calls_are_told_letter_by_letter() -> None:
     reader = ForcedCalls(NAMES)
     told = [x for letter in said for x in reader.feed(letter)]
 
-    assert Told("", 0, "add") == told[0]
+    assert OutputPart("", 0, "add") == told[0]
     assert list(arguments) == [x.text for x in told[1 : 1 + len(arguments)]]
     expected = [("add", arguments), ("weather", "{}")]
     assert ("", expected) == read(ForcedCalls(NAMES), [said])

@@ -84,4 +84,4 @@ def test_what_was_done_once_is_not_worked_out_again(remembers: bool) -> None:
         machine.start(ended, [work])
 
     assert times[-1] == pytest.approx(9231.736)
-    assert machine.num_worked_out < 30 if remembers else machine.num_worked_out >= 299
+    assert machine.num_computed < 30 if remembers else machine.num_computed >= 299

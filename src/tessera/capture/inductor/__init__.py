@@ -1,24 +1,16 @@
 """The Inductor front end, record_inductor: Workload -> Trace of the launches of its compiled code.
 
-The step is compiled, called once so that autotuning ends, and called again while it is watched. What comes
-out is the exact sequence of launches: Triton kernels with their PTX, grid, block and arguments, and the
-operators the compiled code dispatches. What a Triton launch reads and writes is proved from its
-PTX; a launch that cannot be proved is immovable, by reason, and may touch all of every
-buffer it is given.
+The step is compiled, called once so that autotuning ends, and called again while it is watched. The trace has
+the exact launches: Triton kernels with PTX, grid, block and arguments, and the operators that compiled code
+dispatches. Accesses of Triton launches are proved from their PTX; a launch without proof is immovable, with
+the reason, and may touch all of its buffers.
 
-ExternCalls: the operators that compiled code dispatches (library matrix products, attention, fallbacks).
+ExternCalls records dispatched operators (library products, attention, fallbacks). An operator is a launch iff
+it writes an argument or returns new storage. Allocations make a temporary; Inductor's own are seen when a
+launch first uses them. Draws read and write their device's generator (see `tessera.capture.rng`).
 
-An operator is a launch iff it writes an argument (by its schema) or returns storage nobody has seen;
-otherwise it is a view. Allocations (`empty` and its kin) are neither: they make a temporary. Inductor itself
-allocates without going through the dispatcher; such memory is seen when a launch first names it.
-
-A call that draws random numbers reads and writes its device's generator (see `tessera.capture.rng`); compiled
-code draws the seeds of its own generators by such a call.
-
-Compiled code has no module calls left to follow, so a launch's scope (`scoped`) is the module of a weight
-that only this launch reads; a launch that has no such weight belongs with the one before it.
-
-Refused: reading a tensor's value on the host.
+Compiled code has no module calls, so a launch's scope (`scoped`) is the module of a weight that only it
+reads, else that of the launch before.
 """
 
 import contextlib

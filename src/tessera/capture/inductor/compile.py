@@ -1,34 +1,18 @@
-"""A step compiled by Inductor, region by region, with the compiled code's own callables at hand.
+"""A step compiled by Inductor, region by region.
 
-The step is traced (see `trace_step`) and cut. A region is compiled when it is first called: AOTAutograd makes
-it functional and Inductor compiles it, once for all regions that are alike. `CompiledStep.run` calls one
-after another as any compiled model is called, with a context around each where one is given.
+`trace_step` runs the step once on fake tensors and makes every dispatched operator a node of one torch.fx
+graph, without graph breaks; shapes come from `ShapeCache`. Linear layers become one matrix product over all
+rows: fakes keep old strides of dimensions of size 1, which would make a batched product that reads the weight
+once per row. Attention becomes the operator that every GPU can run, or with `portable=False` torch's choice.
 
-Settings that differ from Inductor's own: the static launcher is off (it drops the PTX), caches are off (a
-cached kernel may have been made with other settings), and no memory is used twice (`allow_buffer_reuse`,
-`inplace_buffers`), which would tie launches together that have nothing to do with one another.
+The graph is cut where the model's blocks begin, so that repeated blocks are compiled once. A cut moves back
+to behind the last library call before it, since Inductor fuses nothing across those, and is dropped if memory
+made before it is written behind it. Regions share compiled code only if they have equal operators
+(`GraphRegion.key`) and equal argument layouts and aliasing (`alike`).
 
-A step is cut where the model's blocks begin, so that blocks that repeat are compiled once. A cut is moved
-back to just behind the last library call before it (a matrix product, a convolution, an attention): Inductor
-fuses nothing across those, so what ends a block can still be fused with what begins the next. Memory made
-before a cut is never written behind it: such a cut is moved on to where that is so, at most to its block's
-border, or left out. So a region sees other regions' work as plain arguments.
-
-Two regions share their compiled code only if nothing tells them apart: the same operators with the same
-numbers on the same earlier results (`GraphRegion.key`), and arguments of the same types, shapes, strides,
-offsets and devices that share memory in the same way (`alike`).
-
-trace_step: a step -> one torch.fx graph of its operators, and where the model's repeated blocks begin.
-
-The step runs once on fake tensors while every operator that reaches the dispatcher becomes a node, so there
-are no graph breaks: what cannot be traced is refused with its line. The graph is as torch's own tracer would
-give it, in a fraction of the time, since shapes that have been seen are not computed again (see
-`ShapeCache`).
-
-Linear layers are traced as one matrix product over all rows. A fake tensor keeps old strides of dimensions of
-size 1, which would make a batched product of a decode step's output projection and read the weight once a
-row. Attention becomes the operator that every GPU of an unlike set can run, as in the torch front end, unless
-`portable` is False: then it is the one torch prefers on this GPU, which may run nowhere else.
+`CompiledStep.run` compiles a region at its first call. The static launcher is off (it drops PTX), caches are
+off (kernels may have been made with other settings), and memory is not reused (`allow_buffer_reuse`,
+`inplace_buffers`), which would tie unrelated launches together.
 """
 
 import contextlib

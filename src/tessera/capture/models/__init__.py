@@ -1,17 +1,13 @@
-"""What a step's model can be: a built-in name, a folder with a Hugging Face config.json, or module:callable.
+"""Models of steps: a built-in name, a folder with a Hugging Face config.json, or module:callable.
 
-A name such as org/model means its folder in Hugging Face's local cache.
+A name such as org/model means its folder in Hugging Face's local cache. `build` needs only the step, so a
+plan can be run from its file. New sizes of known families go into `catalog`; for another family, `register` a
+function from Step to Workload.
 
-`build` needs nothing but the step, so a plan can be run from its file. To add a built-in model of a known
-family, add its sizes to `catalog`; for another family, register a function from Step to Workload here.
-
-module:callable is a model of the user's own. The callable is given the Step (kind, batch, context, seed) and
-returns either a `Workload`, or a pair of an nn.Module and its example inputs: a dict of keyword arguments or
-a tuple of positional ones, all tensors. Of a pair, every tensor that one call of the module writes in place,
-an example input or a registered buffer, is the step's state; the other inputs are inputs; what the module
-returns are outputs, by key or by place.
-
-The module is imported by name with the current folder on the path, as `python -m` does.
+module:callable is a user's model: the callable gets the Step and returns a `Workload`, or an nn.Module with
+example inputs (a dict of keyword arguments or a tuple, all tensors). Tensors that one call of the module
+writes in place (inputs or registered buffers) are state; other inputs are inputs; returned tensors are
+outputs, by key or place. The module is imported with the current folder on the path, as `python -m` does.
 """
 
 import importlib
@@ -96,9 +92,7 @@ def build(step: Step) -> Workload:
     if (Path(step.model) / "config.json").exists():
         return from_folder(step)
     if Path(step.model).is_dir():
-        raise CaptureError(
-            "this folder holds no config.json", "Name a Hugging Face model's folder.", step.model
-        )
+        raise checkpoint.no_config(Path(step.model))
     if ":" in step.model:
         return from_callable(step)
     if checkpoint.REPOSITORY.fullmatch(step.model):

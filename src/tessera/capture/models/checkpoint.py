@@ -1,17 +1,14 @@
-"""Checkpoints: folders that somebody else made, of which nothing is believed before it is checked.
+"""Checkpoint folders, checked before use: configuration, weights, memory.
 
-    cached(name)           where Hugging Face's local cache holds a model such as "org/name"
+    cached(name)           folder of "org/name" in Hugging Face's local cache
     read_json(path)        a JSON object of bounded size
-    read_settings(folder)  config.json without what names code, kernels or other files; numbers are checked
-    read_weights(folder)   the tensors of its safetensors files, by name
-    load(folder, ...)      a model with these weights, or with random ones if that was asked for
+    read_settings(folder)  config.json without names of code, kernels or other files; numbers are checked
+    read_weights(folder)   tensors of its safetensors files, by name
+    load(folder, ...)      a model with these weights, or random ones
 
-Weights come from plain names ending in .safetensors inside the folder; a link may lead out of it only to the
-blobs of Hugging Face's cache. A model is measured on the meta device before memory is taken for it. Nothing
-is fetched: libraries are told that there is no network. What goes wrong inside a library that builds a model
-from a folder's numbers is told in one line with the folder, since only the folder can have caused it.
-
-Not handled: files that change while they are read.
+Weights come from *.safetensors inside the folder; links may lead only to the blobs of Hugging Face's cache. A
+model is measured on the meta device before memory is taken. Nothing is downloaded. Errors of libraries over a
+folder's numbers become one line with the folder. Not handled: files that change while they are read.
 """
 
 import json
@@ -63,6 +60,10 @@ REVISION = re.compile(r"[0-9a-f]{40}")
 STEMS = ("model", "diffusion_pytorch_model")
 AGAIN = "Download the model again."
 CODE_FILES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+# quant_method of config.json -> format that is not supported.
+UNSUPPORTED = {"awq": "AWQ", "gptq": "GPTQ", "mxfp4": "MXFP4", "bitsandbytes": "bitsandbytes", "gguf": "GGUF"}
+CONVERT = "Convert the model to safetensors in bfloat16, or quantise it with torchao"
 
 Tensors = Mapping[str, Any]
 
@@ -137,6 +138,28 @@ def _checked(value: Any, name: str, path: Path) -> Any:
         if not least <= value <= most:
             raise CaptureError(f"no model has {name} = {_short(value)}", "Correct it.", str(path))
     return value
+
+
+def check_format(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuses a quantised format that is not supported, by its name."""
+    quantised = settings.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    name = UNSUPPORTED.get(method) if isinstance(method, str) else None
+    if name:
+        remedy = f"{CONVERT}; for planning alone, take quantization_config out of config.json."
+        raise CaptureError(f"{name} weights are not supported", remedy, str(folder))
+
+
+def no_config(folder: Path) -> CaptureError:
+    """A folder without a config.json, and what it holds instead."""
+    if (folder / "adapter_config.json").exists():
+        remedy = "Merge it into its base model (peft: merge_and_unload), and name that folder."
+        return CaptureError("this folder holds a LoRA adapter, not a model", remedy, str(folder))
+    if any(folder.glob("*.gguf")):
+        return CaptureError("GGUF weights are not supported", f"{CONVERT}.", str(folder))
+    return CaptureError(
+        "this folder holds no config.json", "Name a Hugging Face model's folder.", str(folder)
+    )
 
 
 def _short(value: int) -> str:
@@ -358,6 +381,8 @@ def blamed(folder: Path, what: str = "a model cannot be built from it") -> Itera
     except Exception as error:  # a stranger's numbers in a library's code: anything can come
         message = f"{what}: {type(error).__name__}: {first_line(error)}"
         remedy = "Check config.json, or write a module:callable that returns a Workload."
+        if isinstance(error, ImportError):
+            remedy = "Install the package that it names."
         raise CaptureError(message, remedy, str(folder)) from error
 
 

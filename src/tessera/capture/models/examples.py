@@ -1,8 +1,7 @@
-"""Inputs that a model takes: made from its own description, or read from a file.
+"""Example inputs of a model: made from its description, or read from a file.
 
-Names come from the forward of the model (what it needs, and its main input); sizes from its configuration,
-values at random. What is not known here can be given in a file (`--inputs`): named tensors in safetensors,
-npz or json. Nothing that can run code is read.
+Names come from the model's forward, sizes from its configuration, values are random. Others can be given in a
+file (`--inputs`): named tensors in safetensors, npz or json. No format that can run code is read.
 """
 
 import inspect

@@ -1,19 +1,18 @@
-"""The steps of any model of transformers, from what the model says of itself.
+"""Steps of any model of transformers, and the one call (`forward`) of every decoder's step.
 
-    prefill  reads `context` tokens a row and leaves room for `context + reserve` positions
-    decode   reads one token a row, at the row's own position where the model takes positions
-    encode   of an encoder-decoder: the encoder, over `context` tokens (or as long as the model's sound is)
+    prefill  reads `context` tokens per row and leaves room for `context + reserve` positions
+    decode   reads one token per row, at the row's own position if the model takes positions
+    encode   encoder of an encoder-decoder, over `context` tokens (or the model's length of sound)
     call     the plain forward, without a cache
 
-The state of prefill and decode is every tensor that the model's cache holds (`rows`; else what the model
-itself makes and returns). It is found by reading a few tokens once: the cache they leave behind, with its
-tensors exchanged, is the cache of every later call. A cache that a decode leaves with other shapes or other
-plain values than it found is not carried from one decode to the next: its tensors are inputs of a decode at
-one context, and those after it are outputs.
+State of prefill and decode are the tensors of the model's cache (`rows`, else what the model returns). It is
+found by reading a few tokens: the cache that they leave, with exchanged tensors, is the cache of later calls.
+If a decode changes shapes or plain values of its cache, cache tensors are inputs and outputs of a decode at
+one context instead.
 
-Rows of a prefill may be shorter than it is wide. Where every layer keeps keys by position, `last` is the
-index of each row's last token; a model that only recurs has its rows aligned at the end, and `mask` is 0
-before a row's first token; a model with both kinds of layer reads full rows.
+Rows of a prefill may be shorter than it is wide: `last` is the index of each row's last token if every layer
+keeps keys by position; recurrent models have rows aligned at the end and a `mask`; models with both kinds of
+layer read full rows.
 """
 
 import copy

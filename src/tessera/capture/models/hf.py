@@ -1,19 +1,12 @@
-"""Models of Hugging Face's transformers: from a configuration, or from a checkpoint folder.
+"""Models of transformers: from a configuration with random weights, or from a checkpoint folder.
 
-Weights are random from the step's seed, or those of a folder (see `checkpoint`). The class is the one that
-the configuration names; its steps are those of `generic`, apart from qwen2_5_vl, whose pictures are encoded
-by a step of their own (`vision`), and from what only serving needs (`paged`).
+The class is the one that the configuration names. Its steps are those of `generic`; pictures of qwen2_5_vl
+have a step of their own (`vision`), and serving has `paged`.
 
-Attention that reads the key/value cache once.
-
-Hugging Face repeats keys and values for every query head before it calls the kernel: for a decode step that
-writes and reads the whole cache again, several times its size. Query heads that share a key head are
-independent queries of it, so here they become rows of one attention call instead: heads (kv, group) and
-queries (n) turn into kv heads with group * n queries. Nothing is repeated and nothing is copied but queries.
-
-A model with attention sinks gives every head one more score that takes part in the softmax and has no
-value (`s_aux`); another bounds its scores (`softcap`). No kernel of torch has either, so the formula is
-written out.
+`attend` reads the key/value cache once. Hugging Face repeats keys and values for every query head, which
+reads and writes the whole cache several times per decode; here query heads that share a key head are rows of
+one attention call. Attention sinks (`s_aux`) and bounded scores (`softcap`) have no kernel in torch, so the
+formula is written out.
 """
 
 import logging
@@ -63,6 +56,7 @@ def from_folder(step: Step) -> Workload:
 def config_of(folder: Path) -> Any:
     """The configuration of a folder; no code that it names is run."""
     settings = checkpoint.read_settings(folder)
+    checkpoint.check_format(folder, settings)
     known = _transformers().CONFIG_MAPPING
     family = settings.get("model_type")
     if not isinstance(family, str) or family not in known:

@@ -1,18 +1,13 @@
-"""Joined products: linear layers that read the same input become one, whose weights are laid out once.
+"""Joined products: linear layers that read the same tensor become one.
 
-    join_products(model, call) -> number of joined products
+`join_products(model, call)` runs an example. Layers called with the very same tensor (query, key and value;
+gate and up) form a group: their weights are concatenated, the first layer called multiplies by all, and each
+layer gets its columns. A layer called with another tensor multiplies by its own rows, so results are always
+right. Uncalled modules like one with a group (as unused experts) are joined likewise.
 
-`call` runs the model once on an example. Linear layers that are called with the very same tensor there (those
-of query, key and value; of gate and up) form a group: their weights are laid one behind the other, the first
-of them to be called multiplies by all, and each gives its columns of the result. A layer that is given
-another tensor than the first multiplies by its own rows alone, so no call can go wrong. Parts of a model that
-are like one with a group (the same class and names) and were not called, as experts that nobody was sent to,
-are joined in the same way. The weights that are replaced are let go group by group.
-
-Left alone: layers of other classes than torch's own (quantised ones among them), with hooks, called more than
-once, or with weights that somebody else has too; those that differ in type, device or bias; those whose
-columns would not begin at multiples of 16 bytes; and all layers of a kind with which the example does not
-run, as where a result is viewed in a way that only whole tensors can be.
+Not joined: subclasses of Linear (such as quantised ones); layers with hooks, called twice, or with shared
+weights; layers that differ in type, device or bias; columns that do not begin at multiples of 16 bytes; and
+kinds of layers with which the example fails.
 """
 
 from collections import Counter, defaultdict

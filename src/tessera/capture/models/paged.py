@@ -1,28 +1,22 @@
-"""The step of a served language model: some tokens of some sequences, whose keys and values lie in pages.
+"""The step of a served language model: tokens of several sequences, keys and values in pages.
 
-`batch` sequences at most, `context` tokens, `reserve` positions in all pages together. Which tokens belong to
-which sequence, and where their keys and values go, are inputs (`kernels.paged` has their meaning); sequences
-share pages as whoever makes the inputs likes, and page 0 takes what padding writes. So a prompt in parts, a
-single token of an answer, and any mix of both are one kind of step. How a model is called is found by calling
-it, first of these that works:
+At most `batch` sequences, `context` tokens, `reserve` positions in all pages. Inputs say which tokens belong
+to which sequence and where their keys and values go (see `kernels.paged`); page 0 takes what padding writes.
+So parts of prompts and single tokens of answers are one kind of step. The first layout that works is used:
 
-    flat   all tokens side by side, as one row: every layer keeps keys by position, and its attention is one
-           of transformers' registered functions, in whose place the operator is put
-    rows   one token of each sequence, row i always the same sequence: some layer recurs. State that is not
-           in pages has a row for each sequence, and counts as zeros where `fresh` says so. Or some tokens of
-           one sequence, whose row is an input, where the model's cache can do that (`Parts`)
-    dense  as rows, for a model with attention of its own: keys and values are gathered from pages, a fixed
-           number a row, of which the newest is the last, and masked; see `num_dense`
+    flat   all tokens in one row; attention is the paged operator
+    rows   one token per sequence, row i always the same sequence, for models with recurrent layers. Their
+           state has a row per sequence, zeroed where `fresh` is set. Or tokens of one sequence (`Parts`)
+    dense  as rows, for models with their own attention: keys and values are gathered from pages, a fixed
+           number per row, and masked (`num_dense`)
 
-A model that fits none is refused. Where every layer has a sliding window, nobody reads the pages behind the
-widest (`StepLayout.window`); where only some have one, all keep all positions. A model's outputs are the
-logits of each sequence's newest token; those of unused sequences are any finite numbers.
+Other models are refused. If every layer has a sliding window, pages behind the widest are not read
+(`StepLayout.window`). Outputs are the logits of each sequence's newest token; those of unused sequences are
+arbitrary finite numbers.
 
-A token below zero is one that the step before has chosen (-1: of its first sequence), kept in the state
-`newest`: so the next step can be started before anybody has seen that token.
-
-`rotary`, `image` and `is_image` are further inputs of a model that sees: positions in time, height and width,
-and embeddings that stand in the places of some tokens (`vision` makes them).
+A negative token is one that the step before chose (-1: of its first sequence), kept in the state `newest`, so
+the next step can start before the host has seen it. `rotary`, `image` and `is_image` are inputs of models
+with pictures: positions in time, height and width, and embeddings in place of tokens.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,14 +1,12 @@
-"""A cache of transformers whose keys and values lie in pages, and attention that reads them there.
+"""A cache of transformers with keys and values in pages, and attention over them.
 
-A model's cache is what its configuration says (`StaticCache`), with our layers in the place of those that
-hold keys and values; layers of other kinds (convolutions, recurrences) stay transformers' own. A layer with a
-sliding window keeps the positions of all pages, and one with latent keys what it expands them to. The windows
-that attention had are noted: pages behind all of them can be given to others.
+The cache is the configuration's `StaticCache` with paged layers in place of those with keys and values; other
+layers (convolutions, recurrences) stay. A sliding-window layer keeps all positions; the windows are noted, so
+that pages behind all of them can be freed.
 
-While a call runs, every registered attention function is the operator over pages. Masks are not made: what
-stands for one, up to the layers it is for, is the model's own rule of who sees whom (`PageMask`), and a rule
-that is no window is refused. For a model whose attention is no registered function, each row's keys and
-values are gathered, its newest last, and masks are made of the same rules.
+During a call every registered attention function is the paged operator. A mask is replaced by the model's
+rule of visibility (`PageMask`); a rule that is no window is refused. For a model with its own attention, each
+row's keys and values are gathered, newest last, and masks are made from the same rules.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,14 +1,9 @@
-"""Caches of transformers with a fixed capacity, each row of the batch at its own positions.
+"""Caches of transformers with a fixed capacity and positions per row of the batch.
 
-A model's cache is what its configuration says (`StaticCache`), with our layers in the place of those that
-hold keys and values. A layer with full attention keeps every position. A layer that looks back w positions
-(sliding windows, chunks) keeps the last w in a ring: position p lies in slot p % w. A prefill starts at
-position 0, attends to its own keys in such a layer and leaves in the ring what each row's last w tokens put
-there; a decode writes its slot and reads the ring. Layers of other kinds (convolutions, recurrences) stay
-transformers' own: they have a fixed size already.
-
-Which keys a token may look at is the model's own rule: transformers hands it to `row_mask`, which asks it
-for the positions that the rows have.
+The cache is the configuration's `StaticCache` with `RowLayer` where layers hold keys and values. A layer
+with full attention keeps every position; one with a window of w keeps the last w in a ring (position p in
+slot p % w). A prefill attends to its own keys and leaves each row's last w in the ring. Other layers
+(convolutions, recurrences) stay. Masks use the model's rule on the rows' positions (`row_mask`).
 """
 
 from collections.abc import Callable, Iterator

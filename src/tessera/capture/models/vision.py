@@ -1,12 +1,11 @@
-"""Qwen2.5-VL of Hugging Face in three steps: encode an image, prefill with it, decode.
+"""Qwen2.5-VL in three steps: encode an image, prefill with it, decode.
 
-encode reads the patches of one image a row and returns `context` embeddings a row. prefill reads `context`
-tokens a row, of which the first half stand for the image: the embeddings are an input, put in the places of
-the placeholder tokens. decode reads one token a row. Positions are those of multimodal rotary embedding
-(time, height, width). Prefill and decode return where a row goes on, so that each run follows from the last.
+encode returns `context` embeddings per row. prefill reads `context` tokens per row, the first half of them
+placeholders of the image, whose embeddings are an input. Positions are in time, height and width (multimodal
+rotary embedding). Prefill and decode return where each row continues.
 
-Where windows of the image begin and end is fixed by its size, so it is given as plain numbers: the vision
-tower would otherwise read it from the device.
+Window boundaries depend on the image's size alone and are passed as plain numbers: the vision tower would
+read them from the device.
 """
 
 from typing import Any

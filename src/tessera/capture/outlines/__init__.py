@@ -1,9 +1,8 @@
-"""Outlines: compiled steps without their code, which is all that planning needs.
+"""Outlines: compiled steps without code, for planning.
 
-A compiled step takes tens of seconds to make: Inductor and Triton compile every kernel of it. What a plan
-looks at are its launches, buffers and dependencies. An outline keeps those and leaves PTX, source and grids
-out, so that outlines of one step at two batches differ in sizes only. They are kept in the user's cache;
-those of the models in the catalogue at the usual lengths come with the package (scripts/make_outlines.py).
+Compiling a step takes tens of seconds. A plan needs its launches, buffers and dependencies only, so an
+outline leaves out PTX, source and grids. Outlines are kept in the user's cache; those of common built-in
+models come with the package (scripts/make_outlines.py).
 """
 
 import gzip

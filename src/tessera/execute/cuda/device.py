@@ -1,17 +1,16 @@
 """GpuDevice: one device of a cluster, opened on its GPU by this process.
 
-A device is a whole card, a part of one (`cuda:N/sm=K`), or a card under another GPU's times
-(`cuda:N/as=GPU`). Parts of one card are cut alike by every process that opens one of them, so that no two
-share an SM.
+A device is a whole card, a part of one (`cuda:N/sm=K`), or a card with another GPU's times (`cuda:N/as=GPU`).
+Every process cuts the parts of a card in the same way, so that no two share an SM.
 
-The driver cuts a card into groups of its own size (say 15 of 8 SMs) and a rest that fills no group (12). A
-part is made of whole groups, and one part may take the rest as well: 32 is 4 groups, 100 is 11 and the rest.
-What came out of a split cannot be split again, so there is one split for all parts. A part that cannot be had
-exactly is refused with what can. Parts share the card's memory, caches and bandwidth; they are a test bed for
-unlike devices and no way to make one card faster.
+The driver splits a card into groups of a fixed size (say 15 of 8 SMs) and a rest (12). A part consists of
+whole groups, and one part may take the rest too: 32 is 4 groups, 100 is 11 and the rest. A split cannot be
+split again, so there is one split for all parts. A part that cannot be had exactly is refused with the sizes
+that can. Parts share the card's memory, caches and bandwidth: they are a test bed for unlike devices and do
+not make one card faster.
 
-Streams and partitions are kept for the whole process and lent to one `GpuDevice` at a time: libraries keep a
-workspace for each stream they have seen, which a new stream for every run would multiply.
+Streams and partitions are kept for the whole process and lent to one `GpuDevice` at a time, because libraries
+keep a workspace per stream.
 """
 
 import ctypes

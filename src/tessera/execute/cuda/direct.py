@@ -1,26 +1,23 @@
-"""direct: the transports by which GPUs reach one another's memory, and which of all this machine can use.
+"""Transports by which GPUs reach one another's memory, and which transports this machine can use.
 
-`Ipc`: transfers between GPUs of one machine, from inside graphs: CUDA IPC memory and flags in it. Every
-worker has an inbox in its GPU's memory (`transport`) and tells its handle through the engine's store. A
-sender opens it; to send is a copy into it and a write to its flag, both on the sender's stream. When a peer's
-worker is started again its inbox is another, so graphs that send there are captured again.
+`Ipc`: transfers between GPUs of one machine, from inside graphs: CUDA IPC memory with flags. Every worker has
+an inbox in its GPU's memory (`transport`) and publishes its handle in the engine's store. A send is a copy
+into the opened inbox and a write to its flag, both on the sender's stream. A restarted worker has another
+inbox, so graphs that send there are captured again.
 
-`Nvshmem`: transfers by put-with-signal on streams, from inside graphs, with the library that torch brings.
-Every worker is a processing element, numbered as its device; they meet by an identifier that the first one
-makes and tells through the engine's store. The inboxes are one symmetric allocation: the same offsets on
-every device. By the same calls bytes go over NVLink, PCIe or InfiniBand, started by the GPU.
+`Nvshmem`: put-with-signal on streams, from inside graphs, with the library that torch brings. Every worker is
+a processing element, numbered as its device; they meet by an identifier that the first one publishes in the
+store. The inboxes are one symmetric allocation. The same calls use NVLink, PCIe or InfiniBand.
 
-Elements cannot join again: when one worker is lost, all are started again. Two elements on one card need CUDA
-MPS with `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` set to their share, as the library itself demands.
+Elements cannot rejoin: when one worker is lost, all are restarted. Two elements on one card need CUDA MPS
+with `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` set to their share.
 
-`transports` tells what there is, and why not the others:
+`transports` lists what is usable, and why others are not, by asking torch and the driver:
 
     shm      CPU workers of one machine
-    ipc      GPUs of one machine, one card with several workers among them
+    ipc      GPUs of one machine, also several workers on one card
     nvshmem  GPUs with the library that torch brings
     host     workers of any kind, on any machines
-
-Nothing is sent for that: torch and the driver are asked what is there.
 """
 
 import ctypes

@@ -1,27 +1,23 @@
-"""graphs: what one device holds for some programs: weights, and memory and graphs by microbatch.
+"""Graphs: what one device holds for some programs: weights, and memory and CUDA graphs per microbatch.
 
-`ShareGraph` is one device's share of one program, captured for one microbatch as one CUDA graph.
-
-Launches, sends and waits are inside it (see `transport`), so a run is one call and no CPU takes part in it,
-nor stands between two devices. The capture begins on the microbatch's own stream and forks: launches go to a
-compute stream in program order, sends to a stream for each destination.
+`ShareGraph` is one device's share of one program, captured for one microbatch as one CUDA graph. Launches,
+sends and waits are inside it (see `transport`), so a run is one call without the CPU. The capture begins on
+the microbatch's stream and forks: launches go to a compute stream in program order, sends to a stream per
+destination.
 
     a send waits for the launches issued before it, its producer among them;
     a receive makes the compute stream wait for the flag, right before the first launch that reads it;
     a launch waits for the sends whose bytes it overwrites.
 
-Memory that a send reads is kept until the whole program has been issued: a buffer that was released may not
-be handed out again while a send still reads it. The launches of a program run once before its first capture,
-without sends and waits, so that libraries and kernels set themselves up. That is a rehearsal, in which state
-is memory that nobody has: a microbatch may be at work on its own, under another plan. Whatever nobody wrote
-is zero in it, so that an index that would come from another device is one that exists.
+Memory that a send reads is kept until the whole program is issued. The launches of a program run once before
+its first capture, without sends and waits, so that libraries and kernels initialise. In this rehearsal state
+is separate zeroed memory, since a microbatch may be running under another plan; zeros are valid indices.
 
-`DeviceGraphs`: every microbatch has one graph for each program, over the same weights and its own state;
-programs without transfers that do the same share a graph. Graphs are captured when `prepare` is called, or
-when they are first asked for. Memory is counted before anything is allocated; temporaries come on top, inside
-the graphs' own pools.
+`DeviceGraphs`: every microbatch has one graph per program, over the same weights and its own state; equal
+programs without transfers share a graph. Graphs are captured by `prepare` or on first use. Memory is checked
+before anything is allocated; temporaries come on top, inside the graphs' pools.
 
-Used by a worker (`worker`), with a transport, and without one to measure steps that run whole on a device.
+Used by a worker with a transport, and without one to measure steps on one device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,8 +49,8 @@ from tessera.ir import BufferKind, Cluster, Free, Program, Recv, Region, Run, Se
 
 
 @dataclass
-class MicrobatchRoom:
-    """What a microbatch has on one device: memory that outlives its graphs, and streams."""
+class MicrobatchBuffers:
+    """Memory and streams of a microbatch on one device; they outlive its graphs."""
 
     number: int
     origin: Any
@@ -64,7 +60,7 @@ class MicrobatchRoom:
     sends: Mapping[int, Any]
     # Shared by the microbatch's graphs, which never run at the same time.
     pool: Any
-    # Address of the pinned word that says where the microbatch's graph is.
+    # Address of the pinned word with the position of its graph.
     mark: int = 0
     state: dict[str, Storage] = field(default_factory=dict)
     # (step, name)
@@ -80,7 +76,7 @@ class ShareGraph:
         number: int,
         trace: Trace,
         device: GpuDevice,
-        room: MicrobatchRoom,
+        room: MicrobatchBuffers,
         base: Mapping[int, Storage],
         launcher: Launcher,
         clockwork: Clockwork,
@@ -88,7 +84,7 @@ class ShareGraph:
         is_short: bool = False,
         is_rehearsed: bool = False,
     ) -> None:
-        """`number`: of the program among those that the transport knows. `base`: what is there at first."""
+        """`number`: the program's number in the transport. `base`: initial buffers."""
         self._is_rehearsed = is_rehearsed
         self.program, self.trace, self.room = program, trace, room
         self._number, self._device, self._base, self._launcher = number, device, base, launcher
@@ -97,7 +93,7 @@ class ShareGraph:
         self._compute = room.compute[is_short]
         column = program.instructions[device.number]
         self._sends = sorted({program.transfers[x.transfer].dst for x in column if isinstance(x, Send)})
-        # A row a launch, then a row a transfer; only what is timed on this device is written.
+        # A row per launch, then per transfer; only timed ones are written.
         rows = len(trace.launches) + len(program.transfers)
         is_timed = bool(self._pace.launches or self._pace.transfers)
         self.records = torch.zeros(
@@ -128,7 +124,7 @@ class ShareGraph:
         return graph
 
     def issue(self, is_rehearsal: bool = False) -> dict[str, torch.Tensor]:
-        """Issues everything once; a rehearsal has no sends, waits and times."""
+        """Issues everything once; a rehearsal has no sends, waits or times."""
         return _Issue(self, is_rehearsal).run()
 
 
@@ -182,14 +178,14 @@ class _Issue:
             self._compute.wait_event(self._leaving.pop(number))
         with torch.cuda.stream(self._compute):
             self._enter(launch)
-            stand_ins = self._put_stand_ins(launch) if self._is_rehearsal else ()
+            zeroed = self._put_zero_state(launch) if self._is_rehearsal else ()
             if not (self._is_rehearsal and is_allocation(self._share.trace, launch)):
                 self._share._launcher.run(launch, self._memory)
-            for buffer in stand_ins:
+            for buffer in zeroed:
                 self._memory.free(buffer)
 
-    def _put_stand_ins(self, launch: int) -> list[int]:
-        """Zeros in the place of the state that a launch names."""
+    def _put_zero_state(self, launch: int) -> list[int]:
+        """Puts zeros in place of the state that a launch names."""
         trace = self._share.trace
         named = {view.buffer for view in trace.launches[launch].views}
         named |= {access.buffer for access in trace.launches[launch].accesses}
@@ -200,7 +196,7 @@ class _Issue:
         return state
 
     def _enter(self, launch: int) -> None:
-        """Time starts for a launch: after its arrivals' latency, and when its device is free."""
+        """Starts a launch's time: after its arrivals' latency, when its device is free."""
         arrivals, self._arrivals = self._arrivals, []
         if self._chain is None or self._share._transport is None:
             if self._chain is not None and launch in self._pace.launches:
@@ -260,7 +256,7 @@ class _Issue:
         self._kept.append(source)
 
     def _overwritten(self, launch: int) -> list[int]:
-        """Sends that still read what the launch is about to overwrite."""
+        """Sends that still read what the launch overwrites."""
         written = [a for a in self._share.trace.launches[launch].accesses if a.write or a.atomic]
         found = []
         for number in self._leaving:
@@ -271,9 +267,9 @@ class _Issue:
         return found
 
     def _due(self) -> torch.Tensor | None:
-        """The record of the last launch, before whose end a send must not begin; None: it has ended.
+        """Record of the last launch, which must end before a send begins; None: it has ended.
 
-        The compute stream goes on meanwhile: a launch behind a send keeps its turn.
+        The compute stream does not wait, so that a launch behind a send keeps its turn.
         """
         if self._chain is not None and self._chain.keeps_time:
             return self._chain.open
@@ -281,7 +277,7 @@ class _Issue:
         return None
 
     def _settle(self) -> None:
-        """Nothing issued after this on the compute stream starts before its last launch is due."""
+        """Makes the compute stream wait until its last launch is due."""
         if self._chain is not None:
             with torch.cuda.stream(self._compute):
                 self._chain.settle()
@@ -295,7 +291,7 @@ class _Issue:
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """The work issued on the stream so far; who waits for it, inside a capture, is an edge of the graph."""
+    """An event after the work issued so far; waiting for it in a capture adds a graph edge."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
@@ -307,13 +303,12 @@ def _handle(stream: Any) -> int:
 
 @contextmanager
 def own_workspaces() -> Iterator[None]:
-    """Scratch memory of matrix products belongs to the graph that is captured meanwhile.
+    """cuBLAS workspaces of a capture come from the graph's own pool.
 
-    torch keeps one workspace for each handle of cuBLAS and stream, in common memory, and captured products
-    name it. Whoever clears them (torch.compile with CUDA graphs does) frees memory that the graph still
-    writes to. So workspaces are cleared before a capture, which makes it allocate them from the graph's own
-    pool, and again after it, so that nothing else uses them. Nothing may be at work on the streams that are
-    captured. Not handled: other people's CUDA graphs that name a common workspace; these are torch's rules.
+    torch keeps one workspace per cuBLAS handle and stream in common memory, which captured products name.
+    Clearing them (torch.compile with CUDA graphs does) frees memory that the graph still writes to. So they
+    are cleared before a capture, which then allocates them in its pool, and again after it. The captured
+    streams must be idle. Not handled: other CUDA graphs that use a common workspace.
     """
     clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is None:  # a torch without CUDA
@@ -349,10 +344,9 @@ class DeviceGraphs:
         is_profiled: bool = False,
         transport: Callable[[GpuDevice], GpuTransport] | None = None,
     ) -> None:
-        """`us[step][launch]`: modelled time on this device. `kernels`: compiled objects, valid on its GPU.
+        """`us[step][launch]`: modelled time on this device. `kernels`: compiled objects for its GPU.
 
-        `scale`: see `pace`. `is_profiled`: every launch and send is stamped, which costs a few
-        microseconds each.
+        `scale`: see `pace`. `is_profiled`: stamp every launch and send, a few microseconds each.
         """
         for trace in traces:
             refuse_generators(trace)
@@ -368,20 +362,20 @@ class DeviceGraphs:
             cluster, number, us, num_microbatches, scale, is_profiled, card, keeps_links
         )
         self._programs: list[Program] = []
-        # What a program does -> the first that does it; program -> whose graph it has.
+        # Contents of a program -> the first such program; program -> the one whose graph it shares.
         self._numbers: dict[object, int] = {}
         self._shared: list[int] = []
-        self._rooms: list[MicrobatchRoom] = []
-        # Where each microbatch's graph is, written by the graph itself: 1 + the receive that it waits at, and
-        # 2 + the receive that it has passed.
+        self._buffers: list[MicrobatchBuffers] = []
+        # Position of each microbatch's graph, written by the graph: 1 + the receive it waits at, then
+        # 2 + the receive it has passed.
         self.marks = driver.pinned((num_microbatches,), torch.int32)
         # (microbatch, program)
         self._graphs: dict[tuple[int, int], ShareGraph] = {}
-        # Programs whose launches have set themselves up.
+        # Programs whose launches have run once.
         self._rehearsed: set[int] = set()
 
     def add(self, programs: Sequence[Program]) -> list[int]:
-        """Makes room for the programs of a lane; gives their numbers, which the transport counts too."""
+        """Allocates for the programs of a lane; returns their numbers, which the transport shares."""
         self._check_memory(programs)
         first = len(self._programs)
         self._programs += programs
@@ -391,26 +385,26 @@ class DeviceGraphs:
             self._shared.append(number if program.transfers else self._numbers.setdefault(key, number))
         if self.transport is not None:
             self.transport.add(programs, self.traces)
-        while len(self._rooms) < self.num_microbatches:
-            self._rooms.append(self._open_room(len(self._rooms)))
-        for room in self._rooms:
+        while len(self._buffers) < self.num_microbatches:
+            self._buffers.append(self._open_buffers(len(self._buffers)))
+        for room in self._buffers:
             for program in programs:
-                self._make_room(room, program)
-        self.device.synchronize()  # graphs run on streams that wait for nobody, not for zeros either
+                self._allocate_for(room, program)
+        self.device.synchronize()  # graphs' streams do not wait for the zeros
         return list(range(first, len(self._programs)))
 
-    def room(self, microbatch: int) -> MicrobatchRoom:
-        return self._rooms[microbatch]
+    def buffers(self, microbatch: int) -> MicrobatchBuffers:
+        return self._buffers[microbatch]
 
     def graph(self, microbatch: int, number: int) -> ShareGraph | None:
-        """The graph of a program in a microbatch; None where this device has no share in it."""
+        """Graph of a program in a microbatch; None if this device has no share in it."""
         key = (microbatch, self._shared[number])
         if key not in self._graphs and self._has_share(self._programs[number]):
-            self._graphs[key] = self._capture(self._rooms[microbatch], number)
+            self._graphs[key] = self._capture(self._buffers[microbatch], number)
         return self._graphs.get(key)
 
     def prepare(self, first: int = 0) -> None:
-        """Captures what is not captured yet, of the programs from number `first` on."""
+        """Captures missing graphs of the programs from number `first` on."""
         for microbatch in range(self.num_microbatches):
             for number in range(first, len(self._programs)):
                 with suppress(PeerAway):  # captured when it is back, and asked for
@@ -419,13 +413,13 @@ class DeviceGraphs:
         torch.cuda.empty_cache()  # of rehearsals
 
     def forget(self, microbatch: int, first: int) -> None:
-        """Lets go of a microbatch's graphs that no program from number `first` on shares."""
+        """Drops a microbatch's graphs that no program from number `first` on shares."""
         kept = set(self._shared[first:])
         for key in [k for k in self._graphs if k[0] == microbatch and k[1] < first and k[1] not in kept]:
             del self._graphs[key]
 
     def relink(self, peer: int, epoch: int) -> bool:
-        """The link to a peer is opened anew; True if what sends there must be captured again."""
+        """Reopens the link to a peer; True if graphs that send there must be captured again."""
         if self.transport is None or not self.transport.relink(peer, epoch):
             return False
         mine = self.device.number
@@ -436,18 +430,18 @@ class DeviceGraphs:
         return True
 
     def close(self) -> None:
-        self._graphs, self._rooms, self._resident, self._weights = {}, [], {}, {}
+        self._graphs, self._buffers, self._resident, self._weights = {}, [], {}, {}
         if self.transport is not None:
             self.transport.close()
         self.device.close()
-        with suppress(RuntimeError):  # a GPU that has failed gives nothing back, and has said so
+        with suppress(RuntimeError):  # a failed GPU, already reported
             torch.cuda.empty_cache()
 
     def _has_share(self, program: Program) -> bool:
         number = self.device.number
         return bool(program.instructions[number]) or any(at == number for _, at in program.outputs)
 
-    def _capture(self, room: MicrobatchRoom, number: int) -> ShareGraph:
+    def _capture(self, room: MicrobatchBuffers, number: int) -> ShareGraph:
         program = self._programs[number]
         step, flags = program.step, (self._is_short(program.step), number in self._rehearsed)
         if self.transport is not None:
@@ -458,12 +452,12 @@ class DeviceGraphs:
         return made
 
     def _is_short(self, step: int) -> bool:
-        """True of a step that takes less than half as long as the longest; it goes before long ones."""
+        """True if a step takes less than half as long as the longest; it gets priority."""
         totals = [sum(row) for row in self._us]
         return bool(totals) and 2 * totals[step] < max(totals)
 
-    def _base(self, room: MicrobatchRoom, program: Program) -> dict[int, Storage]:
-        """What the device has before the first launch."""
+    def _base(self, room: MicrobatchBuffers, program: Program) -> dict[int, Storage]:
+        """Buffers that exist before the first launch."""
         number, trace = self.device.number, self.traces[program.step]
         base = {b: self._weight(program.step, b) for b in program.weights[number]}
         for buffer in trace.buffers_of(BufferKind.INPUT):
@@ -471,12 +465,12 @@ class DeviceGraphs:
         for buffer in self._state_buffers(program):
             base[buffer] = room.state[trace.buffers[buffer].name]
         for index, found in enumerate(trace.buffers):
-            if found.size_bytes == 0 and index not in base:  # nobody sends it, and everybody may name it
+            if found.size_bytes == 0 and index not in base:  # never sent, but any launch may name it
                 base[index] = torch.empty(0, dtype=torch.uint8, device=self.device.card).untyped_storage()
         return base
 
     def _state_buffers(self, program: Program) -> list[int]:
-        """State that lives here in a program, or leaves from here or comes here."""
+        """State that lives here in a program, or moves from or to here."""
         number = self.device.number
         found = {buffer for buffer, home in program.homes if home == number}
         for at, transfer in enumerate(program.transfers):
@@ -497,7 +491,7 @@ class DeviceGraphs:
                 self._resident[key] = storage
         return self._resident[key]
 
-    def _open_room(self, number: int) -> MicrobatchRoom:
+    def _open_buffers(self, number: int) -> MicrobatchBuffers:
         device, (least, greatest) = self.device, self.device.priorities
         compute = {
             is_short: device.compute_stream(priority(number, is_short, least, greatest))
@@ -507,12 +501,12 @@ class DeviceGraphs:
             d: device.plain_stream(greatest) for d in range(len(self.cluster.devices)) if d != device.number
         }
         mark = self.marks.data_ptr() + 4 * number
-        return MicrobatchRoom(
+        return MicrobatchBuffers(
             number, device.plain_stream(), compute, sends, torch.cuda.graph_pool_handle(), mark
         )
 
-    def _make_room(self, room: MicrobatchRoom, program: Program) -> None:
-        """Zeros: a first run on them, before any request, reads no index out of bounds."""
+    def _allocate_for(self, room: MicrobatchBuffers, program: Program) -> None:
+        """Allocates zeros: a first run on them reads no index out of bounds."""
         trace, card = self.traces[program.step], self.device.card
         for buffer in self._state_buffers(program):
             name, size = trace.buffers[buffer].name, trace.buffers[buffer].size_bytes
@@ -534,7 +528,7 @@ class DeviceGraphs:
                 if held is None or held.untyped_storage().device != card:
                     weights[buffers[b].name] = buffers[b].size_bytes
             state |= {buffers[b].name: buffers[b].size_bytes for b in self._state_buffers(program)}
-        known = set(self._rooms[0].state) if self._rooms else set()
+        known = set(self._buffers[0].state) if self._buffers else set()
         weights = {n: size for n, size in weights.items() if n not in self._resident}
         inbox = self.transport.new_bytes(new, self.traces) if self.transport is not None else 0
         each = sum(size for n, size in state.items() if n not in known) + inbox // self.num_microbatches
@@ -557,7 +551,7 @@ class DeviceGraphs:
 
 
 def refuse_generators(trace: Trace) -> None:
-    """Random numbers are not run on GPUs: their generator's state would have to live in the graph."""
+    """Raises for random numbers, whose generator's state would have to live in the graph."""
     drawn = [b.name for b in trace.buffers if b.is_generator]
     if drawn:
         message = f"the {trace.step.kind} step draws random numbers ({', '.join(drawn)})"
@@ -565,10 +559,10 @@ def refuse_generators(trace: Trace) -> None:
 
 
 def priority(microbatch: int, is_short: bool, least: int, greatest: int) -> int:
-    """The priority of a microbatch's launches on a real device: short steps first, then by the microbatch.
+    """Stream priority of a microbatch's launches: short steps first, then by microbatch.
 
-    A GPU serves streams of equal priority in turns. Then microbatches in flight advance in step, and the
-    devices of a pipeline take turns instead of overlapping.
+    With equal priorities a GPU advances all microbatches in step, so that the devices of a pipeline take
+    turns instead of overlapping.
     """
     levels = least - greatest + 1
     short = levels // 2

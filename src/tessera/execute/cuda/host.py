@@ -1,9 +1,9 @@
 """Host: transfers through pinned memory and the worker's links, over any network.
 
-To send, a graph copies to pinned memory and sets a flag there. A thread per link looks at the flags of its
-destination, and sends what is there over the link (see `execute.links`). What arrives is read into pinned
-memory and its flag is set; the receiver's graph waits for that flag, clears it and copies to the GPU. Places
-and flags are laid out as the receiver's inbox, on both sides.
+To send, a graph copies to pinned memory and sets a flag there. A thread per link polls the flags of its
+destination and sends what is flagged (see `execute.links`). Arriving bytes are read into pinned memory and
+their flag is set; the receiver's graph waits for that flag, clears it and copies to the GPU. Both sides use
+the layout of the receiver's inbox.
 """
 
 import threading

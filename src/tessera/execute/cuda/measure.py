@@ -1,13 +1,12 @@
-"""measure: what each launch of a work unit costs on each device, timed where it stands in the step.
+"""measure: costs of the launches of a work unit on each device, timed in place inside the step.
 
-A step is run whole on one device, once plain and once with a stamp before and after every launch. The stamps
-cost the same everywhere, so what they add is found by asking that the launches together take as long as the
-plain step: launch = max(stamped - b, FLOOR), with b such that the sum is right. Caches are as warm or cold as
-in the real step. Numbers are medians; the error is half the distance between the quartiles, at least 1 %.
+A step runs on one device, once plain and once with a stamp before and after every launch. A stamp costs the
+same everywhere: launch = max(stamped - b, FLOOR), with b chosen so that the launches add up to the plain step
+(`without_stamps`). Caches are as in the real step. Figures are medians; the error is half the interquartile
+range, at least 1 %.
 
-Parts of one card share its bandwidth and caches. So a part is timed while the others do the same work over
-and over, which is how it is used when a plan keeps every device busy; what a launch costs beside other work
-than that is not in these numbers. All of it is done in one process.
+Parts of one card share its bandwidth and caches, so a part is timed while the others repeat the same work, as
+in a plan that keeps every device busy. Everything runs in one process.
 """
 
 import math
@@ -38,38 +37,38 @@ from tessera.ir import (
 )
 
 Tensors = Mapping[str, torch.Tensor]
-# No launch takes less, in microseconds.
+# Least time of a launch.
 FLOOR_US = 0.5
 REPEATS = 15
-# Fewer where others run beside.
+# Repeats while other devices are loaded.
 BESIDE = 9
-# Between two timed replays: the sleep, and what the CPU does.
+# Between two timed replays.
 PAUSE_US = 2000.0
-# The GPU sleeps this long before a timed replay, so that the launch is queued when the clock starts.
+# The GPU sleeps before a timed replay, so that the launch is queued when the clock starts.
 SLEEP_CYCLES = 200_000
 
 
 @dataclass(frozen=True)
 class StepTimes:
     whole_us: float
-    # What a stamped launch shows beyond its own time.
+    # Cost of a stamp.
     stamp_us: float
-    # Per launch: microseconds, and their relative error.
+    # Per launch: microseconds and relative error.
     launches: tuple[tuple[float, float], ...]
-    # The step with the rest of the card idle; the same as `whole_us` where nobody shares the card.
+    # The step with the rest of the card idle.
     alone_us: float = 0.0
 
 
 def whole_plan(unit: WorkUnit, cluster: Cluster, device: int) -> Plan:
-    """Everything on one device, one request at a time."""
+    """Everything on one device, one microbatch."""
     placement = Placement(tuple((device,) * len(g.trace.launches) for g in unit.graphs))
     return Plan(
         unit, cluster, (), Objective.LATENCY, "single", (Lane(placement, 1.0),), 1, 0.0, 0.0, 0.0, 0.0
     )
 
 
-class Whole:
-    """A work unit that runs whole on one device, in this process; use it in a `with` statement."""
+class UnitOnDevice:
+    """A work unit on one device, in this process; use it in a `with` statement."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class Whole:
         )
         self._numbers = self._graphs.add(lower(whole_plan(unit, cluster, device))[0])
 
-    def __enter__(self) -> "Whole":
+    def __enter__(self) -> "UnitOnDevice":
         self._graphs.prepare()
         return self
 
@@ -100,7 +99,7 @@ class Whole:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        stream: torch.cuda.Stream = self._graphs.room(0).origin
+        stream: torch.cuda.Stream = self._graphs.buffers(0).origin
         return stream
 
     def graph(self, step: int) -> ShareGraph:
@@ -109,8 +108,8 @@ class Whole:
         return graph
 
     def run(self, request: Request) -> list[dict[str, torch.Tensor]]:
-        """One request from start to end; memory then holds what it will hold when it is timed."""
-        room, found = self._graphs.room(0), list[dict[str, torch.Tensor]]()
+        """One request from start to end, which fills the memory for timing."""
+        room, found = self._graphs.buffers(0), list[dict[str, torch.Tensor]]()
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name, tensor in request.state().items():
                 if name in room.state:
@@ -127,8 +126,8 @@ class Whole:
         return found
 
     def state(self) -> dict[str, torch.Tensor]:
-        """As it is now, as flat bytes by name."""
-        held = self._graphs.room(0).state
+        """Flat bytes by name."""
+        held = self._graphs.buffers(0).state
         return {name: bytes_of(s, 0, s.nbytes()).clone() for name, s in held.items()}
 
 
@@ -144,11 +143,13 @@ def measure(
     request: Request,
     kernels: Kernels | None = None,
 ) -> tuple[tuple[Costs, ...], list[list[StepTimes]]]:
-    """Costs of every step, and the times behind them: times[device][step]. Devices must not be dilated."""
+    """Costs of every step, and times[device][step] behind them. Devices must not be dilated."""
     devices = range(len(cluster.devices))
     alone, whole, samples = _timed(unit, cluster, weights, request, kernels)
     steps = range(len(unit.graphs))
-    times = [[reconcile(whole[d][step], samples[d][step], alone[d][step]) for step in steps] for d in devices]
+    times = [
+        [without_stamps(whole[d][step], samples[d][step], alone[d][step]) for step in steps] for d in devices
+    ]
     costs = tuple(
         _costs(graph.trace.digest, cluster, [device_times[step] for device_times in times])
         for step, graph in enumerate(unit.graphs)
@@ -157,7 +158,7 @@ def measure(
 
 
 def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | None = None) -> TimeScale:
-    """The time scale of a plan on dilated devices; 1 where none is dilated."""
+    """Time scale of a plan on dilated devices; 1 if none is dilated."""
     devices = plan.cluster.devices
     if not any(d.is_dilated for d in devices):
         return TimeScale(1.0, 1.0, 0, 0)
@@ -169,8 +170,8 @@ def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | 
     return choose_scale(targets, [row[0].us for costs in own for row in costs.costs], sharing)
 
 
-def reconcile(whole_us: float, samples: Sequence[Sequence[float]], alone_us: float = 0.0) -> StepTimes:
-    """Times of launches out of stamped samples[launch], so that their sum is the whole step's."""
+def without_stamps(whole_us: float, samples: Sequence[Sequence[float]], alone_us: float = 0.0) -> StepTimes:
+    """Launch times from stamped samples[launch], so that they add up to the whole step."""
     raw = [statistics.median(row) for row in samples]
     low, high = 0.0, max(raw, default=0.0)
     for _ in range(50):
@@ -207,8 +208,8 @@ def _timed(
     """(step alone, step beside the others, samples of launches beside the others), each [device][step]."""
     devices, steps = range(len(cluster.devices)), range(len(unit.graphs))
 
-    def opened(is_profiled: bool) -> list[Whole]:
-        found = [Whole(unit, cluster, d, weights, kernels, is_profiled) for d in devices]
+    def opened(is_profiled: bool) -> list[UnitOnDevice]:
+        found = [UnitOnDevice(unit, cluster, d, weights, kernels, is_profiled) for d in devices]
         for one in found:
             one.__enter__()
             one.run(request)
@@ -216,33 +217,33 @@ def _timed(
 
     plain = opened(is_profiled=False)
     alone = [[replay_us(plain[d], step, REPEATS) for step in steps] for d in devices]
-    around = [Around(plain, d, alone) for d in devices]
+    load = [CardLoad(plain, d, alone) for d in devices]
     whole = [
-        [replay_us(plain[d], n, BESIDE, around[d]) if around[d].others else alone[d][n] for n in steps]
+        [replay_us(plain[d], n, BESIDE, load[d]) if load[d].others else alone[d][n] for n in steps]
         for d in devices
     ]
     for one in plain:
         one.__exit__(None, None, None)
     stamped = opened(is_profiled=True)
-    around = [Around(stamped, d, alone) for d in devices]
-    samples = [[_samples(stamped[d], step, around[d]) for step in steps] for d in devices]
+    load = [CardLoad(stamped, d, alone) for d in devices]
+    samples = [[_samples(stamped[d], step, load[d]) for step in steps] for d in devices]
     for one in stamped:
         one.__exit__(None, None, None)
     return alone, whole, samples
 
 
-class Around:
-    """Work for the other devices of a device's card: their own whole requests, one after the other."""
+class CardLoad:
+    """Keeps the other devices of a card busy with requests of their own."""
 
     def __init__(
-        self, all_devices: Sequence[Whole], device: int, alone_us: Sequence[Sequence[float]]
+        self, all_devices: Sequence[UnitOnDevice], device: int, alone_us: Sequence[Sequence[float]]
     ) -> None:
         self._alone_us, self._device = alone_us, device
         ordinal = all_devices[device].ordinal
         self.others = [one for one in all_devices if one.device != device and one.ordinal == ordinal]
 
     def keep_busy(self, step: int, repeats: int) -> None:
-        """Queues as much as the repeats of a step take, and half as much again; returns at once."""
+        """Queues 1.5 times as much work as the repeats of a step take; returns at once."""
         wanted_us = 1.5 * repeats * (self._alone_us[self._device][step] + PAUSE_US)
         for other in self.others:
             counts = other.unit.counts
@@ -254,12 +255,12 @@ class Around:
                             other.graph(number).replay()
 
 
-def replay_us(whole: Whole, step: int, repeats: int = REPEATS, around: Around | None = None) -> float:
+def replay_us(whole: UnitOnDevice, step: int, repeats: int = REPEATS, load: CardLoad | None = None) -> float:
     """Median time of one step's graph, alone or beside other work."""
     graph, stream = whole.graph(step), whole.stream
     times: list[float] = []
-    if around is not None:
-        around.keep_busy(step, repeats)
+    if load is not None:
+        load.keep_busy(step, repeats)
     with torch.cuda.stream(stream):
         for _ in range(repeats):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -269,16 +270,16 @@ def replay_us(whole: Whole, step: int, repeats: int = REPEATS, around: Around | 
             stop.record()
             stop.synchronize()
             times.append(start.elapsed_time(stop) * 1e3)
-    if around is not None:
+    if load is not None:
         torch.cuda.synchronize()
     return statistics.median(times)
 
 
-def _samples(whole: Whole, step: int, around: Around) -> list[list[float]]:
+def _samples(whole: UnitOnDevice, step: int, load: CardLoad) -> list[list[float]]:
     graph, stream = whole.graph(step), whole.stream
     samples: list[list[float]] = [[] for _ in graph.trace.launches]
-    repeats = BESIDE if around.others else REPEATS
-    around.keep_busy(step, repeats)
+    repeats = BESIDE if load.others else REPEATS
+    load.keep_busy(step, repeats)
     with torch.cuda.stream(stream):
         for _ in range(repeats):
             graph.replay()

@@ -1,38 +1,32 @@
-"""pace: which launches and sends of one device keep time, and how long each takes.
-
-On a dilated device every launch that costs time holds the device for its modelled time, and every send on a
-link that touches such a device holds the link. In a profiled graph everything else is stamped: a hold of
-nothing, in no queue. Who goes first on a device is decided as in `execute.schedule`; a link serves who comes
-first. Each sender keeps its own links' time: links of a group that several devices send on share a bus only
-as far as one device's sends go.
+"""Pace: which launches and sends of one device keep modelled time, and for how long.
 
 A dilated device (`cuda:N/as=GPU`) runs each launch for real and lets it end when it would have ended on
-another GPU. It serves launches one at a time, in the order in which they become ready, whatever request they
-belong to; so does a throttled link. A launch that is due to end before the card itself is done cannot be
-kept to its time. Then the whole run is slowed down by one factor: the time scale. It is the least factor at
-which launches that make up 99 % of the modelled time can be met while every device of the card is busy, that
-is, with the card's own time multiplied by the number of devices on it. Rates of such a run are divided out
-again: modelled rate = measured rate x scale.
+another GPU. It serves launches one at a time, in the order of `execute.schedule`; a throttled link serves
+first come, first served. In a profiled graph everything else is stamped: a hold of zero, without a queue.
+Each sender keeps its own links' time, so links of a group share a bus only among one device's sends.
 
-`PaceKernel` is the one-thread kernel that keeps time on the device, before and after every launch. A record
-is four words: when it was let in, when it may end, when it really ended (nanoseconds of the GPU's
-%globaltimer), and one spare. One call does two things, either of which may be left out:
+A launch that is due before the card itself is done cannot keep its time. Then the whole run is slowed by one
+factor, the time scale: the least factor at which launches of 99 % of the modelled time are met while every
+device of the card is busy, that is, with the card's own time multiplied by the number of devices on it.
+Modelled rate = measured rate x scale.
 
-    leave   waits until the previous record's end (plus `extra`) has come, and writes when that was;
+`PaceKernel` is a one-thread kernel before and after every launch. A record is four words: start, due time and
+real end (nanoseconds of the GPU's %globaltimer), and one spare. One call does two things, each optional:
+
+    leave   waits until the previous record's due time (plus `extra`), and writes the real end;
     enter   takes the next place in the queue of a device or link: start = max(now - slack, when it is free),
-            end = start + hold, and the device is free from then on. Without a queue, start is now.
+            end = start + hold, and the device is taken until then. Without a queue, start is now.
 
-A queue is a word that says until when it is taken, and for a device one word more a microbatch: the key of
-the launch that waits there, or zero. Then the least key goes first, as `execute.schedule` has it: the segment
-of launches that is over soonest, of equal ones the one that came first. First come, first served alone would
-let all requests in flight advance in step, so that the devices of a pipeline take turns instead of
-overlapping. When a launch came is the middle of its key, in units of 1,024 ns; it starts over every 17 s, and
-then a launch may go before its equal once. A launch that follows another at once raises its key before that
-one has ended, so that it is not overtaken between the two.
+A queue is a word that says until when it is taken and, for a device, one word per microbatch: the key of the
+launch that waits there, or zero. The least key goes first: the segment of launches that ends soonest, then
+the one that came first. (First come, first served alone would advance all requests in step, so that the
+devices of a pipeline take turns instead of overlapping.) The arrival time is the middle of the key, in units
+of 1,024 ns; it wraps every 17 s, when a launch may overtake its equal once. A launch that follows another at
+once sets its key before that one ends, so that it is not overtaken in between.
 
-So launches of several requests pass a device one at a time without any lock. A kernel waits for the clock
-and for kernels with smaller keys that are running already, so every wait ends. The kernel touches its records
-and its queue and nothing else, which `tests/unit/execute/test_cuda_pace_kernel.py` has the analyzer prove.
+So launches of several requests pass a device one at a time without a lock. A kernel waits only for the clock
+and for running kernels with smaller keys, so every wait ends. The kernel touches its records and its queue
+only, which `tests/unit/execute/test_cuda_pace_kernel.py` has the analyzer prove.
 """
 
 from collections.abc import Mapping, Sequence

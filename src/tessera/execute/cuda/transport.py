@@ -1,25 +1,22 @@
 """GpuTransport: how a GPU's worker sends and receives from inside its graphs.
 
-`put` and `wait` are called while a graph is captured: what they issue on the stream becomes part of the
-graph, so that no CPU stands between two devices. A flag says that the bytes of a transfer are there; the
-receiver's graph waits for it and clears it, so a graph can be launched again and again. A microbatch's next
-step is begun when all devices have ended the last, so no flag and no place is written before it was read.
+`put` and `wait` are called during a capture: what they issue on the stream becomes part of the graph, so no
+CPU stands between two devices. A flag says that the bytes of a transfer have arrived; the receiver's graph
+waits for it and clears it, so a graph can be launched again. A microbatch's next step begins when all devices
+have ended the last, so no flag and no place is overwritten before it was read.
 
-    ipc      GPUs of one machine: memory of the receiver that the sender's process has opened (`direct`)
+    ipc      GPUs of one machine: memory of the receiver that the sender has opened (`direct`)
     nvshmem  put-with-signal on streams, by NVLink, PCIe or InfiniBand (`direct`)
     host     pinned memory and a link of the worker process, over any network (`host`)
 
-When a peer is lost in the middle of a step, this device's graph may wait for ever: `release` sets the flags
-of a microbatch from the CPU, so that the graph ends, with contents that nobody will look at; `reset` clears
-them then.
+When a peer is lost during a step, this device's graph may wait for ever: `release` sets the flags of a
+microbatch from the CPU, so that the graph ends with contents that are discarded; `reset` then clears them.
 
-Inboxes are where transfers land, the same on every worker that asks. For each microbatch there are, for each
-transfer of a program, a flag that says that it is there, a record of when it was due (see `pace`; of
-devices that keep another GPU's time), and a place as large as its buffer. A microbatch runs one program at a
-time, so programs share all three; within a program nothing shares a place, so no copy waits for a reader.
-Programs that are added later are laid out in the inbox that is there if they fit, so that plans can be
-replaced for ever. If not, a device gets another one, larger by half at least: all that it ever had together
-takes no more than three times the largest.
+Inboxes are where transfers land, laid out alike by every worker. Each microbatch has, per transfer of a
+program, a flag, a record of when it was due (see `pace`), and a place as large as its buffer. A microbatch
+runs one program at a time, so programs share all three; within a program no two transfers share a place.
+Programs added later use the existing inbox if they fit. If not, a device gets another one, larger by at least
+half, so all its inboxes together take at most three times the largest.
 """
 
 from abc import ABC, abstractmethod

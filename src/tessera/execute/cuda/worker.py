@@ -27,7 +27,7 @@ from tessera.errors import TesseraError, WorkerError
 from tessera.execute import driver
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.direct import Ipc, Nvshmem, PeerAway
-from tessera.execute.cuda.graphs import DeviceGraphs, MicrobatchRoom, ShareGraph
+from tessera.execute.cuda.graphs import DeviceGraphs, MicrobatchBuffers, ShareGraph
 from tessera.execute.cuda.host import Host
 from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED
 from tessera.execute.cuda.transport import GpuTransport
@@ -173,7 +173,7 @@ class CudaWorker:
         self.at = (order.microbatch, order.run, -1)
         if order.lane >= self._newest > 0:  # it never goes back to the plans before
             self._graphs.forget(order.microbatch, self._numbers[self._newest][0])
-        room = self._graphs.room(order.microbatch)
+        room = self._graphs.buffers(order.microbatch)
         try:
             graph = self._graphs.graph(order.microbatch, number)
         except PeerAway as error:
@@ -196,7 +196,7 @@ class CudaWorker:
             done.record()
         self._running[order.run] = running
 
-    def _take_in(self, room: MicrobatchRoom, program: Program, order: Begin) -> None:
+    def _take_in(self, room: MicrobatchBuffers, program: Program, order: Begin) -> None:
         """Copies inputs and first state in, on the current stream."""
         for (step, name), storage in room.inputs.items():
             if step == program.step and storage.nbytes() and name in order.inputs:
@@ -223,7 +223,7 @@ class CudaWorker:
         bytes_of(storage, 0, storage.nbytes()).copy_(pinned, non_blocking=True)
         is_read.record()
 
-    def _state_of(self, room: MicrobatchRoom, program: Program) -> dict[str, torch.Tensor]:
+    def _state_of(self, room: MicrobatchBuffers, program: Program) -> dict[str, torch.Tensor]:
         """State that lives here in a program, as flat bytes by name."""
         buffers = self._setup.traces[program.step].buffers
         names = [buffers[b].name for b, home in program.homes if home == self._setup.device]
@@ -289,7 +289,7 @@ class CudaWorker:
             time.sleep(1e-3)
 
     def _clear(self, microbatch: int, lane: int) -> None:
-        room = self._graphs.room(microbatch)
+        room = self._graphs.buffers(microbatch)
         with torch.cuda.stream(room.origin):
             for program in self._programs[lane]:
                 for contents in self._state_of(room, program).values():

@@ -1,21 +1,20 @@
-"""What has to be remembered of a step's first launches to time the rest, launch by launch.
+"""The state of a partial schedule of a step: what its first launches leave that the rest depends on.
 
-A schedule's past matters to its future only through times: when each device is free, and when what later
-launches read is there, on each device. Values with the same remaining readers share one column: only the
-later of them counts. A group (launches that share state) is a value as well: it is there on the device of
-the group's first launch when that ends (the device is busy until then), and never elsewhere.
+A schedule's past affects its future only through times: when each device is free, and when the values that
+later launches read are available on each device. Values with the same remaining readers share one column,
+which holds the latest. A group (launches that share state) is a value as well: available on the device of
+the group's first launch when that ends, and never elsewhere.
 
-The step's end is one more launch, which costs nothing, anywhere, and waits for what nobody else reads.
-A column whose remaining readers all descend from a launch cannot be of use before that launch has ended;
-`raises` lists such columns, so that differences that cannot matter any more are forgotten.
+The step's end is one more launch, which costs nothing and waits for what nobody else reads. A column whose
+remaining readers all descend from a launch is not used before that launch ends; `raises` lists such columns,
+so that irrelevant differences are forgotten.
 
-All times are rounded down to multiples of one power of two, fine enough to change nothing that matters and
-coarse enough for sums to be exact: schedules that take equally long are equal, in whatever order one adds.
+All times are rounded down to multiples of one power of two, so that sums are exact: schedules that take
+equally long are equal, in whatever order times are added.
 
-Which of many schedules are not as late as another in everything.
-
-Few rows are compared one with another. Of many, each column is sorted once: the rows no later than a given
-one in that column are then a prefix, kept as a bit set, and the sets of all columns are intersected.
+`non_dominated` finds the Pareto frontier. Few rows are compared pairwise. Of many, each column is sorted
+once: the rows no later than a given one in that column are a prefix, kept as a bit set, and the sets of all
+columns are intersected.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,14 +27,19 @@ import numpy.typing as npt
 from tessera.plan.arrays import Bools, Floats, Ints
 from tessera.plan.problem import Problem
 
-# Later than any real time, on devices where a launch may not run.
+# Later than any real time: for devices where a launch may not run.
 NEVER_US = 1e15
-# Readers of one column that paths are followed from, at most.
+# Readers of one column whose paths are followed, at most.
 MAX_READERS = 8
 # Bits of a sum of all times; a float carries 53, the rest is for migration.
 TIME_BITS = 44
-# Sizes of what has none: a group, and what only the end waits for.
+# Sizes of items without bytes: a group, and what only the end waits for.
 GROUP, LAST = -1, -2
+# Rows up to which pairwise comparison is faster.
+FEW_ROWS = 40
+WORD = 64
+
+Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +78,7 @@ class Layout:
 
     problem: Problem
     step: int
-    # Of each launch: what it makes, and the groups that it is the first of.
+    # Per launch: what it makes, and the groups that it is the first of.
     items: Sequence[Sequence[Item]]
     moves: tuple[Move, ...]
     # [destination, source]: no chain of transfers between the two is faster.
@@ -99,7 +103,6 @@ class Layout:
 
 
 def layout_of(problem: Problem, step: int) -> Layout:
-    """Of one step."""
     items = _items(problem, step)
     finite = (float(x.wait_us[np.isfinite(x.wait_us)].max()) for made in items for x in made)
     total = max(1e-9, float(problem.cost_us[step].max(axis=1).sum()) + sum(finite))
@@ -120,7 +123,7 @@ def floored(times: Floats, grid: float) -> Floats:
 
 
 def _items(problem: Problem, step: int) -> list[list[Item]]:
-    """Of each launch: the values it makes, and the groups it is the first of."""
+    """Per launch: the values it makes, and the groups it is the first of."""
     graph, nodes = problem.unit.graphs[step], problem.node_of[step].tolist()
     items: list[list[Item]] = [[] for _ in [*nodes, None]]
     num = problem.num_devices
@@ -226,13 +229,6 @@ def _closure(latency_us: Floats) -> Floats:
     for via in range(len(least)):
         least = np.minimum(least, least[:, via, None] + least[None, via])
     return least
-
-
-# Rows up to which comparing one with another is faster.
-FEW_ROWS = 40
-WORD = 64
-
-Words = npt.NDArray[np.uint64]
 
 
 def non_dominated(flat: Floats) -> Ints:

@@ -4,24 +4,21 @@ The clock: devices run their launches in trace order, one at a time; a value arr
 bandwidth after its producer ends; links do not queue. A step's runs follow one another, and state that
 changes its home crosses between them, one latency and all its bytes per link.
 
-Every step alone is placed by a front of schedules (`front`), which also proves a bound, and is exact
-where it stays within its width, as on chains and on most models. Graphs that no launch separates, on devices
-of many kinds, are where plan and bound stay apart most. The steps are then joined, with state moving freely,
-at its price, or hardly at all. `solve` takes the best of these and of other starts (each device alone, a
-greedy earliest finish), improved by local search, which matters where memory is short.
+Every step alone is placed by a Pareto frontier of schedules (`frontier`), which also proves a bound and is
+exact while it stays within its width, as on chains and on most models. The steps are then joined, with
+state moving freely, at its price, or hardly at all. `solve` takes the best of these and of other starts
+(each device alone, a greedy earliest finish), improved by local search, which matters where memory is
+short.
 
-The bound is the sum of the steps' own, with what the moving of state adds at least (see below); it
-leaves out the limits of memory. It holds for placements, on the clock above: another order of launches on a
-device is not considered.
+The bound is the sum of the steps' bounds and of what moving state adds at least; it ignores memory. It holds
+for placements on the clock above: other orders of launches on a device are not considered.
 
-What moving state between steps adds to the bound.
-
-A request waits for the slowest of the links that move state into a step; so it waits at least for any one
-link, here the one that a plan with every step at its own best would use most. What state g takes on that
-link depends on two steps, a and b, that the bound treats alone; so it is divided between them as costs. With
-h the home of g in the longer step of a plan, the other step pays what moving to or from h would take. The
-longer step, should it choose another home, is given back the most that the other could have paid too much.
-The sum of the steps' least times with these costs is a lower bound whatever plan the homes were taken from.
+Moving state in the bound: a request waits at least for any one of the links that move state into a step,
+here the one that a plan with every step at its own best would use most. The time of state g on that link
+depends on two steps, so it is divided between them as costs. With h the home of g in the longer step of a
+plan, the other step pays for moving to or from h. The longer step, should it choose another home, gets back
+the most that the other could have paid too much. The sum of the steps' least times with these costs is a
+lower bound.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,20 +30,18 @@ import numpy as np
 
 from tessera import ir
 from tessera.plan.arrays import Floats, Labels, Transit, transits_of
-from tessera.plan.latency.front import MET, best_of_step, joined
+from tessera.plan.config import SearchConfig
+from tessera.plan.latency.frontier import best_of_step, joined
 from tessera.plan.latency.layout import NEVER_US, Layout, layout_of
 from tessera.plan.problem import Column, Problem
 
-# Local search stops after this many launches have been timed, so that its work does not depend on the clock.
-SEARCH_LAUNCHES = 400_000
-MIN_TRIALS = 8
 # How steps are joined: by how much of its price the moving of state is charged, and which step comes first.
 JOINED = ((0.0, -1), (1.0, -1), (100.0, -1), (1.0, 1), (100.0, 1))
 # Ways to divide the moving of state between two steps in the bound.
 MIGRATION_SHARES = (1.0, 0.5)
-# May this placement be used?
+# Whether a placement fits.
 Allowed = Callable[[Labels], bool]
-# Of each launch: (producer, bytes) of what it reads.
+# Per launch: (producer, bytes) of what it reads.
 Reads = list[list[tuple[int, int]]]
 
 
@@ -122,63 +117,71 @@ def _reads(graph: ir.Graph) -> Reads:
     return reads
 
 
-def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed) -> Fastest:
-    """The fastest placement found; `extra` are further starts, `allowed` says what fits."""
+def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed, config: SearchConfig) -> Fastest:
+    """The fastest placement found; `extra` are further starts."""
     clock = RequestTimer(problem)
     known = [*_alone(problem), _greedy(problem, clock), *(c.labels for c in extra)]
-    best, best_us, bound = _by_fronts(problem, clock, known, allowed)
-    if bound * (1 + MET) < best_us < np.inf:
-        best, best_us = _search(problem, clock, best, best_us, allowed)
+    best, best_us, bound = _by_frontiers(problem, clock, known, allowed, config)
+    if bound * (1 + config.met) < best_us < np.inf:
+        trials = max(config.min_trials, config.timed_launches // problem.unit.num_launches)
+        best, best_us = _search(problem, clock, best, best_us, allowed, trials)
     return Fastest(best, best_us, min(bound, best_us))
 
 
-def bound_us(problem: Problem, clock: RequestTimer) -> float:
+def bound_us(problem: Problem, config: SearchConfig) -> float:
     """No placement serves one request alone faster than this."""
-    return _by_fronts(problem, clock, _alone(problem), lambda _: True)[2]
+    return _by_frontiers(problem, RequestTimer(problem), _alone(problem), lambda _: True, config)[2]
 
 
-def _by_fronts(
-    problem: Problem, clock: RequestTimer, known: list[Labels], allowed: Allowed
+def _by_frontiers(
+    problem: Problem, clock: RequestTimer, known: list[Labels], allowed: Allowed, config: SearchConfig
 ) -> tuple[Labels, float, float]:
-    """The fastest of the known placements and those that fronts find, how fast, and the bound."""
+    """The fastest of the known placements and those of the frontiers, its makespan, and the bound."""
     kept = [x for x in known if problem.is_allowed(x)]
     layouts = [layout_of(problem, step) for step in range(len(problem.node_of))]
     steps = [
-        best_of_step(layout, min((clock.step_us(layout.step, x) for x in kept), default=NEVER_US))
+        best_of_step(layout, min((clock.step_us(layout.step, x) for x in kept), default=NEVER_US), config)
         for layout in layouts
     ]
     bound = sum(count * x.bound_us for count, x in zip(problem.unit.counts, steps, strict=True))
     best, best_us = _fastest(clock, kept, allowed)
-    shares = list(MIGRATION_SHARES) if len(steps) > 1 and all(x.is_met for x in steps) else []
-    wished: Labels | None = None
+    met = 1 + config.met
+    is_met = all(x.bound_us >= x.us * (1 - config.met) for x in steps)
+    shares = list(MIGRATION_SHARES) if len(steps) > 1 and is_met else []
+    unmoved: Labels | None = None  # every step at its own best, state moving freely
     for number, (price, sign) in enumerate(JOINED if len(steps) > 1 else JOINED[:1]):
         # What the moving of state adds at least is worth knowing once its price has been heeded.
-        while number > 1 and shares and wished is not None and bound * (1 + MET) < best_us < np.inf:
-            bound = max(bound, _with_migration_us(clock, layouts, (best, wished), shares.pop(0)))
-        if best_us <= bound * (1 + MET):
+        while number > 1 and shares and unmoved is not None and bound * met < best_us < np.inf:
+            share = shares.pop(0)
+            bound = max(bound, _with_migration_us(clock, layouts, (best, unmoved), share, config))
+        if best_us <= bound * met:
             break
-        found = joined(layouts, steps, price, sign)
-        wished = found if number == 0 else wished
-        if found is not None:
-            better, better_us = _fastest(clock, [found], allowed)
+        labels = joined(layouts, steps, price, sign, config)
+        unmoved = labels if number == 0 else unmoved
+        if labels is not None:
+            better, better_us = _fastest(clock, [labels], allowed)
             best, best_us = (better, better_us) if better_us < best_us else (best, best_us)
     return best, best_us, bound
 
 
 def _with_migration_us(
-    clock: RequestTimer, layouts: list[Layout], plans: tuple[Labels, Labels], share: float
+    clock: RequestTimer,
+    layouts: list[Layout],
+    plans: tuple[Labels, Labels],
+    share: float,
+    config: SearchConfig,
 ) -> float:
     """The bound with the moving of state, see above; by the plan and what it would be without."""
     problem = clock.problem
-    plan, wished = plans
+    plan, free = plans
     counts = problem.unit.counts
     step_us = [clock.step_us(step, plan) for step in range(len(counts))]
     runs_us = [n * us for n, us in zip(counts, step_us, strict=True)]
-    moved = migration_costs(problem, plan, wished, runs_us, share)
+    moved = migration_costs(problem, plan, free, runs_us, share)
     total = -moved.excess_us
     for step, (count, us, added) in enumerate(zip(counts, step_us, moved.migration_us, strict=True)):
         paid = float(added[np.arange(len(added)), plan[problem.node_of[step]]].sum())
-        total += count * best_of_step(layouts[step], us + paid, added).bound_us
+        total += count * best_of_step(layouts[step], us + paid, config, added).bound_us
     return total
 
 
@@ -218,10 +221,9 @@ def _greedy(problem: Problem, clock: RequestTimer) -> Labels:
 
 
 def _search(
-    problem: Problem, clock: RequestTimer, labels: Labels, us: float, allowed: Allowed
+    problem: Problem, clock: RequestTimer, labels: Labels, us: float, allowed: Allowed, trials: int
 ) -> tuple[Labels, float]:
-    """First improvement over moves of runs, their ends and lone nodes, within a fixed budget."""
-    trials = max(MIN_TRIALS, SEARCH_LAUNCHES // problem.unit.num_launches)
+    """First improvement over moves of runs, their ends and lone nodes."""
     improved = True
     while improved and trials > 0:
         improved = False
@@ -261,14 +263,14 @@ class MigrationCosts:
 
 
 def migration_costs(
-    problem: Problem, plan: Labels, wished: Labels, step_us: Sequence[float], share: float
+    problem: Problem, plan: Labels, free: Labels, step_us: Sequence[float], share: float
 ) -> MigrationCosts:
-    """Homes as in `plan`, links as in `wished`; `step_us` is what all runs of each step take.
+    """Homes as in `plan`, links as in `free`; `step_us` is what all runs of each step take.
 
     A share of 1 is as said above; below it, the rest is divided with the two steps' parts exchanged.
     """
     transits = list(transits_of(problem.unit))
-    used = _used_links(problem, transits, wished)
+    used = _used_links(problem, transits, free)
     costs = tuple(np.zeros_like(x) for x in problem.cost_us)
     for transit in transits:
         wait = transit.num_bytes * problem.us_per_byte * used[transit.target[0]]

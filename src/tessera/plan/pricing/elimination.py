@@ -2,7 +2,7 @@
 
 A node's bucket holds every term that speaks of it: its own cost, the values it makes or reads, and what
 earlier eliminations left. Taking the least over the node's devices leaves a table over its neighbours. Where
-no table grows beyond `MAX_ENTRIES` the result is exact; traces of transformers are narrow enough. A bucket
+no table exceeds `max_entries` the result is exact; traces of transformers are narrow enough. A bucket
 that is too wide is split, and each part takes its own least: the total is then a proved lower bound, and the
 placement read back is a good start for swaps. A value with so many readers that its own table would be too
 large is charged to each reader in equal parts, which is a lower bound too.
@@ -18,8 +18,6 @@ from itertools import pairwise
 import numpy as np
 
 from tessera.plan.arrays import Floats, Ints, Labels, Values
-
-MAX_ENTRIES = 16384
 
 Scope = tuple[int, ...]
 
@@ -105,12 +103,12 @@ class Elimination:
         return tables
 
 
-def elimination(num_nodes: int, num_devices: int, values: Values) -> Elimination:
+def elimination(num_nodes: int, num_devices: int, values: Values, max_entries: int) -> Elimination:
     """Finds the order and lays out the buckets."""
     stops = np.searchsorted(values.pin_value, np.arange(len(values) + 1))
     reads = [values.pin_node[a:b].tolist() for a, b in pairwise(stops.tolist())]
     most = 1
-    while num_devices ** (most + 2) <= MAX_ENTRIES:
+    while num_devices ** (most + 2) <= max_entries:
         most += 1
     terms: list[tuple[int, Scope, float]] = []  # (value, producer and readers, share)
     for value, (producer, readers) in enumerate(zip(values.producer.tolist(), reads, strict=True)):
@@ -119,7 +117,7 @@ def elimination(num_nodes: int, num_devices: int, values: Values) -> Elimination
         else:
             terms += [(value, (producer, r), 1.0 / len(readers)) for r in readers]
     sets = {frozenset(scope) for _, scope, _ in terms}
-    order, parts = _order(num_nodes, num_devices, sets)
+    order, parts = _order(num_nodes, num_devices, sets, max_entries)
     return _laid_out(num_devices, terms, order, parts, most)
 
 
@@ -127,10 +125,12 @@ def elimination(num_nodes: int, num_devices: int, values: Values) -> Elimination
 Parts = list[list[list[frozenset[int]]]]
 
 
-def _order(num_nodes: int, num_devices: int, sets: set[frozenset[int]]) -> tuple[list[int], Parts]:
+def _order(
+    num_nodes: int, num_devices: int, sets: set[frozenset[int]], max_entries: int
+) -> tuple[list[int], Parts]:
     """Smallest bucket first: (nodes in order, the factors in each part of each node's bucket)."""
     widest = 1
-    while num_devices ** (widest + 1) <= MAX_ENTRIES:
+    while num_devices ** (widest + 1) <= max_entries:
         widest += 1
     holds: list[set[frozenset[int]]] = [set() for _ in range(num_nodes)]
     for scope in sets:

@@ -4,18 +4,14 @@
     w[v, s, d] = 1 iff value v crosses from s to d          continuous, >= x[producer, s] + x[reader, d] - 1
     h[i, d] = 1 iff device d holds weight or state i        continuous, >= x[reader, d]
 
-The fastest minimises T, which no device and no link is busy for longer than a request; no device holds more
-than it has, state of all requests in flight included. That is the program that others publish, for
-comparison: a mix of placements is never slower, and found much sooner; and for small problems with little
-memory, where a mix may do worse than the best single placement. The roomiest minimises what the fullest
-device lacks: above zero that is a proof that nothing fits. Temporaries are not in either; who asks checks
-them. HiGHS has a limit of time; what it has by then is returned.
+`best_placement` minimises T, the busy time per request of the busiest device or link, within memory with the
+state of all requests in flight. That is the published program, for comparison; a mix of placements is never
+slower and found much sooner, except for small problems with little memory. `roomiest` minimises what the
+fullest device lacks: above zero that proves that nothing fits. Neither counts temporaries; callers check
+them. HiGHS has a time limit and returns the best found.
 
-Shortage: why nothing fits, by how much, and what to change.
-
-Proved, where weights once and the state of one request exceed the memory of all devices together, or where
-launches that must share a device need more than the largest one has, or by the mixed-integer program of
-`roomiest`. It leaves temporaries out: where only they are too many, that is said of the placement found.
+Messages why nothing fits follow from sums (weights and the state of one request against all memory; launches
+that share a device against the largest one) or from `roomiest`.
 """
 
 import numpy as np
@@ -26,12 +22,13 @@ from tessera.errors import PlanInfeasible
 from tessera.plan.arrays import Floats, Holdings, Ints, Labels
 from tessera.plan.problem import Column, Problem
 
-TIME_LIMIT_S = 60.0
-ROOM_LIMIT_S = 20.0
+GB = 1e9
+
+Entries = tuple[Ints, Ints, Floats]
 
 
 def best_placement(
-    problem: Problem, time_limit_s: float = TIME_LIMIT_S, microbatches: int = 1
+    problem: Problem, time_limit_s: float, microbatches: int = 1
 ) -> tuple[Column, float] | None:
     """(placement, proved lower bound of the period in microseconds); None if there was no time for one.
 
@@ -69,7 +66,7 @@ def best_placement(
     return problem.column(labels), float(found.mip_dual_bound or 0.0) * scale
 
 
-def roomiest(problem: Problem) -> tuple[Column, float]:
+def roomiest(problem: Problem, time_limit_s: float) -> tuple[Column, float]:
     """(the placement that lacks least for one request in flight, the least that any placement lacks).
 
     In bytes of the fullest device, without temporaries; below zero there is room.
@@ -89,7 +86,7 @@ def roomiest(problem: Problem) -> tuple[Column, float]:
         upper[:num_x] = problem.allowed[nodes].ravel()
     rows = _within_memory(problem, held, at, num_x, size, slack=size - 1)
     bounds = Bounds(lower, upper)
-    found = _solved(_placed(len(nodes), num, size), rows, bounds, num_x, ROOM_LIMIT_S)
+    found = _solved(_placed(len(nodes), num, size), rows, bounds, num_x, time_limit_s)
     if found.x is not None:
         labels[nodes] = found.x[:num_x].reshape(-1, num).argmax(axis=1)
     least = -np.inf if found.mip_dual_bound is None else float(found.mip_dual_bound)
@@ -110,9 +107,6 @@ def _solved(
         constraints=[LinearConstraint(placed, 1.0, 1.0), *rows],
         options={"time_limit": time_limit_s, "mip_rel_gap": 1e-4},
     )
-
-
-Entries = tuple[Ints, Ints, Floats]
 
 
 def _rows(entries: list[Entries], num_rows: int, size: int) -> coo_array:
@@ -183,12 +177,19 @@ def _loads(
     return entries
 
 
-GB = 1e9
-
-
 def shortage(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasible:
     """Why no placement fits with one request in flight; `found` lacks least, and `least_bytes` is proved."""
-    return _at_best(problem, found, least_bytes)
+    weights, per_microbatch = problem.footprint((found,))
+    excess = problem.excess_bytes((found,), 1)
+    worst = int(excess.argmax())
+    lacking = max(float(excess[worst]), least_bytes)
+    how = "no placement fits" if least_bytes > 0 else "no placement was found that fits"
+    message = (
+        f"{how}: at best {problem.cluster.names[worst]} needs weights {weights[worst] / GB:.3g} GB, "
+        f"state and temporaries of 1 request {per_microbatch[worst] / GB:.3g} GB; it has "
+        f"{problem.memory_bytes[worst] / GB:.3g}, {_lacks(lacking)}"
+    )
+    return PlanInfeasible(message, _remedy(lacking))
 
 
 def check_total(problem: Problem) -> None:
@@ -227,20 +228,6 @@ def _node(problem: Problem) -> PlanInfeasible | None:
     )
     message = f"{what} and what must be with it need {need[node] / GB:.3g} GB; {room}, {_lacks(lacking)}"
     return PlanInfeasible(message, "Add a larger device, or lower the batch or the context.")
-
-
-def _at_best(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasible:
-    weights, per_microbatch = problem.footprint((found,))
-    excess = problem.excess_bytes((found,), 1)
-    worst = int(excess.argmax())
-    lacking = max(float(excess[worst]), least_bytes)
-    how = "no placement fits" if least_bytes > 0 else "no placement was found that fits"
-    message = (
-        f"{how}: at best {problem.cluster.names[worst]} needs weights {weights[worst] / GB:.3g} GB, "
-        f"state and temporaries of 1 request {per_microbatch[worst] / GB:.3g} GB; it has "
-        f"{problem.memory_bytes[worst] / GB:.3g}, {_lacks(lacking)}"
-    )
-    return PlanInfeasible(message, _remedy(lacking))
 
 
 def _devices(problem: Problem) -> str:

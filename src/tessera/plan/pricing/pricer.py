@@ -5,26 +5,20 @@ A placement costs, per request,
   sum over transfers  link price x busy time  +  path price x (latency + wire time)
   sum over residents  memory price x bytes, once per device that holds them: weights, and state as often as
                       requests are in flight
-Two devices: an exact minimum cut. More: by eliminating nodes, exact where the trace is narrow and a proved
-bound elsewhere (see `elimination`); then, and where memory has a price, swap moves (for every two devices
-an exact minimum cut decides which of the nodes on either should change over, until no pair helps). Swaps are
-used rather than expansions because "paid once per destination" stays exact inside a move. With a price on
-memory the bound is the one without, unless there are two devices: not tight, and not used.
+Two devices: an exact minimum cut. More: elimination of nodes, exact where the trace is narrow and a proved
+bound elsewhere (see `elimination`); then, and where memory has a price, swap moves: for every two devices an
+exact minimum cut decides which nodes change over, until no pair helps. "Paid once per destination" stays
+exact in a swap, unlike in an expansion. With a price on memory and more than two devices the bound
+ignores memory.
 
-Two-way choices by minimum cut: every item takes side 0 or side 1, exactly cheapest.
-
-The cost is a sum of terms:
+Minimum cut: every item takes side 0 (the source's) or side 1. The cost is a sum of terms:
   own[i, s]     item i takes side s
   forward[v]    value v's producer takes side 0 and some reader takes side 1
   backward[v]   value v's producer takes side 1 and some reader takes side 0
-A producer outside the choice (number -1) pays forward[v] whenever some reader takes side 1 and
-backward[v] whenever some reader takes side 0.
-
-Side 0 is the source's side. One auxiliary node per (value, direction) makes a value paid once however
-many readers it has; with a single reader the direct edge says the same.
-
-Capacities are integers, rounded down after scaling: the flow divided by the scale is a proved lower
-bound of the cheapest choice, and the choice itself is within (edges cut) / scale of it.
+A producer outside the choice (number -1) pays forward[v] whenever some reader takes side 1 and backward[v]
+whenever some reader takes side 0. One auxiliary node per (value, direction) makes a value paid once however
+many readers it has. Capacities are integers, rounded down after scaling: the flow divided by the scale is a
+proved lower bound, and the choice is within (edges cut) / scale of it.
 """
 
 from collections.abc import Sequence
@@ -37,6 +31,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from tessera.plan.arrays import Floats, Holdings, Ints, Labels
+from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.pricing.elimination import Elimination, elimination
 from tessera.plan.problem import Problem
 
@@ -119,11 +114,6 @@ def network(num_items: int, producer: Ints, pin_value: Ints, pin_item: Ints) -> 
     return Network(num_items, edge_of, indptr, keys % size, term_value, term_forward, size)
 
 
-MAX_SWEEPS = 6
-# A placement this close to the bound is the cheapest, as far as floating point can tell.
-EXACT = 1e-6
-
-
 @dataclass(frozen=True, eq=False)
 class Prices:
     """What a microsecond costs."""
@@ -140,8 +130,8 @@ class Prices:
 
 
 @dataclass(frozen=True, eq=False)
-class Bill:
-    """Prices multiplied out: what every decision costs."""
+class PricedChoices:
+    """The cost of every decision: prices times quantities."""
 
     # [node, device]
     own: Floats
@@ -172,6 +162,7 @@ class Pricer:
     """Finds cheapest placements of one problem; keeps the shapes it has built."""
 
     problem: Problem
+    config: SearchConfig = FULL
     # With and without memory, where all nodes are free.
     _networks: dict[bool, Network] = field(default_factory=dict)
 
@@ -183,42 +174,43 @@ class Pricer:
             return Priced(np.zeros(prob.num_nodes, dtype=np.int64), float(own.sum()))
         move = prices.link * prob.wire_us + prices.path * prob.transfer_us
         resident = None if prices.memory is None else prob.resident(prices.microbatches, prices.tilt)
-        bill = Bill(own, move, prices.memory, resident)
+        choices = PricedChoices(own, move, prices.memory, resident)
         if prob.allowed is not None:
-            bill = replace(bill, own=own + _refusals(prob, bill))
-            own = bill.own
+            choices = replace(choices, own=own + _refusals(prob, choices))
+            own = choices.own
         if prob.num_devices == 2:
-            return Priced(*self.swapped(np.zeros(prob.num_nodes, dtype=np.int64), bill, (0, 1)))
+            return Priced(*self.swapped(np.zeros(prob.num_nodes, dtype=np.int64), choices, (0, 1)))
         if prices.memory is not None:
-            return self._by_swaps(bill, starts, float(own.min(axis=1).sum()))
+            return self._by_swaps(choices, starts, float(own.min(axis=1).sum()))
         found, bound = self._elimination.solve(own, move)
-        if bill.cost(prob, found) <= bound * (1 + EXACT):
+        if choices.cost(prob, found) <= bound * (1 + self.config.exact):
             return Priced(found, bound)
-        return self._by_swaps(bill, (found, *starts), bound)
+        return self._by_swaps(choices, (found, *starts), bound)
 
     @cached_property
     def _elimination(self) -> Elimination:
-        return elimination(self.problem.num_nodes, self.problem.num_devices, self.problem.values)
+        prob = self.problem
+        return elimination(prob.num_nodes, prob.num_devices, prob.values, self.config.max_entries)
 
-    def _by_swaps(self, bill: Bill, starts: Sequence[Labels], bound: float) -> Priced:
+    def _by_swaps(self, choices: PricedChoices, starts: Sequence[Labels], bound: float) -> Priced:
         prob = self.problem
         cost, best = min(
-            ((bill.cost(prob, labels), labels) for labels in (*starts, bill.own.argmin(axis=1))),
+            ((choices.cost(prob, labels), labels) for labels in (*starts, choices.own.argmin(axis=1))),
             key=lambda x: x[0],
         )
         pairs = [(a, b) for b in range(prob.num_devices) for a in range(b)]
-        for _ in range(MAX_SWEEPS):
+        for _ in range(self.config.max_sweeps):
             before = cost
             for pair in pairs:
-                tried, _ = self.swapped(best, bill, pair)
-                tried_cost = bill.cost(prob, tried)
+                tried, _ = self.swapped(best, choices, pair)
+                tried_cost = choices.cost(prob, tried)
                 if tried_cost < cost:
                     best, cost = tried, tried_cost
             if cost >= before * (1 - 1e-9):
                 break
         return Priced(best, bound)
 
-    def swapped(self, labels: Labels, bill: Bill, pair: tuple[int, int]) -> tuple[Labels, float]:
+    def swapped(self, labels: Labels, choices: PricedChoices, pair: tuple[int, int]) -> tuple[Labels, float]:
         """The best placement that differs only in which nodes of two devices sit on which of the two.
 
         And what no such placement is cheaper than, as far as the two decide it.
@@ -227,8 +219,8 @@ class Pricer:
         free = np.flatnonzero((labels == a) | (labels == b))
         item = np.full(problem.num_nodes, -1, dtype=np.int64)
         item[free] = np.arange(len(free))
-        move = bill.move
-        costs = bill.own[free][:, [a, b]].copy()
+        move = choices.move
+        costs = choices.own[free][:, [a, b]].copy()
         vals = problem.values
         home = labels[vals.producer]
         # Readers elsewhere: the producer pays for each such device, from whichever side it takes.
@@ -245,11 +237,11 @@ class Pricer:
         backward = np.where(mine, move[:, b, a], move[np.arange(len(vals)), home, a])
         kept = item[vals.pin_node] >= 0
         producer, pin_value, pin_item = at, vals.pin_value[kept], item[vals.pin_node[kept]]
-        if bill.memory is not None and (held := bill.resident) is not None:
+        if choices.memory is not None and (held := choices.resident) is not None:
             producer, pin_value, pin_item = _with_residents(held, item, producer, pin_value, pin_item)
-            forward = np.concatenate([forward, bill.memory[b] * held.num_bytes])
-            backward = np.concatenate([backward, bill.memory[a] * held.num_bytes])
-        is_all, with_memory = len(free) == problem.num_nodes, bill.memory is not None
+            forward = np.concatenate([forward, choices.memory[b] * held.num_bytes])
+            backward = np.concatenate([backward, choices.memory[a] * held.num_bytes])
+        is_all, with_memory = len(free) == problem.num_nodes, choices.memory is not None
         shape = self._networks.get(with_memory) if is_all else None
         if shape is None:
             shape = network(len(free), producer, pin_value, pin_item)
@@ -261,7 +253,7 @@ class Pricer:
         return moved, bound
 
 
-def _refusals(problem: Problem, bill: Bill) -> Floats:
+def _refusals(problem: Problem, choices: PricedChoices) -> Floats:
     """[node, device]: what makes a device that the constraints refuse dearer than any other for the node.
 
     More than the node's own costs differ, and than all that its values and weights could cost; so a
@@ -269,13 +261,13 @@ def _refusals(problem: Problem, bill: Bill) -> Floats:
     because cuts compute with integers.
     """
     assert problem.allowed is not None
-    vals, own = problem.values, bill.own
-    dearest = bill.move.max(axis=(1, 2)) * (problem.num_devices - 1)
+    vals, own = problem.values, choices.own
+    dearest = choices.move.max(axis=(1, 2)) * (problem.num_devices - 1)
     charge = 1e-9 + 2 * (own.max(axis=1) - own.min(axis=1))
     np.add.at(charge, vals.producer, 2 * dearest)
     np.add.at(charge, vals.pin_node, 2 * dearest[vals.pin_value])
-    if bill.memory is not None and (held := bill.resident) is not None:
-        np.add.at(charge, held.pin_node, 2 * held.num_bytes[held.pin_item] * bill.memory.max())
+    if choices.memory is not None and (held := choices.resident) is not None:
+        np.add.at(charge, held.pin_node, 2 * held.num_bytes[held.pin_item] * choices.memory.max())
     return np.where(problem.allowed, 0.0, charge[:, None])
 
 

@@ -1,26 +1,25 @@
 """Search: which placement every microbatch follows, by the linear program and one local search.
 
-A team says how many microbatches follow each of some placements, of any batch. A microbatch keeps to its
-placement: when its request ends, the next one follows the same; so devices stay in balance at any moment, not
-on average only. Starts are the optima of the linear program at several depths (which depth is best differs
-from model to model: small launches and slow links want few transfers) and single placements. From the best
-team so far, one move at a time:
+A team is a number of microbatches for each of some placements, of any batch. A microbatch keeps to its
+placement, so devices stay in balance at any moment, not only on average. Starts are the optima of the linear
+program at several depths (which depth is best differs from model to model) and single placements. From the
+best team so far, one move at a time:
 
-  another placement, of any batch, for one microbatch; one microbatch more, or one less,
+  another placement, of any batch, for one microbatch; one microbatch more, or one less;
   a splice: the first layers, or one step, from one placement and the rest from another;
-  from the best team at last, a segment: launches in a row of one microbatch go where those before or behind
-  them are. Where all follow one placement, each waits once a run for the others' longest launches; one that
-  has other work just then need not.
+  at last, segments of the best team: launches in a row of one microbatch go where those before or behind them
+  are. Where all follow one placement, each waits once a run for the others' longest launches; a microbatch
+  that has other work just then does not.
 
-Moves are ordered by rough figures, and a quick simulation says what each is worth: all microbatches as fast
-as if alone, slowed alike until the busiest device or link can keep up; or shares of the work that keep it
-least busy. A microbatch that stays on one device fills what the others leave free there, which neither figure
-sees: those are always tried. How many moves are tried depends on the size of the unit alone, so that the same
-work gives the same plan.
+Moves are ordered by two estimates (all microbatches as fast as alone, slowed alike until the busiest device
+or link keeps up; shares of the work that keep it least busy), and a quick simulation rates them. A
+microbatch that stays on one device fills what the others leave free there, which neither estimate sees:
+those moves are always tried. The number of moves depends on the size of the unit alone: equal input gives
+equal plans.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat, zip_longest
 
@@ -31,26 +30,6 @@ from tessera.plan.pricing import throughput
 from tessera.plan.problem import Column, Mix, Problem, microbatch_counts
 from tessera.plan.search.task import Task
 
-# Depths of the linear program, as multiples of the number of devices (below one they could not all be busy);
-# of units of more launches than this, fewer.
-DEPTHS, DEPTH_LAUNCHES = (1.1, 1.35, 1.02, 1.2, 1.5, 2.0), 12_000
-# Quick simulations: at least, at most, and the launches of a unit that has one.
-LEAST, MOST, BUDGET_LAUNCHES = 6, 96, 24_000
-# Shares of the work that one microbatch may have.
-SHARES = (0.125, 0.25, 0.375, 0.5)
-# Moves from one team by each figure, and single placements to start with, by period and by path.
-NUM_MOVES, NUM_SINGLE = 3, 3
-# Mixes that are simulated in full: of small units, of large ones.
-NUM_FINALISTS = 6, 2
-# A lane that fewer requests follow is rare: a scheduler seldom uses it, and a short simulation never sees it.
-RARE_SHARE = 1 / 16
-# A placement of a team has at least this share of the work.
-LEAST_SHARE = 1 / 64
-# Places to join two placements at that are compared.
-NUM_CUTS = 2
-# Segments of the best team that are moved: in vain in a row, at most, and what a move must gain.
-NUM_SEGMENTS, MAX_SEGMENTS, SEGMENT_GAIN = 24, 72, 1e-3
-
 TeamKey = tuple[tuple[bytes, int], ...]
 
 
@@ -60,26 +39,23 @@ def throughput_mixes(task: Task, starts: Sequence[Mix] = ()) -> tuple[Mix, ...]:
     `starts` are mixes that are looked at first.
     """
     best = task.free.mix
-    if not task.is_judged or task.problem.num_devices == 1:
+    if task.simulate is None or task.problem.num_devices == 1:
         return (best,)
-    search = Search(task, task.quick)
-    for mix in starts:
-        search.look(without_rare_lanes(mix))
+    search, config = Search(task), task.config
     launches, num = task.problem.unit.num_launches, task.problem.num_devices
-    for depth in DEPTHS[: max(2, DEPTH_LAUNCHES // launches)]:
-        search.look(without_rare_lanes(throughput.generate(task.pool, depth * num).mix))
-    search.look(without_rare_lanes(best))
+    depths = config.depths[: max(2, config.depth_launches // launches)]
+    optima = (throughput.generate(task.pool, depth * num).mix for depth in depths)
+    for mix in chain(starts, optima, (best,)):
+        search.look(without_rare_lanes(mix, config.rare_share))
     search.climb()
     search.refine()
     return search.finalists()
 
 
-def without_rare_lanes(mix: Mix) -> Mix:
+def without_rare_lanes(mix: Mix, rare_share: float) -> Mix:
     """The mix of its main lanes alone, in the same proportions."""
-    kept = [i for i, share in enumerate(mix.shares) if share >= RARE_SHARE]
-    if not kept or len(kept) == len(mix.columns):
-        return mix
-    return mix.only(kept)
+    kept = [i for i, share in enumerate(mix.shares) if share >= rare_share]
+    return mix if not kept or len(kept) == len(mix.columns) else mix.only(kept)
 
 
 def is_filled(task: Task, columns: Sequence[Column]) -> bool:
@@ -97,8 +73,7 @@ class Search:
     """Mixes with their quick figures; what cannot beat the best so far is not simulated."""
 
     task: Task
-    quick: Callable[[Mix], float] | None
-    # (figure, mix), in the order they were looked at.
+    # (estimate, mix), in the order they were looked at.
     found: list[tuple[float, Mix]] = field(default_factory=list)
     best: float = 0.0
     _seen: set[object] = field(default_factory=set)
@@ -106,8 +81,9 @@ class Search:
     _left: int = 0
 
     def __post_init__(self) -> None:
-        launches = self.task.problem.unit.num_launches
-        self._left = max(LEAST, min(MOST, round((BUDGET_LAUNCHES / launches) ** 2)))
+        config, launches = self.task.config, self.task.problem.unit.num_launches
+        affordable = round((config.look_launches / launches) ** 2)
+        self._left = max(config.min_looks, min(config.max_looks, affordable))
 
     def look(self, mix: Mix) -> float:
         """The quick figure of a mix; 0 where it could not win, is known or does not fit."""
@@ -124,7 +100,7 @@ class Search:
         if not self.task.pool.fits(mix.columns, counts):
             return 0.0
         self._left -= 1
-        figure = mix.rate_per_s if self.quick is None else self.quick(mix)
+        figure = self.task.quick_per_s(mix)
         self.found.append((figure, mix))
         self.best = max(self.best, figure)
         return figure
@@ -132,7 +108,7 @@ class Search:
     def finalists(self) -> tuple[Mix, ...]:
         """The few that deserve a full simulation."""
         ordered = sorted(self.found, key=lambda x: -x[0])
-        return tuple(mix for _, mix in ordered[: NUM_FINALISTS[self.task.is_large]])
+        return tuple(mix for _, mix in ordered[: self.task.config.num_finalists[self.task.is_large]])
 
     def climb(self) -> None:
         """Moves from the best team that was not moved from, until the budget is spent or nothing is left."""
@@ -150,7 +126,7 @@ class Search:
                 num = 0
                 for other in moves:
                     num += self._look_at_team(other) > 0.0
-                    if num == NUM_MOVES or self._left <= 0:
+                    if num == self.task.config.num_moves or self._left <= 0:
                         break
 
     def refine(self) -> None:
@@ -159,13 +135,13 @@ class Search:
             return
         figure, best = max(self.found, key=lambda x: x[0])
         moves = self._segment_moves(self._team(best))
-        in_vain = 0
-        for _ in range(MAX_SEGMENTS):
-            if in_vain == NUM_SEGMENTS or (team := next(moves, None)) is None:
+        in_vain, config = 0, self.task.config
+        for _ in range(config.max_segments):
+            if in_vain == config.num_segments or (team := next(moves, None)) is None:
                 break
             in_vain += 1
             reached = self._look_at_team(team)
-            if reached > figure * (1 + SEGMENT_GAIN):
+            if reached > figure * (1 + config.segment_gain):
                 figure, in_vain, moves = reached, 0, self._segment_moves(team)
 
     def _segment_moves(self, team: Counter[Column]) -> Iterator[Counter[Column]]:
@@ -188,7 +164,7 @@ class Search:
     def _look_at_singles(self) -> None:
         columns = self.task.pool.columns
         for key in (lambda c: float(c.busy_us.max()), lambda c: c.path_us):
-            for column in sorted(columns, key=key)[:NUM_SINGLE]:
+            for column in sorted(columns, key=key)[: self.task.config.num_single]:
                 held = self.task.pool.held_by((column,))
                 if held is not None and self._left > 0:
                     self.look(held)
@@ -217,7 +193,7 @@ class Search:
         """With the shares that balance its placements by busy time, none of them left out."""
         columns = tuple(team)
         rates = throughput.master(self.task.pool, list(columns)).rates
-        shares = np.maximum(rates / rates.sum(), LEAST_SHARE)
+        shares = np.maximum(rates / rates.sum(), self.task.config.least_share)
         return Mix(columns, tuple((shares / shares.sum()).tolist()), tuple(team.values()))
 
     def _moves(self, team: Counter[Column]) -> Iterator[list[Counter[Column]]]:
@@ -236,7 +212,7 @@ class Search:
             slowed = (own + 1 / path) / np.maximum(1.0, (base + busy / path[:, None]).max(axis=1))
             even = self._balanced(kept, own, base, busy, path)
             for figures, found in ((slowed, alike), (even, balanced)):
-                best = np.argsort(-figures, kind="stable")[: 4 * NUM_MOVES].tolist()
+                best = np.argsort(-figures, kind="stable")[: 4 * self.task.config.num_moves].tolist()
                 found += [(float(figures[i]), kept + Counter([columns[i]])) for i in best]
             filled += [
                 (float(slowed[i]), kept + Counter([columns[i]])) for i, whole in enumerate(is_whole) if whole
@@ -253,7 +229,7 @@ class Search:
         if not kept:
             return np.asarray(np.minimum(1.0 / busy.max(axis=1), self.task.microbatches / path))
         best = np.zeros(len(path))
-        for share in SHARES:
+        for share in self.task.config.shares:
             period = ((1 - share) * base / own + share * busy).max(axis=1)
             taken = (1 - share) * sum(kept.values()) / own + share * path
             best = np.maximum(best, np.minimum(1.0 / period, self.task.microbatches / taken))
@@ -270,7 +246,7 @@ class Search:
                 for spliced in _by_step(problem, column.labels, labels):
                     self._add(column.variant, spliced)
             for other in others:
-                for spliced in _by_layer(problem, column.labels, other.labels):
+                for spliced in _by_layer(problem, column.labels, other.labels, self.task.config.num_cuts):
                     self._add(column.variant, spliced)
 
     def _add(self, variant: int, labels: Ints) -> None:
@@ -305,12 +281,12 @@ def _by_step(problem: Problem, one: Ints, other: Ints) -> Iterator[Ints]:
         yield spliced
 
 
-def _by_layer(problem: Problem, first: Ints, second: Ints) -> Iterator[Ints]:
+def _by_layer(problem: Problem, first: Ints, second: Ints, num_cuts: int) -> Iterator[Ints]:
     """The first layers from one placement, the rest from another, so that devices are evenly busy."""
     found = problem.layer_of_node
     rank, num = (np.arange(problem.num_nodes), problem.num_nodes) if found is None else found
     if len(rank) == problem.num_nodes:
-        for cut in _even_cuts(problem, rank, num, first, second):
+        for cut in _even_cuts(problem, rank, num, first, second)[:num_cuts]:
             yield np.where(rank < cut, first, second)
 
 
@@ -321,4 +297,4 @@ def _even_cuts(problem: Problem, rank: Ints, num: int, first: Ints, second: Ints
     np.add.at(left, (rank, second), problem.load_us[nodes, second])
     # Cut c: ranks below c from the first, the others from the second.
     busy: Floats = np.cumsum(done, axis=0)[:-1] + left.sum(axis=0) - np.cumsum(left, axis=0)[:-1]
-    return [int(c) + 1 for c in np.argsort(busy.max(axis=1), kind="stable")[:NUM_CUTS]]
+    return [int(c) + 1 for c in np.argsort(busy.max(axis=1), kind="stable")]

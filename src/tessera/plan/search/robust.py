@@ -1,11 +1,9 @@
-"""Robust: what candidates give when the costs are wrong as much as they say they may be.
+"""Robust: rates of candidates when the costs are as wrong as they say they may be.
 
-A sample draws one factor per kernel and GPU, log-normal with median one and the costs' own expected
-relative error as its spread: errors are shared by all launches of a kernel, which hurts far more than
-errors that are independent per launch. Busy time is linear in the factors, so re-pricing a mix is one
-product of matrices; nothing is simulated again. A candidate keeps the share of its busy-time rate that
-its simulation gave. Links keep their figures. The draws are seeded: equal inputs, equal samples. A kernel of
-several batches has one factor for all of them.
+A sample draws one factor per kernel and GPU, log-normal with median one and the costs' own relative error as
+its spread: errors are shared by all launches of a kernel, in all batches, which hurts more than independent
+errors per launch. Busy time is linear in the factors, so nothing is simulated again: a candidate keeps the
+share of its busy-time rate that its simulation gave. Links keep their figures. Draws are seeded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +17,10 @@ from tessera import ir
 from tessera.plan.arrays import Floats, Ints
 from tessera.plan.problem import Column, Mix, Problem
 
-NUM_SAMPLES = 200
 SEED = 20261115
+
+# Kernel number, node, [launch, device] microseconds per work unit and relative error, of all launches.
+Table = tuple[Ints, Ints, Floats, Floats]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,18 +28,16 @@ class Sampler:
     """Factors for one problem, and the rates of its mixes under them."""
 
     problem: Problem
+    num_samples: int
 
     @cached_property
-    def _tables(self) -> list[tuple[Ints, Ints, Floats, Floats]]:
-        """Of all launches of all steps: (kernel number, node, us per work unit, relative error), by device.
-
-        One for every batch.
-        """
+    def _tables(self) -> list[Table]:
+        """One per batch."""
         return list(_tables(self.problem))
 
     @cached_property
-    def _launches(self) -> tuple[Ints, Ints, Floats, Floats]:
-        """Those of all batches."""
+    def _launches(self) -> Table:
+        """All batches together."""
         kernel, node, us, error = zip(*self._tables, strict=True)
         return np.concatenate(kernel), np.concatenate(node), np.concatenate(us), np.concatenate(error)
 
@@ -49,8 +47,8 @@ class Sampler:
         kernel, _, us, error = self._launches
         num, devices = int(kernel.max()) + 1, self.problem.cluster.devices
         gpus = list(dict.fromkeys(d.gpu or d.name for d in devices))
-        draws = np.random.default_rng(SEED).standard_normal((NUM_SAMPLES, len(gpus), num))
-        factors = np.empty((NUM_SAMPLES, len(devices), num))
+        draws = np.random.default_rng(SEED).standard_normal((self.num_samples, len(gpus), num))
+        factors = np.empty((self.num_samples, len(devices), num))
         for index, device in enumerate(devices):
             total = np.bincount(kernel, weights=us[:, index], minlength=num)
             spread = np.bincount(kernel, weights=us[:, index] * error[:, index], minlength=num)
@@ -60,7 +58,6 @@ class Sampler:
 
     @property
     def has_errors(self) -> bool:
-        """Do the costs state any error?"""
         return bool(self._launches[3].any())
 
     def rates_per_s(self, mix: Mix) -> npt.NDArray[np.float64]:
@@ -82,7 +79,7 @@ class Sampler:
         return np.asarray(table.reshape(-1, num), dtype=np.float64)
 
 
-def _tables(problem: Problem) -> Iterator[tuple[Ints, Ints, Floats, Floats]]:
+def _tables(problem: Problem) -> Iterator[Table]:
     number: dict[str, int] = {}
     for prob in problem.problems:
         kernel = [
@@ -97,13 +94,13 @@ def _tables(problem: Problem) -> Iterator[tuple[Ints, Ints, Floats, Floats]]:
 
 
 def robust_of(sampler: Sampler, mixes: Sequence[Mix], rates: Sequence[float]) -> list[ir.Robust]:
-    """The range of each candidate; rates[i] is what candidate i gives at the costs as they stand."""
+    """The range of each candidate; rates[i] is its rate at the costs as stated."""
     sampled = np.array(
         [sampler.rates_per_s(m) * (rate / m.rate_per_s) for m, rate in zip(mixes, rates, strict=True)]
     )
     best = sampled.max(axis=0)
-    found = []
+    ranges = []
     for row in sampled:
         p10, p50, p90 = np.quantile(row, (0.1, 0.5, 0.9)).tolist()
-        found.append(ir.Robust(NUM_SAMPLES, p10, p50, p90, float((1.0 - row / best).mean())))
-    return found
+        ranges.append(ir.Robust(sampler.num_samples, p10, p50, p90, float((1.0 - row / best).mean())))
+    return ranges

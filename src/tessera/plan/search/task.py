@@ -1,45 +1,66 @@
-"""Task: one planning run, with what is found once and used by many."""
+"""Task: one planning run. It holds the problem, the pool of placements, and the estimates of its mixes."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 from tessera import ir
 from tessera.plan.baselines import coarse_mixes
+from tessera.plan.config import FULL, SearchConfig
+from tessera.plan.latency import RequestTimer
 from tessera.plan.pricing import throughput
-from tessera.plan.problem import Mix, Problem, joined
-
-# Units of more launches than this are large: few candidates are looked at, those in full.
-MANY_LAUNCHES = 4_500
+from tessera.plan.problem import Column, Mix, Problem, joined, microbatch_table
+from tessera.plan.search import objectives
 
 
-@dataclass(eq=False)
+class Simulator(Protocol):
+    """Requests per second of a plan with plan.microbatches in flight."""
+
+    def __call__(self, plan: ir.Plan) -> float:
+        """The verdict."""
+
+    def quick(self, plan: ir.Plan) -> float:
+        """A rougher estimate, for search."""
+
+    def settled(self, plan: ir.Plan) -> float:
+        """In the long run: microbatches that start spread may fall into step, and then hinder one another."""
+
+
+@dataclass(frozen=True, eq=False)
 class Task:
-    """One planning run: the problem, and what is found once and used by many."""
+    """One planning run."""
 
     problem: Problem
+    # Requests in flight, at most.
     microbatches: int
-    # Whether a simulation will judge; if not, busy time does, and no other candidate can win.
-    is_judged: bool = False
-    # Whether microbatches decode for ever; see `PlanConfig`.
+    # None: rates are those of busy time.
+    simulate: Simulator | None = None
+    # Microbatches decode for ever; see `PlanConfig`.
     is_served: bool = False
-    # A quick figure of a mix, in requests per second, to search by; set once the judge is there.
-    quick: Callable[[Mix], float] | None = None
+    objective: ir.Objective = ir.Objective.THROUGHPUT
+    # Name of the planner.
+    policy: str = ir.Objective.THROUGHPUT.value
+    config: SearchConfig = FULL
+    _spans: dict[bytes, float] = field(default_factory=dict)
 
     @property
     def is_large(self) -> bool:
-        """Does planning take so long that less is tried?"""
-        return self.problem.unit.num_launches > MANY_LAUNCHES
+        """Planning takes so long that less is tried."""
+        return self.problem.unit.num_launches > self.config.large_launches
 
     @cached_property
     def pool(self) -> throughput.Pool:
-        """Columns known so far."""
-        return throughput.Pool(self.problem, self.microbatches)
+        return throughput.Pool(self.problem, self.microbatches, self.config)
 
     @cached_property
     def coarse(self) -> dict[str, tuple[Mix, ...] | None]:
         """The candidates of every coarse policy."""
         return coarse_mixes(self.pool)
+
+    @property
+    def coarse_mixes(self) -> list[Mix]:
+        return [mix for mixes in self.coarse.values() for mix in mixes or ()]
 
     @cached_property
     def free(self) -> throughput.Solved:
@@ -47,26 +68,87 @@ class Task:
         self.seed()
         return throughput.generate(self.pool)
 
-    @property
-    def coarse_mixes(self) -> list[Mix]:
-        """Those of all policies."""
-        return [mix for mixes in self.coarse.values() for mix in mixes or ()]
-
     def seed(self) -> None:
-        """Sees to it that the pool has columns; PlanInfeasible if nothing is found that fits."""
+        """Ensures that the pool has columns; PlanInfeasible if nothing is found that fits."""
         if not self.pool.is_seeded:
             throughput.seed(self.pool, self.coarse_mixes)
 
     @cached_property
     def variants(self) -> tuple[ir.Variant, ...]:
-        """Batches besides the problem's own that columns may be of."""
+        """Batches of columns besides the problem's own."""
         return tuple(ir.Variant(p.unit, p.costs) for p in self.problem.others)
 
+    # Estimates of mixes.
 
-def joined_task(parts: Sequence[Task], microbatches: int, is_judged: bool) -> Task:
+    def figure(self, mix: Mix, rate_per_s: float) -> float:
+        """The objective's figure of a mix at a rate; more is better."""
+        return objectives.figure(self.problem, self.objective, mix, rate_per_s)
+
+    def num_microbatches(self, mix: Mix) -> int:
+        """Requests in flight; fewer than asked for where memory is short."""
+        return sum(mix.microbatches) or self.microbatches
+
+    def upper_bound_per_s(self, mix: Mix) -> float:
+        """By busy time, and by Little's law: no request is faster than one alone."""
+        table = microbatch_table(mix, self.microbatches)[: self.num_microbatches(mix)]
+        rates = (self.problem.weight_of(c) / self._span_us(c) for c in mix.columns)
+        return min(mix.rate_per_s, 1e6 * sum(table.count(n) * rate for n, rate in enumerate(rates)))
+
+    def quick_per_s(self, mix: Mix) -> float:
+        """A rough rate, for search; by busy time where nothing simulates."""
+        if self.simulate is None:
+            return mix.rate_per_s
+        return min(self.upper_bound_per_s(mix), self.simulate.quick(self.draft(mix)))
+
+    def latency_us(self, mix: Mix) -> float:
+        """One request alone: the mean over requests."""
+        weights = [s / self.problem.weight_of(c) for s, c in zip(mix.shares, mix.columns, strict=True)]
+        spans = (self._span_us(column) for column in mix.columns)
+        return sum(w * span for w, span in zip(weights, spans, strict=True)) / sum(weights)
+
+    @cached_property
+    def _clocks(self) -> tuple[RequestTimer, ...]:
+        """One per batch."""
+        return tuple(RequestTimer(problem) for problem in self.problem.problems)
+
+    def _span_us(self, column: Column) -> float:
+        if column.key not in self._spans:
+            self._spans[column.key] = self._clocks[column.variant].makespan_us(column.labels)
+        return self._spans[column.key]
+
+    def draft(self, mix: Mix) -> ir.Plan:
+        """The record of a mix as far as a simulation needs it; its rates are those of busy time."""
+        prob, rate = self.problem, mix.rate_per_s
+        lanes = tuple(
+            ir.Lane(prob.problems[c.variant].placement(c.labels), s * rate / prob.weight_of(c), c.variant)
+            for s, c in zip(mix.shares, mix.columns, strict=True)
+        )
+        return ir.Plan(
+            unit=prob.unit,
+            cluster=prob.cluster,
+            costs=prob.costs,
+            objective=self.objective,
+            policy=self.policy,
+            lanes=lanes,
+            microbatches=self.num_microbatches(mix),
+            throughput_per_s=rate,
+            simulated_per_s=rate,
+            bound_per_s=rate,
+            latency_us=0.0,
+            lane_table=microbatch_table(mix, self.microbatches),
+            constraints=tuple(str(constraint) for constraint in prob.constraints),
+            variants=self.variants,
+        )
+
+
+def joined_task(
+    parts: Sequence[Task], microbatches: int, simulate: Simulator | None, policy: str = ""
+) -> Task:
     """The tasks of several batches as one, with the placements that they know."""
-    task = Task(joined([part.problem for part in parts]), microbatches, is_judged)
+    first, problem = parts[0], joined([part.problem for part in parts])
+    name = policy or first.policy
+    task = Task(problem, microbatches, simulate, False, first.objective, name, first.config)
     for variant, part in enumerate(parts):
-        task.pool.add(*(task.problem.scaled(column, variant) for column in part.pool.columns))
+        task.pool.add(*(problem.scaled(column, variant) for column in part.pool.columns))
     task.pool.is_seeded = True
     return task

@@ -1,14 +1,13 @@
-"""From a body to a draft, in tokens, and from a draft to asks.
+"""From a body to a draft in tokens, and from a draft to asks.
 
     read_chat, read_completion, read_embedding, read_image    (raw body, card) -> a draft
     tokenize, detokenize                                      (raw body, card) -> the answer itself
     make_asks                                                 (draft, endpoint, client) -> asks
 
-All but the last run beside the event loop, in a thread or in a process of their own (`reading`). Asks are
-made where the engine is: pictures are looked at and grammars compiled in threads, which do not hold the
-interpreter meanwhile. Prompts and choices multiply: two prompts with n = 3 are six asks, in OpenAI's order.
+All but the last run in threads (`reading`). `make_asks` decodes pictures and compiles grammars, also in
+threads. Prompts and choices multiply: two prompts with n = 3 are six asks, in OpenAI's order.
 
-A message's parts are joined as they come; a mark stands for a picture until the prompt is in tokens.
+A message's parts are joined; a mark stands for a picture until the prompt is in tokens.
 """
 
 import asyncio
@@ -24,12 +23,14 @@ from tessera.ir import Plan
 from tessera.serve.grammar import Grammar, GrammarCompiler
 from tessera.serve.openai.bodies import (
     MAX_INT,
+    MAX_VALUES,
     ROLES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     ImageRequest,
+    ImageUrl,
     Message,
     MessagePart,
     TokenizeRequest,
@@ -47,18 +48,18 @@ from tessera.serve.text import Text
 if TYPE_CHECKING:
     from tessera.serve.sight import Eyes
 
-# Of a request: pictures that it shows, answers (each takes a place in the queue), and texts to embed.
+# Per request: pictures, answers (each takes a place in the queue), and texts to embed.
 MAX_PICTURES, MAX_ASKS, MAX_INPUTS = 16, 128, 2048
-# Of one picture that is made.
+# Pixels of a generated picture.
 MAX_PIXELS = 2**22
-# OpenAI's default for /v1/completions; a chat's answer may be as long as the model allows.
+# OpenAI's default for /v1/completions; a chat's answer may fill the context.
 COMPLETION_TOKENS = 16
-# Logprobs of prompts that one request may ask for.
+# Prompt logprobs of one request.
 MAX_NOTED = 2**19
 UNKNOWN = "\ufffd"
-# Of a tool without parameters.
+# Schema of a tool without parameters.
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-# Fields of a request that are those of `Sampling`; where nobody says, its own.
+# Fields of a request that are fields of `Sampling`.
 SAMPLED = (
     "temperature",
     "top_p",
@@ -70,17 +71,17 @@ SAMPLED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What reading has to know of the model behind the address."""
+    """What reading a body needs to know of the model."""
 
-    # What clients call it.
+    # Its name for clients.
     model: str
     text: Text
-    # Tokens of a prompt and its answer together, at most; tokens have numbers below this.
+    # Maximum tokens of a prompt and its answer; number of tokens.
     capacity: int
     vocab_size: int
-    # Stands for a picture in a conversation; empty: the model reads text only.
+    # Mark of a picture in a conversation; empty: text only.
     mark: str = ""
-    # Of an encoder: stands before every text, and the lengths that a vector may be cut to (0: any).
+    # Encoder: prefix of every text, and lengths that vectors may be cut to (0: any).
     prefix: str = ""
     vector_sizes: tuple[int, ...] = ()
     # text, vectors or pictures.
@@ -89,27 +90,27 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What HTTP needs of the rest, handed in so that it can be tested without a model."""
+    """What the HTTP application serves."""
 
     card: ModelCard
     service: AnswerService
     # Whole seconds since 1970.
     created: int
-    # The plans that the policies follow now: a lost device may have changed them. None if there are none.
+    # The current plans of the policies; empty if there are none.
     plans: Callable[[], Sequence[Plan]] = tuple
-    # Of a model that sees; None: it reads text only.
+    # For a model that reads pictures.
     eyes: "Eyes | None" = None
-    # For answers of a form; None: the extra 'grammar' is not installed.
+    # None: the extra 'grammar' is not installed.
     grammars: GrammarCompiler | None = None
 
 
 class Draft(msgspec.Struct, frozen=True, tag=True):
-    """One request in tokens. Of a prompt that is far too long only the beginning is there."""
+    """One request in tokens; a prompt that is far too long is cut short."""
 
     prompts: tuple[tuple[int, ...], ...]
-    # Answers a prompt.
+    # Answers per prompt.
     n: int
-    # None: nobody said.
+    # None: not given.
     max_tokens: int | None
     sampling: Sampling
     stop: tuple[str, ...]
@@ -119,34 +120,33 @@ class Draft(msgspec.Struct, frozen=True, tag=True):
     is_chat: bool
     is_stream: bool
     includes_usage: bool
-    # Of each ask: the prompt's text to give back before the answer; empty without `echo`.
+    # By ask: the prompt's text before the answer; empty without `echo`.
     echoes: tuple[str, ...] = ()
-    # Alternatives to report for each token of the prompt after its first; None: nothing.
+    # Alternatives per token of the prompt after its first; None: no logprobs.
     prompt_logprobs: int | None = None
-    # Addresses of the pictures that marks stand for.
+    # The pictures that marks stand for, as data URLs.
     urls: tuple[str, ...] = ()
-    # The form of the answer, as a grammar, and the field that asked for it; empty: any form.
+    # Grammar of the answer, and the field that requested it; empty: any text.
     grammar: str = ""
     place: str = ""
-    # Tools that the answer may call, and whether it must.
+    # Tools that the answer may call, and whether it must call one.
     tools: tuple[str, ...] = ()
     is_forced: bool = False
 
     @property
     def echoes_logprobs(self) -> bool:
-        """True if the prompt is given back with those of its tokens."""
+        """True if the prompt is echoed with logprobs."""
         return bool(self.echoes) and self.sampling.logprobs is not None
 
 
 class EmbeddingDraft(msgspec.Struct, frozen=True, tag=True):
     inputs: tuple[tuple[int, ...], ...]
     is_base64: bool
-    # Numbers of a vector; None: all.
+    # Length of a vector; None: full.
     size: int | None
 
 
 def read_chat(raw: bytes, card: ModelCard) -> Draft:
-    """The body of /v1/chat/completions."""
     request = parse(ChatRequest, raw, card.model)
     turns, urls = _turns(request.messages, card.mark)
     tools = request.callable_tools
@@ -161,11 +161,10 @@ def read_chat(raw: bytes, card: ModelCard) -> Draft:
 
 
 def read_completion(raw: bytes, card: ModelCard) -> Draft:
-    """The body of /v1/completions."""
     request = parse(CompletionRequest, raw, card.model)
-    n, given_prompts = request.n or 1, apart(request.prompt)
+    n, given_prompts = request.n or 1, apart(request.prompt, "prompt")
     if (num := len(given_prompts) * n) > MAX_ASKS:
-        raise invalid("n", f"{num} answers in one request; the most are {MAX_ASKS}")
+        raise invalid("n", f"at most {MAX_ASKS} answers per request, got {num}")
     prompts, echoes = [], []
     for given in given_prompts:
         tokens = _tokens(given, card, "prompt")
@@ -178,30 +177,29 @@ def read_completion(raw: bytes, card: ModelCard) -> Draft:
 
 
 def _tokens(given: str | list[int], card: ModelCard, field: str) -> tuple[int, ...]:
-    """A prompt in tokens; of one that is far too long, some more than there is room for."""
+    """A prompt in tokens; one that is far too long is cut short, above the capacity."""
     if isinstance(given, str):
         found = tuple(card.text.encode(given, card.capacity))
         if not found:
-            raise invalid(field, "a prompt without a token")
+            raise invalid(field, "the prompt has no token")
         return found
     if (wrong := max(given)) >= card.vocab_size:
-        raise invalid(field, f"token {wrong} is none of the model's {card.vocab_size}")
+        raise invalid(field, f"token {wrong} is not below the vocabulary size {card.vocab_size}")
     return tuple(given[: card.capacity + 1])
 
 
 def read_embedding(raw: bytes, card: ModelCard) -> EmbeddingDraft:
-    """The body of /v1/embeddings."""
     request = parse(EmbeddingRequest, raw, card.model)
-    given, size = apart(request.input), request.dimensions
+    given, size = apart(request.input, "input"), request.dimensions
     if len(given) > MAX_INPUTS:
-        raise invalid("input", f"{len(given)} inputs in one request; the most are {MAX_INPUTS}")
+        raise invalid("input", f"at most {MAX_INPUTS} inputs per request, got {len(given)}")
     if size is not None and size not in card.vector_sizes and 0 not in card.vector_sizes:
-        known = f"use {', '.join(map(str, card.vector_sizes))}" if card.vector_sizes else "leave it out"
-        raise invalid("dimensions", f"this model's vectors are not made to be cut to {size}; {known}")
+        remedy = f"use {', '.join(map(str, card.vector_sizes))}" if card.vector_sizes else "leave it out"
+        raise invalid("dimensions", f"this model's vectors cannot be cut to {size}; {remedy}")
     inputs = []
     for one in given:
         if one == "":
-            raise invalid("input", "an empty text")
+            raise invalid("input", "a text is empty")
         inputs.append(_tokens(card.prefix + one if isinstance(one, str) else one, card, "input"))
     longest = max(map(len, inputs))
     if longest > card.capacity:
@@ -211,7 +209,6 @@ def read_embedding(raw: bytes, card: ModelCard) -> EmbeddingDraft:
 
 
 def read_image(raw: bytes, card: ModelCard) -> ImageDraft:
-    """The body of /v1/images/generations."""
     request = parse(ImageRequest, raw, card.model)
     width = height = None
     if request.size not in (None, "auto"):
@@ -229,30 +226,33 @@ def read_image(raw: bytes, card: ModelCard) -> ImageDraft:
 
 
 def tokenize(raw: bytes, card: ModelCard) -> bytes:
-    """The answer of /tokenize to its body."""
+    """The answer of /tokenize."""
     request = parse(TokenizeRequest, raw, card.model)
     if request.messages is not None:
         turns, _ = _turns(request.messages, card.mark)
-        tokens = card.text.chat(turns, [_shown_tool(tool) for tool in request.tools or ()])
+        tokens = card.text.chat(turns, [_shown_tool(tool) for tool in request.tools or ()], MAX_VALUES)
     else:
-        tokens = card.text.encode(request.prompt or "", adds=request.add_special_tokens is not False)
+        adds = request.add_special_tokens is not False
+        tokens = card.text.encode(request.prompt or "", MAX_VALUES, adds)
+    if len(tokens) > MAX_VALUES:
+        raise invalid("prompt", f"it has more than {MAX_VALUES:,} tokens")
     strings = None
     if request.return_token_strs:
         strings = [card.text.token_bytes(token).decode(errors="replace") for token in tokens]
-    found = {"count": len(tokens), "max_model_len": card.capacity, "tokens": tokens, "token_strs": strings}
-    return json.dumps(found, separators=(",", ":")).encode()
+    answer = {"count": len(tokens), "max_model_len": card.capacity, "tokens": tokens, "token_strs": strings}
+    return msgspec.json.encode(answer)
 
 
 def detokenize(raw: bytes, card: ModelCard) -> bytes:
-    """The answer of /detokenize to its body."""
+    """The answer of /detokenize."""
     request = parse(DetokenizeRequest, raw, card.model)
     if request.tokens and (wrong := max(request.tokens)) >= card.vocab_size:
-        raise invalid("tokens", f"token {wrong} is none of the model's {card.vocab_size}")
-    return json.dumps({"prompt": card.text.decode(request.tokens)}).encode()
+        raise invalid("tokens", f"token {wrong} is not below the vocabulary size {card.vocab_size}")
+    return msgspec.json.encode({"prompt": card.text.decode(request.tokens)})
 
 
 def _form(request: ChatRequest | CompletionRequest, tools: Sequence[Tool]) -> tuple[str, str]:
-    """The grammar of the answer and the field that asked for it; nothing if any text will do."""
+    """Grammar of the answer and the field that requested it; empty if any text will do."""
     form = request.response_format
     schema = None if form is None else form.schema_of_answer
     answer = "" if schema is None else answer_form(schema)
@@ -274,7 +274,7 @@ def _shown_tool(tool: Tool) -> dict[str, Any]:
 
 
 def _turns(messages: Sequence[Message], mark: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The conversation as templates know it, with a mark for each picture, and their addresses."""
+    """The conversation in the form of templates, with a mark per picture, and the pictures' URLs."""
     turns: list[dict[str, Any]] = []
     urls: list[str] = []
     for number, message in enumerate(messages):
@@ -296,30 +296,30 @@ def _wrong(number: int, what: str, code: str = "unsupported_value") -> ApiError:
 
 
 def _call(call: ToolCall, number: int) -> dict[str, Any]:
-    """A call as templates know it: with its arguments as an object."""
+    """A call in the form of templates: with its arguments as an object."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise _wrong(number, "the arguments of a call are no JSON object", "invalid_value")
+        raise _wrong(number, "the arguments of a call must be a JSON object", "invalid_value")
     known = {} if call.id is None else {"id": call.id}
     return {**known, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _part(part: MessagePart, mark: str, urls: list[str], number: int) -> str:
-    """Text, in which nobody else has written the mark; or the mark of a picture, which `urls` gets."""
+    """Text without marks of the client's own; or the mark of a picture, whose URL goes to `urls`."""
     if part.type == "text" and part.text is not None:
         return part.text.replace(mark, UNKNOWN) if mark else part.text
     if part.type != "image_url" or not mark:
         reads = "text and image_url" if mark else "text"
         raise _wrong(number, f"a part of type '{part.type[:40]}' is not supported; this model reads {reads}")
-    found = part.extra("image_url")
-    url = found.get("url") if isinstance(found, dict) else found
-    if not isinstance(url, str):
-        raise _wrong(number, 'image_url is {"url": "data:image/png;base64,..."}', "invalid_value")
+    image = part.image_url
+    url = image.url if isinstance(image, ImageUrl) else image
+    if url is None:
+        raise _wrong(number, "image_url is missing", "missing_required_parameter")
     if len(urls) == MAX_PICTURES:
-        raise _wrong(number, f"a request shows {MAX_PICTURES} pictures at most")
+        raise _wrong(number, f"at most {MAX_PICTURES} pictures per request")
     urls.append(url)
     return mark
 
@@ -357,7 +357,7 @@ def _sampling(request: ChatRequest | CompletionRequest, logprobs: int | None) ->
 
 @dataclass(frozen=True, slots=True)
 class AskBatch:
-    """One request: its asks, `n` a prompt, and what it says of how they are to be told."""
+    """The asks of one request, `n` per prompt."""
 
     asks: tuple[Ask, ...]
     draft: Draft
@@ -373,14 +373,14 @@ class AskBatch:
 
 
 async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
-    """The asks of a request; ApiError or AskError if this model cannot answer them."""
+    """The asks of a request; ApiError or AskError if the model cannot answer them."""
     prompts, pictures = draft.prompts, tuple[PromptPicture, ...]()
     if draft.urls:
         prompt, pictures = await _seen(draft, endpoint)
         prompts = (prompt,)
     most = _max_tokens(draft, endpoint, prompts)
     grammar = await _grammar(draft, endpoint) if draft.grammar else None
-    # Choices of one seed differ from one another, and each is the same every time.
+    # Every choice has its own seed, the same every time.
     seed = draft.sampling.seed
     seeds = [None if seed is None else (seed + choice) & MAX_INT for choice in range(draft.n)]
     samplings = [replace(draft.sampling, seed=own) for own in seeds]
@@ -410,7 +410,7 @@ async def _grammar(draft: Draft, endpoint: Endpoint) -> Grammar:
 
 
 def _prompt_logprobs(draft: Draft, prompts: Sequence[Sequence[int]]) -> int | None:
-    """Alternatives that are noted for the tokens of a prompt, once for all its answers; None: none."""
+    """Alternatives per token of a prompt, for its first answer only; None: no logprobs."""
     wanted = [draft.prompt_logprobs, draft.sampling.logprobs if draft.echoes_logprobs else None]
     listed = [number for number in wanted if number is not None]
     if not listed:
@@ -418,20 +418,20 @@ def _prompt_logprobs(draft: Draft, prompts: Sequence[Sequence[int]]) -> int | No
     num = sum(map(len, prompts)) * (1 + max(listed))
     if num > MAX_NOTED:
         field = "logprobs" if draft.prompt_logprobs is None else "prompt_logprobs"
-        message = f"{field}: {num:,} logprobs of prompts in one request; the most are {MAX_NOTED:,}"
+        message = f"{field}: at most {MAX_NOTED:,} prompt logprobs per request, got {num:,}"
         raise ApiError(400, message, field, "invalid_value")
     return max(listed)
 
 
 def _max_tokens(draft: Draft, endpoint: Endpoint, prompts: Sequence[Sequence[int]]) -> int:
-    """Tokens of an answer, at most; refuses what does not fit."""
+    """Maximum tokens of an answer; ApiError if prompt and answer do not fit."""
     longest = max(map(len, prompts))
     most = draft.max_tokens
     if most is None:
-        room = max(1, endpoint.card.capacity - longest)  # at least one, which is then refused by name
+        room = max(1, endpoint.card.capacity - longest)  # if 0 are left, the prompt is refused below
         most = room if draft.is_chat else min(COMPLETION_TOKENS, room)
     if draft.min_tokens > most:
-        message = f"min_tokens: {draft.min_tokens} are more than the {most} allowed"
+        message = f"min_tokens: must be at most max_tokens ({most}), got {draft.min_tokens}"
         raise ApiError(400, message, "min_tokens", "invalid_value")
     if longest + most <= endpoint.card.capacity:
         return most

@@ -1,15 +1,15 @@
-"""Tools: the form of calls, as a grammar and as it is found in what a model says.
+"""Tool calls: their grammar, and parsers that find them in a model's output.
 
     answer_form, calls_form   schemas and tools -> rules of a grammar (see `grammar`)
-    ForcedCalls               text that has the form of calls for certain: told while it comes
-    FoundCalls                text that may hold calls: told when each is complete
+    ForcedCalls               parses output that must be calls, while it streams
+    FoundCalls                parses output that may hold calls, each when it is complete
 
-Calls that are forced have one form, whatever the model: [{"name": "f", "arguments": {...}}, ...]. Where the
-model may choose, it writes as it has learned to: calls are found between <tool_call> and </tool_call>, or if
-the whole answer is a JSON object or a list of them that name known tools ("arguments" may be called
-"parameters"). Anything else is text. Text that may become a call is held back until it is clear.
+Forced calls have one form for all models: [{"name": "f", "arguments": {...}}, ...]. Otherwise the model
+writes as it was trained to: a call stands between <tool_call> and </tool_call>, or the complete answer is a
+JSON object, or a list of them, that name known tools ("parameters" may stand for "arguments"). Anything else
+is text. Text that may become a call is held back.
 
-Not handled: formats that are neither, such as a call written as Python.
+Not handled: other formats, such as calls written as Python.
 """
 
 import json
@@ -19,16 +19,16 @@ from typing import Any
 
 from tessera.serve.text import overlap
 
-# How JSON is written: on one line, so that no answer is filled up with spaces.
+# JSON on one line, so that no answer is filled up with spaces.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Of one answer.
+# Calls of one answer.
 MAX_CALLS = 32
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What is new: text of the answer, or of call `call` its name (once, first) or more of its arguments."""
+class OutputPart:
+    """Text of the answer; or the name of call number `call` (once, first); or more of its arguments."""
 
     text: str = ""
     call: int | None = None
@@ -36,12 +36,12 @@ class Told:
 
 
 def answer_form(schema: Mapping[str, Any]) -> str:
-    """The rule of a text that is JSON of this schema."""
+    """The rule of JSON of this schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE})}"
 
 
 def calls_form(tools: Mapping[str, Mapping[str, Any]], most: int) -> str:
-    """Rules, the first of them `calls`: at least one and at most so many calls of tools, name -> schema."""
+    """Rules, the first of them `calls`: 1 to `most` calls of tools (name -> schema)."""
     more = f' (", " call){{0,{most - 1}}}' if most > 1 else ""
     lines = [f'calls: "[" call{more} "]"', "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for number, (name, schema) in enumerate(tools.items()):
@@ -55,40 +55,40 @@ def _head(name: str) -> str:
 
 
 class ForcedCalls:
-    """Reads calls in the form of `calls_form`, in whatever pieces they come."""
+    """Parses output in the form of `calls_form`, piece by piece."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._heads = {_head(name): name for name in names}
         self.num_calls = 0
-        # What stands before the arguments; None: they have begun.
+        # Output before the arguments; None: inside them.
         self._before: str | None = ""
         self._depth = 0
         self._in_text = self._is_escaped = False
 
-    def feed(self, text: str) -> list[Told]:
-        found: list[Told] = []
+    def feed(self, text: str) -> list[OutputPart]:
+        parts: list[OutputPart] = []
         given = 0
         for at, letter in enumerate(text):
             if self._before is not None:
                 self._before = (self._before + letter).lstrip("[, ")
                 name = self._heads.get(self._before)
                 if name is not None:
-                    found.append(Told("", self.num_calls, name))
+                    parts.append(OutputPart("", self.num_calls, name))
                     self.num_calls += 1
                     self._before, self._depth, given = None, 0, at + 1
             elif self._is_end(letter):
-                found += self._more(text[given:at])
+                parts += self._more(text[given:at])
                 self._before = ""
-        return found if self._before is not None else found + self._more(text[given:])
+        return parts if self._before is not None else parts + self._more(text[given:])
 
-    def finish(self) -> list[Told]:
+    def finish(self) -> list[OutputPart]:
         return []
 
-    def _more(self, text: str) -> list[Told]:
-        return [Told(text, self.num_calls - 1)] if text else []
+    def _more(self, text: str) -> list[OutputPart]:
+        return [OutputPart(text, self.num_calls - 1)] if text else []
 
     def _is_end(self, letter: str) -> bool:
-        """True for the brace behind the arguments."""
+        """True for the brace after the arguments."""
         if self._in_text:
             is_over = letter == '"' and not self._is_escaped
             self._is_escaped = letter == "\\" and not self._is_escaped
@@ -103,53 +103,53 @@ class ForcedCalls:
 
 
 class FoundCalls:
-    """Looks for calls in text of any form, in whatever pieces it comes. Spaces around calls are left out."""
+    """Finds calls in any output, piece by piece. Spaces around calls are left out."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
         self.num_calls = 0
         self._held = ""
-        # True if there was nothing but spaces since the beginning or the last call.
+        # True if only spaces came since the beginning or the last call.
         self._is_blank = True
-        # True if the answer begins as JSON does: only its end tells. None: it has not begun.
+        # True if the answer begins like JSON: parsed at its end. None: no output yet.
         self._is_json: bool | None = None
 
-    def feed(self, text: str) -> list[Told]:
+    def feed(self, text: str) -> list[OutputPart]:
         self._held += text
         if self._is_json is None and (begun := self._held.lstrip()):
             self._is_json = begun[0] in "[{"
         if self._is_json:
             return []
-        found: list[Told] = []
+        parts: list[OutputPart] = []
         while (at := self._held.find(OPEN)) >= 0:
-            found += self._tell(at)
+            parts += self._release(at)
             start, end = self._held.find(OPEN), self._held.find(CLOSE)
             if end < 0:
-                return found
+                return parts
             inside, whole = self._held[start + len(OPEN) : end], self._held[: end + len(CLOSE)]
             self._held = self._held[end + len(CLOSE) :]
             calls = self._calls(inside)
-            found += calls or _said(whole)
+            parts += calls or _text(whole)
             self._is_blank = bool(calls)
-        return found + self._tell(len(self._held) - overlap(self._held, OPEN))
+        return parts + self._release(len(self._held) - overlap(self._held, OPEN))
 
-    def _tell(self, end: int) -> list[Told]:
-        """What is held up to here, if it is more than spaces that may stand before a call."""
+    def _release(self, end: int) -> list[OutputPart]:
+        """Releases held text up to `end`, unless it is only spaces before a call."""
         self._is_blank = self._is_blank and not self._held[:end].strip()
         if self._is_blank:
             return []
-        said, self._held = self._held[:end], self._held[end:]
-        return _said(said)
+        text, self._held = self._held[:end], self._held[end:]
+        return _text(text)
 
-    def finish(self) -> list[Told]:
-        """What was held back, at the end of the answer."""
+    def finish(self) -> list[OutputPart]:
+        """The rest, at the end of the answer."""
         held, self._held = self._held, ""
         inside = held.strip()
         calls = self._calls(inside.removeprefix(OPEN)) if self._is_json or inside.startswith(OPEN) else []
-        return [] if self.num_calls and not inside else calls or _said(held)
+        return [] if self.num_calls and not inside else calls or _text(held)
 
-    def _calls(self, text: str) -> list[Told]:
-        """The calls that a text is; none, if it is anything else."""
+    def _calls(self, text: str) -> list[OutputPart]:
+        """The calls of a text; empty if it is anything else."""
         try:
             document = json.loads(text)
         except (ValueError, RecursionError):
@@ -158,11 +158,11 @@ class FoundCalls:
         calls = [call for x in listed if (call := _call(x, self._names)) is not None]
         if not len(listed) == len(calls) <= MAX_CALLS:
             return []
-        found: list[Told] = []
+        parts: list[OutputPart] = []
         for number, (name, arguments) in enumerate(calls, self.num_calls):
-            found += (Told("", number, name), Told(arguments, number))
+            parts += (OutputPart("", number, name), OutputPart(arguments, number))
         self.num_calls += len(calls)
-        return found
+        return parts
 
 
 def _call(document: object, names: frozenset[str]) -> tuple[str, str] | None:
@@ -176,5 +176,5 @@ def _call(document: object, names: frozenset[str]) -> tuple[str, str] | None:
     return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _said(text: str) -> list[Told]:
-    return [Told(text)] if text else []
+def _text(text: str) -> list[OutputPart]:
+    return [OutputPart(text)] if text else []

@@ -1,9 +1,8 @@
-"""Answers in OpenAI's documents: one request answered whole, or as a stream of server-sent events.
+"""Answers in OpenAI's forms: one document, or a stream of server-sent events.
 
-The head of a stream is sent with its first event, so that what is refused has its own status. An error
-after that is an event of its own, as OpenAI's clients expect. When the client goes, the answers are closed,
-which cancels them. Documents with many logprobs are put together in a thread, of parts that are encoded one
-by one: nobody else waits for them.
+The head of a stream is sent with its first event, so that a refusal keeps its status. A later error is an
+event of its own, as OpenAI's clients expect. When the client disconnects, closing the answers cancels them.
+Documents with many logprobs are encoded in a thread, in parts, so that others do not wait.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ from tessera import __version__
 from tessera.errors import TesseraError
 from tessera.serve.openai.errors import ApiError, api_error
 from tessera.serve.openai.read import AskBatch, EmbeddingDraft, Endpoint, ModelCard
-from tessera.serve.openai.tools import ForcedCalls, FoundCalls, Told
+from tessera.serve.openai.tools import ForcedCalls, FoundCalls, OutputPart
 from tessera.serve.records import AnswerPiece, AnswerService, Ask, Event, Events, Finish, ImageDraft, Token
 from tessera.serve.single_device import EmbeddingService, ImageService, cut
 
@@ -36,9 +35,9 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-# Larger documents are sent in such parts, others between them.
+# Larger documents are sent in parts of this size.
 PART_BYTES = 2**18
-# Tokens and alternatives that are put into a document on the event loop.
+# Tokens and alternatives encoded on the event loop; more are encoded in a thread.
 FEW_LOGPROBS = 512
 
 Document = dict[str, Any]
@@ -46,7 +45,7 @@ _encode = msgspec.json.encode
 
 
 def _encoded(part: Any) -> msgspec.Raw:
-    """A part of a larger document: others take the interpreter between two of them."""
+    """A part of a larger document: the interpreter lock is free between two of them."""
     return msgspec.Raw(_encode(part))
 
 
@@ -63,17 +62,17 @@ class Writer:
             "model": card.model,
             "system_fingerprint": FINGERPRINT,
         }
-        # Of each choice of a completion: characters of the tokens told so far.
+        # By choice of a completion: characters of the tokens so far.
         self._offsets: Counter[int] = Counter()
-        # Of each choice of a chat with tools: who looks for calls in it.
+        # One parser per choice of a chat with tools.
         reader = ForcedCalls if self._draft.is_forced else FoundCalls
         self._readers = [reader(self._draft.tools) for _ in batch.asks] if self._draft.tools else []
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> bytes:
-        """All choices at once, each with the events of its answer."""
+        """The document of all choices, from the events of their answers."""
         finishes = [event for events in answers for event in events if isinstance(event, Finish)]
         firsts = zip(self._batch.prompts, finishes[:: self._draft.n], strict=True)
-        # Nothing is known of a prompt's first token.
+        # A prompt's first token has no logprob.
         noted = [[Token(ask.prompt[0]), *finish.prompt] for ask, finish in firsts]
         choices = [
             self._whole_choice(index, events, finishes[index], noted[index // self._draft.n])
@@ -98,11 +97,11 @@ class Writer:
 
     @property
     def _says_nothing(self) -> bool:
-        """True if only the prompt is wanted; the engine says one token all the same."""
+        """True if only the prompt is wanted; the engine still generates one token."""
         return self._draft.max_tokens == 0
 
     def _prompt_notes(self, prompt: Sequence[Token]) -> Document:
-        """vLLM's field with the logprobs of a prompt's tokens; nothing if nobody asked."""
+        """vLLM's field prompt_logprobs, if requested."""
         most = self._draft.prompt_logprobs
         if most is None:
             return {}
@@ -122,15 +121,15 @@ class Writer:
         return {"prompt_logprobs": noted}
 
     def _message(self, index: int, text: str) -> Document:
-        """What the assistant said; with its calls, if there are any."""
-        told = [Told(text)]
+        """The assistant's message with its calls."""
+        parts = [OutputPart(text)]
         if self._readers:
-            told = self._readers[index].feed(text) + self._readers[index].finish()
-        content = "".join(x.text for x in told if x.call is None)
+            parts = self._readers[index].feed(text) + self._readers[index].finish()
+        content = "".join(x.text for x in parts if x.call is None)
         message: Document = {"role": "assistant", "content": content, "refusal": None}
         calls = [
-            _call(x.name, "".join(y.text for y in told if y.call == x.call and not y.name))
-            for x in told
+            _call(x.name, "".join(y.text for y in parts if y.call == x.call and not y.name))
+            for x in parts
             if x.name
         ]
         return message | {"content": content or None, "tool_calls": calls} if calls else message
@@ -140,39 +139,39 @@ class Writer:
         return "tool_calls" if has_calls and reason == "stop" else reason
 
     def begin(self, index: int) -> bytes:
-        """The chunk that says who speaks, or the prompt where it is to be given back."""
+        """The first chunk: the role, or the echoed prompt."""
         if self._draft.is_chat:
             return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
         return self._chunk(index, {"text": self._draft.echoes[index]}) if self._draft.echoes else b""
 
     def piece(self, index: int, piece: AnswerPiece) -> bytes:
-        """Chunks of text and of calls; nothing if there is nothing to tell."""
-        told = self._readers[index].feed(piece.text) if self._readers else [Told(piece.text)]
-        return self._told(index, told, piece.tokens)
+        """Chunks of text and of calls; may be empty."""
+        parts = self._readers[index].feed(piece.text) if self._readers else [OutputPart(piece.text)]
+        return self._chunks(index, parts, piece.tokens)
 
-    def _told(self, index: int, told: Sequence[Told], tokens: Sequence[Token]) -> bytes:
-        shown = [self._delta(x) for x in told if x.text or x.name]
+    def _chunks(self, index: int, parts: Sequence[OutputPart], tokens: Sequence[Token]) -> bytes:
+        shown = [self._delta(x) for x in parts if x.text or x.name]
         if not shown and self._num_top is not None and tokens:
-            shown = [self._delta(Told())]
-        # The tokens are told of once, with the first.
+            shown = [self._delta(OutputPart())]
+        # Logprobs go with the first chunk.
         return b"".join(self._chunk(index, x, () if i else tokens) for i, x in enumerate(shown))
 
-    def _delta(self, told: Told) -> Document:
+    def _delta(self, part: OutputPart) -> Document:
         if not self._draft.is_chat:
-            return {"text": told.text}
-        if told.call is None:
-            return {"delta": {"content": told.text}}
-        call = _call(told.name, "") if told.name else {"function": {"arguments": told.text}}
-        return {"delta": {"tool_calls": [{"index": told.call, **call}]}}
+            return {"text": part.text}
+        if part.call is None:
+            return {"delta": {"content": part.text}}
+        call = _call(part.name, "") if part.name else {"function": {"arguments": part.text}}
+        return {"delta": {"tool_calls": [{"index": part.call, **call}]}}
 
     def end(self, index: int, reason: str) -> bytes:
-        """What was held back, and the chunk that says why it ended."""
-        rest = self._told(index, self._readers[index].finish(), ()) if self._readers else b""
+        """Held-back text, and the chunk with the finish reason."""
+        rest = self._chunks(index, self._readers[index].finish(), ()) if self._readers else b""
         shown: Document = {"delta": {}} if self._draft.is_chat else {"text": ""}
         return rest + self._chunk(index, shown, None, self._reason(index, reason))
 
     def usage_chunk(self, output_tokens: int) -> bytes:
-        """The last chunk of a stream with its usage: no choices."""
+        """The last chunk: usage without choices."""
         return _event({**self._head, "choices": [], "usage": self._usage(output_tokens)})
 
     def _chunk(
@@ -219,12 +218,12 @@ class Writer:
         return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
 
 
-def _event(document: Document) -> bytes:
+def _event(document: Any) -> bytes:
     return b"data: " + _encode(document) + b"\n\n"
 
 
 def _finite(logprob: float | None) -> float | None:
-    """JSON has no infinity: OpenAI writes -9999 for a token that cannot be."""
+    """OpenAI writes -9999 for minus infinity, which JSON lacks."""
     return logprob if logprob is None else max(logprob, -9999.0)
 
 
@@ -244,7 +243,7 @@ async def answer_whole(service: AnswerService, batch: AskBatch, writer: Writer) 
 
 
 async def _beside(num_tokens: int, batch: AskBatch, write: Callable[[], bytes]) -> bytes:
-    """Writes, in a thread if there are many logprobs to write."""
+    """Encodes, in a thread if there are many logprobs."""
     ask = batch.asks[0]
     listed = [-1 if number is None else number for number in (ask.sampling.logprobs, ask.prompt_logprobs)]
     is_few = num_tokens * (1 + max(listed)) < FEW_LOGPROBS
@@ -252,7 +251,7 @@ async def _beside(num_tokens: int, batch: AskBatch, write: Callable[[], bytes]) 
 
 
 async def answer_embedding(endpoint: Endpoint, draft: EmbeddingDraft) -> bytes:
-    """The document of all vectors; written in a thread, as many of them have many numbers."""
+    """The document of all vectors, encoded in a thread."""
     assert isinstance(endpoint.service, EmbeddingService), "only an encoder is asked for vectors"
     vectors = await endpoint.service.embed(draft.inputs)
     return await asyncio.to_thread(_vectors, endpoint.card.model, draft, vectors)
@@ -287,10 +286,10 @@ async def send_document(document: bytes, send: Any) -> None:
 
 
 async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: Any) -> None:
-    """Sends a stream, head and all; raises ApiError only before the head."""
+    """Sends head and events; raises ApiError only before the head."""
 
     async def body(data: bytes, is_last: bool = False) -> None:
-        """Waits while the client's connection is full; a client that stays so is cut off by `server`."""
+        """Waits while the connection is full; `server` cuts off a client that does not read."""
         await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async with aclosing(_events(service, batch.asks)) as events:
@@ -301,7 +300,7 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
         try:
             while first is not None:
                 index, event = first
-                if isinstance(event, Finish):  # goes with what comes next, which mostly is the end
+                if isinstance(event, Finish):  # sent with the next event, usually the end
                     out += writer.end(index, event.reason)
                     output_tokens += event.output_tokens
                 elif out := out + await _beside(
@@ -311,17 +310,14 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
                     out = b""
                 first = await anext(events, None)
         except (ApiError, TesseraError) as error:
-            out += _event(api_error(error).shape)
+            out += _event(api_error(error).document)
         else:
             out += writer.usage_chunk(output_tokens) if batch.draft.includes_usage else b""
     await body(out + DONE, is_last=True)
 
 
 async def _events(service: AnswerService, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Event], None]:
-    """The events of all asks as they come, each with its ask's number; ends after the last finish.
-
-    Each answer is asked for one event at a time, so that nothing piles up here.
-    """
+    """Events of all asks as they come, with the ask's number; one event per ask is buffered."""
     if not asks[0].max_tokens:  # only the prompt is wanted back
         for index, ask in enumerate(asks):
             yield index, Finish("length", len(ask.prompt), 0)
@@ -336,7 +332,7 @@ async def _events(service: AnswerService, asks: Sequence[Ask]) -> AsyncGenerator
     try:
         for ask in asks:
             answers.append(service.answer(ask))
-            await asyncio.sleep(0)  # many long prompts: others go on between them
+            await asyncio.sleep(0)  # others run between many long prompts
         waiting = {asyncio.ensure_future(anext(x)): index for index, x in enumerate(answers)}
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -354,7 +350,7 @@ async def _events(service: AnswerService, asks: Sequence[Ask]) -> AsyncGenerator
 
 
 def _checked(event: Event) -> Event:
-    """An event, unless it is an end that is none: then ApiError says what went wrong."""
+    """The event; ApiError for a finish by error or cancellation."""
     if isinstance(event, Finish) and event.reason == "error":
         raise ApiError(500, event.message or "the generation failed", code="generation_failed")
     if isinstance(event, Finish) and event.reason == "cancelled":

@@ -1,23 +1,18 @@
-"""Placements of one step, launch by launch, as a front of schedules of which none is later in everything.
+"""Placements of one step, launch by launch, as a Pareto frontier of schedules.
 
-A row of the front is a schedule so far, told by its columns (see `layout`): if one row is no later
-than another in every column, nothing that follows can make it end later, and the other is dropped. So is a
-row that provably ends no sooner than a known placement. While the front stays narrow this is exact.
+A row of the frontier is a schedule so far, described by its columns (see `layout`). If a row is no later
+than another in every column, nothing that follows can make it end later, and the other is dropped; so is a
+row that provably ends no sooner than a known placement. While the frontier stays narrow this is exact.
+Beyond its limit it is narrowed in one of two ways: `search` keeps the most promising rows and returns a
+placement; `bound_us` merges similar rows, each column taking its earliest time, and returns a lower bound.
 
-A front that grows wider than its limit is narrowed in one of two ways. `search` keeps the most promising
-rows: what remains is a placement, not always the best. `bound_us` merges rows that are alike, each column
-taking its earliest time: the merged row is no later than any of them, so what remains is a lower bound.
+`best_of_step` starts narrow and widens until plan and bound meet, up to a limit in proportion to the
+launches. `joined` joins steps by the state they share: the longest step is placed first, or last, and the
+others pay for state that they would have elsewhere. Each state is paid by itself (the clock counts one
+latency per link, and links in parallel); the clock judges the result.
 
 Costs of migration (see `placement`) are part of all times from the launch that pays them on, never negative.
-
 Arrays of rows are [column, device, row].
-
-Every step of a work unit alone, by fronts, and the steps joined by the state they share.
-
-A front of the whole step starts narrow and is made wider until plan and bound meet, up to a limit that keeps
-the work in proportion to the launches. Joined, the step that takes longest in all is placed first, or last;
-the others then pay for state that they would have somewhere else. That is paid one state at a time
-(the clock counts one latency a link, and links at once); the clock judges the result.
 """
 
 from dataclasses import dataclass
@@ -26,6 +21,7 @@ import numpy as np
 
 from tessera import ir
 from tessera.plan.arrays import Floats, Ints, Labels
+from tessera.plan.config import SearchConfig
 from tessera.plan.latency.layout import NEVER_US, Layout, floored, non_dominated, tails_of
 from tessera.plan.problem import Problem
 
@@ -37,7 +33,7 @@ ROUNDING = 1e-8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Course:
-    """A step that is to be gone through, and what is known of its rest."""
+    """A step to place, with bounds on its remaining launches."""
 
     layout: Layout
     # [launch, device]
@@ -206,17 +202,6 @@ def _pairs(flat: Floats, ends: Floats, num: int) -> tuple[list[int], list[int]]:
     return found
 
 
-# A front's rows times devices: at first, at most, and at most over all launches of a step, if plan and bound
-# are near each other, or far apart.
-NARROW_ROWS = 32
-WIDE_ROWS = 512
-FRONT_ROWS = 320_000, 1_280_000
-# A plan this close to its bound, as a share, is as good as the best: nothing more is tried.
-MET = 1e-4
-# A plan farther from it than this is given the widest front at once.
-FAR = 0.02
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBest:
     """The fastest placement found of one step alone, and what no placement of it can beat."""
@@ -224,26 +209,23 @@ class StepBest:
     us: float
     bound_us: float
     width: int
-    # Of the launches; None: none was found faster than those known.
+    # Devices of the launches; None: none was found faster than those known.
     devices: Ints | None
 
-    @property
-    def is_met(self) -> bool:
-        """Is the placement proved to be the best?"""
-        return self.bound_us >= self.us * (1 - MET)
 
-
-def best_of_step(layout: Layout, known_us: float, migration_us: Floats | None = None) -> StepBest:
-    """By fronts, ever wider until placement and bound meet or the limit is reached."""
+def best_of_step(
+    layout: Layout, known_us: float, config: SearchConfig, migration_us: Floats | None = None
+) -> StepBest:
+    """By frontiers, ever wider until placement and bound meet or the limit is reached."""
     if not layout.num_launches:
         return StepBest(0.0, 0.0, 0, np.zeros(0, dtype=np.int64))
     course = course_of(layout, migration_us)
     devices: Ints | None = None
     us = known_us
     bound, width = course.least_us * (1 - ROUNDING), 0
-    while bound < us * (1 - MET):
-        is_far = bound < us * (1 - FAR)
-        wider = _wider(layout, width, is_far)
+    while bound < us * (1 - config.met):
+        is_far = bound < us * (1 - config.far)
+        wider = _wider(layout, width, is_far, config)
         if wider == width:
             break
         devices, us = search(course, wider, us) or (devices, us)
@@ -252,20 +234,23 @@ def best_of_step(layout: Layout, known_us: float, migration_us: Floats | None = 
     return StepBest(us, min(bound, us), width, devices)
 
 
-def _narrow(layout: Layout) -> int:
-    """Rows of a front at first."""
-    return max(2, NARROW_ROWS // layout.problem.num_devices)
+def _narrow(layout: Layout, config: SearchConfig) -> int:
+    """Rows of a frontier at first."""
+    return max(2, config.narrow_rows // layout.problem.num_devices)
 
 
-def _wider(layout: Layout, width: int, is_far: bool) -> int:
-    """Four times as many rows, or at once as many as are worth while; the same where these are reached."""
-    most = min(WIDE_ROWS, FRONT_ROWS[is_far] // layout.num_launches) // layout.problem.num_devices
+def _wider(layout: Layout, width: int, is_far: bool, config: SearchConfig) -> int:
+    """Four times as many rows, or the most at once; unchanged at the limit."""
+    rows = min(config.wide_rows, config.frontier_rows[is_far] // layout.num_launches)
+    most = rows // layout.problem.num_devices
     if not width:
-        return _narrow(layout)
+        return _narrow(layout, config)
     return max(width, most if is_far else min(most, 4 * width))
 
 
-def joined(layouts: list[Layout], steps: list[StepBest], price: float, sign: int = -1) -> Labels | None:
+def joined(
+    layouts: list[Layout], steps: list[StepBest], price: float, sign: int, config: SearchConfig
+) -> Labels | None:
     """The longest step's own best first (sign -1) or last (1); later ones pay for moving the state."""
     problem = layouts[0].problem
     labels = np.full(problem.num_nodes, -1, dtype=np.int64)
@@ -280,10 +265,10 @@ def joined(layouts: list[Layout], steps: list[StepBest], price: float, sign: int
         is_own = devices is not None and not added[np.arange(len(devices)), devices].any()
         if devices is None or not is_own or (fixed >= 0).any():
             course = course_of(layouts[step], added, fixed)
-            found = search(course, max(steps[step].width, _narrow(layouts[step])), NEVER_US)
-            if found is None:
+            placed = search(course, max(steps[step].width, _narrow(layouts[step], config)), NEVER_US)
+            if placed is None:
                 return None
-            devices = found[0]
+            devices = placed[0]
         labels[nodes] = devices
         for name, group in graph.state_groups.items():
             homes.setdefault(name, int(devices[graph.groups[group][0]]))

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from plan_factories import Draft, Named, chain, layered_case, make_cluster, make_costs, make_unit
+from tessera.plan.config import FULL
 from tessera.plan.latency import RequestTimer, bound_us, solve
-from tessera.plan.latency.front import Course, course_of, search
-from tessera.plan.latency.front import bound_us as front_bound_us
+from tessera.plan.latency.frontier import Course, course_of, search
+from tessera.plan.latency.frontier import bound_us as front_bound_us
 from tessera.plan.latency.layout import NEVER_US, layout_of
 from tessera.plan.problem import Problem, build
 
@@ -104,7 +105,7 @@ def test_forbidden_device_is_not_used() -> None:
 
     assert found is not None
     assert [0, 1, 0] == found[0].tolist()
-    assert found[1] == pytest.approx(bound_us(problem, RequestTimer(problem)))
+    assert found[1] == pytest.approx(bound_us(problem, FULL))
 
 
 def test_parallel_branches_are_exact() -> None:
@@ -115,7 +116,7 @@ def test_parallel_branches_are_exact() -> None:
     us = [[5.0, 6.0], *([20.0 + e, 33.0 - e] for e in experts), [3.0, 4.0]]
     problem = build(unit, make_costs(unit, cluster, [us]), cluster)
 
-    found = solve(problem, (), lambda _: True)
+    found = solve(problem, (), lambda _: True, FULL)
 
     assert brute_us(problem) == pytest.approx(found.latency_us)
     assert found.bound_us == pytest.approx(found.latency_us)
@@ -145,8 +146,8 @@ def test_bound_holds_for_steps_joined_by_state(seed: int, steps: int) -> None:
     every = product(range(2), repeat=problem.num_nodes)
     best = min(clock.makespan_us(np.array(labels)) for labels in every)
 
-    assert bound_us(problem, clock) <= best * (1 + 1e-9)
-    assert best <= solve(problem, (), lambda _: True).latency_us * (1 + 1e-9)
+    assert bound_us(problem, FULL) <= best * (1 + 1e-9)
+    assert best <= solve(problem, (), lambda _: True, FULL).latency_us * (1 + 1e-9)
 
 
 def test_moving_state_raises_the_bound() -> None:
@@ -155,7 +156,7 @@ def test_moving_state_raises_the_bound() -> None:
     unit, cluster = make_unit(draft, draft), make_cluster(gbps=25.0, latency_us=0.0)
     problem = build(unit, make_costs(unit, cluster, [[[10.0, 70.0]], [[80.0, 10.0]]]), cluster)
 
-    found = solve(problem, (), lambda _: True)
+    found = solve(problem, (), lambda _: True, FULL)
 
     assert 80.0 == pytest.approx(found.latency_us)
     assert 60.0 < found.bound_us <= 80.0
@@ -163,6 +164,6 @@ def test_moving_state_raises_the_bound() -> None:
 
 def test_layers_with_residuals_are_exact() -> None:
     """On a decoder whose two steps share state the plan is proved to be the best."""
-    found = solve(build(*layered_case(8)), (), lambda _: True)
+    found = solve(build(*layered_case(8)), (), lambda _: True, FULL)
 
     assert found.latency_us == pytest.approx(found.bound_us)

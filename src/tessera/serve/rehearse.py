@@ -4,24 +4,22 @@ A plan's own figures are of work units that pass its lanes one after another. In
 its lane while it has requests, and reads prompts and answers together, so its devices wait for one another
 unless there are enough microbatches. Rates are modelled, by the plans' costs. Not handled: CPU time between
 two steps.
-
-`replanner_of` compares new plans of a running service by rehearsal.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 import torch
 
-from tessera.adapt.replan import Replanner
 from tessera.execute.offline import Trial, pick
 from tessera.execute.stepper import StepCall, Tensors
-from tessera.ir import Objective, Plan
+from tessera.ir import Plan
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.engine import Engine
-from tessera.serve.planning import Prepared, plan_policies
 from tessera.serve.records import Ask, Average, Sampling, Shape
 from tessera.serve.text import ByteText
+from tessera.simulate.arrivals import make_lengths
 from tessera.simulate.stepper import VirtualStepper
 
 # Rounds of answers that are counted, after one in which the load becomes steady.
@@ -29,20 +27,10 @@ COUNTED = 2
 GREEDY = Sampling(temperature=0.0)
 
 
-def replanner_of(prepared: Prepared) -> Replanner:
-    """Plans anew as the service was planned; compares for one client if for latency, else for many."""
-    shape, half = prepared.model.shape, prepared.model.shape.capacity // 2
-    average = Average(min(Average().prompt, half), min(Average().output, half))
-
-    def gain(old: Plan, new: Plan) -> float:
-        clients = 1 if old.objective is Objective.LATENCY else None
-        before, after = rehearse([old, new], shape, average, clients)
-        return after / before
-
-    return Replanner(
-        lambda plan, cluster, costs: plan_policies(shape, cluster, plan.unit, costs, (plan.objective,))[0],
-        gain,
-    )
+def lengths_of(average: Average, num: int, seed: int = 0) -> Iterator[tuple[int, int]]:
+    """(prompt, answer) tokens of the requests of a load, repeated after `num`."""
+    prompts, outputs = make_lengths(f"uniform:{average.prompt},{average.output}", num, seed)
+    return cycle(zip(prompts, outputs, strict=True))
 
 
 def rehearse(
@@ -66,20 +54,24 @@ def _rate_per_s(plans: Sequence[Plan], number: int, shape: Shape, average: Avera
     def outputs(call: StepCall) -> Tensors:
         return {"next_tokens": torch.zeros(steps[call.step].batch, dtype=torch.int64)}
 
-    stepper, load, text = VirtualStepper(plans, outputs=outputs), random.Random(0), ByteText()
+    stepper, text = VirtualStepper(plans, outputs=outputs), ByteText()
+    first, lengths = random.Random(0), lengths_of(average, (1 + COUNTED) * clients)
     engine = Engine(stepper, shape, (), 2 * clients, prefix_caching=False)
     engine.scheduler.switch(number)
     waiting: list[ActiveRequest] = []
 
-    def ask(tokens: int) -> None:
-        length = load.randint(max(1, average.prompt // 2), average.prompt + average.prompt // 2)
-        prompt = (0,) * max(1, min(length, shape.max_tokens - tokens))
+    def ask(is_first: bool = False) -> None:
+        length, tokens = next(lengths)
+        if is_first:  # rows end one after another from the start, as they do later on
+            tokens = first.randint(1, tokens)
+        tokens = min(tokens, shape.max_tokens - 1)
+        prompt = (0,) * min(length, shape.max_tokens - tokens)
         request = ActiveRequest(Ask(prompt, tokens, GREEDY, ignores_end=True), text.reader(), ())
         waiting.append(request)
         engine.submit(request)
 
-    for _ in range(clients):  # rows end one after another from the start, as they do later on
-        ask(load.randint(1, average.output))
+    for _ in range(clients):
+        ask(is_first=True)
     marks: list[tuple[float, int]] = []
     finished = 0
     for goal in (clients, (1 + COUNTED) * clients):
@@ -88,7 +80,7 @@ def _rate_per_s(plans: Sequence[Plan], number: int, shape: Shape, average: Avera
             over = [request for request in waiting if request.is_over]
             for request in over:
                 waiting.remove(request)
-                ask(average.output)
+                ask()
             finished += len(over)
         marks.append((stepper.now_s(), engine.meters.output_tokens))
     (start_s, before), (stop_s, after) = marks

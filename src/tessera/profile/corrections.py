@@ -1,0 +1,300 @@
+"""Corrections of modelled prices by measured launches: one record, one file format.
+
+A table or a fitted model prices bytes and operations. A `Corrections` record changes that price by
+
+- terms: cycles of indexing overhead, rows and floors, and factors, for the terms of `overheads.py`;
+- kernels: models of attention kernels with few queries;
+- rows: single launches measured on one GPU. A launch of the same work takes the measured time. Another launch
+  of the class takes the modelled time, times the median ratio of measured to modelled over the class.
+
+The package has terms and kernels in `corrections.json`, fitted by scripts/fit_overheads.py and
+scripts/fit_streams.py to launches of one GPU. `tessera calibrate` writes rows, one file per GPU, to
+`$XDG_CACHE_HOME/tessera/calibrations`.
+
+Terms: us = (t0 + sqrt((base - t0)^2 + overhead^2)) * factors + floors. Cycles are either shared by all SMs or
+run one after the other. Other GPUs take the same cycles at their own number of SMs and clock, with a wider
+error. From Hopper on the tables' attention kernels are FlashAttention 3 and newer, before that FlashAttention
+2, which is PyTorch's `flash` kernel everywhere; so `flash` has a factor on new GPUs only.
+
+Kernels: keys and values stream through blocks, one for each sequence and key head.
+
+    us = floor * t0 + sqrt(M^2 + S^2) + tail * row_us * blocks
+    M  = bytes / (bandwidth * em * reach)
+    S  = keys of a block * max(chain, wave * ceil(blocks / SMs))
+
+`chain` is the cycles per key of one block alone on its SM, `wave` those of blocks that share an SM. Kernels
+that split the keys give every idle SM a part (`splits`). `floor`, `reach` and `tail` are ratios to the GPU's
+fitted t0, em and row_us of decode attention; on chips that were not measured, `reach` is at most 1.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import msgspec
+
+from tessera.errors import ArtifactError
+from tessera.ir import Cost, Source
+from tessera.ir.files import write_whole
+from tessera.profile.counts import OpClass, Work
+from tessera.profile.fitted import Params, loads_of, model_of, peaks_of, predict
+from tessera.profile.gpus import Gpu, clock_ghz, gpu
+from tessera.profile.overheads import TERMS, Overhead, Scope
+
+# Added on GPUs other than the one that was measured: an assumption.
+OTHER_GPU_ERROR = 0.25
+# Norm in which memory and index arithmetic are joined; 1 would be one after the other.
+OVERLAP = 2.0
+# From these on, serving stacks have faster attention kernels than PyTorch's `flash`.
+NEW_ATTENTION = ("Hopper", "Blackwell")
+# Suffix of the terms that name a kernel: "flash_stream".
+SUFFIX = "_stream"
+# Least number of keys in a split.
+SPLIT_KEYS = 128
+# Width of the heads that were timed; a key of wider ones takes longer.
+FITTED_WIDTH = 128
+# Error of a measured launch: clocks and software of two machines with the same card differ by as much.
+MEASURED_ERROR = 0.03
+# Fewer ratios than this do not correct their class.
+MIN_RATIOS = 3
+# Least error of a class that a few ratios correct.
+LEAST_ERROR = 0.08
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Cost of one term of an overhead."""
+
+    # Cycles for each amount, or a factor.
+    coefficient: float
+    # Mean relative error of launches with this term, their family of models left out of the fit; an
+    # assumption where only one family has such launches.
+    rel_error: float = 0.0
+    judged_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Parameters of one attention kernel."""
+
+    floor: float
+    reach: float
+    tail: float
+    # Cycles.
+    chain: float
+    wave: float
+    splits: bool
+    # Mean relative error on launches left out of the fit, one at a time.
+    rel_error: float = 0.0
+    num_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredWork:
+    """One measured launch."""
+
+    work: Work
+    us: float
+    # Price by the models when it was measured.
+    modelled_us: float
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """What launches measured on one GPU say about prices."""
+
+    gpu: str
+    # Where the measurements come from: driver's name of the card, versions, or data files.
+    about: Mapping[str, str] = field(default_factory=dict)
+    terms: Mapping[str, Term] = field(default_factory=dict)
+    kernels: Mapping[str, Stream] = field(default_factory=dict)
+    rows: tuple[MeasuredWork, ...] = ()
+    format: Literal[1] = 1
+
+    @cached_property
+    def coefficients(self) -> dict[str, float]:
+        return {name: term.coefficient for name, term in self.terms.items()}
+
+    @cached_property
+    def _measured_us(self) -> dict[Work, float]:
+        return {row.work: row.us for row in self.rows}
+
+    @cached_property
+    def _ratios(self) -> dict[tuple[OpClass, str], list[float]]:
+        ratios: dict[tuple[OpClass, str], list[float]] = {}
+        for row in self.rows:
+            if row.modelled_us > 0:
+                ratios.setdefault((row.work.op, row.work.dtype), []).append(row.us / row.modelled_us)
+        return ratios
+
+    def apply(self, work: Work, cost: Cost, spec: Gpu) -> Cost:
+        """The price of one launch with every correction that concerns it."""
+        cost = self._with_kernel(work, cost, spec) or self._with_terms(work, cost, spec)
+        return self.apply_rows(work, cost)
+
+    def apply_rows(self, work: Work, cost: Cost) -> Cost:
+        """The price of one launch of this GPU, corrected by the measured launches."""
+        if work in self._measured_us:
+            detail = f"calibrated on {self.gpu}"
+            return Cost(self._measured_us[work], Source.MEASURED, MEASURED_ERROR, detail)
+        ratios = self._ratios.get((work.op, work.dtype), [])
+        if len(ratios) < MIN_RATIOS or cost.us <= 0:
+            return cost
+        middle = median(ratios)
+        spread = median(abs(r - middle) for r in ratios) / middle
+        error = min(cost.rel_error, max(LEAST_ERROR, 1.5 * spread))
+        text = f"times {middle:.2f}, as {len(ratios)} launches of its class measured on {self.gpu}"
+        return _corrected(cost, cost.us * middle, error, text)
+
+    def _with_kernel(self, work: Work, cost: Cost, spec: Gpu) -> Cost | None:
+        """By the kernel's own model; where a table has the GPU's times, by their ratio to the fitted ones."""
+        name = self._kernel_of(work)
+        if not name:
+            return None
+        if name == "flash" and spec.arch not in NEW_ATTENTION:
+            return cost  # the kernel of the GPU's own rows
+        stream, params = self.kernels[name], model_of(work, spec).params
+        fitted = float(predict(params, loads_of([work]), peaks_of(spec, work.dtype))[0])
+        is_same_chip = spec.chip == gpu(self.gpu).chip
+        us = streamed_us(stream, work, spec, params, is_same_chip) * cost.us / fitted
+        error = stream.rel_error
+        if spec.name != self.gpu:
+            error = math.hypot(cost.rel_error, error, OTHER_GPU_ERROR)
+        return _corrected(cost, us, error, f"{name}{SUFFIX} as measured on {self.gpu}")
+
+    def _kernel_of(self, work: Work) -> str:
+        """The kernel, if this is attention of a few queries by one that has parameters; else empty."""
+        if work.op is not OpClass.DECODE or not work.shape or work.dtype not in ("bfloat16", "float16"):
+            return ""
+        named = (term.removesuffix(SUFFIX) for term, _ in work.overhead if term.endswith(SUFFIX))
+        return next((name for name in named if name in self.kernels), "")
+
+    def _with_terms(self, work: Work, cost: Cost, spec: Gpu) -> Cost:
+        # A table of grouped GEMMs has their overhead already.
+        overhead = tuple(x for x in work.overhead if x[0] != "grouped" or cost.source is not Source.TABLE)
+        present = [term for term, _ in overhead if term in self.terms]
+        if not present:
+            return cost
+        us = with_overhead(cost.us, model_of(work, spec).params.t0_us, overhead, spec, self.coefficients)
+        elsewhere = OTHER_GPU_ERROR if spec.name != self.gpu else 0.0
+        added = math.hypot(max(self.terms[term].rel_error for term in present), elsewhere)
+        # Bytes and operations contribute their error by their share of the time.
+        share = min(1.0, cost.us / us)
+        error = math.hypot(cost.rel_error * share, added * (1.0 - share)) if share < 1.0 else cost.rel_error
+        scaled = f", at the SMs and clock of {spec.name}" if elsewhere else ""
+        return _corrected(cost, us, error, f"{', '.join(present)} as measured on {self.gpu}{scaled}")
+
+
+def _corrected(cost: Cost, us: float, rel_error: float, text: str) -> Cost:
+    detail = f"{cost.detail}; {text}" if cost.detail else text
+    return replace(cost, us=us, rel_error=rel_error, detail=detail)
+
+
+def with_overhead(
+    us: float, t0_us: float, overhead: Overhead, spec: Gpu, coefficients: Mapping[str, float]
+) -> float:
+    """The time of a launch whose bytes and operations take `us`."""
+    per_us = clock_ghz(spec) * 1e3
+    cycles = dict.fromkeys(Scope, 0.0)
+    factor = 1.0
+    for term, amount in overhead:
+        if term not in coefficients:
+            continue
+        scope = TERMS[term]
+        if scope is Scope.FACTOR:
+            factor *= _factor(term, spec, coefficients)
+        else:
+            cycles[scope] += coefficients[term] * amount
+    extra = (cycles[Scope.ALL] / spec.num_sms + cycles[Scope.ONE]) / per_us
+    least = min(us, t0_us)
+    return (least + _joined(us - least, extra)) * factor + cycles[Scope.FLOOR] / per_us
+
+
+def _joined(first: float, second: float) -> float:
+    longer, shorter = max(first, second), min(first, second)
+    return longer * (1.0 + (shorter / longer) ** OVERLAP) ** (1.0 / OVERLAP) if shorter > 0 else longer
+
+
+def _factor(term: str, spec: Gpu, coefficients: Mapping[str, float]) -> float:
+    factor = coefficients[term]
+    if term not in ("flash", "efficient", "cudnn") or spec.arch in NEW_ATTENTION:
+        return factor
+    return factor / coefficients.get("flash", factor) if term == "efficient" else 1.0
+
+
+def streamed_us(stream: Stream, work: Work, spec: Gpu, params: Params, is_same_chip: bool) -> float:
+    """The time of one launch; `params` are the GPU's own of decode attention."""
+    batch, _, num_keys, _, kv_heads, width = work.shape[:6]
+    per_us, blocks = clock_ghz(spec) * 1e3, batch * kv_heads
+    keys = num_keys * width / FITTED_WIDTH
+    if stream.splits and blocks < spec.num_sms:
+        # Every SM gets a part of some block's keys.
+        parts = max(1, min(spec.num_sms // blocks, num_keys // SPLIT_KEYS))
+        blocks, keys = blocks * parts, keys / parts
+    reach = stream.reach if is_same_chip else min(1.0, stream.reach)
+    # Nothing streams faster than the data sheet's bandwidth.
+    memory = work.num_bytes / (spec.memory_gbps * min(1.0, params.em * reach) * 1e3)
+    waves = math.ceil(blocks / spec.num_sms)
+    serial = keys * max(stream.chain, stream.wave * waves) / per_us
+    return stream.floor * params.t0_us + math.hypot(memory, serial) + stream.tail * params.row_us * blocks
+
+
+def chosen(works: Sequence[Work], costs: Sequence[Cost], num: int) -> list[Work]:
+    """The distinct works whose measuring takes most error out of a step, the largest first.
+
+    Launches of one class share their model's error, so after the first few of a class the others are known by
+    their ratio: each further one counts half of what the one before it did.
+    """
+    weight: dict[Work, float] = {}
+    for work, cost in zip(works, costs, strict=True):
+        if cost.us > 0 and cost.source is not Source.MEASURED:
+            weight[work] = weight.get(work, 0.0) + cost.us * cost.rel_error
+    taken: dict[tuple[OpClass, str], int] = {}
+    picked: list[Work] = []
+    while weight and len(picked) < num:
+        best = max(
+            weight, key=lambda w: weight[w] * 0.5 ** max(0, taken.get((w.op, w.dtype), 0) - MIN_RATIOS)
+        )
+        picked.append(best)
+        taken[best.op, best.dtype] = taken.get((best.op, best.dtype), 0) + 1
+        del weight[best]
+    return picked
+
+
+@cache
+def packaged() -> Corrections:
+    """The terms and kernels that come with the package."""
+    raw = files("tessera.profile").joinpath("corrections.json").read_bytes()
+    return msgspec.json.decode(raw, type=Corrections)
+
+
+@cache
+def calibration_of(gpu_name: str) -> Corrections | None:
+    path = folder() / f"{gpu_name}.json"
+    return load(path) if path.is_file() else None
+
+
+def folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / "calibrations"
+
+
+def save(corrections: Corrections, path: Path) -> None:
+    """Writes one file, completely or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = msgspec.json.encode(corrections, enc_hook=str)  # versions may be subclasses of str
+    write_whole(path, [msgspec.json.format(text, indent=1), b"\n"])
+    calibration_of.cache_clear()
+
+
+def load(path: Path) -> Corrections:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Corrections)
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        remedy = "Run `tessera calibrate` again, or delete it."
+        raise ArtifactError(f"not a calibration: {error}", remedy, str(path)) from error
