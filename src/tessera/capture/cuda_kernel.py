@@ -51,7 +51,6 @@ class CudaKernel:
         return partial(self.launch, _three(shape[0]), _three(shape[1]))
 
     def __call__(self, *args: Any) -> None:
-        """Says how to launch it."""
         raise self._shapeless()
 
     def _shapeless(self) -> CaptureError:
@@ -59,7 +58,6 @@ class CudaKernel:
         return CaptureError(f"kernel {self.name} needs a grid and a block", remedy)
 
     def launch(self, grid: Grid, block: Grid, *args: Any) -> None:
-        """One launch."""
         if len(args) != len(self._types):
             message = f"kernel {self.name} has {len(self._types)} parameters, {len(args)} arguments are given"
             raise CaptureError(message, "Give one for each.")
@@ -140,7 +138,6 @@ def _parameters(ptx: str, name: str) -> list[str]:
 
 
 def _compiled(source: str, arch: int) -> str:
-    """PTX of CUDA C++."""
     if torch.version.cuda is not None and torch.cuda.is_available():
         return _by_nvrtc(source, arch)
     nvcc = shutil.which("nvcc")

@@ -296,8 +296,6 @@ class _Unkeyed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """One tensor that was returned."""
-
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int

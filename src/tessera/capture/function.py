@@ -201,7 +201,7 @@ class FunctionCall:
         return line_that_changes(PyValue(name, lambda: held.current), lambda: self.fn(*args, **kwargs))
 
     def _sort(self, watch: Watch) -> None:
-        """Which block is what: input, state or weight; a module's tensors that no kernel touched are none."""
+        """Sorts blocks into inputs, state and weights; untouched tensors of modules are none of them."""
         self._inputs, self._state, self._weights = [], [], []
         for index, block in enumerate(self.blocks):
             is_given = block.parts[0][0] < self._num_args
@@ -455,7 +455,6 @@ class CallablePackage(types.ModuleType):
     """A package that is called like the function it is named after: `tessera.capture(fn, *args)`."""
 
     def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Trace:
-        """See `tessera.capture.function.capture`."""
         return capture(fn, *args, **kwargs)
 
 

@@ -55,7 +55,6 @@ class Held:
 
     @property
     def current(self) -> Any:
-        """What is held there now."""
         return self.tensor if self.holder is None else self.holder[self.key]
 
     def put_back(self) -> None:
@@ -88,7 +87,6 @@ class Finder:
         self._seen: dict[int, Any] = {}  # the values keep their ids from being used again
 
     def look(self, name: str, value: Any, holder: Any = None, key: Any = None, depth: int = 0) -> None:
-        """Finds what one value holds."""
         if isinstance(value, torch.Tensor):
             self._hold(name, value, holder, key)
             return
@@ -156,7 +154,6 @@ Item = tuple[str, Any, Any, Any]
 
 
 def items_of(value: Any) -> Iterator[Item]:
-    """What one value holds directly."""
     match value:
         case types.MethodType():
             yield "", value.__self__, None, None
@@ -193,7 +190,7 @@ def _variables(function: types.FunctionType) -> Iterator[Item]:
 
 
 def is_foreign(value: Any, function: types.FunctionType) -> bool:
-    """True for functions of other files: what they reach is their own business."""
+    """True for functions of other files, which are not searched."""
     return isinstance(value, types.FunctionType) and value.__module__ != function.__module__
 
 
@@ -298,7 +295,7 @@ def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Before:
-    """What some values were at one time."""
+    """A snapshot of several values."""
 
     def __init__(self, held: list[PyValue]) -> None:
         self._values = [(value, seen(value.read())) for value in held]
@@ -323,7 +320,7 @@ def refuse_change(value: PyValue, call: Callable[[], object]) -> None:
 
 
 def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
-    """Follows a call line by line; the line that ran last before the value was another."""
+    """Runs a call line by line; returns the line that changed the value."""
     before, last, found = seen(value.read()), [""], [""]
 
     def look(frame: types.FrameType, event: str, arg: Any) -> Any:
@@ -345,7 +342,7 @@ def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
 
 
 class _Same:
-    """Stands for an object that is compared by identity; keeps it, so that its identity is not used again."""
+    """An object compared by identity; it is kept, so that its id is not reused."""
 
     __slots__ = ("value",)
 
@@ -359,7 +356,7 @@ class _Same:
 
 
 def seen(value: Any, depth: int = 0) -> Any:
-    """What a value is, so that it can be compared with what it is later."""
+    """A snapshot of a value for comparison."""
     if isinstance(value, _PLAIN) or depth > MAX_DEPTH:
         return (type(value), value if depth <= MAX_DEPTH else None)
     match value:
@@ -406,7 +403,6 @@ class _PySearch:
         self._known: dict[int, Any] = {}  # the values keep their ids from being used again
 
     def look(self, name: str, value: Any, depth: int) -> None:
-        """Finds what one value holds."""
         if depth > MAX_DEPTH or id(value) in self._known or len(self.values) > MAX_VALUES or _is_leaf(value):
             return
         self._known[id(value)] = value

@@ -116,7 +116,6 @@ def _asked_anew() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interface() -> Iterator[None]:
-    """Dynamo's view of the device."""
     from torch._dynamo import device_interface
 
     said: dict[str, Callable[..., Any]] = {

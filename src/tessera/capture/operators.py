@@ -196,7 +196,7 @@ def fail(message: str, remedy: str, place: str | None = None) -> NoReturn:
 
 @contextmanager
 def insisting() -> Iterator[None]:
-    """While entered, a refusal stands also if the program catches it and goes on without the value."""
+    """While entered, a refusal stands even if the program catches it."""
     before, _said.error = _said.error, None
     try:
         yield
@@ -217,7 +217,7 @@ def insisting() -> Iterator[None]:
 
 
 def refuse_read(what: str) -> NoReturn:
-    """Something reads a value on the host that a request decides."""
+    """Refuses a host read of a value that depends on the request."""
     if any(f"{_TORCH}optim{os.sep}" in filename for filename, _ in _frames()):
         fail("the optimiser reads its step count or rate on the host", _ON_DEVICE)
     fail(f"{what} reads a tensor's value on the host", f"{BATCHED}, or pass the value as a plain number.")

@@ -41,7 +41,7 @@ NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
 @contextmanager
 def traced() -> Iterator[None]:
-    """While entered, transformers takes no decision by the values of tensors that it can do without."""
+    """While entered, transformers makes no avoidable decision by tensor values."""
     module = sys.modules.get(IMPORTS)
     answer, checks = getattr(module, ANSWER, None), os.environ.get(NO_CHECKS)
     if module is None or answer is None:
@@ -76,12 +76,12 @@ _WITHIN = "Compute with torch's operators, or make a custom operator of it (torc
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One function to the bytes of a tensor: where it is found, its name, and what it does."""
+    """A function that reads the bytes of a tensor: its owner, name and effect."""
 
     owner: Any
     name: str
     does: str = VALUE
-    # The first argument that it reads; all before it are only computed with.
+    # The first argument that it reads on the host.
     first: int = 0
 
     @property
@@ -93,7 +93,7 @@ class _Way:
                     self.name, f"{self.name}()")  # fmt: skip
 
     def refuse(self) -> NoReturn:
-        """Something that varies was read this way."""
+        """Refuses a read of a tensor that varies."""
         if self.does == VALUE:
             refuse_read(self.said)
         fail(f"{self.said} {self.does}", _WITHIN)
@@ -123,7 +123,7 @@ _TO_DLPACK = dlpack.to_dlpack  # type: ignore[attr-defined]
 
 
 class _Seeing(threading.local):
-    """Who is asked in this thread whether a tensor depends on the request; nobody outside of recordings."""
+    """The check of this thread's recording: does a tensor depend on the request?"""
 
     varies: Varies | None = None
 
@@ -153,7 +153,7 @@ def reads_refused(varies: Varies) -> Iterator[None]:
 
 
 def reads_allowed() -> AbstractContextManager[None]:
-    """While entered, this thread may read what it likes: code of a launch that is recorded as such."""
+    """While entered, this thread may read: code of a launch that is recorded as a whole."""
     return _asking(None)
 
 
@@ -167,7 +167,7 @@ def _asking(varies: Varies | None) -> Iterator[None]:
 
 
 def _exchange(way: _Way) -> Callable[[], None]:
-    """Puts a function that asks first in the place of one; gives what undoes it."""
+    """Replaces a function by one that checks first; returns the undo."""
     own = vars(way.owner).get(way.name)
     held = getattr(way.owner, way.name)
     original: Any = held.fget if isinstance(held, property) else held
@@ -186,7 +186,7 @@ def _exchange(way: _Way) -> Callable[[], None]:
 
 @contextmanager
 def calls_refused() -> Iterator[None]:
-    """While entered, clocks and methods of tensors are refused also where the program kept them before."""
+    """While entered, clocks are refused, and tensor methods that the program saved before."""
     before: Any = sys.getprofile()
     sys.setprofile(_see_call)
     try:

@@ -219,7 +219,6 @@ class Ledger:
         num_views: int = 0,
         aliases: tuple[tuple[str, int], ...] = (),
     ) -> Trace:
-        """The finished trace; `outputs` are what the step returned."""
         for name, tensor in outputs.items():
             if self.find(tensor) is None:
                 fail(f"the step returns '{name}', which no launch made", "Return a result of the step.")
@@ -283,24 +282,23 @@ UNRECORDABLE = (
 )
 
 
-# Storages that hold values of a request of an earlier call, for as long as somebody keeps them.
+# Storages with values of an earlier call, while they are alive.
 _earlier: dict[int, StorageWeakRef] = {}
 
 
 def keep_apart(storages: Mapping[int, StorageWeakRef]) -> None:
-    """A later recording must not take these for constants."""
+    """Marks storages that later recordings must not take for constants."""
     for key in [key for key, held in _earlier.items() if held.expired()]:
         del _earlier[key]
     _earlier.update((key, held) for key, held in storages.items() if not held.expired())
 
 
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As torch would have run it."""
     return func(*args, **kwargs)
 
 
 def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator, whose own code is part of it; where that fails, says why and what instead."""
+    """Runs an operator as one launch; explains a failure with a remedy."""
     try:
         with inside_operator():
             return run(func, args, kwargs)
@@ -351,7 +349,6 @@ class Recorder(TorchDispatchMode):
         return False
 
     def trace(self, step: Step, outputs: Mapping[str, torch.Tensor]) -> Trace:
-        """The finished trace; `outputs` are what the step returned."""
         self._draws.check()
         storages = self._ledger.storages.items()
         keep_apart({key: held for key, (held, buffer) in storages if self._is_made(buffer)})
@@ -408,7 +405,7 @@ class Recorder(TorchDispatchMode):
                 return
 
     def own_launch(self, seen: OwnLaunch) -> Callable[[], None] | None:
-        """A kernel that the program launches itself; gives what to check once it has run."""
+        """Records a kernel that the program launches itself; returns a check to run afterwards."""
         self._check_tables(seen)
         launch = self._ledger.kernel_launch(seen, self._argument, self._scopes.current)
         self._add_launch(launch)
@@ -416,7 +413,7 @@ class Recorder(TorchDispatchMode):
         return unchanged(seen.kernel.name, weights) if weights else None
 
     def _check_tables(self, seen: OwnLaunch) -> None:
-        """What a table of addresses holds must be the same for every request."""
+        """Refuses a table of addresses that depends on the request."""
         for place, table in seen.tables:
             if not isinstance(seen.args[place], tuple):
                 continue  # it could not be read
@@ -452,7 +449,7 @@ class Recorder(TorchDispatchMode):
         return self._ledger.arg(value, self._argument)
 
     def _argument(self, tensor: torch.Tensor) -> View:
-        """One nobody declared was made by the program from Python values, or is held outside any module."""
+        """A tensor that was not declared is a constant: made from Python values, or held outside modules."""
         storage = tensor.untyped_storage()
         is_new = self._find(tensor) is None
         if is_new and storage._cdata in _earlier and not _earlier[storage._cdata].expired():

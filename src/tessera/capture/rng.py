@@ -52,7 +52,6 @@ def _device_of(values: tuple[Any, ...]) -> torch.device:
 
 
 def size_of(name: str) -> int:
-    """Bytes of a generator's state."""
     return CUDA_STATE_BYTES if _device(name).type != "cpu" else torch.default_generator.get_state().numel()
 
 
@@ -110,14 +109,12 @@ class Draws:
         self.names: list[str] = []
 
     def before(self, name: str) -> None:
-        """A launch is about to draw."""
         if name not in self.names:
             self.names.append(name)
         if not self._is_fake:
             self._check(name)
 
     def after(self, name: str) -> None:
-        """A launch has drawn."""
         if not self._is_fake:
             self._known[name] = state_now(name)
 

@@ -29,8 +29,6 @@ UNFIT = (RuntimeError, LookupError, ValueError, TypeError, AssertionError, Arith
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of one model."""
-
     step: Step
     module: torch.nn.Module
     # (inputs, state) -> outputs, all by name; mutates the state's tensors in place.
@@ -60,7 +58,7 @@ class Workload:
 
     @property
     def roots(self) -> tuple[object, ...]:
-        """What is called, and given at every call: what these hold in Python is looked at."""
+        """Objects whose Python state is compared between calls."""
         return (self.module, self.call)
 
     def changing(self) -> dict[str, torch.Tensor]:
@@ -112,7 +110,7 @@ class Workload:
         )
 
     def run(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        """The reference run: what every plan's result is compared with."""
+        """The reference run, which results of plans are compared with."""
         with torch.no_grad(), entered(state), own_launches():
             return self.call(inputs, without_generators(state))
 

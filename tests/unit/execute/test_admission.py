@@ -64,7 +64,7 @@ def test_nobody_is_overtaken_twice(clients: list[str]) -> None:
 def test_a_full_queue_refuses() -> None:
     """The message says how many wait; what returns from a lost device is taken all the same."""
     queue = queue_of("a1", "a2", max_waiting=2)
-    with pytest.raises(ServiceBusy, match="2 requests wait"):
+    with pytest.raises(ServiceBusy, match="2 requests are already waiting"):
         queue.push("b", "3")
     queue.give_back("9")
 

@@ -80,5 +80,5 @@ def test_plans_for_other_devices_are_refused() -> None:
 
 def test_an_unknown_policy_is_refused() -> None:
     """There are as many as there are plans."""
-    with pytest.raises(TesseraError, match=r"no policy 3.*0 to 2"):
+    with pytest.raises(TesseraError, match=r"policy must be 0 to 2, got 3"):
         run_offline(ClockedStepper(policies()), made.make_requests(1), policy=3)

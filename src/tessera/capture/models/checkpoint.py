@@ -372,7 +372,7 @@ def memory_bytes() -> int:
 
 @contextmanager
 def blamed(folder: Path, what: str = "a model cannot be built from it") -> Iterator[None]:
-    """Whatever a library raises over the numbers of a folder is one line about that folder."""
+    """Turns errors of libraries into one line about the folder."""
     try:
         with _alone():
             yield
@@ -393,7 +393,7 @@ def blamed_for_run(model: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """While entered, Hugging Face's libraries think that there is no network, and print nothing."""
+    """While entered, Hugging Face's libraries are offline and print nothing."""
     try:
         from huggingface_hub import constants
         from transformers.utils import logging as bars

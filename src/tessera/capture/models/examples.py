@@ -50,7 +50,6 @@ def _widest(special: list[int], count: int) -> tuple[int, int]:
 
 
 def call_inputs(model: Any, step: Step, seed: int) -> dict[str, torch.Tensor]:
-    """For the plain forward."""
     random = torch.Generator().manual_seed(seed)
     return {name: _make(model, name, step, random) for name in _wanted(model)}
 

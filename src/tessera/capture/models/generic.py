@@ -59,7 +59,6 @@ NEXT = "next_positions"
 
 
 def newest(hidden: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-    """Each row's newest token."""
     if last is None:
         return hidden[:, -1]
     return hidden[torch.arange(hidden.shape[0], device=hidden.device), last]
@@ -81,7 +80,6 @@ def check_length(config: Any, step: Step) -> int:
 
 
 def generic_workload(model: Any, step: Step) -> Workload:
-    """A step of a model."""
     if step.kind == "call":
         return _plain(model, step, model, lambda seed: call_inputs(model, step, seed), flatten)
     if step.kind == "encode":
@@ -235,7 +233,7 @@ def embedded(model: Any, inputs: Tensors) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What is remembered between calls: the cache, and tensors in attributes of the model's parts."""
+    """State between calls: the cache, and tensors in attributes of submodules."""
 
     cache: Any
     attributes: dict[str, torch.Tensor]
@@ -264,7 +262,6 @@ class CachedSteps:
         return next((name for name in names if takes(self._model, name)), "")
 
     def workload(self) -> Workload:
-        """The step."""
         return Workload(self._step, self._model, self._call, self._inputs, self.state, self._follow)
 
     def _encode(self) -> torch.Tensor:
@@ -422,7 +419,7 @@ class CachedSteps:
         return made
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """What the model's description says, or the step's file in its place."""
+        """Inputs by the model's description, replaced by those of the step's file."""
         made = self._own_inputs(seed)
         if self._step.inputs:
             for name, tensor in given_inputs(self._step.inputs, seed).items():
@@ -466,7 +463,7 @@ class CachedSteps:
         return made
 
     def state(self, seed: int) -> dict[str, torch.Tensor]:
-        """As nothing has left it for a prefill; for a decode on its own, state that looks used."""
+        """Zeros for a prefill; random state for a decode."""
         return self._remembered(torch.Generator().manual_seed(seed)) if self._is_carried else {}
 
     def _remembered(self, random: torch.Generator) -> dict[str, torch.Tensor]:

@@ -44,7 +44,6 @@ class JoinedLinear(torch.nn.Module):
         self.train(layers[0].training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The columns of this layer."""
         columns: tuple[torch.Tensor, ...] = linear(x, self.joined_weight, self.joined_bias).split(
             self.sizes, -1
         )
@@ -67,18 +66,14 @@ class JoinedLinear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Of this layer alone."""
         return self.rows(0)[0]
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Of this layer alone."""
         return self.rows(0)[1]
 
 
 class JoinedPart(torch.nn.Module):
-    """Another layer of a group."""
-
     def __init__(self, first: JoinedLinear, number: int) -> None:
         super().__init__()
         # In a tuple, so that it is no part of this module too.
@@ -86,17 +81,14 @@ class JoinedPart(torch.nn.Module):
         self.train(first.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The columns of this layer."""
         return self._first[0].take(self._number, x)
 
     @property
     def weight(self) -> torch.Tensor:
-        """Of this layer alone."""
         return self._first[0].rows(self._number)[0]
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Of this layer alone."""
         return self._first[0].rows(self._number)[1]
 
 

@@ -325,7 +325,7 @@ def _tables(model: Any, kind: str, step: Step, inputs: Tensors) -> PageTables:
 
 
 def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache) -> torch.Tensor:
-    """Of each sequence's newest token, which alone goes through the head."""
+    """Logits of each sequence's newest token; only these go through the head."""
     by_row = kind != FLAT and "row" not in inputs
     given = {name: inputs[name] for name in ("tokens", "positions", "is_image", "image") if name in inputs}
     given = {name: tensor[:, None] if by_row else tensor[None] for name, tensor in given.items()}
@@ -407,7 +407,6 @@ class PagedSteps:
         self._model, self._step, self._layout = model, step, layout
 
     def workload(self) -> Workload:
-        """The step."""
         return Workload(self._step, self._model, self._call, self._inputs, self._state, self._follow)
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:

@@ -109,7 +109,6 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return max(0, self._num_dense - 1)
 
     def get_max_length(self) -> int:
-        """No limit of its own."""
         return -1
 
     @property
@@ -151,8 +150,6 @@ def clear_rows(held: torch.Tensor, fresh: torch.Tensor) -> None:
 
 
 class PagedCache(StaticCache):  # type: ignore[misc]
-    """The cache of one call."""
-
     layers: Layers
 
     def __init__(self, config: Any) -> None:

@@ -81,7 +81,6 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return self.positions[0, 0]
 
     def get_max_length(self) -> int:
-        """How many positions it keeps."""
         return self.slots
 
 
@@ -102,7 +101,6 @@ def recurrent(kind: Any) -> Any:
             whose.lazy_initialization(self, *args, **kwargs)
 
         def reset(self) -> None:
-            """Forgets both."""
             cache_utils.LinearAttentionLayer.reset(self)
             kind.reset(self)
 
@@ -125,8 +123,6 @@ def is_sliding(layer: Any) -> bool:
 
 
 class RowCache(StaticCache):  # type: ignore[misc]
-    """The cache of one call."""
-
     layers: list[Any]
 
     def __init__(self, config: Any, capacity: int) -> None:
@@ -169,7 +165,6 @@ class CrossLayer(RowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keeps all of them."""
         self.slots = key_states.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -188,12 +183,10 @@ class RowPairCache(cache_utils.EncoderDecoderCache):  # type: ignore[misc]
 
     @property
     def has_rows(self) -> bool:
-        """See RowCache."""
         return bool(self.self_attention_cache.has_rows)
 
     @property
     def has_positions(self) -> bool:
-        """See RowCache."""
         return bool(self.self_attention_cache.has_positions)
 
     def begin(self, positions: torch.Tensor | None, last: torch.Tensor | None) -> None:

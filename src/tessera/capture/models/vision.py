@@ -45,7 +45,6 @@ class _Boundaries(list[int]):
         return _Boundaries(a - b for a, b in zip(self, other, strict=True))
 
     def tolist(self) -> list[int]:
-        """The numbers."""
         return list(self)
 
 

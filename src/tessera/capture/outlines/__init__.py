@@ -24,7 +24,6 @@ VERSION = 1
 
 
 def outlined(trace: Trace) -> Trace:
-    """The trace without code."""
     kernels = tuple(
         replace(k, ptx="", source="", constants=(), num_warps=0, num_stages=0, shared_bytes=0)
         for k in trace.kernels
@@ -64,12 +63,10 @@ def made(step: Step, compiled: Callable[[Step], Trace]) -> Trace:
 
 
 def can_compile() -> bool:
-    """Is Triton here?"""
     return find_spec("triton") is not None
 
 
 def folder() -> Path:
-    """Where outlines are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / "outlines"
 
 
