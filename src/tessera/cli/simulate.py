@@ -85,7 +85,7 @@ OutputOption = Annotated[
 ]
 
 
-class OfflineRun(Record, frozen=True):
+class SimulatedTimeline(Record, frozen=True):
     """A simulated run in which all requests wait at the start."""
 
     clock: Clock
@@ -124,7 +124,7 @@ def simulate(
     trace: TraceOption = None,
     page: PageOption = None,
     output: OutputOption = None,
-) -> OfflineRun | OnlineRun:
+) -> SimulatedTimeline | OnlineRun:
     """Run requests through a plan on its modelled costs, with the executor's own schedule.
 
     With --arrivals requests arrive over time, through the scheduler of the service, and a monitor may
@@ -141,7 +141,7 @@ def simulate(
 
 def _offline(
     path: Path, requests: int, trace: Path | None, page: Path | None, output: Path | None
-) -> OfflineRun:
+) -> SimulatedTimeline:
     from tessera import simulate as simulator
     from tessera.plan import explain
     from tessera.report import write_page, write_perfetto
@@ -160,7 +160,7 @@ def _offline(
     per_s, busy = simulator.throughput_per_s(timeline), timeline.busy_us()
     times = sorted(stop - start for start, stop in _service(timeline))
     tracks = (*plan.cluster.names, *(f"{x.src} -> {x.dst}" for x in plan.cluster.links))
-    return OfflineRun(
+    return SimulatedTimeline(
         clock=timeline.clock,
         requests=len(timeline.requests),
         microbatches=plan.microbatches,
