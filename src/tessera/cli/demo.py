@@ -281,7 +281,7 @@ def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, 
 
 
 def _record(full: "LoadPlan", policies: list[Policy], files: dict[str, str], seconds: float) -> DemoRun:
-    from tessera.cli.run import overlap, per_device
+    from tessera.cli.run import overlap, shares
 
     plan, gain = policies[0].plan, load_figures(full)
     same = (name for name in DemoGain.__struct_fields__ if hasattr(gain, name) and name != "tpot_ms")
@@ -309,7 +309,10 @@ def _record(full: "LoadPlan", policies: list[Policy], files: dict[str, str], sec
         },
         plans={p.plan.policy: plan_figures(p.plan) for p in policies},
         measured={
-            p.plan.policy: {"overlap": overlap(p.measured), "per_device": per_device(p.plan, p.measured)}
+            p.plan.policy: {
+                "overlap": overlap(p.measured),
+                "shares": shares(p.plan.cluster.names, p.measured.busy_us()),
+            }
             for p in policies
         },
         files=files,

@@ -1,28 +1,25 @@
-"""SequenceBatch: where every request of a microbatch stands, and which tokens it reads next.
+"""SequenceBatch: the sequences of one microbatch, and the tokens that its next step reads.
 
-A request is a sequence of tokens, its prompt and what was chosen so far, of which the model has read a part.
-When it has read all, the next token is due. So a prompt in parts, an answer, and an answer that goes on after
-it was put aside or lost its device are all the same thing.
+A request is a sequence of tokens, prompt and answer so far, of which the model has read a part; when it
+has read all, the next token is due. Prompts in parts, answers, and answers that resume after a preemption
+or a lost device are the same thing.
 
-A microbatch runs one kind of step: some tokens of some sequences, in one of a few sizes. Answers come first,
-one token each; parts of prompts fill up the step, in the order of arrival, so no answer waits for a prompt
-longer than the largest step takes. Sizes up to `rows` are for steps in which nobody has more than one token.
+A step holds some tokens of some sequences, in one of a few sizes. Answers come first, one token each;
+parts of prompts fill the step in the order of arrival, so no answer waits longer than the largest step
+takes. In sizes up to `rows` no sequence has more than one token.
 
-Sequences hold pages of a pool (`pages`). One begins when there are pages for all it has, and goes on from the
-pages of others that began alike, also from those that the same step fills. When pages run out, the sequence
-that came last is put aside: its pages go back to the pool, where they can still be found, and it begins again
-when there is room. The one that came first is never put aside, so everybody ends; and who came last has the
-least to lose. Pages behind the window of all layers, where there is such a thing, go back to the pool as soon
-as the next token does not see them: steps of a microbatch run in order, so whoever gets them writes later.
+Sequences hold pages of a pool (`pages`). A sequence begins when there are pages for all its tokens, behind
+the pages of a common prefix, also those that the same step fills. When pages run out, the last comer is
+preempted: its pages return to the pool, where they can still be found. The first comer is never preempted,
+so everything ends. Pages behind the attention window of all layers return as soon as the next token does
+not see them: steps of a microbatch run in order, so a new owner writes later.
 
-Where a model keeps state by row (`is_flat` is False), a sequence keeps its row, reads one token a step, and
-shares no pages. If the model can read a part of one prompt at once, that is a step of its own, of exactly as
-many tokens; answers go on between two of them.
+Where a model keeps state by row (`is_flat` is False), a sequence keeps its row, reads one token a step,
+and shares no pages. If the model can read a part of one prompt at once, that is a step of its own.
 
-While a step runs, the one behind it can be planned (`can_look_ahead`): a token that nobody has seen yet is
-named by the row of the running step's outputs that it will be in, and the model finds it there itself. This
-needs that the model's own choice is what is taken. An answer that turns out to be over has read one token too
-many; nobody looks at what that gave, and its pages are written anew by whoever gets them, in a later step.
+While a step runs, the next one can be planned (`can_look_ahead`) if the model's own choice is taken: a
+token not yet known is named by its row in the running step's outputs, and the model finds it there. An
+answer that turns out to be over has read one token too many; its output is dropped.
 """
 
 from bisect import insort
@@ -47,7 +44,7 @@ from tessera.serve.sight import SeenPictures, Sight
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a served unit: their numbers, and the inputs that each one has."""
+    """Numbers and inputs of the steps of a served unit."""
 
     # Tokens of a step -> its number.
     number: dict[int, int]
@@ -58,7 +55,7 @@ class Steps:
 
     @staticmethod
     def of(plan: Plan) -> "Steps":
-        """As all plans that are loaded together have them."""
+        """The same for all plans loaded together."""
         need_one_batch(plan, "a service")
         traces = [graph.trace for graph in plan.graphs]
         number = {t.step.context: n for n, t in enumerate(traces) if t.step.kind == "tokens"}
@@ -67,14 +64,14 @@ class Steps:
         return Steps(number, encode, tuple(step_name(trace.step) for trace in traces), tuple(inputs))
 
     def call(self, microbatch: int, number: int, inputs: Tensors, skips: tuple[str, ...] = ()) -> StepCall:
-        """A step, with the inputs that it has; all of them where nobody recorded it."""
+        """A call with the inputs that the step has; all inputs where they are not recorded."""
         names = self.inputs[number]
         given = {name: tensor for name, tensor in inputs.items() if name in names} if names else inputs
         return StepCall(microbatch, number, given, skips)
 
 
 class SeatedSequence:
-    """A request in a microbatch: how far it was read there, and its pages."""
+    """A request in a microbatch: tokens read, and pages."""
 
     def __init__(self, request: ActiveRequest, turn: int, row: int, seen: SeenPictures | None) -> None:
         self.request, self.turn, self.row, self.seen = request, turn, row, seen
@@ -101,7 +98,7 @@ class SeatedSequence:
         return len(self.tokens) + self.num_due - self.read - (self.num_due > 0 and is_last)
 
     def next_tokens(self, count: int) -> list[int]:
-        """The next to read; below zero stands for one that is due, in that row (-1: the first)."""
+        """The next tokens to read; -1 - row stands for a token that the running step outputs in that row."""
         found = self.tokens[self.read : self.read + count]
         return found if len(found) == count else [*found, -1 - self.ahead]
 
@@ -110,14 +107,14 @@ class SeatedSequence:
         return self.table[: self.num_pages]
 
     def begin(self, found: Sequence[int]) -> None:
-        """It goes on behind these pages."""
+        """Starts behind the pages of a common prefix."""
         self.is_begun, self.read, self.num_published = True, len(found) * PAGE, len(found)
         self.table = np.zeros(max(8, 2 * len(found)), dtype=np.int32)
         self.table[: len(found)] = found
         self.num_pages, self.num_behind = len(found), 0
 
     def pass_by(self, window: int) -> list[int]:
-        """The pages that its next token does not see, which are its own no more."""
+        """Gives up the pages that its next token does not see, and returns them."""
         first, after = self.num_behind, max(self.num_behind, (self.read - window + 1) // PAGE)
         passed: list[int] = self.table[first:after].tolist()
         self.table[first:after] = 0
@@ -132,7 +129,7 @@ class SeatedSequence:
 
 
 class StepInputs:
-    """The inputs of a microbatch's steps, in memory that is used again for each of them."""
+    """Inputs of a microbatch's steps, in memory that all of them share."""
 
     def __init__(self, shape: Shape, sight: Sight | None) -> None:
         self._shape = shape
@@ -164,7 +161,7 @@ class StepInputs:
         return {name: torch.from_numpy(view) for name, view in views.items()}
 
     def fill(self, planned: "list[Part]", size: int) -> Tensors:
-        """Of a step of this size, for so many tokens of these; side by side, or each in its row."""
+        """Inputs of a step of this size; sequences side by side, or each in its row."""
         tokens: list[int] = []
         for sequence, count, _ in planned:
             tokens += sequence.next_tokens(count)
@@ -269,28 +266,28 @@ class SequenceBatch:
 
     @property
     def takes(self) -> bool:
-        """True if a request can begin here soon: those before it will have their pages."""
+        """True if a request can begin soon: there are pages for all that wait."""
         return self.num_free > 0 and self._num_wanted <= self.pool.num_free
 
     @property
     def can_move(self) -> bool:
-        """By parts; a model that reads token by token reads again what it has at the pace of an answer."""
+        """Only where prompts are read in parts; token by token, reading again is as slow as answering."""
         return bool(self._part_sizes) and not self._shape.is_first_only
 
     @property
     def is_kept(self) -> bool:
-        """True if it is worth keeping open without requests: the next one may begin like one before."""
+        """True if the next request may share a prefix with pages here."""
         return self.pool.num_kept > 0
 
     def overlap(self, request: ActiveRequest) -> int:
-        """Tokens of a request that are in pages here."""
+        """Tokens of a request's prefix that are in pages here."""
         return len(self._found(request)) * PAGE
 
     def requests(self) -> list[ActiveRequest]:
         return list(self._by_request)
 
     def state(self) -> None:
-        """Zeros."""
+        """Initial state: zeros."""
 
     def add(self, request: ActiveRequest) -> None:
         seen = None if self._sight is None else SeenPictures(request.ask.pictures)
@@ -301,7 +298,7 @@ class SequenceBatch:
         self._wait(sequence)
 
     def leave(self, request: ActiveRequest) -> None:
-        """A request goes, wherever it stands; a step that runs for it is not looked at."""
+        """Removes a request; the output of a running step for it is dropped."""
         request.batch = None
         sequence = self._by_request.pop(request, None)
         if sequence is None:
@@ -315,7 +312,7 @@ class SequenceBatch:
 
     @property
     def can_look_ahead(self) -> bool:
-        """Where the model's own choice is what all take who are in the step that runs."""
+        """True if every sequence of the running step takes the model's own choice."""
         return len(self._started) == 1 and self._started[0].is_plain
 
     def next_step(self) -> StepCall | None:
@@ -339,7 +336,7 @@ class SequenceBatch:
         return self._steps.call(self.number, self._steps.number[size], inputs, skips)
 
     def end(self, done: StepDone) -> Sequence[ActiveRequest]:
-        """The oldest step that runs has ended; who leaves by it."""
+        """The oldest running step has ended; returns the requests that leave by it."""
         if self._looking is not None:
             assert self._looking.seen is not None, "only who sees looks"
             self._looking.seen.take(done.outputs["image"])
@@ -360,17 +357,17 @@ class SequenceBatch:
         return left
 
     def kind_of(self, step: int) -> str:
-        """Of a step by its number: what it does, and of how many tokens."""
+        """Name of a step: its kind and number of tokens."""
         return self._steps.names[step]
 
     def num_read(self, request: ActiveRequest) -> int:
-        """Its tokens that were read here."""
+        """Tokens of a request that were read here."""
         return self._by_request[request].read
 
     # What comes next.
 
     def _look(self) -> StepCall | None:
-        """A picture is encoded before its tokens are read; answers go on between two pictures."""
+        """Encodes the next picture before its tokens are read; answers run between two pictures."""
         has_read, self._has_read = self._has_read, False
         if self._sight is None or (not has_read and any(s.left == 1 for s in self._begun)):
             return None
@@ -385,7 +382,7 @@ class SequenceBatch:
         return None
 
     def _plan(self) -> list[Part]:
-        """Tokens of sequences for the next step; their pages are there."""
+        """Parts of the next step; their pages are reserved."""
         if self._shape.is_flat or not self._part_sizes:
             return self._plan_mixed()
         is_answering = any(sequence.left == 1 for sequence in self._begun)
@@ -396,7 +393,7 @@ class SequenceBatch:
         return planned
 
     def _plan_part(self) -> list[Part]:
-        """A part of the first prompt that has enough left for one, where state is kept by row."""
+        """A part of the first prompt that is long enough, where state is kept by row."""
         while self._aside and self._begin(self._aside[0]):
             pass
         for sequence in self._begun:
@@ -411,7 +408,7 @@ class SequenceBatch:
         return left >= self._part_sizes[0] and is_early and not sequence.request.wants_prompt
 
     def _plan_mixed(self) -> list[Part]:
-        """Some tokens of everybody, or one each."""
+        """Some tokens of every sequence, or one each."""
         begun = [(left, sequence) for sequence in self._begun if (left := sequence.left)]
         budget = self._budget(sum(left for left, _ in begun) + sum(s.left for s in self._aside))
         planned: list[Part] = []
@@ -434,10 +431,10 @@ class SequenceBatch:
         return planned
 
     def _budget(self, total: int) -> int:
-        """Tokens of the next step, at most: those of a size that is well filled.
+        """Most tokens of the next step: a size that is well filled.
 
-        A step costs what its size costs: where less than half of what a size has more than the one below it
-        would be used, the one below is filled, and the rest comes with the next step.
+        A step costs what its size costs. Where less than half of the difference to the size below would be
+        used, the size below is filled, and the rest waits for the next step.
         """
         for smaller, size in pairwise(self._part_sizes):
             if total <= (smaller + size) / 2:
@@ -445,7 +442,7 @@ class SequenceBatch:
         return self._shape.sizes[-1]
 
     def _count(self, sequence: SeatedSequence, left: int, budget: int) -> int:
-        """Tokens that a sequence reads in the next step, of those that are left."""
+        """Tokens that a sequence reads in the next step."""
         count = min(left, budget)
         if not self._shape.is_flat and self._part_sizes and sequence.read == 0:
             count = 0 if self._can_read_part(sequence, left) else count  # its first part comes next
@@ -454,7 +451,7 @@ class SequenceBatch:
         return count if sequence.seen is None else sequence.seen.bounded(sequence.read, count)
 
     def _size_of(self, planned: list[Part]) -> int:
-        """The smallest size that holds them."""
+        """The smallest size that holds these parts."""
         num, sizes = sum(part.num_tokens for part in planned), self._shape.sizes
         if num > len(planned):
             sizes = self._part_sizes
@@ -465,13 +462,13 @@ class SequenceBatch:
     # Pages.
 
     def _found(self, request: ActiveRequest) -> list[int]:
-        """Pages here that hold the beginning of a request; its last token is always read."""
+        """Pages of a request's prefix; its last token is always read."""
         if not self._is_caching or request.wants_prompt:
             return []
         return self.pool.find(request.keys((len(request.sequence) - 1) // PAGE))
 
     def _begin(self, sequence: SeatedSequence) -> bool:
-        """Gives one that waits its pages, if they are there and one more for each of the others."""
+        """Reserves the pages of a waiting sequence, if one more is left for each of the others."""
         if sequence.num_due:  # put aside while a step was at its next token
             return False
         request = sequence.request
@@ -495,7 +492,7 @@ class SequenceBatch:
         return True
 
     def _grow(self, sequence: SeatedSequence) -> bool:
-        """Sees to the page of the next token; False if the sequence had to be put aside for it."""
+        """Reserves the page of the next token; False if the sequence itself was preempted for it."""
         while sequence.read >= sequence.num_pages * PAGE and sequence.is_begun:
             if self.pool.num_free and self._num_entries < self._shape.num_page_entries:
                 sequence.append(self.pool.take())
@@ -508,9 +505,9 @@ class SequenceBatch:
         return sequence.is_begun
 
     def _publish(self, sequence: SeatedSequence, end: int) -> None:
-        """Pages that are full by then can be found from now on, as far as their tokens are known.
+        """Publishes pages that are full up to `end`, as far as their tokens are known.
 
-        They are filled by steps that were planned; whoever finds them reads them later.
+        Steps that are already planned fill them; a sequence that finds them reads them later.
         """
         first, after = sequence.num_published, min(end, len(sequence.tokens)) // PAGE
         if first < after and self._is_caching:
@@ -526,19 +523,19 @@ class SequenceBatch:
         sequence.is_begun = False
 
     def _wait(self, sequence: SeatedSequence) -> None:
-        """It is put aside, in the order of arrival."""
+        """Puts a sequence among the waiting ones, in the order of arrival."""
         sequence.read, sequence.num_wanted = 0, _pages_of(sequence)
         insort(self._aside, sequence, key=lambda s: s.turn)
         self._num_wanted += sequence.num_wanted
 
 
 def _pages_of(sequence: SeatedSequence) -> int:
-    """Pages for all it has, and for the token that is due then."""
+    """Pages for all tokens of a sequence and the next one."""
     return pages_for(len(sequence.tokens) + sequence.num_due + 1)
 
 
 def _skips(planned: list[Part]) -> tuple[str, ...]:
-    """Outputs of a step that nobody looks at."""
+    """Outputs of a step that are not needed."""
     if any(part.sequence.request.wants_prompt for part in planned):
         return ()
     due = [part.sequence.request for part in planned if part.is_due]

@@ -2,7 +2,7 @@
 
 What requests, policies, losses and switches go through here is what a service's go through, by the same code;
 only time is virtual, and the requests of a microbatch are modelled (`ModelledRows`): a number each, and
-decodes to go. `RequestLoad` is what requests ask of a work unit, `RequestLedger` what became of them.
+decodes to go. `RequestLoad` has their times and lengths, `RequestLedger` what became of them.
 
 Between two decodes those that are done leave, and waiting ones join. Those that join together run the head
 first (everything before the decodes: encode, prefill), then all decode together. A head takes time in
@@ -36,19 +36,19 @@ PARTS = 16
 
 @dataclass(frozen=True)
 class RequestLoad:
-    """Requests as the simulator needs them."""
+    """Requests of a simulation: times and lengths, in units of the captured steps."""
 
     times_us: Sequence[float]
-    # Tokens that each one gives, and decodes that it takes.
+    # Answer tokens and decodes of each.
     tokens: Sequence[int]
     decodes: Sequence[int]
-    # Of a whole head, what each one's prompt takes.
+    # Share of a whole head that each prompt takes.
     shares: Sequence[float]
     # Requests that share a microbatch.
     rows: int
     # True if a head gives the first token.
     head_speaks: bool
-    # Of a whole head, what a token takes that was given before and is read again.
+    # Share of a whole head that one token takes when it is read again.
     per_token: float = 0.0
 
     def __len__(self) -> int:

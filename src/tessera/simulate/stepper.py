@@ -41,10 +41,7 @@ from tessera.simulate.machine import VirtualMachine
 
 @dataclass(frozen=True)
 class Truth:
-    """What each launch really takes: the costs of a plan, times factors by kernel type and by device.
-
-    Every kernel type is mispriced on every device by a factor drawn from the seed; devices may be slow.
-    """
+    """True costs: those of a plan times factors by kernel type (drawn from the seed) and by device."""
 
     plan: Plan
     noise: float = 0.0
@@ -84,7 +81,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What happens to devices, beside what they are asked to do."""
+    """Jitter, losses and slowdowns of devices."""
 
     seed: int = 0
     # Each step takes exp(jitter * normal) times as long.
@@ -92,7 +89,7 @@ class Faults:
     losses: tuple[Loss, ...] = ()
     # (device, second, factor)
     slowdowns: tuple[tuple[str, float, float], ...] = ()
-    # True if somebody plans around a device that does not come back, so that requests wait for that.
+    # True if lost devices are planned around, so that requests wait instead of failing.
     is_mended: bool = False
 
 
@@ -191,7 +188,7 @@ class VirtualStepper:
                 return event
 
     def wake(self) -> None:
-        """Nobody sleeps."""
+        """No-op: the virtual clock never blocks."""
 
     def use(self) -> DeviceUse:
         """Busy times, and which devices are there."""
