@@ -38,7 +38,7 @@ from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
 from tessera.execute.memory import check_fits, footprints, ready_programs
-from tessera.execute.pipes import FORKSERVER, warm_up
+from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit, load, save
 from tessera.serve.pages import modest_bytes

@@ -35,8 +35,7 @@ from tessera.execute import driver
 from tessera.execute.cuda.pace import RECORD_WORDS
 from tessera.execute.cuda.transport import WORD, GpuTransport, InboxSpot, Parcel
 from tessera.execute.driver import MemOp
-from tessera.execute.links import KeyStore
-from tessera.execute.orders import OwnerGone, key_of
+from tessera.execute.engine_connection import KeyStore, OwnerGone, key_of
 
 # A peer that has not told its handle after so long has failed.
 MEET_S = 120.0
@@ -103,7 +102,7 @@ class Ipc(GpuTransport):
                 driver.mem_ops(self._side.cuda_stream, [MemOp(base + flag, 0)])
         self._side.synchronize()
 
-    def relink(self, device: int, epoch: int) -> bool:
+    def relink(self, device: int, epoch: int, address: str) -> bool:
         if epoch == self._epochs[device]:
             return False
         self._epochs[device] = epoch

@@ -142,6 +142,8 @@ class GpuTransport(ABC):
 
     # True if the record of a transfer arrives with it.
     carries_records = True
+    # Where links of this worker listen; empty: it has none.
+    address = ""
 
     def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int) -> None:
         self._device, self._ordinal = device, ordinal
@@ -209,7 +211,7 @@ class GpuTransport(ABC):
     def _fill(self, microbatch: int, value: int) -> None:
         """All flags of a microbatch here."""
 
-    def relink(self, device: int, epoch: int) -> bool:
+    def relink(self, device: int, epoch: int, address: str) -> bool:
         """The link to a peer is opened anew; True if graphs that send there must be captured again."""
         return False
 
