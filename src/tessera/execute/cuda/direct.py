@@ -32,8 +32,7 @@ from tessera.execute import driver
 from tessera.execute.cuda.pace import RECORD_WORDS
 from tessera.execute.cuda.transport import WORD, GpuTransport, InboxSpot, Parcel
 from tessera.execute.driver import MemOp
-from tessera.execute.links import KeyStore
-from tessera.execute.orders import OwnerGone, key_of
+from tessera.execute.engine_connection import KeyStore, OwnerGone, key_of
 
 # Seconds to wait for a peer's handle.
 MEET_S = 120.0
@@ -90,7 +89,7 @@ class Ipc(GpuTransport):
         driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
 
     def reset(self, microbatch: int, program: int) -> None:
-        """Uses a separate stream, since those of the graphs wait; then clears flags it set in other inboxes."""
+        """Uses a separate stream, since those of the graphs wait; also clears flags set in other inboxes."""
         super().reset(microbatch, program)
         for number, transfer in enumerate(self._inboxes.programs[program].transfers):
             layout = self._inboxes.layout(program, transfer.dst)
@@ -100,7 +99,7 @@ class Ipc(GpuTransport):
                 driver.mem_ops(self._side.cuda_stream, [MemOp(base + flag, 0)])
         self._side.synchronize()
 
-    def relink(self, device: int, epoch: int) -> bool:
+    def relink(self, device: int, epoch: int, address: str) -> bool:
         if epoch == self._epochs[device]:
             return False
         self._epochs[device] = epoch

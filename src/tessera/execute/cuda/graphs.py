@@ -416,9 +416,9 @@ class DeviceGraphs:
         for key in [k for k in self._graphs if k[0] == microbatch and k[1] < first and k[1] not in kept]:
             del self._graphs[key]
 
-    def relink(self, peer: int, epoch: int) -> bool:
+    def relink(self, peer: int, epoch: int, address: str) -> bool:
         """Reopens the link to a peer; True if graphs that send there must be captured again."""
-        if self.transport is None or not self.transport.relink(peer, epoch):
+        if self.transport is None or not self.transport.relink(peer, epoch, address):
             return False
         mine = self.device.number
         for microbatch, number in list(self._graphs):

@@ -142,6 +142,8 @@ class GpuTransport(ABC):
 
     # True if a transfer brings its record.
     carries_records = True
+    # Where links of this worker listen; empty: it has none.
+    address = ""
 
     def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int) -> None:
         self._device, self._ordinal = device, ordinal
@@ -208,7 +210,7 @@ class GpuTransport(ABC):
     def _fill(self, microbatch: int, value: int) -> None:
         """Fills all flags of a microbatch here."""
 
-    def relink(self, device: int, epoch: int) -> bool:
+    def relink(self, device: int, epoch: int, address: str) -> bool:
         """Reopens the link to a peer; True if graphs that send there must be captured again."""
         return False
 
