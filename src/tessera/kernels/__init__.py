@@ -1,8 +1,7 @@
-"""Operators of the project and their kernels; accesses of PTX kernels (`ptx`) and their launch (`launch`).
+"""The project's operators and kernels; accesses (`ptx`) and launches (`launch`) of PTX kernels.
 
-`paged` registers tessera::paged_attention with torch: whoever calls it, or runs a trace that has it, imports
-that module first.
+Import `paged` before running traces with tessera::paged_attention: it registers the operator with torch.
 """
 
-# Positions of one page of keys and values.
+# Positions per page of keys and values.
 PAGE = 16

@@ -1,9 +1,8 @@
 """One launch of a PTX kernel, on a GPU or a CPU.
 
-The kernel runs on a GPU through the driver (`PtxKernel`), on torch's current stream. Parameters are
-passed by their declared types, a list of tensors as the address of a table of pointers; pointers behind the
-launch's arguments (Triton's scratch memory, which `capture` has proved unused) are null. On a CPU it runs in
-the interpreter of `tessera_ptx`, which is exact and slow.
+On a GPU the driver runs it (`PtxKernel`) on torch's current stream. Parameters have their declared types; a
+list of tensors is the address of a pointer table; pointers behind the arguments (Triton's scratch memory,
+proved unused by `capture`) are null. On a CPU the interpreter of `tessera_ptx` runs it, exact and slow.
 """
 
 import ctypes
@@ -40,7 +39,6 @@ def driver() -> Any:
 
 
 def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
-    """Runs one launch of a PTX kernel on the device of its tensors."""
     given = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]
     card = next((t.device.index for t in given if isinstance(t, torch.Tensor) and t.is_cuda), None)
     if card is not None:
@@ -49,9 +47,9 @@ def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> 
         _interpret(kernel, grid, block, args)
 
 
-@cache  # unbounded: loading a module again during a graph capture would break the capture
+@cache  # unbounded: reloading a module would break a graph capture
 def _loaded(kernel: Kernel, block: Grid, card: int) -> "PtxKernel":
-    """One per card, loaded into its context."""
+    """Loaded kernel, one per GPU."""
     return PtxKernel(kernel, block)
 
 
@@ -62,7 +60,7 @@ def _interpret(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> 
     arrays: dict[int, Any] = {}
 
     def pointer(arg: Any) -> Any:
-        """A tensor as an offset into the bytes of its storage, the same array for the same storage."""
+        """A tensor as an offset into its storage's bytes; one array per storage."""
         if isinstance(arg, list | tuple):
             entries = [pointer(x) if isinstance(x, torch.Tensor) else np.int64(x) for x in arg]
             return ByPointer(Packed({8 * k: x for k, x in enumerate(entries)}, max(8 * len(entries), 8)))
@@ -90,7 +88,7 @@ def _bytes(storage: torch.UntypedStorage) -> Any:
 
 
 class PtxKernel:
-    """One PTX entry, loaded into the current CUDA context."""
+    """One PTX entry in the current CUDA context."""
 
     def __init__(self, kernel: Kernel, block: tuple[int, ...]) -> None:
         torch.cuda.current_stream()  # creates the context
@@ -109,7 +107,7 @@ class PtxKernel:
             status = cuda.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, self._shared)
             self._ask(status, "give shared memory to")
         self._sizes = self._param_sizes()
-        # Tables of addresses by their contents; kept, since recorded graphs read them again.
+        # Pointer tables by contents; kept for recorded graphs.
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
 
     def __call__(self, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
