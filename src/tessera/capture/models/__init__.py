@@ -77,7 +77,8 @@ def build(step: Step) -> Workload:
     """Build a step's workload. Equal records give equal weights."""
     if step.batch < 1 or step.context < 1 or step.reserve < 0:
         raise CaptureError(
-            f"batch and context must be at least 1, reserve at least 0, got {step.batch}, {step.context}, {step.reserve}",
+            "batch and context must be at least 1, reserve at least 0, "
+            f"got {step.batch}, {step.context}, {step.reserve}",
             "Correct the step's sizes.",
         )
     if step.model in _BUILDERS:
