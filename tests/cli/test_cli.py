@@ -130,8 +130,8 @@ def test_the_perfetto_trace_is_json(folder: Path) -> None:
 def test_doctor_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     """An extra that is not installed comes with the line that installs it."""
     found = answer("doctor", capsys=capsys)
-    for name, extra in found["extras"].items():
-        assert extra["installed"] or extra["install"] == f'pip install "tessera-gpu[{name}]"'
+    for extra in found["extras"]:
+        assert extra["is_installed"] or extra["install"] == f'pip install "tessera-gpu[{extra["name"]}]"'
     assert found["versions"]["torch"]
 
 
@@ -157,7 +157,7 @@ def test_gpus_prints_a_table(words: list[str], rates: str, capsys: pytest.Captur
 BAD = [
     (["capture", "tiny-lama"], "unknown model 'tiny-lama'; known: gpt-oss-20b, llama-3-8b"),
     (["capture", "tiny-llama", "--step", "denoise"], "known: call, decode, prefill, tokens"),
-    (["capture", "tiny-llama", "--batch", "0"], "Use a batch"),
+    (["capture", "tiny-llama", "--batch", "0"], "--batch"),
     (["capture", "tiny-llama", "--context", "100000"], "Use at most 4096"),
     (["capture", "tiny-llama", "--device", "cuda:99"], "--device fake"),
     (["capture", "tiny-llama", "--device", "tpu"], "unknown"),
@@ -186,8 +186,8 @@ BAD = [
     (["plan", "{decode.costs}", "--devices", "emu:a100"], "this is a costs file; a trace is expected"),
     (["plan", "{decode.trace}", "--costs", "{decode.costs}", "--counts", "two"], "not a list of counts"),
     (["run", "{decode.plan}", "--devices", "emu:h100,emu:l40s"], "the plan was made for emu:a100,emu:l40s"),
-    (["run", "{decode.plan}", "--requests", "0"], "Use at least one"),
-    (["simulate", "{decode.plan}", "--requests", "-5"], "Use at least one"),
+    (["run", "{decode.plan}", "--requests", "0"], "--requests"),
+    (["simulate", "{decode.plan}", "--requests", "-5"], "should be greater than or equal to 1"),
     (["simulate", "{out.perfetto.json}"], "not a Tessera file"),
     (["gpus", "a1000"], "unknown GPU 'a1000'"),
 ]

@@ -8,29 +8,60 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tessera.cli.output import AsJson, cache_folder, console, print_json, progress
+from tessera.cli.output import HIDDEN, Illustrated, Record, cache_folder, progress, shown
 from tessera.errors import ArtifactError, TesseraError, UnknownName
 from tessera.ir import BufferKind, Graph, Trace, kind_of, load, save
+
+
+class ImmovableLaunch(Record, frozen=True):
+    launch: int
+    kernel: str
+    why: str
+
+
+class GraphSummary(Record, frozen=True):
+    """A dependency graph in figures."""
+
+    model: str
+    step: str
+    launches: int
+    views: int
+    edges: int
+    # raw, war and waw -> edges.
+    hazards: dict[str, int]
+    # Kind of buffer -> number, and bytes.
+    buffers: dict[str, int]
+    bytes: Annotated[dict[str, int], HIDDEN]
+    # Launches that share state run on one device.
+    state_groups: Annotated[int, shown("groups that share a device")]
+    changed_state_bytes: Annotated[int, shown("state changed by this step")]
+    state: Annotated[tuple[str, ...], HIDDEN]
+    undeclared_aliases: dict[str, int]
+    immovable: tuple[ImmovableLaunch, ...]
+    notes: tuple[str, ...]
+
+
+class PtxReport(Record, frozen=True):
+    """What each kernel of a PTX file reads and writes."""
+
+    kernels: Annotated[tuple[dict[str, Any], ...], HIDDEN]
 
 
 def analyze(
     file: Annotated[Path, typer.Argument(help="A trace, or a file of PTX.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a trace's graph here.")] = None,
-    explain: Annotated[str | None, typer.Option(help="Of PTX: one kernel's accesses, line by line.")] = None,
-    as_json: AsJson = False,
-) -> None:
+    explain: Annotated[str | None, typer.Option(help="PTX kernel whose accesses are shown by line.")] = None,
+) -> GraphSummary | PtxReport | Illustrated[PtxReport]:
     """Find what depends on what: between the launches of a trace, or in the code of PTX kernels."""
     if _is_ptx(file):
         if output is not None:
             remedy = "Leave it out, and use --json for what is found."
             raise TesseraError("PTX has no graph of launches to write", remedy, "--output")
-        _analyze_ptx(file, explain, as_json)
-        return
+        return _analyze_ptx(file, explain)
     if explain is not None:
         remedy = "Give a file of PTX; `tessera plan --explain` says what a launch costs where."
         raise TesseraError("only the code of a PTX kernel is explained line by line", remedy, "--explain")
     from tessera.analyze import build_graph
-    from tessera.report import graph_table
 
     with progress(f"reading {file.name}") as advance:
         trace = load(Trace, file)
@@ -38,10 +69,7 @@ def analyze(
         graph = build_graph(trace)
     if output is not None:
         save(graph, output)
-    if as_json:
-        print_json(summary(graph))
-    else:
-        console().print(graph_table(graph))
+    return summary(graph)
 
 
 def _is_ptx(file: Path) -> bool:
@@ -55,7 +83,7 @@ def _is_ptx(file: Path) -> bool:
         return False  # loading it as a trace says what is wrong
 
 
-def _analyze_ptx(file: Path, kernel: str | None, as_json: bool) -> None:
+def _analyze_ptx(file: Path, kernel: str | None) -> Illustrated[PtxReport]:
     import tessera_ptx
     from tessera_ptx.report import HEADINGS
 
@@ -68,49 +96,45 @@ def _analyze_ptx(file: Path, kernel: str | None, as_json: bool) -> None:
             reports = tessera_ptx.reports_for(text, str(file), cache_folder() / "ptx")
     except tessera_ptx.ParseError as error:
         raise ArtifactError(str(error)) from error  # it shows the line, and a caret below the place
-    out = console()
-    if kernel is not None:
-        known = {report.name: report for report in reports}
-        if kernel not in known:
-            raise UnknownName("kernel", kernel, known)
-        reports = (known[kernel],)
-    if as_json:
-        typer.echo(tessera_ptx.to_json(reports))
-    elif kernel is not None:
-        for line in tessera_ptx.explain(reports[0], text.decode(errors="replace")):
-            out.print(line, markup=False, soft_wrap=True)
-    else:
+    if kernel is None:
         table = Table(*HEADINGS, title=str(file))
-        for report in reports:
-            for row in tessera_ptx.rows(report):
-                table.add_row(*(escape(cell) for cell in row))
-        out.print(table)
-        for report in reports:
-            out.print(str(report), markup=False, soft_wrap=True)
+        for row in (row for report in reports for row in tessera_ptx.rows(report)):
+            table.add_row(*(escape(cell) for cell in row))
+        lines = tuple(str(report) for report in reports)
+        pictures: tuple[Any, ...] = (table, *map(escape, lines))
+    else:
+        by_name = {report.name: report for report in reports}
+        if kernel not in by_name:
+            raise UnknownName("kernel", kernel, by_name)
+        reports = (by_name[kernel],)
+        pictures = tuple(map(escape, tessera_ptx.explain(reports[0], text.decode(errors="replace"))))
+    return Illustrated(PtxReport(kernels=tuple(report.as_dict() for report in reports)), pictures)
 
 
-def summary(graph: Graph) -> dict[str, Any]:
-    """The graph in figures."""
+def summary(graph: Graph) -> GraphSummary:
     trace = graph.trace
     hazards = Counter(edge.hazard.value for edge in graph.edges)
-    return {
-        "model": trace.step.model,
-        "step": trace.step.kind,
-        "launches": len(trace.launches),
-        "views": trace.num_views,
-        "edges": len(graph.edges),
-        "hazards": {kind: hazards[kind] for kind in ("raw", "war", "waw")},
-        "buffers": {kind.value: len(trace.buffers_of(kind)) for kind in BufferKind},
-        "bytes": {
-            kind.value: sum(trace.buffers[b].size_bytes for b in trace.buffers_of(kind))
-            for kind in BufferKind
-        },
-        "state_groups": len(graph.groups),
-        "state": [trace.buffers[b].name for b in trace.buffers_of(BufferKind.STATE)],
-        "undeclared_aliases": dict(trace.aliases),
-        "immovable": [
-            {"launch": i, "kernel": trace.kernel_of(i).name, "why": launch.immovable}
-            for i, launch in enumerate(trace.launches)
-            if launch.immovable
-        ],
-    }
+    written = {value.buffer for value in graph.values if value.producer is not None}
+    changed = [buffer for buffer in trace.buffers_of(BufferKind.STATE) if buffer in written]
+    immovable = tuple(
+        ImmovableLaunch(launch=i, kernel=trace.kernel_of(i).name, why=launch.immovable)
+        for i, launch in enumerate(trace.launches)
+        if launch.immovable
+    )
+    by_kind = {kind.value: trace.buffers_of(kind) for kind in BufferKind}
+    return GraphSummary(
+        model=trace.step.model,
+        step=trace.step.kind,
+        launches=len(trace.launches),
+        views=trace.num_views,
+        edges=len(graph.edges),
+        hazards={kind: hazards[kind] for kind in ("raw", "war", "waw")},
+        buffers={kind: len(buffers) for kind, buffers in by_kind.items()},
+        bytes={kind: sum(trace.buffers[b].size_bytes for b in buffers) for kind, buffers in by_kind.items()},
+        state_groups=len(graph.groups),
+        state=tuple(trace.buffers[b].name for b in by_kind[BufferKind.STATE.value]),
+        undeclared_aliases=dict(trace.aliases),
+        changed_state_bytes=sum(trace.buffers[b].size_bytes for b in changed),
+        immovable=immovable,
+        notes=() if immovable else ("Every launch may run on any device.",),
+    )

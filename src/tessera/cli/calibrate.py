@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.cli.output import Record, progress, shown
 from tessera.cli.profile import Keeping, keeping
 from tessera.errors import TesseraError
 from tessera.ir import Cost, Device, Source, Step, Trace
@@ -21,17 +21,33 @@ MODEL, SMALL_MODEL = "llama-3-8b", "tiny-llama"
 YARDSTICK = "a100"
 
 
+class CalibrationReport(Record, frozen=True):
+    """What was measured, and what it does to prices."""
+
+    gpu: str
+    measured: Annotated[int, shown("launches measured")]
+    steps: str
+    # Share of the steps' time in measured launches.
+    share: Annotated[float, shown("share of their time", "share")]
+    # Relative error of the steps' prices.
+    error_before: Annotated[float, shown("error before", "error")]
+    error_after: Annotated[float, shown("error now", "error")]
+    # Class of kernel -> measured time over modelled.
+    ratios: Annotated[dict[str, float], shown("measured / modelled")]
+    # File that plans for this GPU use from now on.
+    output: str
+
+
 def calibrate(
     device: Annotated[str, typer.Argument(help="A device of this machine: cuda:0 or cpu.")],
     model: Annotated[
         str, typer.Option(help="Whose launches are measured.", show_default="llama-3-8b; on a CPU tiny-llama")
     ] = "",
-    num: Annotated[int, typer.Option("--launches", help="How many launches are measured at most.")] = 36,
+    num: Annotated[int, typer.Option("--launches", min=1, help="Launches to measure, at most.")] = 36,
     store: Annotated[
         Path | None, typer.Option(help="Where measurements are kept between commands.", show_default=False)
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> CalibrationReport:
     """Measure the launches that reduce a plan's error most, and price this kind of card by them from now on.
 
     A launch that was measured is priced at its time, others of its class by the ratio of measured to
@@ -40,28 +56,13 @@ def calibrate(
     from tessera.profile import parse_devices
     from tessera.profile.measured import needs_measuring
 
-    if num < 1:
-        raise TesseraError(f"{num} launches calibrate nothing", "Measure a few dozen.", "--launches")
     found = parse_devices(device)
     if len(found) != 1 or not needs_measuring(found[0]) or found[0].num_sms:
         raise TesseraError(f"'{device}' is no whole device of this machine", "Name cuda:0 or cpu.", "DEVICE")
-    document = _calibrated(found[0], model, num, keeping(store, "any"))
-    if as_json:
-        print_json(document)
-        return
-    out = console()
-    out.print(
-        f"{document['measured']} launches measured, {document['share']:.0%} of the time of "
-        f"{document['steps']}: they were priced to ±{document['error_before']:.0%}, and are to "
-        f"±{document['error_after']:.0%} now.",
-        markup=False,
-    )
-    for op, ratio in document["ratios"].items():
-        out.print(f"{op}: {ratio:.2f} of the model", markup=False)
-    out.print(f"{document['output']}: written; plans for {document['gpu']} use it from now on", markup=False)
+    return _calibrated(found[0], model, num, keeping(store, "any"))
 
 
-def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> dict[str, Any]:
+def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> CalibrationReport:
     from tessera.profile import corrections, sureness_of, works
     from tessera.profile.estimate import price_works
 
@@ -102,16 +103,16 @@ def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> dict[str
         return sureness_of((work, priced_as, cost, 1.0) for work, cost in priced).rel_error
 
     steps = " and ".join(f"{t.step.kind} of {t.step.model} at batch {t.step.batch}" for t in traces)
-    return {
-        "gpu": gpu_name,
-        "measured": len(rows),
-        "steps": steps,
-        "share": _share(after),
-        "error_before": error(before),
-        "error_after": error(after),
-        "ratios": _ratios(rows.values()),
-        "output": str(path),
-    }
+    return CalibrationReport(
+        gpu=gpu_name,
+        measured=len(rows),
+        steps=steps,
+        share=_share(after),
+        error_before=error(before),
+        error_after=error(after),
+        ratios=_ratios(rows.values()),
+        output=str(path),
+    )
 
 
 def _traces(device: Device, model: str, is_small: bool) -> list[Trace]:

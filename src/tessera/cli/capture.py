@@ -6,11 +6,11 @@ model calls them.
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.errors import TesseraError, UnknownName
 from tessera.ir import BufferKind, Step, Trace, save
 
@@ -20,11 +20,16 @@ MODEL_HELP = (
     "(nn.Module, example inputs)."
 )
 
+LAUNCHES_HELP = (
+    "How a model's launches are recorded: compiled, as people serve it, or eager. Compiling takes a minute "
+    "where the kernels are not known yet."
+)
+
+
 RandomWeights = Annotated[
-    bool, typer.Option("--random-weights", help="Of a folder: random weights in place of its own.")
+    bool, typer.Option("--random-weights", help="Random weights in place of the folder's own.")
 ]
-
-
+Launches = Annotated[str, typer.Option(help=LAUNCHES_HELP, show_default="compiled where they are known")]
 StepOption = Annotated[
     str | None,
     typer.Option(
@@ -35,12 +40,12 @@ StepOption = Annotated[
 ]
 ContextOption = Annotated[
     int,
-    typer.Option(help="Tokens a row: read by a prefill, held for a decode, made of an image by an encode."),
+    typer.Option(help="Tokens per row: read by a prefill, held for a decode, made of an image by an encode."),
 ]
 InputsOption = Annotated[
     Path | None,
     typer.Option(
-        help="Of a folder: a file of named inputs (safetensors, npz or json) in place of random ones.",
+        help="File of named inputs (safetensors, npz or json) in place of random ones; for folders.",
         show_default=False,
     ),
 ]
@@ -56,20 +61,39 @@ OutputOption = Annotated[
 ]
 
 
+class CapturedTrace(Record, frozen=True):
+    """A recorded step in figures."""
+
+    output: str
+    model: str
+    step: str
+    device: str
+    launches: int
+    views: int
+    buffers: int
+    edges: Annotated[int, shown("dependencies")]
+    state_bytes: int
+    weight_bytes: Annotated[int, shown("weights")]
+    # Kind of buffer -> number.
+    kinds: Annotated[dict[str, int], shown("buffers by kind")]
+    # Operator -> calls whose result aliases an argument although the schema does not say so.
+    undeclared_aliases: dict[str, int]
+    seconds: Annotated[float, HIDDEN]
+
+
 def capture(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     step: StepOption = None,
-    batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 1,
     context: ContextOption = 128,
-    reserve: Annotated[int, typer.Option(help="Of a prefill: tokens a row that decodes may add.")] = 0,
+    reserve: Annotated[int, typer.Option(help="Tokens per row that decodes may add after this prefill.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     random_weights: RandomWeights = False,
     inputs: InputsOption = None,
     device: DeviceOption = "cpu",
     compiled: CompiledOption = False,
     output: OutputOption = None,
-    as_json: AsJson = False,
-) -> None:
+) -> CapturedTrace:
     """Record the launches of one step of a model."""
     started = time.perf_counter()
     with progress("importing torch", 3) as advance:
@@ -88,12 +112,21 @@ def capture(
         advance("writing")
         path = output or Path(f"{kind}.trace")
         save(trace, path)
-    found = document(trace, num_edges, model, device)
-    found |= {"output": str(path), "seconds": round(time.perf_counter() - started, 3)}
-    if as_json:
-        print_json(found)
-    else:
-        _show(found)
+    return CapturedTrace(
+        output=str(path),
+        model=model,
+        step=trace.step.kind,
+        device=device,
+        launches=len(trace.launches),
+        views=trace.num_views,
+        buffers=len(trace.buffers),
+        edges=num_edges,
+        state_bytes=_bytes(trace, BufferKind.STATE),
+        weight_bytes=_bytes(trace, BufferKind.WEIGHT),
+        kinds={kind.value: len(trace.buffers_of(kind)) for kind in BufferKind},
+        undeclared_aliases=dict(trace.aliases),
+        seconds=round(time.perf_counter() - started, 3),
+    )
 
 
 def _record_compiled(step: Step, device: str) -> Trace:
@@ -128,50 +161,11 @@ def default_step(model: str) -> str:
     return "decode" if "decode" in steps else steps[0]
 
 
-def document(trace: Trace, num_edges: int, model: str, device: str) -> dict[str, Any]:
-    """The trace in figures."""
-    return {
-        "model": model,
-        "step": trace.step.kind,
-        "device": device,
-        "launches": len(trace.launches),
-        "views": trace.num_views,
-        "buffers": len(trace.buffers),
-        "edges": num_edges,
-        "state_bytes": _bytes(trace, BufferKind.STATE),
-        "weight_bytes": _bytes(trace, BufferKind.WEIGHT),
-        "kinds": {kind.value: len(trace.buffers_of(kind)) for kind in BufferKind},
-        "undeclared_aliases": dict(trace.aliases),
-    }
-
-
-def _show(found: dict[str, Any]) -> None:
-    out = console()
-    out.print(
-        f"{found['output']}: {found['step']} of {found['model']}, {found['launches']} launches, "
-        f"{found['views']} views, {found['buffers']} buffers, {found['edges']} dependencies",
-        markup=False,
-    )
-    kinds = ", ".join(f"{n} {kind}" for kind, n in found["kinds"].items() if n)
-    sizes = f"weights {found['weight_bytes'] / 1e9:.3g} GB, state {found['state_bytes'] / 1e6:.3g} MB"
-    out.print(f"buffers: {kinds}; {sizes}", markup=False)
-    if found["undeclared_aliases"]:
-        named = ", ".join(f"{name} ({n} times)" for name, n in found["undeclared_aliases"].items())
-        out.print(f"aliases that no schema declares: {named}", markup=False)
-
-
 def _bytes(trace: Trace, kind: BufferKind) -> int:
     return sum(trace.buffers[b].size_bytes for b in trace.buffers_of(kind))
 
 
-LAUNCHES_HELP = (
-    "Of a model: compiled, as people serve it, or eager. Compiled ones that are not known take a minute."
-)
-Launches = Annotated[str, typer.Option(help=LAUNCHES_HELP, show_default="compiled where they are known")]
-
-
 def checked_launches(word: str) -> str:
-    """The word, if it is one."""
     if word not in ("", "compiled", "eager"):
         raise UnknownName("kind of launches", word, ["compiled", "eager"])
     return word

@@ -4,13 +4,10 @@ import importlib.util
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
-
-from rich.markup import escape
-from rich.table import Table
+from typing import Annotated
 
 from tessera import __version__
-from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.errors import install_line
 
 # extra -> modules it brings
@@ -25,23 +22,66 @@ EXTRAS = {
     "ray": ("ray",),
     "gpu": ("triton",),
 }
-CORE = ("torch", "numpy", "scipy", "typer", "rich")
+CORE = ("torch", "numpy", "scipy", "msgspec", "pyzmq", "typer", "rich")
 
 
-def doctor(as_json: AsJson = False) -> None:
+class DeviceLine(Record, frozen=True):
+    name: str
+    what: str
+
+
+class TransportLine(Record, frozen=True):
+    name: str
+    joins: str
+    is_present: Annotated[bool, HIDDEN]
+    is_usable: Annotated[bool, shown("usable")]
+    why: str
+
+
+class ExtraLine(Record, frozen=True):
+    name: str
+    is_installed: Annotated[bool, shown("installed")]
+    missing: tuple[str, ...]
+    install: Annotated[str | None, shown("to install")]
+
+
+class Doctor(Record, frozen=True):
+    """Devices, versions, transports and extras of this machine."""
+
+    tessera: str
+    python: str
+    machine: str
+    cores: int
+    versions: dict[str, str | None]
+    devices: tuple[DeviceLine, ...]
+    transports: tuple[TransportLine, ...]
+    # What is joined -> transport that `--transport auto` takes.
+    chosen_transports: dict[str, str | None]
+    extras: tuple[ExtraLine, ...]
+
+
+def doctor() -> Doctor:
     """Show devices, versions and extras of this machine."""
     with progress("importing torch"):
-        found = {
-            "tessera": __version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-            "versions": {name: _version(name) for name in CORE},
-            "devices": _devices(),
-            "transports": _transports(),
-            "extras": {name: _extra(name, modules) for name, modules in EXTRAS.items()},
-        }
-    print_json(found) if as_json else _show(found)
+        from tessera.execute.cuda.direct import chosen, transports
+
+        usable = transports()
+        return Doctor(
+            tessera=__version__,
+            python=platform.python_version(),
+            machine=platform.machine(),
+            cores=os.cpu_count() or 1,
+            versions={name: _version(name) for name in CORE},
+            devices=_devices(),
+            transports=tuple(
+                TransportLine(
+                    name=t.name, joins=t.joins, is_present=t.is_present, is_usable=t.is_usable, why=t.why
+                )
+                for t in usable
+            ),
+            chosen_transports=chosen(usable),
+            extras=tuple(_extra(name, modules) for name, modules in EXTRAS.items()),
+        )
 
 
 def _version(package: str) -> str | None:
@@ -51,66 +91,28 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _devices() -> list[dict[str, Any]]:
-    """What launches can run on here. Emulated devices need nothing, so they are always there."""
+def _devices() -> tuple[DeviceLine, ...]:
     import torch
 
     from tessera.execute import driver
 
-    devices: list[dict[str, Any]] = [
-        {"name": "emu:GPU", "what": "computes on this CPU, keeps a known GPU's modelled time"}
-    ]
+    devices = [DeviceLine(name="emu:GPU", what="computes on this CPU, keeps a known GPU's modelled time")]
+    has_parts = driver.has("cuGreenCtxStreamCreate")
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        sms = properties.multi_processor_count
-        what = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {sms} SMs"
-        devices.append({"name": f"cuda:{index}", "what": what})
-        cuts = driver.has("cuGreenCtxStreamCreate")
-        part = "some of its SMs" if cuts else "missing: this driver has no green contexts (550 has them)"
-        devices.append({"name": f"cuda:{index}/sm=K", "what": part})
-        other = "computes on the card, keeps a known GPU's modelled time"
-        devices.append({"name": f"cuda:{index}/as=GPU", "what": other})
-    return devices
+        card = torch.cuda.get_device_properties(index)
+        sms, gib = card.multi_processor_count, card.total_memory / 2**30
+        part = "some of its SMs" if has_parts else "missing: this driver has no green contexts (550 has them)"
+        devices += [
+            DeviceLine(name=f"cuda:{index}", what=f"{card.name}, {gib:.0f} GiB, {sms} SMs"),
+            DeviceLine(name=f"cuda:{index}/sm=K", what=part),
+            DeviceLine(
+                name=f"cuda:{index}/as=GPU", what="computes on the card, keeps a known GPU's modelled time"
+            ),
+        ]
+    return tuple(devices)
 
 
-def _transports() -> dict[str, Any]:
-    """The ways between workers, and which one a run would take."""
-    from tessera.execute.cuda.direct import chosen, transports
-
-    found = transports()
-    return {
-        "known": [
-            {"name": t.name, "joins": t.joins, "present": t.is_present, "usable": t.is_usable, "why": t.why}
-            for t in found
-        ],
-        "chosen": chosen(found),
-    }
-
-
-def _extra(name: str, modules: tuple[str, ...]) -> dict[str, Any]:
-    missing = [m for m in modules if importlib.util.find_spec(m) is None]
+def _extra(name: str, modules: tuple[str, ...]) -> ExtraLine:
+    missing = tuple(m for m in modules if importlib.util.find_spec(m) is None)
     install = install_line(name) if missing else None
-    return {"installed": not missing, "missing": missing, "install": install}
-
-
-def _show(found: dict[str, Any]) -> None:
-    out = console()
-    out.print(
-        f"tessera {found['tessera']}, Python {found['python']}, {found['machine']}, {found['cores']} cores"
-    )
-    table = Table("what", "state", "to install", title="This machine")
-    for name, number in found["versions"].items():
-        table.add_row(name, number or "missing", "" if number else "pip install tessera")
-    table.add_section()
-    for device in found["devices"]:
-        table.add_row(device["name"], device["what"], "")
-    table.add_section()
-    for transport in found["transports"]["known"]:
-        state = "usable" if transport["usable"] else "there" if transport["present"] else "missing"
-        joins = f"transport {transport['name']}: {transport['joins']}"
-        table.add_row(joins, f"{state}: {transport['why']}", "")
-    table.add_section()
-    for name, extra in found["extras"].items():
-        state = "installed" if extra["installed"] else f"missing: {', '.join(extra['missing'])}"
-        table.add_row(f"extra {name}", state, escape(extra["install"] or ""))
-    out.print(table)
+    return ExtraLine(name=name, is_installed=not missing, missing=missing, install=install)

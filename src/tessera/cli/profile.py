@@ -10,10 +10,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
-from rich.table import Table
 
-from tessera.cli.output import AsJson, console, print_json, progress, warning
+from tessera.cli.output import HIDDEN, Record, progress, shown, warning
 from tessera.errors import DeviceGone, TesseraError
 from tessera.ir import Costs, Device, Source, Trace, load, save
 
@@ -22,6 +22,82 @@ if TYPE_CHECKING:
     from tessera.profile.store import Clocks, Machine, Store
 
 DEVICES_HELP = "Devices, such as cuda:0,cpu or emu:a100,emu:l40s. Those of this machine are measured."
+
+
+class KernelCost(Record, frozen=True):
+    """All launches of one kernel."""
+
+    kernel: str
+    launches: int
+    # Device -> time of the launches together.
+    us: Annotated[dict[str, float], HIDDEN]
+    # The same for people, in the order of the devices.
+    time: str
+    source: str
+    # Largest relative error of a price.
+    error: float
+
+
+class LaunchPrice(Record, frozen=True):
+    us: float
+    source: Source
+    rel_error: float
+    detail: str
+
+
+class LaunchCost(Record, frozen=True):
+    launch: int
+    kernel: str
+    # Device -> price.
+    costs: dict[str, LaunchPrice]
+
+
+class MissedLaunches(Record, frozen=True):
+    launches: tuple[int, ...]
+    kernel: str
+    why: str
+
+
+class MeasuredDevice(Record, frozen=True):
+    identity: dict[str, str]
+    clock_mhz: float | None
+    distinct: int
+    timed_now: int
+    launches_measured: int
+    # Sum of the launches, time of the whole step, and the factor that joins them.
+    sum_us: float
+    whole_us: float | None
+    scale: float
+    missed: tuple[MissedLaunches, ...]
+
+
+class LinkLine(Record, frozen=True):
+    """One direction between two devices (measured)."""
+
+    src: Annotated[str, shown("from")]
+    dst: Annotated[str, shown("to")]
+    via: str
+    latency_us: float
+    gbps: float
+    both_gbps: Annotated[float, shown("GB/s, both ways")]
+    rel_error: Annotated[float, shown("fit", "error")]
+    samples: Annotated[tuple[tuple[int, float], ...], HIDDEN]
+    note: Annotated[str, HIDDEN]
+
+
+class ProfileReport(Record, frozen=True):
+    """Prices of a trace's launches, and measured links."""
+
+    links: Annotated[tuple[LinkLine, ...], shown("links (measured)")] = ()
+    headline: str = ""
+    output: str | None = None
+    devices: Annotated[tuple[str, ...], HIDDEN] = ()
+    kernels: tuple[KernelCost, ...] = ()
+    total_us: Annotated[dict[str, float], shown("whole step", "us")] = msgspec.field(default_factory=dict)
+    launches: Annotated[tuple[LaunchCost, ...], HIDDEN] = ()
+    measured: Annotated[dict[str, MeasuredDevice], HIDDEN] = msgspec.field(default_factory=dict)
+    plot: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def profile(
@@ -46,60 +122,99 @@ def profile(
     plot: Annotated[
         Path | None, typer.Option(help="Draw how much two devices differ, as PNG, SVG or PDF.")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> ProfileReport:
     """Price every launch of a trace on every device; each number says where it came from."""
     from tessera.profile import parse_devices
 
+    if trace is None and not links:
+        raise TesseraError("no trace was given", "Name one, or measure the links alone with --links.")
     parsed = parse_devices(devices)
     kept = keeping(store, clocks)
-    document: dict[str, Any] = {}
-    if links:
-        document["links"] = measure_links(parsed, kept.path, transport)
-        if not as_json:
-            show_links(document["links"])
-    if trace is None:
-        if not links:
-            raise TesseraError("no trace was given", "Name one, or measure the links alone with --links.")
-    else:
-        document |= _price(trace, parsed, output, kept, plot, as_json)
-    if as_json:
-        print_json(document)
+    rows = measure_links(parsed, kept.path, transport) if links else ()
+    report = ProfileReport() if trace is None else _price(trace, parsed, output, kept, plot)
+    notes = (*report.notes, *(row.note for row in rows if row.note))
+    return msgspec.structs.replace(report, links=rows, notes=notes)
 
 
 def _price(
-    trace: Path, devices: tuple[Device, ...], output: Path | None, kept: Any, plot: Path | None, quiet: bool
-) -> dict[str, Any]:
-    """Prices, saves and shows; returns the JSON document."""
+    trace: Path, devices: tuple[Device, ...], output: Path | None, kept: "Keeping", plot: Path | None
+) -> ProfileReport:
     from tessera.profile.measured import combine
 
     if plot is not None:
         _check_plot(devices)
     with progress(f"reading {trace.name}"):
         loaded = load(Trace, trace)
-    found = measure_devices(loaded, devices, kept)
+    measured = measure_devices(loaded, devices, kept)
     with progress("pricing"):
-        costs, sums = combine(loaded, devices, found)
+        costs, sums = combine(loaded, devices, measured)
     path = output or trace.with_suffix(".costs")
     save(costs, path)
-    said = (*_modelled_notes(loaded, costs), *remarks(found, sums))
-    document = _document(loaded, costs, str(path), said)
-    if found:
-        document["measured"] = measured_document(found, sums)
     if plot is not None:
-        document["plot"] = str(_draw(loaded, costs, plot))
-    if not quiet:
-        out = console()
-        out.print(_table(loaded, costs))
-        for remark in said:
-            out.print(f"note: {remark}", markup=False)
-        if plot is not None:
-            out.print(f"{plot}: ratios of {len(costs.costs)} launches", markup=False)
-        num = len(costs.devices)
-        where = f"{num} device{'s' if num > 1 else ''}"
-        how = f"{len(costs.costs)} launches on {where} ({_sources(costs)})"
-        out.print(f"{path}: {how}", markup=False)
-    return document
+        _draw(loaded, costs, plot)
+    names, step = tuple(d.name for d in costs.devices), loaded.step
+    return ProfileReport(
+        headline=f"{step.kind} of {step.model}: {len(costs.costs)} launches on {', '.join(names)} "
+        f"({_sources(costs)})",
+        output=str(path),
+        devices=names,
+        kernels=_kernels(loaded, costs),
+        total_us={name: costs.total_us(i) for i, name in enumerate(names)},
+        launches=tuple(
+            LaunchCost(
+                launch=index,
+                kernel=loaded.kernel_of(index).name,
+                costs={
+                    name: LaunchPrice(us=c.us, source=c.source, rel_error=c.rel_error, detail=c.detail)
+                    for name, c in zip(names, row, strict=True)
+                },
+            )
+            for index, row in enumerate(costs.costs)
+        ),
+        measured={name: _measured_device(m, sums[name]) for name, m in measured.items()},
+        plot=str(plot) if plot else None,
+        notes=(*_modelled_notes(loaded, costs), *remarks(measured, sums)),
+    )
+
+
+def _kernels(trace: Trace, costs: Costs) -> tuple[KernelCost, ...]:
+    """One row per kernel, the most expensive first."""
+    from tessera.report import duration, short_name
+
+    indices: dict[str, list[int]] = {}
+    for index in range(len(trace.launches)):
+        indices.setdefault(trace.kernel_of(index).name, []).append(index)
+    rows = []
+    for name, launches in indices.items():
+        prices = [c for i in launches for c in costs.costs[i]]
+        us = {d.name: sum(costs.us(i, n) for i in launches) for n, d in enumerate(costs.devices)}
+        rows.append(
+            KernelCost(
+                kernel=short_name(name),
+                launches=len(launches),
+                us=us,
+                time=" / ".join(map(duration, us.values())),
+                source=", ".join(sorted({c.source.value for c in prices})),
+                error=max(c.rel_error for c in prices),
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: -next(iter(row.us.values()))))
+
+
+def _measured_device(measured: "Measured", sums: "Reconciled") -> MeasuredDevice:
+    return MeasuredDevice(
+        identity=dict(measured.machine.identity),
+        clock_mhz=measured.machine.clock_mhz,
+        distinct=measured.num_distinct,
+        timed_now=measured.num_timed,
+        launches_measured=sum(t is not None for t in measured.timings),
+        sum_us=sums.sum_us,
+        whole_us=sums.whole_us,
+        scale=sums.scale,
+        missed=tuple(
+            MissedLaunches(launches=tuple(x.launches), kernel=x.kernel, why=x.why) for x in measured.missed
+        ),
+    )
 
 
 def _modelled_notes(trace: Trace, costs: Costs) -> tuple[str, ...]:
@@ -140,58 +255,8 @@ def _draw(trace: Trace, costs: Costs, path: Path) -> Path:
     return path
 
 
-def _document(trace: Trace, costs: Costs, path: str, remarks: tuple[str, ...]) -> dict[str, Any]:
-    names = [d.name for d in costs.devices]
-    return {
-        "output": path,
-        "devices": names,
-        "total_us": {name: costs.total_us(i) for i, name in enumerate(names)},
-        "notes": list(remarks),
-        "launches": [
-            {
-                "launch": index,
-                "kernel": trace.kernel_of(index).name,
-                "costs": {
-                    name: {"us": c.us, "source": c.source.value, "rel_error": c.rel_error}
-                    | ({"detail": c.detail} if c.detail else {})
-                    for name, c in zip(names, row, strict=True)
-                },
-            }
-            for index, row in enumerate(costs.costs)
-        ],
-    }
-
-
-def _table(trace: Trace, costs: Costs) -> Table:
-    """One row per kernel, dearest first; one column per device."""
-    from tessera.report import duration
-
-    kernels: dict[str, list[int]] = {}
-    for index in range(len(trace.launches)):
-        kernels.setdefault(trace.kernel_of(index).name, []).append(index)
-    table = Table(title=f"{trace.step.kind} of {trace.step.model} ({_sources(costs)})")
-    table.add_column("kernel")
-    table.add_column("launches", justify="right")
-    for device in costs.devices:
-        table.add_column(device.name, justify="right")
-    table.add_column("source")
-    table.add_column("error", justify="right")
-    order = sorted(kernels, key=lambda k: -sum(costs.us(i, 0) for i in kernels[k]))
-    for name in order:
-        rows = kernels[name]
-        cells = [duration(sum(costs.us(i, d) for i in rows)) for d in range(len(costs.devices))]
-        found = [c for i in rows for c in costs.costs[i]]
-        sources = ", ".join(sorted({c.source.value for c in found}))
-        error = max(c.rel_error for c in found)
-        table.add_row(name, str(len(rows)), *cells, sources, f"±{error:.0%}")
-    table.add_section()
-    totals = [duration(costs.total_us(d)) for d in range(len(costs.devices))]
-    table.add_row("whole step", str(len(trace.launches)), *totals, "", "")
-    return table
-
-
-def measure_links(devices: Sequence[Device], path: Path, transport: str) -> list[dict[str, Any]]:
-    """Measures every two devices, keeps the links in the store and returns them in figures."""
+def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tuple[LinkLine, ...]:
+    """Measures every two devices and keeps the links in the store."""
     from tessera.profile.store import SIZES, LinkFit, fit_link, keep_links, remark
 
     _check(devices)
@@ -205,7 +270,7 @@ def measure_links(devices: Sequence[Device], path: Path, transport: str) -> list
             via, times = time_link(a, b, SIZES, transport)
             fits += [fit_link(x.name, y.name, via, times.alone, times.both) for x, y in ((a, b), (b, a))]
             keep_links(path, fits[-2:])
-    return [asdict(fit) | {"note": remark(fit)} for fit in fits]
+    return tuple(LinkLine(**asdict(fit), note=remark(fit)) for fit in fits)
 
 
 def _check(devices: Sequence[Device]) -> None:
@@ -221,23 +286,6 @@ def _check(devices: Sequence[Device]) -> None:
                 "Name its link when planning: tessera plan --link pcie4.",
                 "--links",
             )
-
-
-def show_links(found: Sequence[dict[str, Any]]) -> None:
-    """A table, one row a direction."""
-    table = Table(title="links (measured)")
-    for head in ("from", "to", "by"):
-        table.add_column(head)
-    for head in ("latency", "GB/s", "GB/s, both ways", "fit"):
-        table.add_column(head, justify="right")
-    for row in found:
-        figures = (f"{row['latency_us']:.1f} us", f"{row['gbps']:.3g}", f"{row['both_gbps']:.3g}")
-        table.add_row(row["src"], row["dst"], row["via"], *figures, f"±{row['rel_error']:.0%}")
-    out = console()
-    out.print(table)
-    for row in found:
-        if row["note"]:
-            out.print(f"note: {row['note']}", markup=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,24 +348,6 @@ def _measure(trace: Trace, device: Device, stream: Any, kept: Keeping) -> "Measu
         except DeviceGone as error:
             message = f"{error.message}; {max(0, num - 2)} launches were timed before and are kept"
             raise DeviceGone(message, error.remedy, str(kept.path)) from error
-
-
-def measured_document(found: dict[str, "Measured"], sums: dict[str, "Reconciled"]) -> dict[str, Any]:
-    """What was measured, in figures: one entry a device."""
-    return {
-        name: {
-            "identity": dict(m.machine.identity),
-            "clock_mhz": m.machine.clock_mhz,
-            "distinct": m.num_distinct,
-            "timed_now": m.num_timed,
-            "launches_measured": sum(t is not None for t in m.timings),
-            "sum_us": sums[name].sum_us,
-            "whole_us": sums[name].whole_us,
-            "scale": sums[name].scale,
-            "missed": [{"launches": list(x.launches), "kernel": x.kernel, "why": x.why} for x in m.missed],
-        }
-        for name, m in found.items()
-    }
 
 
 def remarks(found: dict[str, "Measured"], sums: dict[str, "Reconciled"]) -> tuple[str, ...]:

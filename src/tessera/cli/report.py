@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.cli.output import HIDDEN, Record, progress
 from tessera.errors import ArtifactError, TesseraError
 from tessera.ir import Plan, Timeline, load
 from tessera.ir.files import kind_of
@@ -18,6 +18,13 @@ SIMULATED_REQUESTS = 64
 PAGE, EVALUATION = "report.html", "paper.json"
 
 
+class WrittenPage(Record, frozen=True):
+    page: str
+    plans: Annotated[tuple[str, ...], HIDDEN]
+    evaluation: Annotated[bool, HIDDEN]
+    bytes: Annotated[int, HIDDEN]
+
+
 def report(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="A folder with plans, or of `benchmarks.paper`.")
@@ -25,8 +32,7 @@ def report(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The page to write.", show_default="DIR/report.html")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> WrittenPage:
     """Write one self-contained HTML page about what is in a folder.
 
     First a summary of its plans, best first; then for every plan its rate, the comparison and a layer's
@@ -51,13 +57,12 @@ def report(
             advance(f"simulating {path.name}")
             shown.append((path.stem, _shown(path)))
     write_report(folder, shown, evaluation if evaluation.is_file() else None, page)
-    found = {
-        "page": str(page),
-        "plans": [p.name for p in plans],
-        "evaluation": evaluation.is_file(),
-        "bytes": page.stat().st_size,
-    }
-    print_json(found) if as_json else console().print(f"page: {page}", markup=False)
+    return WrittenPage(
+        page=str(page),
+        plans=tuple(path.name for path in plans),
+        evaluation=evaluation.is_file(),
+        bytes=page.stat().st_size,
+    )
 
 
 def _shown(path: Path) -> "Shown":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.cli.remote import (
     Meeting,
     OnRay,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import BatchRequest, ReferenceRun, UnitRequest
 
-__all__ = ["overlap", "per_device", "run"]
+__all__ = ["overlap", "run"]
 
 # Predicted alongside: enough for a share, few enough to be quick.
 PREDICTED_REQUESTS = 32
@@ -63,17 +63,84 @@ class Picked:
         best = max(t.per_s for t in self.trials if t.plan != self.number)
         return self.trials[self.number].per_s / best - 1.0
 
-    def document(self, paths: Sequence[str]) -> dict[str, Any]:
-        """For --json."""
-        return {
-            "number": self.number,
-            "plan": paths[self.number],
-            "policy": self.trials[self.number].policy,
-            "ahead": round(self.ahead, 4),
-            "trials": [
-                {"plan": paths[t.plan], "policy": t.policy, "per_s": round(t.per_s, 3)} for t in self.trials
-            ],
-        }
+    def record(self, paths: Sequence[str]) -> "PickedPlan":
+        trials = tuple(
+            PlanTrial(plan=paths[t.plan], policy=t.policy, per_s=round(t.per_s, 3)) for t in self.trials
+        )
+        return PickedPlan(
+            number=self.number,
+            plan=paths[self.number],
+            policy=trials[self.number].policy,
+            ahead=round(self.ahead, 4),
+            trials=trials,
+        )
+
+
+class PlanTrial(Record, frozen=True):
+    plan: str
+    policy: str
+    per_s: Annotated[float, shown("requests/s")]
+
+
+class PickedPlan(Record, frozen=True):
+    """The fastest of several plans, and what each reached."""
+
+    number: Annotated[int, HIDDEN]
+    plan: str
+    policy: str
+    ahead: Annotated[float, shown("ahead of the next", "share")]
+    trials: tuple[PlanTrial, ...]
+
+
+class DeviceRun(Record, frozen=True):
+    """One device: measured on this machine, beside what the plan predicts (modelled)."""
+
+    device: str
+    busy_us: Annotated[float, HIDDEN]
+    utilisation: Annotated[float, shown("busy")]
+    compute_us: Annotated[float, HIDDEN]
+    # Share of all computing, measured and predicted.
+    share: float
+    predicted_share: float
+    difference: Annotated[float, HIDDEN]
+    peak_bytes: int
+
+
+class RunReport(Record, frozen=True):
+    """Requests that went through a plan on worker processes."""
+
+    headline: str
+    # None where nothing was compared.
+    verified: Annotated[bool | None, HIDDEN]
+    reference: Annotated[str | None, shown("compared with")]
+    inputs: str
+    picked: PickedPlan | None
+    requests: int
+    lost: int
+    restarted: int
+    # Share of the transfers' time that computing hides (measured).
+    overlap: Annotated[float, shown("transfers hidden (measured)", "share")]
+    per_device: Annotated[tuple[DeviceRun, ...], shown("devices (measured here; predictions modelled)")]
+    # Requests by lane, batch by lane, requests by policy.
+    lanes: Annotated[tuple[int, ...], HIDDEN]
+    batches: Annotated[tuple[int, ...], HIDDEN]
+    policies: Annotated[dict[str, int], HIDDEN]
+    faults: tuple[str, ...]
+    trace: str | None
+    seconds: Annotated[float, HIDDEN]
+    place: Annotated[str, HIDDEN]
+
+    def problem(self) -> TesseraError | None:
+        if self.verified is False:
+            return TesseraError(
+                f"the divided run differs from {(self.reference or '').partition(';')[0]}",
+                "Capture and plan again; if it still differs, please report this plan.",
+                self.place,
+            )
+        if self.lost:
+            message = f"{self.lost} of {self.requests} requests failed: {self.faults[-1]}"
+            return TesseraError(message, place=self.place)
+        return None
 
 
 @dataclass(frozen=True)
@@ -138,24 +205,24 @@ PickOption = Annotated[
 
 def run(
     plan: PlanArgument,
-    requests: Annotated[int, typer.Option(help="How many requests to run.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests to run.")] = 8,
     verify: VerifyOption = False,
     devices: Annotated[str | None, typer.Option(help="Devices that must be the plan's own.")] = None,
     trace: TraceOption = None,
     plain: PlainOption = False,
     transport: TransportOption = "auto",
     timeout: TimeoutOption = None,
-    switch_every: Annotated[int, typer.Option(help="Requests between two switches of the policy.")] = 8,
+    switch_every: Annotated[
+        int, typer.Option(min=1, help="Requests between two switches of the policy.")
+    ] = 8,
     pick: PickOption = False,
     rendezvous: Rendezvous = None,
     rank: Rank = 0,
     secret_file: SecretFile = None,
     torchrun: UnderTorchrun = False,
     ray: OnRay = None,
-    as_json: AsJson = False,
-) -> None:
+) -> RunReport | None:
     """Run requests through a plan, one worker process per device."""
-    _check_counts(requests, switch_every)
     plans, place = [load(Plan, path) for path in plan], str(plan[0])
     _check_devices(plans[0], devices, place)
     check_pick(plans, pick)
@@ -165,7 +232,7 @@ def run(
     meeting = Meeting.of(rendezvous, rank, secret_file, torchrun) if rendezvous or torchrun else None
     if meeting is not None and meeting.rank > 0:
         serve_rank(plans, meeting)
-        return
+        return None
     if has_gpus(plans[0]):
         check_gpus(plans[0], verify, place)
     else:
@@ -175,17 +242,7 @@ def run(
         options["hub"] = hub
         every, depth = 0 if pick else switch_every, 1 if plain else None
         ran, equal = _run(plans, requests, verify, every, depth, options, advance)
-    found = _found(plans, [str(path) for path in plan], ran, equal, started, trace)
-    print_json(found) if as_json else _show(found, any(d.is_dilated for d in plans[0].cluster.devices))
-    _judge(found, place)
-
-
-def _found(
-    plans: Sequence[Plan], paths: list[str], ran: Ran, equal: bool | None, started: float, trace: Path | None
-) -> dict[str, Any]:
-    first = ran.picked.number if ran.picked else 0
-    found = _document(plans, first, ran, equal, started) | _write_trace(plans[first], ran, trace)
-    return found | {"picked": ran.picked.document(paths) if ran.picked else None}
+    return _report(plans, [str(path) for path in plan], ran, equal, started, trace)
 
 
 def _run(
@@ -284,64 +341,45 @@ def _through(
     return Ran(run.results, timeline, log.cpu_us, peaks, tuple(run.faults))
 
 
-def _document(
-    plans: Sequence[Plan], first: int, ran: Ran, equal: bool | None, started: float
-) -> dict[str, Any]:
-    """`first`: the plan that measured shares are compared with."""
+def _report(
+    plans: Sequence[Plan], paths: list[str], ran: Ran, equal: bool | None, started: float, trace: Path | None
+) -> RunReport:
     from tessera.simulate import simulate
 
-    plan = plans[first]
-    predicted = simulate(plan, min(len(ran.results), PREDICTED_REQUESTS), is_detailed=False)
-    rows = compared(plan, ran.timeline, ran.compute_us, predicted)
-    return {
-        "verified": equal,
-        "reference": ran.reference,
-        "inputs": ran.inputs,
-        "requests": len(ran.results),
-        "lost": sum(bool(r.error) for r in ran.results),
-        "restarted": sum(bool(r.restarts) for r in ran.results),
-        "overlap": overlap(ran.timeline),
-        "per_device": [r | {"peak_bytes": b} for r, b in zip(rows, ran.peak_bytes, strict=True)],
-        "lanes": [
+    # Measured shares are compared with this plan.
+    first = ran.picked.number if ran.picked else 0
+    plan, num = plans[first], len(ran.results)
+    if trace is not None:
+        from tessera.report import write_perfetto
+
+        write_perfetto(ran.timeline, trace, simulate(plan, num))
+    predicted = simulate(plan, min(num, PREDICTED_REQUESTS), is_detailed=False)
+    lost = sum(bool(r.error) for r in ran.results)
+    outcome = {True: "every output and state equal bit for bit", False: "DIFFERENT", None: "not compared"}
+    return RunReport(
+        headline=f"{num} requests, {lost} lost: {outcome[equal]}",
+        verified=equal,
+        reference=ran.reference,
+        inputs=ran.inputs,
+        picked=ran.picked.record(paths) if ran.picked else None,
+        requests=num,
+        lost=lost,
+        restarted=sum(bool(r.restarts) for r in ran.results),
+        overlap=overlap(ran.timeline),
+        per_device=compared(plan, ran, predicted),
+        lanes=tuple(
             sum(r.lane == i and r.policy == first for r in ran.results) for i in range(len(plan.lanes))
-        ],
-        "batches": [plan.batch_of(lane) for lane in plan.lanes],
-        "policies": {
+        ),
+        batches=tuple(plan.batch_of(lane) for lane in plan.lanes),
+        policies={
             f"{n} {p.policy}": sum(r.policy == n and not r.error for r in ran.results)
             for n, p in enumerate(plans)
         },
-        "faults": list(ran.faults),
-        "seconds": round(time.perf_counter() - started, 3),
-    }
-
-
-def _write_trace(plan: Plan, ran: Ran, trace: Path | None) -> dict[str, Any]:
-    if trace is None:
-        return {"trace": None}
-    from tessera.report import write_perfetto
-    from tessera.simulate import simulate
-
-    write_perfetto(ran.timeline, trace, simulate(plan, len(ran.results)))
-    return {"trace": str(trace)}
-
-
-def _judge(found: dict[str, Any], place: str) -> None:
-    if found["verified"] is False:
-        raise TesseraError(
-            f"the divided run differs from {found['reference'].partition(';')[0]}",
-            "Capture and plan again; if it still differs, please report this plan.",
-            place,
-        )
-    if found["lost"]:
-        message = f"{found['lost']} of {found['requests']} requests failed: {found['faults'][-1]}"
-        raise TesseraError(message, place=place)
-
-
-def _check_counts(requests: int, switch_every: int) -> None:
-    if requests < 1:
-        raise TesseraError(f"{requests} requests are none", "Use at least one.", "--requests")
-    if switch_every < 1:
-        raise TesseraError(f"a switch every {switch_every} is none", "Use 1 or more.", "--switch-every")
+        faults=ran.faults,
+        trace=str(trace) if trace else None,
+        seconds=round(time.perf_counter() - started, 3),
+        place=paths[0],
+    )
 
 
 def _check_devices(plan: Plan, devices: str | None, place: str) -> None:
@@ -351,27 +389,6 @@ def _check_devices(plan: Plan, devices: str | None, place: str) -> None:
         if parse_devices(devices) != plan.cluster.devices:
             message = f"the plan was made for {','.join(plan.cluster.names)}, not for {devices}"
             raise MismatchError(message, f"Plan again with --devices {devices}.", place)
-
-
-def _show(found: dict[str, Any], is_modelled: bool) -> None:
-    out = console()
-    if found["picked"]:
-        out.print(picked_text(found["picked"], is_modelled), markup=False)
-    for row in found["per_device"]:
-        out.print(
-            f"{row['device']}: busy {row['utilisation']:.0%} of the run (measured on this machine); "
-            f"{row['share']:.0%} of all computing, {row['predicted_share']:.0%} predicted (modelled); "
-            f"{row['peak_bytes'] / 1e6:,.1f} MB"
-        )
-    out.print(f"{found['overlap']:.0%} of the transfers' time was hidden behind computing (measured here)")
-    for fault in found["faults"]:
-        out.print(f"fault: {fault}", markup=False)
-    words = {True: "every output and state equal bit for bit", False: "DIFFERENT", None: "not compared"}
-    out.print(f"{found['requests']} requests, {found['lost']} lost: {words[found['verified']]}")
-    if found["reference"]:
-        out.print(f"compared with {found['reference']}; inputs: {found['inputs']}")
-    if found["trace"]:
-        out.print(f"trace: {found['trace']}", markup=False)
 
 
 def is_equal(reference: "ReferenceRun | RunResult", result: "RunResult") -> bool:
@@ -392,38 +409,29 @@ def overlap(timeline: Timeline) -> float:
     return hidden / total if total else 1.0
 
 
-def per_device(plan: Plan, timeline: Timeline) -> list[dict[str, Any]]:
-    """How long each worker computed, by this machine's clock."""
-    busy = timeline.busy_us()
-    whole = timeline.makespan_us or 1.0
-    return [
-        {"device": name, "busy_us": busy.get(name, 0.0), "utilisation": busy.get(name, 0.0) / whole}
-        for name in plan.cluster.names
-    ]
-
-
 def shares(names: Sequence[str], busy_us: Mapping[str, float]) -> list[float]:
     """Each device's share of all computing."""
     total = sum(busy_us.get(name, 0.0) for name in names) or 1.0
     return [busy_us.get(name, 0.0) / total for name in names]
 
 
-def compared(
-    plan: Plan, measured: Timeline, compute_us: Mapping[str, float], predicted: Timeline
-) -> list[dict[str, Any]]:
-    """`per_device` with the share of each, measured and predicted, and their difference."""
-    names = plan.cluster.names
-    here, there = shares(names, compute_us), shares(names, predicted.busy_us())
-    return [
-        row
-        | {
-            "compute_us": compute_us.get(name, 0.0),
-            "share": one,
-            "predicted_share": other,
-            "difference": one - other,
-        }
-        for name, row, one, other in zip(names, per_device(plan, measured), here, there, strict=True)
-    ]
+def compared(plan: Plan, ran: Ran, predicted: Timeline) -> tuple[DeviceRun, ...]:
+    """How long each worker computed, by this machine's clock, beside the predicted shares."""
+    names, busy, whole_us = plan.cluster.names, ran.timeline.busy_us(), ran.timeline.makespan_us or 1.0
+    here, there = shares(names, ran.compute_us), shares(names, predicted.busy_us())
+    return tuple(
+        DeviceRun(
+            device=name,
+            busy_us=busy.get(name, 0.0),
+            utilisation=busy.get(name, 0.0) / whole_us,
+            compute_us=ran.compute_us.get(name, 0.0),
+            share=share,
+            predicted_share=predicted_share,
+            difference=share - predicted_share,
+            peak_bytes=peak,
+        )
+        for name, share, predicted_share, peak in zip(names, here, there, ran.peak_bytes, strict=True)
+    )
 
 
 def has_gpus(plan: Plan) -> bool:
@@ -486,18 +494,6 @@ def check_pick(plans: Sequence[Plan], is_picked: bool) -> None:
             "Compare the plans with `tessera simulate`.",
             "--pick",
         )
-
-
-def picked_text(found: dict[str, Any], is_modelled: bool) -> str:
-    """One line for people."""
-    rates = {t["plan"]: t for t in found["trials"]}
-    mine = rates.pop(found["plan"])
-    other = max(rates.values(), key=lambda t: float(t["per_s"]))
-    how = "modelled: dilated devices" if is_modelled else "measured here"
-    return (
-        f"picked {mine['policy']} ({found['plan']}): {mine['per_s']:,.1f} requests/s, {found['ahead']:+.1%} "
-        f"against {other['policy']} ({how}, {len(found['trials'])} plans)"
-    )
 
 
 def check_runnable(trace: Trace, place: str) -> None:

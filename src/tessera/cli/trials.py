@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tessera.analyze.graph import direct_hazards
+from tessera.cli.verification import ClassTrial, FreshRequests, LegalOrders, Necessity
 from tessera.errors import WorkerError
 from tessera.execute.reference import GARBAGE_ERRORS, Replay, Replayed, differing, differing_buffers
 from tessera.flow import workload_of
@@ -144,8 +145,8 @@ class Trials:
         mine = {name: t.clone() for name, t in state.items()}
         return dict(self._workload.run({name: t.clone() for name, t in inputs.items()}, mine)), mine
 
-    def fresh(self, num: int) -> dict[str, Any]:
-        """Other requests: the launches in the trace's order against the model itself, called on the same."""
+    def fresh(self, num: int) -> FreshRequests:
+        """Other requests: the launches in the trace's order against the model itself, on the same inputs."""
         weights, equal, differs = self._workload.weights(), 0, dict[str, None]()
         for seed in range(RECORDED + 1, RECORDED + 1 + num):
             inputs, state = self._workload.make_inputs(seed), self._workload.make_state(seed)
@@ -158,9 +159,9 @@ class Trials:
             equal += not names
             differs |= dict.fromkeys(names)
             self._advance(f"fresh request {seed}")
-        return {"requests": num, "equal": equal, "differs": list(differs), "inputs": self._inputs}
+        return FreshRequests(requests=num, equal=equal, differs=tuple(differs), inputs=self._inputs)
 
-    def legal(self) -> dict[str, Any]:
+    def legal(self) -> LegalOrders:
         """Orders that the graph allows."""
         equal = renamed_equal = 0
         edges, versions = edge_pairs(self._graph), value_pairs(self._graph)
@@ -173,19 +174,19 @@ class Trials:
             order = legal_order(self._num, versions, self._rng, number)
             renamed_equal += not differing(self._own, self._replay.run_renamed(order, self._graph.values))
             self._advance(f"renamed order {number + 1}")
-        return {
-            "orders": self._num_orders,
-            "equal": equal,
-            "program_order_differs": self._differs,
-            "renamed": {"orders": self._num_orders, "equal": renamed_equal},
-        }
+        return LegalOrders(
+            orders=self._num_orders,
+            equal=equal,
+            renamed_equal=renamed_equal,
+            program_order_differs=tuple(self._differs),
+        )
 
-    def classes(self) -> dict[str, dict[str, Any]]:
+    def classes(self) -> tuple[ClassTrial, ...]:
         """Orders that break each class of edges; after `legal`."""
         direct = direct_hazards(self._graph.trace)
-        return {c.hazard.value: self._class(c) for c in edge_classes(direct, self._num)}
+        return tuple(self._class(edges) for edges in edge_classes(direct, self._num))
 
-    def _class(self, edges: EdgeClass) -> dict[str, Any]:
+    def _class(self, edges: EdgeClass) -> ClassTrial:
         own = [e for e in self._graph.edges if e.hazard is edges.hazard]
         tried = self._num_orders if edges.open else 0
         orders = (order_without(edges, self._num, self._rng, n)[1] for n in range(tried))
@@ -193,23 +194,24 @@ class Trials:
         some = self._rng.sample(own, min(len(own), self._num_orders))
         turned = (order_against(self._graph, e, self._rng, n) for n, e in enumerate(some))
         single, single_damaged = self._count(turned, f"one {edges.hazard.upper()} edge turned round")
-        necessary: bool | str = bool(damaged or single_damaged)
+        necessity = Necessity.SHOWN if damaged or single_damaged else Necessity.NOT_SHOWN
         if not edges.pairs:
-            necessary = "absent"
+            necessity = Necessity.ABSENT
         elif not edges.open:
-            necessary = "implied"
-        return {
-            "edges": len(own),
-            "hazards": len(edges.pairs),
-            "implied": len(edges.pairs) - len(edges.open),
-            "orders": tried,
-            "differed": differed,
-            "damaged": damaged,
-            "reversed": len(some),
-            "reversed_differed": single,
-            "reversed_damaged": single_damaged,
-            "necessary": necessary,
-        }
+            necessity = Necessity.IMPLIED
+        return ClassTrial(
+            hazard=edges.hazard.upper(),
+            edges=len(own),
+            hazards=len(edges.pairs),
+            implied=len(edges.pairs) - len(edges.open),
+            orders=tried,
+            differed=differed,
+            damaged=damaged,
+            reversed=len(some),
+            reversed_differed=single,
+            reversed_damaged=single_damaged,
+            necessary=necessity,
+        )
 
     def _count(self, orders: Iterable[list[int]], what: str) -> tuple[int, int]:
         """How many orders give other results, and how many leave anything different in memory."""

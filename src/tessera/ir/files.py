@@ -66,9 +66,16 @@ def save(record: Any, path: str | Path) -> None:
 
 def chunks_of(record: Any) -> list[bytes]:
     """The contents of an artifact's file."""
-    body = msgspec.msgpack.encode(record)
+    body = msgspec.msgpack.encode(record, enc_hook=_scalar)
     header = Header(_kind(type(record)), FORMAT_VERSION, len(body), hashlib.sha256(body).hexdigest())
     return [msgspec.json.encode(header), b"\n", body]
+
+
+def _scalar(value: Any) -> Any:
+    """A NumPy scalar, which stages that compute with arrays leave in records, as Python's number."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no form in an artifact")
 
 
 def write_whole(

@@ -1,6 +1,6 @@
-"""The project's operators and kernels; accesses (`ptx`) and launches (`launch`) of PTX kernels.
+"""Operators of the project and their kernels; accesses of PTX kernels (`ptx`) and their launch (`launch`).
 
-Import `paged` before running traces with tessera::paged_attention: it registers the operator with torch.
+`paged` registers tessera::paged_attention with torch; import it before running a trace that has it.
 """
 
 # Positions per page of keys and values.

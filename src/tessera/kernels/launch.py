@@ -1,8 +1,9 @@
 """One launch of a PTX kernel, on a GPU or a CPU.
 
-On a GPU the driver runs it (`PtxKernel`) on torch's current stream. Parameters have their declared types; a
-list of tensors is the address of a pointer table; pointers behind the arguments (Triton's scratch memory,
-proved unused by `capture`) are null. On a CPU the interpreter of `tessera_ptx` runs it, exact and slow.
+On a GPU the driver runs it (`PtxKernel`), on torch's current stream. Parameters are passed by their declared
+types, a list of tensors as the address of a table of pointers; pointers behind the launch's arguments
+(Triton's scratch memory, which `capture` has proved unused) are null. On a CPU the interpreter of
+`tessera_ptx` runs it, exactly and slowly.
 """
 
 import ctypes
@@ -39,6 +40,7 @@ def driver() -> Any:
 
 
 def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
+    """Runs one launch of a PTX kernel on the device of its tensors."""
     given = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]
     card = next((t.device.index for t in given if isinstance(t, torch.Tensor) and t.is_cuda), None)
     if card is not None:
@@ -47,9 +49,9 @@ def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> 
         _interpret(kernel, grid, block, args)
 
 
-@cache  # unbounded: reloading a module would break a graph capture
+@cache  # unbounded: loading a module again during a graph capture would break the capture
 def _loaded(kernel: Kernel, block: Grid, card: int) -> "PtxKernel":
-    """Loaded kernel, one per GPU."""
+    """One per card."""
     return PtxKernel(kernel, block)
 
 
@@ -88,7 +90,7 @@ def _bytes(storage: torch.UntypedStorage) -> Any:
 
 
 class PtxKernel:
-    """One PTX entry in the current CUDA context."""
+    """One PTX entry, loaded into the current CUDA context."""
 
     def __init__(self, kernel: Kernel, block: tuple[int, ...]) -> None:
         torch.cuda.current_stream()  # creates the context
@@ -107,7 +109,7 @@ class PtxKernel:
             status = cuda.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, self._shared)
             self._ask(status, "give shared memory to")
         self._sizes = self._param_sizes()
-        # Pointer tables by contents; kept for recorded graphs.
+        # Tables of addresses by contents; kept, since graphs read them again.
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
 
     def __call__(self, grid: tuple[int, int, int], args: Sequence[Any]) -> None:

@@ -1,20 +1,20 @@
-"""tessera::paged_attention: causal attention of several sequences' tokens over paged keys and values.
+"""tessera::paged_attention: causal attention of tokens of several sequences over paged keys and values.
 
-    query         [T, Hq, D]          new tokens by sequence; their keys are already in pages
+    query         [T, Hq, D]          new tokens, sequence after sequence; their keys are in pages already
     keys, values  [P, 16, Hkv, D|Dv]  pages of 16 positions each; Dv may differ from D
     pages         [W]                 page numbers: those of sequence s begin at pages[page_starts[s]]
     page_starts   [S]
-    lengths       [S]                 tokens of a sequence in pages, including new ones; 0: unused
+    lengths       [S]                 tokens that a sequence has in pages, the new ones included; 0: unused
     query_starts  [S + 1]             new tokens of sequence s: query_starts[s] : query_starts[s + 1]
-    -> [T, Hq, Dv]                    zeros for tokens behind the last sequence's
+    -> [T, Hq, Dv]                    zeros for padding tokens
 
-A token sees its sequence up to itself, or the last `window` positions. Scores are multiplied by `scale`,
-bounded by `soft_cap` unless 0, and joined by a head's `sinks` score, which has no value. Query heads share
-key heads in groups. Invisible pages are not read. `expected_length`, the average sequence length, is for cost
-models; `one_each` (at most one token per sequence) selects the kernel, not the result.
+A token sees its own sequence up to itself; with a `window`, itself and the window - 1 before. Scores are
+multiplied by `scale`, bounded by `soft_cap` unless that is 0, and joined by a head's `sinks` score, which has
+no value. Query heads share key heads in groups. `expected_length`, the average length of a sequence, is for
+cost models. `one_each` promises at most one token per sequence: it selects the kernel.
 
-CPUs run torch code that groups similar sequences; GPUs run `paged_triton`. The operator reads lengths itself,
-so programs read nothing on the host.
+CPUs run torch code that batches similar sequences, GPUs the kernel of `paged_triton`. Lengths are read inside
+the operator, so a program that calls it reads nothing on the host.
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tessera.kernels import PAGE
 
-# Maximum queries per product on a CPU: bounds memory of scores.
+# Queries per product on a CPU; bounds the memory of their scores.
 MAX_QUERIES = 256
 
 torch.library.define(
@@ -40,12 +40,12 @@ torch.library.define(
 
 @dataclass(frozen=True)
 class _QueryRows:
-    """New tokens of one sequence: query rows first : first + count."""
+    """New tokens of one sequence: rows first : first + count of the query."""
 
     first: int
     count: int
     position: int  # of the first token
-    # Index in `pages` of the first page read, position of its first key, number of pages.
+    # First page read: its index in `pages`, the position of its first key; and the number of pages.
     page: int
     begin: int
     num_pages: int
@@ -67,7 +67,7 @@ def _on_cpu(
     expected_length: int,
     one_each: bool,
 ) -> torch.Tensor:
-    """Parts with equal tokens and similar page counts are computed together."""
+    """Parts with equal tokens and similar numbers of pages are computed together."""
     out = query.new_zeros((*query.shape[:2], values.shape[3]))
     alike: dict[tuple[int, int], list[_QueryRows]] = defaultdict(list)
     for part in _parts(page_starts.tolist(), lengths.tolist(), query_starts.tolist(), window):
@@ -77,11 +77,11 @@ def _on_cpu(
         numbers = [(p.first, p.position - p.begin, p.page, p.num_pages - 1) for p in group]
         first, now, page, last = torch.tensor(numbers).t()[..., None]
         rows = (first + torch.arange(count)).flatten()
-        # Equal page counts: short parts repeat their last page.
+        # Pad to equal pages: a short part repeats its last.
         table = pages.index_select(0, (page + torch.arange(most).minimum(last)).flatten())
         ago = (now + torch.arange(count))[:, :, None] - torch.arange(most * PAGE)
         seen = (ago >= 0) & (ago < window) if window else ago >= 0
-        beyond = (ago[:, -1] < 0).flatten().nonzero()[:, 0]  # unowned values may be non-finite
+        beyond = (ago[:, -1] < 0).flatten().nonzero()[:, 0]  # padding, may not be finite
         held_keys, held_values = (
             held.index_select(0, table)
             .flatten(0, 1)
@@ -132,14 +132,14 @@ def _attend(
 
 
 def _scores(rows: torch.Tensor, keys: torch.Tensor, scale: float, soft_cap: float) -> torch.Tensor:
-    """At least 32 bits."""
+    """Scores in at least 32 bits."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     scores = (rows.to(dtype) * scale) @ keys.to(dtype).transpose(2, 3)
     return torch.tanh(scores / soft_cap) * soft_cap if soft_cap else scores
 
 
 def _mix(scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Values weighted by the softmax of [parts, heads, queries, keys], including sinks."""
+    """Values weighted by the softmax of [parts, heads, queries, keys] with each head's sink."""
     parts, heads, count, held = scores.shape
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(parts, heads, count, 1)

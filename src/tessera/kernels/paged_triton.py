@@ -1,23 +1,24 @@
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""CUDA implementation of `tessera::paged_attention`.
+"""Attention over paged keys and values on a GPU: the CUDA implementation of `tessera::paged_attention`.
 
     attend(query, keys, values, pages, page_starts, lengths, query_starts, ...) -> out
 
-Two kernels, by the number of new tokens of a sequence:
+Two kinds of sequences share a step, and each has its kernel:
 
-  one      `paged_decode`: one program per (key head, sequence, split of its keys); the key head's query heads
-           are rows of its products. `paged_join` sums several splits. Also zeroes padding tokens.
-  several  `paged_prefill`: one program per (key head, tile of one sequence's tokens). Tiles are looked up in
-           `query_starts`, so the grid is a bound: tokens // tile tokens + sequences. Keys after a tile's last
-           token and before its window are not read.
+  one new token      `paged_decode`: one program per (key head, sequence, split of its keys); the query heads
+                     of the key head are the rows of its products. With several splits, `paged_join` adds
+                     them up. It also writes the zeros of padding tokens.
+  several new ones   `paged_prefill`: one program per (key head, tile of one sequence's tokens). A tile's
+                     sequence is looked up in `query_starts`, so the grid is a bound: tokens // tokens of a
+                     tile + sequences. Keys after a tile's last token and before its window are not read.
 
-Lengths, query starts and page tables are read on the GPU only, so a step can be part of a CUDA graph. Grids,
-blocks and splits depend on shapes and types (`tiles_for`); the pipeline depth, which does not affect results,
-also on shared memory.
+Lengths, query starts and page tables are read on the GPU alone: work follows true lengths, and a step can be
+part of a CUDA graph. Grids, blocks and splits depend on shapes and types (`tiles_for`); the depth of the
+software pipeline, which changes no bit of the result, also on the card's shared memory.
 
-Softmax is online, in float32 and powers of two. 16-bit products are summed in float32; float32 is not rounded
-to TF32.
+Softmax is online, in float32 and powers of two. Products of 16-bit numbers are summed in float32; those of
+float32 are not rounded to TF32.
 """
 
 from dataclasses import dataclass, replace
@@ -31,31 +32,31 @@ from tessera.kernels import PAGE
 
 _PAGE = tl.constexpr(PAGE)
 _LOG2E = tl.constexpr(1.4426950408889634)
-# Minus infinity without NaNs.
+# Stands for minus infinity, without its NaNs.
 _NEVER = tl.constexpr(-1.0e30)
 
-# Decode programs that saturate a large GPU's memory; fewer than half are split.
+# Decode programs that keep a large card's memory busy; below half of it keys are split.
 _BUSY = 512
-# Minimum keys per split of the longest possible sequence.
+# Least keys per split of the longest sequence that the table can hold.
 _SPLIT_KEYS = 256
-# Number of programs up to which memory is not saturated.
+# Up to this many programs do not keep a card's memory busy.
 _FEW = 256
 _MAX_SPLITS = 64
-# Shared memory per block on every GPU since Ampere; bytes for sums and page numbers.
+# Shared memory of a thread block on every card since Ampere; bytes for sums and page numbers.
 _SHARED_BYTES, _OTHER_BYTES = 99 << 10, 2 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Configuration of one program."""
+    """Configuration of one program of a kernel."""
 
-    # Product rows: query heads, or tokens times query heads of one key head.
+    # Rows of its products: query heads, or tokens times query heads of one key head.
     rows: int
     # Keys per iteration.
     keys: int
     warps: int
     stages: int
-    # Maximum registers per thread; None: unlimited.
+    # Most registers per thread; None: unlimited.
     registers: int | None = None
 
 
@@ -65,7 +66,7 @@ class Tiles:
 
     decode: Tile
     prefill: Tile
-    # Splits of one sequence and key head in `paged_decode`.
+    # Programs that share the keys of one sequence and key head in `paged_decode`.
     splits: int
 
 
@@ -78,10 +79,10 @@ def tiles_for(
     table: int,
     shared_bytes: int = _SHARED_BYTES,
 ) -> Tiles:
-    """Division of a step into programs.
+    """The division of a step.
 
-    `heads`: query and key heads; `sizes`: key and value widths; `table`: page list length. Only pipeline
-    depths depend on `shared_bytes`.
+    `heads`: query heads and key heads; `sizes`: head sizes of keys and values; `table`: length of the page
+    list. Only the depth of the pipelines depends on `shared_bytes`.
     """
     group = heads[0] // heads[1]
     width = triton.next_power_of_2(max(sizes))
@@ -90,7 +91,7 @@ def tiles_for(
     keys = 64 >> (is_wide + is_double)
     is_long = tokens * group >= 4096 and not is_wide
     long_rows = 32 if is_double else 128 if is_long else 64
-    # Few sequences need deep prefetching to saturate memory.
+    # Few sequences leave the memory idle unless each prefetches far.
     decode = Tile(rows, keys, 4, 5 if sequences * heads[1] <= _FEW else 3)
     prefill = Tile(max(long_rows, rows), keys, *((8, 3, 128) if long_rows == 128 else (4, 3)))
     return Tiles(
@@ -101,7 +102,7 @@ def tiles_for(
 
 
 def _splits(programs: int, table: int) -> int:
-    """A power of two; 1 with enough sequences and heads."""
+    """A power of two; 1 if there are enough sequences and heads."""
     if 2 * programs >= _BUSY:
         return 1
     wanted, worthwhile = -(-_BUSY // programs), max(table * PAGE // _SPLIT_KEYS, 1)
@@ -117,7 +118,7 @@ def _fitting(tile: Tile, row_bytes: int, shared_bytes: int) -> Tile:
 
 
 def _tiles_of(query: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor) -> Tiles:
-    """Division of a step on its tensors' GPU."""
+    """The division of a step on its tensors' card."""
     (tokens, query_heads, size), (_, _, heads, value_size) = query.shape, values.shape
     shared = _SHARED_BYTES
     if query.is_cuda:
@@ -136,9 +137,9 @@ def attend(
     one_each: bool,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Attention output, [tokens, query heads, value size].
+    """Attention output [tokens, query heads, value size].
 
-    `step`: the operator's first seven arguments; `tiles` overrides the division.
+    `step`: the first seven arguments of the operator; `tiles`: a division chosen by the caller.
     """
     query, keys, values, pages, page_starts, lengths, query_starts = step
     tiles = tiles or _tiles_of(query, values, pages, lengths)
@@ -198,7 +199,7 @@ def paged_decode(
     VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One new token per sequence: one split of one key head's keys. Also zeroes padding."""
+    """Sequences with one new token: one split of the keys of one key head. Writes the zeros of padding."""
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query_heads = tl.num_programs(0) * GROUP
     member, d, dv = tl.arange(0, ROWS), tl.arange(0, SIZE_PAD), tl.arange(0, VALUE_PAD)
@@ -252,7 +253,7 @@ def paged_decode(
 def paged_join(
     parts, tops, query_starts, out, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Sum the splits of one query head of one sequence."""
+    """Joins the splits of one query head of one sequence by their weights."""
     head, sequence = tl.program_id(0), tl.program_id(1)
     query_heads = tl.num_programs(0)
     token = tl.load(query_starts + sequence)
@@ -279,11 +280,11 @@ def paged_prefill(
     VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SEQUENCES_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Several new tokens: a tile of tokens, all query heads of one key head."""
+    """Sequences with several new tokens: a tile of tokens, all query heads of one key head."""
     TOKENS: tl.constexpr = ROWS // GROUP
     head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later tokens see more keys: start them first
-    # Sequence s has tiles from query_starts[s] // TOKENS + s.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later tokens see more: start them first
+    # Tiles of sequence s start at query_starts[s] // TOKENS + s.
     number = tl.arange(0, SEQUENCES_PAD)
     starts = tl.load(query_starts + number, mask=number < sequences, other=0)
     begun = (number < sequences) & (starts // TOKENS + number <= tile)
@@ -298,7 +299,7 @@ def paged_prefill(
     new = local + row // GROUP
     heads = head * GROUP + row % GROUP
     is_row = (row < TOKENS * GROUP) & (new < count)
-    # All rows see keys up to `oldest`, windows aside; none sees keys from `end`.
+    # Every row sees keys up to `oldest`, window aside; none sees keys from `end` on.
     past = tl.load(lengths + sequence) - count
     oldest, end = past + local, past + tl.minimum(local + TOKENS, count)
     begin = 0
@@ -332,7 +333,7 @@ def paged_prefill(
 
 @triton.jit
 def _nothing_seen(sinks, heads, has_sink, ROWS: tl.constexpr, VALUE_PAD: tl.constexpr):
-    """Initial state of rows: weighted values, maximum logit, sum of weights."""
+    """Initial state of rows: weighted values, highest logit, sum of weights."""
     top, total = tl.full([ROWS], _NEVER, tl.float32), tl.zeros([ROWS], tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=has_sink, other=0.0).to(tl.float32)

@@ -1,15 +1,15 @@
-"""Accesses of PTX kernel launches, by analysis of the code with the launch's numbers.
+"""Accesses of PTX kernels: what a launch reads and writes, by analysis of its code with the launch's numbers.
 
     triton_accesses(kernel, launch, buffers, empty) -> (accesses, why it may not move)
-    tables_of(kernel) -> parameters that lead to pointer tables
+    tables_of(kernel) -> parameters that lead to tables of pointers
 
-Argument i is parameter i of the entry; Triton's scratch pointers follow and must not be touched. Arguments
-with a buffer are pointers, small numbers are not: if the code leaves that open, it is analyzed again with
-this knowledge. Intervals are clamped to the buffer. A write not proved to reach every byte of its interval
-also reads it, unless the buffer is empty.
+Argument i of the launch is parameter i of the entry; scratch pointers that Triton adds must not be touched.
+Arguments with a buffer are pointers, and small numbers are not: where the code alone leaves that open, it is
+analyzed again with that. Intervals are clamped to the buffer: a valid launch touches nothing outside. A write
+that may miss bytes of its interval counts as reading them too, unless the buffer holds nothing yet.
 
-A tuple argument is a pointer table with buffers or numbers. Accesses through pointers loaded from it may
-touch all of each buffer.
+A tuple argument is a table of pointers: its entries are buffers or numbers. An access through a pointer
+loaded from the table counts for all of each buffer.
 """
 
 from collections.abc import Sequence, Set
@@ -28,17 +28,17 @@ from tessera_ptx import (
     reports_for,
 )
 
-# Accesses with more separate runs are widened to their hull.
+# An access of more separate runs than this is widened to their hull.
 MAX_REGIONS = 16
 
-# Smallest possible buffer address.
+# No buffer has an address below this.
 _FAR = 1 << 40
 
 
 def triton_accesses(
     kernel: Kernel, launch: Launch, buffers: Sequence[Buffer], empty: Set[int] = frozenset()
 ) -> tuple[tuple[Access, ...], str]:
-    """Accesses of a launch, or the reason they cannot be proved."""
+    """The accesses of a launch, or the reason why they cannot be proved."""
     report = _report(kernel)
     why = report if isinstance(report, str) else _against(report, launch)
     if why and not isinstance(report, str):
@@ -58,13 +58,13 @@ def triton_accesses(
 
 
 def tables_of(kernel: Kernel) -> tuple[int, ...]:
-    """Parameters that lead to pointer tables; none if the kernel is unprovable otherwise."""
+    """Parameters that lead to tables of pointers; none if the kernel cannot be proved for other reasons."""
     report = _report(kernel)
     return () if isinstance(report, str) else report.tables
 
 
 def _behind(item: IndirectReport, tables: Sequence[Arg], buffers: Sequence[Buffer]) -> list[Access]:
-    """Accesses of buffers behind tables; bytes left alone count as read."""
+    """Possible accesses to buffers behind tables; untouched bytes count as read."""
     written = any(effect == "w" for _, effect in item.lines)
     found = {view.buffer for table in tables for view in arg_views(table)}
     return [
@@ -84,7 +84,7 @@ def _report(kernel: Kernel) -> KernelReport | str:
 
 
 def _against(report: KernelReport, launch: Launch) -> str:
-    """Why the report does not prove this launch, or ""."""
+    """Why the report does not settle this launch; empty if it does."""
     if not report.movable and not all(isinstance(_arg(launch, i), tuple) for i in report.tables or (-1,)):
         return "; ".join(report.why)
     if len(report.params) < len(launch.args):
@@ -135,9 +135,9 @@ def _accesses(
 
 
 def _regions(spans: list[tuple[int, int]]) -> tuple[list[Region], bool]:
-    """Runs as regions, and whether gaps were included.
+    """The runs as regions, and whether bytes between them were included.
 
-    One strided region if regular, one each if few, else their hull.
+    One strided region if they are regular, one each if they are few, else their hull.
     """
     if len(spans) <= 1:
         return [Region(a, b - a) for a, b in spans], False

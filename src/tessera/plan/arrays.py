@@ -1,19 +1,11 @@
-"""A work unit as arrays: which launches are placed whole, what may have to move, what stays resident.
+"""A work unit as arrays: nodes, values, resident buffers, liveness of temporaries; and checks of the inputs.
 
-These are the columns that `problem` computes with. Buffers of one name are one buffer in all steps.
+Buffers of one name are one buffer in all steps. A device runs its launches in trace order. A temporary is
+held from the first launch of that device that touches it to the last, an input from the start of the step,
+an output to its end; a buffer that two devices touch is held by both. Every microbatch may be at its peak
+at once, since a request that waits for a transfer keeps what it holds.
 
-Memory of temporaries: what a step holds besides weights and state, by liveness.
-
-Every device runs its launches in trace order, so what it holds is a function of how far it has come.
-A temporary is there from the first launch of that device that touches it to the last; an input from the
-start of the step; an output to its end. A buffer that two devices touch is whole on both. The peak of a
-request is that of its hungriest step, and every microbatch may stand at its peak at once, since a request
-that waits for a transfer keeps what it holds while another runs.
-
-Not counted: workspace inside kernels, what an allocator loses to fragments, copies on their way through
-a link, and what a driver keeps for itself.
-
-What cannot be planned, refused in one sentence with its place and remedy.
+Not counted: workspace inside kernels, fragmentation, copies in flight on a link, driver memory.
 """
 
 import math
@@ -32,6 +24,11 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 # Node -> device.
 Labels = npt.NDArray[np.int64]
+# Producer node, bytes, runs, reading nodes.
+Flow = tuple[int, int, int, list[int]]
+
+# Buffers that are held for a part of a step.
+TRANSIENT = (ir.BufferKind.TEMPORARY, ir.BufferKind.INPUT, ir.BufferKind.OUTPUT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +128,7 @@ def link_rows(cluster: ir.Cluster) -> Ints:
 
 
 def values_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Values:
-    """What may have to move: values inside the steps, and state between them."""
+    """Values inside the steps, and state between them."""
     producer: list[int] = []
     num_bytes: list[int] = []
     runs: list[int] = []
@@ -153,9 +150,6 @@ def values_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Values:
     )
 
 
-Flow = tuple[int, int, int, list[int]]
-
-
 def _flows(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
     """Values inside the steps: (producer node, bytes, runs, reading nodes)."""
     for graph, nodes, count in zip(unit.graphs, node_of, unit.counts, strict=True):
@@ -169,7 +163,7 @@ def _flows(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
 
 @dataclass(frozen=True, slots=True)
 class Transit:
-    """State that one step leaves and a later one takes up."""
+    """State that one step leaves and a later one uses."""
 
     # As the later step has it, and as the earlier one does, which may leave it in parts.
     num_bytes: int
@@ -230,9 +224,6 @@ def holdings_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...], kind: ir.BufferKin
     return Holdings(np.array(sizes, dtype=np.float64), listed[:, 0].copy(), listed[:, 1].copy(), tuple(names))
 
 
-KINDS = (ir.BufferKind.TEMPORARY, ir.BufferKind.INPUT, ir.BufferKind.OUTPUT)
-
-
 @dataclass(frozen=True, eq=False)
 class Temporaries:
     """One step's buffers that come and go, and the launches that touch them."""
@@ -246,14 +237,14 @@ class Temporaries:
     touch_launch: Ints
 
     def peak_bytes(self, labels: Labels, num_devices: int) -> Floats:
-        """The most that each device holds at once for one request."""
+        """Peak bytes of one request on each device."""
         num_launches = len(self.node_of)
         if not len(self.touch_launch):
             return np.zeros(num_devices)
         key = self.touch_buffer * num_devices + labels[self.node_of[self.touch_launch]]
         first = np.full(len(self.num_bytes) * num_devices, -1, dtype=np.int64)
         last = first.copy()
-        # Of repeated places the last assignment stays, and touches ascend.
+        # NumPy keeps the last of repeated assignments, and touches ascend.
         last[key] = self.touch_launch
         first[key[::-1]] = self.touch_launch[::-1]
         held = np.flatnonzero(last >= 0)
@@ -270,7 +261,7 @@ class Temporaries:
 def temporaries_of(graph: ir.Graph, node_of: Ints) -> Temporaries:
     """The liveness of one step, ready for any placement."""
     buffers = graph.trace.buffers
-    counted = [b.kind in KINDS for b in buffers]
+    counted = [b.kind in TRANSIENT for b in buffers]
     touches = [
         (launch, access.buffer)
         for launch, x in enumerate(graph.trace.launches)
@@ -289,7 +280,7 @@ def temporaries_of(graph: ir.Graph, node_of: Ints) -> Temporaries:
 
 
 def check(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -> None:
-    """Refuses what cannot be planned, with the place and the remedy."""
+    """Raises an error with place and remedy for what cannot be planned."""
     _check_links(cluster)
     ir.verify(cluster)
     ir.verify(unit)

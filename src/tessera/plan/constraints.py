@@ -1,20 +1,18 @@
-"""Constraints: what the user wants where. They bind every planner and every coarse policy.
+"""Placement constraints, and what module scopes say about launches.
 
-`PATTERN=DEVICES` pins launches to devices, or forbids them there. A pattern (shell wildcards) is held
-against a launch's step kind ("prefill"), its kernel's name ("aten.mm.default", "mm"), its module path,
-every path above it and every part of it ("model.layers.0", "self_attn"), and two words:
-  attention   launches inside attention modules, found as the policy attention-ffn finds them
+`PATTERN=DEVICES` pins launches to devices, or forbids them there; it binds every planner and coarse policy. A
+pattern (shell wildcards) is matched against a launch's step kind ("prefill"), its kernel's name
+("aten.mm.default", "mm"), its module path, every path above it and every part of it ("model.layers.0",
+"self_attn"), and two words:
+  attention   launches inside attention modules, as for the policy attention-ffn
   gemm        matrix multiplications, by the kernel's name
-DEVICES is a comma-separated list, wildcards allowed. Launches that share a device anyway (they share
-state, or none of them may move) follow whichever of them is matched.
+DEVICES is a comma-separated list, wildcards allowed. Launches that must share a device follow the one that
+matches.
 
-What module scopes say about launches: which belong to attention, which to which layer.
-
-A scope is a dotted module path ("model.layers.0.self_attn.q_proj"). Attention scopes are found without
-knowing the model: the deepest scope that holds all launches touching one state buffer, and the scope of
-every attention kernel; of two scopes inside one another the inner one counts. A layer is named by the
-path up to its first number ("model.layers.0"). Launches outside any layer go with the layer before them
-in trace order, or with the first.
+A scope is a dotted module path ("model.layers.0.self_attn.q_proj"). Attention scopes are the deepest scope
+that holds all launches touching one state buffer, and the scope of every attention kernel; of nested scopes
+the inner one counts. A layer is named by the path up to its first number ("model.layers.0"). Launches
+outside any layer belong to the layer before them in trace order, or to the first.
 """
 
 import re
@@ -29,7 +27,10 @@ from tessera import ir
 from tessera.errors import PlanInfeasible, TesseraError, UnknownName
 from tessera.plan.arrays import Bools, Ints
 
+ATTENTION_KERNELS = ("scaled_dot_product", "attention", "flash_fwd")
 GEMM = re.compile(r"(^|[._])(mm|addmm|bmm|baddbmm|matmul|linear|gemm|gemv)([._]|$)|grouped_mm|scaled_mm")
+
+Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def parse_constraint(text: str, is_pin: bool) -> Constraint:
 
 
 def constraints_of(plan: ir.Plan) -> tuple[Constraint, ...]:
-    """What a plan was asked for, read back from its own words."""
+    """The constraints that a plan records."""
     words = [text.partition(" ") for text in plan.constraints]
     return tuple(parse_constraint(constraint, option == "--pin") for option, _, constraint in words)
 
@@ -67,7 +68,7 @@ def allowed(
     constraints: tuple[Constraint, ...],
     names: tuple[str, ...],
 ) -> Bools | None:
-    """[node, device]: may the node run there? None without constraints; PlanInfeasible if they contradict."""
+    """[node, device]: whether the node may run there; None without constraints."""
     if not constraints:
         return None
     free = np.ones((num_nodes, len(names)), dtype=np.bool_)
@@ -85,7 +86,7 @@ def allowed(
 
 
 def check_constraints(unit: ir.WorkUnit, constraints: tuple[Constraint, ...]) -> None:
-    """Refuses a constraint that no launch matches: it is a typing error, or belongs to another model."""
+    """Raises an error for a constraint that no launch matches."""
     for constraint in constraints:
         if not any(marks.any() for marks in _matches(unit, constraint.pattern)):
             kinds = ", ".join(dict.fromkeys(g.trace.step.kind for g in unit.graphs))
@@ -127,7 +128,7 @@ def _check(
     constraint: Constraint,
     last: dict[int, Constraint],
 ) -> None:
-    """PlanInfeasible if some node may run nowhere any more."""
+    """PlanInfeasible if a node has no device left."""
     stuck = nodes[~free[nodes].any(axis=1)]
     if not len(stuck):
         return
@@ -146,7 +147,7 @@ def _check(
 
 
 def _matches(unit: ir.WorkUnit, pattern: str) -> tuple[Bools, ...]:
-    """[step][launch]: does the pattern mean it?"""
+    """[step][launch]: whether the pattern matches."""
     if pattern == "attention":
         marks = attention_launches(unit)
         if marks is not None:
@@ -173,11 +174,6 @@ def _short(name: str) -> str:
     """ "aten.mm.default" -> "mm"; other names stay as they are."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 and parts[0] == "aten" else name
-
-
-ATTENTION_KERNELS = ("scaled_dot_product", "attention", "flash_fwd")
-
-Path = tuple[str, ...]
 
 
 def attention_launches(unit: ir.WorkUnit) -> tuple[npt.NDArray[np.bool_], ...] | None:

@@ -1,18 +1,14 @@
 """Explain: what a plan does and why, as records for others to show.
 
-Figures are per average request and follow from the plan's own costs. The error of the plan's costs is
-what their stated errors leave when errors are shared by all launches of a kernel and independent between
-kernels: the root of the summed squares of (share of the work x relative error). A gain below it is not
-called a gain. Under the cost and energy objectives gains are of work per dollar and per joule.
+Figures are per average request and follow from the plan's own costs. The error of the plan's costs assumes
+that errors are shared by all launches of a kernel and independent between kernels: the root of the summed
+squares of (share of the work x relative error). A gain below it is not called a gain. Under the cost and
+energy objectives gains are of work per dollar and per joule. Where lanes are of unlike batches, figures are
+per work unit, costs of a kernel are means over the batches, and reasons are those of the main lane.
 
-Where lanes are of unlike batches, figures are per work unit as the plan's rates count it, what a kernel
-costs is the mean over the batches by their shares of the work, and reasons are those of the main lane.
-
-Reasons: why a kernel runs where it does, as the price of having it elsewhere.
-
-For each of the heaviest kernels, all launches of it that the main lane runs on its usual device are moved to
-every other device in turn, and the mix is priced again at the same shares. What is said is exact for that
-move alone; several moves together may pay where each alone does not.
+Reasons price a kernel elsewhere: all launches of it that the main lane runs on its usual device are moved
+to every other device in turn, at the same shares. A reason is exact for that move alone; several moves
+together may pay where each alone does not.
 """
 
 import re
@@ -28,7 +24,7 @@ from tessera.plan.latency import bound_us
 from tessera.plan.problem import Column, Mix, Problem, build, joined, mix_of
 
 MAX_REASONS = 8
-# A change of the period below this is none.
+# Relative changes of the period below this are ignored.
 SAME = 1e-3
 
 
@@ -79,13 +75,12 @@ class DeviceMemory:
     # Weights of all lanes; state and temporaries of one request in flight, at most.
     weight_bytes: int
     microbatch_bytes: int
-    # Of all requests in flight, each on its lane.
+    # Bytes of all requests in flight, each on its lane.
     state_bytes: int
     temporary_bytes: int
 
     @property
     def used_bytes(self) -> int:
-        """All of it."""
         return self.weight_bytes + self.state_bytes + self.temporary_bytes
 
 
@@ -106,7 +101,6 @@ class Reason:
 
     @property
     def sentence(self) -> str:
-        """In words."""
         moved = "save" if self.transfers_us < 0 else "add"
         transfers = f"and {moved} {_ms(abs(self.transfers_us))} of transfers" if self.transfers_us else ""
         what = f"{self.kernel} in {self.scope or 'the model'} runs on {self.device}"
@@ -125,7 +119,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All there is to say about a plan."""
+    """What `explain` says about a plan."""
 
     devices: tuple[Usage, ...]
     links: tuple[Usage, ...]
@@ -148,7 +142,7 @@ class Explanation:
 
 
 def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
-    """Reads a plan back into words and figures; briefly: without the latency's bound, which takes long."""
+    """Figures and sentences about a plan; `is_brief` leaves out the latency bound, which takes long."""
     problem = _problem(plan)
     mix = mix_of(problem, plan)
     main = problem.problems[mix.columns[int(np.argmax(mix.shares))].variant]
@@ -234,7 +228,7 @@ def _kind_of(scope: str) -> str:
 
 
 def _bytes(problem: Problem, column: Column) -> float:
-    """Of one work unit."""
+    """Bytes that one work unit moves."""
     own = problem.problems[column.variant]
     value, _, _ = own.crossings(column.labels)
     total = float((own.values.num_bytes * own.values.runs)[value].sum())

@@ -56,7 +56,7 @@ Candidate = tuple[Option, Callable[[], ir.Plan]]
 
 @dataclass(frozen=True, eq=False)
 class PricedLoad:
-    """What is to be served, and on what."""
+    """A load, its steps at every batch with their prices, and the cluster."""
 
     # The steps of a batch, priced on the cluster.
     variant_at: Callable[[int], ir.Variant]
@@ -91,7 +91,7 @@ class PricedLoad:
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """Where the best point of a load is looked for."""
+    """What to plan a load for, and where to search."""
 
     # Looked at first, up to the first that does not fit.
     batches: Sequence[int] = BATCHES
@@ -115,7 +115,7 @@ def plan_at_once(load: PricedLoad, config: LoadConfig) -> LoadPlan:
     rows = None if load.in_parts is None else _prefill_rows(load, batches[-1], gain)
 
     def look(batch: int, prefill: int | None = None) -> bool:
-        """False where it does not fit, in parts of fewer rows either."""
+        """False if it does not fit, even with prefills of fewer rows."""
         advance(f"pricing batch {batch}" + (f", prefills of {prefill}" if prefill else ""))
         if rows is None:
             return search.look(load.at(batch))
@@ -191,7 +191,7 @@ class _Search:
         return self.load.target
 
     def look(self, variant: ir.Variant) -> bool:
-        """Takes up the points of one batch; False where it does not fit, so that no larger one does."""
+        """Adds the points of one batch; False if it does not fit, so that no larger one does."""
         problem = build(variant.unit, variant.costs, self.cluster)
         simulate = self.load.make_simulate()
         num = len(self.cluster.devices)
@@ -223,7 +223,7 @@ class _Search:
         return float("inf") if self.target.tpot_ms is None else self.target.tpot_ms
 
     def _least_ms(self, problem: Problem, microbatches: int) -> float:
-        """What a token takes at least with so many microbatches in flight, transfers for nothing."""
+        """Lower bound of the time per token with so many microbatches in flight."""
         taken_ms = 1e-3 * microbatches * spread_us(problem.load_us)
         if _has_prefill(problem.unit):
             # The decodes' share of it, at the least.
@@ -281,7 +281,7 @@ class _Search:
         return self._refused or PlanInfeasible("no batch was given", "Give at least one.")
 
     def best(self, advance: Callable[[str], None]) -> LoadPlan:
-        """Baselines first: the plan must beat them."""
+        """The best plan; baselines come first, because the plan must beat them."""
         advance("coarser policies")
         replicas = self._replicas()
         best: dict[str, Candidate] = {}
@@ -301,7 +301,7 @@ class _Search:
         chosen, make = max(everything, key=lambda x: x[0].figure(self.objective))
         baselines = tuple(o for o, _ in best.values())
         rates = {o.policy: o.tokens_per_s for o in baselines} | {"plan": chosen.tokens_per_s}
-        # A quick look may promise more than what was simulated in full: that is not shown.
+        # Quick estimates above what was simulated in full are not shown.
         options = tuple(
             o for o in self.options if o.tokens_per_s <= rates.get(o.policy, 0) or not o.keeps(self.target)
         )
@@ -347,9 +347,9 @@ class _Search:
         }
 
     def _coarse(self, name: str, floor: float) -> list[Candidate]:
-        """A coarse policy by a quick simulation where it could show, and by a full one where that is best.
+        """A coarse policy: points are estimated quickly, the best of them simulated in full.
 
-        Where it would be above the best policy so far, `floor`, it is followed for long.
+        Above `floor`, the best policy so far, it is rated by the long run.
         """
         upper_bounds = [
             (self._upper_bound(point, mix), point, mix)
@@ -450,7 +450,7 @@ class _Search:
         return self._drafts[point]
 
     def _is_near(self, draft: Option) -> bool:
-        """May a plan in full keep to the limits?"""
+        """Whether a plan in full may keep to the limits."""
         gain = self.config.planning_gain
         return self.target.allows(draft.tpot_ms / gain, draft.ttft_ms / gain)
 
@@ -468,7 +468,7 @@ class _Search:
         return self._option(policy, point, mix, point.judge.rate_per_s(mix))
 
     def _followed(self, policy: str, point: _Point, mix: Mix) -> Option:
-        """As simulated for so long that microbatches have fallen into step, if they do."""
+        """Simulated in the long run, after microbatches fall into step."""
         point.judge.settle(mix)
         return self._simulated(policy, point, mix)
 
@@ -529,11 +529,11 @@ def _has_prefill(unit: ir.WorkUnit) -> bool:
 
 
 def _point_of(option: Option) -> Point:
-    """Of the largest of its batches."""
+    """The point of the largest batch."""
     device, batch = max(option.batch.items(), key=lambda x: x[1])
     return (batch, option.prefill_batch.get(device, batch)), option.microbatches
 
 
 def _even(batch: float) -> int:
-    """A whole number of eights, where there are that many."""
+    """Rounded to a multiple of eight from 16 on."""
     return max(1, round(batch / 8) * 8 if batch >= 16 else round(batch))

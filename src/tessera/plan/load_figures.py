@@ -8,7 +8,7 @@ from tessera import ir
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is to be served, and how fast at least."""
+    """The load's answers, and the limits of latency."""
 
     # Tokens of the answer of a request; a unit without decodes counts rows.
     output_tokens: int
@@ -16,7 +16,7 @@ class Target:
     ttft_ms: float | None = None
 
     def allows(self, tpot_ms: float, ttft_ms: float) -> bool:
-        """Are these times within the limits?"""
+        """Whether these times are within the limits."""
         in_time = self.tpot_ms is None or tpot_ms <= self.tpot_ms * (1 + 1e-9)
         return in_time and (self.ttft_ms is None or ttft_ms <= self.ttft_ms * (1 + 1e-9))
 
@@ -32,7 +32,7 @@ class Option:
     # Rows of a microbatch on each device that has one, by the device's name.
     batch: dict[str, int]
     microbatches: int
-    # Of one of its prefills; empty where there are none.
+    # Rows of one prefill; empty without prefills.
     prefill_batch: dict[str, int] = field(default_factory=dict)
     # Rent of the devices in use, and energy, modelled; None where a price or a power is not known.
     usd_per_hour: float | None = None
@@ -43,7 +43,7 @@ class Option:
         return None if self.usd_per_hour is None else self.usd_per_hour * 1e6 / 3600 / self.tokens_per_s
 
     def figure(self, objective: ir.Objective) -> float:
-        """What the objective makes of it: more is better."""
+        """The objective's figure; more is better."""
         if objective is ir.Objective.COST:
             return 1.0 / self.usd_per_million_tokens if self.usd_per_million_tokens else 0.0
         if objective is ir.Objective.ENERGY:
@@ -51,7 +51,7 @@ class Option:
         return self.tokens_per_s
 
     def keeps(self, target: Target) -> bool:
-        """Is it within the limits?"""
+        """Whether it is within the limits."""
         return target.allows(self.tpot_ms, self.ttft_ms)
 
 
@@ -61,14 +61,14 @@ class LoadPlan:
 
     plan: ir.Plan
     chosen: Option
-    # Of every policy that applies.
+    # One per policy that applies.
     baselines: tuple[Option, ...]
     # Everything that was simulated.
     options: tuple[Option, ...]
     objective: ir.Objective = ir.Objective.THROUGHPUT
 
     def ratio_to(self, other: Option) -> float:
-        """Of the plan's figure to another one's."""
+        """The plan's figure relative to another option's."""
         return self.chosen.figure(self.objective) / other.figure(self.objective)
 
     @property
@@ -77,7 +77,7 @@ class LoadPlan:
 
     @property
     def frontier(self) -> tuple[Option, ...]:
-        """Of each policy, the options that no other of it beats in both throughput and time per token."""
+        """The Pareto frontier of each policy over throughput and time per token."""
         kept: list[Option] = []
         for policy in dict.fromkeys(o.policy for o in self.options):
             best = 0.0
@@ -98,7 +98,7 @@ def against(plan: ir.Plan, options: Sequence[Option], target: Target) -> ir.Plan
 
 
 def together(listed: Sequence[Option], policy: str = "data-parallel") -> Option:
-    """Side by side, each as it is alone."""
+    """Options side by side: rates, rents and powers add up."""
     rents = [o.usd_per_hour for o in listed if o.usd_per_hour is not None]
     watts = [o.joules_per_token * o.tokens_per_s for o in listed if o.joules_per_token is not None]
     tokens_per_s = sum(o.tokens_per_s for o in listed)
@@ -116,7 +116,7 @@ def together(listed: Sequence[Option], policy: str = "data-parallel") -> Option:
 
 
 def replicas_within(options: Sequence[Option]) -> list[Option]:
-    """What data-parallel gives within every time per token that a device alone has."""
+    """Data-parallel within every time per token that some device reaches alone."""
     single = [o for o in options if o.policy == "single"]
     found = []
     for limit in {o.tpot_ms for o in single}:

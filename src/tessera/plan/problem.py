@@ -1,29 +1,22 @@
-"""The planning problem as arrays: nodes that are placed whole, values that may have to move, memory.
+"""The planning problem as arrays: nodes to place, values that may move, memory.
 
-A node is a set of launches that must share a device: one launch, or a group that shares state, or all
-immovable launches of the unit together. Placing node n on device d keeps d busy for load_us[n, d] per
-request (launch costs times the runs of their step). A value is a hyperedge from one node to the others
-that read it; it is paid once per (value, destination device), in every run of its step. State that two
-consecutive steps share is one more value, paid once per request, from its home in the first step to its
-home in the next. Links on one bus share one row of busy time.
-
-A device holds the weights that its nodes read, once; per microbatch, the state that lives there and the
-temporaries of the request's hungriest step.
-
-Free of charge: what a step starts with (weights are resident where read, inputs are broadcast, state
-begins where it lives) and what it returns.
-
-Kinds of device: devices that are alike share prices, so that pricing needs one label for each kind.
+A node is a set of launches that must share a device: one launch, a group that shares state, or all
+immovable launches together. Node n on device d keeps d busy for load_us[n, d] per request (launch costs
+times the runs of their step). A value is a hyperedge from one node to its readers, paid once per (value,
+destination device) in every run of its step. State that two consecutive steps share is one more value, paid
+once per request. Links on one bus share one row of busy time. A device holds the weights that its nodes
+read once, and per microbatch the state that lives there and the temporaries of the largest step. Step
+inputs and outputs are free.
 
 Devices are alike iff every launch costs the same on them, they hold as much, the constraints treat them
 alike and their links to everything else are the same. Swapping two of them maps plans to plans of the same
-rate; so the mean of an optimum over all swaps is an optimum, and it loads the devices of a kind equally.
-Splitting a request between two devices of a kind only adds transfers. Hence the linear program over
-placements on one device a kind, with as many devices as the kind has, has the same optimum. Not handled:
-links that share a bus; with those every device is its own kind.
+rate, so the mean of an optimum over all swaps is an optimum and loads the devices of a kind equally;
+splitting a request between two devices of a kind only adds transfers. Hence the linear program over
+placements on one device per kind has the same optimum. Not handled: links that share a bus; with those
+every device is its own kind.
 
-Devices that are alike come in numbers, so that plans for fewer devices can stand side by side ("cells"):
-four H20 and four L40S are four times one of each, three and five are three pairs and two cards more.
+Plans for fewer devices can stand side by side ("cells"): four H20 and four L40S are four times one of each,
+three and five are three pairs and two more cards (`partitions`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,8 +66,7 @@ class Column:
     path_us: float
     # Transfers of one request.
     num_messages: float
-    # Which batch the request is of, where there are several: then all of the above is of one work unit of the
-    # first of them.
+    # The request's batch where there are several; figures are then per work unit of the first batch.
     variant: int = 0
 
     @cached_property
@@ -114,7 +106,7 @@ class Mix:
         return 1e6 / float(self.busy_us.max())
 
     def only(self, lanes: Sequence[int]) -> "Mix":
-        """The mix of some of its lanes, in the same proportions."""
+        """The mix of some lanes, in the same proportions."""
         total = sum(self.shares[i] for i in lanes)
         columns, shares = zip(*((self.columns[i], self.shares[i] / total) for i in lanes), strict=True)
         return Mix(columns, shares, tuple(self.microbatches[i] for i in lanes) if self.microbatches else ())
@@ -126,7 +118,7 @@ class Mix:
 
 
 def by_speed(columns: Sequence[Column], microbatches: tuple[int, ...] = ()) -> Mix:
-    """Columns that share no device, each with as much of the work as it is fast."""
+    """Columns that share no device, with shares in proportion to their speed."""
     speeds = [1.0 / float(c.busy_us.max()) for c in columns]
     return Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds), microbatches)
 
@@ -161,7 +153,7 @@ class Problem:
 
     @cached_property
     def problems(self) -> tuple["Problem", ...]:
-        """One a batch, by the columns' numbers of variants."""
+        """One per batch; `Column.variant` is an index."""
         return (self, *self.others)
 
     def weight_of(self, column: Column) -> float:
@@ -170,12 +162,10 @@ class Problem:
 
     @property
     def num_nodes(self) -> int:
-        """Things to place."""
         return len(self.load_us)
 
     @property
     def num_devices(self) -> int:
-        """Places."""
         return len(self.cluster.devices)
 
     @cached_property
@@ -259,11 +249,11 @@ class Problem:
         return value, home[value], dst
 
     def placement(self, labels: Labels) -> ir.Placement:
-        """Back to launches."""
+        """The placement of launches."""
         return ir.Placement(tuple(tuple(labels[nodes].tolist()) for nodes in self.node_of))
 
     def labels(self, placement: ir.Placement) -> Labels:
-        """From launches to nodes; the placement must keep nodes whole."""
+        """Devices of nodes; the placement must not split a node."""
         found = np.zeros(self.num_nodes, dtype=np.int64)
         for nodes, devices in zip(self.node_of, placement.devices, strict=True):
             found[nodes] = devices
@@ -319,7 +309,7 @@ class Problem:
 
     @cached_property
     def _held(self) -> dict[bytes, tuple[Bools, Floats]]:
-        """Of placements so far: [weight, device] whether it is held there, and bytes of a request."""
+        """Cache by placement: [weight, device] held there, and bytes of a request."""
         return {}
 
     def resident(self, microbatches: float, tilt: float = 0.0) -> Holdings:
@@ -367,11 +357,11 @@ class Problem:
         return (turns + 1) * len(table)
 
     def is_allowed(self, labels: Labels) -> bool:
-        """Does the placement keep the constraints?"""
+        """Whether the placement satisfies the constraints."""
         return self.allowed is None or bool(self.allowed[np.arange(len(labels)), labels].all())
 
     def fits(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> bool:
-        """Are the constraints kept, and do weights, state and temporaries fit everywhere?"""
+        """Whether constraints hold and weights, state and temporaries fit everywhere."""
         listed = list(columns)
         return all(self.problems[c.variant].is_allowed(c.labels) for c in listed) and bool(
             (self.excess_bytes(listed, microbatches) <= 0).all()
@@ -423,11 +413,11 @@ def joined(problems: Sequence[Problem]) -> Problem:
 
 
 def spread_us(*loads: Floats) -> float:
-    """No assignment of rows, even of fractions of them, keeps all devices below this.
+    """Lower bound of the busiest device's time over all fractional assignments of rows to devices.
 
-    load[row, device]; of several loads, the mix of them that is lightest.
+    load[row, device]; of several loads, the lightest mix.
     """
-    # Any prices that sum to one prove such a figure; the best of some is returned.
+    # Any prices that sum to one prove a bound; the best of some is returned.
     num = loads[0].shape[1]
     prices = np.full(num, 1.0 / num)
     best = 0.0
@@ -446,7 +436,7 @@ def spread_us(*loads: Floats) -> float:
 
 
 def cluster_of(cluster: ir.Cluster, devices: Sequence[int]) -> ir.Cluster:
-    """Some of its devices and the links between them."""
+    """The cluster of some devices and the links between them."""
     kept = tuple(cluster.devices[d] for d in devices)
     names = {d.name for d in kept}
     return ir.Cluster(kept, tuple(x for x in cluster.links if x.src in names and x.dst in names))
@@ -591,7 +581,7 @@ def kinds_of(problem: Problem) -> Kinds | None:
 
 
 def _alike(problem: Problem, a: int, b: int) -> bool:
-    """May two devices change places?"""
+    """Whether two devices are interchangeable."""
     num = problem.num_devices
     swapped = np.arange(num)
     swapped[[a, b]] = b, a

@@ -1,9 +1,9 @@
-"""Rent: which GPUs can be had together, at what price, and what no placement on them can exceed.
+"""Rent: sets of GPUs that can be rented together, and bounds of what they can do.
 
-A basket is a choice of GPUs from one provider, since devices that exchange activations must stand together,
-and of one maker, since a kernel runs on all of them. The bound spreads every launch freely over the
-basket, transfers free and memory endless; it discards baskets and recommends none. So does the shortest time
-of a step, in which every launch runs where it is fastest and waits only for what it reads.
+A basket is a choice of GPUs from one provider, since devices that exchange activations must be in one
+place, and of one maker, since kernels run on all of them. The bound spreads every launch freely over the
+basket, with free transfers and unlimited memory; it discards baskets and recommends none. So does the
+shortest time of a step, in which every launch runs where it is fastest and waits only for what it reads.
 """
 
 from collections import Counter
@@ -77,17 +77,19 @@ class Limit:
 
     def per_s(self, gpus: Iterable[str]) -> float:
         """Work units per second."""
-        counted = Counter(gpus)
-        # Several of one kind, spread over freely, are one device so many times as fast.
-        load = self.load_us[:, [self.column_of[g] for g in counted]] / np.array(list(counted.values()))
-        return 1e6 / spread_us(load)
+        return 1e6 / spread_us(self._load_us(gpus))
 
     def upper_bound_per_s(self, gpus: Iterable[str]) -> float:
-        """A looser and quicker limit: the first of the prices that `spread_us` would try, by speed."""
-        counted = Counter(gpus)
-        load = self.load_us[:, [self.column_of[g] for g in counted]] / np.array(list(counted.values()))
+        """A looser and quicker limit: the first prices that `spread_us` would try, by speed."""
+        load = self._load_us(gpus)
         weights = 1.0 / load.sum(axis=0)
         return 1e6 * float(weights.sum()) / float((load * weights).min(axis=1).sum())
+
+    def _load_us(self, gpus: Iterable[str]) -> Floats:
+        """Several of one kind, spread over freely, are one device so many times as fast."""
+        counted = Counter(gpus)
+        columns = [self.column_of[gpu] for gpu in counted]
+        return np.asarray(self.load_us[:, columns] / np.array(list(counted.values())))
 
 
 def limit_of(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...]) -> Limit:

@@ -1,31 +1,21 @@
-"""Measure: every distinct launch of a trace once on one device, and the whole step beside them.
+"""Measure every distinct launch of a trace once on one device, and the step as a whole; combine with models.
 
-A `Timer` does the timing; `flow` hands it in, since it runs launches. Launches are visited in program order:
-one that is not in the store yet is timed, then run once so that the next finds its inputs. Each result is
-stored before the next is begun. A launch that cannot be timed is kept with its reason and priced by the next
-source. A device that stops answering ends the measuring of that device, not what was measured before; the
-launch it stopped at counts as one that cannot be timed, so that the next command goes on behind it.
+A `Timer` times launches; `flow` passes it in. Launches are visited in program order: a launch that the store
+lacks is timed, stored, and run once so that the next finds its inputs. A launch that cannot be timed is kept
+with its reason and priced by the next source. A device that stops answering ends its measuring; the launch it
+stopped at counts as one that cannot be timed.
 
-The sum of the launches is compared with the step measured as a whole. Their ratio scales the measured
-launches, so that a plan adds up to what the device really takes; it is part of their error and is shown.
-
-Which launches of a trace are alike, so that each is timed once, and what each finds in the cache.
+Measured launches are scaled by the ratio of the measured step to their sum; the ratio is part of their error.
 
 Two launches are alike iff they run the same code on tensors of the same types, shapes, strides and alignment,
-with the same plain arguments, the same sharing of memory among their arguments, and the same of these in the
-cache. The values inside tensors, buffer names and the device recorded with the trace do not matter.
+with the same plain arguments, the same sharing of memory and the same buffers in the cache. A launch finds a
+buffer in the cache iff earlier launches touched at least half of the bytes it reads while less than half of
+the cache's size passed through since. Weights and state not touched in the step are cold. Not handled: cache
+contents left by accident, replacement that is not by age.
 
-A launch finds a buffer in the cache iff earlier launches of the step touched at least half as many of its
-bytes as this launch reads, while less than half of the cache's size passed through it since. Weights and
-state that the step has not touched before are cold, as they are when one step follows another.
-Not handled: what a launch leaves in the cache by accident; replacement that is not by age.
-
-Measured prices where there are any, the best model where not.
-
-A device with a known GPU takes the models of that GPU for what was not timed. A CPU, or a card that no table
-knows, has no model: there a launch takes the time that the model of another GPU (`YARDSTICK`) gives it, times
-the median ratio of measured to modelled over the device's own launches of that class, or of all classes; the
-spread of these ratios is its error.
+Launches that were not timed take the models of the device's GPU. A CPU or unknown card has no model: there a
+launch takes the time that the model of `YARDSTICK` gives, times the median ratio of measured to modelled over
+the device's launches of that class, or of all classes. The spread of these ratios is its error.
 """
 
 import hashlib

@@ -1,27 +1,16 @@
-"""Store: measurements on disk, one JSON document a line, appended as they are made.
+"""Store of measurements: one JSON document per line, appended as they are made.
 
-A row belongs to a session: one device (its model, SMs, driver and torch version, which together name it) at
-one clock. Rows of another device, driver or torch are never used. Rows of the same device at other clocks are
-refused by default, since times at unlike clocks do not compare: `Clocks` says what to do instead.
+A row belongs to a session: one device (model, SMs, driver and torch version) at one clock. Rows of another
+device are not used; rows at another clock are refused by default (`Clocks`). A killed command leaves at most
+half a line at the end, which is dropped; other damage is an error with its line. Two commands may append to
+one store; each sees what was there when it began. With `spare`, a store that cannot be used is done without.
 
-A command that was killed leaves at most half a line at the end, which is dropped; any other damage is an
-error with its line. Two commands may append to one store at a time; each sees what was there when it began.
-A store that only saves time (`spare`) is done without where it cannot be read or written.
+A timing is the median of repeated samples. Its interval is by order statistics: ranks n/2 -+ 0.98 sqrt(n)
+enclose the true median with 95 %. A launch is timed until half of the interval is within 2 % of the
+median, or its time is up.
 
-From repeated timings to one number and how sure it is.
-
-The number is the median. Its interval is that of order statistics, which assumes nothing about how timings
-are distributed: of n sorted samples, those at ranks n/2 -+ 0.98 sqrt(n) enclose the true median with 95 %.
-A launch is timed until half of that interval is within 2 % of the median, or until its time is up; the
-interval that was reached is what the number carries.
-
-What joins two devices: latency and bandwidth fitted to measured transfers, and kept in the store.
-
-    us = latency + bytes / bandwidth
-
-fitted by least squares of the relative error, so that short messages count as much as long ones. The fit is
-to transfers one at a time. What each direction keeps when both are busy is fitted beside it and stored; a
-plan takes the first figure, and the caller is told where the second is much lower.
+Links: us = latency + bytes / bandwidth, fitted by least squares of the relative error to transfers one at a
+time. The bandwidth with both directions busy is fitted too and remarked where it is much lower.
 """
 
 import hashlib

@@ -8,10 +8,10 @@ from tessera.report.page import Shown, write_page
 from tessera.report.pages import AdviceBar, AdviceTable, write_advice, write_report
 from tessera.report.perfetto import write_perfetto
 from tessera.report.picture import layer_picture
-from tessera.report.tables import comparison_table, devices_table, graph_table
+from tessera.report.tables import comparison_table, devices_table
 
 __all__ = [
-    "AdviceBar", "AdviceTable", "Shown", "comparison_table", "devices_table", "duration", "graph_table",
+    "AdviceBar", "AdviceTable", "Shown", "comparison_table", "devices_table", "duration",
     "layer_picture", "main_lane", "percent", "rate", "ratio", "round_limits", "short_name", "size",
     "write_advice", "write_page", "write_perfetto", "write_report",
 ]  # fmt: skip

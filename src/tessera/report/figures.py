@@ -1,15 +1,11 @@
 """Figures that tables and pages share, all derived from a plan and so all modelled.
 
-A mix of lanes is averaged by rate: "launches on a device" are those of an average work unit. Where lanes are
-of unlike batches, a request of a larger one is several work units, and its launches count for all of them.
+Lanes are averaged by rate: "launches on a device" are those of an average work unit.
 
-Spans are sorted into tracks: devices first, then links. A device runs one launch at a time, but messages may
-overlap on a link (the second leaves while the first is still on its way) and measured spans may overlap
-anywhere. So a track has rows: a span goes to the first row that is free. A track's utilisation counts
-overlapping time once.
+Spans are sorted into tracks, devices first, then links. Messages may overlap on a link and measured spans
+anywhere, so a track has rows: a span goes to the first free row. Utilisation counts overlapping time once.
 
-Numbers and names of kernels are written as people read them: three significant digits and a unit. Bytes are
-decimal.
+Numbers have three significant digits and a unit. Bytes are decimal.
 """
 
 import math

@@ -1,12 +1,10 @@
 """Tables for the terminal. Every figure is modelled unless its title names a clock."""
 
-from collections import Counter
-
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from tessera.ir import Buffer, BufferKind, Graph, Hazard, Objective, Plan, Timeline
+from tessera.ir import Objective, Plan, Timeline
 from tessera.report.figures import (
     best_baseline,
     duration,
@@ -17,7 +15,6 @@ from tessera.report.figures import (
     percent,
     rate,
     ratio,
-    short_name,
     size,
     tracks,
     utilisation,
@@ -92,55 +89,3 @@ def comparison_table(plan: Plan) -> Table:
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else ratio(value)
-
-
-def graph_table(graph: Graph) -> Table:
-    """What a dependency graph holds: launches, edges by hazard, buffers by kind, and what cannot move."""
-    trace = graph.trace
-    step = trace.step
-    title = Text(f"{step.model}: {step.kind}, batch {step.batch}, context {step.context}")
-    table = Table("what", _number("count"), _number("bytes"), "note", title=title, title_justify="left")
-    kernels = {launch.kernel for launch in trace.launches}
-    table.add_row("launches", f"{len(trace.launches):,}", "", f"{len(kernels):,} kernels")
-    table.add_row("views", f"{trace.num_views:,}", "", "need no launch")
-    hazards = Counter(edge.hazard for edge in graph.edges)
-    for hazard in Hazard:
-        table.add_row(f"edges, {hazard.value.upper()}", f"{hazards[hazard]:,}")
-    flowing = [v for v in graph.values if v.producer is not None]
-    moved = size(sum(v.num_bytes for v in flowing))
-    table.add_row("values made by launches", f"{len(flowing):,}", moved)
-    table.add_row("groups that share a device", f"{len(graph.groups):,}", "", "state", end_section=True)
-    for kind in BufferKind:
-        own = [b for b in trace.buffers if b.kind is kind]
-        table.add_row(f"buffers, {kind.value}", f"{len(own):,}", size(_bytes(own)))
-    changed = _changed_state(graph)
-    table.add_row("state handed on", f"{len(changed):,}", size(_bytes(changed)), "changed by this step")
-    table.add_section()
-    for name, times in trace.aliases:
-        table.add_row(Text(f"alias: {name}"), f"{times:,}", "", "not in its schema")
-    _add_immovable(table, graph)
-    return table
-
-
-def _changed_state(graph: Graph) -> list[Buffer]:
-    """State that the step changes and the next one sees."""
-    buffers = graph.trace.buffers
-    written = {v.buffer for v in graph.values if v.producer is not None}
-    return [buffers[b] for b in sorted(written) if buffers[b].kind is BufferKind.STATE]
-
-
-def _bytes(buffers: list[Buffer]) -> int:
-    return sum(b.size_bytes for b in buffers)
-
-
-def _add_immovable(table: Table, graph: Graph) -> None:
-    trace = graph.trace
-    fixed = Counter(
-        (short_name(trace.kernels[launch.kernel].name), launch.immovable)
-        for launch in trace.launches
-        if launch.immovable
-    )
-    if not fixed:
-        table.add_row("immovable launches", "0", "", "every launch may run on any device")
-    for (name, reason), count in fixed.most_common():
-        table.add_row(Text(f"immovable: {name}"), f"{count:,}", "", Text(reason))

@@ -67,6 +67,8 @@ class Connection(asyncio.BufferedProtocol):
         self._http = HttpToolsProtocol(**(options | {"app_state": {CONNECTION: self}}))
         self._idle_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        # Requests in progress: the next one may begin before the last one has returned.
+        self._num_requests = 0
         # Bytes since the last request ended.
         self.received = 0
 
@@ -81,7 +83,7 @@ class Connection(asyncio.BufferedProtocol):
                 transport.close()
                 return
             next(iter(self._table.idle))._drop()
-        self.finish_request()
+        self._rest()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._table.buffer
@@ -100,7 +102,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._table.num_open -= 1
-        self.begin_request()
+        self._wake()
         self._cancel_stall_timer()
         self._http.connection_lost(exc)
 
@@ -114,13 +116,20 @@ class Connection(asyncio.BufferedProtocol):
         self._cancel_stall_timer()
 
     def begin_request(self) -> None:
-        """The connection is busy."""
+        self._num_requests += 1
+        self._wake()
+
+    def finish_request(self) -> None:
+        self._num_requests -= 1
+        if not self._num_requests:
+            self._rest()
+
+    def _wake(self) -> None:
         self._table.idle.pop(self, None)
         if self._idle_timer is not None:
             self._idle_timer.cancel()
 
-    def finish_request(self) -> None:
-        """The connection is idle again."""
+    def _rest(self) -> None:
         self.received = 0
         if not self._transport.is_closing():
             self._table.idle[self] = None
@@ -136,7 +145,7 @@ class Connection(asyncio.BufferedProtocol):
             self._stall_timer.cancel()
 
     def _drop(self) -> None:
-        self.begin_request()
+        self._wake()
         if self._transport.get_write_buffer_size():  # closing would wait for a client that does not read
             self._transport.abort()
         else:

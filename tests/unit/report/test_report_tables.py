@@ -2,9 +2,9 @@
 
 from rich.console import Console, RenderableType
 
-from report_factory import make_cluster, make_graph, make_plan, make_timeline
+from report_factory import make_cluster, make_plan, make_timeline
 from tessera.ir import Clock, Objective, verify
-from tessera.report import comparison_table, devices_table, graph_table
+from tessera.report import comparison_table, devices_table
 
 
 def text_of(shown: RenderableType) -> str:
@@ -82,20 +82,6 @@ def test_comparison_is_between_simulated_figures() -> None:
     assert "simulated" in text_of(table)
     assert "0.97x" in line_of(table, "this plan")
     assert "x" not in line_of(table, "by busy time").replace("by busy time", "")
-
-
-def test_graph_table_shows_edges_buffers_and_what_cannot_move() -> None:
-    """Counts by hazard and kind, bytes, and every immovable launch by name with its reason."""
-    table = graph_table(make_graph(immovable="reads [pointers] from memory"))
-
-    assert "65" in line_of(table, "edges, RAW")
-    assert "66.0 MB" in line_of(table, "buffers, weight")
-    assert "reads [pointers] from memory" in line_of(table, "immovable: embedding")
-
-
-def test_graph_table_says_when_everything_moves() -> None:
-    """With no immovable launch the table says so."""
-    assert "every launch may run on any device" in text_of(graph_table(make_graph()))
 
 
 def test_names_are_not_markup() -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -132,6 +132,15 @@ def test_connection_is_used_again(server: Running) -> None:
     assert 2 == answers.count(b"HTTP/1.1 200")
 
 
+def test_busy_connection_is_not_idle(service: Scripted) -> None:
+    """An answer that takes longer than the idle time is finished, also on a connection used before."""
+    with running(service, HttpLimits(idle_s=0.4, drain_s=2.0)) as server, httpx.Client() as client:
+        for token_s in (0.0, 0.1):
+            service.token_s = token_s
+            answer = client.post(f"{server.url}/v1/chat/completions", json=CHAT | {"max_tokens": 10})
+            assert answer.json()["usage"]["completion_tokens"] == 10
+
+
 @pytest.mark.parametrize("is_chunked", [True, False])
 def test_large_body_is_refused(server: Running, is_chunked: bool) -> None:
     """More bytes than allowed are 413, whether or not they were announced."""
@@ -197,8 +206,10 @@ def tiny_chunks(num: int) -> bytes:
 def test_tiny_chunks_are_refused(service: Scripted) -> None:
     """A flood of one-byte chunks is 400 long before its end; somewhat small chunks are read."""
     with running(service) as server:
-        with connect(server, tiny_chunks(20_000)) as client:
-            said = client.recv(65536)
+        said = b""
+        with connect(server, tiny_chunks(20_000)) as client, suppress(ConnectionResetError):
+            while part := client.recv(65536):
+                said += part
         body = json.dumps({"prompt": "x" * 100, "max_tokens": 1}).encode().ljust(100_000)
         parts = (body[at : at + 16] for at in range(0, len(body), 16))
         headers = {"content-type": "application/json"}

@@ -169,10 +169,10 @@ def _moves(items: Sequence[Sequence[Item]], tail_us: Floats) -> Iterator[Move]:
 
     @cache
     def followed(readers: tuple[int, ...]) -> tuple[int, ...]:
-        """Those that matter to how long a schedule still takes: with the longest tails."""
+        """The readers with non-dominated tails."""
         some = readers[:MAX_READERS]
         tails = tail_us[list(some)]
-        # Of equal ones the first stays.
+        # The first of equals stays.
         order = np.argsort(-tails.sum(axis=1), kind="stable")
         return tuple(some[i] for i in order[non_dominated(-tails[order].T)].tolist())
 
@@ -265,7 +265,7 @@ def _by_bits(flat: Floats) -> Bools:
     offset = np.arange(0, num_columns * num, num)[:, None]
     times = flat.take(order + offset)
     prefix = np.bitwise_or.accumulate(own.take(order, axis=1), axis=2)
-    # Of equal times, the last place counts for all.
+    # Equal times share the last place.
     last = np.where(times[:, 1:] == times[:, :-1], num, np.arange(num - 1))
     place = np.full((num_columns, num), num - 1)
     place[:, :-1] = np.minimum.accumulate(last[:, ::-1], axis=1)[:, ::-1]

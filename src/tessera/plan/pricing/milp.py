@@ -124,7 +124,7 @@ def _placed(nodes: int, num: int, size: int) -> coo_array:
 def _within_memory(
     problem: Problem, held: Holdings, node_of: Ints, first: int, size: int, slack: int | None = None
 ) -> list[LinearConstraint]:
-    """What is read is held, from variable `first` on; what is held is at most the memory, and the slack."""
+    """Rows: a device holds what its nodes read (variables from `first` on), within memory and slack."""
     num, items = problem.num_devices, len(held.num_bytes)
     if not items:
         return []

@@ -80,7 +80,7 @@ class Network:
         reached = breadth_first_order(residual, source, return_predecessors=False)
         side = np.ones(self.num_network_nodes, dtype=np.int64)
         side[reached] = 0
-        return side[: self.num_items], float(base.sum()) + found.flow_value / scale
+        return side[: self.num_items], float(base.sum() + found.flow_value / scale)
 
 
 def network(num_items: int, producer: Ints, pin_value: Ints, pin_item: Ints) -> Network:
@@ -142,7 +142,6 @@ class PricedChoices:
     resident: Holdings | None = None
 
     def cost(self, problem: Problem, labels: Labels) -> float:
-        """Of a placement."""
         total = self.own[np.arange(len(labels)), labels].sum() + self.move[problem.crossings(labels)].sum()
         if self.memory is not None and self.resident is not None:
             total += self.memory @ self.resident.bytes_on(labels, problem.num_devices)

@@ -55,7 +55,7 @@ class Solved:
 class Rates:
     """A solved linear program over known columns."""
 
-    # Of every column, per microsecond.
+    # Requests per microsecond of every column.
     rates: Floats
     # Prices of devices and links, of path time, and of bytes on every device.
     duals: Floats
@@ -82,7 +82,7 @@ class Pool:
 
     @cached_property
     def kinds(self) -> Kinds | None:
-        """The kinds of devices, if some are alike."""
+        """Kinds of device; None if no two are alike."""
         return kinds_of(self.problem)
 
     @cached_property
@@ -125,7 +125,7 @@ class Pool:
         return not self.is_tight or self.problem.fits(columns, microbatches)
 
     def able(self, column: Column) -> bool:
-        """Does a placement fit with one request in flight?"""
+        """Whether a placement fits with one request in flight."""
         return self.fits((column,), 1)
 
     def held_by(self, columns: Sequence[Column], shares: Sequence[float] = (1.0,)) -> Mix | None:
@@ -242,7 +242,7 @@ def generate(pool: Pool, depth: float | None = None) -> Solved:
         rates, _ = _generate(pool, depth, np.ones(len(pool.columns[0].busy_us)))
         mix = trimmed(pool, pool.columns, rates, depth)
     assert mix is not None, "every column fits with one request in flight"
-    return Solved(mix, max(bound * 1e6, mix.rate_per_s if depth is None else 0.0))
+    return Solved(mix, float(max(bound * 1e6, mix.rate_per_s if depth is None else 0.0)))
 
 
 def _spread_out(

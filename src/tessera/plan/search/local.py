@@ -152,7 +152,7 @@ class Search:
             yield team - Counter([column]) + Counter([other])
 
     def _look_at_team(self, team: Counter[Column]) -> float:
-        """As `look`, without a linear program for what is known or could not be used."""
+        """`look` at a team; known and unusable teams cost no linear program."""
         columns, key = tuple(team), (frozenset((c.key, n) for c, n in team.items()), False)
         if key in self._seen:
             return 0.0
