@@ -12,25 +12,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tessera.errors import WorkerError
-from tessera.execute.hub import LOOPBACK
-from tessera.execute.setups import Setup
+from tessera.execute.mailbox import Mailbox
+from tessera.execute.messages import Setup
 from tessera.execute.transport import HOST, SHM, RunTransfer, TransferArrived, Transport, open_transport
 from tessera.ir import Cluster, Program, Transfer
 
 # Transport -> how bytes travel, in words.
-VIA = {SHM: "shared memory", HOST: "TCP over loopback"}
+VIA = {SHM: "shared memory", HOST: "a socket"}
 # Phase -> (first process sends, second process sends).
 PHASES = {"there": (True, False), "back": (False, True), "both": (True, True)}
 # Bytes moved for each size and phase, within these numbers of repeats.
 BYTES_PER_SIZE, MIN_REPEATS, MAX_REPEATS = 256 << 20, 3, 30
 TIMEOUT_S = 300.0
-KEY = b"of two processes and one parent"
 
 # Phase -> (bytes, microseconds) of every transfer; "both" as "both there" and "both back".
 Times = dict[str, list[tuple[int, float]]]
@@ -79,31 +77,6 @@ def _collect(readers: Sequence[Connection]) -> Times:
     return found
 
 
-class _Files:
-    """A store in a folder, for two processes without an engine."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-
-    def set(self, key: str, value: bytes) -> None:
-        """Others see all of it or nothing."""
-        path = self._path(key)
-        path.with_suffix(".part").write_bytes(value)
-        path.with_suffix(".part").rename(path)
-
-    def get(self, key: str, timeout_s: float) -> bytes:
-        """When it is there."""
-        path, end = self._path(key), time.monotonic() + timeout_s
-        while not path.exists():
-            if time.monotonic() > end:
-                raise WorkerError(f"nobody has set {key}")
-            time.sleep(0.001)
-        return path.read_bytes()
-
-    def _path(self, key: str) -> Path:
-        return self._folder / f"store-{key.replace('/', '-')}"
-
-
 class _End:
     """One process's transport, with a lane a size and a transfer each way."""
 
@@ -123,15 +96,19 @@ class _End:
             transport=transport,
             epochs=(0, 0),
             weights={},
-            key=KEY,
             folder=folder,
-            host=LOOPBACK if transport == HOST else "",
         )
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._transport: Transport = open_transport(setup, _Files(folder))
-        self._transport.start(self._news.put)
+        mailbox = Mailbox()
+        self._transport: Transport = open_transport(setup, mailbox, self._news.put)
+        mailbox.start()
+        self.address = self._transport.address
         self._mine = torch.ones(max(sizes), dtype=torch.uint8)
         self._theirs = torch.zeros(max(sizes), dtype=torch.uint8)
+
+    def link(self, address: str) -> None:
+        """Tells where the other process listens."""
+        self._transport.relink(1 - self._number, 0, address)
 
     def exchange(self, lane: int, run: int, is_sender: bool, is_receiver: bool) -> float | None:
         """One transfer; the microseconds of the one that arrives here, from the start of its send."""
@@ -158,6 +135,8 @@ def _worker(
 ) -> None:
     torch.set_num_threads(1)
     end = _End(number, transport, folder, sizes)
+    peer.send(end.address)
+    end.link(peer.recv())
     found = []
     run = 0
     for phase, senders in PHASES.items():

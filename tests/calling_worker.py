@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from tessera.errors import TesseraError
-from tessera.execute.handshake import EngineCall
+from tessera.execute.engine_connection import EngineAddress
 from tessera.ir import Step
-from tessera.serve.joining import serve_call
+from tessera.serve.joining import join
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Given:
         return self.weights
 
 
-def serve(call: EngineCall, rank: int, weights: Given) -> None:
+def serve(engine: EngineAddress, rank: int, weights: Given) -> None:
     """The process: ends with 2 if it was refused."""
     try:
-        serve_call(call, rank, weights, 30.0)
+        join(engine, rank, weights, 30.0)
     except TesseraError:
         os._exit(2)
     os._exit(0)

@@ -8,14 +8,9 @@ memory, placement, transports, messages and bookkeeping; time and graphs only on
 
 import contextlib
 import ctypes
-import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,8 +19,9 @@ import torch
 from tessera.execute import driver, worker
 from tessera.execute.cuda import device, graphs, measure
 from tessera.execute.driver import MemOp
-from tessera.execute.hub import Hub, Line
-from tessera.execute.setups import Setup
+from tessera.execute.engine_connection import EngineConnection
+from tessera.execute.hub import Hub
+from tessera.execute.messages import Setup
 from tessera.execute.worker_stepper import WorkerStepper
 
 CPU = torch.device("cpu")
@@ -147,7 +143,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "copy": lambda stream, target, source, num: ctypes.memmove(target, source, num),
     }.items():
         patch(driver, name, what)
-    patch(Hub, "_open", _open)
+    patch(Hub, "_launch", _launch)
     patch(device, "_FREE", {})
     patch(device, "_PARTS", {})
     patch(device, "PaceKernel", PaceKernel)
@@ -183,36 +179,37 @@ class Part(device.Partition):
         return Stream()
 
 
-@dataclass
 class _Thread:
     """A worker that is a thread."""
 
-    pipe: Connection
-    thread: threading.Thread
     pid: int | None = None
 
+    def __init__(self) -> None:
+        self.engine: EngineConnection | None = None
+        self._is_over = threading.Event()
+
+    def run(self, value: Setup) -> None:
+        """Until its connection is closed."""
+        self.engine = EngineConnection(value.engine, value.secret, value.name)
+        worker.serve(value, self.engine)
+        self._is_over.set()
+
     def end(self, timeout_s: float) -> str:
-        """It leaves when its connection is cut."""
-        _shut(self.pipe)
-        self.thread.join(timeout_s)
+        """It leaves when its connection is closed."""
+        if self.engine is not None:
+            self.engine.end()
+        self._is_over.wait(timeout_s)
         return "its thread was let go"
 
 
 def cut_off(stepper: WorkerStepper, number: int) -> None:
     """Cuts a worker's connection to the engine; it leaves when it notices."""
-    line = stepper.hub._members[number].line
-    assert line is not None, "it was started"
-    _shut(line.pipe)
+    process = stepper.hub._members[number].process
+    assert isinstance(process, _Thread), "it was started"
+    assert process.engine is not None
+    process.engine.close()
 
 
-def _shut(pipe: Connection) -> None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as link:
-        link.shutdown(socket.SHUT_RDWR)
-
-
-def _open(self: Hub, device: int, setup: Setup, is_over: Callable[[], bool]) -> Line:
+def _launch(self: Hub, device: int, setup: Setup) -> _Thread:
     """Workers are threads of this process, so that what stands in for the GPU is theirs too."""
-    ours, theirs = Pipe()
-    thread = threading.Thread(target=worker.serve, args=(setup, theirs), daemon=True)
-    thread.start()
-    return _Thread(ours, thread)
+    return _Thread()

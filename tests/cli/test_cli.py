@@ -187,7 +187,7 @@ BAD = [
     (["plan", "{decode.trace}", "--costs", "{decode.costs}", "--counts", "two"], "not a list of counts"),
     (["run", "{decode.plan}", "--devices", "emu:h100,emu:l40s"], "the plan was made for emu:a100,emu:l40s"),
     (["run", "{decode.plan}", "--requests", "0"], "--requests"),
-    (["simulate", "{decode.plan}", "--requests", "-5"], "Use at least one"),
+    (["simulate", "{decode.plan}", "--requests", "-5"], "should be greater than or equal to 1"),
     (["simulate", "{out.perfetto.json}"], "not a Tessera file"),
     (["gpus", "a1000"], "unknown GPU 'a1000'"),
 ]

@@ -14,7 +14,7 @@ import pytest
 from sampling import is_whole
 from tessera.cli import _main
 from tessera.cli.demo import FULL, PROMPTS, plan_full
-from tessera.cli.plan_load import curve, document
+from tessera.cli.plan_load import curve, load_figures
 
 
 class Here:
@@ -77,11 +77,13 @@ def test_demo_has_a_headline(demo: tuple[dict[str, Any], Path]) -> None:
 def test_the_headline_is_a_gain_with_every_policy_at_its_own_best() -> None:
     """Of data-parallel a fifth, of the best coarser policy a twentieth; and the curve ends with it."""
     full = plan_full(FULL)
-    found = document(full)
+    found = load_figures(full)
 
-    assert found["ratio_to_data_parallel"] >= 1.2
-    assert found["ratio_to_best_baseline"] >= 1.05
-    assert curve(full)[-1].endswith(f"+ {found['tokens_per_s']:,.0f}")
+    assert found.ratio_to_data_parallel is not None
+    assert found.ratio_to_data_parallel >= 1.2
+    assert found.ratio_to_best_baseline is not None
+    assert found.ratio_to_best_baseline >= 1.05
+    assert curve(full)[-1].endswith(f"+ {found.tokens_per_s:,.0f}")
 
 
 def test_demo_compares_policies(demo: tuple[dict[str, Any], Path]) -> None:

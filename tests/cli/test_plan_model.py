@@ -55,13 +55,13 @@ def test_a_model_is_planned_by_the_dollar(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("tiny-llama", *LOAD, "--objective", "latency"), "--objective latency needs traces"),
+        (("tiny-llama", *LOAD, "--objective", "latency"), "--objective latency: needs traces"),
         (("tiny-llama", "--tpot-ms", "50"), "no devices were named"),
-        (("tiny-llama", *LOAD, "--counts", "1,2"), "--counts needs traces, not a model's name"),
+        (("tiny-llama", *LOAD, "--counts", "1,2"), "--counts: needs traces, not a model's name"),
         (("tiny-llama", *LOAD, "--tpot-ms", "nan"), "--tpot-ms: nan ms is no limit"),
         (("tiny-llama", *LOAD, "--ttft-ms", "-1"), "--ttft-ms: -1.0 ms is no limit"),
-        (("tiny-llama", *LOAD, "--slots", "0"), "--microbatches: 0 is too few"),
-        (("tiny-llama", *LOAD, "--batch", "0"), "--batch: 0 is too few"),
+        (("tiny-llama", *LOAD, "--microbatches", "0"), "should be greater than or equal to 1"),
+        (("tiny-llama", *LOAD, "--batch", "0"), "should be greater than or equal to 1"),
         (("no-such-model", *LOAD), "no-such-model"),
         (("missing.trace", "--devices", "emu:h20,emu:l40s"), "missing.trace"),
     ],

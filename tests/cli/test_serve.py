@@ -224,17 +224,6 @@ def test_wrong_options_are_one_line(
     assert expected in complaint(capsys, "tiny-llama", "--port", "0", *words)
 
 
-def test_the_old_spelling_of_an_option_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    """It means what the new one does, for one more release."""
-    assert _main(["serve", "no-model", "--chunk", "8", "--port=0", "--slots=2"]) == 2
-
-    said = capsys.readouterr().err.splitlines()
-    assert (
-        "warning: --chunk is --max-batch-tokens now; the old spelling goes with the next release" == said[0]
-    )
-    assert "warning: --slots is --microbatches now; the old spelling goes with the next release" == said[1]
-
-
 def test_open_address_without_a_key_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     """Listening to the world without a key is allowed, and said."""
     assert _main(["serve", "no-model", "--host", "0.0.0.0", "--port", "0"]) == 2

@@ -126,14 +126,14 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, store: Any) -> Me
     return Meeting.of(None, 0, None, True)
 
 
-def test_processes_of_torchrun_find_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_torchrun_find_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 tells where it listens through torchrun's own store, and there is one process per device."""
     store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
     first, second = (under_torchrun(monkeypatch, rank, store) for rank in (0, 1))
     with gathered("emu:a100,emu:l40s", "tiny-llama", first, None) as (devices, hub):
         assert ["emu:a100", "emu:l40s"] == [device.name for device in devices]
         assert isinstance(hub, partial)
-        assert (1, hub.keywords["gate"].address) == (second.rank, second.address())
+        assert (1, "127.0.0.1", hub.keywords["rendezvous"].port) == (second.rank, *second.address())
     with (
         pytest.raises(MismatchError, match=r"torchrun started 2 processes for 3 devices"),
         gathered("emu:a100,emu:l40s,emu:l40s", "tiny-llama", first, None),

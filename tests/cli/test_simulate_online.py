@@ -157,11 +157,11 @@ MISTAKES = [
     (["--arrivals", "poisson:5", "--lose", "d1"], "Write DEVICE@SECONDS"),
     (["--arrivals", "poisson:5", "--lose", "d1@9-3"], "Write DEVICE@SECONDS-SECONDS"),
     (["--arrivals", "poisson:5", "--slow", "d1@1"], "Write DEVICE@SECONDSxFACTOR"),
-    (["--arrivals", "poisson:5", "--noise", "7"], "7 is not a relative error"),
-    (["--arrivals", "poisson:5", "--seqs", "0"], "Use at least one"),
-    (["--arrivals", "poisson:5", "--trace", "x.json"], "--trace makes no timeline with --arrivals"),
-    (["--monitor"], "--monitor needs --arrivals"),
-    (["--requests", "0", "--arrivals", "poisson:5"], "Use at least one"),
+    (["--arrivals", "poisson:5", "--noise", "7"], "should be less than or equal to 0.99"),
+    (["--arrivals", "poisson:5", "--seqs", "0"], "should be greater than or equal to 1"),
+    (["--arrivals", "poisson:5", "--trace", "x.json"], "--trace: makes no timeline with --arrivals"),
+    (["--monitor"], "--monitor: needs --arrivals"),
+    (["--requests", "0", "--arrivals", "poisson:5"], "should be greater than or equal to 1"),
 ]
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -13,7 +14,7 @@ from rich.table import Table
 from tessera.cli.capture import MODEL_HELP, Launches, checked_launches
 from tessera.cli.output import AsJson, console, print_json, progress
 from tessera.cli.plan import EffortOption
-from tessera.cli.plan_text import document, sure
+from tessera.cli.plan_text import plan_figures, sure
 from tessera.errors import TesseraError
 from tessera.ir import save
 
@@ -217,7 +218,7 @@ def _choice(choice: "Choice") -> dict[str, Any]:
         "capacity": choice.capacity_per_s,
         "ttft_ms": choice.ttft_ms,
         "tpot_ms": choice.tpot_ms,
-        "plan": document(choice.plan),
+        "plan": msgspec.to_builtins(plan_figures(choice.plan), enc_hook=str),
     }
 
 
@@ -432,12 +433,12 @@ def _write_page(
 
     title = f"{load.rate_per_s:g} {load.unit}/s of {load.model}, {load.words}"
     if owned is not None:
-        remarks = (sure(owned.found.plan)["sentence"], f"Prices: {owned.price_source}.", owned.note)
+        remarks = (sure(owned.found.plan).sentence, f"Prices: {owned.price_source}.", owned.note)
         bars, tables, plan = _bars(load, owned), _tables(load, owned), owned.found.plan
         title, answer = f"{title}, on {', '.join(owned.cards)}", _answer(load, owned)
     else:
         assert found is not None
-        remarks = (sure(found.choices[0].plan)["sentence"], f"Prices: {found.price_source}.", found.note)
+        remarks = (sure(found.choices[0].plan).sentence, f"Prices: {found.price_source}.", found.note)
         bars, tables, plan = _choice_bars(load, found), [], found.choices[0].plan
         answer = _rent(load, found)
     write_advice(path, title, answer, bars, tables, plan, [text for text in remarks if text], cells)

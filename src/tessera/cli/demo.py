@@ -7,21 +7,35 @@ bit with the model itself. So small a model is also the case that gains nothing.
 """
 
 import multiprocessing
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import RenderableType
+from rich.rule import Rule
+from rich.text import Text
 
-from tessera.cli.output import AsJson, console, print_json, progress
-from tessera.cli.plan_load import PlannedLoad, curve, how_sure, planned, policies_table, verdict
-from tessera.cli.plan_load import document as load_document
+from tessera.cli.output import HIDDEN, Illustrated, Record, progress, shown
+from tessera.cli.plan_load import (
+    BASELINES,
+    PlannedLoad,
+    PolicyFigures,
+    curve,
+    how_sure,
+    load_figures,
+    planned,
+    policy_figures,
+    verdict,
+)
+from tessera.cli.plan_text import PlanFigures, plan_figures
 from tessera.errors import TesseraError
 from tessera.ir import Cluster, Objective, Plan, Step, Timeline, save
+from tessera.plan import Option
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +76,55 @@ FIRST_LINE = (
 )
 
 
+class DemoGain(Record, frozen=True):
+    """The gain of the full-size model; the plan and every baseline keep to `tpot_ms`."""
+
+    model: str
+    devices: tuple[str, ...]
+    tpot_ms: float | None
+    rel_error: float
+    ratio_to_data_parallel: float | None
+    ratio_to_best_baseline: float | None
+    best_baseline: str | None
+    source: str
+    tokens_per_s: float
+    batches: dict[str, int]
+    baselines: Annotated[dict[str, PolicyFigures], shown(BASELINES)]
+    frontier: Annotated[tuple[Option, ...], HIDDEN]
+
+
+class DemoRun(Record, frozen=True):
+    """What the demo found; people read it as a story, printed before."""
+
+    headline: Annotated[DemoGain, HIDDEN]
+    verified: bool
+    tokens_equal: Annotated[bool, HIDDEN]
+    logits_equal: Annotated[bool, HIDDEN]
+    state_equal: Annotated[bool, HIDDEN]
+    model: Annotated[str, HIDDEN]
+    devices: Annotated[tuple[str, ...], HIDDEN]
+    requests: Annotated[int, HIDDEN]
+    # Requests per second of the small model by policy, with their unit and source.
+    throughput: Annotated[dict[str, float | str | None], HIDDEN]
+    plans: Annotated[dict[str, PlanFigures], HIDDEN]
+    # Overlap of workers and figures of each device, by policy.
+    measured: Annotated[dict[str, dict[str, Any]], HIDDEN]
+    files: Annotated[dict[str, str], HIDDEN]
+    seconds: float
+
+    def problem(self) -> TesseraError | None:
+        """A difference to the reference run."""
+        if self.verified:
+            return None
+        return TesseraError("the divided run differs from the reference run", "Please report this.")
+
+
+class DemoPolicies(Record, frozen=True):
+    """The table of the story's first part."""
+
+    policies: Annotated[dict[str, PolicyFigures], shown("each policy at its own best (simulated)")]
+
+
 @dataclass(frozen=True)
 class Policy:
     """One plan, run for real."""
@@ -84,21 +147,17 @@ def demo(
         str, typer.Option(help="Two or more devices that divide the small model.")
     ] = "emu:a100,emu:l40s",
     link: Annotated[str, typer.Option(help="What joins them.")] = "pcie4",
-    tokens: Annotated[int, typer.Option(help="Tokens to generate for each request.")] = 16,
-    microbatches: Annotated[int, typer.Option(help="Requests in flight.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each request.")] = 16,
+    microbatches: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 4,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for what is written.")] = Path(
         "tessera-demo"
     ),
-    as_json: AsJson = False,
-) -> None:
+) -> Illustrated[DemoRun]:
     """Plan a large model on two different cards; run a small one divided, and check every bit."""
-    if tokens < 1:
-        raise TesseraError(f"{tokens} tokens are none", "Generate at least one.", "--tokens")
     started = time.perf_counter()
     cluster = _cluster(devices, link)
     output.mkdir(parents=True, exist_ok=True)
-    if not as_json:
-        console().print(FIRST_LINE, markup=False)
+    print(FIRST_LINE, file=sys.stderr)
     spawn = multiprocessing.get_context("spawn")
     with (
         progress("importing torch", 8 + 4 * len(PROMPTS)) as advance,
@@ -109,11 +168,9 @@ def demo(
         advance(f"planning {FULL.model}, in a second process since the start")
         found = full.result()
     files = _write(found, policies, output)
-    shown = _document(found, policies, files)
-    shown["seconds"] = round(time.perf_counter() - started, 1)
-    print_json(shown) if as_json else _show(found, policies, shown)
-    if not shown["verified"]:
-        raise TesseraError("the divided run differs from the reference run", "Please report this.")
+    seconds = round(time.perf_counter() - started, 1)
+    run = _record(found, policies, files, seconds)
+    return Illustrated(run, tuple(_story(found, policies, run)))
 
 
 def plan_full(load: PlannedLoad) -> "LoadPlan":
@@ -223,93 +280,76 @@ def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, 
     return {name: str(path) for name, path in files.items()}
 
 
-def _document(full: "LoadPlan", policies: list[Policy], files: dict[str, str]) -> dict[str, Any]:
-    from tessera.cli.plan import document
+def _record(full: "LoadPlan", policies: list[Policy], files: dict[str, str], seconds: float) -> DemoRun:
     from tessera.cli.run import overlap, shares
 
-    plan = policies[0].plan
-    return {
-        "headline": _headline(full),
-        "verified": all(p.verified for p in policies),
-        "tokens_equal": all(p.tokens_equal for p in policies),
-        "logits_equal": all(p.logits_equal for p in policies),
-        "state_equal": all(p.state_equal for p in policies),
-        "model": MODEL,
-        "devices": list(plan.cluster.names),
-        "requests": len(PROMPTS),
-        "throughput": {
+    plan, gain = policies[0].plan, load_figures(full)
+    same = (name for name in DemoGain.__struct_fields__ if hasattr(gain, name) and name != "tpot_ms")
+    return DemoRun(
+        headline=DemoGain(
+            model=FULL.model,
+            devices=full.plan.cluster.names,
+            tpot_ms=FULL.tpot_ms,
+            rel_error=gain.costs.rel_error,
+            **{name: getattr(gain, name) for name in same},
+        ),
+        verified=all(p.verified for p in policies),
+        tokens_equal=all(p.tokens_equal for p in policies),
+        logits_equal=all(p.logits_equal for p in policies),
+        state_equal=all(p.state_equal for p in policies),
+        model=MODEL,
+        devices=plan.cluster.names,
+        requests=len(PROMPTS),
+        throughput={
             "unit": "requests/s",
             "source": "modelled",
             "plan": plan.simulated_per_s,
             "bound": plan.bound_per_s,
             **{b.name: b.throughput_per_s for b in plan.baselines},
         },
-        "plans": {p.plan.policy: document(p.plan) for p in policies},
-        "measured": {
+        plans={p.plan.policy: plan_figures(p.plan) for p in policies},
+        measured={
             p.plan.policy: {
                 "overlap": overlap(p.measured),
                 "shares": shares(p.plan.cluster.names, p.measured.busy_us()),
             }
             for p in policies
         },
-        "files": files,
-    }
+        files=files,
+        seconds=seconds,
+    )
 
 
-def _headline(full: "LoadPlan") -> dict[str, Any]:
-    """The gain; `tpot_ms` is the limit that the plan and every baseline keep to."""
-    found = load_document(full)
-    same = (
-        "ratio_to_data_parallel", "ratio_to_best_baseline", "best_baseline", "source", "tokens_per_s",
-        "batches", "baselines", "frontier",
-    )  # fmt: skip
-    return {
-        "model": FULL.model,
-        "devices": list(full.plan.cluster.names),
-        "tpot_ms": FULL.tpot_ms,
-        "rel_error": found["costs"]["rel_error"],
-        **{key: found[key] for key in same},
-    }
+def _story(full: "LoadPlan", policies: list[Policy], run: DemoRun) -> Iterator[RenderableType | Record]:
+    yield from _gain(full, run.headline)
+    yield from _proof(policies)
+    yield from _no_gain(policies[0].plan)
+    yield Rule("4. Where to look next", align="left")
+    yield Text(f"{run.files['page']}  the plans as a page, for any browser")
+    yield Text(f"{run.files['full_perfetto']}  a simulated run, for https://ui.perfetto.dev")
+    yield Text(f"{run.files['perfetto_measured']}  a measured one")
+    yield Text(f"tessera plan {FULL.model} --devices {FULL_DEVICES} --tpot-ms 50  another limit, other cards")
+    yield Text(f"tessera serve {MODEL} --devices {','.join(run.devices)}  an OpenAI-compatible endpoint")
 
 
-def _show(full: "LoadPlan", policies: list[Policy], shown: dict[str, Any]) -> None:
-    out = console()
-    _show_gain(out, full, shown["headline"])
-    _show_proof(out, policies)
-    _show_no_gain(out, policies[0].plan)
-    out.rule("4. Where to look next", align="left")
-    files = shown["files"]
-    for line in (
-        f"{files['page']}  the plans as a page, for any browser",
-        f"{files['full_perfetto']}  a simulated run, for https://ui.perfetto.dev",
-        f"{files['perfetto_measured']}  a measured one",
-        f"tessera plan {FULL.model} --devices {FULL_DEVICES} --tpot-ms 50  another limit, other cards",
-        f"tessera serve {MODEL} --devices {','.join(shown['devices'])}  an OpenAI-compatible endpoint",
-        f"done in {shown['seconds']} s",
-    ):
-        out.print(line, markup=False, soft_wrap=True)
-
-
-def _show_gain(out: Console, full: "LoadPlan", headline: dict[str, Any]) -> None:
+def _gain(full: "LoadPlan", gain: DemoGain) -> Iterator[RenderableType | Record]:
     from tessera.report import layer_picture, main_lane
 
-    out.rule(f"1. The gain: {FULL.model} on {' beside '.join(headline['devices'])}", align="left")
-    out.print(
+    yield Rule(f"1. The gain: {FULL.model} on {' beside '.join(gain.devices)}", align="left")
+    yield Text(
         f"Decodes at a context of {FULL.prompt_tokens:,}; every policy has the memory of both cards and "
-        f"keeps to {FULL.tpot_ms:.0f} ms a token.",
-        markup=False,
+        f"keeps to {FULL.tpot_ms:.0f} ms a token."
     )
-    out.print(policies_table(full))
-    for line in curve(full):
-        out.print(line, markup=False)
-    out.print(layer_picture(full.plan, main_lane(full.plan), 0))
-    out.print(f"Why: {_why(full.plan)} (modelled).", markup=False)
-    out.print(verdict(full), markup=False, style="bold")
-    out.print(how_sure(full), markup=False)
+    yield DemoPolicies(policies=gain.baselines | {"the plan": policy_figures(full.chosen)})
+    yield Text("\n".join(curve(full)))
+    yield layer_picture(full.plan, main_lane(full.plan), 0)
+    yield Text(f"Why: {_why(full.plan)} (modelled).")
+    yield Text(verdict(full), style="bold")
+    yield Text(how_sure(full))
 
 
 def _why(plan: Plan) -> str:
-    """Of each device the kernel that would be missed most: its time there and on the best other one."""
+    """For each device its most important kernel: the time there and on the best other device."""
     from tessera.plan import explain
     from tessera.report import duration, short_name
 
@@ -322,29 +362,27 @@ def _why(plan: Plan) -> str:
     return "; ".join(weightiest.values())
 
 
-def _show_proof(out: Console, policies: list[Policy]) -> None:
+def _proof(policies: list[Policy]) -> Iterator[RenderableType]:
     num = len(policies[0].plan.cluster.devices)
-    out.rule(f"2. The proof: {MODEL}, divided over {num} worker processes", align="left")
+    yield Rule(f"2. The proof: {MODEL}, divided over {num} worker processes", align="left")
     for policy in policies:
         word = "equal bit for bit" if policy.verified else "DIFFERENT"
         runs = sum(len(r.outputs) for r in policy.results)
-        out.print(
+        yield Text(
             f"{policy.plan.policy}: {len(policy.results)} requests, {runs} steps; tokens, logits and bytes "
-            f"of state {word} (measured)",
-            markup=False,
+            f"of state {word} (measured)"
         )
 
 
-def _show_no_gain(out: Console, plan: Plan) -> None:
+def _no_gain(plan: Plan) -> Iterator[RenderableType]:
     from tessera.plan import explain
     from tessera.report import comparison_table
 
-    names = " beside ".join(plan.cluster.names)
     said = explain(plan)
     title = "Another gain" if said.is_gain else "No gain"
-    out.rule(f"3. {title}: the same {MODEL} on {names}", align="left")
-    out.print(comparison_table(plan))
-    out.print(said.verdict, markup=False)
+    yield Rule(f"3. {title}: the same {MODEL} on {' beside '.join(plan.cluster.names)}", align="left")
+    yield comparison_table(plan)
+    yield Text(said.verdict)
 
 
 def _prompt_inputs(prompt: str) -> "dict[str, torch.Tensor]":

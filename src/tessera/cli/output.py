@@ -52,8 +52,8 @@ from tessera.cli.render import HIDDEN, render, shown
 from tessera.errors import TesseraError
 
 __all__ = [
-    "HIDDEN", "AsJson", "Illustrated", "Record", "console", "excludes", "needs", "print_json", "print_record",
-    "printed", "progress", "record_types", "shared_folder", "shown", "warning",
+    "HIDDEN", "AsJson", "Illustrated", "Record", "console", "excludes", "needs", "only_if", "print_json",
+    "print_record", "printed", "progress", "record_types", "shared_folder", "shown", "warning",
 ]  # fmt: skip
 
 # Before the first plain line, and between two about many things.
@@ -74,10 +74,10 @@ R_co = TypeVar("R_co", bound=Record, covariant=True)
 
 @dataclass(frozen=True)
 class Illustrated(Generic[R_co]):
-    """A record, and pictures for people that are printed before it."""
+    """A record, and what is printed for people before it: pictures, and parts of records."""
 
     record: R_co
-    pictures: tuple[RenderableType, ...]
+    pictures: tuple[RenderableType | Record, ...]
 
 
 def printed(function: Callable[..., Any]) -> Callable[..., None]:
@@ -120,38 +120,36 @@ def print_record(made: "Record | Illustrated[Record]", as_json: bool, is_line: b
     record, pictures = (made.record, made.pictures) if isinstance(made, Illustrated) else (made, ())
     if as_json:
         document = msgspec.json.encode(record, enc_hook=str)
-        typer.echo(document if is_line else msgspec.json.format(document, indent=2))
+        typer.echo((document if is_line else msgspec.json.format(document, indent=2)).decode())
     else:
         out = console()
         for picture in pictures:
-            out.print(picture)
+            render(picture, out) if isinstance(picture, Record) else out.print(picture)
         render(record, out)
     if problem := record.problem():
         raise problem
 
 
-def needs(other: str, why: str = "") -> Callable[..., Any]:
-    """Callback of an option that makes sense only with another; that other one is eager."""
-    return _combination(other, True, why or f"needs {_spelled(other)}")
+def only_if(test: Callable[[dict[str, Any]], Any], why: str) -> Callable[..., Any]:
+    """Callback of an option that makes sense only if the eager parameters pass a test."""
 
-
-def excludes(other: str, why: str = "") -> Callable[..., Any]:
-    """Callback of an option that makes no sense with another; that other one is eager."""
-    return _combination(other, False, why or f"cannot be used with {_spelled(other)}")
-
-
-def _spelled(parameter: str) -> str:
-    return f"--{parameter.replace('_', '-')}"
-
-
-def _combination(other: str, is_needed: bool, why: str) -> Callable[..., Any]:
     def check(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
         source = ctx.get_parameter_source(param.name or "")
-        if source and source.name == "COMMANDLINE" and bool(ctx.params.get(other)) is not is_needed:
+        if source and source.name == "COMMANDLINE" and not test(ctx.params):
             raise TesseraError(why, "Leave it out, or see --help.", max(param.opts, key=len))
         return value
 
     return check
+
+
+def needs(other: str, why: str = "") -> Callable[..., Any]:
+    """Callback of an option that makes sense only with another; that other one is eager."""
+    return only_if(lambda given: given.get(other), why or f"needs --{other.replace('_', '-')}")
+
+
+def excludes(other: str, why: str) -> Callable[..., Any]:
+    """Callback of an option that makes no sense with another; that other one is eager."""
+    return only_if(lambda given: not given.get(other), why)
 
 
 def console() -> Console:

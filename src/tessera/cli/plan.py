@@ -9,22 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tessera.cli.capture import Launches, RandomWeights, checked_launches
-from tessera.cli.output import AsJson, console, print_json, progress
-from tessera.cli.plan_text import (
-    batches_document,
-    document,
-    reasons,
-    show,
-    show_batches,
-    show_reasons,
-)
-from tessera.errors import MismatchError, TesseraError, UnknownName
+from tessera.cli.output import Illustrated, only_if, progress
+from tessera.cli.plan_load import LoadFigures, PlannedLoad, plan_for_load
+from tessera.cli.plan_text import PlanFigures, pictures, plan_figures, reasons_of
+from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, Variant, WorkUnit, load, save
 
 if TYPE_CHECKING:
     from tessera.plan import Constraint, PlanConfig, Tried
-
-__all__ = ["document", "plan", "show", "show_reasons"]
 
 LINK_HELP = (
     "What joins the devices: pcie4, pcie5, nvlink, ib100, ib200, ib400 or measured. Repeat for single pairs: "
@@ -34,40 +26,77 @@ PIN_HELP = "Launches that must run there: attention=emu:a100, 'model.layers.0=em
 BATCH_HELP = "The traces are of several batches of the same steps: choose the batch, lane by lane."
 
 
+def is_model(words: Sequence[str]) -> bool:
+    """Whether the words name a model: one word that is no file of a trace."""
+    return len(words) == 1 and not Path(words[0]).is_file() and not words[0].endswith(".trace")
+
+
+# Options of each form.
+MODEL = only_if(lambda given: is_model(given["traces"]), "needs a model's name, not traces")
+TRACES = only_if(lambda given: not is_model(given["traces"]), "needs traces, not a model's name")
+NUM_MICROBATCHES = 4
+
 TracesArgument = Annotated[
     list[str],
-    typer.Argument(metavar="MODEL | TRACES", help="A model, or the traces of a request's steps, in order."),
+    typer.Argument(
+        is_eager=True,
+        metavar="MODEL | TRACES",
+        help="A model, or the traces of a request's steps, in order.",
+    ),
+]
+CostsOption = Annotated[
+    list[Path] | None, typer.Option(callback=TRACES, help="Costs, one per trace in any order.")
 ]
 BusOption = Annotated[
     list[str] | None, typer.Option(help="Devices whose links share one wire: emu:l40s,emu:l40s#1.")
 ]
 MicrobatchesOption = Annotated[
     int | None,
-    typer.Option(help="Microbatches in flight, at most.", show_default="4; of a model: chosen"),
+    typer.Option(min=1, help="Microbatches in flight, at most.", show_default="4; MODEL form: chosen"),
 ]
 BatchOption = Annotated[
-    int | None, typer.Option(help="Of a model: the batch, instead of the best.", show_default=False)
+    int | None,
+    typer.Option(min=1, callback=MODEL, help="Batch size (MODEL form only).", show_default="chosen"),
 ]
 PrefillBatchOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Of a model: rows prefilled together, instead of the best.", show_default=False),
+    typer.Option(
+        min=1, callback=MODEL, help="Rows prefilled together (MODEL form only).", show_default="chosen"
+    ),
+]
+PromptTokensOption = Annotated[
+    int, typer.Option(min=1, callback=MODEL, help="Prompt tokens (MODEL form only).")
 ]
 OutputTokensOption = Annotated[
     int,
-    typer.Option(help="Of a model: tokens of an answer; 0: decodes alone, at a context of the prompt."),
+    typer.Option(
+        min=0,
+        callback=MODEL,
+        help="Output tokens (MODEL form only); 0: decodes alone, at a context of the prompt.",
+    ),
 ]
 TpotMsOption = Annotated[
     float | None,
-    typer.Option(help="Of a model: milliseconds per output token, at most.", show_default=False),
+    typer.Option(callback=MODEL, help="Limit of milliseconds per output token (MODEL form only)."),
 ]
 TtftMsOption = Annotated[
     float | None,
-    typer.Option(help="Of a model: milliseconds to the first token, at most.", show_default=False),
+    typer.Option(callback=MODEL, help="Limit of milliseconds to the first token (MODEL form only)."),
 ]
+CountsOption = Annotated[
+    str | None, typer.Option(callback=TRACES, help="Runs of each step in a request, as 1,32.")
+]
+PolicyOption = Annotated[
+    str | None, typer.Option(callback=TRACES, help="Force a coarser policy, such as data-parallel.")
+]
+PinOption = Annotated[list[str] | None, typer.Option(callback=TRACES, help=PIN_HELP)]
 ForbidOption = Annotated[
-    list[str] | None, typer.Option(help="Launches that must not run there: gemm=emu:l40s.")
+    list[str] | None, typer.Option(callback=TRACES, help="Launches that must not run there: gemm=emu:l40s.")
 ]
-ExplainOption = Annotated[bool, typer.Option("--explain", help="Say why: utilisation and every kernel.")]
+BatchChoicesOption = Annotated[bool, typer.Option("--batch-choices", callback=TRACES, help=BATCH_HELP)]
+ExplainOption = Annotated[
+    bool, typer.Option("--explain", callback=TRACES, help="Say why: utilisation and every kernel.")
+]
 EffortOption = Annotated[
     str, typer.Option(help="How much is tried: full, or quick for a rougher plan sooner.")
 ]
@@ -78,94 +107,61 @@ OutputOption = Annotated[
 
 def plan(
     traces: TracesArgument,
-    costs: Annotated[list[Path] | None, typer.Option(help="Costs, one per trace in any order.")] = None,
+    costs: CostsOption = None,
     devices: Annotated[str | None, typer.Option(help="Devices to price, instead of --costs.")] = None,
     link: Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")] = None,
     bus: BusOption = None,
-    objective: Annotated[str, typer.Option(help="throughput, latency, cost or energy.")] = "throughput",
+    objective: Annotated[Objective, typer.Option(help="What to optimise.")] = Objective.THROUGHPUT,
     microbatches: MicrobatchesOption = None,
     batch: BatchOption = None,
     prefill_batch: PrefillBatchOption = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Of a model: tokens of a prompt.")] = 1024,
+    prompt_tokens: PromptTokensOption = 1024,
     output_tokens: OutputTokensOption = 256,
     tpot_ms: TpotMsOption = None,
     ttft_ms: TtftMsOption = None,
     random_weights: RandomWeights = False,
     launches: Launches = "",
-    counts: Annotated[str | None, typer.Option(help="Runs of each step in a request, as 1,32.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Force a coarser policy, such as data-parallel.")] = None,
-    pin: Annotated[list[str] | None, typer.Option(help=PIN_HELP)] = None,
+    counts: CountsOption = None,
+    policy: PolicyOption = None,
+    pin: PinOption = None,
     forbid: ForbidOption = None,
-    batch_choices: Annotated[bool, typer.Option("--batch-choices", help=BATCH_HELP)] = False,
+    batch_choices: BatchChoicesOption = False,
     effort: EffortOption = "full",
     explain: ExplainOption = False,
     output: OutputOption = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Illustrated[PlanFigures] | Illustrated[LoadFigures]:
     """Decide which device runs which launch, and what that gives.
 
-    For a model, batch and microbatches are chosen too: most tokens per second (or per dollar, or per joule)
-    within the devices' memory and the limits. Neither weights nor the devices are needed.
+    For a model, batch and microbatches are chosen too: most tokens per second (or per dollar, or per
+    joule) on these devices within their memory and the limits. Neither weights nor devices are needed.
 
     Or give the traces of one request in order. A decode belongs to a prefill when both have the same batch
     and the decode's context is the prefill's context plus its reserve.
     """
     started = time.perf_counter()
-    goal, links, buses = _objective(objective), link or [], bus or []
-    if _is_model(traces):
-        from tessera.cli.plan_load import PlannedLoad, plan_for_load
-
-        _refuse(
-            {"--costs": costs, "--counts": counts, "--policy": policy, "--pin": pin, "--forbid": forbid,
-             "--batch-choices": batch_choices, "--explain": explain, "--objective latency": goal == "latency"}
-        )  # fmt: skip
+    links, buses = link or [], bus or []
+    if is_model(traces):
+        if objective is Objective.LATENCY:
+            raise TesseraError("needs traces, not a model's name", place="--objective latency")
         wanted = PlannedLoad(
             traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, prefill_batch, microbatches,
-            random_weights, checked_launches(launches), goal, effort,
+            random_weights, checked_launches(launches), objective, effort,
         )  # fmt: skip
-        plan_for_load(wanted, _cluster(devices, links, buses), output, as_json)
-        return
-    given = {"--batch": batch, "--prefill-batch": prefill_batch, "--tpot-ms": tpot_ms, "--ttft-ms": ttft_ms}
-    _refuse({**given, "--launches": launches}, "a model's name, not traces")
+        return plan_for_load(wanted, _cluster(devices, links, buses), output)
     from tessera.plan import PlanConfig, search_config
 
-    many = 4 if microbatches is None else microbatches
-    config = PlanConfig(goal, many, policy, _constraints(pin, forbid), search=search_config(effort))
+    if launches:
+        raise TesseraError("needs a model's name, not traces", place="--launches")
+    many, search = microbatches or NUM_MICROBATCHES, search_config(effort)
+    config = PlanConfig(objective, many, policy, _constraints(pin, forbid), search=search)
     prices = _Prices(costs or [], devices, links, buses)
     made, tried = _plan_traces(traces, _counts(counts), batch_choices, prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
     save(made, path)
-    _tell(made, tried if batch_choices else (), path, explain, started if as_json else None)
-
-
-def _tell(
-    made: Plan, tried: "tuple[Tried, ...]", path: Path, is_explained: bool, json_since_s: float | None
-) -> None:
-    """The plan in tables, or as JSON with the seconds since then."""
-    if json_since_s is not None:
-        more = batches_document(made, tried) if tried else {}
-        more |= {"explain": reasons(made)} if is_explained else {}
-        seconds = round(time.perf_counter() - json_since_s, 3)
-        print_json(document(made) | more | {"output": str(path), "seconds": seconds})
-        return
-    show(made)
-    if tried:
-        show_batches(made, tried)
-    if is_explained:
-        show_reasons(made)
-    console().print(f"{path}: written", markup=False)
-
-
-def _is_model(words: Sequence[str]) -> bool:
-    """One word that is no file of a trace."""
-    return len(words) == 1 and not Path(words[0]).is_file() and not words[0].endswith(".trace")
-
-
-def _refuse(given: dict[str, object], needs: str = "traces, not a model's name") -> None:
-    """Options of the other form."""
-    for name, value in given.items():
-        if value or (value == 0 and value is not False):
-            raise TesseraError(f"{name} needs {needs}", "Leave it out, or see `tessera plan --help`.", name)
+    reasons = reasons_of(made) if explain else None
+    seconds = round(time.perf_counter() - started, 3)
+    record = plan_figures(made, tried if batch_choices else (), reasons, path, seconds)
+    return Illustrated(record, pictures(made))
 
 
 def _cluster(devices: str | None, links: list[str], buses: list[str]) -> Cluster:
@@ -232,12 +228,6 @@ def _constraints(pins: list[str] | None, forbidden: list[str] | None) -> "tuple[
         *(parse_constraint(x, True) for x in pins or ()),
         *(parse_constraint(x, False) for x in forbidden or ()),
     )
-
-
-def _objective(name: str) -> Objective:
-    if name not in tuple(Objective):
-        raise UnknownName("objective", name, tuple(Objective))
-    return Objective(name)
 
 
 def _counts(text: str | None) -> tuple[int, ...] | None:

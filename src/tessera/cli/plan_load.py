@@ -3,22 +3,22 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from rich.table import Table
+import msgspec
+from rich.text import Text
 
-from tessera.cli.output import console, print_json, progress
-from tessera.cli.plan_text import sure
+from tessera.cli.output import HIDDEN, Illustrated, Record, progress, shown
+from tessera.cli.plan_text import CostFigures, sure
 from tessera.errors import TesseraError
 from tessera.ir import Cluster, Objective, Step, save
 from tessera.plan import BATCHES, DeviceMemory, LoadConfig, LoadPlan, Option, Target, explain, search_config
 
+BASELINES = "coarser policies, each at its own best (simulated)"
 # Columns of the curve in the terminal.
 WIDTH = 40
-# A column of the table, by the objective.
-WORTH = {Objective.COST: ("$ a million tokens",), Objective.ENERGY: ("J a token",)}
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,77 @@ class PlannedLoad:
     effort: str = "full"
 
 
-def plan_for_load(load: PlannedLoad, cluster: Cluster, output: Path | None, as_json: bool) -> None:
-    """Plans, writes the plan and shows what was chosen and why."""
+class PolicyFigures(Record, frozen=True):
+    """One policy at its own best batch."""
+
+    tokens_per_s: float
+    usd_per_million_tokens: float | None
+    joules_per_token: float | None
+    tpot_ms: float
+    # Rows of a microbatch on each device, and of a prefill.
+    batch: dict[str, int]
+    prefill_batch: Annotated[dict[str, int], shown("prefill")]
+    microbatches: Annotated[int, shown("in flight")]
+
+
+class MemoryFigures(Record, frozen=True):
+    """Memory of one device."""
+
+    weights: Annotated[int, shown(unit="bytes")]
+    state: Annotated[int, shown(unit="bytes")]
+    temporaries: Annotated[int, shown(unit="bytes")]
+    capacity: Annotated[int, shown("of", "bytes")]
+
+
+class LoadFigures(Record, frozen=True):
+    """A plan for a load, with every coarser policy beside it."""
+
+    source: str
+    objective: Objective
+    policy: str
+    # Requests of `batch` rows per second.
+    throughput: Annotated[float, HIDDEN]
+    bound: Annotated[float, HIDDEN]
+    tokens_per_s: float
+    tpot_ms: float
+    ttft_ms: float
+    usd_per_million_tokens: float | None
+    joules_per_token: float | None
+    batch: Annotated[int, HIDDEN]
+    batches: Annotated[dict[str, int], shown("batch")]
+    prefill_batch: Annotated[int | None, HIDDEN]
+    prefill_batches: Annotated[dict[str, int], shown("prefill batch")]
+    microbatches: Annotated[int, shown("microbatches in flight")]
+    baselines: Annotated[dict[str, PolicyFigures], shown(BASELINES)]
+    best_baseline: str | None
+    ratio_to_best_baseline: float | None
+    ratio_to_data_parallel: float | None
+    frontier: Annotated[tuple[Option, ...], HIDDEN]
+    costs: Annotated[CostFigures, HIDDEN]
+    memory: Annotated[dict[str, MemoryFigures], shown("memory (modelled)")]
+    launches: str = ""
+    output: Path | None = None
+    seconds: float | None = None
+    notes: tuple[str, ...] = ()
+    headline: str = ""
+
+
+def plan_for_load(load: PlannedLoad, cluster: Cluster, output: Path | None) -> Illustrated[LoadFigures]:
+    """Plan, write the plan, and report what was chosen."""
     started = time.perf_counter()
     with progress("importing torch") as advance:
         found, is_compiled, note = planned(load, cluster, advance)
     path = output or Path(f"{Path(load.model).name}.plan")
     save(found.plan, path)
-    if as_json:
-        print_json(
-            document(found)
-            | {"launches": "compiled" if is_compiled else "eager", "note": note, "output": str(path)}
-            | {"seconds": round(time.perf_counter() - started, 3)}
-        )
-    else:
-        show(found)
-        if note:
-            console().print(f"Note: {note}", markup=False)
-        console().print(f"{path}: written", markup=False)
+    record = load_figures(found)
+    record = msgspec.structs.replace(
+        record,
+        launches="compiled" if is_compiled else "eager",
+        notes=(*record.notes, *([f"Note: {note}"] if note else [])),
+        output=path,
+        seconds=round(time.perf_counter() - started, 3),
+    )
+    return Illustrated(record, (Text("\n".join(curve(found))),))
 
 
 def planned(
@@ -86,12 +139,7 @@ def planned(
 
 
 def _check(load: PlannedLoad) -> None:
-    """Refuses what makes no load, before anything takes long."""
-    if min(load.prompt_tokens, 1 if load.output_tokens == 0 else load.output_tokens) < 1:
-        raise TesseraError("a request has at least one token", place="--prompt-tokens, --output-tokens")
-    for name, number in (("--batch", load.batch), ("--microbatches", load.microbatches)):
-        if number is not None and number < 1:
-            raise TesseraError(f"{number} is too few", "Give one or more, or leave it out.", name)
+    """Refuse impossible limits before anything takes long."""
     for name, limit in (("--tpot-ms", load.tpot_ms), ("--ttft-ms", load.ttft_ms)):
         if limit is not None and not 0 < limit < math.inf:
             raise TesseraError(f"{limit} ms is no limit", "Give a number above zero, or leave it out.", name)
@@ -115,129 +163,79 @@ def _steps(load: PlannedLoad) -> list[Step]:
     return [Step(model, "prefill", 1, prompt, reserve=output, random_weights=is_random), decode]
 
 
-def document(found: LoadPlan) -> dict[str, Any]:
-    """For machines."""
+def load_figures(found: LoadPlan) -> LoadFigures:
+    """The record of a plan for a load."""
     chosen, best = found.chosen, found.best_baseline
     parallel = next((o for o in found.baselines if o.policy == "data-parallel"), None)
-    return {
-        "source": "simulated on modelled costs",
-        "objective": found.objective,
-        "policy": found.plan.policy,
-        "throughput": found.plan.simulated_per_s,
-        "bound": found.plan.bound_per_s,
-        "tokens_per_s": chosen.tokens_per_s,
-        "tpot_ms": chosen.tpot_ms,
-        "ttft_ms": chosen.ttft_ms,
-        **_worth(chosen),
-        "batch": found.plan.batch,
-        "batches": chosen.batch,
-        "prefill_batch": found.plan.unit.prefill_batch,
-        "prefill_batches": chosen.prefill_batch,
-        "microbatches": chosen.microbatches,
-        "baselines": {
-            o.policy: {"tokens_per_s": o.tokens_per_s, "batch": o.batch, "tpot_ms": o.tpot_ms}
-            | {"microbatches": o.microbatches, "prefill_batch": o.prefill_batch, **_worth(o)}
-            for o in found.baselines
-        },
-        "best_baseline": best.policy if best else None,
-        "ratio_to_best_baseline": found.ratio_to(best) if best else None,
-        "ratio_to_data_parallel": found.ratio_to(parallel) if parallel else None,
-        "frontier": [asdict(option) for option in found.frontier],
-        "costs": sure(found.plan),
-        "memory": {room.device: _room(room) for room in explain(found.plan, is_brief=True).memory},
-    }
-
-
-def _worth(option: Option) -> dict[str, float | None]:
-    """By the dollar and by the joule."""
-    return {
-        "usd_per_million_tokens": option.usd_per_million_tokens,
-        "joules_per_token": option.joules_per_token,
-    }
-
-
-def _room(room: DeviceMemory) -> dict[str, int]:
-    return {
-        "weights": room.weight_bytes,
-        "state": room.state_bytes,
-        "temporaries": room.temporary_bytes,
-        "capacity": room.capacity_bytes,
-    }
-
-
-def show(found: LoadPlan) -> None:
-    """For people."""
-    from tessera.report import size
-
-    out, shown = console(), document(found)
-    out.print(policies_table(found))
-    memory = Table("device", "weights", "state", "temporaries", "of", title="Memory (modelled)")
-    for name, room in shown["memory"].items():
-        memory.add_row(name, *(size(room[key]) for key in ("weights", "state", "temporaries", "capacity")))
-    out.print(memory)
-    for line in curve(found):
-        out.print(line, markup=False)
-    out.print(f"Costs: {shown['costs']['sentence']}", markup=False)
-    out.print(verdict(found), markup=False)
-    out.print(how_sure(found), markup=False)
-
-
-def policies_table(found: LoadPlan) -> Table:
-    """The plan and every coarser policy, rising."""
-    others = [o for o in found.baselines if o is not found.chosen]
-    prefill = ("prefill",) if any(o.prefill_batch for o in (*others, found.chosen)) else ()
-    worth = {Objective.COST: ("$ a million tokens",), Objective.ENERGY: ("J a token",)}.get(
-        found.objective, ()
+    costs = sure(found.plan)
+    return LoadFigures(
+        source="simulated on modelled costs",
+        objective=found.objective,
+        policy=found.plan.policy,
+        throughput=found.plan.simulated_per_s,
+        bound=found.plan.bound_per_s,
+        tokens_per_s=chosen.tokens_per_s,
+        tpot_ms=chosen.tpot_ms,
+        ttft_ms=chosen.ttft_ms,
+        usd_per_million_tokens=chosen.usd_per_million_tokens,
+        joules_per_token=chosen.joules_per_token,
+        batch=found.plan.batch,
+        batches=chosen.batch,
+        prefill_batch=found.plan.unit.prefill_batch,
+        prefill_batches=chosen.prefill_batch,
+        microbatches=chosen.microbatches,
+        baselines={o.policy: policy_figures(o) for o in found.baselines},
+        best_baseline=best.policy if best else None,
+        ratio_to_best_baseline=found.ratio_to(best) if best else None,
+        ratio_to_data_parallel=found.ratio_to(parallel) if parallel else None,
+        frontier=tuple(found.frontier),
+        costs=costs,
+        memory={room.device: _memory(room) for room in explain(found.plan, is_brief=True).memory},
+        notes=(f"Costs: {costs.sentence}", how_sure(found)),
+        headline=verdict(found),
     )
-    head = ("policy", "tokens/s", *worth, "ms a token", "batch", *prefill, "in flight")
-    table = Table(*head, title="Each policy at its own best (simulated)")
-    for option in sorted((*others, found.chosen), key=lambda o: o.figure(found.objective)):
-        rows = (_rows(option.batch), *(_rows(option.prefill_batch) for _ in prefill))
-        price = tuple(f"{1.0 / option.figure(found.objective):.3g}" for _ in worth)
-        rate = (f"{option.tokens_per_s:,.0f}", *price, f"{option.tpot_ms:.3g}")
-        cells = (*rate, *rows, str(option.microbatches))
-        if option is not found.chosen:
-            table.add_row(option.policy, *cells)
-        else:
-            coarse = f": {option.policy}" if option in found.baselines else ""
-            table.add_row(f"the plan{coarse}", *cells, style="bold")
-    return table
 
 
-def _rows(by_device: dict[str, int]) -> str:
-    """One number where all devices have the same."""
-    if len(set(by_device.values())) <= 1:
-        return "".join(str(rows) for rows in set(by_device.values()))
-    return ", ".join(f"{name} {rows}" for name, rows in by_device.items())
+def policy_figures(option: Option) -> PolicyFigures:
+    names = PolicyFigures.__struct_fields__
+    return PolicyFigures(**{name: getattr(option, name) for name in names})
+
+
+def _memory(room: DeviceMemory) -> MemoryFigures:
+    return MemoryFigures(
+        weights=room.weight_bytes,
+        state=room.state_bytes,
+        temporaries=room.temporary_bytes,
+        capacity=room.capacity_bytes,
+    )
+
+
+def _ratios(found: LoadPlan) -> dict[str, float]:
+    """Coarser policy -> ratio of the plan to it, for data-parallel and the best one."""
+    best = found.best_baseline
+    compared = [o for o in found.baselines if o is best or o.policy == "data-parallel"]
+    return {o.policy: found.ratio_to(o) for o in sorted(compared, key=lambda o: o is best)}
 
 
 def verdict(found: LoadPlan) -> str:
     """The plan against the best coarser policy and data-parallel, in a sentence."""
-    shown = document(found)
-    best, ratio, parallel = (
-        shown[key] for key in ("best_baseline", "ratio_to_best_baseline", "ratio_to_data_parallel")
-    )
-    if best is None:
+    if found.best_baseline is None:
         return "No coarser policy keeps to the limits."
-    text = f"No gain: {best} is best here" if found.plan.policy == best else f"{ratio:.3f}x {best}"
-    if parallel is not None and best not in ("single", "data-parallel"):
-        text += f", {parallel:.3f}x data-parallel"
+    best, ratios = found.best_baseline.policy, _ratios(found)
+    text = f"No gain: {best} is best here" if found.plan.policy == best else f"{ratios[best]:.3f}x {best}"
+    if "data-parallel" in ratios and best not in ("single", "data-parallel"):
+        text += f", {ratios['data-parallel']:.3f}x data-parallel"
     what = {Objective.COST: "by the dollar, ", Objective.ENERGY: "by the joule, "}.get(found.objective, "")
     return f"{text}, {what}each at its own best batch (simulated on modelled costs)."
 
 
 def how_sure(found: LoadPlan) -> str:
-    """Which of the gains are beyond the error of the costs."""
-    shown = document(found)
-    error = shown["costs"]["rel_error"]
-    gains = {
-        "data-parallel": shown["ratio_to_data_parallel"],
-        shown["best_baseline"]: shown["ratio_to_best_baseline"],
-    }
+    """Which of the gains exceed the error of the costs."""
+    error = sure(found.plan).rel_error
     parts = [
         f"{ratio:.2f}x {name} is {'beyond' if ratio - 1.0 > error else 'within'} it"
-        for name, ratio in gains.items()
-        if ratio is not None and name != found.plan.policy
+        for name, ratio in _ratios(found).items()
+        if name != found.plan.policy
     ]
     return f"The costs have an error of ±{error:.0%}{': ' if parts else ''}{', '.join(parts)}."
 
@@ -245,8 +243,7 @@ def how_sure(found: LoadPlan) -> str:
 def curve(found: LoadPlan) -> list[str]:
     """Throughput over time per token: the best coarser policy's, and what a plan adds.
 
-    Other limits than the target's were not searched for: a plan with such a limit may give more, and so may
-    the coarser policies. So no ratio is told for them.
+    Only the target's limit was searched for; plans for other limits may give more, so no ratio is given.
     """
     from tessera.report import round_limits
 

@@ -34,7 +34,8 @@ from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Device, Plan, digest
 
 if TYPE_CHECKING:
-    from tessera.execute.remote import Gate, RemoteHub
+    from tessera.execute.hub import Hub
+    from tessera.execute.hub import Rendezvous as EngineRendezvous
     from tessera.execute.worker_stepper import MakeHub
     from tessera.serve.joining import ModelHere
 
@@ -69,7 +70,7 @@ class Meeting:
     @staticmethod
     def of(rendezvous: str | None, rank: int, secret_file: Path | None, torchrun: bool) -> "Meeting":
         """From the command's options, or from torchrun."""
-        from tessera.execute.handshake import check_secret
+        from tessera.execute.engine_connection import check_secret
 
         secret = _read_secret(secret_file)
         if torchrun:
@@ -89,27 +90,27 @@ class Meeting:
         return Meeting(rank, host, int(port), check_secret(host, secret))
 
     @contextmanager
-    def hub_of(self, num_devices: int, digest: str = "") -> "Iterator[partial[RemoteHub]]":
-        """For rank 0: what makes the way to all workers; `digest` names the plans that they may have."""
-        from tessera.execute.remote import RemoteHub
+    def hub_of(self, names: Sequence[str], digest: str = "") -> "Iterator[partial[Hub]]":
+        """For rank 0: makes the hub of all workers; `digest` names the plans that workers may have."""
+        from tessera.execute.hub import Hub
 
-        if self.world not in (None, num_devices):
-            message = f"torchrun started {self.world} processes for {num_devices} devices"
+        if self.world not in (None, len(names)):
+            message = f"torchrun started {self.world} processes for {len(names)} devices"
             raise MismatchError(message, "Start one process per device.", "--torchrun")
-        gate = self.gate()
+        listening = self.listen()
         try:
-            yield partial(RemoteHub, gate=gate, secret=self.secret, here=frozenset({0}), digest=digest)
+            yield partial(Hub, names, rendezvous=listening, here=frozenset({0}), digest=digest)
         finally:
-            gate.close()
+            listening.close()
 
-    def gate(self) -> "Gate":
-        """For rank 0: where the others call."""
-        from tessera.execute.remote import Gate
+    def listen(self) -> "EngineRendezvous":
+        """For rank 0: where the others connect."""
+        from tessera.execute.hub import Rendezvous as EngineRendezvous
 
-        gate = Gate(self.host, self.port, self.secret, _complain)
+        listening = EngineRendezvous(self.host, self.port, self.secret, _complain)
         if self.store is not None:
-            self.store.set(ADDRESS_KEY, str(gate.address[1]))
-        return gate
+            self.store.set(ADDRESS_KEY, str(listening.port))
+        return listening
 
     def address(self) -> tuple[str, int]:
         """Where to call; under torchrun known when rank 0 has said so."""
@@ -138,15 +139,15 @@ def work(
     digest: str = "",
 ) -> None:
     """Session after session, until no service answers; `rank` where it is not the meeting's."""
-    from tessera.execute.handshake import EngineCall
+    from tessera.execute.engine_connection import EngineAddress
     from tessera.serve.joining import ModelHere, keep_working
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the session too, as Ctrl-C does
     own = meeting.rank if rank is None or meeting.store is not None else rank
-    call = EngineCall(meeting.address(), meeting.secret, digest)
-    typer.echo(f"a worker for {call.place}", err=True)
+    engine = EngineAddress(*meeting.address(), meeting.secret, digest)
+    typer.echo(f"a worker for {engine.place}", err=True)
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
-    keep_working(call, own, make or ModelHere(), patience_s, again_s, say)
+    keep_working(engine, own, make or ModelHere(), patience_s, again_s, say)
 
 
 @contextmanager
@@ -169,7 +170,7 @@ def gathered(
     if meeting is None:
         yield found, None
         return
-    with meeting.hub_of(len(found)) as hub:
+    with meeting.hub_of([device.name for device in found]) as hub:
         yield found, hub
 
 
@@ -184,7 +185,7 @@ def met(plans: Sequence[Plan], meeting: Meeting | None, ray: str | None) -> "Ite
         with ray_cluster.joined(ray) as host, ray_cluster.placed(host, devices, "", _complain) as make:
             yield make
     elif meeting is not None:
-        with meeting.hub_of(len(devices), plans_digest(plans)) as hub:
+        with meeting.hub_of(plans[0].cluster.names, plans_digest(plans)) as hub:
             yield hub
     else:
         yield None
@@ -196,7 +197,7 @@ def _check_way(meeting: Meeting | None, ray: str | None) -> None:
 
 
 def _complain(line: str) -> None:
-    typer.echo(f"a caller was sent away: {line}", err=True)
+    typer.echo(f"a worker was refused: {line}", err=True)
 
 
 def plans_digest(plans: Sequence[Plan]) -> str:

@@ -4,7 +4,7 @@ A record is a frozen dataclass or msgspec struct. Its fields are printed in orde
 
   scalar, list or dict of scalars   a labelled line
   list or dict of records           a table with a column for each field
-  record                            a section
+  record                            a section; a labelled line if its field has a unit
   `headline`                        one sentence in bold, without a label
   `notes`                           one line each, without a label
   None, or an empty list or dict    nothing
@@ -13,7 +13,7 @@ Units come from the end of a field's name (`_us`, `_ms`, `_s`, `_bytes`, `_per_s
 say more with `Annotated[T, HIDDEN]` (only in the JSON) or `Annotated[T, shown("label", "unit")]`.
 
 A table that does not fit the terminal is turned: one column for each record, one row for each field. If that
-does not fit either, each record becomes a section. So no column is ever cut.
+does not fit either, long words are broken; at last each record becomes a section. No text is ever cut.
 """
 
 import dataclasses
@@ -135,9 +135,11 @@ def text_of(value: Any, unit: str = "") -> str:
         write = UNITS.get(unit)
         return write(value) if write and math.isfinite(value) else number(value)
     if isinstance(value, Mapping):
+        if len(value) > 1 and len(set(map(str, value.values()))) == 1:
+            return f"{text_of(next(iter(value.values())), unit)} each"
         return ", ".join(f"{key} {text_of(x, unit)}".strip() for key, x in value.items())
     if is_record(value):
-        pairs = ((f, text_of(getattr(value, f.name), f.unit)) for f in fields_of(type(value)))
+        pairs = ((f, text_of(getattr(value, f.name), f.unit or unit)) for f in fields_of(type(value)))
         return ", ".join(f"{f.label} {text}" for f, text in pairs if text and not f.is_hidden)
     if isinstance(value, str) or not isinstance(value, Iterable):
         return str(value)
@@ -162,7 +164,7 @@ def render(record: Any, console: Console) -> None:
 
 def _block(field: Field, value: Any, console: Console) -> Callable[[], None] | None:
     """How a field is printed that is more than a labelled line."""
-    if field.name == "headline":
+    if field.name == "headline" and isinstance(value, str):
         return lambda: console.print(value, markup=False, style="bold")
     if field.name == "notes":
         return lambda: console.print("\n".join(value), markup=False)
@@ -170,7 +172,7 @@ def _block(field: Field, value: Any, console: Console) -> Callable[[], None] | N
         return lambda: render_table(field.label, list(value.values()), console, [str(key) for key in value])
     if isinstance(value, Sequence) and not isinstance(value, str) and is_record(value[0]):
         return lambda: render_table(field.label, value, console)
-    if is_record(value):
+    if is_record(value) and not field.unit:
         return lambda: _section(field.label, value, console)
     return None
 
@@ -214,8 +216,9 @@ def render_table(
     table = [[head, *cells] for head, cells in zip(heads, rows, strict=True)]
     turned = [["", *heads[1:]], *([head, *rest] for head, *rest in zip(*rows, strict=True))]
     console.print(_title(title))
-    for columns, justified in ((table, rights), (turned, [False, *(True for _ in records)])):
-        if widths := _widths(columns, console.width):
+    right = [False, *(True for _ in records)]
+    for columns, justified, folds in ((table, rights, False), (turned, right, False), (table, rights, True)):
+        if widths := _widths(columns, console.width, folds):
             return _print_table(columns, widths, justified, console)
     for index in range(len(records)):
         _flush([(head, cells[index]) for head, cells in zip(heads, rows, strict=True)], console)
@@ -223,13 +226,14 @@ def render_table(
     return None
 
 
-def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int] | None:
-    """The width of each column, with its head first; None if they do not fit."""
+def _widths(columns: Sequence[Sequence[str]], width: int, folds: bool) -> list[int] | None:
+    """The width of each column, None if they do not fit; folds: long words may be broken."""
     wanted = []
     for head, *cells in columns:
         word = max((len(x) for x in head.split()), default=0)
         wanted.append(max([word, *(len(cell) for cell in cells)]))
-    prose = [n for n, cells in enumerate(columns) if wanted[n] >= PROSE_LENGTH and _has_words(cells[1:])]
+    long = [n for n in range(len(columns)) if wanted[n] >= PROSE_LENGTH]
+    prose = [n for n in long if folds or _has_words(columns[n][1:])]
     excess = sum(wanted) + GAP * (len(wanted) - 1) - width
     while excess > 0:
         widest = max(prose, key=lambda n: wanted[n], default=None)
@@ -252,7 +256,9 @@ def _print_table(
     table.show_header = any(head for head, *_ in columns)
     for (head, *_), width, is_right in zip(columns, widths, rights, strict=True):
         title = Text("\n".join(textwrap.wrap(head, width, break_on_hyphens=False)))
-        table.add_column(title, justify="right" if is_right else "left", width=width, vertical="top")
+        table.add_column(
+            title, justify="right" if is_right else "left", width=width, vertical="top", overflow="fold"
+        )
     for cells in zip(*(column[1:] for column in columns), strict=True):
         table.add_row(*map(Text, cells))
     console.print(table)

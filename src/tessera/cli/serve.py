@@ -115,7 +115,7 @@ def serve(
          "--max-batch-tokens": max_batch_tokens, "--max-waiting": max_waiting, "--max-requests": max_requests,
          "--max-body": max_body}, drain, memory_share,
     )  # fmt: skip
-    from tessera.execute.pipes import warm_up
+    from tessera.execute.processes import warm_up
 
     limits = _http_limits(max_body, max_requests, drain)
     if meeting is None and ray is None:

@@ -1,90 +1,82 @@
-"""Hub: the workers of a stepper, the ways to them, and how lost ones come back.
+"""Hub: the workers of a stepper. Starts them, carries messages, restarts lost ones.
 
-A hub starts one worker per device, each in a thread of its own that nobody waits for, carries messages, and
-sees to it that none is left: a worker ends when its connection closes, and one that does not is killed. A
-worker that is lost, also one that has not started yet, is started again: at once, and from the third time in
-a row on after pauses that grow. What it cannot do is judge who is lost; that is the stepper's.
+A device's worker is a process of this machine that the hub starts, or a remote one that connects to the
+rendezvous: an address and a secret. A remote worker says Hello and waits until a device needs it (see
+`WorkerGroup`), receives its configuration and works until the engine tells it to leave; then it connects
+again. So a late worker, a lost one and one on a new machine are the same.
 
-A device's workers are counted (epoch). What an earlier one still says is not heard.
+A worker ends when its connection closes; a local one that does not is killed. A lost worker, also one that
+has not started yet, is restarted: at once, and from the third failure in a row on after growing pauses. Who
+is lost is the stepper's decision. Workers of a device are counted (epoch); messages of an earlier one are
+ignored.
 
-Workers are processes of this machine; what a hub of other machines (`remote`) does differently is `_open`.
+Clocks of machines are compared once, when a worker is ready, to the time one message takes.
 """
 
 import contextlib
 import fcntl
-import multiprocessing
 import os
+import queue
+import resource
 import secrets
 import shutil
-import sys
 import tempfile
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import torch
 import torch.multiprocessing  # teaches pickle to pass tensors through shared memory
 
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, WorkerError
 from tessera.execute import messages, worker
-from tessera.execute.messages import Failed, LoadLanes, Message, Relink, StoreGet, StoreSet, WorkerReady
-from tessera.execute.orders import Board
-from tessera.execute.pipes import (
-    FORKSERVER,
-    NOBODY,
-    Hangup,
-    Inbox,
-    Outbox,
-    Wake,
-    framed,
-    hand_over,
-    socket_of,
-    warm_up,
+from tessera.execute.engine_connection import key_of, own_version
+from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
+from tessera.execute.messages import (
+    ANY_RANK,
+    Configured,
+    Failed,
+    Hello,
+    Leave,
+    LoadLanes,
+    Message,
+    Pieces,
+    Refused,
+    Relink,
+    Setup,
+    StoreGet,
+    StoreSet,
+    StoreValue,
+    Want,
+    Welcome,
+    WorkerReady,
 )
-from tessera.execute.setups import Setup
+from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up
 from tessera.execute.stepper import DeviceState, DeviceStatus
-from tessera.execute.transport import HOST, RESTART_TOGETHER
+from tessera.execute.transport import RESTART_TOGETHER
 from tessera.ir import BufferKind, Program, Trace
 
-# A worker that was told to leave has this long before it is ended.
-STOP_TIMEOUT_S = 5.0
-# Workers that have not loaded everything after this long never will.
+# Time a worker has to leave before it is killed, when the hub stops and when it is lost.
+STOP_TIMEOUT_S, LEAVE_S = 5.0, 0.2
+# A worker that is not ready after this long is lost.
 START_TIMEOUT_S = 300.0
-# A worker whose connection has closed is given this long to say how it ended.
-LEAVE_S = 0.2
 # A device that has worked this long is healthy again, as is one that has finished a step.
 HEALTHY_S = 60.0
-# The first failures in a row cost no pause; those behind wait so long, doubling.
+# The first failures in a row cost no pause; the pause then doubles.
 QUICK_FAILURES, FIRST_PAUSE_S, MAX_PAUSE_S = 2, 10.0, 300.0
-# Bytes of a worker's message beside its tensors: reports of launches and transfers, names.
-SLACK_BYTES = 64 << 20
-KEY_BYTES = 32
-LOOPBACK = "127.0.0.1"
-
-_hiding = threading.Lock()
-# The program itself first; one entry for everybody who hides it.
-_hidden: list[types.ModuleType] = []
-
-
-@contextmanager
-def hidden_main() -> Iterator[None]:
-    """Keeps workers from importing the program that starts them: it takes time, and may run it again."""
-    with _hiding:
-        _hidden.append(sys.modules["__main__"])
-        sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        with _hiding:
-            last = _hidden.pop()
-            if not _hidden:
-                sys.modules["__main__"] = last
+# Bytes of a worker's message beside its tensors; bytes of one before it is configured.
+SLACK_BYTES, MAX_ASKED_BYTES = 64 << 20, 1 << 16
+# A lost device whose next remote worker does not connect within this time counts as lost again.
+ABSENT_S = 20.0
+NUM_COMPLAINTS = 16
+# Remote workers lost during configuration before that counts as a failure.
+MAX_CONFIGURED = 3
+# Source of messages that are about no device.
+NOBODY = -1
+NAME_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +86,14 @@ class Up:
     epoch: int
 
 
+class Wake:
+    """News: `Hub.wake` was called."""
+
+
 @dataclass(frozen=True, slots=True)
 class LostWorker:
-    """What became of a worker that was given up, and what is done about its device."""
+    """How a worker ended, and when its device is tried again."""
 
-    # How it went, in words.
     how: str
     # In a row, this one included.
     failures: int
@@ -106,86 +101,206 @@ class LostWorker:
     retry_s: float | None
 
 
-class Line(Protocol):
-    """The way to one worker, and the hold on it."""
-
-    # For orders and answers.
-    pipe: Connection
-    # None until the worker says.
+class WorkerProcess(Protocol):
     pid: int | None
 
+    def run(self, value: Setup) -> None:
+        """Hands over the setup, and returns when the worker is gone."""
+
     def end(self, timeout_s: float) -> str:
-        """Makes sure that the worker is gone; it may leave by itself for so long. How it went, in words."""
+        """Makes sure the worker is gone; returns how it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    process: WorkerProcess
 
 
 @dataclass(slots=True)
 class _Member:
     state: DeviceState = "lost"
-    # Counts the workers of this device; of the one that is there, or of the next.
+    # Counts the workers of this device: the present one, or the next.
     epoch: int = 0
-    line: Line | None = None
-    outbox: Outbox | None = None
+    setup: Setup | None = None
+    process: WorkerProcess | None = None
+    connection: PeerConnection | None = None
+    # Of a remote worker while it is configured.
+    pieces: Pieces | None = None
+    num_configured: int = 0
     pid: int | None = None
-    # What the others were, and how many lanes there were, when it was started.
-    epochs: tuple[int, ...] = ()
-    num_lanes: int = 0
+    address: str = ""
     failures: int = 0
     started_s: float = 0.0
     ready_s: float | None = None
     # When another is to be started; None: there is one, or there will be none.
     due_s: float | None = 0.0
+    # When `about` is asked next, while a remote worker is awaited.
+    ask_s: float = float("inf")
     offset_s: float = 0.0
 
+    @property
+    def is_awaited(self) -> bool:
+        """A remote worker is to connect."""
+        return self.state == "starting" and self.process is None and self.connection is None
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """News to itself: a worker can be talked to."""
 
-    line: Line
+class Rendezvous:
+    """The address remote workers connect to; open from construction to `close`."""
+
+    def __init__(
+        self, host: str, port: int, secret: bytes, complain: Callable[[str], None] = lambda line: None
+    ) -> None:
+        _raise_file_limit()
+        self.host, self.secret, self._complain = host, secret, complain
+        # One line per refused worker, the last ones.
+        self.complaints: deque[str] = deque(maxlen=NUM_COMPLAINTS)
+        self.hear: Callable[[PeerConnection, Any], None] = lambda connection, message: None
+        self.max_bytes: Callable[[PeerConnection], int] = lambda connection: MAX_ASKED_BYTES
+        self.mailbox = Mailbox(self.note)
+        self.address = self.mailbox.listen(
+            f"tcp://{host}:{port or '*'}",
+            lambda connection, message, contents: self.hear(connection, message),
+            secret,
+            lambda connection: self.max_bytes(connection),  # noqa: PLW0108 - the hub sets it
+        )
+        self.port = int(self.address.rpartition(":")[2])
+
+    def note(self, host: str, what: str) -> None:
+        line = f"{host}: {what}"
+        is_new = not self.complaints or self.complaints[-1] != line
+        self.complaints.append(line)
+        if is_new:  # a flood is one line
+            self._complain(line)
+
+    def close(self) -> None:
+        self.mailbox.close()
+
+
+def _raise_file_limit() -> None:
+    """Silent connections hold a descriptor each until their handshake times out."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @dataclass
-class _Process:
-    process: BaseProcess
-    pipe: Connection
-    pid: int | None
+class WorkerGroup:
+    """Assigns waiting remote workers to devices.
 
-    def end(self, timeout_s: float) -> str:
-        self.process.join(timeout_s)
-        if not self.process.is_alive():
-            return f"exit code {self.process.exitcode}"
-        self.process.kill()
-        self.process.join(STOP_TIMEOUT_S)
-        return "killed by the engine"
+    A worker with a rank gets that device only. One without gets a remaining device once there are enough of
+    them for all remaining devices: until then, a worker with a rank may still connect. The others wait. A
+    worker that can never be used is told why.
+    """
+
+    num_devices: int
+    # Digest of the plans, which a worker that has plans must know.
+    digest: str = ""
+
+    def refusal(self, hello: Hello) -> Refused | None:
+        """Why a worker can never be used; None if it can."""
+        if hello.version != own_version():
+            message = f"it has Tessera {hello.version}, the engine {own_version()}"
+            return Refused(message, "Install the same version everywhere.")
+        if hello.digest not in ("", self.digest):
+            return Refused("it has other plans", "Copy the same plan files everywhere.")
+        if not ANY_RANK <= hello.rank < self.num_devices:
+            return Refused(f"there is no rank {hello.rank}", f"There are {self.num_devices}, from 0.")
+        return None
+
+    def choose(
+        self, device: int, waiting: Mapping[PeerConnection, Hello], awaited: set[int]
+    ) -> PeerConnection | None:
+        """The worker for a device, of those that are `waiting`; `awaited` are devices without a worker."""
+        for connection, hello in waiting.items():
+            if hello.rank == device:
+                return connection
+        ranks = {hello.rank for hello in waiting.values()}
+        anyone = [connection for connection, hello in waiting.items() if hello.rank == ANY_RANK]
+        return anyone[0] if anyone and len(anyone) >= len(awaited - ranks) else None
 
 
-def _hand_over(pipe: Connection, setup: Setup) -> None:
-    """In a thread of its own: a worker that is stopped does not read."""
-    with pipe, contextlib.suppress(OSError):  # one that is gone is heard of as a hang-up
-        hand_over(pipe, setup)
+class Board:
+    """The store of values that workers publish for one another. An empty value will never be set."""
+
+    def __init__(self, send: Callable[[tuple[int, int], Message], None]) -> None:
+        self._send = send
+        self._values: dict[str, bytes] = {}
+        # Key suffixes of workers that are gone.
+        self._gone: set[str] = set()
+        self._asking: list[tuple[tuple[int, int], str]] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for source in [source for source, wanted in self._asking if wanted == key]:
+            self._send(source, StoreValue(key, value))
+        self._asking = [(source, wanted) for source, wanted in self._asking if wanted != key]
+
+    def get(self, source: tuple[int, int], key: str) -> None:
+        value = b"" if any(map(key.endswith, self._gone)) else self._values.get(key)
+        if value is None:
+            self._asking.append((source, key))
+        else:
+            self._send(source, StoreValue(key, value))
+
+    def forget(self, device: int, epoch: int) -> None:
+        """A worker is gone: it waits for nothing, and nobody waits for its values."""
+        end = key_of("", device, epoch)
+        self._gone.add(end)
+        self._values = {key: value for key, value in self._values.items() if not key.endswith(end)}
+        asking = [ask for ask in self._asking if ask[0][0] != device]
+        self._asking = [ask for ask in asking if not ask[1].endswith(end)]
+        for source, key in asking:
+            if key.endswith(end):
+                self._send(source, StoreValue(key, b""))
 
 
 class Hub:
-    """Used by one thread, but for `wake`.
+    """Used by one thread, except `wake`.
 
-    setups  what each worker is born with; the hub adds key, epochs and where links listen
-    method  how processes are started: by themselves (spawn), or, for programs of Tessera's own, FORKSERVER
+    setups      of all workers; the hub adds addresses, secrets and epochs
+    method      start method of processes: "spawn", or FORKSERVER for programs of Tessera itself
+    rendezvous  where remote workers connect; closed with the hub
+    here        devices whose workers are local; with a rendezvous by default none
+    digest      of the plans, which remote workers with plans must know
+    about       asked now and then about a device whose worker has not connected; returns what is known
     """
 
-    # After so many failures in a row a device is given up for good; None: never.
+    # After so many failures in a row a device is given up; None: never.
     max_failures: int | None = None
 
-    def __init__(self, names: Sequence[str], setups: Sequence[Setup], method: str = FORKSERVER) -> None:
-        self.names, self._method = names, method
-        key = secrets.token_bytes(KEY_BYTES)
-        self.setups = [replace(setup, key=key) for setup in setups]
+    def __init__(
+        self,
+        names: Sequence[str],
+        setups: Sequence[Setup],
+        method: str = FORKSERVER,
+        *,
+        rendezvous: Rendezvous | None = None,
+        here: frozenset[int] = frozenset(),
+        digest: str = "",
+        about: Callable[[int], str] = lambda device: "",
+    ) -> None:
+        self.names, self._method, self._about = names, method, about
+        self.setups = list(setups)
+        self._rendezvous = rendezvous
+        self._here = here if rendezvous is not None else frozenset(range(len(names)))
         self._folder, self._lock = "", -1
         self._members = [_Member() for _ in names]
-        self._inbox = Inbox()
-        # True while a Wake is in the inbox: more of them would only delay what workers say.
+        self._mailbox: Mailbox | None = None
+        # News of this process's own threads, and of workers: (source, message).
+        self._posts: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._inbox: deque[tuple[Any, Any]] = deque()
+        # PeerConnection -> (device, epoch); names of local workers that will connect; remote ones that wait.
+        self._sources: dict[PeerConnection, tuple[int, int]] = {}
+        self._expected: dict[bytes, tuple[int, int]] = {}
+        self._waiting: dict[PeerConnection, Hello] = {}
+        self._group = WorkerGroup(len(names), digest)
         self._is_woken = False
         self._store = Board(self._tell)
         self._threads: list[threading.Thread] = []
+        # Devices that were lost because nobody connected.
+        self._absent: set[int] = set()
         self._is_over = threading.Event()
 
     @property
@@ -194,56 +309,67 @@ class Hub:
         return self.setups[0].transport in RESTART_TOGETHER
 
     def start(self) -> None:
-        """Begins to start all workers; returns at once. `take` tells of each when it is up."""
+        """Begins to start all workers and returns. `take` tells when each is up."""
         home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self._folder = tempfile.mkdtemp(prefix=f"tessera-{os.getpid()}-", dir=home)
         self._lock = os.open(os.path.join(self._folder, worker.LOCK), os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        host, secret = "", b""
+        if self._rendezvous is not None:
+            host, secret, address = self._rendezvous.host, self._rendezvous.secret, self._rendezvous.address
+            self._mailbox = self._rendezvous.mailbox
+            self._rendezvous.hear, self._rendezvous.max_bytes = self._hear, self._max_bytes
+        else:
+            self._mailbox = Mailbox()
+            hear = lambda connection, message, contents: self._hear(connection, message)  # noqa: E731
+            address = self._mailbox.listen(f"ipc://{self._folder}/engine", hear, b"", self._max_bytes)
+        local = {"engine": address, "secret": secret, "host": host, "folder": self._folder}
         for device, setup in enumerate(self.setups):
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64).share_memory_()
-            host = setup.host or (LOOPBACK if setup.transport == HOST else "")
-            self.setups[device] = replace(setup, folder=self._folder, host=host, progress=progress)
-        if self._method == FORKSERVER:
+            self.setups[device] = replace(setup, progress=progress, **local)  # type: ignore[arg-type]
+        if self._method == FORKSERVER and self._here:
             warm_up()
         self._start_due()
 
     def take(self, timeout_s: float | None) -> tuple[int, Any] | None:
         """The next message of any worker, or an Up, or a Hangup if it is gone; None after the timeout."""
+        assert self._mailbox is not None, "started"
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._start_due()
-            starting = [(d, m) for d, m in enumerate(self._members) if m.state == "starting" and m.line]
-            late = [(m.started_s + START_TIMEOUT_S, d) for d, m in starting]
-            if late and min(late)[0] <= time.monotonic():
-                return min(late)[1], Hangup(f"it was not ready after {START_TIMEOUT_S:.0f} s")
-            times = [t for t in (deadline, *(m.due_s for m in self._members)) if t is not None]
-            times += [at_s for at_s, _ in late]
-            wait_s = max(0.0, min(times) - time.monotonic()) if times else None
-            news = self._inbox.take(True, wait_s)
-            if news is not None:
-                found = self._hear(*news)
-                if found is not None:
-                    return found
-            elif deadline is not None and time.monotonic() >= deadline:
+            while not self._posts.empty():
+                self._inbox.append(self._posts.get())
+            while self._inbox:
+                news = self._sort(*self._inbox.popleft())
+                if news is not None:
+                    return news
+            if (late := self._late()) is not None:
+                return late
+            times = [t for t in (deadline, *self._times()) if t is not None]
+            if deadline is not None and time.monotonic() >= deadline:
+                self._mailbox.pump(0.0)
+                if self._inbox or not self._posts.empty():
+                    continue
                 return None
+            self._mailbox.pump(max(0.0, min(times) - time.monotonic()) if times else None)
 
     def order(self, device: int, message: Message) -> bool:
-        """Sends to a worker, without waiting for it; False if it is not there."""
+        """Sends to a worker without waiting; False if it is not there."""
         return self.send(device, messages.encode(message))
 
     def send(self, device: int, data: bytes) -> bool:
-        """Likewise, what is encoded already."""
-        outbox = self._members[device].outbox
-        return outbox is not None and outbox.post(*framed(data))
+        """Sends an encoded message."""
+        connection = self._members[device].connection
+        return connection is not None and connection.send(data)
 
     def wake(self) -> None:
-        """Makes `take` return a Wake of nobody; from any thread."""
+        """Makes `take` return a Wake of NOBODY; from any thread."""
         if not self._is_woken:
             self._is_woken = True
-            self._inbox.post(NOBODY, Wake())
+            self._post(NOBODY, Wake())
 
     def lose(self, device: int, *, counts: bool = True) -> LostWorker:
-        """Ends a worker and has another started; not counted if it was no fault of this device."""
+        """Ends a worker and has another started; `counts` is False if it was no fault of this device."""
         member, now = self._members[device], time.monotonic()
         if member.ready_s is not None and now - member.ready_s >= HEALTHY_S:
             member.failures = 0
@@ -251,10 +377,12 @@ class Hub:
         how = self._end(member, LEAVE_S)
         self._store.forget(device, member.epoch)
         member.epoch += 1
-        member.state, member.ready_s, member.pid = "lost", None, None
+        member.state, member.ready_s, member.pid, member.num_configured = "lost", None, None, 0
         is_given_up = self.max_failures is not None and member.failures >= self.max_failures
         retry_s = None if is_given_up else pause_s(member.failures)
-        member.due_s = None if retry_s is None else now + retry_s
+        is_absent = device in self._absent  # its worker is welcome whenever it connects
+        self._absent.discard(device)
+        member.due_s = None if retry_s is None else now if is_absent else now + retry_s
         self._start_due()
         return LostWorker(how, member.failures, retry_s)
 
@@ -262,175 +390,291 @@ class Hub:
         self._members[device].failures = 0
 
     def load(self, first_lane: int, programs: Sequence[Sequence[Program]]) -> None:
-        """More lanes, for workers that are there and for those to come."""
+        """Adds lanes, for present and future workers."""
         packed = messages.pack_programs(programs)
         for device, setup in enumerate(self.setups):
             self.setups[device] = replace(setup, programs=(*setup.programs, *map(tuple, programs)))
             if self._members[device].state == "ready":
-                self._members[device].num_lanes = first_lane + len(programs)
                 self.order(device, LoadLanes(first_lane, packed))
 
     def relink(self, device: int, other: int) -> None:
         for one, two in ((device, other), (other, device)):
-            self.order(one, Relink(two, self._members[two].epoch))
+            peer = self._members[two]
+            self.order(one, Relink(two, peer.epoch, peer.address))
 
     def status(self, device: int) -> DeviceStatus:
         member = self._members[device]
-        # A worker that is lost has an epoch's successor, which has not started.
+        # The epoch of a lost worker is its successor's, which has not started.
         return DeviceStatus(member.state, member.pid, max(0, member.epoch - (member.state == "lost")))
 
     def epoch(self, device: int) -> int:
-        """Which worker of the device it is, counted from 0."""
         return self._members[device].epoch
 
     def is_ready(self, device: int) -> bool:
         return self._members[device].state == "ready"
 
     def progress(self, device: int) -> dict[int, tuple[int, int]]:
-        """Microbatch -> (run, position), also of a dead worker; nothing where no memory is shared."""
+        """Microbatch -> (run, position), also of a dead worker; empty if no memory is shared."""
         shared = self.setups[device].progress
         if shared is None:
             return {}
         return {m: (run, position) for m, (run, position) in enumerate(shared.tolist()) if run >= 0}
 
     def clock_offset_s(self, device: int) -> float:
-        """What to add to a worker's clock to have this one's; 0 on one machine."""
+        """Difference from a worker's clock to this one; 0 on one machine."""
         return self._members[device].offset_s
 
     def stop(self) -> None:
-        """Ends all workers, also those that are being started."""
+        """Ends all workers, also those that are starting."""
         self._is_over.set()
         for member in self._members:
-            if member.outbox is not None:
-                member.outbox.close()
+            if member.connection is not None:
+                member.connection.send(Leave())
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for member in self._members:
             member.due_s = None
             self._end(member, max(0.0, deadline - time.monotonic()))
         for thread in self._threads:
             thread.join(STOP_TIMEOUT_S)
-        while (news := self._inbox.take(False)) is not None:
-            if isinstance(news[1], _Opened):
-                news[1].line.end(0.0)
-        self._close()
-
-    def max_bytes(self) -> int:
-        """How long a worker's message may be: what its steps can hand over, and some."""
-        return SLACK_BYTES + sum(map(_handed_over_bytes, self.setups[0].traces))
-
-    def _open(self, device: int, setup: Setup, is_over: Callable[[], bool]) -> Line:
-        """Starts one worker or waits for it to call; in a thread of its own, as long as it takes.
-
-        Raises TesseraError with the reason. `is_over` says that nobody waits for it any more.
-        """
-        context = multiprocessing.get_context(self._method)
-        ours, theirs = context.Pipe(duplex=True)
-        process = context.Process(  # type: ignore[attr-defined]
-            target=worker.main,
-            args=(theirs, self._folder),
-            name=f"tessera-{self.names[device]}",
-            daemon=True,
-        )
-        # Its end is closed here, so that the connection is when the worker that holds it is gone.
-        with theirs, hidden_main():
-            process.start()
-        own = Connection(os.dup(ours.fileno()))
-        threading.Thread(target=_hand_over, args=(own, setup), daemon=True).start()
-        return _Process(process, ours, process.pid)
-
-    def _close(self) -> None:
-        """After all workers are gone."""
+        while not self._posts.empty():
+            _, message = self._posts.get()
+            if isinstance(message, _Started):
+                message.process.end(0.0)
+        if self._mailbox is not None:
+            self._mailbox.close(LEAVE_S)
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
             self._folder = ""
 
-    def _setup(self, device: int) -> Setup:
-        """What the next worker of a device is born with."""
-        shared = self.setups[device].progress
-        if shared is not None:
-            shared.fill_(-1)
-        epochs = tuple(m.epoch for m in self._members)
-        return replace(self.setups[device], epoch=epochs[device], epochs=epochs)
+    def max_bytes(self) -> int:
+        """Bound of a worker's message: the outputs and state of its steps, and some."""
+        return SLACK_BYTES + sum(map(_handed_over_bytes, self.setups[0].traces))
+
+    def _max_bytes(self, connection: PeerConnection) -> int:
+        source = self._sources.get(connection)
+        is_known = connection.name in self._expected or (
+            source is not None and self._members[source[0]].pieces is None
+        )
+        return self.max_bytes() if is_known else MAX_ASKED_BYTES
+
+    def _launch(self, device: int, setup: Setup) -> WorkerProcess:
+        """Starts a local worker; in a thread of its own."""
+        name = f"tessera-{self.names[device]}"
+        return LocalProcess(worker.main, (self._folder,), name, self._method)
+
+    def _post(self, source: Any, message: Any) -> None:
+        self._posts.put((source, message))
+        if self._mailbox is not None and not self._is_over.is_set():
+            self._mailbox.wake()
 
     def _start_due(self) -> None:
         now = time.monotonic()
         for device, member in enumerate(self._members):
             if member.due_s is None or member.due_s > now or self._is_over.is_set():
                 continue
-            setup = self._setup(device)
+            shared = self.setups[device].progress
+            if shared is not None:
+                shared.fill_(-1)
+            epochs, name = tuple(m.epoch for m in self._members), secrets.token_bytes(NAME_BYTES)
+            epoch = epochs[device]
+            # A routing id must not begin with a zero byte.
+            setup = replace(self.setups[device], epoch=epoch, epochs=epochs, name=b"w" + name)
             member.state, member.due_s, member.started_s = "starting", None, now
-            member.epochs, member.num_lanes = setup.epochs, len(setup.programs)
-            self._threads = [t for t in self._threads if t.is_alive()]
-            thread = threading.Thread(target=self._try_open, args=(device, setup), daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            member.setup, member.ask_s = setup, now + ABSENT_S
+            if device in self._here:
+                self._expected[setup.name] = (device, epoch)
+                self._thread(self._try_start, device, setup)
+        self._assign()
 
-    def _try_open(self, device: int, setup: Setup) -> None:
-        """One start, in its own thread."""
+    def _thread(self, target: Callable[..., object], *arguments: Any) -> None:
+        self._threads = [t for t in self._threads if t.is_alive()]
+        self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
+        self._threads[-1].start()
 
-        def is_over() -> bool:
-            return self._is_over.is_set() or self._members[device].epoch != setup.epoch
-
-        news: _Opened | Failed | Hangup
+    def _try_start(self, device: int, setup: Setup) -> None:
+        source = (device, setup.epoch)
         try:
-            news = _Opened(self._open(device, setup, is_over))
+            process = self._launch(device, setup)
         except TesseraError as error:
-            news = Failed(error.message, error.remedy)
-        except (OSError, EOFError) as error:  # it died at once, or there is no room for a process
-            news = Hangup(f"it could not be started ({error})")
-        self._inbox.post((device, setup.epoch), news)
+            self._post(source, Failed(error.message, error.remedy))
+            return
+        except (OSError, EOFError) as error:  # it died at once, or there is no memory for a process
+            self._post(source, Hangup(f"it could not be started ({error})"))
+            return
+        self._post(source, _Started(process))
+        process.run(setup)
+        time.sleep(LEAVE_S)  # its last message may be on the way
+        self._post(source, Hangup())
 
-    def _hear(self, source: Any, message: Any) -> tuple[int, Any] | None:
-        """What is news to the stepper."""
+    def _times(self) -> list[float | None]:
+        """When something is due."""
+        times = [m.due_s for m in self._members]
+        for device, member in enumerate(self._members):
+            if member.state == "starting":
+                times += [member.started_s + self._patience_s(device)]
+                times += [member.ask_s] if member.is_awaited and device not in self._here else []
+        return [t for t in times if t != float("inf")]
+
+    def _patience_s(self, device: int) -> float:
+        """Time for a worker to get ready; for a remote one to connect: long at first, unlimited if planned
+        around."""
+        member = self._members[device]
+        if device in self._here or not member.is_awaited or member.epoch == 0:
+            return START_TIMEOUT_S
+        is_planned_around = member.failures > QUICK_FAILURES and self.max_failures is None
+        return float("inf") if is_planned_around else ABSENT_S
+
+    def _late(self) -> tuple[int, Any] | None:
+        """A worker that is not ready in time; asks about remote ones that have not connected."""
+        now = time.monotonic()
+        for device, member in enumerate(self._members):
+            if member.state != "starting":
+                continue
+            limit_s = self._patience_s(device)
+            if member.started_s + limit_s <= now:
+                if device in self._here or not member.is_awaited:
+                    return device, Hangup(f"it was not ready after {START_TIMEOUT_S:.0f} s")
+                member.started_s, member.ask_s = float("inf"), float("inf")
+                self._absent.add(device)
+                self._thread(self._ask_about, device, member.epoch, limit_s)
+            elif member.ask_s <= now:
+                member.ask_s = now + ABSENT_S
+                if member.is_awaited and device not in self._here:
+                    self._thread(self._about, device)
+        return None
+
+    def _ask_about(self, device: int, epoch: int, limit_s: float) -> None:
+        """Reports that nobody connected, with what is known; in a thread, since it may take seconds."""
+        said = self._about(device)
+        complaints = self._rendezvous.complaints if self._rendezvous is not None else ()
+        if not said and complaints:
+            said = f"refused: {complaints[-1]}"
+        what = f"nobody connected within {limit_s:.0f} s{f'; {said}' if said else ''}"
+        self._post((device, epoch), Failed(what, "Start one process per device."))
+
+    def _hear(self, connection: PeerConnection, message: Any) -> None:
+        """A message of any peer, from `Mailbox.pump`."""
+        source = self._sources.get(connection) or self._expected.pop(connection.name, None)
+        if source is not None:
+            if connection not in self._sources:
+                self._sources[connection] = source
+                if self._members[source[0]].epoch == source[1]:
+                    self._members[source[0]].connection = connection
+            self._inbox.append((source, message))
+            if isinstance(message, Hangup):
+                del self._sources[connection]
+        elif isinstance(message, Hello):
+            refusal = self._group.refusal(message)
+            if refusal is None:
+                self._waiting[connection] = message
+                self._assign()
+            else:
+                self._refuse(connection, refusal)
+        else:
+            self._waiting.pop(connection, None)
+            if not isinstance(message, Hangup):
+                self._refuse(connection, Refused("it did not say who it is", ""))
+
+    def _refuse(self, connection: PeerConnection, refusal: Refused) -> None:
+        connection.send(refusal)
+        connection.close()
+        if self._rendezvous is not None:
+            self._rendezvous.note(connection.host, f"{refusal.message}. {refusal.remedy}".strip())
+
+    def _assign(self) -> None:
+        """Gives awaited devices the remote workers that wait, and sends them their configuration."""
+        if not self._waiting:
+            return
+        awaited = {d for d, m in enumerate(self._members) if m.is_awaited and d not in self._here}
+        for device in sorted(awaited):
+            connection = self._group.choose(device, self._waiting, awaited)
+            member = self._members[device]
+            if connection is None or member.setup is None:
+                continue
+            awaited = awaited - {device}
+            del self._waiting[connection]
+            self._absent.discard(device)
+            member.connection, member.started_s = connection, time.monotonic()
+            member.pieces = Pieces(member.setup.weights)
+            self._sources[connection] = (device, member.epoch)
+            connection.send(Welcome(messages.pack_config(member.setup)))
+
+    def _sort(self, source: Any, message: Any) -> tuple[int, Any] | None:
+        """Handles what is the hub's; returns the stepper's news."""
         if isinstance(message, Wake):
             self._is_woken = False
             return NOBODY, message
         device, epoch = source
         member = self._members[device]
-        if epoch != member.epoch:  # an earlier worker, or its last words
-            if isinstance(message, _Opened):
-                message.line.end(0.0)
+        if epoch != member.epoch or member.state == "lost":  # an earlier worker
+            if isinstance(message, _Started):
+                message.process.end(0.0)
             return None
-        if isinstance(message, _Opened):
-            self._take_in(device, message.line)
+        if isinstance(message, _Started):
+            member.process, member.pid = message.process, message.process.pid
+            member.started_s = time.monotonic()
             return None
-        if isinstance(message, WorkerReady) and member.state == "starting":
-            return device, self._welcome(device, message)
-        return device, message
-
-    def _take_in(self, device: int, line: Line) -> None:
-        member = self._members[device]
-        member.line, member.pid, member.outbox = line, line.pid, Outbox(socket_of(line.pipe))
-        member.started_s = time.monotonic()
-        self._inbox.listen((device, member.epoch), line.pipe, messages.decode, self._answer, self.max_bytes)
-
-    def _welcome(self, device: int, ready: WorkerReady) -> Up:
-        """Tells a worker that is ready, and the others, what changed while it started."""
-        member = self._members[device]
-        member.state, member.ready_s = "ready", time.monotonic()
-        member.pid = ready.pid if member.pid is None else member.pid
-        if lanes := self.setups[device].programs[member.num_lanes :]:
-            self.order(device, LoadLanes(member.num_lanes, messages.pack_programs(lanes)))
-        for peer, other in enumerate(self._members):
-            if peer == device:
-                continue
-            if other.state == "ready" and other.epochs[device] != member.epoch:
-                self.order(peer, Relink(device, member.epoch))
-            if other.epoch != member.epochs[peer]:
-                self.order(device, Relink(peer, other.epoch))
-        return Up(member.epoch)
-
-    def _answer(self, source: Any, message: Any) -> bool:
-        """In the reading threads: what workers ask of one another is answered at any time."""
+        if member.pieces is not None:
+            return self._configure(device, member, message)
         match message:
             case StoreSet(key, value):
                 self._store.set(key, value)
             case StoreGet(key):
                 self._store.get(source, key)
+            case WorkerReady() if member.state == "starting":
+                return device, self._welcome(device, message)
             case _:
-                return False
-        return True
+                return device, message
+        return None
+
+    def _configure(self, device: int, member: _Member, message: Any) -> tuple[int, Any] | None:
+        """One message of a remote worker that is being configured."""
+        assert member.pieces is not None
+        try:
+            match message:
+                case Want(name, start):
+                    piece = member.pieces.piece(name, start)
+                    if member.connection is not None:
+                        member.connection.send(piece)
+                    member.started_s = time.monotonic()
+                    return None
+                case Configured():
+                    member.pieces, member.started_s = None, time.monotonic()
+                    return None
+                case Hangup():  # another may connect
+                    member.num_configured += 1
+                    member.connection = member.pieces = None
+                    if member.num_configured < MAX_CONFIGURED and not message.reason:
+                        member.started_s = time.monotonic()
+                        self._assign()
+                        return None
+                    return device, message
+                case Failed(text, remedy):
+                    error = WorkerError(f"could not start: {text}", remedy)
+                case _:
+                    error = WorkerError(f"it sent {type(message).__name__} while it was configured")
+        except WorkerError as wrong:
+            error = wrong
+        return device, Failed(error.message, error.remedy)
+
+    def _welcome(self, device: int, ready: WorkerReady) -> Up:
+        """Tells a worker that is ready, and the others, what changed while it started."""
+        member = self._members[device]
+        assert member.setup is not None
+        member.state, member.ready_s, member.address = "ready", time.monotonic(), ready.address
+        member.pid = ready.pid if member.pid is None else member.pid
+        if device not in self._here:
+            member.offset_s = time.monotonic() - ready.clock_s
+        num_lanes = len(member.setup.programs)
+        if lanes := self.setups[device].programs[num_lanes:]:
+            self.order(device, LoadLanes(num_lanes, messages.pack_programs(lanes)))
+        for peer, other in enumerate(self._members):
+            if peer != device and other.state == "ready":
+                self.relink(device, peer)
+            elif peer != device and other.epoch != member.setup.epochs[peer]:
+                self.order(device, Relink(peer, other.epoch))
+        return Up(member.epoch)
 
     def _tell(self, source: tuple[int, int], message: Message) -> None:
         device, epoch = source
@@ -438,16 +682,20 @@ class Hub:
             self.order(device, message)
 
     def _end(self, member: _Member, timeout_s: float) -> str:
-        """How the worker went that was there."""
-        line, outbox = member.line, member.outbox
-        member.line = member.outbox = None
-        if outbox is not None:
-            outbox.close()
-        return line.end(timeout_s) if line is not None else "it had not started"
+        """Ends the present worker; returns how it ended."""
+        process, connection = member.process, member.connection
+        member.process = member.connection = member.pieces = None
+        if connection is not None:
+            connection.send(Leave())
+            connection.close()
+            self._sources.pop(connection, None)
+        if process is not None:
+            return process.end(timeout_s)
+        return "its connection was closed" if connection is not None else "it had not started"
 
 
 def pause_s(failures: int) -> float:
-    """How long a device is left alone after so many failures in a row."""
+    """Pause before a device is tried again, after so many failures in a row."""
     if failures <= QUICK_FAILURES:
         return 0.0
     return float(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures - QUICK_FAILURES - 1, 16)))

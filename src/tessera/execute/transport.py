@@ -21,19 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tessera.errors import UnknownName, WorkerError
-from tessera.execute.links import KeyStore, LinkFrame, Links
+from tessera.execute.links import Links
+from tessera.execute.mailbox import Mailbox
 from tessera.execute.memory import landing
-from tessera.execute.setups import Setup
+from tessera.execute.messages import LinkFrame, Setup
 from tessera.ir import Device, DeviceKind, Program
 
 AUTO, SHM, HOST, IPC, NVSHMEM = "auto", "shm", "host", "ipc", "nvshmem"
 NAMES = (AUTO, SHM, HOST, IPC, NVSHMEM)
 # Transports whose workers hold one another's memory: when one is lost, all are started again.
 RESTART_TOGETHER = frozenset({NVSHMEM})
-NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +90,21 @@ def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
 
 
 class Transport(ABC):
-    """One worker's end of all its links; keeps `links.Receiver`."""
+    """One worker's end of all its links; implements `links.Receiver`. `post` hears the news."""
 
-    def __init__(self, setup: Setup, store: KeyStore) -> None:
-        self._device = setup.device
-        self._post: Post = lambda news: None
-        # Peer -> the most bytes of one transfer from it.
+    def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
+        self._device, self._post = setup.device, post
+        # Peer -> maximum bytes of one transfer from it.
         self._largest: Counter[int] = Counter()
         self.load(setup.programs)
-        where = {"folder": setup.folder, "host": setup.host}
+        where = {"folder": setup.folder, "host": setup.host, "secret": setup.secret}
         limit = self._largest.__getitem__
-        self._links = Links(setup.device, setup.epochs, setup.key, store, self, limit, **where)
+        self._links = Links(mailbox, setup.device, setup.epochs, self, limit, **where)  # type: ignore[arg-type]
 
-    def start(self, post: Post) -> None:
-        """Begins to tell news; called once."""
-        self._post = post
-        self._links.start()
+    @property
+    def address(self) -> str:
+        """Where the links of this worker listen."""
+        return self._links.address
 
     @abstractmethod
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
@@ -122,18 +122,14 @@ class Transport(ABC):
         for transfer in (t for lane in programs for p in lane for t in p.transfers if t.dst == self._device):
             self._largest[transfer.src] = max(self._largest[transfer.src], transfer.num_bytes)
 
-    def relink(self, device: int, epoch: int) -> None:
-        """A peer was started again, or the link to it was cut: the next transfer opens another."""
-        self._links.relink(device, epoch)
+    def relink(self, device: int, epoch: int, address: str) -> None:
+        """A peer was restarted, or the link to it was cut: the next transfer opens another."""
+        self._links.relink(device, epoch, address)
 
     def close(self) -> None:
-        """Ends what the transport has started."""
         self._links.close()
 
-    def place(self, peer: int, frame: LinkFrame) -> memoryview | None:
-        return None
-
-    def arrived(self, peer: int, frame: LinkFrame) -> None:
+    def arrived(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
         self._post(TransferArrived(frame.run, frame.transfer, frame.sent_s, time.monotonic()))
 
     def gone(self, peer: int, why: str) -> None:
@@ -150,20 +146,20 @@ class SharedMemory(Transport):
     programs that need as much, up to the next power of two, share a file, so plans can be replaced for ever.
     """
 
-    def __init__(self, setup: Setup, store: KeyStore) -> None:
+    def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
         self._folder, self._microbatches = setup.folder, setup.microbatches
         # (source, destination, bytes a microbatch)
         self._arenas: dict[tuple[int, int, int], torch.Tensor] = {}
         # (source, destination, program's identity) -> transfer -> offset, and bytes a microbatch
         self._places: dict[tuple[int, int, int], tuple[dict[int, int], int]] = {}
-        super().__init__(setup, store)
+        super().__init__(setup, mailbox, post)
 
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
         """Copies the bytes over and tells the other end."""
         start_s = time.monotonic()
         self._place(transfer).copy_(contents)
         dst = transfer.program.transfers[transfer.number].dst
-        self._links.post(dst, LinkFrame(transfer.run, transfer.number, 0, start_s), NOTHING)
+        self._links.post(dst, LinkFrame(transfer.run, transfer.number, start_s))
 
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
         into.copy_(self._place(transfer))
@@ -197,65 +193,47 @@ class SharedMemory(Transport):
 
 
 class OverHost(Transport):
-    """Transport `host`: the bytes follow the header over the link, and wait here until they are fetched."""
+    """Transport `host`: the bytes follow the frame over the link, and wait here until they are fetched."""
 
-    def __init__(self, setup: Setup, store: KeyStore) -> None:
+    def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
         self._lock = threading.Lock()
-        self._coming: dict[int, torch.Tensor] = {}
-        self._held: dict[tuple[int, int], torch.Tensor] = {}
-        # Size -> memory that was used before: fresh memory costs as much as the copy.
-        self._spare: dict[int, list[torch.Tensor]] = {}
+        self._held: dict[tuple[int, int], memoryview] = {}
         self._forgotten: set[int] = set()
-        super().__init__(setup, store)
+        super().__init__(setup, mailbox, post)
 
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
-        """Written at once as far as the link takes it; a thread writes the rest."""
         dst = transfer.program.transfers[transfer.number].dst
-        data = contents.numpy().data
-        self._links.post(dst, LinkFrame(transfer.run, transfer.number, len(data), time.monotonic()), data)
+        frame = LinkFrame(transfer.run, transfer.number, time.monotonic())
+        self._links.post(dst, frame, contents.numpy().data)
 
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
         with self._lock:
             held = self._held.pop((transfer.run, transfer.number))
-        if held.numel() != into.numel():
-            raise WorkerError(f"a transfer of {into.numel()} bytes arrived as {held.numel()}")
-        into.copy_(held)
-        with self._lock:
-            self._spare.setdefault(held.numel(), []).append(held)
+        if len(held) != into.numel():
+            raise WorkerError(f"a transfer of {into.numel()} bytes arrived as {len(held)}")
+        if len(held):
+            into.numpy()[:] = np.frombuffer(held, dtype=np.uint8)
 
     def forget(self, run: int) -> None:
-        """Lets go of what arrived for a run that has ended."""
+        """Drops what arrived for a run that has ended."""
         with self._lock:
             self._forgotten.add(run)
             for key in [k for k in self._held if k[0] == run]:
                 del self._held[key]
 
-    def place(self, peer: int, frame: LinkFrame) -> memoryview | None:
-        """Memory of its own, until the worker fetches it."""
+    def arrived(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
         with self._lock:
-            if frame.run in self._forgotten:
-                return None
-            spare = self._spare.get(frame.size)
-            coming = spare.pop() if spare else torch.empty(frame.size, dtype=torch.uint8)
-            self._coming[peer] = coming
-        return coming.numpy().data
-
-    def arrived(self, peer: int, frame: LinkFrame) -> None:
-        with self._lock:
-            coming = self._coming.pop(peer, None)
             if frame.run in self._forgotten:
                 return
-            self._held[frame.run, frame.transfer] = (
-                torch.empty(0, dtype=torch.uint8) if coming is None else coming
-            )
-        super().arrived(peer, frame)
+            self._held[frame.run, frame.transfer] = contents
+        super().arrived(peer, frame, contents)
 
 
-# Name -> how a CPU worker opens it; a CUDA worker has its own.
-OPENERS: dict[str, Callable[[Setup, KeyStore], Transport]] = {SHM: SharedMemory, HOST: OverHost}
+# Transports of a CPU worker by name; a CUDA worker has its own.
+OPENERS: dict[str, Callable[[Setup, Mailbox, Post], Transport]] = {SHM: SharedMemory, HOST: OverHost}
 
 
-def open_transport(setup: Setup, store: KeyStore) -> Transport:
+def open_transport(setup: Setup, mailbox: Mailbox, post: Post) -> Transport:
     if setup.transport not in OPENERS:
         raise WorkerError(f"a CPU worker cannot use {setup.transport}", "Use --transport auto.")
-    return OPENERS[setup.transport](setup, store)
+    return OPENERS[setup.transport](setup, mailbox, post)

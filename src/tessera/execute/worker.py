@@ -15,17 +15,20 @@ import gc
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from typing import Any, Protocol
 
 import torch
 
 from tessera.errors import TesseraError
 from tessera.execute import messages
+from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher
+from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import ProgramMemory, WorkerMemory, bind_storages, bytes_of, tensor_of
 from tessera.execute.messages import (
     Begin,
@@ -37,24 +40,21 @@ from tessera.execute.messages import (
     LoadLanes,
     PeerLost,
     Relink,
+    Setup,
     WorkerReady,
     pack,
     unpack,
 )
-from tessera.execute.orders import EngineLine
-from tessera.execute.pipes import Hangup, take_over
+from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
-from tessera.execute.setups import Setup
 from tessera.execute.transport import Gone, RunTransfer, TransferArrived, open_transport
-from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Program, Recv, Run, Send, Trace
+from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Program, Recv, Run, Send
 
 # A file in the session's folder that the engine holds as long as it lives.
 LOCK = "lock"
 # A process that exits, as Linux says it; how long its lock is waited for, in tries.
 PF_EXITING = 0x4
 LEAVING_TRIES, LEAVING_S = 200, 0.05
-# Bytes of an order beside its tensors: programs, mostly.
-ORDER_BYTES = 1 << 30
 
 
 class Backend(Protocol):
@@ -81,7 +81,7 @@ class _Active:
 class Worker:
     """A CPU's memory and its loop."""
 
-    def __init__(self, setup: Setup, engine: EngineLine) -> None:
+    def __init__(self, setup: Setup, engine: EngineConnection) -> None:
         self._setup, self._engine = setup, engine
         self._queue = Queue()
         self._active: dict[int, _Active] = {}
@@ -105,11 +105,10 @@ class Worker:
         self._progress = progress.numpy().reshape(-1).data
         self.at = (-1, -1, -1)
         engine.where = self._where
-        self._transport = open_transport(setup, engine)
-        self._transport.start(engine.post)
+        self._transport = open_transport(setup, engine.mailbox, engine.post)
 
     def loop(self) -> None:
-        self._engine.tell(WorkerReady(time.monotonic(), os.getpid()))
+        self._engine.tell(WorkerReady(time.monotonic(), os.getpid(), self._transport.address))
         while True:
             job = self._queue.pick()
             news = self._engine.take(block=job is None)
@@ -139,8 +138,8 @@ class Worker:
                 self._programs[first_lane:] = programs
                 self._newest = first_lane
                 self._transport.load(programs)
-            case Relink(device, epoch):
-                self._transport.relink(device, epoch)
+            case Relink(device, epoch, address):
+                self._transport.relink(device, epoch, address)
             case TransferArrived(run, number, start, stop):
                 if run not in self._cancelled:
                     self._queue.deliver(run, number)
@@ -262,17 +261,31 @@ class Worker:
             self._begin(following)
 
 
-def main(pipe: Connection, folder: str) -> None:
-    """The entry of a process of the engine's machine, which is handed its setup."""
+def main(pipe: Pipe, folder: str) -> None:
+    """Entry of a process of the engine's machine, which inherits a pipe to its setup."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the engine acts on it
     # Streams that share a hardware queue wait for one another; read when CUDA starts, with the first weight.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     with contextlib.suppress(EOFError, OSError):  # the engine is gone
-        serve(take_over(pipe), pipe)
+        _serve_inherited(pipe)
     # Gives shared CUDA tensors back: the engine's torch warns at exit about tensors that are still held.
     gc.collect()
     _clean_up(folder)
     os._exit(0)  # threads may still wait for peers that are gone
+
+
+def _serve_inherited(pipe: Pipe) -> None:
+    setup = take_over(pipe)
+    engine = EngineConnection(setup.engine, setup.secret, setup.name)
+    threading.Thread(target=_follow, args=(pipe, engine), daemon=True).start()
+    serve(setup, engine)
+
+
+def _follow(pipe: Pipe, engine: EngineConnection) -> None:
+    """The pipe ends with the engine, even if the connection was never opened."""
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv_bytes()
+    engine.end()
 
 
 def _clean_up(folder: str) -> None:
@@ -299,11 +312,10 @@ def _is_leaving(pid: int) -> bool:
         return True
 
 
-def serve(setup: Setup, pipe: Connection) -> None:
+def serve(setup: Setup, engine: EngineConnection) -> None:
     """One worker until its engine hangs up; an error goes to the engine, which tells the user."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    engine = EngineLine(pipe, ORDER_BYTES + sum(map(_given_bytes, setup.traces)))
     backend: Backend | None = None
     try:
         backend = _backend(setup, engine)
@@ -318,14 +330,10 @@ def serve(setup: Setup, pipe: Connection) -> None:
         if backend is not None:
             with contextlib.suppress(TesseraError, RuntimeError, OSError):  # a device that has failed
                 backend.close()
+        engine.close()
 
 
-def _given_bytes(trace: Trace) -> int:
-    """What the engine may send for one run."""
-    return sum(b.size_bytes for b in trace.buffers if b.kind in (BufferKind.INPUT, BufferKind.STATE))
-
-
-def _backend(setup: Setup, engine: EngineLine) -> Backend:
+def _backend(setup: Setup, engine: EngineConnection) -> Backend:
     if setup.cluster.devices[setup.device].kind is DeviceKind.CUDA:
         from tessera.execute.cuda.worker import CudaWorker
 
@@ -333,6 +341,6 @@ def _backend(setup: Setup, engine: EngineLine) -> Backend:
     return Worker(setup, engine)
 
 
-def _tell_failure(engine: EngineLine, backend: Backend | None, message: str, remedy: str) -> None:
+def _tell_failure(engine: EngineConnection, backend: Backend | None, message: str, remedy: str) -> None:
     with contextlib.suppress(OSError):  # the engine is gone
         engine.tell(Failed(message, remedy, *(backend.at if backend is not None else (-1, -1, -1))))

@@ -16,14 +16,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
-from tessera.execute.hub import Hub, LostWorker, Up, hidden_main
+from tessera.execute.hub import Hub, LostWorker, Up, Wake
 from tessera.execute.lanes import Lanes
 from tessera.execute.lower import describe
+from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import Footprint, check_fits, footprints, ready_programs
-from tessera.execute.messages import Cancelled, Done, Failed, PeerLost, Progress, Where
-from tessera.execute.pipes import FORKSERVER, Hangup, Wake
+from tessera.execute.messages import (
+    Cancelled,
+    Done,
+    Failed,
+    PeerLost,
+    Progress,
+    Setup,
+    Where,
+    make_setups,
+)
+from tessera.execute.processes import FORKSERVER, hidden_main
 from tessera.execute.runs import Runs
-from tessera.execute.setups import Setup, make_setups
 from tessera.execute.stepper import DeviceBack, DeviceLost, DeviceUse, Event, Tensors
 from tessera.execute.transport import AUTO, resolve
 from tessera.ir import Plan, Program, Recv, Send

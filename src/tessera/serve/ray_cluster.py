@@ -21,8 +21,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tessera.errors import TesseraError, extra_module
-from tessera.execute.handshake import EngineCall
-from tessera.execute.remote import Gate, RemoteHub
+from tessera.execute.engine_connection import EngineAddress
+from tessera.execute.hub import Hub, Rendezvous
 from tessera.ir import Device, DeviceKind
 
 if TYPE_CHECKING:
@@ -127,18 +127,19 @@ def placed(
     """Has Ray start a worker for every device, in the cluster that was joined; yields the way to them."""
     check_room(devices, nodes())
     secret = secrets.token_bytes(32)
-    gate = Gate(host, 0, secret, complain)
-    seats = Seats(devices, EngineCall(gate.address, secret), model)
+    rendezvous = Rendezvous(host, 0, secret, complain)
+    seats = Seats(devices, EngineAddress(host, rendezvous.port, secret), model)
+    names = [device.name for device in devices]
     try:
-        yield partial(RemoteHub, gate=gate, secret=secret, about=seats.about)
+        yield partial(Hub, names, rendezvous=rendezvous, about=seats.about)
     finally:
-        gate.close()
+        rendezvous.close()
         seats.close()
 
 
 class Seats:
-    def __init__(self, devices: Sequence[Device], call: EngineCall, model: str = "") -> None:
-        self._call, self._model = call, model
+    def __init__(self, devices: Sequence[Device], engine: EngineAddress, model: str = "") -> None:
+        self._engine, self._model = engine, model
         there = nodes()
         self._bundles = [demands(device, there) for device in devices]
         has_gpus = any(device.kind is DeviceKind.CUDA for device in devices)
@@ -181,26 +182,25 @@ class Seats:
             "max_restarts": -1,
         }
         made = ray.remote(Seat).options(**options)
-        return made.remote(self._call.address, self._call.secret, rank, self._model)
+        return made.remote(self._engine, rank, self._model)
 
 
 class Seat:
     """The actor: a worker of one device, session after session."""
 
-    def __init__(self, address: tuple[str, int], secret: bytes, rank: int, model: str) -> None:
+    def __init__(self, engine: EngineAddress, rank: int, model: str) -> None:
         self._said = ""
-        call = EngineCall(address, secret)
-        threading.Thread(target=self._work, args=(call, rank, model), daemon=True).start()
+        threading.Thread(target=self._work, args=(engine, rank, model), daemon=True).start()
 
     def said(self) -> str:
         """Why it does not work any more; empty while it does."""
         return self._said
 
-    def _work(self, call: EngineCall, rank: int, model: str) -> None:
+    def _work(self, engine: EngineAddress, rank: int, model: str) -> None:
         from tessera.serve.joining import ModelHere, keep_working
 
         try:
-            keep_working(call, rank, ModelHere(model))
+            keep_working(engine, rank, ModelHere(model))
             self._said = "it left"
         except TesseraError as error:
             self._said = str(error)

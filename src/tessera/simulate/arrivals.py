@@ -1,4 +1,4 @@
-"""Arrivals by a formula, seeded, or from a log; and lengths of requests.
+"""Arrivals by a seeded formula or from a log, and lengths of requests.
 
     batch:N                     N requests at time zero
     poisson:RATE                independent, RATE a second on average
@@ -9,9 +9,9 @@
         BurstGPT   Timestamp (seconds), Model, Request tokens, Response tokens, ...
         Azure      TIMESTAMP (date and time), ContextTokens, GeneratedTokens
 
-Columns are found by name, in any order; others are ignored. Times count from the first row and may not go
-back. A row without answer tokens is a request that failed when it was recorded, and is left out. A row with a
-hole (a cell that is empty or no number) is refused with its line: what is missing cannot be guessed.
+Columns are found by name, in any order; others are ignored. Times count from the first row and must not
+decrease. A row without answer tokens is a failed request and is left out. A row with an empty or non-numeric
+cell is refused with its line.
 
 Lengths: `fixed:P,O` (prompt and answer tokens); `uniform:P,O` (half to one and a half times these means),
 `geometric:P,O` and `lognormal:P,O,SIGMA` with these means. Simulations, rehearsals and benchmarks draw alike.
@@ -34,7 +34,7 @@ Floats = npt.NDArray[np.float64]
 
 # Defaults of a bursty stream: four times the mean rate in a tenth of the time, for ten seconds.
 BURST = (4.0, 0.1, 10.0)
-# Requests of an endless stream.
+# Number of requests of an endless stream.
 DEFAULT_NUM = 1000
 # Largest rate, length or time; more would not fit a draw.
 MOST = 1e9
@@ -44,7 +44,7 @@ LENGTHS = ("fixed", "uniform", "geometric", "lognormal")
 def make_arrivals(
     text: str, num: int | None = None, seed: int = 0, lengths: str | None = None, speed: float = 1.0
 ) -> Arrivals:
-    """Arrivals from what a user wrote; `speed` times as fast."""
+    """Arrivals from a user's text, `speed` times as fast."""
     if not speed > 0.0:
         raise ArrivalsError(f"a speed of {speed:g} is none", "Use a number above zero.", "--speed")
     kind, colon, rest = text.partition(":")
@@ -89,7 +89,7 @@ def _bursty(numbers: Sequence[float], num: int | None, seed: int) -> Floats:
         message = f"bursts of {peak:g} times the mean rate cannot last {share:g} of the time"
         raise ArrivalsError(message, "PEAK times SHARE is at most 1: bursty:20,4,0.1.", "--arrivals")
     random = np.random.default_rng([seed, 2])
-    # The rate outside bursts that leaves the mean as it should be.
+    # Rate outside bursts that keeps the mean.
     rates = (rate * (1.0 - peak * share) / (1.0 - share), rate * peak)
     stays = (seconds * (1.0 - share) / share, seconds)
     times: list[float] = []
@@ -187,7 +187,7 @@ def read_arrivals(path: Path, num: int | None = None) -> Arrivals:
 def _rows(path: Path) -> Iterator[tuple[int, float, int, int]]:
     """(line, seconds, prompt, answer) of every row."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a mark first
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
             reader = csv.DictReader(file)
             form = _form(reader.fieldnames or (), path)
             for row in reader:

@@ -81,7 +81,7 @@ def make_column(items: Sequence[Recv | LaunchSegment]) -> DeviceColumn:
 
 @dataclass(frozen=True)
 class Wires:
-    """The links of a cluster by their ends, and the bus of each."""
+    """Links of a cluster by their ends, and the bus of each."""
 
     cluster: Cluster
 
@@ -106,7 +106,7 @@ def _bus(link: Link) -> str:
 
 @dataclass
 class Scripts:
-    """Scripts of placements on one cluster; the script of a step is made once per placement."""
+    """Scripts of placements on one cluster, cached by step and placement."""
 
     unit: WorkUnit
     costs: tuple[Costs, ...]
@@ -123,9 +123,9 @@ class Scripts:
         return tuple(script for moves, step in self.steps(placement) for script in (*moves, step))
 
     def steps(self, placement: Placement) -> tuple[tuple[tuple[Script, ...], Script], ...]:
-        """For every step: the moves of state before it when it follows the step before it, and the step.
+        """For every step: the moves of state before it, and the step.
 
-        A prefill of some of a request's rows moves its part of the state at the end of each of its runs.
+        A prefill of some rows moves its part of the state at the end of each of its runs.
         """
         moves, places = self._lowering.moves(placement), enumerate(placement.devices)
         if self.unit.is_in_parts:

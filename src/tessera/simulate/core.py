@@ -1,13 +1,13 @@
 """The executor's schedule under a virtual clock: devices, links and requests as events.
 
-Uses the queue that workers use; only time is replaced. A launch takes its modelled time on its device, one at
-a time; after each one the device takes the job that the queue picks. A transfer occupies its bus for its wire
-time, first come first served, and arrives a latency later. Receives cost nothing. A segment of launches is
-one event unless a job arrives that the queue prefers: then the segment ends at the current launch, which
-gives the same times as checking after every launch.
+Uses the queue that workers use; only time is virtual. A launch takes its modelled time on its device; after
+each one the device takes the job that the queue picks. A transfer occupies its bus for its wire time, first
+come first served, and arrives a latency later. Receives cost nothing. A segment of launches is one event
+unless a job arrives that the queue prefers: then it ends at the current launch, which gives the same times as
+checking after every launch.
 
-`simulate` runs requests that all wait at time zero through a plan. With detail there is one span per launch;
-without, one per segment of launches, at the same times.
+`simulate` runs requests that all wait at time zero through a plan, with one span per launch (detail) or one
+per segment, at the same times.
 """
 
 from abc import ABC, abstractmethod
@@ -57,7 +57,7 @@ class SimulatedDevice:
 
 
 class Core(ABC):
-    """The event loop; subclasses admit requests and record what happens."""
+    """The event loop; subclasses admit requests and record events."""
 
     def __init__(self, num_devices: int, num_buses: int) -> None:
         self.devices = [SimulatedDevice() for _ in range(num_devices)]
@@ -69,7 +69,7 @@ class Core(ABC):
 
     @abstractmethod
     def on_end(self, flight: Flight, now: float) -> None:
-        """A flight has nothing left to run."""
+        """A flight has ended."""
 
     @abstractmethod
     def on_segment(
@@ -282,11 +282,11 @@ def simulate(plan: Plan, num_requests: int, is_detailed: bool = True) -> Timelin
 
 
 def throughput_per_s(timeline: Timeline) -> float:
-    """Work units per second while the system was full; over the whole run if it is too short for that.
+    """Work units per second while the system was full, else over the whole run.
 
     Requests that start together finish in bursts, so work is counted instead of completions: a span's share
-    of its request's busy time. The window is from the first completion to the start of the last request. A
-    request of a larger batch counts as several work units.
+    of its request's busy time, from the first completion to the start of the last request. A request of a
+    larger batch counts as several work units.
     """
     numbers = [number for number, _, _ in timeline.requests]
     weights = dict(zip(numbers, timeline.weights or [1.0] * len(numbers), strict=True))

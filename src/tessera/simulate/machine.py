@@ -1,10 +1,10 @@
 """VirtualMachine: the simulator's loop, stopped whenever a run ends, with memoised transitions.
 
 The caller begins the next run of a microbatch before the loop goes on. What happens until the next end of a
-run depends only on the state of devices and links and on the runs begun there. So each transition is kept
+run depends only on the state of devices and links and on the runs begun there, so each transition is kept
 with its duration and busy time: a busy server repeats itself, and a hundred thousand requests take seconds.
 Times between two ends are rounded to a millionth of a microsecond, so that equal states compare equal. With
-jitter, where all times differ, nothing is kept.
+jitter all times differ and nothing is kept.
 """
 
 import heapq
@@ -16,9 +16,9 @@ from tessera.execute.schedule import Job
 from tessera.simulate.columns import LaunchSegment, Script, TransferWire
 from tessera.simulate.core import END, Core, Flight, SimulatedDevice, Work
 
-# Digits of kept times, in microseconds.
+# Digits of times, in microseconds.
 DECIMALS = 6
-# States kept; beyond that all are dropped, which changes no result.
+# States kept; beyond that all are dropped, without effect on results.
 MAX_PLACES = 5000
 
 
@@ -162,7 +162,7 @@ def _device_state(device: SimulatedDevice, age: dict[int, int], now: float) -> t
 
 
 class VirtualMachine:
-    """Begins runs of microbatches and tells which ends next."""
+    """Begins runs of microbatches and reports which ends next."""
 
     def __init__(self, num_devices: int, num_buses: int, remembers: bool = True) -> None:
         self.now_us = 0.0
@@ -184,7 +184,7 @@ class VirtualMachine:
     def start(self, microbatch: int, works: Sequence[Work]) -> None:
         """Begins consecutive runs of a microbatch."""
         if self.now_us > self._since_us:
-            self._enter(self._catch_up())  # this moment is a place
+            self._enter(self._catch_up())  # this moment becomes a state
         self._begun.append((microbatch, tuple(works)))
 
     def take(self, limit_us: float) -> int | None:

@@ -1,15 +1,15 @@
-"""What requests saw in a simulation (`report_of`), limits on it, and what policies can do.
+"""Latency metrics of a simulation (`report_of`), limits on them, and capabilities of policies.
 
     ttft        from arrival to the first token
     tpot        time per token after the first
     latency     from arrival to the last token
     normalised  latency divided by the tokens of the answer
 
-A request that was refused or never served meets no limit. Rent is paid for every device that a policy
-may use, for the whole duration, until it is lost; energy by the same model as the planner's: a device that is
-on draws a share of its board power when it waits and all of it when it is busy.
+A request that was refused or never served meets no limit. Rent is paid for every device that a policy may
+use, for the whole duration, until it is lost; energy follows the planner's model: a waiting device draws a
+share of its board power, a busy one all of it.
 
-What a policy can do is found by simulating it: its capacity, latency against load, and one request alone.
+Capabilities are simulated: capacity, latency against load, and one request alone.
 """
 
 import math
@@ -36,7 +36,7 @@ UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class LatencyLimit:
-    """One service-level objective: a metric that may not exceed some seconds."""
+    """A service-level objective: most seconds of a metric."""
 
     metric: str
     seconds: float
@@ -63,7 +63,7 @@ def parse_limits(text: str) -> tuple[LatencyLimit, ...]:
 
 
 def measured(served: SimulatedRun) -> dict[str, Floats]:
-    """Metric -> seconds of every request; not a number where it has none."""
+    """Metric -> seconds of every request; NaN if it has none."""
     first = np.array(served.ledger.first_us)
     done = np.array(served.ledger.done_us)
     came = np.array(served.requests.times_us)
@@ -80,7 +80,7 @@ def measured(served: SimulatedRun) -> dict[str, Floats]:
 
 
 def attainment(served: SimulatedRun, limits: Sequence[LatencyLimit]) -> float | None:
-    """Share of all requests within every limit; a request of one token has no time per token to exceed."""
+    """Share of requests within every limit; a request of one token has no time per token."""
     if not limits or not len(served.requests):
         return None
     found = measured(served)
@@ -176,9 +176,9 @@ def _joules(
     return total / tokens if tokens else None
 
 
-# Full houses that pass through a policy while its capacity is measured, and at every load of its curve.
+# Requests per place of a plan in the measurement of capacity, and at every load of the curve.
 TURNS = 8
-# Requests at every load, at least.
+# Least requests at every load.
 LEAST = 1000
 # Points added to the curves where they cross.
 REFINED = 3
@@ -187,21 +187,21 @@ LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 
 
 def like(requests: RequestLoad, num: int, times_us: Sequence[float]) -> RequestLoad:
-    """As many requests with the lengths of a requests, over and over, at other times."""
+    """`num` requests with the lengths of `load`, repeated, at other times."""
     return requests.chosen(islice(cycle(range(len(requests))), num), times_us)
 
 
 def house(plan: Plan, requests: RequestLoad) -> int:
-    """Requests that a plan has places for."""
+    """Places of a plan."""
     return plan.microbatches * requests.rows
 
 
 def capacity_per_s(plan: Plan, requests: RequestLoad, truth: Truth | None = None) -> float:
-    """Requests per second of a plan that always has more waiting than it can take."""
+    """Requests per second of a plan that always has requests waiting."""
     num = house(plan, requests) * (TURNS + 1)
     served = SimulatedServer([plan], like(requests, num, [0.0] * num), truth).run()
     done = np.sort(np.array(served.ledger.done_us)) * 1e-6
-    # While requests waited: from the first completion to the time when the last of them was seated.
+    # While requests waited: from the first completion until the last one was seated.
     first, last = house(plan, requests) // 2, num - house(plan, requests)
     return float((last - first) / (done[last] - done[first])) if done[last] > done[first] else float("inf")
 
@@ -211,13 +211,13 @@ def point(plan: Plan, requests: RequestLoad, rate_per_s: float, seed: int) -> Po
     num = max(LEAST, house(plan, requests) * TURNS)
     times = [t * 1e6 for t in poisson(rate_per_s, num, seed).times_s]
     found = measured(SimulatedServer([plan], like(requests, num, times)).run())
-    # By Little's law, rate times latency are in the system.
+    # Little's law: rate times latency requests are in the system.
     present = rate_per_s * float(np.nanmean(found["latency"]))
     return Point(rate_per_s, float(np.nanmean(found["normalised"])), present)
 
 
 def capabilities(plans: Sequence[Plan], requests: RequestLoad, seed: int = 0) -> tuple[Capability, ...]:
-    """Every plan at the same loads and the same arrivals, by its own costs."""
+    """Every plan at the same loads and arrivals, by its own costs."""
     full = [capacity_per_s(plan, requests) for plan in plans]
     rates = sorted({share * capacity for share in LOADS for capacity in full})
     made = []
@@ -232,7 +232,7 @@ def capabilities(plans: Sequence[Plan], requests: RequestLoad, seed: int = 0) ->
 def _refined(
     plans: Sequence[Plan], known: list[Capability], requests: RequestLoad, seed: int
 ) -> list[Capability]:
-    """With one more point of each curve where they seem to cross: that is where it matters."""
+    """Adds a point to each curve where curves cross."""
     rate = crossing_per_s(tuple(known))
     if rate is None:
         return known
@@ -245,7 +245,7 @@ def _refined(
 
 
 def alone(plan: Plan, requests: RequestLoad, truth: Truth | None = None) -> dict[str, float]:
-    """Metric -> the least that a request can see: the shortest and the longest, each on an idle system."""
+    """Metric -> least possible value: the shortest and the longest request, each on an idle system."""
     best = dict.fromkeys(METRICS, float("inf"))
     by_tokens = sorted(range(len(requests)), key=lambda n: requests.tokens[n])
     for number in {by_tokens[0], by_tokens[-1]}:
@@ -259,7 +259,7 @@ def alone(plan: Plan, requests: RequestLoad, truth: Truth | None = None) -> dict
 def check_limits(
     plans: Sequence[Plan], requests: RequestLoad, limits: Sequence[LatencyLimit], truth: Truth
 ) -> None:
-    """Refuses a limit that a request misses even when it has all devices for itself."""
+    """Refuses a limit that a request misses even alone."""
     if not limits:
         return
     found = [alone(plan, requests, truth) for plan in plans]

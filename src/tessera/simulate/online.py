@@ -1,18 +1,17 @@
-"""SimulatedServer: requests that come over time, through the real scheduler over a virtual stepper.
+"""SimulatedServer: requests that arrive over time, through the real scheduler over a virtual stepper.
 
-What requests, policies, losses and switches go through here is what a service's go through, by the same code;
-only time is virtual, and the requests of a microbatch are modelled (`ModelledRows`): a number each, and
-decodes to go. `RequestLoad` has their times and lengths, `RequestLedger` what became of them.
+Requests, policies, losses and switches go through the code of a service; only time is virtual, and the
+requests of a microbatch are modelled (`ModelledRows`): a number each, and decodes left. `RequestLoad` is what
+requests ask of a work unit, `RequestLedger` what happened to them.
 
-Between two decodes those that are done leave, and waiting ones join. Those that join together run the head
-first (everything before the decodes: encode, prefill), then all decode together. A head takes time in
-proportion to the prompt tokens that joined, in sixteenths of the captured one; a decode takes what the
-captured batch and context take, however many rows are in use and wherever they stand. A work unit that does
-not end in a decode has no more than a head: its requests join while the microbatch is empty, run every step
-as often as the unit says, and leave together.
+Between two decodes finished requests leave and waiting ones join. Those that join together run the head first
+(everything before the decodes: encode, prefill), then all decode together. A head takes time in proportion to
+the prompt tokens that joined, in sixteenths of the captured one; a decode takes the time of the captured
+batch and context. A work unit that does not end in a decode is only a head: its requests join while the
+microbatch is empty, run every step as often as the unit says, and leave together.
 
-A request that begins again, since its device was lost or its microbatch is renewed, reads what it has along
-with its prompt and gets its next token by that, as in a service.
+A request that restarts, since its device was lost or its microbatch is renewed, reads its earlier tokens
+along with its prompt, as in a service.
 """
 
 import heapq
@@ -30,32 +29,30 @@ from tessera.execute.stepper import DeviceLost, StepCall, StepDone
 from tessera.ir import Arrivals, Decision, Plan, WorkUnit
 from tessera.simulate.stepper import NO_FAULTS, Faults, Truth, VirtualStepper
 
-# Heads are timed in this many parts of a whole one.
+# Parts of a head in which it is timed.
 PARTS = 16
 
 
 @dataclass(frozen=True)
 class RequestLoad:
-    """Requests of a simulation: times and lengths, in units of the captured steps."""
-
     times_us: Sequence[float]
-    # Answer tokens and decodes of each.
+    # Tokens and decodes per request.
     tokens: Sequence[int]
     decodes: Sequence[int]
-    # Share of a whole head that each prompt takes.
+    # Share of a whole head per prompt.
     shares: Sequence[float]
-    # Requests that share a microbatch.
+    # Requests per microbatch.
     rows: int
     # True if a head gives the first token.
     head_speaks: bool
-    # Share of a whole head that one token takes when it is read again.
+    # Share of a whole head per earlier token that is read again.
     per_token: float = 0.0
 
     def __len__(self) -> int:
         return len(self.times_us)
 
     def chosen(self, numbers: Iterable[int], times_us: Sequence[float]) -> "RequestLoad":
-        """Some of the requests, perhaps more than once, at other times."""
+        """A selection of the requests, with repeats, at other times."""
         rows = [(self.tokens[n], self.decodes[n], self.shares[n]) for n in numbers]
         tokens, decodes, shares = zip(*rows, strict=True)
         return replace(self, times_us=times_us, tokens=tokens, decodes=decodes, shares=shares)
@@ -85,7 +82,7 @@ def load_of(unit: WorkUnit, arrivals: Arrivals, rows: int | None = None) -> Requ
 
 @dataclass
 class RequestLedger:
-    """What happened to each request; times in microseconds, negative: it did not."""
+    """What happened to each request; times in microseconds, negative: never."""
 
     first_us: list[float]
     done_us: list[float]
@@ -93,7 +90,7 @@ class RequestLedger:
     num_refused: int = 0
     num_failed: int = 0
     max_waiting: int = 0
-    # Decodes that a request had when it left a microbatch before its end: it goes on from there.
+    # Decodes done when a request left a microbatch before its end; it resumes there.
     decoded: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
@@ -102,7 +99,7 @@ class RequestLedger:
 
 
 class ModelledRows(Content[int]):
-    """What the scheduler's microbatches hold in a simulation; requests are numbers."""
+    """Content of a simulated microbatch; requests are numbers."""
 
     def __init__(
         self,
@@ -120,13 +117,13 @@ class ModelledRows(Content[int]):
             self._decode = StepCall(number, first + len(unit.graphs) - 1)
             runs = runs[: len(runs) - unit.counts[-1]]
         self._head = runs[::-1]
-        # Decodes done, and (decode after which it leaves, request).
+        # Decodes done, and (last decode, request).
         self._clock = 0
         self._seats: list[tuple[int, int]] = []
-        # Who joins; of those who sit, who has not given a token yet.
+        # Joining requests; seated ones without a token.
         self._joining: list[int] = []
         self._silent: list[int] = []
-        # What is left of the head, last first, and what runs.
+        # Rest of the head, last first, and the running steps.
         self._ahead: list[StepCall] = []
         self._runs: StepCall | None = None
 
@@ -136,7 +133,7 @@ class ModelledRows(Content[int]):
 
     @property
     def num_free(self) -> int:
-        """Seats; without decodes, only those who came together share the steps."""
+        """Without decodes, only requests that came together share the steps."""
         if self._decode is None and (self._runs is not None or self._ahead):
             return 0
         return self._requests.rows - len(self._seats) - len(self._joining)
@@ -147,20 +144,20 @@ class ModelledRows(Content[int]):
 
     @property
     def can_move(self) -> bool:
-        """Where prompts are not part of the work, reading again is not either."""
+        """Without prompts in the work, reading again is not modelled either."""
         return self._decode is not None and self._requests.rows > 1
 
     def add(self, request: int) -> None:
         self._joining.append(request)
 
     def requests(self) -> list[int]:
-        """Everybody; how far each one came is noted."""
+        """All requests; notes their progress."""
         for stop, request in self._seats:
             self._ledger.decoded[request] = self._requests.decodes[request] - (stop - self._clock)
         return sorted([*(request for _, request in self._seats), *self._joining])
 
     def next_step(self) -> StepCall | None:
-        """The head of those who join, then decodes."""
+        """The head of joining requests, then decodes."""
         if self._joining and not self._ahead:
             self._begin_head()
         if self._ahead:
@@ -181,7 +178,7 @@ class ModelledRows(Content[int]):
             self._sit(is_spoken=False)
 
     def _sit(self, is_spoken: bool) -> None:
-        """The head is over: those who joined have their first token, or their only one, or none yet."""
+        """The head has ended: joined requests have their first token, their only one, or none yet."""
         for request in self._joining:
             left = self._requests.decodes[request]
             if request in self._ledger.decoded:
@@ -194,7 +191,7 @@ class ModelledRows(Content[int]):
         self._joining = []
 
     def _speak(self, request: int) -> None:
-        if self._ledger.first_us[request] < 0.0:  # a request begun again has spoken before
+        if self._ledger.first_us[request] < 0.0:  # restarted
             self._ledger.first_us[request] = self._now_us()
 
     def end(self, done: StepDone) -> Sequence[int]:
@@ -219,7 +216,7 @@ class ModelledRows(Content[int]):
         return leaving
 
 
-# Two moments closer than this are one, in microseconds: seconds are not exact to more.
+# Moments closer than this, in microseconds, are one.
 SAME_US = 1e-3
 
 
@@ -235,7 +232,7 @@ class SimulatedRun:
 
 
 class SimulatedServer(Watcher[int]):
-    """One simulation; the first of the plans is in force until somebody switches."""
+    """One simulation; the first plan is current until a switch."""
 
     def __init__(
         self,
@@ -248,7 +245,7 @@ class SimulatedServer(Watcher[int]):
         self.requests, self.ledger = requests, RequestLedger.of(len(requests))
         self.decisions: list[Decision] = []
         self.stepper = VirtualStepper(plans, truth, faults)
-        # Where a microbatch is one request its steps end, so that nobody needs a turn.
+        # A microbatch of one request ends, so no turns are needed.
         config = SchedulerConfig(
             max_waiting=max_waiting, rows=requests.rows, patience=PATIENCE if requests.rows > 1 else inf
         )
@@ -256,7 +253,7 @@ class SimulatedServer(Watcher[int]):
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._next = 0  # the next arrival
-        self._next_us = 0.0  # when something happens from outside
+        self._next_us = 0.0  # next external event
 
     def _rows(self, number: int, lane: LoadedLane) -> ModelledRows:
         machine = self.stepper.machine
@@ -290,7 +287,7 @@ class SimulatedServer(Watcher[int]):
             if machine.now_us >= self._next_us - SAME_US:
                 self._happen()
             elif event is None and left_us == inf:
-                break  # nobody will come for those who wait
+                break  # waiting requests will not be served
         self.ledger.num_failed += len(scheduler.queue)
         name, busy_us = scheduler.plan.policy, self.stepper.busy_us
         return SimulatedRun(self.requests, self.ledger, name, machine.now_us, busy_us, self.decisions)
@@ -307,7 +304,7 @@ class SimulatedServer(Watcher[int]):
             self._next_us = min(self._next_us, self._agenda[0][0])
 
     def _arrive(self, request: int) -> bool:
-        """False if it is turned away."""
+        """False if the request is refused."""
         try:
             self.scheduler.push(request)
         except ServiceBusy:
@@ -316,7 +313,7 @@ class SimulatedServer(Watcher[int]):
         self.ledger.max_waiting = max(self.ledger.max_waiting, len(self.scheduler.queue))
         return True
 
-    # What the scheduler tells.
+    # Callbacks of the scheduler.
 
     def failed(self, request: int, message: str) -> None:
         self.ledger.num_failed += 1

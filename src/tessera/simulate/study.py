@@ -1,12 +1,11 @@
-"""compare and adapt: the same arrivals through several plans, each on its own, or with a monitor choosing.
+"""compare and adapt: the same arrivals through several plans, each alone, or with a monitor choosing.
 
 Compared plans may be for different devices; each is timed by its own costs (with the same mispricing of
-kernel types where there is noise). Plans that a monitor chooses among share devices, work and costs.
+kernel types if there is noise). Plans that a monitor chooses among share devices, work and costs.
 
-`AdaptiveServer` is a `System` of `adapt.controller` on a virtual clock: the controller sees what a service
-would show it (arrivals, completions, times of steps). New plans take effect `replan_s` after they were asked
-for (modelled), and are compared by simulation at the corrected costs: latency plans by one lone request,
-others by their capacity.
+`AdaptiveServer` is a `System` of `adapt.controller` on a virtual clock: the controller sees arrivals,
+completions and times of steps, as in a service. New plans take effect `replan_s` after they were asked for,
+and are compared by simulation at the corrected costs: latency plans by one lone request, others by capacity.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,15 +31,14 @@ from tessera.simulate.metrics import (
 from tessera.simulate.online import RequestLoad, SimulatedRun, SimulatedServer, load_of
 from tessera.simulate.stepper import NO_FAULTS, Faults, Truth
 
-# Polls of the controller in a window.
+# Polls of the controller per window.
 TICKS_PER_WINDOW = 4
 
 
 class AdaptiveServer(SimulatedServer):
     """A server whose plans a monitor chooses.
 
-    planner   None: plans stay as they are
-    replan_s  modelled time from asking for plans to having them
+    planner None: plans never change replan_s modelled time of planning
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class AdaptiveServer(SimulatedServer):
         self.controller = Controller(self, plans, monitor, planner)
 
     def run(self) -> SimulatedRun:
-        """From the policy of an idle system on."""
+        """Starts with the policy of an idle system."""
         self.at(self._tick_s, self._tick)
         run = super().run()
         return replace(run, policy="adaptive", decisions=list(self.controller.decisions))
@@ -69,7 +67,7 @@ class AdaptiveServer(SimulatedServer):
         if self.is_serving:
             self.at(self.now_s() + self._tick_s, self._tick)
 
-    # What the controller asks for.
+    # Methods for the controller.
 
     @property
     def policy(self) -> str:
@@ -95,7 +93,7 @@ class AdaptiveServer(SimulatedServer):
     def rate(self, plans: Plans) -> Sequence[Capability]:
         return capabilities(plans, self.requests)
 
-    # What the scheduler tells.
+    # Callbacks of the scheduler.
 
     def _arrive(self, request: int) -> bool:
         self.controller.arrived()
@@ -112,14 +110,14 @@ class AdaptiveServer(SimulatedServer):
         self.controller.finished()
 
     def stepped(self, microbatch: Microbatch[int], done: StepDone) -> None:
-        """Decodes are all alike; steps of a replaced plan are not judged, its costs are corrected already."""
+        """Decodes are alike; steps of a replaced plan are ignored, its costs are corrected already."""
         plan = microbatch.lane.plan
         is_decode = plan.graphs[done.step].trace.step.kind == "decode"
         if is_decode and any(plan is x for x in self.stepper.plans):
             self.controller.stepped(microbatch.lane, done.step, done.busy_s)
 
     def lost(self, lost: DeviceLost) -> None:
-        """Told in the next moment, once its requests wait again."""
+        """Reported at the next poll, after its requests are queued again."""
         why = f"{lost.device} does not answer; lanes that use it are closed"
         self.at(self.now_s(), lambda: self.controller.lost(lost.device, why, True))
 
@@ -144,7 +142,7 @@ class Setting:
     rows: int | None = None
     # Every kernel type is mispriced on every device by exp(noise * normal).
     noise: float = 0.0
-    # Requests are refused while this many wait; None: never.
+    # Most waiting requests; None: unlimited.
     max_waiting: int | None = None
 
     def requests(self, plan: Plan) -> RequestLoad:
@@ -187,7 +185,7 @@ def _failures(num: int, remedy: str = "") -> tuple[str, ...]:
 
 
 def checked(plans: Sequence[tuple[str, Plan]], setting: Setting) -> list[Plan]:
-    """Plans to choose among, under the names given; they must be for the same work, devices and costs."""
+    """Plans to choose among, by name; they must share work, devices and costs."""
     first_name, first = plans[0]
     setting.check(first)
     for name, plan in plans[1:]:
@@ -204,7 +202,7 @@ def checked(plans: Sequence[tuple[str, Plan]], setting: Setting) -> list[Plan]:
 
 
 def known_of(plans: Sequence[tuple[str, Plan]], setting: Setting) -> tuple[Capability, ...]:
-    """Capabilities by the plans' own costs, whatever the true ones are."""
+    """Capabilities by the plans' own costs."""
     named = checked(plans, Setting(setting.arrivals))
     return capabilities(named, setting.requests(named[0]), setting.faults.seed)
 
@@ -219,7 +217,7 @@ def adapt(
 ) -> tuple[ServingReport, tuple[Capability, ...]]:
     """A report with a monitor choosing among plans, and their capabilities (simulated unless `known`).
 
-    `make` makes new plans, which takes `replan_s` (modelled); None: plans stay as they are.
+    `make` makes new plans, in `replan_s` of modelled time; None: plans never change.
     """
     known = tuple(known) or known_of(plans, setting)
     served = watched(plans, setting, known, watch, make, replan_s)

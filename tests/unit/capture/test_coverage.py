@@ -8,7 +8,7 @@ from benchmarks.coverage import RESULTS, check, markdown
 from benchmarks.coverage_models import MODELS, SHORT
 
 from sampling import some_of
-from tessera.execute.pipes import FORKSERVER
+from tessera.execute.processes import FORKSERVER
 
 pytest.importorskip("transformers")
 

@@ -6,21 +6,21 @@ import torch
 import steps_factory as factory
 from tessera.errors import MismatchError
 from tessera.execute.memory import ready_programs
-from tessera.execute.setups import Setup, briefing_of, make_setups, pack_briefing, setup_of, unpack_briefing
+from tessera.execute.messages import Setup, make_setups, pack_config, setup_of, unpack_config
 from tessera.ir import Plan
 from tessera.serve.records import ServeSpec
 from tessera.serve.steps import for_cpu, served
 
 
 def setup_for(plan: Plan, weights: dict[str, torch.Tensor]) -> Setup:
-    """What the plan's first device is born with."""
+    """The setup of the plan's first device."""
     return make_setups(plan, ready_programs(plan), weights, 1)[plan.used[0]]
 
 
 def test_a_worker_elsewhere_lays_its_weights_out_as_the_engine_does() -> None:
     """The same values in the same order in memory, whatever the layout was that the worker made."""
     plan, weights = factory.plan_by("single"), factory.prepared().model.weights()
-    sent = unpack_briefing(pack_briefing(briefing_of(setup_for(plan, weights), b"session")))
+    sent = unpack_config(pack_config(setup_for(plan, weights)))
     plain = {name: tensor.contiguous() for name, tensor in weights.items()}
     assert any(plain[name].stride() != tensor.stride() for name, tensor in weights.items())
     for name, tensor in setup_of(sent, plain, b"key", "").weights.items():
@@ -29,13 +29,13 @@ def test_a_worker_elsewhere_lays_its_weights_out_as_the_engine_does() -> None:
 
 
 def test_strides_that_no_weight_has_are_refused() -> None:
-    """A briefing cannot make a worker take memory that the weight does not need."""
+    """A configuration cannot make a worker take memory that the weight does not need."""
     plan, weights = factory.plan_by("single"), factory.prepared().model.weights()
     setup = setup_for(plan, weights)
     name, tensor = next((n, t) for n, t in setup.weights.items() if t.dim() == 2)
     setup.weights[name] = torch.empty_strided(tensor.shape, (10**4, 2)).copy_(tensor)
     with pytest.raises(MismatchError, match="cannot lie with strides"):
-        setup_of(briefing_of(setup, b"session"), weights, b"key", "")
+        setup_of(unpack_config(pack_config(setup)), weights, b"key", "")
 
 
 def test_laying_out_changes_no_value() -> None:

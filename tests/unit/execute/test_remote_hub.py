@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import signal
-import struct
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
@@ -17,29 +16,40 @@ import engine_factory as made
 import stepper_factory as factory
 from calling_worker import Given, serve
 from tessera.errors import MismatchError, WorkerError
-from tessera.execute import messages, remote
-from tessera.execute import setups as told_setups
-from tessera.execute.handshake import LOOPBACK_SECRET, EngineCall, call_engine
-from tessera.execute.hub import FIRST_PAUSE_S, Up, hidden_main
+from tessera.execute import hub as hubs
+from tessera.execute import messages
+from tessera.execute.engine_connection import (
+    LOOPBACK_SECRET,
+    EngineAddress,
+    EngineConnection,
+    connect_engine,
+    own_version,
+)
+from tessera.execute.hub import FIRST_PAUSE_S, Hub, Rendezvous, Up
+from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import ready_programs
-from tessera.execute.messages import ANY_RANK, Briefed, Failed, Refused, Want, Welcome
-from tessera.execute.pipes import FORKSERVER, Hangup, warm_up
-from tessera.execute.remote import Gate, RemoteHub
-from tessera.execute.setups import (
+from tessera.execute.messages import (
+    ANY_RANK,
+    Configured,
+    Failed,
+    Hello,
     Pieces,
+    Refused,
     Setup,
-    briefing_of,
+    StoreSet,
+    Want,
+    Welcome,
     fetch,
     fingerprint,
-    pack_briefing,
+    make_setups,
+    pack_config,
     setup_of,
-    unpack_briefing,
+    unpack_config,
     weight_of,
 )
-from tessera.execute.worker_stepper import WorkerStepper, make_setups
+from tessera.execute.processes import FORKSERVER, hidden_main, warm_up
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Plan
-
-SESSION = bytes(16)
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +59,16 @@ def plan() -> Plan:
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    """Where workers of this machine call."""
-    found = Gate("127.0.0.1", 0, LOOPBACK_SECRET)
+def gate() -> Iterator[Rendezvous]:
+    """Where workers of this machine connect."""
+    found = Rendezvous("127.0.0.1", 0, LOOPBACK_SECRET)
     yield found
     found.close()
 
 
-def start_worker(gate: Gate, rank: int, offset: float | None = 0.0) -> BaseProcess:
+def start_worker(gate: Rendezvous, rank: int, offset: float | None = 0.0) -> BaseProcess:
     """A process that calls; with an offset its weights are others, with none it can make no weights."""
-    call = EngineCall(gate.address, LOOPBACK_SECRET)
+    call = EngineAddress("127.0.0.1", gate.port, LOOPBACK_SECRET)
     own = made.workloads()[0].weights() if offset is not None else {}
     weights = Given({name: tensor + (offset or 0.0) for name, tensor in own.items()})
     warm_up()
@@ -70,12 +80,12 @@ def start_worker(gate: Gate, rank: int, offset: float | None = 0.0) -> BaseProce
     return process
 
 
-def stepper_of(plan: Plan, gate: Gate, here: frozenset[int] = frozenset()) -> WorkerStepper:
+def stepper_of(plan: Plan, gate: Rendezvous, here: frozenset[int] = frozenset()) -> WorkerStepper:
     """A stepper whose workers call."""
     return WorkerStepper(
         [plan],
         made.workloads()[0].weights(),
-        hub=lambda setups: RemoteHub(setups, gate=gate, secret=LOOPBACK_SECRET, here=here),
+        hub=lambda setups: Hub(plan.cluster.names, setups, rendezvous=gate, here=here),
         timeout_s=30.0,
     )
 
@@ -86,16 +96,23 @@ def setups(plan: Plan) -> list[Setup]:
     return make_setups(plan, list(ready_programs(plan)), weights, 3, "host", 1.0, False)
 
 
-def hub_of(plan: Plan, gate: Gate, digest: str = "") -> RemoteHub:
+def hub_of(plan: Plan, gate: Rendezvous, digest: str = "") -> Hub:
     """A hub alone."""
-    return RemoteHub(setups(plan), gate=gate, secret=LOOPBACK_SECRET, digest=digest)
+    return Hub(plan.cluster.names, setups(plan), rendezvous=gate, digest=digest)
 
 
-def test_a_briefing_says_all_that_a_worker_is_born_with(plan: Plan) -> None:
+def come_in(gate: Rendezvous, rank: int = 0, digest: str = "") -> EngineConnection:
+    """A worker that has said hello."""
+    worker = connect_engine(EngineAddress("127.0.0.1", gate.port, LOOPBACK_SECRET), 5.0)
+    worker.tell(Hello(rank, digest, own_version()))
+    return worker
+
+
+def test_a_configuration_says_all_that_a_worker_starts_with(plan: Plan) -> None:
     """The setup that a worker makes of it is the engine's, weights and all."""
-    sent = dataclasses.replace(setups(plan)[0], key=b"key", epochs=(0, 0), host="here")
-    told = unpack_briefing(pack_briefing(briefing_of(sent, SESSION)))
-    found = setup_of(told, made.workloads()[0].weights(), b"key", "here")
+    sent = dataclasses.replace(setups(plan)[0], secret=b"key", epochs=(0, 0), host="here")
+    config = unpack_config(pack_config(sent))
+    found = setup_of(config, made.workloads()[0].weights(), b"key", "here")
 
     for field in dataclasses.fields(Setup):
         if field.name == "programs":
@@ -106,24 +123,16 @@ def test_a_briefing_says_all_that_a_worker_is_born_with(plan: Plan) -> None:
             assert getattr(sent, field.name) == getattr(found, field.name)
 
 
-def test_a_wrong_briefing_is_refused(plan: Plan) -> None:
-    """Bytes that are no briefing, and one of a device that is not there, end in one line."""
-    good = briefing_of(dataclasses.replace(setups(plan)[0], epochs=(0, 0)), SESSION)
-    duties = [
-        dataclasses.replace(good.duty, device=2),
-        dataclasses.replace(good.duty, microbatches=0),
-        dataclasses.replace(good.duty, traces=()),
+def test_a_wrong_configuration_is_refused(plan: Plan) -> None:
+    """Bytes that are none, and one of a device that is not there, end in one line."""
+    good = dataclasses.replace(setups(plan)[0], epochs=(0, 0))
+    packed = [
+        pack_config(dataclasses.replace(good, **wrong))  # type: ignore[arg-type]
+        for wrong in ({"device": 2}, {"microbatches": 0}, {"traces": ()})
     ]
-    weight = dataclasses.replace(good.weights[0], dtype="rm -rf")
-    for packed in (
-        b"",
-        b'{"device": "0"}',
-        *(pack_briefing(dataclasses.replace(good, duty=duty)) for duty in duties),
-        pack_briefing(dataclasses.replace(good, session_hex="xyz")),
-        pack_briefing(dataclasses.replace(good, weights=(weight,))),
-    ):
-        with pytest.raises(WorkerError, match="briefing cannot be read"):
-            unpack_briefing(packed)
+    for wrong in (b"", b'{"device": "0"}', *packed, pack_config(good).replace(b"float32", b"rm -rf!")):
+        with pytest.raises(WorkerError, match="configuration cannot be read"):
+            unpack_config(wrong)
 
 
 def test_a_fingerprint_tells_weights_apart() -> None:
@@ -137,14 +146,14 @@ def test_a_fingerprint_tells_weights_apart() -> None:
 
 def test_weights_that_are_others_are_named(plan: Plan) -> None:
     """The message says which weight, and what to do."""
-    told = briefing_of(setups(plan)[0], SESSION)
+    config = unpack_config(pack_config(dataclasses.replace(setups(plan)[0], epochs=(0, 0))))
     with pytest.raises(MismatchError, match=r"weight 'layers\..*' here is not the engine's.*--model"):
-        setup_of(told, {n: t + 1 for n, t in made.workloads()[0].weights().items()}, b"", "")
+        setup_of(config, {n: t + 1 for n, t in made.workloads()[0].weights().items()}, b"", "")
 
 
 def test_weights_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and in order, whatever their size and strides; only those that the worker reads."""
-    monkeypatch.setattr(told_setups, "PIECE_BYTES", 64)
+    monkeypatch.setattr(messages, "PIECE_BYTES", 64)
     there = {"a": torch.randn(7, 5).t(), "b": torch.arange(3), "c": torch.empty(0, 4), "d": torch.tensor(1.5)}
     pieces, sizes = Pieces(there), []
 
@@ -164,7 +173,7 @@ def test_weights_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         fetch(weight_of("b", there["b"]), lambda name, start: memoryview(b""))
 
 
-def test_a_worker_that_leaves_is_replaced_while_the_other_stays(plan: Plan, gate: Gate) -> None:
+def test_a_worker_that_leaves_is_replaced_while_the_other_stays(plan: Plan, gate: Rendezvous) -> None:
     """One is sent its weights; it is killed at work and the next takes its place: all bits are right."""
     workers = [start_worker(gate, 0), start_worker(gate, ANY_RANK, None)]
 
@@ -190,7 +199,7 @@ def test_a_worker_that_leaves_is_replaced_while_the_other_stays(plan: Plan, gate
     assert [0, -signal.SIGKILL, 0] == [worker.exitcode for worker in workers]
 
 
-def test_a_worker_beside_the_engine_needs_no_call(plan: Plan, gate: Gate) -> None:
+def test_a_worker_beside_the_engine_needs_no_call(plan: Plan, gate: Rendezvous) -> None:
     """Device 0 is started here; killed, it is started again, and the other goes on."""
     worker = start_worker(gate, 1)
 
@@ -210,7 +219,7 @@ def test_a_worker_beside_the_engine_needs_no_call(plan: Plan, gate: Gate) -> Non
     assert [1, 0] == restarts
 
 
-def test_a_worker_with_other_weights_is_found_before_the_first_request(plan: Plan, gate: Gate) -> None:
+def test_a_worker_with_other_weights_is_found_before_the_first_request(plan: Plan, gate: Rendezvous) -> None:
     """Both sides end with one line that names the weight."""
     workers = [start_worker(gate, 0), start_worker(gate, 1, 1.0)]
     stepper = stepper_of(plan, gate)
@@ -226,26 +235,25 @@ def test_a_worker_with_other_weights_is_found_before_the_first_request(plan: Pla
 
 
 def test_nobody_calls_is_said_with_the_last_complaint(
-    plan: Plan, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    plan: Plan, gate: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine names the device that has no worker, and whom it sent away."""
-    monkeypatch.setattr(remote, "START_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(hubs, "START_TIMEOUT_S", 0.3)
     with pytest.raises(MismatchError, match="another secret"):
-        call_engine(EngineCall(gate.address, b"not the secret at all"), 0, 0.0)
+        connect_engine(EngineAddress("127.0.0.1", gate.port, b"not the secret at all"), 0.0)
     stepper = stepper_of(plan, gate)
     with (
-        pytest.raises(WorkerError, match=r"device d.: .*nobody called within 0 s; sent away: .*secret"),
+        pytest.raises(WorkerError, match=r"device d.: .*nobody connected within 0 s; refused: .*secret"),
         stepper,
     ):
         pass
 
 
 def test_an_absent_device_is_awaited_without_a_pause(
-    plan: Plan, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    plan: Plan, gate: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After three times in vain it has long been planned around; whoever comes then is taken at once."""
-    monkeypatch.setattr(remote, "ABSENT_S", 0.1)
-    monkeypatch.setattr(remote, "LOOK_S", 0.05)
+    monkeypatch.setattr(hubs, "ABSENT_S", 0.1)
     hub = hub_of(plan, gate)
     workers = [start_worker(gate, 0), start_worker(gate, 1)]
     hub.start()
@@ -255,7 +263,7 @@ def test_an_absent_device_is_awaited_without_a_pause(
     for failures in (1, 2, 3):
         assert failures == hub.lose(1).failures
         if failures < 3:
-            assert "nobody called" in hub.take(30.0)[1].message  # type: ignore[index]
+            assert "nobody connected" in hub.take(30.0)[1].message  # type: ignore[index]
     assert hub.take(1.0) is None
     workers.append(start_worker(gate, 1))
     start_s = time.monotonic()
@@ -272,53 +280,81 @@ def test_an_absent_device_is_awaited_without_a_pause(
     ("rank", "digest", "said"), [(7, "", "no rank 7"), (0, "other plans", "other plans")]
 )
 def test_one_that_does_not_belong_is_told_why(
-    plan: Plan, gate: Gate, rank: int, digest: str, said: str
+    plan: Plan, gate: Rendezvous, rank: int, digest: str, said: str
 ) -> None:
-    """A rank that is not there, or other plans: the caller hears the reason, and the engine waits on."""
+    """A rank that is not there, or other plans: the worker hears the reason, and the engine waits on."""
     hub = hub_of(plan, gate, "these plans")
     hub.start()
-    pipe = call_engine(EngineCall(gate.address, LOOPBACK_SECRET, digest), rank, 5.0)
-    answer = messages.decode(pipe.recv_bytes())
+    worker = come_in(gate, rank, digest)
+    assert hub.take(0.5) is None
+    answer = worker.take(block=True)
+    hub.stop()
+    worker.close()
 
     assert isinstance(answer, Refused)
     assert said in answer.message
-    assert hub.take(0.0) is None
-    hub.stop()
 
 
-@pytest.mark.parametrize("is_briefed", [False, True])
-def test_a_message_that_is_too_long_is_not_read(plan: Plan, gate: Gate, is_briefed: bool) -> None:
-    """A caller with the secret that announces 700 MB is lost at once, while it is briefed and after."""
+@pytest.mark.parametrize("is_configured", [False, True])
+def test_a_message_that_is_too_long_is_not_read(
+    plan: Plan, gate: Rendezvous, is_configured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker with the secret that sends more than it may is lost at once."""
     hub = hub_of(plan, gate)
     hub.start()
-    pipe = call_engine(EngineCall(gate.address, LOOPBACK_SECRET), 0, 5.0)
-    assert isinstance(messages.decode(pipe.recv_bytes()), Welcome)
-    if is_briefed:
-        messages.post(pipe, Briefed())
-    os.write(pipe.fileno(), struct.pack("!i", 700 << 20) + bytes(1 << 16))
-    if is_briefed:
-        found = hub.take(10.0)
-        assert found is not None
-        assert "too long" in found[1].reason
-    else:
-        with pytest.raises((EOFError, OSError)):
-            pipe.recv_bytes()
+    worker = come_in(gate)
+    assert hub.take(0.5) is None
+    assert isinstance(worker.take(block=True), Welcome)
+    if is_configured:
+        worker.tell(Configured())
+        assert hub.take(0.2) is None
+    limit = hub.max_bytes() if is_configured else hubs.MAX_ASKED_BYTES
+    worker.tell(StoreSet("x", bytes(limit + 1)))
+    found = hub.take(20.0)
     hub.stop()
+    worker.close()
+
+    assert found is not None
+    assert "too long" in found[1].reason
 
 
-def test_what_a_worker_says_while_it_is_briefed_is_bounded(plan: Plan, gate: Gate) -> None:
+def test_the_library_refuses_what_no_message_is(
+    plan: Plan, gate: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the bound of all messages the connection is closed before anything is allocated."""
+    from tessera.execute import mailbox
+
+    monkeypatch.setattr(mailbox, "MAX_MESSAGE_BYTES", 1 << 20)
+    small = Rendezvous("127.0.0.1", 0, LOOPBACK_SECRET)
+    hub = hub_of(plan, small)
+    hub.start()
+    worker = come_in(small)
+    assert hub.take(0.5) is None
+    assert isinstance(worker.take(block=True), Welcome)
+    worker.tell(Configured())
+    worker.tell(StoreSet("x", bytes(2 << 20)))
+    found = hub.take(20.0)
+    hub.stop()
+    worker.close()
+
+    assert found == (0, Hangup())
+
+
+def test_what_a_worker_says_while_it_is_configured_is_bounded(plan: Plan) -> None:
     """One that asks for a weight that is not its own, or says something else, is a failure in words."""
     for said, message in (
         (Want("x" * 999, 0), "does not read"),
-        (messages.WorkerReady(0.0, 1), "said WorkerReady"),
+        (messages.WorkerReady(0.0, 1), "sent WorkerReady"),
     ):
-        hub = hub_of(plan, Gate("127.0.0.1", 0, LOOPBACK_SECRET))
+        gate = Rendezvous("127.0.0.1", 0, LOOPBACK_SECRET)
+        hub = hub_of(plan, gate)
         hub.start()
-        pipe = call_engine(EngineCall(hub._gate.address, LOOPBACK_SECRET), 0, 5.0)
-        pipe.recv_bytes()
-        messages.post(pipe, said)
+        worker = come_in(gate)
+        assert hub.take(0.5) is None
+        worker.tell(said)
         found = hub.take(10.0)
         hub.stop()
+        worker.close()
 
         assert found is not None
         assert isinstance(found[1], Failed)

@@ -1,12 +1,14 @@
 """What workers tell one another through the engine."""
 
-from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 
 from tessera.errors import WorkerError
-from tessera.execute.messages import Message, StoreValue, encode
-from tessera.execute.orders import Board, EngineLine, OwnerGone, key_of
+from tessera.execute.engine_connection import EngineConnection, OwnerGone, key_of
+from tessera.execute.hub import Board
+from tessera.execute.mailbox import Mailbox, PeerConnection
+from tessera.execute.messages import Message, StoreGet, StoreValue
 
 LATE = key_of("link", 1, 0)
 
@@ -59,9 +61,18 @@ def test_a_dead_worker_is_not_answered() -> None:
     assert not wires.sent
 
 
-def test_a_worker_hears_at_once_that_nobody_will_tell() -> None:
-    engine, worker = Pipe()
-    engine.send_bytes(encode(StoreValue(LATE, b"")))
+def test_a_worker_hears_at_once_that_nobody_will_tell(tmp_path: Path) -> None:
+    engine = Mailbox()
+
+    def answer(connection: PeerConnection, message: object, contents: memoryview | None) -> None:
+        if isinstance(message, StoreGet):
+            connection.send(StoreValue(message.key, b""))
+
+    address = engine.listen(f"ipc://{tmp_path}/e", answer)
+    engine.start()
+    worker = EngineConnection(address)
     with pytest.raises(OwnerGone):
-        EngineLine(worker, 1 << 20).get(LATE, 60.0)
+        worker.get(LATE, 60.0)
+    worker.close()
+    engine.close()
     assert issubclass(OwnerGone, WorkerError)

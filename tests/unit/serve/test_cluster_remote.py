@@ -19,9 +19,9 @@ from commands import without_transformers
 from own_code import reference
 from serving_factory import GREEDY, Told, read, read_all, wait_for
 from tessera.errors import CaptureError, MismatchError, WorkerError
-from tessera.execute import remote
-from tessera.execute.handshake import EngineCall
-from tessera.execute.remote import Gate, RemoteHub
+from tessera.execute import hub as hubs
+from tessera.execute.engine_connection import EngineAddress
+from tessera.execute.hub import Hub, Rendezvous
 from tessera.execute.stepper import DeviceStatus
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Step
@@ -63,7 +63,7 @@ class Away:
     service: Service
     stepper: WorkerStepper
     host: Host
-    gate: Gate
+    gate: Rendezvous
 
     def answers(self, asks: Sequence[Ask], kills: str = "") -> list[Told]:
         """Answers to all; meanwhile workers are killed: `t` there, `h` here."""
@@ -86,11 +86,11 @@ class Away:
         return self.stepper.use().devices["emu:l40s" if where == "t" else "emu:a100"]
 
 
-def start_worker(gate: Gate, folder: Path) -> Host:
+def start_worker(gate: Rendezvous, folder: Path) -> Host:
     """`tessera worker`, as from another machine, which cannot build the model and is sent its weights."""
     secret = folder / "secret"
     secret.write_bytes(SECRET)
-    words = ["worker", "--rendezvous", f"127.0.0.1:{gate.address[1]}", "--secret-file", str(secret)]
+    words = ["worker", "--rendezvous", f"127.0.0.1:{gate.port}", "--secret-file", str(secret)]
     command = [sys.executable, "-m", "tessera", *words]
     bare = without_transformers(folder)
     return Host(subprocess.Popen(command, env=bare, start_new_session=True, text=True))
@@ -105,12 +105,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def away(folder: Path) -> Iterator[Away]:
     """Device 0 is here, device 1 is where `tessera worker` runs."""
-    gate = Gate("127.0.0.1", 0, SECRET)
+    gate = Rendezvous("127.0.0.1", 0, SECRET)
     host = start_worker(gate, folder)
     made = steps_factory.over_both()
-    workers = made.workers(
-        hub=lambda setups: RemoteHub(setups, gate=gate, secret=SECRET, here=frozenset({0}))
-    )
+    names = ["emu:a100", "emu:l40s"]
+    workers = made.workers(hub=lambda setups: Hub(names, setups, rendezvous=gate, here=frozenset({0})))
     planner = made.replanner()
     try:
         with workers as stepper, Service(stepper, made.model.shape, ByteText(), planner=planner) as service:
@@ -168,7 +167,7 @@ def test_a_machine_that_is_gone_is_planned_around_and_taken_in_again(
 ) -> None:
     """The service goes on with what is left, and says the same; a new machine takes the place."""
     away.answers(some_asks(1, 1))  # workers killed above are replaced, with the patience of before
-    monkeypatch.setattr(remote, "ABSENT_S", 0.5)
+    monkeypatch.setattr(hubs, "ABSENT_S", 0.5)
     away.host.vanish()
     asks = some_asks(6, 1)
     told = away.answers(asks)
@@ -194,8 +193,10 @@ def test_a_model_that_is_code_is_not_built() -> None:
 
 def test_a_worker_that_is_refused_ends_with_the_reason(away: Away) -> None:
     """It does not call again and again; and the service does not notice."""
-    with pytest.raises(MismatchError, match=r"another secret. Use one --secret-file"):
-        keep_working(EngineCall(away.gate.address, b"not the secret of this gate"), 1, ModelHere())
+    with pytest.raises(MismatchError, match=r"another secret.*Use one --secret-file"):
+        keep_working(
+            EngineAddress("127.0.0.1", away.gate.port, b"not the secret of this gate"), 1, ModelHere()
+        )
     told = away.answers(some_asks(2, 1))
 
     assert {"length"} == {one.finish.reason for one in told}
@@ -203,7 +204,7 @@ def test_a_worker_that_is_refused_ends_with_the_reason(away: Away) -> None:
 
 def test_a_worker_that_nobody_answers_says_so() -> None:
     """After its patience, in one line."""
-    gate = Gate("127.0.0.1", 0, SECRET)
+    gate = Rendezvous("127.0.0.1", 0, SECRET)
     gate.close()
     with pytest.raises(WorkerError, match="no engine answers"):
-        keep_working(EngineCall(gate.address, SECRET), 1, ModelHere(), patience_s=0.0)
+        keep_working(EngineAddress("127.0.0.1", gate.port, SECRET), 1, ModelHere(), patience_s=0.0)

@@ -13,7 +13,7 @@ from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, Tess
 from tessera.execute.lanes import check_alike, devices_of
 from tessera.execute.lower import lower
 from tessera.execute.memory import footprints, ready_programs
-from tessera.execute.pipes import FORKSERVER
+from tessera.execute.processes import FORKSERVER
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Cluster, Device, DeviceKind, Objective, verify
 from tessera.profile.devices import make_cluster, parse_devices

@@ -1,9 +1,9 @@
 """Host: transfers through pinned memory and the worker's links, over any network.
 
-To send, a graph copies to pinned memory and sets a flag there. A thread per link polls the flags of its
-destination and sends what is flagged (see `execute.links`). Arriving bytes are read into pinned memory and
-their flag is set; the receiver's graph waits for that flag, clears it and copies to the GPU. Both sides use
-the layout of the receiver's inbox.
+A sending graph copies to pinned memory and sets a flag there. A thread per link polls the flags of its
+destination and sends what is flagged. Arriving bytes are read into pinned memory and their flag is set; the
+receiver's graph waits for that flag, clears it and copies to the GPU. Both sides use the layout of the
+receiver's inbox. A transfer that arrives before its run begins is kept.
 """
 
 import threading
@@ -16,15 +16,16 @@ import torch
 from tessera.execute import driver
 from tessera.execute.cuda.transport import WORD, GpuTransport, InboxLayout, InboxSpot, Parcel
 from tessera.execute.driver import MemOp
-from tessera.execute.links import LinkFrame, LinkLost, Links
+from tessera.execute.links import Links
+from tessera.execute.messages import LinkFrame
 from tessera.execute.transport import Gone
 from tessera.ir import Program, Trace, Transfer
 
-# How long a link's thread looks away between two looks at the flags of runs in flight.
+# Seconds between two looks at the flags of runs in flight.
 LOOK_S = 20e-6
-# A transfer may come before the order that its run begins; after so long it is thrown away.
-EARLY_S = 60.0
-# Cancelled runs that are remembered, for what still comes for them.
+# Most runs with transfers that arrived before the run began.
+MAX_EARLY = 4096
+# Cancelled runs remembered, to drop their late transfers.
 REMEMBERED = 4096
 
 
@@ -60,18 +61,20 @@ class Host(GpuTransport):
         self._mirrors: list[list[_Mirror]] = [[] for _ in range(num_devices)]
         self._places: list[torch.Tensor] = []
         self._largest: dict[int, int] = {}
-        # Run -> (microbatch, program); microbatch -> its run, also when that has ended on this device: what
-        # its graph has flagged may be still to be sent.
+        # Run -> (microbatch, program); microbatch -> its last run, whose flagged transfers may still have to
+        # be sent.
         self._runs: dict[int, tuple[int, int]] = {}
         self._current: dict[int, int] = {}
-        # Runs in flight, and how many have ended: after each end the flags are looked at once more.
+        # Runs in flight, and runs ended: after each end the flags are checked once more.
         self._in_flight: set[int] = set()
         self._num_ended = 0
         self._cancelled: dict[int, None] = {}
+        # Run that has not begun here -> transfers that have arrived for it.
+        self._early: dict[int, list[tuple[LinkFrame, memoryview]]] = {}
         self._changed = threading.Condition()
         self._is_closed = False
         self._links = make_links(self, lambda peer: self._largest.get(peer, 0))
-        self._links.start()
+        self.address = self._links.address
         self._senders: set[int] = set()
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
@@ -117,10 +120,13 @@ class Host(GpuTransport):
             self._runs[run] = (microbatch, program)
             self._current[microbatch] = run
             self._in_flight.add(run)
+            early = self._early.pop(run, [])
             self._changed.notify_all()
+        for frame, contents in early:
+            self._land(frame, contents)
 
     def end(self, run: int, is_cancelled: bool) -> None:
-        """Of a cancelled one nothing is sent any more, and what comes is thrown away."""
+        """Transfers of a cancelled run are neither sent nor received any more."""
         with self._changed:
             self._in_flight.discard(run)
             self._num_ended += 1
@@ -128,19 +134,20 @@ class Host(GpuTransport):
                 microbatch, _ = self._runs.pop(run, (-1, -1))
                 if self._current.get(microbatch) == run:
                     del self._current[microbatch]
+                self._early.pop(run, None)
                 self._cancelled[run] = None
                 while len(self._cancelled) > REMEMBERED:
                     del self._cancelled[next(iter(self._cancelled))]
             self._changed.notify_all()
 
     def reset(self, microbatch: int, program: int) -> None:
-        """Flags of this device, and what was to be sent."""
+        """Clears flags of this device and of its sends."""
         for device in range(len(self._mirrors)):
             self._fill(microbatch, 0, device)
 
-    def relink(self, device: int, epoch: int) -> bool:
-        """The links do that; graphs name this process's own memory only."""
-        self._links.relink(device, epoch)
+    def relink(self, device: int, epoch: int, address: str) -> bool:
+        """The links reconnect; graphs name this process's memory only."""
+        self._links.relink(device, epoch, address)
         return False
 
     def close(self) -> None:
@@ -149,42 +156,38 @@ class Host(GpuTransport):
             self._changed.notify_all()
         self._links.close()
 
-    # links.Receiver -----------------------------------------------------------------------------------
+    # Methods of `links.Receiver`.
 
-    def place(self, peer: int, frame: LinkFrame) -> memoryview | None:
-        """Pinned memory; of a run that has not begun here, when it has."""
-        spot = self._find(frame)
-        if spot is None:
-            return None
-        first = self._inboxes.place(spot, self._device) + self._transfer(spot).start
-        return self._mirror(spot.program, self._device).bytes[first : first + frame.size]
+    def arrived(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
+        with self._changed:
+            if frame.run in self._cancelled or self._is_closed:
+                return
+            if frame.run not in self._runs:
+                self._early.setdefault(frame.run, []).append((frame, contents))
+                while len(self._early) > MAX_EARLY:
+                    del self._early[next(iter(self._early))]
+                return
+        self._land(frame, contents)
 
-    def arrived(self, peer: int, frame: LinkFrame) -> None:
-        spot = self._find(frame)
-        if spot is not None:
-            mirror = self._mirror(spot.program, self._device)
-            mirror.flags[mirror.layout.flag(spot) // WORD] = 1
+    def _land(self, frame: LinkFrame, contents: memoryview) -> None:
+        """Copies a transfer to pinned memory and sets its flag."""
+        with self._changed:
+            microbatch, program = self._runs.get(frame.run, (-1, -1))
+        transfers = self._inboxes.programs[program].transfers if microbatch >= 0 else ()
+        if frame.transfer >= len(transfers):
+            return
+        transfer = transfers[frame.transfer]
+        if transfer.num_bytes != len(contents) or transfer.dst != self._device:
+            return
+        spot, mirror = InboxSpot(microbatch, program, frame.transfer), self._mirror(program, self._device)
+        first = self._inboxes.place(spot, self._device) + transfer.start
+        mirror.bytes[first : first + len(contents)] = contents
+        mirror.flags[mirror.layout.flag(spot) // WORD] = 1
 
     def gone(self, peer: int, why: str) -> None:
         self._post(Gone(peer, why, self._links.epochs[peer]))
 
-    def _find(self, frame: LinkFrame) -> InboxSpot | None:
-        """The transfer that a frame is of; None of one that nobody waits for."""
-        deadline = time.monotonic() + EARLY_S
-        with self._changed:
-            while frame.run not in self._runs:
-                left_s = deadline - time.monotonic()
-                if frame.run in self._cancelled or self._is_closed or left_s <= 0.0:
-                    return None
-                self._changed.wait(left_s)
-            microbatch, program = self._runs[frame.run]
-        transfers = self._inboxes.programs[program].transfers
-        if frame.transfer >= len(transfers) or transfers[frame.transfer].num_bytes != frame.size:
-            return None
-        is_mine = transfers[frame.transfer].dst == self._device
-        return InboxSpot(microbatch, program, frame.transfer) if is_mine else None
-
-    # Sending ------------------------------------------------------------------------------------------
+    # Sending.
 
     def _send_all(self, dst: int) -> None:
         seen = 0
@@ -200,25 +203,22 @@ class Host(GpuTransport):
                 time.sleep(LOOK_S)
 
     def _send_flagged(self, mirror: _Mirror, dst: int) -> bool:
-        """Sends what graphs have flagged, of older runs first; True if there was something."""
-        found = np.flatnonzero(mirror.flags.copy())  # graphs set flags while it looks
+        """Sends what graphs have flagged, older runs first; True if there was something."""
+        found = np.flatnonzero(mirror.flags.copy())  # graphs set flags meanwhile
         flagged = []
         for word in found.tolist():
             microbatch, number = divmod(word, mirror.layout.flags_each)
             mirror.flags[word] = 0
             with self._changed:
                 run = self._current.get(microbatch)
-                if run is not None:  # else it was cancelled
+                if run is not None:  # else cancelled
                     flagged.append((run, number, self._runs[run][1], microbatch))
         for run, number, program, microbatch in sorted(flagged):
             spot = InboxSpot(microbatch, program, number)
             transfer = self._transfer(spot)
             start = self._inboxes.place(spot, dst) + transfer.start
-            frame = LinkFrame(run, number, transfer.num_bytes, time.monotonic())
-            try:
-                self._links.send(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
-            except LinkLost as error:
-                self.gone(dst, error.message)
+            frame = LinkFrame(run, number, time.monotonic())
+            self._links.post(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
         return bool(found.size)
 
     def _fill(self, microbatch: int, value: int, device: int | None = None) -> None:

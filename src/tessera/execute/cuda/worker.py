@@ -31,7 +31,9 @@ from tessera.execute.cuda.graphs import DeviceGraphs, MicrobatchBuffers, ShareGr
 from tessera.execute.cuda.host import Host
 from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED
 from tessera.execute.cuda.transport import GpuTransport
-from tessera.execute.links import Links
+from tessera.execute.engine_connection import EngineConnection
+from tessera.execute.links import Links, Receiver
+from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import bytes_of
 from tessera.execute.messages import (
     Begin,
@@ -43,13 +45,11 @@ from tessera.execute.messages import (
     PackedTensor,
     PeerLost,
     Relink,
+    Setup,
     WorkerReady,
     pack,
     unpack_programs,
 )
-from tessera.execute.orders import EngineLine
-from tessera.execute.pipes import Hangup
-from tessera.execute.setups import Setup
 from tessera.execute.transport import Gone
 from tessera.ir import Program, Recv, Run
 
@@ -77,7 +77,7 @@ class _Running:
 
 
 class CudaWorker:
-    def __init__(self, setup: Setup, engine: EngineLine) -> None:
+    def __init__(self, setup: Setup, engine: EngineConnection) -> None:
         self._setup, self._engine = setup, engine
         # Where the worker is: (microbatch, run, position), for the message of an error.
         self.at = (-1, -1, -1)
@@ -110,7 +110,9 @@ class CudaWorker:
 
     def loop(self) -> None:
         self._engine.where = self._where
-        self._engine.tell(WorkerReady(time.monotonic(), os.getpid()))
+        transport = self._graphs.transport
+        address = transport.address if transport is not None else ""
+        self._engine.tell(WorkerReady(time.monotonic(), os.getpid(), address))
         while True:
             news = self._engine.take(block=not self._running)
             if news is not None:
@@ -138,8 +140,8 @@ class CudaWorker:
             case LoadLanes():
                 self._newest = len(self._programs)
                 self._load(unpack_programs(news.programs))
-            case Relink(device, epoch):
-                self._relink(device, epoch)
+            case Relink(device, epoch, address):
+                self._relink(device, epoch, address)
             case Gone(device, message, epoch):
                 self._engine.tell(PeerLost(device, message, epoch))
             case _:
@@ -154,8 +156,8 @@ class CudaWorker:
         """Captures what the plans in force need; what is left of others is captured when it is asked for."""
         self._graphs.prepare(self._numbers[self._newest][0])
 
-    def _relink(self, device: int, epoch: int) -> None:
-        if self._graphs.relink(device, epoch):
+    def _relink(self, device: int, epoch: int, address: str) -> None:
+        if self._graphs.relink(device, epoch, address):
             self._prepare()
 
     def _where(self) -> list[tuple[int, int, int]]:
@@ -296,7 +298,7 @@ class CudaWorker:
                     contents.zero_()
 
 
-def _opener(setup: Setup, engine: EngineLine) -> "Callable[[GpuDevice], GpuTransport] | None":
+def _opener(setup: Setup, engine: EngineConnection) -> "Callable[[GpuDevice], GpuTransport] | None":
     """Makes the transport, where a program sends anything."""
     num = len(setup.cluster.devices)
     if num < 2:
@@ -309,9 +311,10 @@ def _opener(setup: Setup, engine: EngineLine) -> "Callable[[GpuDevice], GpuTrans
         if setup.transport == "nvshmem":
             return Nvshmem(*place, engine, setup.epoch)
 
-        def links(receiver: Host, max_bytes: Callable[[int], int]) -> Links:
-            where = {"folder": setup.folder, "host": setup.host}
-            return Links(setup.device, setup.epochs, setup.key, engine, receiver, max_bytes, **where)
+        def links(receiver: Receiver, max_bytes: Callable[[int], int]) -> Links:
+            where = {"folder": setup.folder, "host": setup.host, "secret": setup.secret}
+            box = engine.mailbox
+            return Links(box, setup.device, setup.epochs, receiver, max_bytes, **where)  # type: ignore[arg-type]
 
         return Host(*place, links, engine.post)
 

@@ -131,7 +131,7 @@ class Judge:
         plan = replace(
             task.draft(mix),
             simulated_per_s=self.rate_per_s(mix),
-            bound_per_s=max(self._bound_per_s(mix), mix.rate_per_s),
+            bound_per_s=float(max(self._bound_per_s(mix), mix.rate_per_s)),
             latency_us=task.latency_us(mix),
             baselines=baselines,
             max_microbatches=task.problem.microbatches_that_fit(mix, task.microbatches),

@@ -1,0 +1,234 @@
+"""EngineConnection: a worker's connection to its engine, and how a remote worker opens it.
+
+The mailbox's thread answers at once what needs no worker loop: progress, and values of the store. The loop
+takes the rest, together with news that other threads of the worker post.
+"""
+
+import functools
+import importlib.metadata
+import ipaddress
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tessera.errors import DISTRIBUTION, MismatchError, TesseraError, WorkerError
+from tessera.execute.mailbox import HANDSHAKE_MS, MAX_HANDSHAKES, Hangup, Mailbox, PeerConnection
+from tessera.execute.messages import (
+    Leave,
+    Message,
+    Progress,
+    StoreGet,
+    StoreSet,
+    StoreValue,
+    Where,
+)
+from tessera.ir.files import FORMAT_VERSION
+
+# Secret of loopback addresses, which only this machine can reach.
+LOOPBACK_SECRET = b"tessera on loopback"
+PROBE_S, RETRY_S = 5.0, 0.2
+# Last messages of a worker are sent within this time.
+LINGER_S = 2.0
+
+
+class OwnerGone(WorkerError):
+    """The requested value will not be set: the worker that would have set it is gone."""
+
+
+class KeyStore(Protocol):
+    """The engine's store, from a worker."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Publishes a value."""
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """The value of this key, once it is set."""
+
+
+def key_of(kind: str, device: int, epoch: int) -> str:
+    """The store's key for a value of one worker; it expires with the worker."""
+    return f"{kind}/{device}/{epoch}"
+
+
+@functools.cache
+def own_version() -> str:
+    """Version of Tessera and its files; the engine refuses workers of another."""
+    try:
+        return f"{importlib.metadata.version(DISTRIBUTION)} (format {FORMAT_VERSION})"
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return f"source (format {FORMAT_VERSION})"
+
+
+def check_secret(host: str, secret: bytes | None) -> bytes:
+    """The secret to use; raises TesseraError if there is none and other machines can reach the host."""
+    if secret:
+        return secret
+    try:
+        is_local = ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except OSError as error:
+        raise TesseraError(f"cannot find the host {host}: {error.strerror}", place="--rendezvous") from error
+    if not is_local:
+        message = f"other machines can reach {host}"
+        raise TesseraError(message, "Give all processes the same --secret-file.", "--rendezvous")
+    return LOOPBACK_SECRET
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """The rendezvous as a remote worker sees it."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+    # Digest of the worker's plans; see `Hello`.
+    digest: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def own_host(self) -> str:
+        """Address of this machine on the route to the engine."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((self.host, self.port))
+            return str(probe.getsockname()[0])
+
+
+class EngineConnection:
+    """Used by any thread of the worker.
+
+    connected  called with the connection, and pumps until it is open; default: it opens in the background
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes = b"",
+        name: bytes = b"",
+        connected: Callable[[PeerConnection, Mailbox], None] = lambda connection, mailbox: None,
+    ) -> None:
+        self._changed = threading.Condition()
+        self._values: dict[str, bytes] = {}
+        self._is_over = False
+        # (microbatch, run, position) of every active run; set by the worker.
+        self.where: Callable[[], list[tuple[int, int, int]]] = list
+        # Called once when the connection ends.
+        self.ended: Callable[[], object] = lambda: None
+        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.mailbox = Mailbox()
+        self._connection = self.mailbox.connect(address, self._hear, secret, name)
+        try:
+            connected(self._connection, self.mailbox)
+        except BaseException:
+            self.mailbox.close()
+            raise
+        self.mailbox.start()
+
+    def tell(self, message: Message) -> None:
+        """Queues a message; raises OSError if the engine is gone."""
+        if not self._connection.send(message):
+            raise BrokenPipeError("the engine is gone")
+
+    def set(self, key: str, value: bytes) -> None:
+        self.tell(StoreSet(key, value))
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """The value of this key, now or within the time; raises WorkerError after it.
+
+        Raises OwnerGone as soon as it is known that the value will not be set.
+        """
+        with self._changed:
+            is_known = key in self._values
+        if not is_known:
+            self.tell(StoreGet(key))
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values or self._is_over, timeout_s)
+            if key not in self._values:
+                raise WorkerError(f"nobody has set {key} within {timeout_s:.0f} s")
+            if not self._values[key]:
+                raise OwnerGone(f"nobody will set {key}")
+            return self._values[key]
+
+    def take(self, block: bool) -> Any:
+        """The next news of the loop; None if there is none and `block` is False."""
+        if not block and self._news.empty():  # the usual case, without an exception
+            return None
+        return self._news.get()
+
+    def post(self, news: Any) -> None:
+        self._news.put(news)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._news.empty()
+
+    def end(self) -> None:
+        """The loop sees a Hangup, and threads that wait for values give up."""
+        with self._changed:
+            is_first, self._is_over = not self._is_over, True
+            self._changed.notify_all()
+        if is_first:
+            self.post(Hangup())
+            self.ended()
+
+    def close(self) -> None:
+        """Sends what is queued, and closes all connections."""
+        self.mailbox.close(LINGER_S if not self._is_over else 0.0)
+        self.end()
+
+    def _hear(self, connection: PeerConnection, message: Any, contents: memoryview | None) -> None:
+        match message:
+            case Where():
+                self._connection.send(Progress(self.where()))
+            case StoreValue(key, value):
+                with self._changed:
+                    self._values[key] = value
+                    self._changed.notify_all()
+            case Hangup() | Leave():
+                self.end()
+            case _:
+                self.post(message)
+
+
+def connect_engine(
+    address: EngineAddress, patience_s: float, again_s: float | None = None
+) -> EngineConnection:
+    """An open connection; retries while nobody answers.
+
+    For `again_s` if the engine's machine says that nobody listens, for `patience_s` otherwise. Raises
+    WorkerError if nobody answers, MismatchError if the secret is not the engine's.
+    """
+    start_s = time.monotonic()
+
+    def connected(connection: PeerConnection, mailbox: Mailbox) -> None:
+        until_s = time.monotonic() + max(patience_s, MAX_HANDSHAKES * HANDSHAKE_MS * 1e-3)
+        while not connection.is_open:
+            mailbox.pump(RETRY_S)
+            if connection.num_failed >= MAX_HANDSHAKES or time.monotonic() > until_s:
+                message = "no engine answers there, or one with another secret"
+                remedy = "Use one --secret-file, and check --rendezvous."
+                raise MismatchError(message, remedy, address.place)
+
+    _probe(address, start_s, patience_s, again_s)
+    return EngineConnection(f"tcp://{address.place}", address.secret, connected=connected)
+
+
+def _probe(address: EngineAddress, start_s: float, patience_s: float, again_s: float | None) -> None:
+    """Returns when a plain connection is accepted."""
+    while True:
+        limit_s = patience_s
+        try:
+            socket.create_connection((address.host, address.port), timeout=PROBE_S).close()
+            return
+        except OSError as error:
+            said = error.strerror or str(error)
+            if isinstance(error, ConnectionRefusedError) and again_s is not None:
+                limit_s = min(again_s, patience_s)
+        if time.monotonic() > start_s + limit_s:
+            raise WorkerError(f"no engine answers: {said}", "Start rank 0 first.", address.place)
+        time.sleep(RETRY_S)

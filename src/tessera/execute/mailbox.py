@@ -1,0 +1,414 @@
+"""Mailbox: the sockets of one process, for messages between the engine, its workers, and worker pairs.
+
+One kind of connection everywhere (pyzmq): a ROUTER listens, a DEALER connects. A message is one record of
+`messages`, optionally followed by a frame of raw bytes.
+
+Security: ipc:// addresses lie in a folder with mode 0700 and need no key. A tcp:// address needs a secret:
+both ends derive CURVE key pairs from it, all bytes are encrypted and authenticated, and the listener admits
+only the client key derived from the same secret.
+
+Bounds: size of a message, number of queued messages, duration of a handshake. Liveness: the monitor of a
+socket reports closed connections; TCP keep-alive finds machines that vanished. Cuts shorter than that are
+bridged by TCP. The library retries a connection that cannot be opened.
+
+Threads: any thread may send. One thread calls `pump`: the engine while it waits for news, in a worker a
+thread of its own, which also answers while the worker computes.
+"""
+
+import contextlib
+import errno
+import hmac
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from tessera.errors import TesseraError
+from tessera.execute import messages
+from tessera.execute.messages import Message
+
+# No message is longer; the allocation of a longer one is refused by the library.
+MAX_MESSAGE_BYTES = 4 << 30
+# Messages queued for one peer; a peer that does not read that many is lost.
+HIGH_WATER = 10_000
+# From the start of a connection to the end of its handshake.
+HANDSHAKE_MS, CONNECT_MS, RETRY_MS, BACKLOG = 5_000, 5_000, 100, 512
+# Failed handshakes after which a peer counts as having another secret.
+MAX_HANDSHAKES = 3
+# A machine that vanished is noticed after 15 s.
+KEEP_ALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 5,
+    zmq.TCP_KEEPALIVE_INTVL: 2,
+    zmq.TCP_KEEPALIVE_CNT: 5,
+    zmq.TCP_MAXRT: 15_000,
+}
+# Where the library asks whether a client key is admitted.
+ZAP = "inproc://zeromq.zap.01"
+TOO_LONG = "it sent a message that is too long"
+REFUSALS = {
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "it has another secret, or is no worker",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "it has another secret",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hangup:
+    """In place of a message: the connection is closed, or something unreadable came over it."""
+
+    reason: str = ""
+
+
+def derive_keys(secret: bytes, role: str) -> tuple[bytes, bytes]:
+    """Public and private CURVE key of the `server` or `client` role."""
+    private = z85.encode(hmac.digest(secret, f"tessera curve {role}".encode(), "sha256"))
+    return zmq.curve_public(private), private
+
+
+class PeerConnection:
+    """One peer of a mailbox. At a listener it exists from the first message on."""
+
+    def __init__(
+        self,
+        mailbox: "Mailbox",
+        end: "_End",
+        name: bytes = b"",
+        host: str = "",
+        patience_s: float = float("inf"),
+    ) -> None:
+        self._mailbox, self.end, self.name, self.host = mailbox, end, name, host
+        # A connecting end: the handshake has succeeded; number of those that failed.
+        self.is_open, self.num_failed = False, 0
+        self.until_s = time.monotonic() + patience_s
+        self.is_closed = False
+
+    def send(self, message: Message | bytes, contents: memoryview | None = None) -> bool:
+        """Queues a message without waiting; False if the peer is gone. `contents` is copied."""
+        data = message if isinstance(message, bytes) else messages.encode(message)
+        parts: list[Any] = [data] if contents is None else [data, contents]
+        return self._mailbox.send(self, parts)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Closes a connecting end. At a listener, the peer is not heard any more."""
+        self.is_closed = True
+        if self.end.connection is self:
+            self._mailbox.drop(self.end, linger_s)
+
+
+# Called with every message of a socket, or a Hangup, and the raw frame behind the message.
+Hear = Callable[[PeerConnection, Any, memoryview | None], None]
+
+
+@dataclass(eq=False)
+class _End:
+    """One socket and its monitor."""
+
+    socket: "zmq.Socket[bytes]"
+    monitor: "zmq.Socket[bytes]"
+    hear: Hear
+    max_bytes: Callable[[PeerConnection], int]
+    # Of a connecting end.
+    connection: PeerConnection | None = None
+    # Of a listener: peers by routing id and by file descriptor; descriptors that were closed.
+    by_name: dict[bytes, PeerConnection] = field(default_factory=dict)
+    by_fd: dict[int, PeerConnection] = field(default_factory=dict)
+    closed_fds: set[int] = field(default_factory=set)
+    hosts: dict[int, str] = field(default_factory=dict)
+    # Why the handshake failed of the connection that is reported as closed next; empty: the peer left.
+    refusal: str | None = None
+
+
+class Mailbox:
+    """`refused` hears of every peer that did not pass the handshake: (host, reason)."""
+
+    def __init__(self, refused: Callable[[str, str], None] = lambda host, reason: None) -> None:
+        self._refused = refused
+        self._context = zmq.Context()
+        self._lock = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
+        self._ends: list[_End] = []
+        self._num_sockets = 0
+        # Connections found broken by `send`.
+        self._broken: deque[PeerConnection] = deque()
+        self._thread: threading.Thread | None = None
+        self._is_over = False
+
+    def listen(
+        self,
+        address: str,
+        hear: Hear,
+        secret: bytes = b"",
+        max_bytes: Callable[[PeerConnection], int] = lambda connection: MAX_MESSAGE_BYTES,
+    ) -> str:
+        """Binds a ROUTER; returns its address, with the port that was chosen. Raises TesseraError."""
+        end = self._end(zmq.ROUTER, hear, max_bytes)
+        end.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if secret:
+            end.socket.curve_server = True
+            end.socket.curve_publickey, end.socket.curve_secretkey = derive_keys(secret, "server")
+            end.socket.setsockopt(zmq.ZAP_DOMAIN, b"tessera")
+            self._admit(derive_keys(secret, "client")[0])
+        try:
+            end.socket.bind(address)
+        except zmq.ZMQError as error:
+            self._ends.append(end)
+            self.close()
+            place, remedy = address.partition("://")[2], "Use this machine's address and a free port."
+            raise TesseraError(f"cannot listen: {error.strerror}", remedy, place) from error
+        self._add(end)
+        return bytes(end.socket.last_endpoint).decode()  # type: ignore[arg-type]
+
+    def connect(
+        self,
+        address: str,
+        hear: Hear,
+        secret: bytes = b"",
+        name: bytes = b"",
+        patience_s: float = float("inf"),
+    ) -> PeerConnection:
+        """Opens a DEALER in the background, within `patience_s`; `name` is its routing id at the listener."""
+        end = self._end(zmq.DEALER, hear, lambda connection: MAX_MESSAGE_BYTES)
+        if name:
+            end.socket.setsockopt(zmq.ROUTING_ID, name)
+        if secret:
+            end.socket.curve_serverkey = derive_keys(secret, "server")[0]
+            end.socket.curve_publickey, end.socket.curve_secretkey = derive_keys(secret, "client")
+        end.connection = PeerConnection(self, end, name, address, patience_s)
+        end.socket.connect(address)
+        self._add(end)
+        return end.connection
+
+    def start(self) -> None:
+        """Pumps in a thread until `close`."""
+
+        def run() -> None:
+            while not self._is_over:
+                self.pump(None)
+
+        self._thread = threading.Thread(target=run, name="tessera-mailbox", daemon=True)
+        self._thread.start()
+
+    def pump(self, timeout_s: float | None) -> None:
+        """Waits up to so long for news, and delivers all there is."""
+        ready: dict[int, _End] = {}
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
+                ready |= {id(end): end for end in list(self._ends)}
+            else:
+                ready[id(key.data)] = key.data
+        for end in ready.values():
+            self._drain(end)
+        while self._broken:
+            self._hang_up(self._broken.popleft(), Hangup())
+
+    def wake(self) -> None:
+        """Makes `pump` return; from any thread."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def send(self, connection: PeerConnection, parts: list[Any]) -> bool:
+        end = connection.end
+        if end.connection is None:
+            parts = [connection.name, *parts]
+        with self._lock:
+            if connection.is_closed:
+                return False
+            try:
+                end.socket.send_multipart(parts, zmq.NOBLOCK)
+                # Sending may take in the signal that something came.
+                if end.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
+                    self.wake()
+                return True
+            except zmq.ZMQError:  # unknown peer, or one that does not read
+                self._broken.append(connection)
+        self.wake()
+        return False
+
+    def drop(self, end: _End, linger_s: float) -> None:
+        with self._lock:
+            if end in self._ends:
+                self._ends.remove(end)
+                self._close_end(end, linger_s)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Closes all connections; waits up to so long for messages to be sent."""
+        if self._is_over:
+            return
+        self._is_over = True
+        with self._lock:
+            for end in self._ends:
+                self._close_end(end, linger_s)
+            self._ends = []
+        self.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+        self._context.term()
+        if self._thread is None:
+            self._selector.close()
+            os.close(self._wake_fd)
+
+    def _end(self, kind: int, hear: Hear, max_bytes: Callable[[PeerConnection], int]) -> _End:
+        made = self._context.socket(kind)
+        options = {
+            zmq.LINGER: 0,
+            zmq.SNDHWM: HIGH_WATER,
+            zmq.RCVHWM: HIGH_WATER,
+            zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+            zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
+            zmq.CONNECT_TIMEOUT: CONNECT_MS,
+            zmq.RECONNECT_IVL: RETRY_MS,
+            zmq.BACKLOG: BACKLOG,
+            **KEEP_ALIVE,
+        }
+        for option, value in options.items():
+            made.setsockopt(option, value)
+        with self._lock:
+            self._num_sockets += 1
+        monitor = made.get_monitor_socket(addr=f"inproc://monitor-{self._num_sockets}")
+        return _End(made, monitor, hear, max_bytes)
+
+    def _add(self, end: _End) -> None:
+        with self._lock:
+            self._ends.append(end)
+            for each in (end.socket, end.monitor):
+                self._selector.register(each.getsockopt(zmq.FD), selectors.EVENT_READ, end)  # type: ignore[arg-type]
+        self.wake()
+
+    def _close_end(self, end: _End, linger_s: float) -> None:
+        for each in (end.socket, end.monitor):
+            with contextlib.suppress(KeyError, ValueError, zmq.ZMQError):
+                self._selector.unregister(each.getsockopt(zmq.FD))  # type: ignore[arg-type]
+        with contextlib.suppress(zmq.ZMQError):
+            end.socket.disable_monitor()
+        end.monitor.close(0)
+        end.socket.close(round(linger_s * 1000))
+
+    def _admit(self, public: bytes) -> None:
+        """Answers the library's questions about client keys, in a thread until the context ends."""
+        asked, key = self._context.socket(zmq.REP), z85.decode(public)
+        asked.linger = 0
+        asked.bind(ZAP)
+
+        def answer() -> None:
+            with contextlib.suppress(zmq.ZMQError):  # the context has ended
+                while True:
+                    _, request, _, _, _, mechanism, *credentials = asked.recv_multipart()
+                    is_known = mechanism == b"CURVE" and credentials == [key]
+                    asked.send_multipart([b"1.0", request, b"200" if is_known else b"400", b"", b"", b""])
+            asked.close(0)
+
+        threading.Thread(target=answer, name="tessera-keys", daemon=True).start()
+
+    def _drain(self, end: _End) -> None:
+        """Closed connections are told after the messages that came over them."""
+        closed = self._read_monitor(end)
+        while True:
+            try:
+                with self._lock:
+                    frames = end.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError:  # nothing is left, or another thread closed it
+                break
+            self._deliver(end, frames)
+        for connection, hangup in closed:
+            self._hang_up(connection, hangup)
+
+    def _deliver(self, end: _End, frames: "list[zmq.Frame]") -> None:
+        connection = end.connection
+        if connection is None:
+            connection = self._connection(end, frames.pop(0).bytes, frames[0])
+        if connection.is_closed:
+            return
+        message: Any = None
+        if sum(map(len, frames)) > end.max_bytes(connection):
+            message = Hangup(TOO_LONG)
+        else:
+            try:
+                message = messages.decode(frames[0].buffer)
+            except TesseraError as error:
+                message = Hangup(str(error))
+        if isinstance(message, Hangup):
+            self._hang_up(connection, message)
+        else:
+            end.hear(connection, message, frames[1].buffer if len(frames) > 1 else None)
+
+    def _connection(self, end: _End, name: bytes, frame: zmq.Frame) -> PeerConnection:
+        """The peer of this routing id."""
+        connection = end.by_name.get(name)
+        if connection is None:
+            host = str(frame.get("Peer-Address")) if end.socket.curve_server else ""
+            connection = end.by_name[name] = PeerConnection(self, end, name, host)
+            fd = int(frame.get(zmq.SRCFD))
+            if fd in end.closed_fds:  # it has left since
+                self._broken.append(connection)
+            else:
+                end.by_fd[fd] = connection
+        return connection
+
+    def _hang_up(self, connection: PeerConnection, hangup: Hangup) -> None:
+        end = connection.end
+        if end.by_name.get(connection.name) is connection and hangup == Hangup():
+            del end.by_name[connection.name]
+        if not connection.is_closed:
+            connection.is_closed = True
+            end.hear(connection, hangup, None)
+
+    def _read_monitor(self, end: _End) -> list[tuple[PeerConnection, Hangup]]:
+        closed: list[tuple[PeerConnection, Hangup]] = []
+        while True:
+            try:
+                event = recv_monitor_message(end.monitor, zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return closed
+            kind, value = int(event["event"]), int(event["value"])
+            if end.connection is not None:
+                hangup = self._connecting(end.connection, kind)
+                closed += [(end.connection, hangup)] if hangup is not None else []
+            elif kind == zmq.EVENT_ACCEPTED:
+                end.closed_fds.discard(value)
+                end.hosts[value] = _host(value)
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                end.refusal = "" if value in (errno.EPIPE, errno.ECONNRESET) else "it was silent"
+            elif kind in REFUSALS:
+                end.refusal = REFUSALS[kind]
+            elif kind == zmq.EVENT_DISCONNECTED:
+                end.closed_fds.add(value)
+                host, refusal, end.refusal = end.hosts.pop(value, ""), end.refusal, None
+                if (connection := end.by_fd.pop(value, None)) is not None:
+                    closed.append((connection, Hangup()))
+                elif refusal != "":
+                    self._refused(host or "a caller", refusal or "it is no worker")
+
+    def _connecting(self, connection: PeerConnection, kind: int) -> Hangup | None:
+        """What an event means for a connecting end."""
+        if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            connection.is_open = True
+        elif kind in REFUSALS:  # the library does not try again
+            connection.num_failed += MAX_HANDSHAKES
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            connection.num_failed += 1
+        elif kind == zmq.EVENT_DISCONNECTED and connection.is_open:
+            return Hangup("the connection was closed")
+        elif not connection.is_open and time.monotonic() > connection.until_s:
+            return Hangup("no connection could be opened")
+        return None
+
+
+def _host(fd: int) -> str:
+    try:
+        with socket.socket(fileno=os.dup(fd)) as accepted:
+            name = accepted.getpeername()
+    except OSError:  # closed meanwhile
+        return ""
+    return str(name[0]) if isinstance(name, tuple) else ""

@@ -1,0 +1,171 @@
+"""Worker processes of this machine: how they are started and inherit their setup. Imports no torch.
+
+Workers are forked from a server process that has torch imported (`warm_up`). `hand_over` passes a setup with
+tensors to a child over an inherited socket. `Process.start` could do so too, but it hangs if the child dies
+meanwhile, and a fork server takes at most 256 tensors; here the child's death is an error of the socket.
+Tensors travel as torch's own reductions: shared memory by file descriptor, CUDA memory by IPC handle. The
+socket stays open: its end tells each side that the other process is gone. Pickle is used only between a
+process and the child it has just started.
+"""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import struct
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import context, forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, ClassVar
+
+# Start method: fork from a server process that stays until the program ends.
+FORKSERVER = "forkserver"
+# Imports of the server process.
+PRELOADED = ["tessera.execute.worker"]
+# A killed process is gone within this time.
+KILL_S = 5.0
+# Number of descriptors, and bytes of the object.
+_SIZES = struct.Struct("!QQ")
+# Linux takes 253 at a time.
+MAX_FDS = 200
+
+_hiding = threading.Lock()
+# The program's `__main__` first; one entry per caller of `hidden_main`.
+_hidden: list[types.ModuleType] = []
+
+
+def warm_up() -> None:
+    """Starts the server process that workers are forked from, unless it runs."""
+    multiprocessing.get_context(FORKSERVER).set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+
+
+@contextmanager
+def hidden_main() -> Iterator[None]:
+    """Keeps workers from importing the program that starts them: it takes time, and may run it again."""
+    with _hiding:
+        _hidden.append(sys.modules["__main__"])
+        sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        with _hiding:
+            last = _hidden.pop()
+            if not _hidden:
+                sys.modules["__main__"] = last
+
+
+class LocalProcess:
+    """A started child and the socket it inherited."""
+
+    def __init__(
+        self, target: Callable[..., None], arguments: tuple[Any, ...], name: str, method: str
+    ) -> None:
+        started = multiprocessing.get_context(method)
+        self.pipe, theirs = started.Pipe(duplex=True)
+        self._process: BaseProcess = started.Process(  # type: ignore[attr-defined]
+            target=target, args=(theirs, *arguments), name=name, daemon=True
+        )
+        # The child's end is closed here, so that its death closes the socket.
+        with theirs, hidden_main():
+            self._process.start()
+        self.pid = self._process.pid
+
+    def run(self, value: Any) -> None:
+        """Hands the child its setup, then returns when the child is gone."""
+        try:
+            with self.pipe:
+                hand_over(self.pipe, value)
+                self.pipe.recv_bytes()
+        except (OSError, EOFError):
+            pass
+
+    def end(self, timeout_s: float) -> str:
+        """Makes sure the child is gone, which may leave by itself for so long; returns how it ended."""
+        self._process.join(timeout_s)
+        if not self._process.is_alive():
+            return f"exit code {self._process.exitcode}"
+        self._process.kill()
+        self._process.join(KILL_S)
+        return "killed by the engine"
+
+
+class _Handed:
+    """Stands for a descriptor in the pickle."""
+
+    # Descriptors of the receiving process; filled before it unpickles.
+    taken: ClassVar[list[int]] = []
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def detach(self) -> int:
+        return os.dup(self.taken[self._index])
+
+
+class _Descriptors:
+    """The interface by which multiprocessing passes descriptors to a child."""
+
+    DupFd = _Handed
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self.fds.append(fd)
+        return len(self.fds) - 1
+
+
+def hand_over(pipe: Connection, value: Any) -> None:
+    """Writes an object; raises OSError if the other process is gone."""
+    descriptors = _Descriptors()
+    context.set_spawning_popen(descriptors)  # type: ignore[arg-type]
+    try:
+        data = ForkingPickler.dumps(value)
+    finally:
+        context.set_spawning_popen(None)
+    with _socket_of(pipe) as link:
+        link.sendall(_SIZES.pack(len(descriptors.fds), len(data)))
+        for start in range(0, len(descriptors.fds), MAX_FDS):
+            socket.send_fds(link, [b"."], descriptors.fds[start : start + MAX_FDS])
+        link.sendall(data)
+
+
+def take_over(pipe: Connection) -> Any:
+    """Reads the object; raises EOFError if the other process is gone."""
+    with _socket_of(pipe) as link:
+        num_fds, size = _SIZES.unpack(_read(link, _SIZES.size))
+        fds: list[int] = []
+        while len(fds) < num_fds:
+            mark, some, _, _ = socket.recv_fds(link, 1, MAX_FDS)
+            if not mark:
+                raise EOFError
+            fds += some
+        data = _read(link, size)
+    _Handed.taken = fds
+    try:
+        return pickle.loads(data)  # from the process that started this one
+    finally:
+        _Handed.taken = []
+        for fd in fds:
+            os.close(fd)
+
+
+def _read(link: socket.socket, size: int) -> bytearray:
+    data, at = bytearray(size), 0
+    while at < size:
+        got = link.recv_into(memoryview(data)[at:], 0, socket.MSG_WAITALL)
+        if not got:
+            raise EOFError
+        at += got
+    return data
+
+
+def _socket_of(pipe: Connection) -> socket.socket:
+    return socket.socket(fileno=os.dup(pipe.fileno()))
