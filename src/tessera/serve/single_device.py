@@ -68,7 +68,8 @@ class Waiting(Generic[Given, Made]):
 class SingleDeviceService(ABC, Generic[Given, Made]):
     """Batches waiting inputs on one thread; callable from any event loop. Use in a `with` statement.
 
-    makes output kind and its path, for the refusal of asks max_rows maximum batch size
+    makes     output kind and its path, for the refusal of asks
+    max_rows  maximum batch size
     """
 
     failure = ""
