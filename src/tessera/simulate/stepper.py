@@ -1,14 +1,12 @@
 """VirtualStepper: steps that compute nothing and take their true time on a virtual clock.
 
-Devices, links and queues are those of the simulator's loop (`machine`). `take` advances the clock to the next
-end of a step, loss or return of a device, or by its timeout. A step takes the time of its launches and
-transfers at true costs, times its `scale` and jitter. State that an earlier step left elsewhere moves before
-a later step runs, in proportion to the earlier one; state left by a step of joining rows never moves back.
-Deterministic by seed.
+Devices, links and queues are those of `machine`. `take` moves the clock to the next end of a step, loss or
+return of a device, or by its timeout. A step takes the true costs of its launches and transfers, times its
+`scale` and jitter. State that an earlier step left elsewhere moves before the later step, in proportion to
+the earlier scale; state of joining rows never moves back. Deterministic by seed.
 
-True costs (`Truth`) are separate from those that plans were made with, and time all plans.
-
-Not handled: bytes moved, memory.
+True costs (`Truth`) are independent of the costs that plans were made with. Not handled: counts of moved
+bytes, and memory.
 """
 
 import heapq
@@ -40,12 +38,12 @@ from tessera.simulate.machine import VirtualMachine
 
 @dataclass(frozen=True)
 class Truth:
-    """True costs: those of a plan, times factors by kernel type and device, drawn from the seed."""
+    """True costs: those of a plan times factors by kernel type (drawn from the seed) and by device."""
 
     plan: Plan
     noise: float = 0.0
     seed: int = 0
-    # (device, factor) of slow devices.
+    # (device, factor) of slower devices.
     slow: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -61,7 +59,7 @@ class Truth:
         return found * math.exp(self.noise * float(np.random.default_rng(words).standard_normal()))
 
     def scripts(self) -> tuple[Scripts, ...]:
-        """Scripts at true costs, one per variant of the plan."""
+        """Scripts at true costs."""
         return tuple(
             Scripts(variant.unit, scaled_costs(variant.unit, variant.costs, self.factor), self.cluster)
             for variant in self.plan.every_variant
@@ -72,21 +70,19 @@ class Truth:
 class Loss:
     device: str
     at_s: float
-    # None: never.
+    # None: it does not return.
     back_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Faults of devices during a simulation."""
-
     seed: int = 0
     # Each step takes exp(jitter * normal) times as long.
     jitter: float = 0.0
     losses: tuple[Loss, ...] = ()
     # (device, second, factor)
     slowdowns: tuple[tuple[str, float, float], ...] = ()
-    # True if somebody replans around a permanently lost device, so that requests wait.
+    # True if lost devices are planned around: requests wait instead of failing.
     is_mended: bool = False
 
 
@@ -95,19 +91,19 @@ NO_FAULTS = Faults()
 
 @dataclass(slots=True)
 class _Open:
-    """An open microbatch: its lane, and its last or running step."""
+    """A microbatch: its lane, and its last or running step."""
 
     lane: int
     call: StepCall | None = None
     since_us: float = 0.0
     works: tuple[Work, ...] = ()
     is_running: bool = False
-    # The queued step.
+    # Queued next step.
     queued: StepCall | None = None
 
 
 class VirtualStepper:
-    """A `Stepper`; `outputs` makes a step's outputs where they are needed."""
+    """A `Stepper`; `outputs` makes step outputs where they are read."""
 
     def __init__(
         self,
@@ -123,7 +119,7 @@ class VirtualStepper:
         num_devices, num_buses = len(self._names), len(self._scripts[0].wires.buses)
         self.machine = VirtualMachine(num_devices, num_buses, not faults.jitter)
         self._open: dict[int, _Open] = {}
-        # (lane, previous step, its scale, step, scale) -> runs.
+        # (lane, step before, its scale, step, scale) -> runs.
         self._known: dict[tuple[int, int, float, int, float], tuple[Work, ...]] = {}
         self._busy_s: dict[Work, dict[str, float]] = {}
         self._random = np.random.default_rng([faults.seed, 7])
@@ -143,7 +139,7 @@ class VirtualStepper:
         pass
 
     def load(self, plans: Sequence[Plan]) -> None:
-        """Open microbatches keep their lanes."""
+        """Open microbatches stay on their lanes."""
         self.lanes.load(plans)
         self.plans = tuple(plans)
 
@@ -154,7 +150,7 @@ class VirtualStepper:
         self._open.pop(microbatch, None)
 
     def can_queue(self, microbatch: int) -> bool:
-        """As with workers: on a lane of one device."""
+        """As workers do: on a lane of one device."""
         here = self._open.get(microbatch)
         return here is not None and len(self.lanes.all[here.lane].devices) == 1
 
@@ -171,7 +167,7 @@ class VirtualStepper:
         self.machine.start(call.microbatch, here.works)
 
     def take(self, timeout_s: float | None) -> Event | None:
-        """Advances the clock; returns None at once if there is no event and no timeout."""
+        """Move the clock; None at once if there is nothing to wait for and no timeout."""
         limit_us = float("inf") if timeout_s is None else self.machine.now_us + timeout_s * 1e6
         while True:
             next_us = self._agenda[0][0] if self._agenda else float("inf")
@@ -188,6 +184,7 @@ class VirtualStepper:
         """No-op: the virtual clock never blocks."""
 
     def use(self) -> DeviceUse:
+        """Busy times and present devices."""
         lost = self.lanes.lost
         status = {name: DeviceStatus("lost" if name in lost else "ready") for name in self._names}
         busy = dict(zip(self._names, (us * 1e-6 for us in self.busy_us), strict=False))
@@ -221,7 +218,7 @@ class VirtualStepper:
         return StepDone(microbatch, call.step, outputs, seconds, busy_s=busy_s)
 
     def _works_of(self, here: _Open, call: StepCall) -> tuple[Work, ...]:
-        """Runs of a step, given the microbatch's previous one."""
+        """Runs of a step, after the step before it in the same microbatch."""
         last = here.call
         before = -1 if last is None else last.step
         moved = 1.0 if last is None else last.scale
@@ -263,7 +260,7 @@ class VirtualStepper:
         return DeviceBack(name)
 
     def _slow_down(self, name: str, factor: float) -> None:
-        """Slows a device from each microbatch's next step on."""
+        """Slow a device from each microbatch's next step on."""
         self._truth = replace(self._truth, slow=(*self._truth.slow, (name, factor)))
         self._scripts = self._truth.scripts()
         self._known.clear()

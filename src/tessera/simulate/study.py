@@ -1,11 +1,11 @@
-"""compare and adapt: the same arrivals through several plans, each alone, or with a monitor choosing.
+"""compare and adapt: the same arrivals through several plans, separately or with a monitor choosing.
 
-Compared plans may be for different devices; each is timed by its own costs (with the same mispricing of
-kernel types if there is noise). Plans that a monitor chooses among share devices, work and costs.
+Compared plans may have different devices; each is timed by its own costs (with the same noise by kernel
+type). Plans that a monitor chooses among share devices, work and costs.
 
-`AdaptiveServer` is a `System` of `adapt.controller` on a virtual clock: the controller sees arrivals,
-completions and times of steps, as in a service. New plans take effect `replan_s` after they were asked for,
-and are compared by simulation at the corrected costs: latency plans by one lone request, others by capacity.
+`AdaptiveServer` is a `System` of `adapt.controller` on a virtual clock; the controller sees what a service
+would show. New plans take effect after `replan_s` (modelled) and are compared by simulation at the corrected
+costs: latency plans by one request alone, others by capacity.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +31,15 @@ from tessera.simulate.metrics import (
 from tessera.simulate.online import RequestLoad, SimulatedRun, SimulatedServer, load_of
 from tessera.simulate.stepper import NO_FAULTS, Faults, Truth
 
-# Polls of the controller per window.
+# Controller polls per window.
 TICKS_PER_WINDOW = 4
 
 
 class AdaptiveServer(SimulatedServer):
     """A server whose plans a monitor chooses.
 
-    planner None: plans never change replan_s modelled time of planning
+    planner   None: plans stay
+    replan_s  modelled duration of planning
     """
 
     def __init__(
@@ -57,7 +58,6 @@ class AdaptiveServer(SimulatedServer):
         self.controller = Controller(self, plans, monitor, planner)
 
     def run(self) -> SimulatedRun:
-        """Starts with the policy of an idle system."""
         self.at(self._tick_s, self._tick)
         run = super().run()
         return replace(run, policy="adaptive", decisions=list(self.controller.decisions))
@@ -67,7 +67,7 @@ class AdaptiveServer(SimulatedServer):
         if self.is_serving:
             self.at(self.now_s() + self._tick_s, self._tick)
 
-    # Methods for the controller.
+    # Interface of the controller.
 
     @property
     def policy(self) -> str:
@@ -93,7 +93,7 @@ class AdaptiveServer(SimulatedServer):
     def rate(self, plans: Plans) -> Sequence[Capability]:
         return capabilities(plans, self.requests)
 
-    # Callbacks of the scheduler.
+    # Scheduler callbacks.
 
     def _arrive(self, request: int) -> bool:
         self.controller.arrived()
@@ -110,14 +110,14 @@ class AdaptiveServer(SimulatedServer):
         self.controller.finished()
 
     def stepped(self, microbatch: Microbatch[int], done: StepDone) -> None:
-        """Decodes are alike; steps of a replaced plan are ignored, its costs are corrected already."""
+        """Decodes are all alike; steps of replaced plans are ignored, their costs are already corrected."""
         plan = microbatch.lane.plan
         is_decode = plan.graphs[done.step].trace.step.kind == "decode"
         if is_decode and any(plan is x for x in self.stepper.plans):
             self.controller.stepped(microbatch.lane, done.step, done.busy_s)
 
     def lost(self, lost: DeviceLost) -> None:
-        """Reported at the next poll, after its requests are queued again."""
+        """Reported in the next event, once its requests wait again."""
         why = f"{lost.device} does not answer; lanes that use it are closed"
         self.at(self.now_s(), lambda: self.controller.lost(lost.device, why, True))
 
@@ -126,7 +126,7 @@ class AdaptiveServer(SimulatedServer):
 
 
 def gain_of(old: Plan, new: Plan, requests: RequestLoad) -> float:
-    """How many times as good a new plan is, simulated at the old plan's costs."""
+    """Ratio of the new plan to the old, simulated at the old plan's costs."""
     truth = Truth(old)
     if old.objective is Objective.LATENCY:
         return alone(old, requests, truth)["latency"] / alone(new, requests, truth)["latency"]
@@ -138,22 +138,22 @@ class Setting:
     arrivals: Arrivals
     faults: Faults = NO_FAULTS
     limits: tuple[LatencyLimit, ...] = ()
-    # Requests that share a microbatch; None: the captured batch.
+    # Requests per microbatch; None: the captured batch.
     rows: int | None = None
-    # Every kernel type is mispriced on every device by exp(noise * normal).
+    # Kernel types are mispriced per device by exp(noise * normal).
     noise: float = 0.0
-    # Most waiting requests; None: unlimited.
+    # Requests are refused while this many wait; None: never.
     max_waiting: int | None = None
 
     def requests(self, plan: Plan) -> RequestLoad:
         return load_of(plan.unit, self.arrivals, self.rows)
 
     def truth(self, plan: Plan) -> Truth:
-        """True costs: the plan's own, mispriced by the noise."""
+        """The plan's costs with noise."""
         return Truth(plan, self.noise, self.faults.seed)
 
     def check(self, plan: Plan) -> None:
-        """Refuses faults of unknown devices or at impossible times."""
+        """Refuse faults of unknown devices or at impossible times."""
         need_one_batch(plan, "a simulation of arrivals")
         lost = ((loss.device, loss.at_s) for loss in self.faults.losses)
         for device, second in (*lost, *((d, s) for d, s, _ in self.faults.slowdowns)):
@@ -185,7 +185,7 @@ def _failures(num: int, remedy: str = "") -> tuple[str, ...]:
 
 
 def checked(plans: Sequence[tuple[str, Plan]], setting: Setting) -> list[Plan]:
-    """Plans to choose among, by name; they must share work, devices and costs."""
+    """Plans to choose among, renamed; they must share work, devices and costs."""
     first_name, first = plans[0]
     setting.check(first)
     for name, plan in plans[1:]:
@@ -217,7 +217,7 @@ def adapt(
 ) -> tuple[ServingReport, tuple[Capability, ...]]:
     """A report with a monitor choosing among plans, and their capabilities (simulated unless `known`).
 
-    `make` makes new plans, in `replan_s` of modelled time; None: plans never change.
+    `make` makes new plans in `replan_s` (modelled); None: plans stay.
     """
     known = tuple(known) or known_of(plans, setting)
     served = watched(plans, setting, known, watch, make, replan_s)
