@@ -2,6 +2,8 @@
 
 import functools
 
+import pytest
+
 from kept_traces import recorded
 from tessera.capture import Workload, build
 from tessera.ir import Step, Trace
@@ -30,6 +32,8 @@ LANGUAGE = ("tiny-llama", "tiny-gpt-oss", "tiny-mamba", "tiny-qwen2.5-vl")
 
 def step(model: str, kind: str, batch: int = BATCH) -> Step:
     """A step whose prefill and decode share their state, and whose encode makes the prefill's image."""
+    if model.startswith("tiny-sd"):
+        pytest.importorskip("diffusers")
     if kind == "prefill":
         return Step(model, kind, batch, PROMPT, reserve=TOKENS)
     if kind == "tokens":
