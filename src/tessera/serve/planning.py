@@ -250,9 +250,11 @@ def prepare(
 ) -> Prepared:
     """Plan a service.
 
-    store measurement store kept folder of kept plans; None: always plan coarse simpler policies to plan as
-    well, such as data-parallel is_compiled capture GPU steps from compiled code, else operator by operator
-    advance progress callback, one line per stage
+    store        measurement store
+    kept         folder of kept plans; None: always plan
+    coarse       simpler policies to plan as well, such as data-parallel
+    is_compiled  capture GPU steps from compiled code, else operator by operator
+    advance      progress callback, one line per stage
     """
     backend: StepBackend
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):

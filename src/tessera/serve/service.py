@@ -55,9 +55,11 @@ def _monitor(capabilities: tuple[Capability, ...]) -> Monitor | None:
 class Service:
     """Use in a `with` statement, or call `start` and `stop`.
 
-    policy "auto": the monitor chooses among several policies prefix_caching False: compute common prefixes
-    for each sequence capabilities of the plans, if the plans do not have them planner makes new plans at run
-    time; None: plans stay log gets one line per device or plan event
+    policy          "auto": the monitor chooses among several policies
+    prefix_caching  False: compute common prefixes for each sequence
+    capabilities    of the plans, if the plans do not have them
+    planner         makes new plans at run time; None: plans stay
+    log             gets one line per device or plan event
     """
 
     def __init__(

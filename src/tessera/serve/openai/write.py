@@ -23,7 +23,7 @@ from tessera.serve.openai.errors import ApiError, api_error
 from tessera.serve.openai.read import AskBatch, EmbeddingDraft, Endpoint, ModelCard
 from tessera.serve.openai.tools import ForcedCalls, FoundCalls, OutputPart
 from tessera.serve.records import AnswerPiece, AnswerService, Ask, Event, Events, Finish, ImageDraft, Token
-from tessera.serve.single_device import EmbeddingService, ImageService, cut
+from tessera.serve.single_device import SingleDeviceService, cut
 
 if TYPE_CHECKING:
     import torch
@@ -252,8 +252,8 @@ async def _beside(num_tokens: int, batch: AskBatch, write: Callable[[], bytes]) 
 
 async def answer_embedding(endpoint: Endpoint, draft: EmbeddingDraft) -> bytes:
     """The document of all vectors, encoded in a thread."""
-    assert isinstance(endpoint.service, EmbeddingService), "only an encoder is asked for vectors"
-    vectors = await endpoint.service.embed(draft.inputs)
+    assert isinstance(endpoint.service, SingleDeviceService), "the route requires an encoder"
+    vectors = await endpoint.service.compute(draft.inputs)
     return await asyncio.to_thread(_vectors, endpoint.card.model, draft, vectors)
 
 
@@ -269,8 +269,8 @@ def _vectors(model: str, draft: EmbeddingDraft, vectors: "Sequence[torch.Tensor]
 
 
 async def answer_image(endpoint: Endpoint, draft: ImageDraft) -> bytes:
-    assert isinstance(endpoint.service, ImageService), "only a pipeline is asked for pictures"
-    pictures = await endpoint.service.generate(draft)
+    assert isinstance(endpoint.service, SingleDeviceService), "the route requires a pipeline"
+    (pictures,) = await endpoint.service.compute([draft])
     shown = [{"b64_json": b64encode(picture).decode()} for picture in pictures]
     return _encode({"created": int(time.time()), "output_format": draft.form, "data": shown})
 
