@@ -114,8 +114,7 @@ def serve(
     _check_counts(
         {"--microbatches": microbatches, "--seqs": seqs, "--max-model-len": max_model_len,
          "--max-batch-tokens": max_batch_tokens, "--max-waiting": max_waiting, "--max-requests": max_requests,
-         "--max-body": max_body}, drain, memory_share,
-    )  # fmt: skip
+         "--max-body": max_body}, drain, memory_share)  # fmt: skip
     from tessera.execute.processes import warm_up
 
     limits = _http_limits(max_body, max_requests, drain)
