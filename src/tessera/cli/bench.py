@@ -201,7 +201,7 @@ def _show_load(found: dict[str, Any]) -> None:
 
 
 app = typer.Typer(
-    help="Measure a running server, or make the published evaluation again.",
+    help="Measure a running server.",
     no_args_is_help=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
