@@ -1,5 +1,6 @@
 """tessera advise: a model and a load -> which GPUs to rent, or what to do with those that are there."""
 
+import json
 import logging
 import time
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tessera.cli.capture import MODEL_HELP, Launches, checked_launches
-from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.cli.output import JsonOption, console, progress
 from tessera.cli.plan import EffortOption
 from tessera.cli.plan_text import plan_figures, sure
 from tessera.errors import TesseraError
@@ -67,7 +68,7 @@ def advise(
     page: Annotated[Path | None, typer.Option(help=PAGE_HELP)] = None,
     regimes: Annotated[Path | None, typer.Option(metavar="DIR", help=REGIMES_HELP)] = None,
     folder: Annotated[Path | None, typer.Option("--save", help="Folder for the plans.")] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find the cheapest GPUs, of one kind or of several, that carry a load. No GPU is needed.
 
@@ -101,7 +102,7 @@ def advise(
         _write_page(page, load, found, owned, cells)
         files.append(str(page))
     if as_json:
-        print_json(shown | {"files": files, "seconds": round(time.perf_counter() - started, 3)})
+        typer.echo(json.dumps(shown | {"files": files, "seconds": time.perf_counter() - started}, indent=2))
     elif found is not None:
         _show(load, found, files)
     elif owned is not None:
