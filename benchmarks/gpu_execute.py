@@ -27,12 +27,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from benchmarks.gpu_common import Log, Same, about, whole_card
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
 
@@ -65,33 +67,6 @@ FAMILIES = {
     "qwen-vl": Family("qwen2.5-vl-7b", 4, (("prefill", 4, 512, 4), ("decode", 4, 516, 0))),
     "sd3.5": Family("sd3.5-medium", 4, (("denoise", 1, 4096, 0),)),
 }
-
-
-class Log:
-    """Results of one part, on disk after every entry."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self.began = path, time.monotonic()
-        self.found: dict[str, Any] = {}
-
-    def put(self, name: str, value: Any) -> None:
-        """Adds or replaces an entry."""
-        self.found[name] = value
-        self.found["seconds"] = round(time.monotonic() - self.began, 1)
-        self._path.write_text(json.dumps(self.found, indent=1) + "\n")
-        failed = value["error"] if isinstance(value, dict) and "error" in value else ""
-        text = str(failed)[-1500:] if failed else json.dumps(value)[:700]
-        print(f"[{self.found['seconds']:6.1f} s] {name}: {text}", flush=True)
-
-    def attempt(self, name: str, what: Callable[..., Any], *args: Any) -> Any:
-        """Runs one experiment; a failure is written down and does not stop the rest."""
-        try:
-            value = what(*args)
-        except Exception:  # noqa: BLE001 - one experiment must not stop the others
-            self.put(name, {"error": traceback.format_exc()[-3000:]})
-            return None
-        self.put(name, value)
-        return value
 
 
 @contextmanager
@@ -147,14 +122,6 @@ def build(family: Family) -> Built:
     return Built(make_unit(traces), workloads, workloads[0].weights(), {})
 
 
-def whole_card() -> Any:
-    """A cluster of the card alone."""
-    from tessera.ir import Cluster
-    from tessera.profile import parse_devices
-
-    return Cluster(parse_devices("cuda:0"), ())
-
-
 # Probe ------------------------------------------------------------------------------------------------------
 
 
@@ -175,21 +142,6 @@ def probe(log: Log, args: argparse.Namespace) -> None:
     log.attempt("partitions", partitions_are_disjoint)
     log.attempt("parts with SMs left over", parts_with_unused_sms)
     log.attempt("priorities of streams", priorities_are_kept)
-
-
-@dataclass(frozen=True)
-class Same:
-    """A request whose steps all have the same inputs, on whatever state there is."""
-
-    given: dict[str, Any]
-
-    def state(self) -> dict[str, Any]:
-        """None of its own."""
-        return {}
-
-    def inputs(self, step: int, run: int, last: Any) -> dict[str, Any]:
-        """Of every run."""
-        return self.given
 
 
 # Overhead ---------------------------------------------------------------------------------------------------
@@ -346,19 +298,6 @@ def soak(log: Log, args: argparse.Namespace) -> None:
 
 
 # All --------------------------------------------------------------------------------------------------------
-
-
-def about() -> dict[str, Any]:
-    """What it runs on."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"torch": torch.__version__, "gpu": "none"}
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": properties.name, "sms": properties.multi_processor_count, "torch": torch.__version__,
-        "cuda": torch.version.cuda, "python": sys.version.split()[0],
-    }  # fmt: skip
 
 
 def kept_parts(path: Path | None, again: list[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from benchmarks.gpu_capture import _build
-from benchmarks.gpu_execute import Same
+from benchmarks.gpu_common import Same
 from benchmarks.gpu_execute_pairs import (
     COMPARED,
     make_plans,

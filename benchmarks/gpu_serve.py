@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
 
-from benchmarks.gpu_execute import Log, about
+from benchmarks.gpu_common import Log, about
 
 MODEL = "llama-3-8b"
 PAIR = ("cuda:0/as=a100,cuda:0/as=l40s", "pcie4")
@@ -40,7 +40,7 @@ COARSE = ("data-parallel", "single", "layer-pipeline")
 
 def engine(log: Log, args: argparse.Namespace) -> None:
     """The service's engine on one device, in turn with Hugging Face's loop."""
-    from benchmarks.gpu_execute import whole_card
+    from benchmarks.gpu_common import whole_card
     from benchmarks.gpu_serve_hf import Beside, named
     from benchmarks.gpu_serve_load import run_full, stepper_per_s
 

@@ -57,7 +57,7 @@ def timed(model: str, layers: int, case: Case) -> dict[str, Any]:
     """Captures the step, makes it a graph and replays it."""
     import torch
     from benchmarks.gpu_capture import _build, medians_us
-    from benchmarks.gpu_execute import Same, whole_card
+    from benchmarks.gpu_common import Same, whole_card
 
     from tessera.capture.inductor import record_inductor
     from tessera.capture.models.paged import lay_out

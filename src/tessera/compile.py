@@ -5,27 +5,24 @@
         y = model(x)          # the first call captures, plans and starts one worker per device
         y = model(x)          # the others only run
 
-Options, with what they are if left out:
-  devices       which devices to divide the work among, as a comma-separated text or a list; must be given
+Options (defaults in parentheses):
+  devices       devices to divide the work among, comma-separated or a list; required
   link          what joins them ("pcie4")
   objective     "latency" or "throughput" ("latency": a call returns before the next one starts)
-  microbatches  calls in flight that a plan for throughput counts on (1); calls of several threads share them
-  policy        a coarser policy to follow instead of the objective's own, such as "layer-pipeline" (None)
-  verify        run every call on one device too and raise unless both agree bit for bit (False)
+  microbatches  calls in flight of a throughput plan (1); calls of several threads share them
+  policy        a coarser policy such as "layer-pipeline" in place of the objective's own (None)
+  verify        also run every call on one device and raise unless both agree bit for bit (False)
 
-Results are equal bit for bit to those of the same model on one CPU thread, which is what a worker has.
-Tensors that the model changes in place (caches, buffers) are changed for the caller. Weights are put into
-shared memory where they are, so changing them in place is seen by the workers. Guards, recompilation and
-graph breaks are Dynamo's and work as with any backend; every graph has its own workers, and of all graphs the
-`MAX_ENGINES` last used keep theirs. Workers end with the model, with `torch._dynamo.reset()`, or with the
-program. A graph made for dynamic shapes is captured once for every set of shapes that it meets.
-Random numbers are those of the program's own generator, and it goes on from where they end; calls of several
-threads that draw take turns.
+Results equal those of the same model on one CPU thread bit for bit. Tensors that the model changes in place
+(caches, buffers) are changed for the caller. Weights are moved to shared memory, so workers see in-place
+changes. Guards, recompilation and graph breaks are Dynamo's. Every graph has its own workers; the
+`MAX_ENGINES` last used graphs keep theirs. Workers end with the model, with `torch._dynamo.reset()`, or with
+the program. A graph with dynamic shapes is captured once per set of shapes. Random numbers come from the
+program's own generator, which continues after them; calls of several threads that draw take turns.
 
-A graph runs as if not compiled, with one warning that says why, if it cannot be captured (a value read on the
-host, a random generator of its own, tensors that are not on the CPU, operators that torch itself does not
-have), or if gradients are wanted of it: Tessera is for inference. Wrong options raise errors of
-`tessera.errors`.
+A graph runs eagerly, with one warning that says why, if it cannot be captured (a value read on the host, a
+random generator of its own, tensors that are not on the CPU, operators that torch itself does not have), or
+if gradients are needed: Tessera is for inference. Wrong options raise errors of `tessera.errors`.
 """
 
 import threading
@@ -58,8 +55,6 @@ from tessera.profile import make_cluster, parse_devices
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of the backend; see `tessera.compile`."""
-
     devices: str
     link: str = "pcie4"
     objective: str = Objective.LATENCY.value
@@ -69,7 +64,7 @@ class Options:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Options":
-        """Checked options; errors name the choices."""
+        """Checks options; errors name the choices."""
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
@@ -179,9 +174,9 @@ class Workers:
                 waiting.result = result
         finally:
             left = [w for w in batch if w.result is None and w.error is None]
-            if left or batch[0].error is not None:  # work may be left in the pipes
+            if left or batch[0].error is not None:  # work may be left in the queues
                 self.close()
-            with self._waiting_lock:  # after an interruption the others still want their results
+            with self._waiting_lock:  # after an interruption the others still need their results
                 self._waiting = [w for w in left if w is not mine] + self._waiting
 
     def _started(self) -> WorkerStepper:

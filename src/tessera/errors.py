@@ -1,19 +1,19 @@
-"""Every error that a user can cause: one message, the place it concerns, and what to do about it.
+"""User errors: one message with its place and remedy.
 
-Errors carry plain fields through `super().__init__`, so that they survive pickling between
-worker processes. Anything else that reaches the command line is a bug and keeps its traceback.
+Fields pass through `super().__init__`, so errors survive pickling between processes. Any other exception that
+reaches the command line is a bug and keeps its traceback.
 """
 
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-# The name on the package index, where `tessera` belongs to somebody else; what is imported is `tessera`.
+# PyPI name; the import name is `tessera`.
 DISTRIBUTION = "tessera-gpu"
 
 
 class TesseraError(Exception):
-    """A user's mistake or a machine's limit: `place: message. remedy`, never a traceback."""
+    """Message as `place: message. remedy`."""
 
     def __init__(self, message: str, remedy: str = "", place: str = "") -> None:
         super().__init__(message, remedy, place)
@@ -25,7 +25,7 @@ class TesseraError(Exception):
 
 
 class UnknownName(TesseraError):
-    """A name nobody registered; the message lists the known ones."""
+    """Unknown name; the message lists the valid ones."""
 
     def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
         self.what, self.name, self.known = what, name, tuple(sorted(known))
@@ -36,7 +36,7 @@ class UnknownName(TesseraError):
 
 
 def install_line(extra: str) -> str:
-    """What a user types to have an optional part."""
+    """Install command of an extra."""
     return f'pip install "{DISTRIBUTION}[{extra}]"'
 
 
@@ -54,7 +54,7 @@ class MissingExtra(TesseraError):
 
 
 def extra_module(name: str, extra: str, package: str = "") -> Any:
-    """A module of an optional part, or MissingExtra with the package that it is in."""
+    """Imports a module of an extra, or raises MissingExtra."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -62,11 +62,11 @@ def extra_module(name: str, extra: str, package: str = "") -> Any:
 
 
 class ArtifactError(TesseraError):
-    """A file that is not the artifact it should be."""
+    """A file that is not the expected artifact."""
 
 
 class MismatchError(TesseraError):
-    """Two artifacts that do not belong together, such as costs of another trace."""
+    """Artifacts that do not belong together, such as costs of another trace."""
 
 
 class RuleBroken(TesseraError):
@@ -74,23 +74,23 @@ class RuleBroken(TesseraError):
 
 
 class CaptureError(TesseraError):
-    """A workload that cannot be recorded as it stands."""
+    """A workload that cannot be recorded."""
 
 
 class CannotTime(TesseraError):
-    """One launch that cannot be timed on one device; it is priced by the next source."""
+    """A launch that cannot be timed on a device; the next source prices it."""
 
 
 class DeviceGone(TesseraError):
-    """A device that stopped answering while it was measured; what was measured before is kept."""
+    """A device that stopped while being measured; earlier measurements are kept."""
 
 
 class ArrivalsError(TesseraError):
-    """Arrivals, lengths or limits that make no sense, or a log of requests with holes."""
+    """Invalid arrivals, lengths or limits, or an incomplete request log."""
 
 
 class LoadError(TesseraError):
-    """A server cannot be asked, or its answer is none: `kind` is a short name to count by."""
+    """A failed request to a server; `kind` is a short name for counting."""
 
     def __init__(self, kind: str, message: str, remedy: str = "", place: str = "") -> None:
         TesseraError.__init__(self, message, remedy, place)
@@ -105,20 +105,20 @@ class PlanInfeasible(TesseraError):
 
 
 class DeviceMemoryError(TesseraError):
-    """A plan needs more memory than a device has; says what to lower."""
+    """A plan needs more memory than a device has."""
 
 
 class AskError(TesseraError):
-    """A request that cannot be served as it stands: too long, empty, a wrong token; `place` is its field."""
+    """An invalid request: too long, empty, a wrong token; `place` is its field."""
 
 
 class ServiceBusy(TesseraError):
-    """Too many requests wait already; the same request may be served later."""
+    """The queue is full; a retry may succeed."""
 
 
 class ServiceClosing(TesseraError):
-    """The service finishes what runs and takes nothing new."""
+    """The service is draining and accepts no requests."""
 
 
 class WorkerError(TesseraError):
-    """A worker process failed, vanished or did not answer in time."""
+    """A worker process failed, exited or timed out."""

@@ -1,4 +1,4 @@
-"""The stages put together: what several commands share."""
+"""Combinations of stages that several commands share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,15 +49,15 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, torch.Tensor]
 
-# A step is recorded at these batches, and written down at others.
+# Batches at which a step is recorded; others are interpolated.
 ANCHORS = (16, 48)
 
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:
-    """Joins the traces of one request; `default_counts` gives missing counts."""
+    """Joins the traces of one request; missing counts are from `default_counts`."""
     check_steps(traces)
     if counts:
-        check_counts(counts, len(traces))  # before anything is built that grows with them
+        check_counts(counts, len(traces))  # before building anything that grows with them
     graphs = tuple(build_graph(trace) for trace in traces)
     unit = WorkUnit(graphs, tuple(counts) if counts else default_counts(graphs))
     check_counts(unit.counts, len(graphs))
@@ -67,7 +67,7 @@ def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> W
 
 
 def default_counts(graphs: Sequence[Graph]) -> tuple[int, ...]:
-    """One run a step, except that a decode runs once for each token its prefill reserved."""
+    """One run per step; a decode runs once per token that its prefill reserved."""
     reserve = max((g.trace.step.reserve for g in graphs if g.trace.step.kind == "prefill"), default=0)
     return tuple(max(1, reserve) if g.trace.step.kind == "decode" else 1 for g in graphs)
 
@@ -204,7 +204,7 @@ class LoadSteps:
         return WorkUnit(tuple(graphs), tuple(counts))
 
     def _written(self, step: int, batch: int) -> Graph:
-        """One step at another batch: interpolated, or recorded now."""
+        """One step at another batch: interpolated or recorded."""
         if self._families:
             return self._families[step].at(batch)
         return build_graph(self._trace(self.steps[step], batch))
@@ -212,7 +212,7 @@ class LoadSteps:
     def matches_recording(self, plan: Plan) -> bool:
         """True if the plan's batches equal their recordings; else the recordings are used from now on.
 
-        Not checked for compiled launches.
+        Compiled launches are not checked.
         """
         is_right = True
         for variant in plan.every_variant if self._families and not self.is_compiled else ():
@@ -271,7 +271,7 @@ def plan_steps(
     config: LoadConfig,
     prefill_batch: int | None = None,
 ) -> LoadPlan:
-    """As `make_load_plan`, without checking interpolated batches against recordings."""
+    """As `make_load_plan`, without the check of interpolated batches."""
     prices: dict[int, Costs] = {}
 
     def in_parts(batch: int, rows: int) -> Variant:
@@ -347,12 +347,12 @@ class Requests:
 
     weights: Tensors
     work: Sequence[UnitRequest | BatchRequest]
-    # Where input values come from, for people.
+    # Source of input values, for people.
     inputs: str
 
 
 def requests_of(plan: Plan, num: int, is_fresh: bool = False) -> Requests:
-    """`is_fresh`: requests after the first get random values even where a model has one example."""
+    """`is_fresh`: requests after the first get random values even if the model has an example."""
     steps = [workloads_of(variant.unit) for variant in plan.every_variant]
     weights, inputs = steps[0][0].weights(), "as the model makes them"
     if is_fresh:

@@ -1,13 +1,12 @@
-"""From the text of a module to what each kernel reads and writes.
+"""Accesses of each kernel of a module.
 
     analyze(text, file) -> (KernelReport, ...)         raises ParseError only
 
-A kernel is movable when every access belongs to a parameter (or to a constant table that the compiler
-made) and nothing stopped the analysis. `why` lists what stands against it, each with its line.
+A kernel is movable if every access is through a parameter or to a compiler-made constant table and nothing
+stopped the analysis. `why` lists obstacles with their lines.
 
-The host can set every variable of a module that has a name in the source, by `cudaMemcpyToSymbol`, also
-one with a first value and without linkage. Only names that no host code can say are constant tables:
-`static` ones inside a function, literals, copies of constant aggregates, switch and math tables.
+The host can set every named module variable by `cudaMemcpyToSymbol`. Only names that host code cannot spell
+are constant tables: function statics, literals, constant aggregates, switch and math tables.
 """
 
 import gc
@@ -26,13 +25,13 @@ from tessera_ptx.syntax import Function, Module, Variable
 
 _MAX_PARTS = 64
 _DEEP = ("deep", "")
-# `_ZZ`: inside a function; the others are the compilers' own (`.` is spelled `$` or `_$_` in PTX).
+# `_ZZ`: function statics; others are compiler names (`.` becomes `$` or `_$_` in PTX).
 _PRIVATE = re.compile(r"_ZZ|(?:\$|_\$_)str|__const(?:\$|_\$_)|switch(?:\$|_\$_)table|__unnamed_\d|__cudart_")
 
 
 def analyze(text: str | bytes, file: str = "<ptx>") -> tuple[KernelReport, ...]:
-    """Every kernel of a PTX text, in the order of the file."""
-    # Reading makes millions of small objects and drops none: collecting in between only costs time.
+    """Reports of all kernels of a PTX text, in file order."""
+    # Parsing allocates millions of small objects and frees none, so garbage collection only costs time.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -43,7 +42,6 @@ def analyze(text: str | bytes, file: str = "<ptx>") -> tuple[KernelReport, ...]:
 
 
 def analyze_module(module: Module) -> tuple[KernelReport, ...]:
-    """Every kernel of a parsed module."""
     facts = [(entry, collect(module, entry)) for entry in module.entries if entry.defined]
     written = {name for _, f in facts for name, touch in f.symbols.items() if touch.write}
     return tuple(_report(module, entry, f, written) for entry, f in facts)
@@ -52,7 +50,7 @@ def analyze_module(module: Module) -> tuple[KernelReport, ...]:
 def analyze_launch(
     module: Module, known: tuple[KernelReport, ...], name: str, given: ParamHints
 ) -> KernelReport:
-    """One kernel of a module whose reports are known, again with what a launch says of its parameters."""
+    """Report of one kernel with a launch's parameter hints."""
     entry = next(e for e in module.entries if e.defined and e.name == name)
     written = {symbol.name for report in known for symbol in report.symbols if symbol.write}
     return _report(module, entry, collect(module, entry, given), written)
@@ -95,7 +93,7 @@ def _reasons(
     indirect: tuple[IndirectReport, ...],
     written: set[str],
 ) -> tuple[str, ...]:
-    """What stands against moving the kernel, each with its line."""
+    """Obstacles to moving the kernel, with lines."""
     reasons = [(line, f"line {line}: {what}") for line, what in facts.stops]
     variables = {v.name: v for v in module.variables}
     for symbol in symbols:
@@ -107,7 +105,7 @@ def _reasons(
 
 
 def _symbol_reason(symbol: SymbolReport, variable: Variable | None, written: set[str]) -> str:
-    """Why touching a module variable pins the kernel; '' for a constant table."""
+    """Why a module variable pins the kernel; '' for a constant table."""
     if variable is None:
         return f"accesses '{symbol.name}', which the module does not declare"
     if symbol.write:
@@ -127,7 +125,7 @@ def _limits(exporter: Exporter, conditions: Iterable[Any]) -> tuple[ExtentLimit,
 
 
 def _extent(exporter: Exporter, touch: Touch, loops: dict[int, tuple[ExtentLimit, ...]]) -> Extent:
-    """The pieces of one pointer; neighbours that differ by a constant are joined."""
+    """Extent of one pointer; accesses at constant distances are joined."""
     if touch.by_map or any(p.offset is None or p.width == 0 for p in touch.pieces):
         return Extent((ExtentPart(None, 0, (), False),))
     parts = _joined(exporter, touch.pieces)
@@ -135,7 +133,7 @@ def _extent(exporter: Exporter, touch: Touch, loops: dict[int, tuple[ExtentLimit
         return Extent((ExtentPart(None, 0, (), False),))
     counted = loops_in(s for p in parts for s in _sums(p.offset, p.limits))
     while more := loops_in(s for h in counted for s in _sums((), loops.get(h, ()))) - counted:
-        counted |= more  # a loop's end may depend on the loop around it
+        counted |= more  # a loop's end may depend on an outer loop
     return Extent(parts, tuple((h, loops[h]) for h in sorted(counted) if h in loops))
 
 
@@ -144,7 +142,7 @@ def _sums(offset: Sum | None, limits: tuple[ExtentLimit, ...]) -> list[Sum]:
 
 
 def _joined(exporter: Exporter, pieces: list[Piece]) -> tuple[ExtentPart, ...]:
-    """Accesses at constant distances from one another become one part each run of bytes."""
+    """Joins accesses at constant distances into one part per byte run."""
     runs: dict[Any, tuple[Piece, set[tuple[int, int]]]] = {}
     for piece in pieces:
         offset: Poly = piece.offset or {}

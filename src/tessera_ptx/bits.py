@@ -1,7 +1,7 @@
-"""Bits of abstract numbers: masks, shifts, widening, and the halves of pointers.
+"""Bit operations on abstract numbers: masks, shifts, widening, pointer halves.
 
-Identities that hold for all integers are preferred (`x & m = x - (x & ~m)`, `x | y = x + y - (x & y)`),
-since they keep a pointer's base; what is known of the bits (`Atoms.mask`) turns `or` into a sum.
+Prefers identities that keep a pointer's base (`x & m = x - (x & ~m)`, `x | y = x + y - (x & y)`); known bits
+(`Atoms.mask`) turn `or` into a sum.
 """
 
 from typing import Any
@@ -24,31 +24,31 @@ from tessera_ptx.values import UNIFORM, Atoms, Key
 
 
 def widen(at: Atoms, poly: Poly, bits: int, signed: bool) -> Poly:
-    """The number behind `bits` bits: itself where it provably fits, else `sext` or `zext` of it."""
+    """Widened number: itself if it fits, else `sext` or `zext` of it."""
     if bits >= 64:
         return poly
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
     if within(at.range(poly), low, high):
         return poly
-    # A 32-bit address of a shared, local or param variable has no sign to extend.
+    # 32-bit shared, local and param addresses are not sign-extended.
     if any(at.atoms[n].item[0] == "frame" for n in at.base_of(poly)):
         return poly
     return at.op("sext" if signed else "zext", bits, poly)
 
 
 def product(at: Atoms, a: Poly, b: Poly, bits: int) -> Poly:
-    """The product; one atom where the polynomial would grow too large."""
+    """Product, as one atom if the polynomial would grow too large."""
     found = multiply(a, b, bits)
     return at.op("mul", bits, a, b) if found is None else found
 
 
-# Address bits that distinguish buffers: a mask that keeps them keeps the pointer.
+# Address bits that distinguish buffers: a mask with them keeps the pointer.
 _HIGH_BITS = ((1 << 47) - 1) ^ ((1 << 40) - 1)
 _NEAR = 1 << 40
 
 
 def bit_and(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
-    """`x & y`, simplified where the bits are known."""
+    """`x & y`, simplified by known bits."""
     known = constant_of(y)
     if known is None:
         if constant_of(x) is not None or (at.taint(y) and not at.taint(x)):
@@ -58,13 +58,12 @@ def bit_and(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
     known &= whole
     rest = known ^ whole
     if rest & (rest + 1) == 0 or (bits == 64 and known & _HIGH_BITS == _HIGH_BITS):
-        # x & m = x - (x & ~m), which keeps the base of x.
+        # x & m = x - (x & ~m) keeps the base of x.
         return sub(x, _masked(at, x, rest, bits))
     return _masked(at, x, known, bits)
 
 
 def _masked(at: Atoms, x: Poly, known: int, bits: int) -> Poly:
-    """`x & known` for a constant."""
     if not known:
         return ZERO
     possible = at.mask(x)
@@ -79,21 +78,21 @@ def _masked(at: Atoms, x: Poly, known: int, bits: int) -> Poly:
 
 
 def _align(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
-    """A pointer under a computed mask: kept when the mask is a small negative number (an alignment)."""
+    """Pointer under a computed mask: kept if the mask is an alignment (a small negative number)."""
     if within(at.range(y), -_NEAR, -1) and not at.taint(y):
         return sub(x, at.op("and", bits, x, add(scale(y, -1, bits), const(-1))))
     return at.op("and", bits, x, y)
 
 
 def _shifts_little(at: Atoms, x: Poly, y: Poly) -> bool:
-    """Whether one side is a pointer and the other a small non-negative number."""
+    """True if one side is a pointer and the other a small non-negative number."""
     if at.taint(y):
         x, y = y, x
     return not at.taint(y) and within(at.range(y), 0, _NEAR)
 
 
 def bit_or(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
-    """`x | y`: a sum where no bit can be one in both."""
+    """`x | y`: a sum if no bit is set in both."""
     mask_x, mask_y = at.mask(x), at.mask(y)
     if mask_x >= 0 and mask_y >= 0 and mask_x & mask_y == 0:
         return recombine(at, add(x, y))
@@ -103,7 +102,6 @@ def bit_or(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
 
 
 def bit_xor(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
-    """`x ^ y`."""
     if constant_of(y) in (-1, (1 << bits) - 1):
         return add(scale(x, -1, bits), const(-1))
     mask_x, mask_y = at.mask(x), at.mask(y)
@@ -115,7 +113,7 @@ def bit_xor(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
 
 
 def shift_right(at: Atoms, x: Poly, by: Poly, bits: int, signed: bool) -> Poly:
-    """`x >> by`; exact when the polynomial is a multiple and cannot wrap."""
+    """`x >> by`; exact for a multiple that cannot wrap."""
     known = constant_of(by)
     if known is not None and 0 <= known < bits:
         low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
@@ -128,7 +126,7 @@ def shift_right(at: Atoms, x: Poly, by: Poly, bits: int, signed: bool) -> Poly:
 
 
 def low_half(at: Atoms, x: Poly, bits: int) -> Poly:
-    """The low bits of a wider number; a pointer's low half remembers the pointer."""
+    """Low bits; a pointer's low half keeps the pointer."""
     if not at.taint(x) or _is_frame(at, x) or within(at.range(x), 0, (1 << (bits - 1)) - 1):
         return wrap(x, bits)
     item = _sole(at, x)
@@ -142,7 +140,7 @@ def _is_frame(at: Atoms, x: Poly) -> bool:
 
 
 def from_thread(at: Atoms, x: Poly) -> Poly:
-    """The value as another thread holds it; halves of a pointer stay halves of one pointer."""
+    """Value in another thread; halves of a pointer stay halves of one pointer."""
     item = _sole(at, x)
     if item[:1] == ("op",) and item[1] in ("lo", "hi"):
         return at.op(item[1], item[2], *(at.others(dict(part), UNIFORM, "thread") for part in item[4:]))
@@ -150,7 +148,7 @@ def from_thread(at: Atoms, x: Poly) -> Poly:
 
 
 def halves(at: Atoms, value: Value, high: bool) -> Value:
-    """One 32-bit half of a 64-bit number, whichever of its alternatives it is."""
+    """One 32-bit half of a 64-bit number."""
     if any(at.taint(p) and not _is_frame(at, p) for p in value):
         return (at.op("hi" if high else "lo", 32, *value),)
     if high:
@@ -159,7 +157,7 @@ def halves(at: Atoms, value: Value, high: bool) -> Value:
 
 
 def pack(at: Atoms, key: Key, low: Value, high: Value) -> Value:
-    """Two 32-bit halves as one 64-bit number."""
+    """Joins two 32-bit halves."""
     if len(low) != 1 or len(high) != 1:
         return at.opaque(key, low, high)
     a, b = low[0], high[0]
@@ -174,7 +172,7 @@ def pack(at: Atoms, key: Key, low: Value, high: Value) -> Value:
 
 
 def _halves_of(at: Atoms, low: tuple[Any, ...], high: tuple[Any, ...]) -> Value:
-    """The number of which these atoms are the halves, or ()."""
+    """Number whose halves these atoms are, or ()."""
     if low[:2] == ("op", "lo") and high[:2] == ("op", "hi"):
         return tuple(dict(part) for part in dict.fromkeys((*low[4:], *high[4:])))
     low, high = _unextended(at, low), _unextended(at, high)
@@ -188,7 +186,7 @@ def _unextended(at: Atoms, item: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def recombine(at: Atoms, x: Poly) -> Poly:
-    """`lo + (hi << 32)` as the pointer it is; other sums unchanged."""
+    """`lo + (hi << 32)` as the original pointer; other sums unchanged."""
     upper = next((m for m, c in x.items() if c == 1 << 32 and len(m) == 1), None)
     if upper is None:
         return x
@@ -201,7 +199,7 @@ def recombine(at: Atoms, x: Poly) -> Poly:
 
 
 def _sole(at: Atoms, x: Poly) -> tuple[Any, ...]:
-    """The atom a polynomial consists of, or ()."""
+    """Single atom of a polynomial, or ()."""
     if len(x) == 1:
         mono, coeff = next(iter(x.items()))
         if coeff == 1 and len(mono) == 1:

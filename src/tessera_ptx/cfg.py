@@ -1,8 +1,7 @@
-"""The control-flow graph of a flat kernel.
+"""Control-flow graph of a flat kernel.
 
-Blocks are ranges of instructions. A guarded branch, return or exit also falls through; `brx.idx`
-goes to every label of its list; `trap` ends. Branches to unknown labels are reported as stops.
-Only blocks that can be reached from the entry are kept, in reverse post-order.
+Blocks are instruction ranges in reverse post-order; unreachable ones are dropped. Guarded branches, returns
+and exits also fall through; `brx.idx` goes to every label of its list. Branches to unknown labels are stops.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ _ENDS = frozenset({"ret", "exit", "trap"})
 
 @dataclass(slots=True)
 class BasicBlock:
-    """Instructions `start` to `stop` (exclusive) and the neighbours, as indices of `FlowGraph.blocks`."""
+    """Instructions [start, stop) with neighbours as indices of `FlowGraph.blocks`."""
 
     start: int
     stop: int
@@ -28,14 +27,14 @@ class FlowGraph:
     """Reachable blocks in reverse post-order; block 0 is the entry."""
 
     blocks: list[BasicBlock]
-    # Instruction index -> index of its block, -1 where not reachable.
+    # Block of each instruction, -1 if unreachable.
     block_of: list[int]
-    # Branch targets that could not be found: (line, reason).
+    # (line, reason) of unknown branch targets.
     stops: list[tuple[int, str]]
 
 
 def targets_of(instruction: Instruction, flat: Flat) -> list[int] | None:
-    """Where a branch goes, as instruction indices; None when that is unknown."""
+    """Target instructions of a branch; None if unknown."""
     names: list[str] = []
     if instruction.op.name == "bra":
         if instruction.operands and isinstance(instruction.operands[0], Sym):
@@ -47,7 +46,6 @@ def targets_of(instruction: Instruction, flat: Flat) -> list[int] | None:
 
 
 def build_graph(flat: Flat) -> FlowGraph:
-    """Cuts the body into blocks and orders them."""
     body, size = flat.body, len(flat.body)
     stops: list[tuple[int, str]] = []
     leaders = {0, *(i for i in flat.labels.values() if i < size)}

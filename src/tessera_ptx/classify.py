@@ -1,9 +1,8 @@
-"""Addresses to buffers: which parameter, symbol or table an address belongs to.
+"""Maps addresses to parameters, symbols and tables.
 
-An address may have several candidate bases, since a 64-bit scalar looks like a pointer and since
-differences of pointers are offsets. `weights` says which addends may be the base, given which are
-certainly pointers: variables, and parameters declared `.ptr`, converted by `cvta` as they stand, or the
-only candidate of some access. Every candidate is reported, which is sound and costs precision only.
+An address can have several candidate bases, since 64-bit scalars look like pointers and pointer differences
+are offsets. `weights` selects the possible bases, given certain pointers: variables, `.ptr` parameters,
+direct operands of `cvta`, or the only candidate of an access. All candidates are reported, which is sound.
 """
 
 from collections.abc import Iterable
@@ -17,40 +16,37 @@ from tessera_ptx.weights import Weight, candidates, choices, original, weights
 
 _NEAR_NULL = 1 << 40
 _MAX_EXPANSIONS = 3
-# Alternatives of one address that are looked at one by one; compiled kernels have at most 3 (corpus).
+# Limit of alternatives examined per address; the corpus has at most 3.
 _MAX_ALTERNATIVES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class AccessTarget:
-    """One buffer an address may point into."""
+    """A buffer an address may point into."""
 
     kind: str  # param, symbol, indirect, frame, unknown
-    # param: (index, offset); symbol: name; frame: (space, name); indirect: table names; unknown: reason
+    # param: (index, offset); symbol: name; frame: (space, name); indirect: tables; unknown: reason
     what: Any
-    # Offset from the base; None when it is not known.
+    # Offset from the base, or None.
     offset: Poly | None
 
 
 class Classifier:
-    """Knows the evidence of one kernel; `learn` first, then `targets`."""
+    """Evidence of one kernel; call `learn` before `targets`."""
 
     def __init__(self, atoms: Atoms, declared: set[int], converted: set[int]) -> None:
         self.atoms = atoms
-        # Parameter indices declared .ptr; atoms converted by cvta.
+        # Parameters declared .ptr; atoms converted by cvta.
         self.declared, self.converted = declared, converted
         self.sole: set[int] = set()
         self._found: dict[Frozen, dict[int, Weight]] = {}
 
     def item(self, number: int) -> tuple[Any, ...]:
-        """The atom behind copies."""
+        """Atom behind copies."""
         return original(self.atoms, number)
 
     def learn(self, addresses: Iterable[Poly]) -> None:
-        """An address with one candidate proves that the candidate is a pointer.
-
-        That may leave another address with one candidate, so they are looked at until nothing is new.
-        """
+        """Marks sole candidates as pointers, repeated until nothing changes."""
         open_ = [poly for poly in {freeze(p): p for p in addresses}.values() if self._choice(poly) is None]
         known = -1
         while open_ and known < len(self.sole):
@@ -74,11 +70,11 @@ class Classifier:
         return found
 
     def bases(self, poly: Poly) -> set[int]:
-        """The atoms that may be the base of this address."""
+        """Possible base atoms of an address."""
         found = self._weights(poly)
         own = [n for n in found if self.item(n)[0] in ("frame", "loaded")]
         if len(own) == 1 and found[own[0]].plain and self.item(own[0])[0] == "frame":
-            # Nothing else points into the block's own memory, so nothing cancels its address.
+            # Nothing else points into block memory, so its address cannot cancel.
             return set(own)
         out: set[int] = set()
         for one in choices(self.atoms, poly):
@@ -86,7 +82,7 @@ class Classifier:
         return out
 
     def _candidates(self, poly: Poly) -> set[int]:
-        """What may be the base, first with unknown factors followed; if that finds none, without."""
+        """Possible bases, first following unknown factors, then without."""
         found = self._weights(poly)
         if any(w.loose for w in found.values()):
             followed = candidates(self.atoms, weights(self.atoms, poly, followed=True), self._sure)
@@ -95,7 +91,6 @@ class Classifier:
         return candidates(self.atoms, found, self._sure)
 
     def _sure(self, number: int) -> bool:
-        """Whether this is certainly a pointer."""
         item = self.item(number)
         if item[0] == "param":
             original_number = self.atoms.number(item)
@@ -105,14 +100,14 @@ class Classifier:
         return item[0] in ("frame", "symbol", "func")
 
     def targets(self, poly: Poly) -> list[AccessTarget]:
-        """Every buffer the address may be in."""
+        """Buffers the address may point into."""
         out: list[AccessTarget] = []
         for one in self._alternatives(poly):
             out += self._targets(one)
         return out
 
     def _alternatives(self, poly: Poly) -> list[Poly]:
-        """The address with addends that are one of several sums replaced by each of them."""
+        """Address with each alternative of its multi-valued addends."""
         done = [poly]
         for _ in range(_MAX_EXPANSIONS):
             every = [more for one in done for more in self._each(one)]
@@ -144,11 +139,11 @@ class Classifier:
         return out
 
     def _contradictory(self, poly: Poly, found: dict[int, Weight]) -> set[int]:
-        """No choice of pointers makes this an address: whatever may be one is reported."""
+        """No consistent choice of pointers: all possible ones are reported."""
         return set(self.atoms.base_of(poly)) | {n for n, w in found.items() if w.near and self._sure(n)}
 
     def _choice(self, poly: Poly) -> tuple[tuple[int, ...], list[frozenset[Any]]] | None:
-        """An addend that is one of several sums with pointers in them: each has to be looked at."""
+        """An addend with alternatives that contain pointers."""
         for mono, coeff in poly.items():
             if len(mono) == 1 and coeff in (1, -1):
                 atom = self.atoms.atoms[mono[0]]
@@ -157,7 +152,7 @@ class Classifier:
         return None
 
     def _is_one_of(self, poly: Poly) -> bool:
-        """Whether what hides the pointers is one of several values rather than computed from them."""
+        """True if the pointers are alternatives rather than inputs of a computation."""
         hiding = [n for mono in poly for n in mono if self.atoms.atoms[n].taint]
         return all(self._is_joined(n) for n in hiding)
 
@@ -184,7 +179,7 @@ class Classifier:
         return self._tainted(number)
 
     def _tainted(self, number: int) -> list[AccessTarget]:
-        """An opaque value may be any base that went into it; one computed from bases may be anything."""
+        """An opaque value may be any of its bases; a value computed from bases may be anything."""
         out: list[AccessTarget] = []
         for inner in sorted(self.atoms.atoms[number].taint):
             out += [AccessTarget(t.kind, t.what, None) for t in self._expand(inner, None)]
@@ -197,7 +192,7 @@ class Classifier:
         return bool(item[3]) if item[0] == "opaque" else item[:2] == ("op", "any")
 
     def table_names(self, table: frozenset[int]) -> tuple[Any, ...]:
-        """The bases a pointer was loaded through."""
+        """Bases a pointer was loaded through."""
         names: set[Any] = set()
         stack, seen = list(table), set(table)
         while stack:

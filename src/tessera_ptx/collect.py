@@ -1,7 +1,7 @@
-"""From a kernel's values to its accesses: the facts that `analysis` turns into records.
+"""Collects the accesses of a kernel from its values, for `analysis`.
 
-Every reachable memory operand that is not in shared, local or parameter space is classified; what
-cannot be classified becomes a reason why the kernel is immovable, with its line.
+Classifies every reachable memory operand outside shared, local and parameter space; an unclassified one makes
+the kernel immovable, with its line.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _FAR_SPACES = frozenset({"global", "const", ""})
 
 @dataclass(slots=True)
 class Piece:
-    """One access to one buffer: offset polynomial (None: anywhere), bytes (0: unknown), conditions."""
+    """An access: offset polynomial (None: anywhere), bytes (0: unknown), conditions."""
 
     offset: Poly | None
     width: int
@@ -33,7 +33,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Touch:
-    """All accesses to one (parameter, offset), symbol or table."""
+    """Accesses to one (parameter, offset), symbol or table."""
 
     read: bool = False
     write: bool = False
@@ -41,11 +41,10 @@ class Touch:
     pieces: list[Piece] = field(default_factory=list)
     # (line, effect): r, w or a
     lines: set[tuple[int, str]] = field(default_factory=set)
-    # The bytes of the parameter are a tensor map; the buffer is the one behind it.
+    # The parameter holds a tensor map; the buffer is behind it.
     by_map: bool = False
 
     def add(self, effect: str, line: int, piece: Piece) -> None:
-        """Takes in one access."""
         self.read |= effect in "ra"
         self.write |= effect in "wa"
         self.atomic |= effect == "a"
@@ -55,38 +54,34 @@ class Touch:
 
 @dataclass(slots=True)
 class Facts:
-    """What one kernel does."""
-
     flow: Flow
     params: dict[tuple[int, int], Touch] = field(default_factory=dict)
     symbols: dict[str, Touch] = field(default_factory=dict)
     indirect: dict[tuple[Any, ...], Touch] = field(default_factory=dict)
-    # Conditions on the back edges of loops, by header block.
+    # Conditions on loop back edges, by header block.
     loops: dict[int, tuple[Condition, ...]] = field(default_factory=dict)
-    # (line, reason), in the order found.
+    # (line, reason) in order.
     stops: list[tuple[int, str]] = field(default_factory=list)
 
 
 def collect(module: Module, entry: Function, given: ParamHints | None = None) -> Facts:
-    """Analyzes one kernel; without extents if its values do not settle otherwise."""
+    """Analyzes one kernel; without extents if values do not settle."""
     facts = read(Flow(module, entry, given))
     return facts if facts.flow.settled else read(Flow(module, entry, given, coarse=True))
 
 
 def read(flow: Flow) -> Facts:
-    """What the values of a kernel say of its accesses."""
+    """Accesses from a kernel's values."""
     return _Collector(flow).run()
 
 
 class _Collector:
-    """Wants the addresses, runs the flow, classifies."""
-
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self.facts = Facts(flow)
         self.conditions = Conditions(flow)
         self.maps = TensorMaps(flow, self.conditions)
-        # Accesses that may leave the block's own memory.
+        # Accesses that may leave block memory.
         self.outside: set[MemoryAccess] = set()
         self.roots: list[tuple[MemoryAccess, Node | Value, Path]] = []
         # Line, value and address of 64-bit integers written to memory.
@@ -104,7 +99,7 @@ class _Collector:
         loops = self.conditions.want_loops() if self.roots else {}
         flow.run()
         if not flow.settled and not flow.coarse:
-            return self.facts  # begun anew
+            return self.facts  # restarted
         self.facts.loops = {h: self.conditions.known(p) for h, p in loops.items() if p.wanted}
         self.facts.stops += flow.stops
         self._undeclared()
@@ -117,7 +112,7 @@ class _Collector:
         return self.facts
 
     def _undeclared(self) -> None:
-        """A name nobody declared has no place in memory: what is stored there would be lost."""
+        """Undeclared names have no memory, so stores to them would be lost."""
         for access in self.flow.scan.accesses:
             self._declared(access.at, access.operand.base)
         for index, info in enumerate(self.flow.scan.infos):
@@ -130,7 +125,7 @@ class _Collector:
             self.facts.stops.append((self.flow.flat.body[index].line, f"'{operand.name}' is not declared"))
 
     def _want_stored(self, access: MemoryAccess) -> None:
-        """64-bit integers written to memory may be addresses that leave the kernel."""
+        """Stored 64-bit integers may be addresses that leave the kernel."""
         instruction, info = self._at(access.at)
         if access.effect == "w" and instruction.op.name == "st" and info.width == 8 and info.form is not None:
             for item in _items(instruction.operands[1:2]):
@@ -189,7 +184,7 @@ class _Collector:
             facts.stops.append((line, target.what))
 
     def _handed_over(self) -> None:
-        """A function that is not known may read and write through every pointer it is given."""
+        """An unknown function may access memory through every pointer argument."""
         for line, value in self.flow.call_arguments():
             for poly in value:
                 if self.flow.atoms.base_of(poly) or self.classifier.bases(poly):
@@ -199,7 +194,7 @@ class _Collector:
                             self._touch("w", line, target, Piece(None, 0))
 
     def _escapes(self) -> None:
-        """Addresses written to memory: another device would write other numbers."""
+        """Addresses written to memory differ on another device."""
         at = self.flow.atoms
         for line, node, access in self.stored:
             if access not in self.outside:
@@ -231,7 +226,7 @@ def _items(operands: tuple[Operand, ...]) -> Iterator[Operand]:
 
 
 def _width(instruction: Instruction, info: OpInfo) -> int:
-    """Bytes of one access; 0 when it is not known."""
+    """Bytes of one access; 0 if unknown."""
     op = info.op
     if op.name in ("wmma", "multimem") or op.text.startswith(("cp.async.bulk", "cp.reduce", "tensormap")):
         return 0

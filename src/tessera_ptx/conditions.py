@@ -1,11 +1,8 @@
-"""What must be true where an access happens: comparisons on the way to it.
+"""Integer comparisons that hold where an access happens.
 
-The guard of the instruction and the branches that dominate its block are comparisons of integers. An
-access under `i < n` reaches only the bytes of such `i`; `extent` uses that when it resolves. The
-condition on a loop's back edge bounds the loop's counter in the same way.
-
-A set of conditions is `complete` when nothing else decides whether the access happens; only then can an
-extent be exact. Conditions on phis of predicates, on floats or on memory are left out.
+They come from the instruction's guard and from branches that dominate its block; `extent` uses them to bound
+offsets. The back-edge condition bounds a loop counter. A set is `complete` if nothing else decides the
+access; only then can an extent be exact. Not handled: phis of predicates, floats, memory.
 """
 
 from typing import NamedTuple
@@ -23,7 +20,7 @@ _UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
 class Condition(NamedTuple):
-    """`left <relation> right` holds; relation is lt, le, gt, ge, eq or ne."""
+    """`left <relation> right`; relation is lt, le, gt, ge, eq or ne."""
 
     left: Poly
     relation: str
@@ -41,13 +38,12 @@ class _Wanted(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Wanted comparisons, and whether they decide alone."""
+    """Comparisons, and whether they are complete."""
 
     wanted: tuple[_Wanted, ...] = ()
     complete: bool = True
 
     def and_also(self, other: "Path") -> "Path":
-        """Both hold."""
         wanted = (*self.wanted, *other.wanted)
         kept = wanted[-_MAX_CONDITIONS:]
         return Path(kept, self.complete and other.complete and len(kept) == len(wanted))
@@ -57,8 +53,6 @@ _UNKNOWN = Path((), False)
 
 
 class Conditions:
-    """Finds the conditions of accesses and loops."""
-
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self._blocks: dict[int, Path] = {}
@@ -66,7 +60,7 @@ class Conditions:
         self._idoms: list[int] | None = None
 
     def want(self, index: int) -> Path:
-        """Asks for the values compared on the way to an instruction."""
+        """Requests the values compared on the way to an instruction."""
         path = self._block(self.flow.graph.block_of[index])
         guard = self.flow.flat.body[index].guard
         if guard is None:
@@ -74,7 +68,7 @@ class Conditions:
         return path.and_also(self._predicate(index, guard.reg, not guard.negated, 0))
 
     def want_loops(self) -> dict[int, Path]:
-        """The condition on the back edge of every loop that has one back edge, by header."""
+        """Back-edge conditions of loops with one back edge, by header."""
         loops: dict[int, Path] = {}
         for header, block in enumerate(self.flow.graph.blocks):
             backs = [p for p in block.preds if p >= header]
@@ -83,7 +77,7 @@ class Conditions:
         return loops
 
     def known(self, path: Path) -> tuple[Condition, ...]:
-        """The conditions, after the run."""
+        """Conditions, after the run."""
         out = []
         for left, relation, right, bits, signed in path.wanted:
             a = left.value if isinstance(left, Node) else left
@@ -93,7 +87,7 @@ class Conditions:
         return tuple(out)
 
     def _block(self, block: int) -> Path:
-        """Conditions of a block, from its dominators down."""
+        """Conditions of a block, from its dominators."""
         chain = []
         while block not in self._blocks:
             chain.append(block)
@@ -114,14 +108,14 @@ class Conditions:
         return above.and_also(_UNKNOWN)
 
     def _edge(self, source: int, target: int) -> Path:
-        """What holds when control goes from one block to another."""
+        """Conditions of a control-flow edge."""
         flow = self.flow
         last = flow.graph.blocks[source].stop - 1
         instruction = flow.flat.body[last]
         if len(set(flow.graph.blocks[source].succs)) < 2:
             return Path()
         if instruction.guard is None or instruction.op.name != "bra":
-            # A guarded ret, exit or trap falls through when its guard is false.
+            # A guarded ret, exit or trap falls through if its guard is false.
             if instruction.guard is not None and instruction.op.name != "brx":
                 return self._predicate(last, instruction.guard.reg, instruction.guard.negated, 0)
             return _UNKNOWN
@@ -130,7 +124,7 @@ class Conditions:
         return self._predicate(last, instruction.guard.reg, taken != instruction.guard.negated, 0)
 
     def _predicate(self, index: int, reg: Reg, holds: bool, depth: int) -> Path:
-        """The comparisons behind a predicate register that is known to be true or false."""
+        """Comparisons behind a predicate of known value."""
         key = self.flow.defs.reaching(index, reg.name)
         known = self._predicates.get((key, holds))
         if known is None:
@@ -182,20 +176,20 @@ class Conditions:
         return also.and_also(Path((_Wanted(left, relation, right, form.source_bits, signed),)))
 
     def dominates(self, block: int, other: int) -> bool:
-        """Whether every way to `other` passes through `block`."""
+        """True if every path to `other` passes through `block`."""
         while other > block:
             other = self._above(other)
         return other == block
 
     def _above(self, block: int) -> int:
-        """The immediate dominator."""
+        """Immediate dominator."""
         if self._idoms is None:
             self._idoms = _dominators([b.preds for b in self.flow.graph.blocks])
         return self._idoms[block]
 
 
 def _dominators(preds: list[tuple[int, ...]]) -> list[int]:
-    """Immediate dominators of blocks numbered in reverse post-order (Cooper, Harvey and Kennedy)."""
+    """Immediate dominators in reverse post-order (Cooper, Harvey and Kennedy)."""
     idoms = [-1] * len(preds)
     if preds:
         idoms[0] = 0

@@ -1,4 +1,4 @@
-"""Every error of this library, in one tree.
+"""Errors of this library.
 
     PtxError                     one message and the place it concerns, as `file:line` or `file:line:column`
     ├── ParseError               text that is not PTX
@@ -8,13 +8,11 @@
         ├── Deadlock             lanes that wait for lanes that never come
         └── BadLaunch            arguments, grid or block that do not fit the kernel
 
-What the analysis cannot follow is no error: the report says why the kernel may not be moved.
+Code that the analysis cannot follow is not an error: the report has the reason.
 """
 
 
 class PtxError(Exception):
-    """`place: message`."""
-
     def __init__(self, message: str, place: str = "") -> None:
         super().__init__(message, place)
         self.message, self.place = message, place
@@ -24,7 +22,7 @@ class PtxError(Exception):
 
 
 class ParseError(PtxError):
-    """Text that is not PTX: `file:line:column: message`, the line, and a caret below the place."""
+    """Invalid PTX: `file:line:column: message`, the line and a caret."""
 
     def __init__(self, message: str, file: str, line: int, column: int, text: str = "") -> None:
         PtxError.__init__(self, message, f"{file}:{line}:{column}")
@@ -41,19 +39,19 @@ class ParseError(PtxError):
 
 
 class InterpreterFault(PtxError):
-    """A launch that cannot go on; `place` is `file:line` of the instruction."""
+    """A launch that cannot continue; `place` is `file:line` of the instruction."""
 
 
 class OutOfBounds(InterpreterFault):
-    """An access outside every buffer, a misaligned one, or one to a space that does not hold the address."""
+    """An access outside all buffers, misaligned, or in the wrong state space."""
 
 
 class UnknownInstruction(InterpreterFault):
-    """An instruction, or a form of one, that the interpreter has no rule for."""
+    """An instruction or form without a rule."""
 
 
 class Deadlock(InterpreterFault):
-    """Lanes that wait for lanes that never come, or a launch that runs on past its step limit."""
+    """Lanes that wait forever, or a launch past its step limit."""
 
 
 class BadLaunch(InterpreterFault):

@@ -1,15 +1,14 @@
-"""Values that all threads of a block exchange through shared memory: stores, a barrier, loads.
+"""Values exchanged through shared memory: stores, a barrier, loads.
 
-Compilers move a tensor of pointers from one layout to another in scratch memory that held other things
-before and will hold others after. `frames` follows no order, so a load would see all of them. Here a load
-sees only the stores of the phase before the last barrier, if
+Compilers reuse scratch memory to change the layout of pointer tensors. `frames` ignores order, so a load
+would see all earlier contents. Here a load sees only the stores of the phase before the last barrier, if
 
   the stores, the barrier and the load follow one another without a branch, where every thread comes by, and
   not in a loop; nothing else writes shared memory between the first of the stores and the load;
   the offsets depend on %tid.x alone, whose range `.reqntid` gives: worked out for every thread, the bytes
   stored cover the bytes loaded.
 
-An older store cannot be seen then: in a program without races it comes before those of the phase.
+In a program without races, older stores come before those of the phase.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,16 +21,14 @@ from tessera_ptx.syntax import Imm
 from tessera_ptx.values import Atoms
 
 _WARP = 32
-# Leaves of a part of an offset that is worked out; compiled kernels have at most 10 (corpus).
+# Limit of leaves in a computed offset; the corpus has at most 10.
 _MAX_SIZE = 64
 
 
 class Exchanges:
-    """The exchanges of one kernel."""
-
     def __init__(self, flat: Flat, graph: FlowGraph, scan: Scan, sizes: tuple[int, ...]) -> None:
         self.flat, self.graph, self.scan = flat, graph, scan
-        # Threads of a block; 0 if that is not known or they have more than one index.
+        # Threads of a block; 0 if unknown or multi-dimensional.
         self.threads = sizes[0] if sizes and set(sizes[1:]) <= {1} else 0
         self._writers = {a.at for a in scan.accesses if a.effect != "r" and a.space in ("shared", "")}
         self._writers |= set(scan.tensors)
@@ -39,7 +36,7 @@ class Exchanges:
         self._offsets: dict[Frozen, tuple[int, list[int]] | None] = {}
 
     def stores_before(self, load: int) -> tuple[int, ...]:
-        """The stores of the phase before a load, as instructions; () if it is no such load."""
+        """Stores of the phase before a load, or ()."""
         if not self.threads or not self._by_all(self.graph.block_of[load]):
             return ()
         found: list[int] = []
@@ -58,7 +55,7 @@ class Exchanges:
         return tuple(found)
 
     def offsets(self, at: Atoms, poly: Poly) -> tuple[int, list[int]] | None:
-        """The shared variable of an address and the offsets of all threads; None if they depend on more."""
+        """Shared variable of an address and offsets of all threads; None if they depend on more."""
         key = freeze(poly)
         if key not in self._offsets:
             self._offsets[key] = self._all_offsets(at, poly)
@@ -76,7 +73,7 @@ class Exchanges:
         return (base[0], known) if len(known) == self.threads else None
 
     def _backwards(self, index: int) -> Iterator[int]:
-        """The instructions that surely came before, the last one first, up to a join."""
+        """Instructions certainly executed before, in reverse, up to a join."""
         blocks = self.graph.blocks
         number = self.graph.block_of[index]
         while True:
@@ -88,7 +85,7 @@ class Exchanges:
             index = blocks[number].stop
 
     def _is_barrier(self, index: int) -> bool:
-        """Whether all threads of the block wait here."""
+        """True if all threads of the block wait here."""
         instruction = self.flat.body[index]
         mods, operands = instruction.op.mods, instruction.operands
         if instruction.guard is not None or "sync" not in mods:
@@ -104,7 +101,7 @@ class Exchanges:
         return plain and instruction.guard is None
 
     def _by_all(self, block: int) -> bool:
-        """Whether every thread runs this block, once."""
+        """True if every thread runs this block exactly once."""
         known = self._passed.get(block)
         if known is None:
             seen = self._reachable(0, block)
@@ -119,7 +116,7 @@ class Exchanges:
         return last.op.name in ("ret", "exit", "trap")
 
     def _reachable(self, start: int, without: int) -> set[int]:
-        """The blocks that can be reached without passing one of them."""
+        """Blocks reachable without passing one of them."""
         seen: set[int] = set()
         stack = [start]
         while stack:

@@ -1,4 +1,4 @@
-"""Offsets as self-contained expressions: nested tuples of numbers and names, ready for JSON.
+"""Offsets as self-contained expressions: nested tuples, ready for JSON.
 
     Sum     (Term, ...)                 Term    (coefficient, (Leaf, ...))
     Leaf    ("special", name)           ("param", index, offset, width)        ("loop", id)
@@ -6,8 +6,8 @@
             ("other", id, low, high, label)    anything within bounds: loaded values and the like
             ("as", id, Leaf)                   the same quantity as another thread or iteration saw it
 
-Two leaves are the same quantity exactly when they are equal. `text` prints a sum for people. An `ExtentPart`
-is one access at such an offset, under the `ExtentLimit`s of the comparisons on the way to it.
+Leaves are the same quantity iff they are equal. An `ExtentPart` is one access at such an offset, under
+`ExtentLimit`s.
 """
 
 from collections.abc import Iterable
@@ -27,19 +27,18 @@ _MAX_SIZE = 60
 
 
 class Exporter:
-    """Turns polynomials over atom numbers into expressions."""
+    """Converts polynomials over atom numbers."""
 
     def __init__(self, atoms: Atoms) -> None:
         self.atoms = atoms
         self._leaves: dict[int, Leaf] = {}
 
     def sum(self, poly: Poly) -> Sum:
-        """A polynomial as an expression, terms in a fixed order."""
+        """Expression of a polynomial, terms in fixed order."""
         ordered = sorted(poly.items(), key=lambda t: (not t[0], t[0]))
         return tuple((coeff, tuple(self.leaf(n) for n in mono)) for mono, coeff in ordered)
 
     def leaf(self, number: int) -> Leaf:
-        """An atom as an expression."""
         known = self._leaves.get(number)
         if known is None:
             known = self._leaves[number] = self._make(number)
@@ -67,7 +66,7 @@ class Exporter:
 
 
 def loops_in(sums: Iterable[Sum]) -> set[int]:
-    """The loops whose counters occur in the sums."""
+    """Loops whose counters occur in the sums."""
     found: set[int] = set()
     stack: list[Leaf] = [leaf for total in sums for _, leaves in total for leaf in leaves]
     while stack:
@@ -82,7 +81,6 @@ def loops_in(sums: Iterable[Sum]) -> set[int]:
 
 
 def leaf_text(leaf: Leaf) -> str:
-    """A leaf for people."""
     kind = leaf[0]
     if kind == "special":
         return str(leaf[1])
@@ -108,7 +106,7 @@ def _op_text(leaf: Leaf) -> str:
 
 
 def text(total: Sum) -> str:
-    """A sum for people: `4*(ctaid.x*ntid.x + tid.x) + 8`."""
+    """Readable sum: `4*(ctaid.x*ntid.x + tid.x) + 8`."""
     parts: list[str] = []
     for coeff, leaves in total:
         product = "*".join(leaf_text(leaf) for leaf in leaves)
@@ -124,7 +122,7 @@ _RELATIONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!
 
 
 class ExtentLimit(NamedTuple):
-    """`left <relation> right` where the access happens."""
+    """`left <relation> right` holds at the access."""
 
     left: Sum
     relation: str
@@ -137,7 +135,7 @@ class ExtentLimit(NamedTuple):
 
 
 class ExtentPart(NamedTuple):
-    """One access: `width` bytes at `offset` under the limits; offset None is anywhere."""
+    """One access: `width` bytes at `offset` under the limits; None is anywhere."""
 
     offset: Sum | None
     width: int

@@ -1,16 +1,14 @@
-"""Which bytes of a buffer an access reaches: an expression now, intervals once the launch is known.
+"""Byte ranges of an access: an expression, resolved to intervals for a launch.
 
     extent.resolve(LaunchConfig(grid, block, params)) -> Intervals
 
-`Intervals` is a set of half-open byte ranges relative to the pointer; it always covers what the kernel
-can touch there, and `exact` says that every byte in it is touched by some thread. An end that nothing
-bounds is None: the consumer then takes the buffer's own end.
+`Intervals` are half-open byte ranges relative to the pointer that cover everything the kernel can touch;
+`exact` means that every byte is touched. An unbounded end is None: the buffer's end.
 
-How: known numbers are put in; a sum whose 32-bit parts cannot wrap is expanded, otherwise it ranges over
-the whole type; conditions clamp the sub-sums they compare; a loop is taken apart into its first turn and
-the later ones, for which the condition of the turn before held; the rest is a sum of arithmetic
-progressions, merged into intervals. Terms that share a variable are bounded as if they did not, which
-only widens.
+Known numbers are substituted. A sum whose 32-bit parts cannot wrap is expanded, else it ranges over its type.
+Conditions clamp the sub-sums they compare. A loop is split into its first iteration and later ones, for which
+the previous back-edge condition held. The rest is a sum of arithmetic progressions, merged into intervals.
+Terms that share a variable are bounded independently, which only widens.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,40 +35,39 @@ MAX_SPANS = 4096
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """The numbers of one launch; `params` maps a parameter index, or (index, byte offset), to its value."""
+    """Launch parameters; `params` maps an index, or (index, byte offset), to its value."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     params: Mapping[int | tuple[int, int], int] = field(default_factory=dict)
 
     def param(self, index: int, offset: int) -> int | None:
-        """The value of a scalar parameter, or None."""
         value = self.params.get((index, offset))
         return self.params.get(index) if value is None and offset == 0 else value
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Half-open intervals in ascending order, apart from one another; None is "no bound"."""
+    """Disjoint half-open intervals, ascending; None is unbounded."""
 
     spans: tuple[tuple[int | None, int | None], ...]
-    # Every byte inside is really touched; else the set only covers what is.
+    # True if every byte is touched; else the set is an over-approximation.
     exact: bool
 
     def inside(self, low: int, high: int) -> list[tuple[int, int]]:
-        """The intervals cut off at two bounds; an end that is None is the bound."""
+        """Intervals clipped to two bounds."""
         spans = [
             (low if a is None else max(low, a), high if b is None else min(high, b)) for a, b in self.spans
         ]
         return [(a, b) for a, b in spans if a < b]
 
     def covers(self, low: int, high: int) -> bool:
-        """Whether all bytes from low to high (exclusive) are in the set."""
+        """True if all bytes of [low, high) are in the set."""
         return any((a is None or a <= low) and (b is None or high <= b) for a, b in self.spans)
 
     @property
     def num_bytes(self) -> int | None:
-        """How many bytes, None when unbounded."""
+        """Number of bytes, None if unbounded."""
         total = 0
         for low, high in self.spans:
             if low is None or high is None:
@@ -80,7 +77,7 @@ class Intervals:
 
 
 def merge(spans: list[tuple[int | None, int | None]], exact: bool) -> Intervals:
-    """The union, with touching intervals joined; too many are replaced by what covers them."""
+    """Union with touching intervals joined; too many are replaced by their cover."""
     out: list[tuple[int | None, int | None]] = []
     for low, high in sorted(spans, key=lambda s: (s[0] is not None, s[0] or 0)):
         if out:
@@ -96,9 +93,9 @@ def merge(spans: list[tuple[int | None, int | None]], exact: bool) -> Intervals:
 
 
 def progressions(start: int, terms: list[tuple[int, Range]], width: int) -> list[tuple[int, int]] | None:
-    """The union of [v, v + width) over v = start + sum of factor * x, each x within its bounds.
+    """Union of [v, v + width) over v = start + sum of factor * x, each x within its bounds.
 
-    None when it has too many pieces to list. Bounds must be numbers.
+    None if there are too many pieces. Bounds must be numbers.
     """
     spans = [(start, start + width)]
     for factor, (low, high) in sorted(terms, key=lambda t: abs(t[0])):
@@ -118,7 +115,7 @@ def progressions(start: int, terms: list[tuple[int, Range]], width: int) -> list
 
 
 def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending intervals, apart from one another, that cover the same numbers."""
+    """Disjoint ascending intervals that cover the same numbers."""
     out: list[tuple[int, int]] = []
     for low, high in sorted(spans):
         if out and low <= out[-1][1]:
@@ -129,11 +126,11 @@ def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 Mono = tuple[Any, ...]
-Linear = dict[Mono, int]  # product of leaves -> coefficient, () the constant
+Linear = dict[Mono, int]  # product of leaves -> coefficient; () is the constant
 
 
 class _Group(NamedTuple):
-    """A sub-sum that is treated as one variable: factor times a value within the span."""
+    """A sub-sum treated as one variable: factor times a value within the span."""
 
     key: frozenset[tuple[Mono, int]]
     factor: int
@@ -142,7 +139,7 @@ class _Group(NamedTuple):
 
 
 class Solver:
-    """Puts the numbers of one launch into expressions."""
+    """Evaluates expressions for one launch."""
 
     def __init__(
         self,
@@ -151,18 +148,16 @@ class Solver:
         later: dict[int, bool] | None = None,
     ) -> None:
         self.launch, self.loops = launch, loops
-        # Loops taken apart: in their first turn (False) or in a later one (True).
+        # Split loops: first iteration (False) or later ones (True).
         self.later = later or {}
-        # Bounds of sums that a condition compares: sum without its constant -> bounds.
+        # Bounds by conditions: sum without its constant -> bounds.
         self.active: dict[frozenset[tuple[Mono, int]], Range] = {}
         self._leaves: dict[Any, Linear] = {}
         self.ranges: dict[Any, Range] = {}
         self._open_loops: set[int] = set()
 
-    # Numbers in ---------------------------------------------------------------------------------------
-
     def linear(self, total: Sum) -> Linear:
-        """The sum with everything known put in."""
+        """The sum with known numbers substituted."""
         out: Linear = {}
         for coeff, leaves in total:
             product: Linear = {(): coeff}
@@ -190,7 +185,7 @@ class Solver:
             if later is False:
                 return {}
             low, high = self._loop(leaf[1])
-            # Kept as a variable even when it can be one number only: `_before` has to find it.
+            # Kept as a variable even with one possible value: `_before` needs it.
             self.ranges[leaf] = (1 if later else low, high)
             return {(leaf,): 1}
         if kind == "as":
@@ -241,7 +236,7 @@ class Solver:
         return self._variable(leaf, op_range(name, bits, spans))
 
     def _loop(self, loop: int) -> Range:
-        """Bounds of a loop's counter from the condition on its back edge."""
+        """Counter bounds from the back-edge condition."""
         limits = self.loops.get(loop, ())
         if not limits or loop in self._open_loops:
             return 0, None
@@ -250,12 +245,12 @@ class Solver:
         self.ranges[("loop", loop)] = (0, None)
         highs = [h for limit in limits if (h := self._last_turn(loop, limit)) is not None]
         self._open_loops.discard(loop)
-        # Anything worked out while the counter had no bound must be worked out again.
+        # Results computed before the counter was bounded are stale.
         self._leaves.clear()
         return 0, min(highs) if highs else None
 
     def _last_turn(self, loop: int, limit: ExtentLimit) -> int | None:
-        """The largest counter when the back edge is taken while the limit holds."""
+        """Largest counter for which the back edge is taken."""
         leaf = (("loop", loop),)
         left, right = self.linear(limit.left), self.linear(limit.right)
         difference = _plus(left, right, -1)
@@ -275,10 +270,8 @@ class Solver:
         last = (-low if relation == "le" else -low - 1) // step
         return max(last + 1, 0)
 
-    # Ranges -------------------------------------------------------------------------------------------
-
     def range(self, linear: Linear) -> Range:
-        """Bounds of a sum, also by a condition that compares it."""
+        """Bounds of a sum, including those of conditions on it."""
         found = self._plain_range(linear)
         if self.active:
             bounds = self.active.get(_moving(linear))
@@ -297,7 +290,7 @@ class Solver:
         return total
 
     def _comparable(self, limit: ExtentLimit, left: Linear, right: Linear) -> bool:
-        """Whether both sides are the numbers that were compared: no wrap-around in their type."""
+        """True if neither side wraps in its type."""
         if limit.bits >= 64 and limit.signed:
             return True
         for side in (left, right):
@@ -306,10 +299,8 @@ class Solver:
                 return False
         return True
 
-    # One access ---------------------------------------------------------------------------------------
-
     def part(self, part: ExtentPart) -> Intervals:
-        """The bytes of one access whose offset and width are known."""
+        """Bytes of one access of known offset and width."""
         assert part.offset is not None
         clamps, exact, possible = self._clamps(part)
         if not possible:
@@ -317,7 +308,7 @@ class Solver:
         for linear, span in clamps:
             self.active[frozenset(linear.items())] = span
         if clamps:
-            # Widening and masks inside the sums may be decided by the conditions.
+            # Conditions may decide widening and masks inside the sums.
             self._leaves.clear()
             clamps, exact, possible = self._clamps(part)
             if not possible:
@@ -328,7 +319,7 @@ class Solver:
         return self._spans(offset.get((), 0), groups, part.width, exact)
 
     def _clamps(self, part: ExtentPart) -> tuple[list[tuple[Linear, Range]], bool, bool]:
-        """Bounds by conditions; whether all were usable; whether all can be true at once."""
+        """Bounds by conditions; whether all were usable; whether all can hold together."""
         clamps: list[tuple[Linear, Range]] = []
         usable = True
         sides = [(self.linear(c.left), self.linear(c.right), c) for c in part.limits]
@@ -346,7 +337,7 @@ class Solver:
         return clamps, usable, True
 
     def _turn_before(self, loop: int) -> list[tuple[Linear, Linear, ExtentLimit]]:
-        """In a later turn, the condition of the back edge held for the turn before."""
+        """In later iterations the previous back-edge condition held."""
         found = []
         for limit in self.loops.get(loop, ()):
             left, right = (_before(loop, self.linear(side)) for side in (limit.left, limit.right))
@@ -355,7 +346,7 @@ class Solver:
         return found
 
     def _clamp(self, left: Linear, right: Linear, limit: ExtentLimit) -> tuple[Linear, Range] | None:
-        """A limit as (sum without its constant, bounds); the sum is empty when the limit is decided."""
+        """Limit as (sum without its constant, bounds); the sum is empty if the limit is decided."""
         if not self._comparable(limit, left, right):
             return None
         difference = _plus(left, right, -1)
@@ -377,7 +368,7 @@ class Solver:
         return difference, intersect(inside, span)
 
     def _group(self, offset: Linear, clamps: list[tuple[Linear, Range]]) -> tuple[list[_Group], int]:
-        """The offset's terms, those that a clamp compares taken together; and how many clamps were used."""
+        """Terms of the offset, grouped by clamp, and the number of clamps used."""
         left = {m: c for m, c in offset.items() if m}
         groups: list[_Group] = []
         used = 0
@@ -406,7 +397,7 @@ class Solver:
         return groups, used
 
     def _is_dense(self, linear: Linear) -> bool:
-        """Whether the sum takes every value between its bounds, as `ctaid * ntid + tid` does."""
+        """True if the sum takes every value between its bounds, as `ctaid * ntid + tid`."""
         if any(len(m) != 1 or m[0][0] != "special" for m in linear):
             return False
         terms = [(c, self.range({m: 1})) for m, c in linear.items()]
@@ -443,7 +434,7 @@ def _moving(linear: Linear) -> frozenset[tuple[Mono, int]]:
 
 
 def _before(loop: int, linear: Linear) -> Linear | None:
-    """The sum one turn earlier; None when the counter is inside another operation."""
+    """The sum one iteration earlier; None if the counter is inside another operation."""
     leaf = ("loop", loop)
     out = dict(linear)
     for mono, coeff in linear.items():
@@ -480,10 +471,10 @@ _MAX_TAKEN_APART = 2
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The bytes one kernel reaches through one pointer."""
+    """Bytes a kernel reaches through one pointer."""
 
     parts: tuple[ExtentPart, ...]
-    # Conditions on the back edge of each loop that `parts` count, by loop.
+    # Back-edge conditions of the loops in `parts`.
     loops: tuple[tuple[int, tuple[ExtentLimit, ...]], ...] = ()
 
     def __str__(self) -> str:
@@ -493,7 +484,7 @@ class Extent:
         return " | ".join(shown[:8]) + (f" | ... {len(shown) - 8} more" if len(shown) > 8 else "")
 
     def resolve(self, launch: LaunchConfig) -> Intervals:
-        """The bytes reached in a launch, relative to the pointer."""
+        """Bytes reached in a launch, relative to the pointer."""
         loops = dict(self.loops)
         spans: list[tuple[int | None, int | None]] = []
         exact = True

@@ -1,12 +1,9 @@
-"""The value analysis of one kernel: a sparse fixpoint over the values that feed addresses.
+"""Value analysis of one kernel: a sparse fixpoint over values that feed addresses.
 
-Nodes are definitions, phis and stores into frames. Only what an address (or a condition on the way to
-it) depends on becomes a node. Nodes are evaluated in reverse post-order from a queue; a change wakes the
-users. A phi at a loop header that grows by the same amount each time becomes `start + step * counter`;
-one that changes otherwise becomes opaque, which keeps its bases. So every node settles after a few visits.
-A kernel that takes more work than its length justifies is begun anew with `coarse`: every value keeps its
-bases and gives up its offsets at once, so that flags are found without extents. If that does not settle
-either, it is given up: too complex to follow, immovable.
+Nodes are definitions, phis and stores into frames that an address or its conditions depend on, evaluated from
+a queue in reverse post-order. A loop phi with a constant increment becomes `start + step * counter`; other
+changing phis become opaque and keep their bases. A kernel that exceeds its work limit restarts with `coarse`,
+which keeps bases without offsets; if that fails too, it is immovable.
 
     flow = Flow(module, entry); flow.run(); flow.address(access) -> Value
 """
@@ -24,16 +21,16 @@ from tessera_ptx.transfer import OpInfo
 from tessera_ptx.values import IN_TIME, MAX_POLY, PER_THREAD, UNIFORM, Key, by_base
 
 _MAX_VISITS = 8
-# Alternatives looked at, per node and for any kernel. Chosen by measurement: compiled kernels stay below
-# half of it, except debug builds of block-wide collectives, which mix dozens of pointers through memory.
+# Limits of alternatives examined, per node and per kernel. Compiled kernels stay below half, except debug
+# builds of block-wide collectives.
 _WORK_PER_NODE = 20
 _WORK = 30_000
-# Addends that a number, or an offset in the block's own memory, may keep in a coarse run.
+# Addends kept by a number or block-memory offset in a coarse run.
 _MAX_COARSE = 8
 
 
 class Flow(Nodes):
-    """Runs the nodes of a kernel to a fixpoint; `settled` says whether one was reached."""
+    """Evaluates a kernel's nodes to a fixpoint; `settled` tells whether it was reached."""
 
     def __init__(
         self, module: Module, entry: Function, given: ParamHints | None = None, coarse: bool = False
@@ -41,15 +38,12 @@ class Flow(Nodes):
         super().__init__(module, entry, given or ParamHints())
         self.coarse, self.settled = coarse, True
 
-    # Running ------------------------------------------------------------------------------------------
-
     def run(self) -> None:
-        """Evaluates to the fixpoint."""
         self.build()
         self._order = sorted(self.nodes.values(), key=lambda n: n.pos)
         self._budget = _WORK_PER_NODE * len(self._order) + _WORK
         self._settle(self._order)
-        # What is still without a value depends on memory nobody stored to, or on itself alone.
+        # Values still missing depend on uninitialized memory or on themselves.
         for kind in ("def", "phi"):
             stuck = [n for n in self._order if n.kind == kind and not n.value and self._can_force(n)]
             for node in stuck:
@@ -57,14 +51,14 @@ class Flow(Nodes):
             self._settle(stuck)
 
     def _can_force(self, node: Node) -> bool:
-        """Loads with a known address, and anything that only waits for itself."""
+        """Loads with a known address, and nodes that wait only for themselves."""
         if node.kind == "phi":
             return True
         assert node.info is not None
         return node.info.is_load and all(a.value if type(a) is Node else a for a in node.args)
 
     def _settle(self, nodes: "list[Node]") -> None:
-        """Evaluates these nodes and all that depend on them until nothing changes."""
+        """Evaluates nodes and their dependents until nothing changes."""
         numbers = {id(node): number for number, node in enumerate(self._order)}
         queue = [(node.pos, numbers[id(node)]) for node in nodes]
         heapify(queue)
@@ -99,7 +93,7 @@ class Flow(Nodes):
         return node.users
 
     def _is_too_fine(self, poly: Poly) -> bool:
-        """Whether a coarse run gives up the offset: of a pointer that leaves the block, and of a long sum."""
+        """True if a coarse run drops the offset: of pointers that leave the block, and of long sums."""
         at = self.atoms
         return len(poly) > _MAX_COARSE or (
             len(poly) > 1 and any(at.kind(n) != "frame" for n in at.taint(poly))
@@ -115,7 +109,7 @@ class Flow(Nodes):
         elif not args:
             value = self.atoms.opaque(key)
         elif any(not a for a in args):
-            # A source that no value reaches yet, or an undefined register.
+            # A source without a value yet, or an undefined register.
             value = BOTTOM if self._awaits(node) else self.atoms.opaque(key, *args)
         elif info.op.name == "mov":
             value = self._move(node, info, args)
@@ -132,7 +126,7 @@ class Flow(Nodes):
         return value if node.visits <= _MAX_VISITS else self._late(node, value)
 
     def _late(self, node: Node, value: Value) -> Value:
-        """Ends a cycle that keeps changing: first the offsets are given up, then which base it is."""
+        """Ends a changing cycle: drops offsets first, then the choice of base."""
         if node.visits <= 3 * _MAX_VISITS:
             return self.atoms.blur(node.key, value + node.value)
         return self.atoms.opaque((node.key, "late"), value, node.value, joined=True)
@@ -141,7 +135,7 @@ class Flow(Nodes):
         return any(type(a) is Node and not a.value for a in node.args) and node.visits <= _MAX_VISITS
 
     def _note_conversion(self, info: OpInfo, value: Value) -> None:
-        """Remembers `cvta.to.global` of a parameter as it stands."""
+        """Records `cvta.to.global` of an unmodified parameter."""
         if "global" in info.op.mods and len(value) == 1 and len(value[0]) == 1:
             mono, coeff = next(iter(value[0].items()))
             if coeff == 1 and len(mono) == 1 and self.atoms.atoms[mono[0]].item[0] == "param":
@@ -175,7 +169,7 @@ class Flow(Nodes):
         return self.loads.load(node, space, address, width, info.signed) if exchanged is None else exchanged
 
     def _exchanged(self, node: Node, address: Value, width: int) -> Value | None:
-        """What the threads of the block stored for this load just before; None if that is not all it sees."""
+        """Values the block stored for this load; None if it may see others."""
         places = self.exchanges.offsets(self.atoms, address[0]) if len(address) == 1 and width == 8 else None
         if places is None:
             return None
@@ -198,7 +192,7 @@ class Flow(Nodes):
         return self.atoms.join((node.key, "exchanged"), tuple(seen))
 
     def _store(self, node: Node) -> "list[Node]":
-        """Writes the values into the frames the address may point at."""
+        """Writes into the frames the address may point at."""
         info = node.info
         assert info is not None
         operands = self.flat.body[node.index].operands
@@ -217,7 +211,7 @@ class Flow(Nodes):
         return woken
 
     def _fill(self, node: Node, info: OpInfo, space: str, args: list[Value]) -> "list[Node]":
-        """A copy or an atomic leaves something unknown somewhere in the frame."""
+        """Copies and atomics leave unknown values in the frame."""
         if info.op.name in ("atom", "red"):
             left = self.atoms.opaque(node.key, *args[1:])
         else:
@@ -227,8 +221,6 @@ class Flow(Nodes):
         anywhere = self.atoms.opaque((node.key, "place"))[0]
         address = tuple(add(p, anywhere) for p in args[0])
         return self.loads.store((node.key, 0), space, address, 8, left)
-
-    # Phis ---------------------------------------------------------------------------------------------
 
     def _phi(self, node: Node) -> Value:
         inputs: list[Value] = [a.value if type(a) is Node else a for a in node.args]  # type: ignore[misc]
@@ -258,13 +250,13 @@ class Flow(Nodes):
         shown: Poly | None,
         now: Poly | None,
     ) -> Poly:
-        """The offset of one base after a back edge brought `rest`.
+        """Offset of one base after a back edge with `rest`.
 
-        `first` came from outside the loop, `shown` is what the phi said last, `now` what it says so far.
+        `first` is from outside the loop, `shown` the phi's last value, `now` its value so far.
         """
         at = self.atoms
         if first is None:
-            # Only comes around the loop: as an earlier iteration saw it.
+            # Loop-carried only: value of an earlier iteration.
             old = at.others(rest, PER_THREAD, node.key)
             return (
                 old
@@ -286,11 +278,11 @@ class Flow(Nodes):
         )
 
     def _counter(self, node: Node) -> Key:
-        """All variables of a loop with one back edge count the same iterations."""
+        """Variables of a loop with one back edge share a counter."""
         return ("loop", node.key[1]) if node.back.count(True) == 1 else node.key
 
     def _step(self, node: Node, base: frozenset[int], rest: Poly, shown: Poly) -> Poly | None:
-        """By how much one turn of the loop moves the offset; None when that is not one amount."""
+        """Increment per iteration; None if not constant."""
         known = node.steps.get(base)
         if known is not None and not known:
             return None
@@ -307,11 +299,11 @@ class Flow(Nodes):
         return const(gcd(one, other) if one > 0 else -gcd(one, other))
 
     def want_calls(self) -> None:
-        """Asks for what is handed to functions that cannot be followed."""
+        """Requests arguments of functions that cannot be followed."""
         self._needs_frames = self._needs_frames or any(i.op.name == "call" for i in self.flat.body)
 
     def call_arguments(self) -> Iterator[tuple[int, Value]]:
-        """(line, value) of everything handed to a function that is not followed, after the run."""
+        """(line, value) of arguments to such functions, after the run."""
         for instruction in self.flat.body:
             if instruction.op.name == "call":
                 for operand in instruction.operands[0].items if instruction.operands else ():  # type: ignore[union-attr]
@@ -319,10 +311,8 @@ class Flow(Nodes):
                         for value in self.loads.contents(operand.name):
                             yield instruction.line, value
 
-    # Answers ------------------------------------------------------------------------------------------
-
     def address(self, access: MemoryAccess, base: "Node | Value") -> Value:
-        """The address of an access after the run."""
+        """Address of an access, after the run."""
         value: Value = base.value if isinstance(base, Node) else base
         offset = const(access.operand.offset)
         return tuple(add(p, offset) for p in value)

@@ -1,12 +1,9 @@
-"""A kernel with its device functions put in place: one flat list of instructions.
+"""Inlines device functions into one flat instruction list.
 
-Every call of a function defined in the module is replaced by the function's body with its names
-suffixed `@n`, so that the analysis sees each call with the values of that call. A parameter variable
-of the callee is the variable the caller passed, hence arguments and results need no copies.
-
-Stopped, by name and line: recursion, targets that are not in the module, calls through registers,
-call trees larger than `MAX_INSTRUCTIONS` or `MAX_COPIES`. `__assertfail` only ends the program and is
-left out.
+Each call of a module function is replaced by its body with names suffixed `@n`, so calls are analyzed
+separately. Parameters of the callee are the caller's variables, without copies. Stops, with name and line:
+recursion, external targets, calls through registers, call trees above `MAX_INSTRUCTIONS` or `MAX_COPIES`.
+`__assertfail` is dropped, since it only ends the program.
 """
 
 from collections.abc import Callable
@@ -39,19 +36,18 @@ _HARMLESS = frozenset({"__assertfail", "__assert_fail", "abort"})
 
 @dataclass(slots=True)
 class Flat:
-    """The instructions of a kernel, calls resolved."""
+    """Instructions of a kernel, calls resolved."""
 
     body: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
     variables: dict[str, Variable] = field(default_factory=dict)
-    # (line, reason) of every call that could not be followed.
+    # (line, reason) of calls that cannot be followed.
     stops: list[tuple[int, str]] = field(default_factory=list)
     num_copies: int = 0
 
 
 def flatten(module: Module, entry: Function) -> Flat:
-    """The flat form of one kernel."""
     flat = Flat()
     flat.variables.update({v.name: v for v in entry.variables})
     if not any(i.op.name == "call" for i in entry.body):
@@ -78,7 +74,7 @@ class _Inliner:
     def body(
         self, function: Function, suffix: str, bound: dict[str, str], path: tuple[str, ...], end: str
     ) -> None:
-        """Appends one body; `bound` maps its parameter variables to the caller's; ret jumps to `end`."""
+        """Appends one body; `bound` maps parameters to the caller's variables; ret jumps to `end`."""
         flat = self.flat
         rename = _renamer(function, suffix, bound)
         by_index: dict[int, list[str]] = {}
@@ -137,7 +133,7 @@ class _Inliner:
         rename: Callable[[Operand], Operand],
         path: tuple[str, ...],
     ) -> None:
-        """A call through a register with `.calltargets`: one of them, nobody knows which."""
+        """A register call with `.calltargets`: any of them."""
         flat, line, column = self.flat, instruction.line, instruction.column
         flat.num_copies += 1
         mark = f"$choice@{flat.num_copies}"
@@ -158,7 +154,6 @@ class _Inliner:
         rename: Callable[[Operand], Operand],
         path: tuple[str, ...],
     ) -> None:
-        """A call of a named function."""
         flat, line = self.flat, instruction.line
         results, _, args = _call_parts(instruction)
         if name in _HARMLESS:
@@ -166,7 +161,7 @@ class _Inliner:
         callee = self.functions.get(name)
         if reason := self._refusal(name, callee, path):
             flat.stops.append((line, reason))
-            # The analysis sees what is handed over.
+            # The analysis sees the arguments.
             operands = tuple(rename(o) for o in (*results, *args))
             flat.body.append(Instruction(instruction.op, guard, (Args(operands),), line, instruction.column))
             return
@@ -237,7 +232,7 @@ def _call_parts(call: Instruction) -> tuple[tuple[Operand, ...], Operand, tuple[
 
 
 def _renamer(function: Function, suffix: str, bound: dict[str, str]) -> Callable[[Operand], Operand]:
-    """A cached renaming of operands for one copy of a function."""
+    """Cached operand renaming for one copy of a function."""
     local = {v.name for v in function.variables} | {p.name for p in (*function.params, *function.returns)}
     local |= set(function.labels) | set(function.tables)
     cache: dict[Operand, Operand] = {}

@@ -1,13 +1,9 @@
-"""Memory that can hold pointers between instructions: shared, local and call-parameter variables.
+"""Pointers in shared, local and call-parameter variables.
 
-A frame is one variable. Its cells are the (offset, width) of stores at known offsets; a store at a
-computed offset is kept with the bounds of that offset. Order is not followed: a load may see any store
-to its bytes. That is sound, and enough, because compilers give each variable its own bytes.
-
-Values that travel in a circle through memory (`p = p + 4` in a stack slot, swaps) would change for ever,
-so a cell that changed often, or holds many different values, is blurred once for all its writers: it then
-keeps the bases and gives up the offsets, and only ever grows. The same holds for stores at computed
-offsets, which then become one store per width that may hit any byte.
+A frame is one variable, its cells are (offset, width) of stores; stores at computed offsets keep the offset's
+bounds. Order is ignored: a load may see any store to its bytes, which is sound. A cell that changes often or
+holds many values is blurred: it keeps bases, drops offsets and only grows. Stores at computed offsets then
+become one store per width to any byte. This ends cycles through memory (`p = p + 4` in a stack slot, swaps).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +14,7 @@ from tessera_ptx.poly import Poly, Value, freeze
 from tessera_ptx.ranges import FULL, Range
 
 _WORD = 4
-# Changes of what a writer left before, and different values, after which a cell is blurred.
+# Limits of changes and distinct values before a cell is blurred.
 _MAX_CHANGES = 8
 _MAX_VALUES = 16
 
@@ -29,35 +25,34 @@ class Somewhere(NamedTuple):
     span: Range  # of the offset
     width: int
     value: Value
-    # (parameter, d): the loop copies the parameter, byte o of the frame being byte o - d of it.
+    # (parameter, d): a loop copies the parameter, byte o of the frame from its byte o - d.
     mirror: tuple[int, int] | None = None
 
     def reaches(self, offset: int, width: int) -> bool:
-        """Whether it may touch these bytes."""
+        """True if it may touch these bytes."""
         low, high = self.span
         return (low is None or low < offset + width) and (high is None or high + self.width > offset)
 
 
-# Joins values under a key: the same bases, offsets given up where they differ.
+# Joins values under a key: same bases, differing offsets dropped.
 Blur = Callable[[Any, Value], Value]
 
 
 @dataclass(slots=True)
 class Cell:
-    """The stores to the same bytes: each value once, however many write it."""
+    """Stores to the same bytes, each value once."""
 
     stores: dict[Any, Value] = field(default_factory=dict)
-    # Frozen value -> the value and how many writers left it.
+    # Frozen value -> the value and its number of writers.
     distinct: dict[Any, tuple[Value, int]] = field(default_factory=dict)
     changes: int = 0
     blurred: Value = ()
 
     def values(self) -> list[Value]:
-        """What a load may see."""
         return [self.blurred] if self.blurred else [value for value, _ in self.distinct.values()]
 
     def write(self, writer: Any, value: Value, key: Any, blur: Blur) -> bool:
-        """Takes in a store; True when a load may see something else than before."""
+        """Adds a store; True if loads may see a change."""
         old = self.stores.get(writer)
         if old == value:
             return False
@@ -77,7 +72,7 @@ class Cell:
         return count == 0 or old is not None
 
     def take_back(self, writer: Any) -> None:
-        """Forgets a store, unless it is blurred with others."""
+        """Removes a store, unless blurred."""
         old = self.stores.pop(writer, None)
         if old is not None and not self.blurred:
             self.changes += 1
@@ -99,19 +94,19 @@ class PointerFrame:
     blur: Blur
     # (offset, width) -> its stores
     cells: dict[tuple[int, int], Cell] = field(default_factory=dict)
-    # Writers whose offset is not constant; after many changes, widths.
+    # Writers with a computed offset; after many changes, widths.
     anywhere: dict[Any, Somewhere] = field(default_factory=dict)
     changes: int = 0
-    # Word -> cells that have bytes in it.
+    # Word -> cells with bytes in it.
     by_word: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
-    # writer -> the cells it wrote, to take them back when its address changes.
+    # Writer -> its cells, removed when its address changes.
     written: dict[Any, set[tuple[int, int]]] = field(default_factory=dict)
     # Word -> readers, as an ordered set.
     readers: dict[int, dict[Any, None]] = field(default_factory=dict)
     all_readers: dict[Any, None] = field(default_factory=dict)
 
     def write(self, writer: Any, offset: int, width: int, value: Value) -> bool:
-        """Records a store at a known offset; True when something changed."""
+        """Records a store at a known offset; True if changed."""
         place = (offset, width)
         cell = self.cells.get(place)
         if cell is None:
@@ -122,7 +117,7 @@ class PointerFrame:
         return cell.write(writer, value, place, self.blur)
 
     def write_somewhere(self, writer: Any, somewhere: Somewhere) -> bool:
-        """Records a store at a computed offset; True when something changed."""
+        """Records a store at a computed offset; True if changed."""
         if self._is_crowded():
             return self._merge(somewhere)
         old = self.anywhere.get(writer)
@@ -140,7 +135,7 @@ class PointerFrame:
         return self.changes > _MAX_CHANGES or len(self.anywhere) > _MAX_VALUES
 
     def _merge(self, stray: Somewhere) -> bool:
-        """Joins a store with those of its width; True when that changed something."""
+        """Joins a store with others of its width; True if changed."""
         self.changes = _MAX_CHANGES + 1
         old = self.anywhere.get(stray.width)
         before = old.value if old else ()
@@ -149,7 +144,7 @@ class PointerFrame:
         return value != before
 
     def take_back(self, writer: Any, kept: set[tuple[int, int]], dynamic: bool) -> None:
-        """Forgets what a writer stored at places it no longer writes."""
+        """Removes a writer's stores at places it no longer writes."""
         for place in self.written.get(writer, set()) - kept:
             self.cells[place].take_back(writer)
             self.written[writer].discard(place)
@@ -157,7 +152,7 @@ class PointerFrame:
             self.anywhere.pop(writer, None)
 
     def read_by(self, reader: Any, offset: int | None, width: int) -> None:
-        """Remembers who must look again when these bytes change."""
+        """Registers a reader of these bytes."""
         if offset is None:
             self.all_readers[reader] = None
             return
@@ -165,7 +160,7 @@ class PointerFrame:
             self.readers.setdefault(word, {})[reader] = None
 
     def readers_of(self, offset: int | None, width: int) -> Iterator[Any]:
-        """The loads that may see a store to these bytes."""
+        """Loads that may see a store to these bytes."""
         yield from self.all_readers
         if offset is None:
             for readers in self.readers.values():
@@ -180,7 +175,7 @@ class PointerFrame:
         return cell.values() if cell else []
 
     def overlapping(self, offset: int, width: int) -> list[tuple[int, int, list[Value]]]:
-        """Cells that share some bytes with these but are not the same: (offset, width, values)."""
+        """Partially overlapping cells: (offset, width, values)."""
         found = set[tuple[int, int]]()
         for word in _words(offset, width):
             found |= self.by_word.get(word, set())
@@ -203,7 +198,7 @@ def _frozen(value: Iterable[Poly]) -> Any:
 
 
 def constant_offset(rest: Poly) -> int | None:
-    """The offset as a number, or None."""
+    """Offset as a number, or None."""
     if not rest:
         return 0
     return rest.get(()) if len(rest) == 1 else None

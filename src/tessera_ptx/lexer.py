@@ -1,12 +1,8 @@
-"""Text to statements, and the texts of operands to operand nodes.
+"""Splits text into statements and operand texts into nodes.
 
-The reader never walks characters: comments are blanked by one substitution, and each statement is
-one match of `STATEMENT`. A match must begin where the previous one ended; what lies between is
-text that is not PTX. `.loc` and `.file` end without a semicolon, so they are matched by their full
-grammar rather than to the end of the line: an instruction behind them on the same line is seen.
-
-`OperandReader.read("%f1, [%rd4+8]")` gives the operands of one instruction. Every operand text is
-parsed once per scope and then answered from a dictionary, because registers and immediates repeat.
+Comments are blanked by one substitution, and each statement is one match of `STATEMENT`; text between matches
+is an error. `.loc` and `.file` have no semicolon and are matched by their grammar, so an instruction on the
+same line is seen. `OperandReader` caches operand texts per scope.
 """
 
 import re
@@ -72,7 +68,7 @@ SPACE = re.compile(r"\s*")
 
 
 class SourceText:
-    """The text with comments blanked, and the way from an offset to a line and column."""
+    """Text with comments blanked, and positions of offsets."""
 
     __slots__ = ("_starts", "file", "raw", "text")
 
@@ -94,14 +90,14 @@ class SourceText:
         return re.sub(r"[^\n]", " ", found)
 
     def place(self, offset: int) -> tuple[int, int]:
-        """Line and column, both from 1."""
+        """Line and column, from 1."""
         if self._starts is None:
             self._starts = [0, *(m.end() for m in re.finditer("\n", self.raw))]
         line = bisect_right(self._starts, offset)
         return line, offset - self._starts[line - 1] + 1
 
     def error(self, message: str, offset: int) -> ParseError:
-        """A ParseError that points at an offset of the text."""
+        """ParseError at an offset of the text."""
         offset = min(offset, len(self.raw))
         line, column = self.place(offset)
         shown = self.raw[offset - column + 1 :].split("\n", 1)[0]
@@ -109,7 +105,7 @@ class SourceText:
         return ParseError(message, self.file, line, column, clean.replace("\t", " "))
 
     def skip_space(self, offset: int) -> int:
-        """The offset of the next character that is not white space."""
+        """Offset of the next non-space character."""
         match = SPACE.match(self.text, offset)
         return match.end() if match else offset
 
@@ -136,14 +132,14 @@ _SUM = re.compile(rf"({NAME}|[+-]?\s*\w+)((?:\s*[+-]\s*(?:-\s*)?\w+)*)", re.ASCI
 _ADDEND = re.compile(r"([+-])\s*(-?)\s*(\w+)", re.ASCII)
 _GENERIC = re.compile(rf"generic\s*\(\s*({NAME})\s*\)", re.ASCII)
 
-# The two spellings that make up nearly all operands, read without the general rules.
+# Fast path for the two most common spellings.
 _PLAIN = re.compile(r"(%[a-z]+)\d+", re.ASCII)
 _PLAIN_MEM = re.compile(r"\[\s*((%[a-z]+)\d+)\s*(?:\+\s*(-?[1-9]\d{0,9}|0)\s*)?\]", re.ASCII)
 _BRACKETED = re.compile(r"\([^()]*\)")
 
 
 class BadOperand(Exception):
-    """An operand text that is no operand; `at` is its offset in the text given."""
+    """Invalid operand text; `at` is its offset."""
 
     def __init__(self, message: str, at: int = 0) -> None:
         super().__init__(message, at)
@@ -151,7 +147,7 @@ class BadOperand(Exception):
 
 
 def parse_int(text: str) -> int | None:
-    """The value of an integer literal, or None."""
+    """Value of an integer literal, or None."""
     match = _INT.fullmatch(text.strip())
     if match is None:
         return None
@@ -171,15 +167,15 @@ def parse_int(text: str) -> int | None:
 
 
 def is_special(name: str) -> bool:
-    """Whether the name is a special register (without its component)."""
+    """True for a special register (without its component)."""
     match = _SPECIAL.fullmatch(name)
     return match is not None and (match[1] is None or match[1] in SPECIAL_NAMES)
 
 
 class OperandReader:
-    """Parses operand lists of one scope; `rename` maps a register or variable to its unique name.
+    """Parses operands of one scope; `rename` maps a name to its unique name.
 
-    `plain` holds the register prefixes (`%rd` of `.reg .b64 %rd<9>`) that no scope renames.
+    `plain` has the register prefixes (`%rd` of `.reg .b64 %rd<9>`) that no scope renames.
     """
 
     __slots__ = ("_cache", "_is_register", "_plain", "_rename")
@@ -193,7 +189,7 @@ class OperandReader:
         self._plain = plain
 
     def read(self, text: str) -> tuple[Operand, ...]:
-        """The operands of one instruction; raises BadOperand."""
+        """Operands of one instruction; raises BadOperand."""
         cache = self._cache
         if "[" not in text and "{" not in text and "(" not in text:
             chunks = text.split(",")
@@ -304,7 +300,7 @@ class OperandReader:
 
 
 def _evaluated(match: re.Match[str]) -> str:
-    """A constant in brackets as a number; anything else stays and is refused later."""
+    """A bracketed constant as a number; anything else is refused later."""
     value = _constant(match[0])
     return match[0] if value is None else str(value)
 
@@ -340,7 +336,7 @@ _CONST_TOKEN = re.compile(r"\s*(0[xX][0-9a-fA-F]+U?|\d+U?|<<|>>|[-+*/%&|^~()])")
 
 
 def _constant(text: str) -> int | None:
-    """The value of a constant expression of integers, `+ - * << >> & | ^` and brackets, or None."""
+    """Value of an integer expression with `+ - * << >> & | ^` and brackets, or None."""
     tokens: list[str] = []
     at, text = 0, text.strip()
     while at < len(text):

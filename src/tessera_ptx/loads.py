@@ -1,13 +1,11 @@
-"""What loads return and stores keep: parameters, module symbols, frames, and memory at large.
+"""Loads and stores: parameters, module symbols, frames, other memory.
 
-A load through a parameter's address gives that parameter's bytes; through a frame, what was stored
-there; through anything else, a fresh `loaded` value that remembers the bases it was read through, so
-that a pointer read from memory is reported with its table.
+A load of a parameter gives its bytes, of a frame what was stored there; any other load is a fresh `loaded`
+value with the bases it was read through, so a pointer from memory is reported with its table.
 
-When a kernel picks an 8-byte field of a struct parameter at a computed place, every field may be the pointer.
-One is left out (`number_fields`) only when a half of it is read by itself and used as no one uses half an
-address: it is loaded as a float, multiplied by a register, or compared by order as a signed number. Reading
-half a field proves nothing by itself: `(unsigned)s.p & 15` tests a pointer's alignment.
+A computed 8-byte field of a struct parameter may be any field. A field is excluded (`number_fields`) only if
+one half is loaded as a float, multiplied by a register, or compared as signed. Reading a half proves nothing:
+`(unsigned)s.p & 15` tests alignment.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +28,7 @@ _FIELD = 8
 
 
 def number_fields(body: Iterable[Instruction], param: str) -> frozenset[int]:
-    """Offsets of the 8-byte fields of this parameter that are certainly numbers."""
+    """Offsets of this parameter's 8-byte fields that are certainly numbers."""
     read: dict[str, int] = {}
     defined: dict[str, int] = {}
     numbers: set[int] = set()
@@ -43,13 +41,13 @@ def number_fields(body: Iterable[Instruction], param: str) -> frozenset[int]:
             read[name] = offset
             if "f32" in instruction.op.mods:
                 numbers.add(offset // _FIELD * _FIELD)
-    # A register written twice may hold something else where it is used.
+    # A register written twice may hold another value where it is used.
     sure = {name for name in read if name in used and defined[name] == 1}
     return frozenset(numbers | {read[name] // _FIELD * _FIELD for name in sure})
 
 
 def _halves_read(instruction: Instruction, param: str) -> list[tuple[str, int]]:
-    """(register, offset) of every 4-byte word of the parameter that is loaded."""
+    """(register, offset) of every 4-byte load of the parameter."""
     op, operands = instruction.op, instruction.operands
     if op.name != "ld" or len(operands) < 2 or not isinstance(operands[1], Mem) or width_of(op) != _WORD:
         return []
@@ -90,17 +88,15 @@ _SPACE_ANY = "?"
 
 
 class LoadRules:
-    """Loads and stores of one kernel."""
-
     def __init__(self, module: Module, entry: Function, flat: Flat, atoms: Atoms) -> None:
         self.module, self.entry, self.flat, self.atoms = module, entry, flat, atoms
         self.params = {p.name: (i, p) for i, p in enumerate(entry.params)}
         self.symbols = {v.name: v for v in module.variables}
         self.functions = {f.name for f in module.functions}
         self.frames: dict[tuple[str, str], PointerFrame] = {}
-        # Loads from an unknown variable of a space look at all of them.
+        # Loads from an unknown variable of a space see all of them.
         self.any_readers: dict[str, dict[Any, None]] = {}
-        # writer -> frames it writes
+        # writer -> its frames
         self.written: dict[Any, set[tuple[str, str]]] = {}
         self.has_frames = any(
             v.space in ("shared", "local") for v in (*flat.variables.values(), *module.variables)
@@ -109,10 +105,7 @@ class LoadRules:
         self._narrow: dict[int, frozenset[int]] = {}
         self._symbols: dict[Sym, Value] = {}
 
-    # Names --------------------------------------------------------------------------------------------
-
     def special(self, name: str) -> Value:
-        """The value of a special register."""
         known = self._specials.get(name)
         if known is None:
             fixed = self.entry.attributes.get("reqntid")
@@ -124,7 +117,7 @@ class LoadRules:
         return known
 
     def symbol(self, symbol: Sym) -> Value:
-        """The address of a variable, parameter or function."""
+        """Address of a variable, parameter or function."""
         known = self._symbols.get(symbol)
         if known is None:
             poly = dict(self.atoms.poly(self._symbol_atom(symbol.name)))
@@ -140,16 +133,15 @@ class LoadRules:
         if variable is None:
             if name in self.functions:
                 return ("func", name)
-            # Call parameters declared in a scope of an inlined copy, or a name nobody declared.
+            # Call parameters of an inlined copy, or an undeclared name.
             return ("symbol", name)
         if variable.space in ("shared", "local", "param"):
-            # All unsized shared arrays of a module begin at the same address.
+            # Unsized shared arrays of a module share one address.
             dynamic = variable.space == "shared" and variable.size == 0
             return ("frame", variable.space, "dynamic" if dynamic else name)
         return ("symbol", name)
 
     def declared(self, name: str) -> bool:
-        """Whether somebody declared this name."""
         return (
             name in self.params
             or name in self.flat.variables
@@ -158,17 +150,15 @@ class LoadRules:
         )
 
     def is_local_param(self, operand: Mem) -> bool:
-        """Whether the operand names a call parameter rather than one of the kernel's."""
+        """True for a call parameter rather than a kernel parameter."""
         return isinstance(operand.base, Sym) and operand.base.name not in self.params
-
-    # Loads --------------------------------------------------------------------------------------------
 
     def plain(self, key: Key, width: int, table: frozenset[int], signed: bool) -> Value:
         """A value of unknown contents."""
         return self.atoms.value(("loaded", key, width, table, signed))
 
     def load(self, node: Any, space: str, address: Value, width: int, signed: bool) -> Value:
-        """The value a load node sees; the node is remembered as a reader of the frames it touches."""
+        """Value of a load; the node becomes a reader of its frames."""
         if not address:
             return ()
         found: list[Poly] = []
@@ -189,7 +179,7 @@ class LoadRules:
         return at.join((node.key, "load"), tuple(found))
 
     def _places(self, space: str, poly: Poly) -> tuple[list[tuple[Any, ...]], Poly]:
-        """The variables an address may be in, and the offset from them."""
+        """Variables an address may be in, with offsets."""
         at = self.atoms
         base, rest = at.split(poly)
         frames = [n for n in base if at.atoms[n].item[0] == "frame"]
@@ -217,7 +207,7 @@ class LoadRules:
         return self.atoms.value(("fields", index, offsets, freeze(rest)))
 
     def _frame(self, node: Any, space: str, name: str, rest: Poly, width: int) -> list[Poly]:
-        """What may have been stored in these bytes."""
+        """Values possibly stored in these bytes."""
         values: list[Value] = []
         if name == _SPACE_ANY:
             self.any_readers.setdefault(space, {})[node] = None
@@ -236,12 +226,12 @@ class LoadRules:
                 values += frame.exact(offset, width)
                 values += self._pieces(node, frame, offset, width)
                 values += self._strays(node, frame, offset, width)
-        # Local memory is the thread's own; shared memory holds what other threads stored.
+        # Local memory is per thread; shared memory holds other threads' stores.
         above = PER_THREAD if space in ("local", "param") else UNIFORM
         return [self.atoms.others(p, above, (node.key, "seen")) for v in values for p in v]
 
     def _strays(self, node: Any, frame: PointerFrame, offset: int, width: int) -> list[Value]:
-        """Stores at computed offsets that may have hit these bytes."""
+        """Stores at computed offsets that may hit these bytes."""
         values: list[Value] = []
         for stray in frame.anywhere.values():
             if stray.reaches(offset, width):
@@ -255,7 +245,7 @@ class LoadRules:
             return [self._param(node, self.entry.params[index].name, place, width, False)]
         if stray.width == width:
             return [stray.value]
-        # A narrow number that was computed, not copied, cannot be a part of a pointer.
+        # A computed narrow number cannot be part of a pointer.
         if stray.width < width and not self._any_carries([stray.value]):
             return []
         return [self.atoms.opaque((node.key, "piece"), stray.value)]
@@ -272,15 +262,15 @@ class LoadRules:
         return frame
 
     def _blurred(self, key: Key, value: Value) -> Value:
-        """One alternative per origin, as any thread or iteration saw it; different offsets are given up."""
+        """One alternative per origin in any thread or iteration; differing offsets are dropped."""
         at = self.atoms
         groups: dict[frozenset[int], list[Poly]] = {}
         followed: dict[frozenset[int], bool] = {}
         for poly in value:
             base, rest = at.split(at.others(poly, PER_THREAD, ("cell", key)))
-            # Opaque addends would give every turn of a cycle a base of its own.
+            # Opaque addends would create a new base on every iteration.
             origin = frozenset(n for n in base if at.kind(n) not in ("opaque", "op"))
-            # Without an origin, what a pointer went into otherwise than as an addend is computed from it.
+            # Without an origin, the value is computed from pointers that are not addends.
             plain = all(at.atoms[n].joined for n in base - origin) and (bool(origin) or not at.taint(rest))
             followed[origin] = followed.get(origin, True) and plain
             offsets = groups.setdefault(origin, [])
@@ -300,7 +290,7 @@ class LoadRules:
         )
 
     def _reachable(self, rest: Poly, size: int) -> Iterator[int]:
-        """Offsets of 8-byte fields that a dynamic offset may pick."""
+        """Offsets of 8-byte fields that a computed offset may select."""
         step, start = self._stride(rest)
         step, start = (step, start % step) if step % 8 == 0 else (8, 0)
         low, high = self.atoms.range(rest)
@@ -309,14 +299,14 @@ class LoadRules:
                 yield offset
 
     def _numbers(self, index: int) -> frozenset[int]:
-        """8-byte fields of a parameter with a half that the kernel computes with as a number."""
+        """8-byte fields with a half that the kernel uses as a number."""
         known = self._narrow.get(index)
         if known is None:
             known = self._narrow[index] = number_fields(self.flat.body, self.entry.params[index].name)
         return known
 
     def _stride(self, rest: Poly) -> tuple[int, int]:
-        """Distance and origin of the places a dynamic offset may reach."""
+        """Stride and origin of a computed offset."""
         step, start = stride_of(rest), rest.get((), 0)
         mask = self.atoms.mask(rest)
         if mask > 0:
@@ -324,7 +314,7 @@ class LoadRules:
         return step, start
 
     def _whole(self, node: Any, frame: PointerFrame, rest: Poly | None, width: int) -> list[Value]:
-        """What a load at a dynamic offset may see: cells its stride and range can reach."""
+        """Cells that a load at a computed offset can reach."""
         step, start = (1, 0) if rest is None else self._stride(rest)
         low, high = FULL if rest is None else self.atoms.range(rest)
         values: list[Value] = []
@@ -343,7 +333,7 @@ class LoadRules:
         return values
 
     def _pieces(self, node: Any, frame: PointerFrame, offset: int, width: int) -> list[Value]:
-        """Stores of other widths that share bytes with the load."""
+        """Stores of other widths that overlap the load."""
         near = frame.overlapping(offset, width)
         if not near:
             return []
@@ -360,14 +350,12 @@ class LoadRules:
         return [at.opaque((node.key, "piece", offset), *stored)]
 
     def contents(self, name: str) -> list[Value]:
-        """Everything stored in a call parameter."""
+        """Values stored in a call parameter."""
         frame = self.frames.get(("param", name))
         return [] if frame is None else [v for cell in frame.cells.values() for v in cell.values()]
 
-    # Stores -------------------------------------------------------------------------------------------
-
     def store(self, writer: Any, space: str, address: Value, width: int, value: Value) -> list[Any]:
-        """Records a store; returns the loads that must look again."""
+        """Records a store; returns the loads to update."""
         woken: list[Any] = []
         if not value:
             return woken
@@ -407,7 +395,7 @@ class LoadRules:
         return [*woken, *self.any_readers.get(place[0], ())] if changed else woken
 
     def _mirror(self, offsets: list[Poly], value: Value) -> tuple[int, int] | None:
-        """Whether the value is a parameter's field read at the same distance as it is stored."""
+        """True if a parameter field is stored at the distance it was read from."""
         if len(offsets) != 1 or len(value) != 1 or len(value[0]) != 1:
             return None
         mono, coeff = next(iter(value[0].items()))
@@ -419,7 +407,7 @@ class LoadRules:
 
 
 def stride_of(rest: Poly) -> int:
-    """The distance between the places a dynamic offset may reach."""
+    """Stride of a computed offset."""
     step = 0
     for mono, coeff in rest.items():
         if mono:

@@ -1,12 +1,9 @@
-"""The values a kernel's addresses depend on, as a graph of nodes; `fixpoint` evaluates it.
+"""Graph of values that addresses depend on, evaluated by `fixpoint`.
 
-A node is a definition, a phi or a store into a frame. `want` makes the node of an operand; `build` then
-connects every wanted node to what it reads, until nothing new is wanted. Nothing else becomes a node.
-
-Registers written once have one definition and cost nothing. Others get the versions of static single
-assignment, but only where someone asks: `Definitions.reaching` finds the last definition in the block, or
-walks up to the nearest join, which becomes a phi. So a kernel with ten thousand accumulators makes no phis
-for them, and the work stays linear in what feeds an address.
+A node is a definition, a phi or a store into a frame. `want` creates the node of an operand; `build` connects
+nodes to their inputs until no new one is wanted. Registers with several definitions get SSA versions on
+demand: `Definitions.reaching` finds the last definition in the block or walks up to a join, which becomes a
+phi. Work is linear in what feeds an address.
 """
 
 from bisect import bisect_left
@@ -39,17 +36,17 @@ from tessera_ptx.values import Atoms, Key
 
 @dataclass(frozen=True, slots=True)
 class ParamHints:
-    """What a launch says of the parameters: which are certainly pointers, and which plain numbers."""
+    """Launch hints: parameters that are certainly pointers, and plain numbers."""
 
     pointers: frozenset[int] = frozenset()
     numbers: frozenset[int] = frozenset()
 
 
 class Definitions:
-    """The definitions of a kernel's registers.
+    """Register definitions of a kernel.
 
-    Keys: the register's name (one definition), ("def", name, index) or ("phi", block, name); None when the
-    register is not defined on any way.
+    Keys: the register's name (one definition), ("def", name, index) or ("phi", block, name); None if
+    undefined.
     """
 
     def __init__(self, graph: FlowGraph, defs: dict[str, list[int]]) -> None:
@@ -58,7 +55,7 @@ class Definitions:
         self._trivial: dict[Key, Key] = {}
 
     def reaching(self, index: int, name: str) -> Key:
-        """The key of the value that `name` holds just before instruction `index`."""
+        """Key of the value of `name` before instruction `index`."""
         found = self.defs.get(name)
         if found is None:
             return None
@@ -71,7 +68,7 @@ class Definitions:
         return self._entry(block, name, found)
 
     def at_end(self, block: int, name: str) -> Key:
-        """The key of the value that `name` holds when the block ends."""
+        """Key of the value of `name` at the end of the block."""
         found = self.defs[name]
         node = self.graph.blocks[block]
         at = bisect_left(found, node.stop) - 1
@@ -88,7 +85,7 @@ class Definitions:
                 break
             path.append(block)
             node = blocks[block]
-            # The entry block can be a loop header: then there is also the way in from outside.
+            # An entry block that is a loop header also has the outside predecessor.
             if len(node.preds) != 1 or block == 0:
                 key = ("phi", block, name) if node.preds else None
                 break
@@ -103,19 +100,19 @@ class Definitions:
         return key
 
     def phi_inputs(self, block: int, name: str) -> list[tuple[Key, bool]]:
-        """(key, comes over a back edge) for each predecessor."""
+        """(key, is back edge) for each predecessor."""
         preds = self.graph.blocks[block].preds
         return [(self.at_end(p, name), p >= block) for p in preds]
 
 
-# How many operands carry the value, where others only steer it.
+# Number of operands that carry the value; others only select it.
 _SOURCES = {"selp": 2, "slct": 2, "shfl": 1}
 
 _FLOATS = (("f32",), ("f16",), ("bf16",))
 
 
 class Node:
-    """One value to compute: a definition, a phi or a store."""
+    """A value to compute."""
 
     __slots__ = (
         "args", "back", "exchange", "forced", "index", "info", "key", "kind", "old", "part", "pos", "queued",
@@ -132,11 +129,11 @@ class Node:
         self.value: Value = BOTTOM
         self.users: list[Node] = []
         self.queued = True
-        # No value ever came: it is taken for anything.
+        # No value arrived: treated as anything.
         self.forced = False
         self.visits = 0
         self.steps: dict[frozenset[int], Poly] = {}
-        # Of a load: the address, its constant part, width and values of each store that it may see.
+        # For a load: address, constant part, width and values of each store it may see.
         self.exchange: list[tuple[Node | Value, int, int, list[Node | Value]]] = []
 
 
@@ -158,13 +155,11 @@ class Nodes:
         self._todo: list[Node] = []
         self._needs_frames = False
         self._has_stores = False
-        # Parameters that a `cvta` turns into an address as they stand: certainly pointers.
+        # Parameters converted by `cvta` unmodified: certainly pointers.
         self.converted: set[int] = set()
 
-    # Building -----------------------------------------------------------------------------------------
-
     def want(self, index: int, operand: Operand) -> "Node | Value":
-        """The value of an operand as read by instruction `index`; makes the nodes it needs."""
+        """Value of an operand of instruction `index`; creates its nodes."""
         kind = type(operand)
         if kind is Reg:
             key = self.defs.reaching(index, operand.name)  # type: ignore[union-attr]
@@ -180,7 +175,7 @@ class Nodes:
         return self.atoms.opaque(("operand", index))
 
     def want_address(self, index: int, operand: Mem) -> "Node | Value":
-        """The value of an address operand without its constant offset."""
+        """Value of an address operand without its constant offset."""
         return self.want(index, operand.base)
 
     def _node(self, key: Key) -> Node:
@@ -202,7 +197,7 @@ class Nodes:
         return Node("phi", key, key[1] << 32, -1)
 
     def build(self) -> None:
-        """Connects the wanted nodes to what they depend on, until nothing new is wanted."""
+        """Connects wanted nodes to their inputs until none is new."""
         while True:
             while self._todo:
                 node = self._todo.pop()
@@ -267,7 +262,7 @@ class Nodes:
             self._needs_frames = self._needs_frames or self.loads.has_frames or space == "param"
 
     def _connect_exchange(self, node: Node) -> None:
-        """The stores that the load sees if it reads what the block's threads have just exchanged."""
+        """Stores seen by a load of freshly exchanged values."""
         for index in self.exchanges.stores_before(node.index):
             target, stored = self.flat.body[index].operands[:2]
             assert isinstance(target, Mem)
@@ -280,7 +275,7 @@ class Nodes:
                     read.users.append(node)
 
     def _add_stores(self) -> None:
-        """Every instruction that may write a frame becomes a node, with its address and values wanted."""
+        """Creates nodes for all instructions that may write a frame."""
         for access in self.scan.accesses:
             instruction = self.flat.body[access.at]
             if access.effect == "r" or access.space not in ("shared", "local", "param", ""):
@@ -296,7 +291,7 @@ class Nodes:
             node.args.append(self.atoms.value(("frame", "shared", "?")))
 
     def _moved(self, instruction: Instruction) -> bool:
-        """Whether a float that is stored came by a move: it may be half of a pointer."""
+        """True for a stored float that came by a move: possibly half of a pointer."""
         for operand in instruction.operands[1:2]:
             for item in operand.items if isinstance(operand, Vec) else (operand,):
                 for index in self.scan.defs.get(item.name, ()) if isinstance(item, Reg) else ():
@@ -321,7 +316,7 @@ class Nodes:
             for item in stored.items if isinstance(stored, Vec) else (stored,):
                 self._depend(node, self.want(access.at, item))
         else:
-            # Copies and atomics: what they leave behind is known by where it may come from.
+            # Copies and atomics: contents are known by origin.
             for source in instruction.operands[operand + 1 :]:
                 if isinstance(source, Mem):
                     self._depend(node, self.want_address(access.at, source))
@@ -330,7 +325,7 @@ class Nodes:
 
 
 def _part(target: Operand, name: str) -> int:
-    """Which element of a destination vector a register is."""
+    """Element of a destination vector that a register is."""
     if isinstance(target, Vec):
         for number, item in enumerate(target.items):
             if isinstance(item, Reg) and item.name == name:
@@ -341,7 +336,7 @@ def _part(target: Operand, name: str) -> int:
 
 
 def _limits(entry: Function) -> dict[str, int]:
-    """Bounds of thread indices from the kernel's directives."""
+    """Thread-index bounds from the kernel's directives."""
     limits: dict[str, int] = {}
     for directive in ("maxntid", "reqntid"):
         sizes = entry.attributes.get(directive)

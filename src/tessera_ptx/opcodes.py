@@ -1,6 +1,4 @@
-"""The opcode table: one row per instruction family.
-
-A row says which operands are written and which operands address memory, and how:
+"""Opcode table: operands written and memory accessed by each instruction family.
 
     d0        operand 0 is a destination (register, vector or pair)
     r1        memory at operand 1 is read; w: written; a: updated atomically (read and written)
@@ -11,9 +9,8 @@ A row says which operands are written and which operands address memory, and how
     #word     a mark for the analysis: `control`, `call`, `stop` (the kernel becomes immovable),
               `tensor` (operands and direction follow the tensor copy rules), `map` (edits a tensor map)
 
-The state space of a plain access is the first space among the qualifiers; none means generic.
-The longest dotted prefix of an opcode that has a row decides. An opcode without a row is unknown:
-it could touch memory, so the analysis makes the kernel immovable and names it with its line.
+The state space is the first one among the qualifiers, else generic. The longest dotted prefix with a row
+decides. An unknown opcode makes the kernel immovable, with its line.
 """
 
 from functools import lru_cache
@@ -25,25 +22,25 @@ SPACES = ("global", "shared", "local", "const", "param")
 
 
 class Use(NamedTuple):
-    """One memory operand of a row."""
+    """A memory operand of a row."""
 
     operand: int
     effect: str  # r, w, a or h
     space: str  # "" (from the qualifiers) or a fixed space
-    which: int  # which of the qualifiers' spaces
+    which: int  # index into the qualifiers' spaces
 
 
 class OpcodeRow(NamedTuple):
-    """What an instruction family reads and writes."""
+    """Operands read and written by an instruction family."""
 
     family: str
     writes: tuple[int, ...]
     uses: tuple[Use, ...]
     marks: frozenset[str]
-    least: int  # operands it has at least; the value rules count on them
+    least: int  # minimum operands, required by value rules
 
 
-# Results without effects, by the operands they have at least (the result counts).
+# Instructions without side effects, by minimum operand count including the result.
 _PURE = {
     1: "activemask stacksave",
     2: """
@@ -162,8 +159,8 @@ _DEPTH = 5
 
 @lru_cache(maxsize=65536)
 def row_of(op: Op) -> OpcodeRow | None:
-    """The row of an opcode, or None when it is unknown."""
-    # `tcgen05.wait::ld` is of the family `tcgen05.wait`.
+    """Row of an opcode, or None."""
+    # `tcgen05.wait::ld` belongs to `tcgen05.wait`.
     words = [word.partition("::")[0] for word in (op.name, *op.mods)]
     for length in range(min(len(words), _DEPTH), 0, -1):
         row = TABLE.get(".".join(words[:length]))
@@ -174,12 +171,12 @@ def row_of(op: Op) -> OpcodeRow | None:
 
 @lru_cache(maxsize=65536)
 def spaces_of(op: Op) -> tuple[str, ...]:
-    """The state spaces among the qualifiers, in order, without their `::cta` and the like."""
+    """State spaces among the qualifiers, without suffixes such as `::cta`."""
     return tuple(m.partition("::")[0] for m in op.mods if m.partition("::")[0] in SPACES)
 
 
 def space_of(op: Op, use: Use) -> str:
-    """The state space of a use; '' is generic."""
+    """State space of a use; '' is generic."""
     if use.space:
         return use.space
     spaces = spaces_of(op)
@@ -188,7 +185,7 @@ def space_of(op: Op, use: Use) -> str:
 
 @lru_cache(maxsize=65536)
 def width_of(op: Op) -> int:
-    """Bytes of one element of the last type qualifier; 0 when there is none."""
+    """Element bytes of the last type qualifier; 0 without one."""
     for mod in reversed(op.mods):
         size = _ELEMENT.get(mod)
         if size is not None:
@@ -198,7 +195,7 @@ def width_of(op: Op) -> int:
 
 @lru_cache(maxsize=65536)
 def vector_of(op: Op) -> int:
-    """The vector length of the qualifiers: 1, 2, 4 or 8."""
+    """Vector length: 1, 2, 4 or 8."""
     for mod in op.mods:
         if mod in ("v2", "v4", "v8"):
             return int(mod[1])

@@ -1,15 +1,10 @@
-"""PTX text to a `Module`; see `syntax` for the nodes.
+"""Parses PTX text into a `Module`; see `syntax` for the nodes.
 
     parse(text, file="<ptx>") -> Module        raises ParseError, nothing else
 
-Accepted: PTX ISA 6 to 9 as written by nvcc, clang/llc, Triton and by hand. Opcodes are not checked
-here (`opcodes` knows them), so code for a newer ISA still parses; text that is no statement does not.
-Not handled: preprocessor lines, array registers.
-
-Sizes follow the fundamental types; a parameter block is laid out with natural alignment, which is what
-CUDA's launch interface uses. Registers, variables and labels of a nested scope are renamed to `name#scope`,
-so that the flat body has one meaning per name; inline assembly of nvcc reuses `%tmp` and the like in many
-scopes.
+Accepts PTX ISA 6 to 9 from nvcc, clang/llc, Triton and by hand. Opcodes are not checked, so newer ISAs parse.
+Parameters have natural alignment, as in CUDA launches. Names of nested scopes become `name#scope`, so each
+name in the flat body is unique. Not handled: preprocessor lines, array registers.
 """
 
 import re
@@ -50,7 +45,7 @@ _MAX_BYTES = 1 << 48
 
 
 class Words(NamedTuple):
-    """The dotted words in front of a declared name: `.visible .global .align 8 .b8`."""
+    """Dotted words before a name: `.visible .global .align 8 .b8`."""
 
     linkage: str
     space: str
@@ -63,7 +58,7 @@ class Words(NamedTuple):
 
 
 def read_words(source: SourceText, at: int, stop: int) -> Words:
-    """Reads dotted words from `at` up to the first other character."""
+    """Reads dotted words from `at`."""
     linkage = space = type_ = ptr_space = ""
     vector, align, is_pointer = 1, 0, False
     text = source.text
@@ -93,7 +88,7 @@ def read_words(source: SourceText, at: int, stop: int) -> Words:
 
 
 def _count(source: SourceText, dims: str, at: int) -> int:
-    """The number of elements of `[4][3]`; 0 when a dimension is open."""
+    """Number of elements of `[4][3]`; 0 for an open dimension."""
     total = 1
     for match in _DIMENSION.finditer(dims):
         size = parse_int(match[1]) if match[1] else 0
@@ -104,7 +99,7 @@ def _count(source: SourceText, dims: str, at: int) -> int:
 
 
 def read_params(source: SourceText, at: int, stop: int) -> tuple[Param, ...]:
-    """The parameters between two brackets; `at` is behind '(' and `stop` at ')'."""
+    """Parameters between brackets; `at` is behind '(' and `stop` at ')'."""
     params: list[Param] = []
     while source.skip_space(at) < stop:
         begin = source.skip_space(at)
@@ -138,7 +133,7 @@ def read_params(source: SourceText, at: int, stop: int) -> tuple[Param, ...]:
 
 
 def param_offsets(params: tuple[Param, ...]) -> dict[str, int]:
-    """Byte offset of each parameter in the launch's parameter block."""
+    """Byte offset of each parameter in the parameter block."""
     offsets, at = {}, 0
     for param in params:
         align = max(param.align, 1)
@@ -149,7 +144,7 @@ def param_offsets(params: tuple[Param, ...]) -> dict[str, int]:
 
 
 def read_registers(source: SourceText, words: Words, stop: int) -> list[RegDecl]:
-    """`.reg .b32 %r<5>, x;`: one node a name."""
+    """`.reg .b32 %r<5>, x;`: one node per name."""
     if not words.type:
         raise source.error("a register type is expected", words.end)
     declared, at = [], words.end
@@ -168,7 +163,7 @@ def read_registers(source: SourceText, words: Words, stop: int) -> list[RegDecl]
 
 
 def read_variables(source: SourceText, words: Words, stop: int) -> list[Variable]:
-    """`.global .align 4 .b8 name[16] = {...}, other;`: one node a name; `stop` is at the semicolon."""
+    """`.global .align 4 .b8 name[16] = {...}, other;`: one node per name; `stop` is at the semicolon."""
     if not words.type or not words.space:
         raise source.error("a variable declaration is expected", words.end)
     declared, at = [], words.end
@@ -215,7 +210,7 @@ _BRACE = re.compile(r"[{}]")
 
 
 def _initial(source: SourceText, at: int, stop: int) -> tuple[str, int]:
-    """The text of an initial value and where it ends; '' when there is none."""
+    """Text and end of an initial value; '' without one."""
     text = source.text
     if at >= stop or text[at] != "=":
         return "", at
@@ -242,18 +237,18 @@ _BRANCHES = frozenset({"bra", "brx", "call"})
 
 
 class NameScope:
-    """Names declared in one `{ ... }`; inner declarations get a suffix."""
+    """Names of one `{ ... }`; inner declarations get a suffix."""
 
     __slots__ = ("families", "labels", "number", "parent", "plain", "reader", "registers", "renames")
 
     def __init__(self, number: int, parent: "NameScope | None") -> None:
         self.number, self.parent = number, parent
         self.registers: set[str] = set()
-        # prefix -> count, of `.reg .b32 %r<5>`
+        # prefix -> count, for `.reg .b32 %r<5>`
         self.families: dict[str, int] = {}
         self.renames: dict[str, str] = {}
         self.labels: dict[str, str] = {}
-        # Until the scope declares something, the parent's operand cache serves it.
+        # A scope without declarations shares its parent's operand cache.
         self.plain: frozenset[str] = frozenset() if parent is None else parent.plain
         self.reader: OperandReader = self._new_reader() if parent is None else parent.reader
 
@@ -261,12 +256,12 @@ class NameScope:
         return OperandReader(self.is_register, self.rename, self.plain)
 
     def declare(self, name: str, count: int | None) -> str:
-        """Records a register (count as in RegDecl) or, with None, a variable; returns its unique name."""
+        """Declares a register (count as in RegDecl) or, with None, a variable; returns its unique name."""
         prefix = name.rstrip("0123456789")
         self.plain -= {prefix}
         if self.parent is None and count and prefix == name and name not in self.renames:
             self.plain |= {name}
-        # Names may already stand in a cache from before this declaration.
+        # A cache may hold names from before this declaration.
         self.reader = self._new_reader()
         unique = name if self.parent is None else f"{name}#{self.number}"
         if count is None:
@@ -283,7 +278,7 @@ class NameScope:
         if match is None:
             return False
         prefix, digits = match[1], match[2]
-        # `%r12` may be number 2 of a family `%r1`: try every split.
+        # `%r12` may be number 2 of a family `%r1`: tries every split.
         for i in range(len(digits)):
             count = self.families.get(prefix + digits[:i])
             if count is not None and (digits[i] != "0" or i == len(digits) - 1) and len(digits) - i < 10:
@@ -291,7 +286,7 @@ class NameScope:
         return False
 
     def is_register(self, name: str) -> bool:
-        """Whether the name was declared with .reg in this scope or one around it."""
+        """True if declared with .reg in this scope or an outer one."""
         scope: NameScope | None = self
         while scope is not None:
             if name in scope.registers or scope._family(name):
@@ -302,7 +297,7 @@ class NameScope:
         return False
 
     def rename(self, name: str) -> str:
-        """The unique name behind a name written in this scope."""
+        """Unique name of a name in this scope."""
         scope: NameScope | None = self
         while scope is not None:
             unique = scope.renames.get(name)
@@ -315,7 +310,7 @@ class NameScope:
 
 
 class BodyReader:
-    """Reads one body; `read` starts behind the opening brace."""
+    """Reads one body, from behind the opening brace."""
 
     def __init__(self, source: SourceText, head: Function) -> None:
         self.source, self.head = source, head
@@ -328,7 +323,7 @@ class BodyReader:
         self.variables: list[Variable] = []
         self.tables: dict[str, tuple[str, ...]] = {}
         self.prototypes: dict[str, Prototype] = {}
-        # Instructions that name a label, with the scope they stand in.
+        # Instructions with a label operand, and their scope.
         self.jumps: list[tuple[int, NameScope]] = []
         self.pending_label = ""
         for param in (*head.params, *head.returns):
@@ -400,7 +395,7 @@ class BodyReader:
         self.pending_label = unique
 
     def _brace(self, match: re.Match[str]) -> bool:
-        """Opens or closes a scope; True when the function is closed."""
+        """Opens or closes a scope; True at the end of the function."""
         if match[6] == "{":
             self.depth += 1
             if self.depth > _MAX_DEPTH:
@@ -464,7 +459,7 @@ class BodyReader:
         )  # fmt: skip
 
     def _rename_jumps(self) -> None:
-        """Points branches at the label of their own scope where a label name occurs in several."""
+        """Resolves branches to labels of their own scope."""
         for index, inner in self.jumps:
             scope: NameScope | None = inner
             operands = list(self.body[index].operands)
@@ -495,14 +490,14 @@ _IGNORED = ("pragma", "file", "loc", "section")
 
 
 def parse(text: str | bytes, file: str = "<ptx>") -> Module:
-    """The module of a PTX text. Bytes are read as UTF-8, with a trailing NUL as drivers store it."""
+    """Module of a PTX text. Bytes are UTF-8, with an optional trailing NUL."""
     if isinstance(text, bytes):
         text = text.rstrip(b"\0").decode("utf-8", "replace")
     return _ModuleReader(SourceText(text, file)).read()
 
 
 class _ModuleReader:
-    """One pass over the top level; function bodies go to `BodyReader`."""
+    """Reads the top level; `BodyReader` reads function bodies."""
 
     def __init__(self, source: SourceText) -> None:
         self.source = source
@@ -533,7 +528,7 @@ class _ModuleReader:
         )  # fmt: skip
 
     def _directive(self, match: re.Match[str]) -> int:
-        """Takes in one directive; returns the offset behind it."""
+        """Reads one directive; returns the offset behind it."""
         kind = match.lastindex
         if kind == 1:
             major, minor = match[1].split(".")
@@ -562,7 +557,7 @@ class _ModuleReader:
         self.variables += read_variables(source, words, stop)
 
     def _params(self, at: int) -> tuple[tuple[Param, ...], int]:
-        """Parameters in brackets at `at`, if any, and the offset behind them."""
+        """Bracketed parameters at `at`, if any, and the offset behind them."""
         at = self.source.skip_space(at)
         if not self.source.text.startswith("(", at):
             return (), at

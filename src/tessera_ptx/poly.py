@@ -3,8 +3,8 @@
     Poly      {monomial: coefficient}; a monomial is a sorted tuple of atom numbers, () the constant
     Value     tuple of polynomials with different bases; () is "no value reaches here"
 
-Polynomials are never changed once made. Arithmetic is exact modulo 2**bits: coefficients are folded to
-signed numbers of that width, which leaves the value modulo 2**bits the same.
+Polynomials are immutable. Arithmetic is exact modulo 2**bits: coefficients are folded to signed numbers of
+that width.
 """
 
 Poly = dict[tuple[int, ...], int]
@@ -18,24 +18,22 @@ _MAX_DEGREE = 4
 
 
 def freeze(poly: Poly) -> Frozen:
-    """A hashable copy."""
+    """Hashable copy."""
     return frozenset(poly.items())
 
 
 def const(value: int) -> Poly:
-    """A constant polynomial."""
     return {(): value} if value else ZERO
 
 
 def constant_of(poly: Poly) -> int | None:
-    """The value of a constant polynomial, or None."""
+    """Value of a constant polynomial, or None."""
     if not poly:
         return 0
     return poly.get(()) if len(poly) == 1 else None
 
 
 def add(a: Poly, b: Poly) -> Poly:
-    """Sum of two polynomials."""
     if not a:
         return b
     if not b:
@@ -53,7 +51,7 @@ def add(a: Poly, b: Poly) -> Poly:
 
 
 def scale(a: Poly, by: int, bits: int = 64) -> Poly:
-    """The polynomial times a constant, coefficients folded to signed numbers of that width."""
+    """Product with a constant, folded to signed numbers of that width."""
     if by == 1:
         return a
     half, full = 1 << (bits - 1), 1 << bits
@@ -66,12 +64,11 @@ def scale(a: Poly, by: int, bits: int = 64) -> Poly:
 
 
 def sub(a: Poly, b: Poly) -> Poly:
-    """Difference of two polynomials."""
     return add(a, scale(b, -1))
 
 
 def wrap(a: Poly, bits: int) -> Poly:
-    """Coefficients folded to signed numbers of `bits` bits; the value modulo 2**bits is the same."""
+    """Coefficients folded to signed numbers of `bits` bits."""
     half = 1 << (bits - 1)
     for coeff in a.values():
         if not -half <= coeff < half:
@@ -85,7 +82,7 @@ def _fold(a: Poly, half: int) -> Poly:
 
 
 def multiply(a: Poly, b: Poly, bits: int) -> Poly | None:
-    """Product, or None when it would be too large to carry."""
+    """Product, or None if too large."""
     known = constant_of(b)
     if known is not None:
         return scale(a, known, bits) if known else ZERO

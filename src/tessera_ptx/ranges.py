@@ -1,12 +1,8 @@
-"""Intervals of integers and how each operation moves them.
-
-A range is (low, high), both inclusive, None for "no bound". Used with static bounds while analyzing
-and with the numbers of a launch in `extent`.
-"""
+"""Interval arithmetic. A range is (low, high), inclusive, None for unbounded."""
 
 Range = tuple[int | None, int | None]
 FULL: Range = (None, None)
-# Squares of squares have bounds of as many digits as there is memory; nobody needs those.
+# Limits the digits of repeated squares.
 _LARGEST = 1 << 128
 
 _BLOCK = {"x": 1024, "y": 1024, "z": 64}
@@ -15,13 +11,13 @@ _SMALL = {
     "%laneid": 32, "%warpid": 64, "%nwarpid": 65, "%smid": 4096, "%nsmid": 4097,
     "%cluster_ctarank": 32, "%cluster_nctarank": 33,
 }  # fmt: skip
-# The unknown factors of `weights`: one over a number, and whether an alternative is the chosen one.
+# Unknown factors of `weights`: inverse of a number, and choice of an alternative.
 _FACTORS: dict[str, Range] = {"inverse": (-1, 1), "chosen": (0, 1)}
 PER_LAUNCH = ("%ntid", "%nctaid", "%nclusterid", "%cluster_nctaid", "%cluster_nctarank", "%gridid")
 
 
 def special_range(name: str, limit: int | None) -> tuple[Range, int]:
-    """Bounds of a special register and its level (0 same for the launch, 1 per thread, 2 in time)."""
+    """Bounds of a special register and its level (0 launch, 1 thread, 2 time)."""
     register, _, axis = name.partition(".")
     if register == "%tid":
         return (0, (limit or _BLOCK.get(axis, 1024)) - 1), 1
@@ -41,7 +37,6 @@ def special_range(name: str, limit: int | None) -> tuple[Range, int]:
 
 
 def add_ranges(a: Range, b: Range) -> Range:
-    """Sum."""
     return (
         None if a[0] is None or b[0] is None else a[0] + b[0],
         None if a[1] is None or b[1] is None else a[1] + b[1],
@@ -49,7 +44,7 @@ def add_ranges(a: Range, b: Range) -> Range:
 
 
 def mul_ranges(a: Range, b: Range) -> Range:
-    """Product; unbounded ends are kept only where the signs allow it."""
+    """Product; unbounded ends remain only if the signs allow it."""
     if a == (0, 0) or b == (0, 0):
         return (0, 0)
     if a[0] is not None and b[0] is not None and a[0] >= 0 and b[0] >= 0:
@@ -65,7 +60,6 @@ def mul_ranges(a: Range, b: Range) -> Range:
 
 
 def scale_range(a: Range, by: int) -> Range:
-    """Times a constant."""
     if by == 0:
         return (0, 0)
     low = None if a[0] is None else a[0] * by
@@ -74,7 +68,6 @@ def scale_range(a: Range, by: int) -> Range:
 
 
 def hull(ranges: list[Range]) -> Range:
-    """The smallest range that holds all."""
     lows = [r[0] for r in ranges]
     highs = [r[1] for r in ranges]
     low = None if None in lows or not lows else min(x for x in lows if x is not None)
@@ -83,19 +76,17 @@ def hull(ranges: list[Range]) -> Range:
 
 
 def intersect(a: Range, b: Range) -> Range:
-    """What lies in both; may be empty (low > high)."""
+    """Intersection; may be empty (low > high)."""
     lows = [x for x in (a[0], b[0]) if x is not None]
     highs = [x for x in (a[1], b[1]) if x is not None]
     return (max(lows) if lows else None, min(highs) if highs else None)
 
 
 def within(a: Range, low: int, high: int) -> bool:
-    """Whether all of the range lies between two bounds."""
     return a[0] is not None and a[1] is not None and low <= a[0] and a[1] <= high
 
 
 def type_range(bits: int, signed: bool) -> Range:
-    """The numbers of a type."""
     return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
 
 
@@ -160,7 +151,7 @@ def _min_max(name: str, a: Range, b: Range) -> Range:
 
 
 def fit(a: Range, bits: int, signed: bool) -> Range:
-    """The range of the same bits read as a type: itself where it fits, else all of the type."""
+    """Range of the same bits as another type: itself if it fits, else the whole type."""
     whole = type_range(bits, signed)
     if whole[0] is not None and whole[1] is not None and within(a, whole[0], whole[1]):
         return a
@@ -168,7 +159,7 @@ def fit(a: Range, bits: int, signed: bool) -> Range:
 
 
 def op_range(name: str, bits: int, args: list[Range]) -> Range:
-    """Bounds of an operation from the bounds of its arguments; none where they are beyond any address."""
+    """Bounds of an operation from its arguments; unbounded beyond any address."""
     low, high = _op_range(name, bits, args)
     return (
         None if low is None or abs(low) > _LARGEST else low,
@@ -205,7 +196,7 @@ def _op_range(name: str, bits: int, args: list[Range]) -> Range:
 
 
 def op_mask(name: str, bits: int, span: Range, masks: list[int]) -> int:
-    """Bits that may be one in an operation's result, -1 when unknown."""
+    """Bits that may be set in a result, -1 if unknown."""
     known = [m for m in masks if m >= 0]
     if name == "and" and known:
         out = known[0]

@@ -1,11 +1,9 @@
-"""What a kernel does: frozen records, and how they are told in sentences, tables, lines of PTX and JSON.
+"""Reports of kernels: records, and their sentences, tables, PTX lines and JSON.
 
-    print(report)          axpy reads param 0, param 1; writes param 0
-    rows(report)           one row per pointer, symbol and table
-    explain(report, text)  the lines of the PTX that make each access
-    to_json(reports)       for programs
-
-`analysis` makes the records.
+print(report)          axpy reads param 0, param 1; writes param 0
+rows(report)           one row per pointer, symbol and table
+explain(report, text)  the lines of the PTX that make each access
+to_json(reports)       for programs
 """
 
 import json
@@ -21,33 +19,32 @@ _VERBS = {"r": "reads", "w": "writes", "a": "updates"}
 
 @dataclass(frozen=True, slots=True)
 class AccessReport:
-    """Accesses through one pointer: parameter `param`, `offset` bytes into it."""
+    """Accesses through parameter `param`, `offset` bytes into it."""
 
     param: int
     offset: int
     read: bool
     write: bool
-    # Some access is an atomic update (which also reads and writes).
+    # True if some access is atomic (which also reads and writes).
     atomic: bool
     extent: Extent
-    # The parameter's bytes are a tensor map; the buffer is the one behind it.
+    # The parameter holds a tensor map; the buffer is behind it.
     is_tensor_map: bool
     # (source line, r / w / a)
     lines: tuple[tuple[int, str], ...]
 
     @property
     def plain_read(self) -> bool:
-        """Read other than by atomic updates."""
+        """Read other than by atomics."""
         return any(effect == "r" for _, effect in self.lines)
 
     @property
     def plain_write(self) -> bool:
-        """Written other than by atomic updates."""
+        """Written other than by atomics."""
         return any(effect == "w" for _, effect in self.lines)
 
     @property
     def extent_text(self) -> str:
-        """The extent for people."""
         return "tensor map" if self.is_tensor_map else str(self.extent)
 
 
@@ -64,7 +61,7 @@ class SymbolReport:
 
 @dataclass(frozen=True, slots=True)
 class IndirectReport:
-    """Accesses through pointers that were loaded from memory."""
+    """Accesses through pointers loaded from memory."""
 
     # ("param", index, offset), ("symbol", name), ("frame", space, name) or ("unknown", "")
     tables: tuple[tuple[Any, ...], ...]
@@ -72,12 +69,12 @@ class IndirectReport:
     write: bool
     atomic: bool
     lines: tuple[tuple[int, str], ...]
-    # Some of the pointers were loaded through pointers that were loaded, as in a list.
+    # Some pointers were loaded through loaded pointers, as in a list.
     deep: bool
 
     @property
     def why(self) -> str:
-        """Why it pins the kernel where nobody knows what the tables hold."""
+        """Why unknown tables pin the kernel."""
         where = ", ".join(map(_table_text, self.tables)) or "memory"
         line = self.lines[0][0]
         verb = "accesses" if self.read and self.write else "writes" if self.write else "reads"
@@ -86,7 +83,7 @@ class IndirectReport:
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """What one kernel does, for one architecture."""
+    """Accesses of one kernel for one architecture."""
 
     name: str
     arch: str
@@ -95,7 +92,7 @@ class KernelReport:
     accesses: tuple[AccessReport, ...]
     symbols: tuple[SymbolReport, ...]
     indirect: tuple[IndirectReport, ...]
-    # Names and sizes of the parameters, as the PTX declares them.
+    # Names and sizes of the PTX parameters.
     params: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
@@ -103,7 +100,7 @@ class KernelReport:
 
     @property
     def tables(self) -> tuple[int, ...]:
-        """Parameters that lead to tables of pointers, if the buffers in these are all that is not known."""
+        """Parameters with pointer tables, if only the buffers in these are unknown."""
         places = {table for item in self.indirect for table in item.tables}
         known = {item.why for item in self.indirect}
         flat = all(table[0] == "param" and table[2] == 0 for table in places)
@@ -111,11 +108,11 @@ class KernelReport:
         return tuple(sorted(table[1] for table in places)) if whole else ()
 
     def access(self, param: int, offset: int = 0) -> AccessReport | None:
-        """The accesses through one pointer, or None."""
+        """Accesses through one pointer, or None."""
         return next((a for a in self.accesses if (a.param, a.offset) == (param, offset)), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """The kernel as the JSON of `tessera analyze`."""
+        """JSON form of `tessera analyze`."""
         return {
             "name": self.name,
             "arch": self.arch,
@@ -141,14 +138,14 @@ def to_json(reports: Iterable[KernelReport]) -> str:
 
 
 def buffer_name(report: KernelReport, param: int, offset: int, names: Sequence[str] = ()) -> str:
-    """`x` when names are given, else `param 0`; `+8` for a field of a struct."""
+    """`x` if names are given, else `param 0`; `+8` for a struct field."""
     name = names[param] if param < len(names) else f"param {param}"
     size = report.params[param][1] if param < len(report.params) else 8
     return name if not offset and size <= 8 else f"{name}+{offset}"
 
 
 def sentences(report: KernelReport, names: Sequence[str] = ()) -> list[str]:
-    """What the kernel does, in one sentence; a second one when it cannot be moved."""
+    """One sentence about the accesses; a second one if immovable."""
     read, written, updated = [], [], []
     for access in report.accesses:
         name = buffer_name(report, access.param, access.offset, names)
@@ -210,7 +207,7 @@ def rows(report: KernelReport, names: Sequence[str] = ()) -> list[tuple[str, str
 
 
 def explain(report: KernelReport, text: str, names: Sequence[str] = ()) -> Iterator[str]:
-    """Every access with the PTX lines that make it, then what stands against moving the kernel."""
+    """Each access with its PTX lines, then the obstacles to moving the kernel."""
     source = text.split("\n")
     for access in report.accesses:
         name = buffer_name(report, access.param, access.offset, names)

@@ -1,4 +1,4 @@
-"""One pass over a kernel's reachable instructions: definitions, memory accesses, stops."""
+"""One pass over reachable instructions: definitions, accesses, stops."""
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -10,9 +10,9 @@ from tessera_ptx.transfer import OpInfo, info_of
 
 
 class MemoryAccess(NamedTuple):
-    """One memory operand of one instruction."""
+    """A memory operand of an instruction."""
 
-    at: int  # the instruction's index
+    at: int  # instruction index
     operand: Mem
     effect: str  # r, w or a
     space: str  # global, shared, local, const, param or "" (generic)
@@ -20,22 +20,20 @@ class MemoryAccess(NamedTuple):
 
 @dataclass(slots=True)
 class Scan:
-    """What the pass found."""
-
     infos: list[OpInfo | None] = field(default_factory=list)
-    # Register -> indices of the instructions that write it, ascending.
+    # Register -> indices of its definitions, ascending.
     defs: dict[str, list[int]] = field(default_factory=dict)
     accesses: list[MemoryAccess] = field(default_factory=list)
     stops: list[tuple[int, str]] = field(default_factory=list)
     # Tensor copies and tensor-map edits, by instruction index.
     tensors: list[int] = field(default_factory=list)
     maps: list[int] = field(default_factory=list)
-    # Instructions with fewer operands than they need.
+    # Instructions with too few operands.
     short: set[int] = field(default_factory=set)
 
 
 def registers_in(operand: Operand) -> tuple[str, ...]:
-    """The registers of a destination operand."""
+    """Registers of a destination operand."""
     if isinstance(operand, Reg):
         return (operand.name,)
     if isinstance(operand, Vec):
@@ -46,7 +44,6 @@ def registers_in(operand: Operand) -> tuple[str, ...]:
 
 
 def scan(flat: Flat, graph: FlowGraph) -> Scan:
-    """Reads every reachable instruction once."""
     out = Scan(infos=[None] * len(flat.body), stops=[*flat.stops, *graph.stops])
     known: dict[str, OpInfo] = {}
     defs, infos, body = out.defs, out.infos, flat.body
@@ -76,14 +73,14 @@ def scan(flat: Flat, graph: FlowGraph) -> Scan:
 
 
 def _cut_short(out: Scan, index: int, instruction: Instruction, info: OpInfo) -> OpInfo:
-    """An instruction with too few operands stops the kernel; its result is nothing a rule could work on."""
+    """Too few operands stop the kernel; no rule applies to the result."""
     out.short.add(index)
     out.stops.append((instruction.line, f"too few operands for '{info.op.text}'"))
     return replace(info, form=None, rule=None, scalar=True, is_load=False)
 
 
 def _note(out: Scan, index: int, instruction: Instruction, info: OpInfo) -> None:
-    """Records memory operands, and instructions the analysis cannot follow."""
+    """Records memory operands and instructions the analysis cannot follow."""
     op = info.op
     if info.row is None:
         out.stops.append((instruction.line, f"unknown instruction '{op.text}'"))
@@ -105,7 +102,7 @@ def _note(out: Scan, index: int, instruction: Instruction, info: OpInfo) -> None
 
 
 def _optional(info: OpInfo, operand: int) -> bool:
-    """Barrier operations have forms without a result, and copies forms without their last address."""
+    """Barriers without a result, and copies without their last address."""
     if info.op.name == "mbarrier" or info.op.text.startswith("cp.async.mbarrier"):
         return True
     return operand > 0 and info.op.name in ("st", "red", "clusterlaunchcontrol")

@@ -1,9 +1,8 @@
-"""Reports kept by the hash of the PTX text: in memory, and in a directory when the caller gives one.
+"""Cache of reports by hash of the PTX text, in memory and optionally in a directory.
 
     reports_for(text, file, directory=None) -> (KernelReport, ...)
 
-A file that cannot be read back is ignored and written anew; nothing the disk holds can make the result
-wrong in another way than by a forged file of the right shape.
+An unreadable file is ignored and rewritten; only a forged file of the right shape can give a wrong result.
 """
 
 import hashlib
@@ -28,14 +27,14 @@ _kept: OrderedDict[str, tuple[KernelReport, ...]] = OrderedDict()
 
 
 def key_of(text: str | bytes) -> str:
-    """The name under which a text's reports are kept."""
+    """Cache key of a text."""
     data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     return f"{hashlib.sha256(data).hexdigest()}-{_code_digest()}"
 
 
 @cache
 def _code_digest() -> str:
-    """Names the analyzer's own code: what another version of it found is not trusted."""
+    """Digest of the analyzer's code, so other versions' results are not used."""
     found = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         found.update(file.read_bytes())
@@ -45,7 +44,7 @@ def _code_digest() -> str:
 def reports_for(
     text: str | bytes, file: str = "<ptx>", directory: Path | None = None
 ) -> tuple[KernelReport, ...]:
-    """The reports of a PTX text, analyzed once per text. Raises ParseError as `analyze` does."""
+    """Reports of a PTX text, analyzed once. Raises ParseError."""
     key = key_of(text)
     found = _kept.get(key)
     if found is None and directory is not None:
@@ -63,7 +62,7 @@ def reports_for(
 
 @lru_cache(maxsize=_MAX_KEPT)
 def report_for_launch(text: str | bytes, name: str, given: ParamHints) -> KernelReport:
-    """The report of one kernel of a text, with what a launch says of its parameters."""
+    """Report of one kernel with a launch's parameter hints."""
     return analyze_launch(_parsed(text), reports_for(text, name), name, given)
 
 
@@ -73,14 +72,14 @@ def _parsed(text: str | bytes) -> Module:
 
 
 def forget() -> None:
-    """Empties the memory cache."""
+    """Clears the memory cache."""
     _kept.clear()
     report_for_launch.cache_clear()
     _parsed.cache_clear()
 
 
 def _write(path: Path, reports: tuple[KernelReport, ...]) -> None:
-    """Written beside and moved in place, so that readers never see half a file."""
+    """Writes beside the target and renames it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
@@ -88,7 +87,7 @@ def _write(path: Path, reports: tuple[KernelReport, ...]) -> None:
             json.dump({"kernels": [_plain(r) for r in reports]}, out)
         os.replace(name, path)
     except OSError:
-        return  # a cache that cannot be written is no reason to fail
+        return  # an unwritable cache is ignored
 
 
 def _read(path: Path) -> tuple[KernelReport, ...] | None:
@@ -124,7 +123,7 @@ def _limits(data: Any) -> tuple[ExtentLimit, ...]:
 
 
 def _checked(value: Any, kind: type) -> Any:
-    """The value, which must be of its type: a file of another shape is not believed."""
+    """The value if it has the expected type, else an error."""
     if type(value) is not kind:
         raise TypeError(kind)
     return value

@@ -1,4 +1,4 @@
-"""The syntax tree of a PTX module: what `parser.parse` returns.
+"""Syntax tree of a PTX module, as returned by `parser.parse`.
 
     Module                  version, target, variables, functions (entries and .func), aliases
     ├── Variable            module or function variable: space, type, element count, initial value
@@ -9,18 +9,11 @@
 
     Operand = Reg | Special | Imm | FloatImm | Sym | Mem | Vec | Pair | Not | Args
 
-The body of a function is flat: scopes `{ ... }` are resolved by the parser, which renames an inner
-register, variable or label that is declared in a nested scope to `name#scope` (`%tmp#3`). So a name
-means one thing in the whole function. Labels are indices into `Function.body` (`Function.labels`).
-
-An instruction's `op` is shared by all instructions of the same spelling: `op.text` is
-`ld.global.v4.f32`, `op.name` is `ld`, `op.mods` is `("global", "v4", "f32")`. Tables keyed by `op`
-are therefore looked up once per spelling.
-
-Hot nodes are named tuples, the rest frozen slotted dataclasses: all immutable, all comparable.
-Positions are 1-based lines and columns of the file as given.
-
-Not kept: comments, `.loc`, `.file`, `.section` contents, `.pragma` (except as function attributes).
+Function bodies are flat: names declared in a nested scope become `name#scope` (`%tmp#3`), unique in the
+function. `Function.labels` index `Function.body`. Instructions of the same spelling share `op`: `op.text` is
+`ld.global.v4.f32`, `op.name` is `ld`, `op.mods` is `("global", "v4", "f32")`. Nodes are immutable and
+comparable. Lines and columns are 1-based. Not kept: comments, `.loc`, `.file`, `.section` contents, `.pragma`
+(except as function attributes).
 """
 
 from collections.abc import Mapping
@@ -29,7 +22,7 @@ from typing import NamedTuple
 
 
 class Op(NamedTuple):
-    """An opcode with its qualifiers."""
+    """Opcode with qualifiers."""
 
     text: str  # ld.global.v4.f32
     name: str  # ld
@@ -37,40 +30,40 @@ class Op(NamedTuple):
 
 
 class Reg(NamedTuple):
-    """A virtual register, or a component of a vector register (`%v.x`)."""
+    """Virtual register or vector component (`%v.x`)."""
 
     name: str
 
 
 class Special(NamedTuple):
-    """A read-only special register: `%tid.x`, `%laneid`, `%clock64`, ..."""
+    """Special register: `%tid.x`, `%laneid`, `%clock64`, ..."""
 
     name: str
 
 
 class Imm(NamedTuple):
-    """An integer constant; unsigned literals above 2**63 keep their unsigned value."""
+    """Integer constant; unsigned literals above 2**63 stay unsigned."""
 
     value: int
 
 
 class FloatImm(NamedTuple):
-    """A floating constant; `bits` (32 or 64) says how it was written, 0 for a decimal."""
+    """Float constant; `bits` is 32 or 64 for a bit pattern, 0 for a decimal."""
 
     value: float
     bits: int
-    raw: int  # the bit pattern when bits != 0
+    raw: int  # bit pattern if bits != 0
 
 
 class Sym(NamedTuple):
-    """A name that is no register: variable, parameter, function, label or prototype, plus a constant."""
+    """Variable, parameter, function, label or prototype, plus a constant."""
 
     name: str
     offset: int = 0
 
 
 class Mem(NamedTuple):
-    """`[base + offset]`, `[base + index]` never occurs in PTX; tensor operands carry coordinates."""
+    """`[base + offset]`; tensor operands have coordinates."""
 
     base: "Reg | Sym | Imm | Special"
     offset: int
@@ -78,27 +71,27 @@ class Mem(NamedTuple):
 
 
 class Vec(NamedTuple):
-    """`{a, b, c, d}`, also of one element."""
+    """`{a, b, c, d}`, also with one element."""
 
     items: "tuple[Operand, ...]"
 
 
 class Pair(NamedTuple):
-    """`%r1|%p1`: two results of one instruction."""
+    """`%r1|%p1`: two results."""
 
     first: "Operand"
     second: "Operand"
 
 
 class Not(NamedTuple):
-    """`!%p1` as an operand, also `-%r1` which some hand-written code uses (`sign` is then '-')."""
+    """`!%p1`, or `-%r1` in hand-written code (`sign` is '-')."""
 
     item: "Operand"
     sign: str = "!"
 
 
 class Args(NamedTuple):
-    """`(a, b)`: argument or result list of a call."""
+    """`(a, b)`: arguments or results of a call."""
 
     items: "tuple[Operand, ...]"
 
@@ -114,7 +107,7 @@ class Guard(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One instruction; `operands` in written order, destination first where there is one."""
+    """Operands in written order, destination first."""
 
     op: Op
     guard: Guard | None
@@ -125,7 +118,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RegDecl:
-    """`.reg .b32 %r<5>` or `.reg .pred p` (count 0: the name itself)."""
+    """`.reg .b32 %r<5>` or `.reg .pred p` (count 0)."""
 
     type: str
     name: str
@@ -136,14 +129,14 @@ class RegDecl:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of an entry or function; array parameters have `is_array` and a size in bytes."""
+    """Parameter of an entry or function."""
 
     name: str
     type: str  # u64, b8, f32, texref ...
     size: int  # bytes; 0 for an unsized array
     align: int
     is_array: bool
-    # `.ptr` was written: the value is an address; `ptr_space` its state space ("" = generic).
+    # Declared `.ptr`: an address in `ptr_space` ("" = generic).
     is_pointer: bool
     ptr_space: str
     line: int
@@ -152,7 +145,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable of a state space; `space` is global, const, shared, local, param, tex, ..."""
+    """`space` is global, const, shared, local, param, tex, ..."""
 
     name: str
     space: str
@@ -160,9 +153,9 @@ class Variable:
     size: int  # bytes; 0 for an unsized (extern) array
     align: int
     linkage: str  # visible, extern, weak, common or ""
-    # Names of symbols and functions in the initial value; their addresses are stored here.
+    # Symbols and functions whose addresses are in the initial value.
     refers: tuple[str, ...]
-    # The text after '=', without it; "" when there is none.
+    # Text after '=', or "".
     initial: str
     line: int
     column: int
@@ -170,7 +163,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Prototype:
-    """`.callprototype`: shapes of an indirect call."""
+    """`.callprototype` of an indirect call."""
 
     name: str
     returns: tuple[Param, ...]
@@ -180,27 +173,27 @@ class Prototype:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """An `.entry` (a kernel) or a `.func` (a device function)."""
+    """An `.entry` (kernel) or `.func` (device function)."""
 
     name: str
     is_entry: bool
     linkage: str
     params: tuple[Param, ...]
     returns: tuple[Param, ...]
-    # Directives of the header: ("reqntid", (128,)), ("maxntid", (256, 1, 1)), ("noreturn", ()).
+    # Header directives: ("reqntid", (128,)), ("maxntid", (256, 1, 1)), ("noreturn", ()).
     attributes: Mapping[str, tuple[int, ...]]
     registers: tuple[RegDecl, ...]
     variables: tuple[Variable, ...]
     body: tuple[Instruction, ...]
     labels: Mapping[str, int]
-    # .branchtargets and .calltargets lists by their label.
+    # .branchtargets and .calltargets by label.
     tables: Mapping[str, tuple[str, ...]]
     prototypes: Mapping[str, Prototype]
     line: int
     column: int
-    # False for a forward declaration or an external function.
+    # False for a declaration or external function.
     defined: bool = True
-    # Offset of each parameter in the parameter block (CUDA's layout: natural alignment).
+    # Offset of each parameter in the parameter block.
     param_offsets: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -220,5 +213,5 @@ class Module:
 
     @property
     def entries(self) -> tuple[Function, ...]:
-        """The kernels, in the order of the file."""
+        """Kernels in file order."""
         return tuple(f for f in self.functions if f.is_entry)

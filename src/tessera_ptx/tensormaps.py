@@ -1,13 +1,9 @@
-"""Tensor copies: which buffer lies behind a tensor map.
+"""Buffers behind tensor maps.
 
-A map that is a kernel parameter stands for its buffer: the access belongs to that parameter, at the
-map's offset. A map in memory is followed when this kernel put the address into it
-(`tensormap.replace ... global_address`), also through the copy from shared to global memory; else the
-buffer is behind a pointer in memory, which is reported as indirect.
-
-A map in shared memory is often reused: edited, copied out, edited again. The copy then takes the last
-edit before it, provided that outside loops some thread surely makes that edit (all do, or those with
-`tid == 0`); else it may take any.
+A map parameter stands for its buffer, at the map's offset. A map in memory is followed if this kernel wrote
+its address (`tensormap.replace ... global_address`), also through a copy from shared to global memory; else
+the access is indirect. A copy of a reused map takes the last edit before it if, outside loops, some thread
+certainly makes that edit (all, or `tid == 0`); else any edit.
 """
 
 from collections.abc import Iterator
@@ -25,21 +21,21 @@ _MAP_BYTES = 128
 
 
 class TensorMaps:
-    """The tensor copies and map edits of one kernel."""
+    """Tensor copies and map edits of one kernel."""
 
     def __init__(self, flow: Flow, conditions: Conditions) -> None:
         self.flow, self.conditions = flow, conditions
         # (line, effect, map address)
         self.copies: list[tuple[int, str, Node | Value, int]] = []
-        # (instruction, place, its offset, value): an address put into a map
+        # (instruction, place, offset, value): an address written into a map
         self.edits: list[tuple[int, Node | Value, int, Node | Value]] = []
-        # (instruction, to, offset, from, offset): a map copied
+        # (instruction, to, offset, from, offset): a copied map
         self.moves: list[tuple[int, Node | Value, int, Node | Value, int]] = []
         self.paths: dict[int, Path] = {}
         self.missing: list[int] = []
 
     def want(self) -> None:
-        """Asks for the addresses and values that matter."""
+        """Requests the relevant addresses and values."""
         flow = self.flow
         for index in flow.scan.tensors:
             instruction = flow.flat.body[index]
@@ -89,7 +85,7 @@ class TensorMaps:
                     yield (effect if target.kind != "param_read" else "r"), line, _plain(target)
 
     def _contents(self) -> list[tuple[Poly, Value]]:
-        """Places of maps that this kernel edits, with the addresses it puts there."""
+        """Maps edited by this kernel, with their addresses."""
         edits = [
             (index, add(p, const(offset)), _value(value))
             for index, node, offset, value in self.edits
@@ -105,7 +101,7 @@ class TensorMaps:
         return known
 
     def _last(self, move: int, edits: list[tuple[int, Value]]) -> list[Value]:
-        """The edit that a copy sees, or all that it may see."""
+        """Edits that a copy may see."""
         everything = [value for _, value in edits]
         if self._in_loop(move) or any(self._in_loop(index) for index, _ in edits):
             return everything
@@ -122,7 +118,7 @@ class TensorMaps:
         return any(h <= rank <= p for h, block in enumerate(blocks) for p in block.preds if p >= h)
 
     def _surely(self, edit: int, move: int) -> bool:
-        """Whether some thread of every block that makes the copy made the edit before."""
+        """True if some thread of every copying block made the edit before."""
         ours, theirs = self.paths[edit], self.paths[move]
         if len(self.conditions.known(ours)) != len(ours.wanted):
             return False

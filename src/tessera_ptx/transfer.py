@@ -1,9 +1,8 @@
-"""What each integer instruction does to abstract values, and what else its spelling says.
+"""Value rules of integer instructions, and facts from their spelling.
 
-Every rule takes the atom table, the instruction's form, the key of the definition and the values of
-its source operands, and returns the value of its result. Identities that hold for all integers are
-preferred (`x & ~m = x - (x & m)`, `x | y = x + y - (x & y)`), since they keep a pointer's base.
-What has no rule becomes opaque, tainted by the bases of its sources; nothing is dropped.
+A rule takes the atom table, the form, the definition's key and the source values, and returns the result's
+value. Identities that keep a pointer's base are preferred. Instructions without a rule give an opaque value
+tainted by its sources' bases.
 """
 
 from collections.abc import Callable
@@ -39,7 +38,7 @@ from tessera_ptx.values import Atoms, Key
 
 
 class Form(NamedTuple):
-    """What the rules need to know of an opcode's spelling."""
+    """Spelling of an opcode as the rules need it."""
 
     op: Op
     bits: int  # of the result
@@ -60,11 +59,11 @@ _UPPER = 1 << 32
 
 
 def form_of(op: Op) -> Form | None:
-    """The integer form of an opcode; None when it works on floats or predicates."""
+    """Integer form of an opcode; None for floats and predicates."""
     types = [_TYPES[m] for m in op.mods if m in _TYPES]
     if not types or types[0][0] == 0:
         return None
-    # cvt and set name the result's type first and the source's last.
+    # cvt and set have the result's type first and the source's last.
     bits, _ = types[0]
     source_bits, signed = types[-1]
     if op.name in ("cvt", "set") and len(types) < 2:
@@ -211,7 +210,7 @@ def _bfi(at: Atoms, form: Form, key: Key, args: list[Value]) -> Value:
 
 
 def _lop3(at: Atoms, form: Form, key: Key, args: list[Value]) -> Value:
-    """The look-up tables compilers use; others keep only the taint."""
+    """Lookup tables used by compilers; others keep only the taint."""
     table = constant_of(args[3][0]) if len(args) > 3 and len(args[3]) == 1 else None
     if table is None or any(len(a) != 1 for a in args[:3]):
         return at.opaque(key, *args[:3])
@@ -281,7 +280,7 @@ RULES: dict[str, Rule] = {
     "alloca": _alloca,
 }  # fmt: skip
 
-# Results that never carry a pointer and whose sources need not be followed.
+# Results that never carry a pointer.
 SCALAR_RESULTS = frozenset({
     "popc", "clz", "bfind", "fns", "dp2a", "dp4a", "vote", "match", "activemask", "redux", "elect", "set",
     "setp", "isspacep", "getctarank", "testp", "mma", "istypep", "bmsk", "mbarrier", "bar", "barrier",
@@ -294,16 +293,16 @@ _FLOATS = frozenset({"f16", "f16x2", "bf16", "bf16x2", "f32", "tf32", "f64", "f3
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
-    """One spelling: its row, its value rule and the shape of its memory accesses."""
+    """Row, value rule and memory accesses of one spelling."""
 
     op: Op
     row: OpcodeRow | None
     writes: tuple[int, ...]
-    # Memory operands with their state space; hints are left out.
+    # Memory operands with their state space, without hints.
     uses: tuple[tuple[Use, str], ...]
     form: Form | None
     rule: Rule | None
-    # The result holds no integer worth following.
+    # The result holds no relevant integer.
     scalar: bool
     width: int  # bytes of one element
     vector: int
@@ -314,7 +313,6 @@ class OpInfo:
 
 @lru_cache(maxsize=65536)
 def info_of(op: Op) -> OpInfo:
-    """The facts of one spelling."""
     row = row_of(op)
     form = form_of(op)
     is_load = row is not None and row.family in ("ld", "ldu", "atom")
@@ -322,7 +320,7 @@ def info_of(op: Op) -> OpInfo:
     floats = any(m in _FLOATS for m in op.mods) and form is None
     scalar = floats or op.name in SCALAR_RESULTS or row is None
     if op.name == "mov" and form is None and ("f64" in op.mods or "f32" in op.mods):
-        scalar = False  # a pointer may travel as a double, its halves as floats
+        scalar = False  # a pointer may be moved as a double, its halves as floats
     uses = () if row is None else tuple((u, space_of(op, u)) for u in row.uses if u.effect != "h")
     return OpInfo(
         op, row, () if row is None else row.writes, uses, form, rule, scalar, width_of(op), vector_of(op),

@@ -1,9 +1,8 @@
-"""The abstract domain: what a register may hold.
+"""Abstract domain: possible values of a register.
 
-A value is a tuple of alternatives; each alternative is a polynomial with integer coefficients over
-atoms. An address is then `base + offset`, where the base is an atom that may be a pointer and stands
-with coefficient 1, and everything else is offset. Scaled pointers, differences of pointers and
-indices loaded from memory are therefore never bases, and two bases in one register are two alternatives.
+A value is a tuple of alternatives, each a polynomial with integer coefficients over atoms. An address is
+`base + offset`: the base is a possible pointer with coefficient 1. Scaled pointers, pointer differences and
+loaded indices are never bases; two bases are two alternatives.
 
     Poly      {monomial: coefficient}; a monomial is a sorted tuple of atom numbers, () the constant
     Value     tuple of polynomials with different bases; () is "no value reaches here"
@@ -25,9 +24,8 @@ indices loaded from memory are therefore never bases, and two bases in one regis
                                            `carry`: it may be a copied piece of a pointer; `large`: the
                                            bases that went in otherwise than as a small number
 
-Arithmetic is exact in the ring of integers modulo 2**bits, so only widening (`sext`, `zext`) has to
-check for wrap-around; that check is made where the numbers are known (`extent.resolve`), or here when
-the ranges already exclude it. Levels: 0 the same for the launch, 1 per thread, 2 changing in time.
+Arithmetic is exact modulo 2**bits; only widening (`sext`, `zext`) checks for wrap-around, here if the ranges
+exclude it, else in `extent.resolve`. Levels: 0 launch, 1 thread, 2 time.
 """
 
 from typing import Any, NamedTuple, TypeVar
@@ -36,73 +34,73 @@ from tessera_ptx.poly import Poly, Value, add, const, freeze
 from tessera_ptx.ranges import FULL, Range, op_mask, op_range, special_range, within
 
 T = TypeVar("T")
-Key = Any  # a register name, or a tuple for one of several definitions, a phi or a cell
+Key = Any  # register name, or a tuple for one of several definitions, a phi or a cell
 
-# A number this close to zero is an offset, whatever pointer it was computed from (`p & 15`).
+# Smaller numbers are offsets, whatever pointer they come from (`p & 15`).
 SMALL = 1 << 16
-# Operations that do not divide: the weight of an argument in the result is a whole number.
+# Operations without division: weights stay integers.
 WHOLE = frozenset({"and", "or", "xor", "sext", "zext", "any", "lo", "min_s", "min_u", "max_s", "max_u"})
-# Operations into which a small number brings no more than a small number.
+# Operations that map small numbers to small numbers.
 _NARROWING = WHOLE | {"shr_s", "shr_u", "div_s", "div_u", "rem_s", "rem_u"}
 _FAR = 1 << 40
 _MAX_TERMS = 24
 _MAX_ALTERNATIVES = 64
-# Addends of a sum; compiled kernels have at most 16 (corpus).
+# Limit of addends; the corpus has at most 16.
 MAX_POLY = 64
 _MAX_SIZE = 1 << 20
 UNIFORM, PER_THREAD, IN_TIME = 0, 1, 2
-# Among the bases that a value was loaded through: a pointer that was loaded itself.
+# Marks a value loaded through a loaded pointer.
 DEEP = -2
 
 
 class Atom(NamedTuple):
-    """One entry of the atom table, with the facts derived once when it is made."""
+    """Entry of the atom table with derived facts."""
 
     item: tuple[Any, ...]
     range: Range
-    mask: int  # bits that may be one; -1 when unknown
+    mask: int  # bits that may be set; -1 if unknown
     base: bool  # may be a pointer
     level: int
     taint: frozenset[int]
-    size: int = 1  # leaves when written out, shared parts counted each time
-    carry: bool = False  # may be a copied piece of a pointer
-    # Of the taint: without what only a small number of went in; the same where the atom is multiplied,
-    # since an unknown one may then grow in a loop, digit by digit; and what something may have divided.
+    size: int = 1  # leaves in expanded form
+    carry: bool = False  # may be a copied part of a pointer
+    # Subsets of the taint: without small contributions; the same if the atom is multiplied, since it may then
+    # grow in a loop; possibly divided.
     large: frozenset[int] = frozenset()
     scaled: frozenset[int] = frozenset()
     divided: frozenset[int] = frozenset()
-    joined: bool = True  # what may be a pointer here is one of several values, not computed from them
+    joined: bool = True  # the possible pointers are alternatives, not inputs of a computation
 
 
 class Atoms:
-    """The atom table of one kernel; atoms are numbers that index it."""
+    """Atom table of one kernel; atoms are indices."""
 
     def __init__(self, limits: dict[str, int], numbers: frozenset[int] = frozenset()) -> None:
-        # Exclusive bounds from .reqntid / .maxntid, by special register: {"%tid.x": 128}.
+        # Exclusive bounds from .reqntid / .maxntid by special register: {"%tid.x": 128}.
         self.limits = limits
         self.atoms: list[Atom] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
         self.bases: set[int] = set()
-        # Alternatives looked at so far, long ones counted more; `fixpoint` bounds it.
+        # Alternatives examined, weighted by length; limited by `fixpoint`.
         self.work = 0
-        # How much `weights` has looked at so far, and whether it gave something up.
+        # Work of `weights`, and whether it gave up.
         self.weighed, self.cut = 0, False
-        # Indices of parameters of fewer than eight bytes: no part of a pointer.
+        # Parameters below eight bytes: no part of a pointer.
         self.narrow_params: set[int] = set()
-        # Indices of parameters that are plain numbers in the launch at hand.
+        # Parameters that are plain numbers in this launch.
         self.numbers = numbers
 
     def number(self, item: tuple[Any, ...]) -> int:
-        """The number of an atom, made when new."""
+        """Number of an atom, added if new."""
         known = self._numbers.get(item)
         return self._make(item) if known is None else known
 
     def poly(self, item: tuple[Any, ...]) -> Poly:
-        """The polynomial that is this one atom."""
+        """Polynomial of one atom."""
         return {(self.number(item),): 1}
 
     def value(self, item: tuple[Any, ...]) -> Value:
-        """The value that is this one atom."""
+        """Value of one atom."""
         return ({(self.number(item),): 1},)
 
     def _make(self, item: tuple[Any, ...]) -> int:
@@ -111,7 +109,7 @@ class Atoms:
         if atom.base:
             self.bases.add(number)
             if item[0] not in ("opaque", "op", "copy"):
-                # Taint names origins only, else it would grow with every turn of a loop.
+                # Taint has origins only, else it would grow with every loop iteration.
                 own = frozenset({number})
                 atom = atom._replace(taint=own, large=own, scaled=own)
         self.atoms.append(atom)
@@ -170,8 +168,7 @@ class Atoms:
         level = max((self.level(p) for p in polys), default=UNIFORM)
         taint = frozenset[int]().union(*(self.taint(p) for p in polys))
         mask = op_mask(name, bits, span, [self.mask(p) for p in polys])
-        # A phi or a selection keeps its base outside; what is left of a pointer in here is no base
-        # on its own unless the whole could be one.
+        # A phi or selection keeps its base outside; a pointer inside is a base only if the whole may be one.
         base = bool(taint) and bits == 64 and not within(span, -_FAR, _FAR)
         size = 1 + sum(self.atoms[n].size for p in polys for mono in p for n in mono)
         level = IN_TIME if tag is not None else level
@@ -182,7 +179,7 @@ class Atoms:
         return self._with_parts(atom, name, polys) if taint and name in _NARROWING else atom
 
     def _with_parts(self, atom: Atom, name: str, polys: list[Poly]) -> Atom:
-        """An operation's facts that are those of its arguments."""
+        """Facts of an operation derived from its arguments."""
         large = frozenset[int]().union(*map(self._large_of, polys))
         return atom._replace(
             large=large,
@@ -193,7 +190,7 @@ class Atoms:
         )
 
     def range(self, poly: Poly) -> Range:
-        """Static bounds of a polynomial, None where there is none."""
+        """Static bounds of a polynomial."""
         low: int | None = 0
         high: int | None = 0
         for mono, coeff in poly.items():
@@ -207,7 +204,7 @@ class Atoms:
         high: int | None = 1
         for number in mono:
             atom_low, atom_high = self.atoms[number].range
-            # Products are bounded only where both factors are non-negative; that is what occurs.
+            # Products are bounded only for non-negative factors.
             if atom_low is None or low is None or atom_low < 0:
                 if len(mono) > 1:
                     return FULL
@@ -219,7 +216,7 @@ class Atoms:
         return ends if coeff >= 0 else (ends[1], ends[0])
 
     def mask(self, poly: Poly) -> int:
-        """Bits that may be one in a polynomial whose value is known to be non-negative, else -1."""
+        """Bits that may be set in a non-negative polynomial, else -1."""
         total = 0
         for mono, coeff in poly.items():
             bits = coeff
@@ -243,12 +240,12 @@ class Atoms:
         return ((1 << high.bit_length()) - 1) & -zeros
 
     def level(self, poly: Poly) -> int:
-        """How variable the polynomial is; see the module docstring."""
+        """Variability; see the module docstring."""
         atoms = self.atoms
         return max((atoms[n].level for mono in poly for n in mono), default=UNIFORM)
 
     def taint(self, poly: Poly) -> frozenset[int]:
-        """Every base that has a part in the polynomial."""
+        """Bases that contribute to the polynomial."""
         found: set[int] = set()
         for mono in poly:
             for number in mono:
@@ -256,12 +253,12 @@ class Atoms:
         return frozenset(found)
 
     def base_of(self, poly: Poly) -> frozenset[int]:
-        """The atoms that may be the base: pointers with coefficient 1."""
+        """Possible bases: pointers with coefficient 1."""
         bases = self.bases
         return frozenset(m[0] for m, c in poly.items() if c == 1 and len(m) == 1 and m[0] in bases)
 
     def split(self, poly: Poly) -> tuple[frozenset[int], Poly]:
-        """The base and the rest of a polynomial."""
+        """Base and rest of a polynomial."""
         self.work += 1 + len(poly) // 8
         base = self.base_of(poly)
         if not base:
@@ -269,7 +266,7 @@ class Atoms:
         return base, {m: c for m, c in poly.items() if not (len(m) == 1 and c == 1 and m[0] in base)}
 
     def opaque(self, key: Key, *values: Value, joined: bool = False) -> Value:
-        """Anything, tainted by the bases of the values it was made from."""
+        """Any value, tainted by its sources' bases."""
         taint: set[int] = set()
         large: set[int] = set()
         carry = False
@@ -282,7 +279,7 @@ class Atoms:
         return self.value(item)
 
     def _large_of(self, poly: Poly, scaled: bool = False) -> frozenset[int]:
-        """The bases in a sum, without those of which only a small number went into it."""
+        """Bases in a sum, without small contributions."""
         found: set[int] = set()
         for mono, coeff in poly.items():
             if mono and not within(self._monomial_range(mono, coeff), -SMALL, SMALL):
@@ -294,7 +291,7 @@ class Atoms:
         return frozenset(found)
 
     def _divided_of(self, poly: Poly) -> frozenset[int]:
-        """The bases in a sum that something may divide on their way into it."""
+        """Bases in a sum that may be divided."""
         found: set[int] = set()
         for mono, coeff in poly.items():
             if not within(self._monomial_range(mono, coeff), -SMALL, SMALL):
@@ -303,15 +300,15 @@ class Atoms:
         return frozenset(found)
 
     def may_carry(self, poly: Poly) -> bool:
-        """Whether a narrow value may be a piece of a pointer: copied from memory or cut from a pointer.
+        """True if a narrow value may be part of a pointer: copied from memory or cut from one.
 
-        What was computed from thread indices, whole narrow parameters and counters is not.
+        Values computed from thread indices, narrow parameters and counters are not.
         """
         atoms = self.atoms
         return any(atoms[n].carry or atoms[n].taint for mono in poly for n in mono)
 
     def blur(self, key: Key, value: Value) -> Value:
-        """The same bases at unknown offsets."""
+        """Same bases at unknown offsets."""
         groups: dict[frozenset[int], Value] = {}
         for poly in value:
             base, rest = self.split(poly)
@@ -323,12 +320,12 @@ class Atoms:
         return self.limited(key, tuple(blurred))
 
     def kind(self, number: int) -> str:
-        """The kind of an atom, copies being of the kind of what they copy."""
+        """Kind of an atom, ignoring copies."""
         item = self.atoms[number].item
         return str(self.atoms[item[1]].item[0] if item[0] == "copy" else item[0])
 
     def roots(self, numbers: frozenset[int]) -> frozenset[int]:
-        """The origins of bases; for pointers loaded from memory, where they were loaded from, and DEEP."""
+        """Origins of bases; for loaded pointers, their tables and DEEP."""
         out: set[int] = set()
         for number in numbers:
             for origin in self.atoms[number].taint if number >= 0 else (number,):
@@ -337,7 +334,7 @@ class Atoms:
         return frozenset(out)
 
     def op(self, name: str, bits: int, *args: Poly | int) -> Poly:
-        """An atom that is a function of polynomials."""
+        """Atom for a function of polynomials."""
         frozen = tuple(a if isinstance(a, int) else freeze(a) for a in args)
         return self.poly(("op", name, bits, None, *frozen))
 
@@ -356,7 +353,7 @@ class Atoms:
         )
 
     def limited(self, key: Key, value: Value) -> Value:
-        """The value, or one opaque alternative when it has more than anybody wrote down on purpose."""
+        """The value, or one opaque alternative above the limit."""
         if len(value) > _MAX_ALTERNATIVES or any(len(p) > MAX_POLY for p in value):
             return self.opaque((key, "many"), value, joined=True)
         return value
@@ -376,7 +373,7 @@ class Atoms:
         return self.poly(("op", "any", 64, key, *frozen))
 
     def others(self, poly: Poly, above: int, tag: Key) -> Poly:
-        """The polynomial as another thread (above UNIFORM) or iteration (above PER_THREAD) computed it."""
+        """The polynomial in another thread (above UNIFORM) or iteration (above PER_THREAD)."""
         if self.level(poly) <= above:
             return poly
         out: Poly = {}
@@ -390,11 +387,11 @@ class Atoms:
         return {m: c for m, c in out.items() if c}
 
     def _original(self, number: int) -> int:
-        """Copies of copies are kept one deep."""
+        """Copies are one deep."""
         item = self.atoms[number].item
         return int(item[1]) if item[0] == "copy" else number
 
 
 def by_base(found: dict[frozenset[int], T]) -> list[tuple[frozenset[int], T]]:
-    """The alternatives in one order, so that the same ones found in another order are the same value."""
+    """Alternatives in canonical order."""
     return sorted(found.items(), key=lambda item: sorted(item[0])) if len(found) > 1 else list(found.items())

@@ -1,22 +1,19 @@
-"""Which addends of an address may be its base: the weights of pointers.
+"""Weights of pointers in an address: which addends may be its base.
 
-If every buffer moved by one byte, a valid address would move by one byte too. So of the addends those
-that are pointers have weights (coefficients) that sum to 1: `p + 4*n`, `p + i*n` and `p + (b - a)` are
-addresses of p; in `a + f*(b - a)` the weights are 1 - f and f, and the address is in a or in b. An addend
-may be the base when some set of pointers with that sum has it, the others cancelling. All such are
-reported; a parameter known to be a pointer is in every set, which rules out most.
+If all buffers moved by one byte, a valid address would too, so the weights (coefficients) of its pointers sum
+to 1: `p + 4*n`, `p + i*n` and `p + (b - a)` are addresses of p; in `a + f*(b - a)` the weights are 1 - f and
+f. An addend may be the base if some set of pointers with sum 1 contains it. All such are reported; certain
+pointers are in every set.
 
-A weight is a polynomial over the other factors of the pointer's monomials, with rational coefficients:
-`x >> 2` weighs a quarter of x. A value that is one of several is looked at one by one. Through any other
-operation (`sext`, `and`, an opaque value) it is not followed: `loose` when the term can reach from one
-buffer to another by itself, `near` when it is too small for an address and can only be a distance. If
-nothing in there divides, four times it weighs a multiple of four, and so nothing. Terms within 64 KiB of
-zero (alignment: `p & 15`) are taken for offsets. What lies deeper than
-anybody computes is loose as well, and the kernel is given up by name.
+A weight is a polynomial over the other factors with rational coefficients (`x >> 2` weighs a quarter).
+Alternatives are examined one by one. Other operations (`sext`, `and`, opaque values) are `loose` if the term
+can reach another buffer, `near` if it can only be a distance; without division inside, a multiple of four
+weighs nothing. Terms within 64 KiB of zero are offsets. Too deep terms are loose, and the kernel is
+immovable.
 
-An index such as `stride * (slot / size)`, with all three unknown, would be loose. `followed` goes on through
-divisions by unknowns (a factor `1/size`), widening and choices (a factor for each), where a term is not near:
-no other addend cancels `stride/size`, so slot is no pointer. If that leaves no address, it is not followed.
+`followed` continues through divisions by unknowns (a factor `1/size`), widening and choices where a term is
+not near: in `stride * (slot / size)` nothing cancels `stride/size`, so slot is no pointer. If no address is
+left, it is not followed.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,9 +29,8 @@ from tessera_ptx.values import SMALL, Atoms
 _FAR = 1 << 40
 _MAX_UNSURE = 8
 _MAX_CHOICES = 16
-# Operations that are looked into, one inside the other, and all that is looked at for the addresses of a
-# kernel: addends, alternatives and sets of pointers. A part that is used twice is looked into twice, so in a
-# chain of thirty instructions it can be 2**30; compiled kernels stay below 5 and 2,500 (corpus, attention).
+# Limits of nesting depth and of work (addends, alternatives, sets of pointers) per kernel. Shared parts are
+# examined each time, up to 2**30 in a chain of thirty instructions; compiled kernels stay below 5 and 2,500.
 _MAX_DEPTH = 32
 _MAX_WEIGHED = 1 << 15
 _ORIGINS = frozenset({"param", "fields", "symbol", "frame", "loaded", "func"})
@@ -45,7 +41,7 @@ Factors = dict[tuple[int, ...], Fraction]
 
 @dataclass(slots=True)
 class Weight:
-    """The weight of one pointer in an address."""
+    """Weight of one pointer in an address."""
 
     exact: Factors = field(default_factory=dict)
     loose: bool = False
@@ -53,16 +49,16 @@ class Weight:
 
     @property
     def plain(self) -> bool:
-        """Exactly one: everything else is offset."""
+        """Exactly one: the rest is offset."""
         return self.exact == _ONE and not self.loose and not self.near
 
     def is_index(self, at: Atoms) -> bool:
-        """Only ever multiplied by an unknown that is more than a choice."""
+        """Only multiplied by unknowns that are not choices."""
         unknown = [any(not within(at.atoms[n].range, -1, 1) for n in key) for key in self.exact]
         return bool(unknown) and all(unknown) and not self.loose and not self.near
 
     def may_be(self, wanted: int) -> bool:
-        """Whether it is or may turn out to be this number."""
+        """True if it may equal this number."""
         return self.loose or self.near or _may_be(self.exact, wanted)
 
 
@@ -71,7 +67,7 @@ def _may_be(factors: Factors, wanted: int) -> bool:
 
 
 def choices(at: Atoms, poly: Poly) -> list[Poly]:
-    """The address with every addend that is one of several values replaced by each of them."""
+    """Address with each alternative of its multi-valued addends."""
     done: list[Poly] = []
     queue = [poly]
     while queue:
@@ -100,14 +96,14 @@ def _choose(at: Atoms, poly: Poly) -> list[Poly]:
 
 
 def weights(at: Atoms, poly: Poly, followed: bool = False) -> dict[int, Weight]:
-    """The weight of every pointer that has a part in the address, by atom."""
+    """Weight of every pointer in the address, by atom."""
     collector = _Weigher(at, followed)
     collector.collect(poly, Fraction(1), ())
     return collector.found
 
 
 class _Weigher:
-    """Adds up the weights in one address."""
+    """Sums the weights in one address."""
 
     def __init__(self, at: Atoms, followed: bool) -> None:
         self.at, self.followed = at, followed
@@ -115,7 +111,7 @@ class _Weigher:
         self._depth = 0
 
     def collect(self, poly: Poly, scale: Fraction, factors: tuple[int, ...]) -> None:
-        """Takes in a sum that is multiplied by `scale` and by the factors."""
+        """Adds a sum multiplied by `scale` and the factors."""
         self._depth += 1
         if self._depth > _MAX_DEPTH or self.at.weighed > _MAX_WEIGHED:
             self._hide(self.at.taint(poly), near=False)
@@ -131,7 +127,7 @@ class _Weigher:
             tainted = [n for n in mono if at.atoms[n].taint]
             span = _span(at, mono, coeff * scale, factors) if tainted else (0, 0)
             if not within(span, -SMALL, SMALL):
-                # In a product of two 64-bit numbers each may be the number the other is scaled by.
+                # In a product of two 64-bit numbers either may be the scaled one.
                 for number in tainted:
                     self._one(number, coeff * scale, _without(mono, number) + factors, span)
 
@@ -149,7 +145,7 @@ class _Weigher:
         if by:
             self.collect(dict(item[4]), scale / by, factors)
             if factors or abs(scale) > SMALL:
-                # What rounding leaves out is more than an alignment.
+                # The rounding remainder exceeds an alignment.
                 self._rounded(self.at.atoms[number].taint)
             return
         near = within(span, -_FAR, _FAR)
@@ -162,7 +158,7 @@ class _Weigher:
             self._hide(hidden, near)
 
     def _rounded(self, inside: frozenset[int]) -> None:
-        """A part of these that is lost may still be a distance; of one pointer it is none."""
+        """The rounded part of several pointers may be a distance; of one it is not."""
         if not self.followed or len(inside) > 1:
             self._hide(inside, near=True)
 
@@ -173,7 +169,7 @@ class _Weigher:
             weight.loose |= not near
 
     def _follow(self, number: int, item: tuple[Any, ...], scale: Fraction, factors: tuple[int, ...]) -> bool:
-        """Goes on inside an operation, with unknown factors for what it does; False where it cannot."""
+        """Follows an operation with unknown factors; False if it cannot."""
         if item[0] != "op" or any(isinstance(part, int) for part in item[4:]):
             return False
         name, parts = item[1], [dict(part) for part in item[4:]]
@@ -181,7 +177,7 @@ class _Weigher:
             self.collect(parts[0], scale, factors)
             return True
         if name == "any":
-            # One of several: a factor that is 0 or 1 for each, the last being what is left of 1.
+            # Alternatives: a 0/1 factor for each, the last one the rest of 1.
             for place, part in enumerate(parts[:-1]):
                 chosen = self.at.number(("op", "chosen", 1, (number, place)))
                 self.collect(part, scale, (chosen, *factors))
@@ -196,12 +192,12 @@ class _Weigher:
 
 
 def _inverse(at: Atoms, poly: Poly) -> int:
-    """The atom that stands for one over a number."""
+    """Atom for one over a number."""
     return at.number(("op", "inverse", 64, None, freeze(poly)))
 
 
 def _reduced(at: Atoms, factors: tuple[int, ...]) -> tuple[int, ...]:
-    """The factors in order, without those that stand beside their inverse."""
+    """Sorted factors without inverse pairs."""
     left = list(factors)
     for inverse in factors:
         item = at.atoms[inverse].item
@@ -213,7 +209,7 @@ def _reduced(at: Atoms, factors: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def original(at: Atoms, number: int) -> tuple[Any, ...]:
-    """The atom behind copies."""
+    """Atom behind copies."""
     item = at.atoms[number].item
     while item[0] == "copy":
         item = at.atoms[item[1]].item
@@ -221,7 +217,7 @@ def original(at: Atoms, number: int) -> tuple[Any, ...]:
 
 
 def _divisor(item: tuple[Any, ...]) -> int:
-    """What the argument of a 64-bit shift or division is divided by; 0 for other operations."""
+    """Divisor of a 64-bit shift or division; 0 for other operations."""
     if item[0] != "op" or item[2] != 64 or item[3] is not None or len(item) != 6:
         return 0
     by = item[5] if isinstance(item[5], int) else constant_of(dict(item[5]))
@@ -247,9 +243,9 @@ def _without(mono: tuple[int, ...], number: int) -> tuple[int, ...]:
 
 
 def candidates(at: Atoms, found: dict[int, Weight], sure: Callable[[int], bool]) -> set[int]:
-    """The atoms that may be the base; empty when no choice of pointers makes this an address.
+    """Possible base atoms; empty if no choice of pointers makes an address.
 
-    Beside a pointer with weight 1, what is multiplied by an unknown is an index.
+    Beside a pointer with weight 1, a term multiplied by an unknown is an index.
     """
     certain = [n for n in found if sure(n)]
     unsure = [n for n in found if not sure(n)]
@@ -270,7 +266,7 @@ def candidates(at: Atoms, found: dict[int, Weight], sure: Callable[[int], bool])
 
 
 def _possible(found: dict[int, Weight], unsure: list[int], certain: list[int]) -> list[int]:
-    """Without those whose weight has a part that nothing else can cancel, as `n` in `p + i*n`."""
+    """Without weights that nothing else can cancel, as `n` in `p + i*n`."""
     while True:
         all_left = [*unsure, *certain]
         if any(found[n].loose for n in all_left):

@@ -1,1 +1,1 @@
-"""Observations -> which policy now, and when to plan anew."""
+"""Observations -> which policy to follow, and when to replan."""

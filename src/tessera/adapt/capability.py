@@ -1,11 +1,11 @@
-"""Capability: capacity and latency curve of one policy, modelled or simulated before it runs.
+"""Capability: capacity and latency curve of one policy, modelled or simulated.
 
-The better of two policies at a load follows from these: below both capacities the one with the smaller
-normalised latency, else the one with more capacity. So the load at which to switch is computed.
+At a load below both capacities the policy with less normalised latency is better, else the one with more
+capacity; so the load at which to switch is computed.
 
-`capabilities_of` reads them off served plans without simulation. A plan says its rate by the number of
-microbatches in flight, each a unit of work for `rows` requests: by Little's law, s microbatches at r units a
-second hold each request for s / r seconds. With hardly any load that is the latency of one unit.
+`capabilities_of` derives them from served plans without simulation. A plan has rates by number of
+microbatches in flight, each a unit of work for `rows` requests: by Little's law, s microbatches at r units/s
+hold each request for s / r seconds.
 """
 
 import math
@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from tessera.ir import Plan, WorkUnit
 
-# A policy works at its capacity when 1 + NEXT times the requests of its curve's last point are present.
+# A policy is at capacity with 1 + NEXT times the requests of its curve's last point.
 NEXT = 0.5
-# Steps of the fluid model from one number of requests to another.
+# Steps of the fluid model.
 FLUID_STEPS = 8
-# (standard errors, weight): Gauss-Hermite quadrature of a normal distribution with three points.
+# (standard errors, weight): three-point Gauss-Hermite quadrature.
 NORMAL = ((-math.sqrt(3.0), 1 / 6), (0.0, 2 / 3), (math.sqrt(3.0), 1 / 6))
 # Load of a lone request, and the share of the capacity at which a curve ends.
 ALONE, ENOUGH = 1e-3, 0.99
@@ -31,16 +31,16 @@ class Point(NamedTuple):
     """A policy under one load."""
 
     rate_per_s: float
-    # Latency over tokens of an answer.
+    # Latency per answer token.
     normalised_s: float
-    # Waiting or being served, on average.
+    # Mean number of requests present.
     num_requests: float
 
 
 @dataclass(frozen=True)
 class Capability:
     name: str
-    # Requests per second that the policy sustains.
+    # Requests per second sustained.
     capacity_per_s: float
     # At ascending loads below the capacity.
     curve: tuple[Point, ...]
@@ -64,7 +64,7 @@ class Capability:
     @cached_property
     def _by_number(self) -> list[tuple[float, float]]:
         points = [(0.0, 0.0)]
-        for point in self.curve:  # a simulated curve need not ascend everywhere
+        for point in self.curve:  # a simulated curve may descend in places
             if point.num_requests > points[-1][0]:
                 points.append((point.num_requests, point.rate_per_s))
         return [*points, (points[-1][0] * (1.0 + NEXT), self.capacity_per_s)]
@@ -82,8 +82,8 @@ class Capability:
     def _over(self, rate_per_s: float, num_requests: float, window_s: float) -> float:
         """Mean over a window that begins with `num_requests`, as a fluid.
 
-        The number moves towards the usual one for the load (past the capacity it grows without end), at the
-        rate of arrivals minus completions at each number on the way.
+        The number moves towards the usual one for the load (or grows without bound), at the rate of arrivals
+        minus completions.
         """
         end = self.usual(rate_per_s)
         if rate_per_s >= self.capacity_per_s:
@@ -92,7 +92,7 @@ class Capability:
         step = (end - now) / FLUID_STEPS
         for _ in range(FLUID_STEPS):
             net = rate_per_s - self.served_per_s(now + step / 2)
-            if net * step <= 0.0 or left_s <= 0.0:  # the number stays, or the window is over
+            if net * step <= 0.0 or left_s <= 0.0:  # steady, or the window is over
                 break
             took_s = min(left_s, step / net)
             sum_s += took_s * (now + net * took_s / 2)
@@ -100,7 +100,7 @@ class Capability:
         return (sum_s + left_s * now) / window_s
 
     def badness(self, rate_per_s: float) -> tuple[bool, float]:
-        """Sort key, less is better: a policy that sustains the load beats one that does not."""
+        """Sort key, less is better; policies that sustain the load come first."""
         if rate_per_s < self.capacity_per_s:
             return False, self.normalised_s(rate_per_s)
         return True, -self.capacity_per_s
@@ -122,7 +122,7 @@ def better(policies: tuple[Capability, ...], rate_per_s: float) -> Capability:
 
 
 def crossing_per_s(policies: tuple[Capability, ...]) -> float | None:
-    """The smallest load at which the best policy differs from that of an idle system, if any."""
+    """The smallest load at which the best policy differs from the idle one, if any."""
     idle = better(policies, 0.0)
     points = sorted(
         {0.0, *(x.rate_per_s for p in policies for x in p.curve), *(p.capacity_per_s for p in policies)}
@@ -153,12 +153,12 @@ def capabilities_of(plans: Sequence[Plan], rows: int) -> tuple[Capability, ...]:
 
 
 def _rates(plan: Plan) -> list[tuple[int, float]]:
-    """(microbatches in flight, units per second), up to the plan's own number."""
+    """(microbatches in flight, units per second), up to the plan's number."""
     return sorted((num, rate) for num, rate in plan.by_microbatches if num <= plan.microbatches)
 
 
 def answer_tokens(unit: WorkUnit) -> int:
-    """Tokens of an average answer: one more than the runs of the step that decodes all rows."""
+    """Tokens of an average answer: one more than the runs of the full decode step."""
     for graph, count in zip(unit.graphs, unit.counts, strict=True):
         step = graph.trace.step
         if step.kind == "tokens" and step.context == step.rows:
@@ -173,7 +173,7 @@ def _capability(plan: Plan, rows: int) -> Capability:
     points = [Point(first, least_s / tokens, first * least_s)]
     for microbatches, rate in rates:
         load = rows * rate
-        # The curve ends below the capacity: microbatches beyond that add waiting only.
+        # The curve ends below capacity: more microbatches only wait.
         if points[-1].rate_per_s < load < ENOUGH * capacity:
             points.append(Point(load, max(microbatches / rate, least_s) / tokens, float(microbatches * rows)))
     return Capability(plan.policy, capacity, tuple(points))

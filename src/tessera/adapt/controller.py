@@ -1,11 +1,11 @@
-"""Controller: carries out the monitor's decisions, and keeps plans in force that the devices can follow.
+"""Controller: carries out the monitor's decisions and replaces plans that the devices cannot follow.
 
-It steers a service in real time and a simulated one in virtual time; both are a `System`. A device that fails
-for good is planned around while lanes that avoid it run on; when it is back, so are the full plans.
-Costs that drifted are corrected by new plans. One planning job runs at a time, in the background; a lost
-device cancels a correction. All plans are for the whole cluster, so that no worker is started for a change.
+It steers a service in real time and a simulation in virtual time; both are a `System`. A device that fails
+for good is planned around while lanes that avoid it run on; when it returns, so do the full plans. Drifted
+costs are corrected by new plans. One planning job runs at a time, in the background; a lost device cancels a
+correction. All plans cover the whole cluster, so a change starts no worker.
 
-`arrived` and `finished` may be called by any thread; everything else by the thread that runs the system.
+`arrived` and `finished` are thread-safe; everything else belongs to the system's thread.
 """
 
 import threading
@@ -20,51 +20,50 @@ from tessera.adapt.monitor import Monitor, PlannedLane
 from tessera.errors import TesseraError
 from tessera.ir import Decision, DecisionKind, Plan
 
-# Decisions that are kept.
+# Maximum kept decisions.
 MAX_DECISIONS = 1000
-# Decisions that people are told.
+# Logged decisions.
 LOGGED = (DecisionKind.LOSE, DecisionKind.RETURN, DecisionKind.ADOPT)
 
 Plans = tuple[Plan, ...]
 
 
 class Planner(Protocol):
-    """Replaces the plans of a running system (`adapt.replan.Replanner`). Called by background threads."""
+    """Replaces the plans of a running system (`adapt.replan.Replanner`). Called from background threads."""
 
     def corrected(self, plans: Plans, factors: Factors) -> Plans:
-        """Plans at costs that were wrong by these factors."""
+        """Plans at costs corrected by these factors."""
 
     def without(self, plans: Plans, lost: frozenset[str]) -> Plans:
         """Plans that leave devices unused."""
 
 
 class System(Protocol):
-    """A running system: a service, or a simulated one."""
+    """A service or a simulation."""
 
     @property
     def policy(self) -> str:
-        """The policy in force."""
+        """The current policy."""
 
     def now_s(self) -> float: ...
 
     def switch(self, policy: str) -> None:
-        """Puts a policy in force for microbatches opened from now on; from any thread."""
+        """Use a policy for microbatches opened from now on; thread-safe."""
 
     def load(self, plans: Plans) -> None:
-        """Replaces the plans."""
+        """Replace the plans."""
 
     def submit(self, job: Callable[[], Plans]) -> Future[Plans]:
-        """Runs a job in the background; `Controller.poll` is called when it is done."""
+        """Run a job in the background, then `Controller.poll`."""
 
     def rate(self, plans: Plans) -> Sequence[Capability]: ...
 
 
 class Controller:
-    """
-    plans    for all devices; the first is in force unless a monitor chooses
+    """plans    for all devices; the first is used unless a monitor chooses
     monitor  None: the policy is fixed
-    planner  None: plans stay as they are
-    log      gets one line for every loss, return and change of plans
+    planner  None: plans stay
+    log      gets one line per loss, return and change of plans
     """
 
     def __init__(
@@ -79,10 +78,10 @@ class Controller:
         self.plans = tuple(plans)
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self.counts: Counter[DecisionKind] = Counter()
-        # Devices that are planned around, in force or under way.
+        # Devices planned around, by current plans or a running job.
         self._without: frozenset[str] = frozenset()
         self._job: Future[Plans] | None = None
-        # Guards the monitor, the number of requests and the decisions; never held while plans are loaded.
+        # Guards monitor, request count and decisions; not held while plans are loaded.
         self._lock = threading.RLock()
         self._num_requests = 0
         if monitor is not None:
@@ -103,13 +102,13 @@ class Controller:
                 self._choose(self._monitor)
 
     def stepped(self, lane: PlannedLane, step: int, busy_s: Mapping[str, float]) -> None:
-        """A step of a lane of a plan in force kept each device busy for so long."""
+        """Record the busy times of devices in a step of a current plan."""
         if self._monitor is not None and self._planner is not None and busy_s:
             with self._lock:
                 self._monitor.stepped(lane, step, busy_s)
 
     def lost(self, device: str, why: str, is_lasting: bool) -> None:
-        """A device is lost; if it fails for good it is planned around."""
+        """A device is lost; plan around it if it fails for good."""
         self._note(DecisionKind.LOSE, why)
         if is_lasting and device not in self._without:
             self._plan_without(self._without | {device})
@@ -127,7 +126,7 @@ class Controller:
         self._load(self.plans, "plans for all devices are in force again")
 
     def poll(self) -> None:
-        """Takes up plans that are ready, and judges load and costs."""
+        """Adopt finished plans, and judge load and costs."""
         self._collect()
         if self._monitor is None:
             return

@@ -1,8 +1,8 @@
-"""corrected: factors by which costs are wrong, from times of several kernels together.
+"""corrected: correction factors of costs, from total times of several kernels.
 
 An observation: on a device, kernels planned to take p_1, p_2, ... took t in all. Wanted are factors f_k >= 0
-per kernel type and device. There are usually fewer observations than kernels, so factors are pulled towards 1
-as strongly as the costs are sure:
+per kernel type and device. Observations are usually fewer than kernels, so factors are regularised towards 1
+by the error of the costs:
 
     minimise  sum over observations of ((sum_k p_k f_k - t) / (noise t))^2  +  sum_k ((f_k - 1) / error_k)^2
 
@@ -21,7 +21,7 @@ from tessera.ir import Costs, WorkUnit
 # Relative error of one measured time.
 MEASURED_ERROR = 0.02
 
-# device -> (planned microseconds by kernel, measured microseconds of all)
+# device -> (planned microseconds by kernel, measured total)
 Observations = Mapping[str, Sequence[tuple[Mapping[str, float], float]]]
 
 
@@ -45,7 +45,6 @@ class Factors:
 def scaled_costs(
     unit: WorkUnit, costs: Sequence[Costs], factor: Callable[[str, str], float]
 ) -> tuple[Costs, ...]:
-    """Costs with every time multiplied by factor(kernel, device)."""
     factor_of, scaled = cache(factor), []
     for graph, priced in zip(unit.graphs, costs, strict=True):
         rows = tuple(
@@ -86,7 +85,7 @@ def corrected(observations: Observations, error: float) -> Factors:
 
 
 def drift(observations: Observations, factors: Factors) -> float:
-    """Mean relative error of the costs about their common factor, which changes no placement."""
+    """Mean relative error of costs about their common factor, which does not affect placement."""
     weights: dict[tuple[str, str], float] = defaultdict(float)
     for device, rows in observations.items():
         for planned, _ in rows:

@@ -1,16 +1,15 @@
-"""Monitor: which policy a running system should follow, and when its costs are wrong. Runs nothing itself.
+"""Monitor: which policy a system should follow, and when its costs are wrong. Runs nothing itself.
 
-Load. Arrivals are counted over a window; a count has a standard error of its square root, more where arrivals
-come in bursts (`Meter`). Policies are compared by the expected number of requests present, from the load with
-its error and the requests present now. A switch must pay for itself within one of `horizons` windows
-at both ends of the error interval, by more than `least_gain`, and not within `dwell_windows` of the last
-switch. A policy past its capacity is left whatever the switch costs.
+Load. Arrivals are counted over a window, with a standard error (`Meter`). Policies are compared by the
+expected number of requests present, given the load, its error and the requests present now. A switch must pay
+for itself within one of `horizons` windows at both ends of the error interval, by more than `least_gain`, and
+not within `dwell_windows` of the last. A policy past its capacity is always left.
 
-Costs. Times of steps are collected for `cost_windows`; factors that explain them are fitted (`drift`). If the
-costs are off by `min_drift`, new plans are wanted. One replan at a time.
+Costs. Step times are collected for `cost_windows` and factors fitted to them (`drift`). An error of
+`min_drift` triggers a replan; one at a time.
 
-The first window can only be chosen: by default the time in which 100 requests come at the load where the
-policies cross, so that the standard error is a tenth.
+The default window is the time of 100 arrivals at the load where the policies cross: a standard error of a
+tenth.
 """
 
 import math
@@ -24,9 +23,9 @@ from tessera.adapt.capability import Capability, better, crossing_per_s
 from tessera.adapt.drift import Factors, corrected, drift
 from tessera.ir import Plan
 
-# Windows that are remembered, and windows of a Poisson stream assumed before them.
+# Windows remembered, and windows of a Poisson stream assumed before them.
 NUM_WINDOWS, NUM_SUPPOSED = 24, 4
-# Levels that a steady load may have had in that time.
+# Maximum load levels in that time that count as steady.
 NUM_LEVELS = 2
 
 # (kernel, planned microseconds) of launches on one device.
@@ -45,7 +44,7 @@ class PlannedLane(Protocol):
 
     @property
     def index(self) -> int:
-        """Among the plan's lanes."""
+        """Position in the plan."""
 
 
 class MeasuredSteps:
@@ -66,7 +65,7 @@ class MeasuredSteps:
             seen[device] = (total + seconds, num + 1)
 
     def take(self) -> dict[str, list[tuple[dict[str, float], float]]]:
-        """Device -> (planned microseconds by kernel, mean measured microseconds of all of them)."""
+        """Device -> (planned microseconds by kernel, mean measured total)."""
         totals: dict[tuple[str, Planned], tuple[float, int]] = {}
         for key, devices in self._seen.items():
             for device, (seconds, num) in devices.items():
@@ -81,7 +80,7 @@ class MeasuredSteps:
 
 
 def planned_us(plan: Plan, index: int, step: int) -> dict[str, Planned]:
-    """Device -> (kernel, planned microseconds) of one step of a lane, without launches that take no time."""
+    """Device -> (kernel, planned microseconds) of one step, without zero-time launches."""
     lane = plan.lanes[index]
     graph, costs = plan.graphs[step], plan.prices[step]
     by_device: dict[str, dict[str, float]] = {}
@@ -97,25 +96,25 @@ def planned_us(plan: Plan, index: int, step: int) -> dict[str, Planned]:
 
 @dataclass(frozen=True, slots=True)
 class MonitorConfig:
-    # Seconds; None: by the policies.
+    # Seconds; None: from the policies.
     window_s: float | None = None
-    # Arrivals per window at the load where the policies cross, where the window is not given.
+    # Arrivals in a default window.
     window_requests: int = 100
-    # Standard errors to either side of the load at which the other policy must be better. Two were tried: a
-    # system near the crossing stayed too long on the worse side.
+    # Half-width of the load interval, in standard errors. With two, systems near the crossing stayed too long
+    # on the worse side.
     errors: float = 1.0
     # Windows within which a switch may pay for itself.
     horizons: tuple[int, ...] = (1, 2, 4)
-    # Windows between two switches, at least.
+    # Minimum windows between switches.
     dwell_windows: float = 1.0
-    # Relative gain that modelled figures can tell apart.
+    # Smallest relative gain that modelled figures can resolve.
     least_gain: float = 1.03
-    # Price of a switch: this share of the requests present waits once for all of them.
+    # Price of a switch: the share of present requests that wait once for all others.
     switch_cost: float = 0.5
-    # Windows of measured times before costs are judged, and the relative error that is worth new plans.
+    # Windows of measured times before costs are judged, and the relative error that triggers a replan.
     cost_windows: int = 1
     min_drift: float = 0.05
-    # Relative error that the plans' costs are taken to have.
+    # Assumed relative error of the plans' costs.
     cost_error: float = 0.1
 
 
@@ -123,7 +122,7 @@ DEFAULT = MonitorConfig()
 
 
 class Monitor:
-    """Watches one system; time only needs to run forward."""
+    """Watches one system; time must not go back."""
 
     def __init__(self, policies: Sequence[Capability], config: MonitorConfig = DEFAULT) -> None:
         self._config = config
@@ -143,11 +142,11 @@ class Monitor:
         self.crossing_per_s = crossing_per_s(ordered)
         reference = self.crossing_per_s or max(p.capacity_per_s for p in ordered)
         self.window_s = self._config.window_s or self._config.window_requests / reference
-        # The load before watching began is unknown: assume the one that favours neither policy.
+        # Unknown load before watching began: assume the one that favours neither policy.
         self._meter.set(self.window_s, self.crossing_per_s or 0.0)
 
     def begin(self, now_s: float) -> None:
-        """Starts watching: no arrival until now means none came."""
+        """Start watching."""
         if self._start_s is None:
             self._start_s = self._costs_since_s = now_s
             self._meter.start(now_s)
@@ -157,7 +156,7 @@ class Monitor:
         self._meter.arrived(now_s)
 
     def stepped(self, lane: PlannedLane, step: int, busy_s: Mapping[str, float]) -> None:
-        """A step of a lane of a plan in force kept each device busy for so long."""
+        """Record the busy times of devices in a step of a current plan."""
         self._times.add(lane, step, busy_s)
 
     def load(self, now_s: float) -> tuple[float, float]:
@@ -167,7 +166,7 @@ class Monitor:
         return num_came / self.window_s, error / self.window_s
 
     def switch(self, now_s: float, num_requests: int) -> str | None:
-        """Changes `current` if that pays, and says why in one line; `num_requests` wait or are served now."""
+        """Change `current` if that pays, and give the reason; `num_requests` are present now."""
         self.begin(now_s)
         load, error = self.load(now_s)
         now = self._policies[self.current]
@@ -183,7 +182,7 @@ class Monitor:
             chosen = min(self._policies.values(), key=lambda policy: expected(policy, 0.0))
             if chosen is now or (is_over and chosen.capacity_per_s <= now.capacity_per_s):
                 continue
-            # Requests are read again, or end beside microbatches of the new policy. By Little's law each one
+            # Requests are read again, or end beside the new policy's microbatches. By Little's law each one
             # stays for requests present over arrivals per second.
             usual = chosen.usual(load)
             price = 0.0 if is_over else self._config.switch_cost * usual * usual / max(load * seconds, usual)
@@ -198,7 +197,7 @@ class Monitor:
         return None
 
     def drifted(self, now_s: float) -> tuple[Factors, float] | None:
-        """Factors that correct the costs, and the relative error, if new plans are wanted for it."""
+        """Correction factors and the relative error, if a replan is needed."""
         self.begin(now_s)
         if self.is_replanning or now_s - self._costs_since_s < self._config.cost_windows * self.window_s:
             return None
@@ -212,7 +211,7 @@ class Monitor:
         return (factors, error) if self.is_replanning else None
 
     def adopt(self, now_s: float, capabilities: Sequence[Capability]) -> None:
-        """New plans replace those of the same names; times measured before are of the old ones."""
+        """Replace the capabilities of the same names; drop times measured before."""
         self._policies |= {policy.name: policy for policy in capabilities}
         self.is_replanning = False
         self._times = MeasuredSteps()
@@ -221,11 +220,10 @@ class Monitor:
 
 
 class Meter:
-    """Arrivals within a window, and how much that number varies; time only needs to run forward.
+    """Arrivals within a window, and their dispersion; time must not go back.
 
-    Counts of a Poisson stream vary by their square root. Bursts vary more: the variance of a window's count
-    is a multiple of its mean, the dispersion, measured over the last windows. So a lull in a bursty
-    stream does not look like a load that has gone.
+    The variance of a Poisson count is its mean; of bursts it is a multiple, measured over the last windows.
+    So a lull in a bursty stream is not taken for a lower load.
     """
 
     def __init__(self) -> None:
@@ -237,11 +235,11 @@ class Meter:
         self._counts: deque[int] = deque(maxlen=NUM_WINDOWS)
         self._mark_s = 0.0
         self._num = 0
-        # Computed on demand, once a window.
+        # Computed on demand, once per window.
         self._dispersion: float | None = None
 
     def set(self, window_s: float, before_per_s: float) -> None:
-        """Changes the window; counts of windows of another length are dropped."""
+        """Change the window; drop counts of other lengths."""
         if window_s != self.window_s:
             self._counts.clear()
             self._dispersion = None
@@ -268,7 +266,7 @@ class Meter:
             self._mark_s += self.window_s
 
     def count(self, now_s: float) -> float:
-        """Arrivals within a window; `before_per_s` stands for the part of it before watching began."""
+        """Arrivals within a window; `before_per_s` fills the part before watching began."""
         self._roll(now_s)
         while self._times and self._times[0] <= now_s - self.window_s:
             self._times.popleft()
@@ -276,7 +274,7 @@ class Meter:
         return len(self._times) + unseen_s * self.before_per_s
 
     def seen(self, now_s: float) -> str:
-        """What really came, in words: counted, with nothing supposed."""
+        """Counted arrivals in words, without assumptions."""
         num, span_s = len(self._times), min(self.window_s, now_s - (self._start_s or 0.0))
         came = "1 request" if num == 1 else f"{num} requests"
         if span_s < self.window_s:
@@ -285,9 +283,9 @@ class Meter:
 
     @property
     def dispersion(self) -> float:
-        """Variance of a window's count over its mean; 1 for a Poisson stream, and never less here.
+        """Variance of a window's count over its mean, at least 1 (Poisson).
 
-        About a mean that may have changed once: such a load is steady before and after, and that is no burst.
+        Measured about a mean that may have changed once: a changed load is not a burst.
         """
         if self._dispersion is None:
             self._dispersion = self._measure()
@@ -301,7 +299,7 @@ class Meter:
         sums, squares = [0, *accumulate(counts)], [0, *accumulate(n * n for n in counts)]
 
         def spread(a: int, b: int) -> float:
-            """Squares about the mean of windows a to b."""
+            """Sum of squares about the mean of windows a to b."""
             return squares[b] - squares[a] - (sums[b] - sums[a]) ** 2 / (b - a) if b > a else 0.0
 
         least = min(spread(0, cut) + spread(cut, num) for cut in range(num))

@@ -1,10 +1,9 @@
 """Replanner: new plans for a running system, at corrected costs or without lost devices.
 
-Services, simulations and the command line share it; they hand in how one plan is made (`make`) and how two
-are compared (`gain`). A corrected plan replaces the old one only if it is better by `LEAST_GAIN` at the
-corrected costs; else the old one stays, with these costs. Plans around lost devices are taken as they are.
-
-A running system has one cluster: a plan that uses fewer of its devices is still a plan for that cluster.
+Services, simulations and the command line pass how a plan is made (`make`) and two are compared (`gain`). A
+corrected plan replaces the old one only if it is better by `LEAST_GAIN` at the corrected costs; else the old
+one stays, with these costs. Plans around lost devices are not compared. All plans cover the same cluster,
+also if they use fewer devices.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -14,8 +13,7 @@ from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
 from tessera.ir import Cluster, Costs, Placement, Plan, verify
 
-# Capacities of one plan, measured with other requests of the same kind, differ by up to one percent, and a
-# change of plans has a price.
+# Measured capacities of one plan differ by up to one percent, and a change of plans has a price.
 LEAST_GAIN = 1.02
 
 # (plan to replace, devices, costs) -> a plan for the same steps and objective.
@@ -25,11 +23,11 @@ MakePlan = Callable[[Plan, Cluster, tuple[Costs, ...]], Plan]
 @dataclass(frozen=True)
 class Replanner:
     make: MakePlan
-    # How many times as good the second plan is.
+    # Ratio of the second plan to the first; more is better.
     gain: Callable[[Plan, Plan], float]
 
     def corrected(self, plans: tuple[Plan, ...], factors: Factors) -> tuple[Plan, ...]:
-        """Each plan, or a better one, at costs that were wrong by these factors."""
+        """Each plan, or a better one, at corrected costs."""
         costs = factors.apply(plans[0].unit, plans[0].costs)
         return tuple(self._better(replace(plan, costs=costs)) for plan in plans)
 
@@ -38,7 +36,7 @@ class Replanner:
         return new if new.lanes != old.lanes and self.gain(old, new) >= LEAST_GAIN else old
 
     def without(self, plans: tuple[Plan, ...], lost: Collection[str]) -> tuple[Plan, ...]:
-        """Plans for the other devices, as plans for the whole cluster."""
+        """Plans for the other devices, over the whole cluster."""
         new = []
         for plan in plans:
             cluster, costs = without_devices(plan.cluster, plan.costs, lost)
@@ -62,7 +60,7 @@ def without_devices(
 
 
 def widened(plan: Plan, whole: Plan) -> Plan:
-    """A plan for some devices of another plan's cluster as one for all of them, at its costs."""
+    """A plan for some devices, extended to the other plan's whole cluster and costs."""
     place = [whole.cluster.names.index(name) for name in plan.cluster.names]
     lanes = []
     for lane in plan.lanes:

@@ -1,43 +1,29 @@
-"""Builds the graph of a trace: its edges, its values, and the launches that state ties together.
+"""Builds the graph of a trace: edges, values, and launches tied by state.
 
-Values are the versions of every buffer. A launch that writes any byte of a buffer leaves a new version of the
-whole buffer behind. Unless its write covers the buffer it has read the version before, because the bytes it
-left alone live on. A reader reads the newest version. So a version is complete on the device that made it,
-and moving one version moves everything a reader can see.
+Values are versions of buffers. A launch that writes any byte of a buffer creates a new version of all of it;
+unless its write covers the buffer, it also reads the previous version. A reader reads the newest version. So
+moving one version moves everything a reader can see.
 
-Hazards: which launch must wait for which.
-
-Launch b waits for an earlier launch a iff, on some byte of one buffer,
+Hazards: launch b waits for an earlier launch a iff, on some byte of one buffer,
   (RAW) a writes and b reads,  (WAR) a reads and b writes,  (WAW) both write.
-The scan for an access ends at the first write that covers it: order through that write is implied.
+The scan for an access ends at the first write that covers it: that write implies the order.
 Edges that a longer path implies are dropped (transitive reduction).
 
-A launch that returns a new buffer makes all of it, gaps between its elements included: nobody can touch the
-buffer before. Two atomic updates of one byte are ordered like two writes: the sum of floats depends on their
-order. Buffers that nobody writes order nothing and are skipped.
+A launch that returns a new buffer writes all of it, gaps included. Two atomic updates of one byte are ordered
+like two writes: a float sum depends on the order. Buffers without writers are skipped.
 
-Time is near linear in launches: see `History` for how few earlier accesses a new one is compared with, and
-`Ancestors` for how the reduction forgets. The worst case (every access overlaps every other and no launch is
-implied by another) has quadratically many edges, all of them true.
+Time is nearly linear in launches; the worst case (all accesses overlap, nothing implied) has quadratically
+many true edges.
 
-Ancestors: which launches come before which, for those that can still be asked about.
+Ancestors: every launch has a set of bits, one per live ancestor. A launch is alive while some buffer's
+history names it, since only then can a later launch wait for it. Bits of dead launches are reused after a
+sweep has cleared them from every live set, so sets are as wide as the number of live launches.
 
-Every launch gets a set of bits, one for each of its ancestors that is alive. A launch is alive while the
-history of some buffer still names it: only then can a later launch wait for it. Bits of dead launches are
-handed out again, so a set is as wide as the program keeps launches alive, not as long as the program.
-
-Bits are cleared in bulk: a dead launch's bit is free only after the next sweep has taken it out of every
-living set.
-
-History: the accesses of one buffer that a later access may still have to wait for.
-
-Writes and reads are kept apart, in program order. A buffer that many launches touch also gets shelves: its
-bytes are cut into as many ranges as it has accesses, and an access that spans few of them is filed under
-each, so that a launch which writes one slice of a cache looks at its neighbours only. Where the slices are
-columns, byte ranges do not tell them apart and their place within a row does: the shelves then divide one row
-(see `fold`). Shelves only choose who is compared; `Region.overlaps` decides.
-
-A write that covers earlier accesses makes them a matter of the past: later launches wait for the write.
+History: the accesses of one buffer that a later access may have to wait for, writes and reads apart, in
+program order. A much-used buffer is divided into shelves, one byte range per access; an access that spans few
+shelves is filed under each, so that a write to one slice of a cache is compared with its neighbours only.
+Where slices are columns, the shelves divide one row (see `fold`). `Region.overlaps` decides. A write that
+covers earlier accesses removes them.
 """
 
 from collections import Counter, defaultdict
@@ -46,9 +32,9 @@ from dataclasses import dataclass, field
 
 from tessera.ir import Access, BufferKind, Edge, Graph, Hazard, Launch, Region, Trace, Value, verify
 
-# Buffers with fewer accesses are looked through from end to end.
+# Buffers with fewer accesses get no shelves.
 FEW = 32
-# An access that spans more shelves than this is kept beside them.
+# Accesses that span more shelves are kept apart.
 WIDE = 8
 
 
@@ -61,31 +47,31 @@ class Seen:
     start: int
     stop: int
     reads: bool
-    # Decides the list it is in: writes, also those that read; or reads alone.
+    # True for writes (including read-writes): decides the list.
     writes: bool
-    # True if a path leads to this launch from every earlier entry of the same list.
+    # True if every earlier entry of the list has a path to this launch.
     is_last_word: bool
-    # True once a later write has covered it.
+    # True once a later write covers it.
     is_past: bool = False
 
 
 @dataclass(slots=True)
 class Shelves:
-    """How the bytes of one buffer are divided."""
+    """Division of one buffer's bytes."""
 
-    # Bytes of one row if the shelves divide a row; else the size of the buffer.
+    # Bytes of one row if shelves divide a row; else the buffer's size.
     row_bytes: int
     count: int
 
     def span(self, region: Region) -> range | None:
-        """The shelves a region touches; None if they are many."""
+        """Shelves a region touches; None if many."""
         start, stop = fold(region, self.row_bytes)
         first, last = (x * self.count // self.row_bytes for x in (start, stop - 1))
         return range(first, last + 1) if last - first < WIDE else None
 
 
 class Entries:
-    """The writes of one buffer, or its reads, in program order; filed under shelves where there are any."""
+    """Writes or reads of one buffer in program order, filed under shelves if any."""
 
     def __init__(self, shelves: Shelves | None) -> None:
         self._shelves = shelves
@@ -99,7 +85,6 @@ class Entries:
             self.add(seen)
 
     def add(self, seen: Seen) -> None:
-        """Files an entry."""
         self.all.append(seen)
         if self._shelves is None:
             return
@@ -110,9 +95,9 @@ class Entries:
             self._filed.setdefault(number, []).append(seen)
 
     def near(self, region: Region, has_wide: bool = True) -> list[list[Seen]]:
-        """Lists that together hold every entry the region can overlap, each oldest first.
+        """Lists of all entries the region can overlap, each oldest first.
 
-        Without the wide ones, where the region is not wide: every entry that it can cover.
+        For a narrow region without the wide entries: all that it can cover.
         """
         span = self._shelves.span(region) if self._shelves else None
         if span is None:
@@ -121,12 +106,12 @@ class Entries:
         return [self._wide, *filed] if has_wide else filed
 
     def compact(self) -> None:
-        """Throws away what is past."""
+        """Drop covered entries."""
         self._file([seen for seen in self.all if not seen.is_past])
 
 
 def fold(region: Region, row_bytes: int) -> tuple[int, int]:
-    """The part of a row that encloses the region in every row it touches."""
+    """The part of a row that encloses the region in each row it touches."""
     start, dims = region.start % row_bytes, region.dims
     if dims and dims[0][1] == row_bytes:
         dims = dims[1:]
@@ -135,10 +120,10 @@ def fold(region: Region, row_bytes: int) -> tuple[int, int]:
 
 
 class History:
-    """The accesses of one buffer so far."""
+    """Accesses of one buffer so far."""
 
     def __init__(self, accesses: Sequence[Access], size_bytes: int) -> None:
-        # Accesses of the whole trace that have not been added yet.
+        # Accesses of the trace not added yet.
         self.left = len(accesses)
         self.is_new = True
         self._num_past = 0
@@ -146,16 +131,14 @@ class History:
         self._writes, self._reads = Entries(self._shelves), Entries(self._shelves)
 
     def entries(self, is_write: bool) -> Entries:
-        """The writes, or the reads."""
         return self._writes if is_write else self._reads
 
     def add(self, seen: Seen) -> None:
-        """Remembers an access."""
         self.is_new = False
         self.entries(seen.writes).add(seen)
 
     def last(self, is_write: bool) -> Seen | None:
-        """The latest write, or read, that still counts."""
+        """Latest write or read not covered."""
         entries = self.entries(is_write).all
         while entries and entries[-1].is_past:
             entries.pop()
@@ -163,7 +146,7 @@ class History:
         return entries[-1] if entries else None
 
     def cover(self, region: Region, by: int) -> list[int]:
-        """Forgets what a write covers, its own launch's accesses aside; returns the launches forgotten."""
+        """Drop accesses of other launches that a write covers; returns those launches."""
         gone = []
         stop = region.stop
         both = (self._writes, self._reads)
@@ -173,7 +156,7 @@ class History:
                 seen.is_past = True
                 gone.append(seen.launch)
         self._num_past += len(gone)
-        # With shelves only when that is half of all, which pays for refiling.
+        # Shelves are refiled only when half of all entries are dropped.
         if gone and (not self._shelves or self._num_past > FEW + sum(len(x.all) for x in both) // 2):
             self._num_past = 0
             for entries in both:
@@ -181,12 +164,12 @@ class History:
         return gone
 
     def launches(self) -> list[int]:
-        """Launches still named, once for each entry."""
+        """Launches named, once per entry."""
         return [s.launch for s in (*self._writes.all, *self._reads.all) if not s.is_past]
 
 
 def _shelves(accesses: Sequence[Access], size_bytes: int) -> Shelves:
-    """Divides the buffer, or a row of its commonest stride, whichever keeps the accesses further apart."""
+    """Divide the buffer, or a row of its commonest stride, whichever separates accesses better."""
     strides = Counter(a.region.dims[0][1] for a in accesses if a.region.dims)
     choices = [size_bytes, *(stride for stride, _ in strides.most_common(1) if stride < size_bytes)]
 
@@ -197,16 +180,16 @@ def _shelves(accesses: Sequence[Access], size_bytes: int) -> Shelves:
     return Shelves(min(choices, key=crowding), len(accesses))
 
 
-# Launches between two sweeps.
+# Launches between sweeps.
 SWEEP_EVERY = 512
 
 
 class Ancestors:
-    """Grows with the launches in program order."""
+    """Ancestor sets, extended in program order."""
 
     def __init__(self) -> None:
-        self._bit: dict[int, int] = {}  # living launch -> its bit, as a mask
-        self._above: dict[int, int] = {}  # living launch -> masks of its living ancestors
+        self._bit: dict[int, int] = {}  # live launch -> its bit, as a mask
+        self._above: dict[int, int] = {}  # live launch -> mask of its live ancestors
         self._uses: dict[int, int] = {}
         self._free: list[int] = []
         self._dead = 0
@@ -214,7 +197,7 @@ class Ancestors:
         self._since_sweep = 0
 
     def add(self, launch: int, sources: list[int]) -> list[int]:
-        """Adds a launch, held once, behind its sources; returns those that no other implies, latest first."""
+        """Add a launch with its sources; returns those that no other implies, latest first."""
         reach, kept = 0, []
         for source in sorted(sources, reverse=True):
             if not reach & self._bit[source]:
@@ -229,15 +212,15 @@ class Ancestors:
         return kept
 
     def precedes(self, first: int, second: int) -> bool:
-        """True iff a path leads from `first` to `second`; both alive."""
+        """True if a path leads from `first` to `second`; both alive."""
         return first == second or bool(self._above[second] & self._bit[first])
 
     def hold(self, launch: int) -> None:
-        """A history names the launch once more."""
+        """Count one more entry of a launch."""
         self._uses[launch] += 1
 
     def release(self, launch: int) -> None:
-        """A history names the launch once less; nobody may ask about it after the last."""
+        """Count one entry less; the launch dies with its last."""
         self._uses[launch] -= 1
         if self._uses[launch] == 0:
             self._dead |= self._bit.pop(launch)
@@ -250,7 +233,7 @@ class Ancestors:
         return 1 << (self._width - 1)
 
     def _sweep(self) -> int:
-        """Takes the dead out of every living set, frees their bits and returns the mask of all others."""
+        """Clear dead launches from every live set, free their bits and return the mask of the rest."""
         living = ~self._dead
         self._above = {launch: mask & living for launch, mask in self._above.items()}
         while self._dead:
@@ -261,27 +244,27 @@ class Ancestors:
         return living
 
 
-# Of several reasons for one edge the first is named.
+# The first of several reasons names an edge.
 PRECEDENCE = (Hazard.RAW, Hazard.WAW, Hazard.WAR)
 
 
 def hazards(trace: Trace) -> tuple[Edge, ...]:
-    """All RAW, WAR and WAW edges of a trace, transitively reduced, sorted by (dst, src)."""
+    """All RAW, WAR and WAW edges, transitively reduced, sorted by (dst, src)."""
     scan = _Scan(trace, Ancestors())
     return tuple(edge for launch in range(len(trace.launches)) for edge in scan.step(launch))
 
 
 def direct_hazards(trace: Trace) -> tuple[Edge, ...]:
-    """Every pair of launches that touch the same bytes, once for each reason; nothing is reduced.
+    """Every conflicting pair of launches with each reason, unreduced; may be quadratic.
 
-    Pairs with a covering write between them are left out, as in `hazards`. May be quadratic in size.
+    Pairs with a covering write between them are omitted.
     """
     scan = _Scan(trace, None)
     return tuple(edge for launch in range(len(trace.launches)) for edge in scan.step(launch))
 
 
 class _Scan:
-    """One pass over the launches in program order; without ancestors nothing is reduced."""
+    """One pass over the launches; without ancestors nothing is reduced."""
 
     def __init__(self, trace: Trace, ancestors: Ancestors | None) -> None:
         self._trace, self._ancestors = trace, ancestors
@@ -317,7 +300,7 @@ class _Scan:
         return edges
 
     def _ordering(self, launch: Launch) -> list[Access]:
-        """Accesses that can order anything."""
+        """Accesses of buffers that have a writer."""
         return [a for a in launch.accesses if a.buffer in self._written]
 
     def _history(self, buffer: int) -> History:
@@ -327,7 +310,7 @@ class _Scan:
         return self._histories[buffer]
 
     def _returns_new(self, launch: Launch, access: Access) -> bool:
-        """True if the launch makes the buffer, given that nobody has touched it before."""
+        """True if the launch returns the buffer, given that nothing touched it before."""
         kind = self._trace.buffers[access.buffer].kind
         return (
             access.write
@@ -351,7 +334,7 @@ class _Scan:
         history.add(Seen(index, region, region.start, region.stop, reads, writes, is_last_word))
 
     def _close(self, buffer: int) -> None:
-        """Nobody will touch the buffer again."""
+        """Close the history of a buffer after its last access."""
         history = self._histories.pop(buffer, None)
         if history is not None:
             self._release(history.launches())
@@ -363,9 +346,9 @@ class _Scan:
 
 
 def _waits(history: History, access: Access, region: Region) -> Iterator[tuple[int, Hazard]]:
-    """(earlier launch, reason) for every access that this one must wait for; implied ones may be missing."""
+    """(earlier launch, reason) pairs to wait for; implied ones may be missing."""
     reads, writes = access.read or access.atomic, access.write or access.atomic
-    covered_by = -1  # the latest write that covers the region: whatever is earlier is implied
+    covered_by = -1  # latest covering write: earlier ones are implied
     for past in _overlapping(history, region, True):
         if past.launch < covered_by:
             continue
@@ -384,7 +367,7 @@ def _waits(history: History, access: Access, region: Region) -> Iterator[tuple[i
 
 
 def _overlapping(history: History, region: Region, is_write: bool) -> Iterator[Seen]:
-    """Earlier writes, or reads, that share a byte with the region, latest first in each list."""
+    """Earlier writes or reads that overlap the region, latest first in each list."""
     start, stop, is_dense = region.start, region.stop, not region.dims
     for listed in history.entries(is_write).near(region):
         for past in reversed(listed):
@@ -398,7 +381,7 @@ def _overlapping(history: History, region: Region, is_write: bool) -> Iterator[S
 
 
 def _keep(found: dict[tuple[int, Hazard], Edge], sources: list[int]) -> list[Edge]:
-    """One edge for each source, for the first of its reasons."""
+    """One edge per source, for its first reason."""
     return [
         next(found[src, hazard] for hazard in PRECEDENCE if (src, hazard) in found)
         for src in reversed(sources)
@@ -421,7 +404,7 @@ class _Version:
 
 
 def values(trace: Trace) -> tuple[Value, ...]:
-    """Every version of every buffer, in order of buffer and version."""
+    """Versions of all buffers, ordered by buffer and version."""
     newest = [_Version(b, None) for b in range(len(trace.buffers))]
     versions: list[list[_Version]] = [[v] for v in newest]
     for index, launch in enumerate(trace.launches):
@@ -466,14 +449,14 @@ def _freeze(version: _Version, is_final: bool) -> Value:
 
 
 def build_graph(trace: Trace) -> Graph:
-    """The dependencies of a trace, verified."""
+    """The verified dependency graph of a trace."""
     graph = Graph(trace, hazards(trace), values(trace), state_groups(trace))
     verify(graph)
     return graph
 
 
 def state_groups(trace: Trace) -> tuple[tuple[int, ...], ...]:
-    """Launches that touch the same state buffer, directly or through a common launch, are one group."""
+    """Groups of launches that share state buffers, directly or through a common launch."""
     parent = list(range(len(trace.launches)))
 
     def find(x: int) -> int:

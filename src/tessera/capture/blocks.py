@@ -1,8 +1,8 @@
 """Memory blocks behind the tensors of a call, and names for these tensors.
 
-Tensors that share a storage are one block. A block is given to a step as one tensor: the tensor itself if it
-is dense and all others equal it, else the bytes from the first to the last that its tensors cover. Positions
-in a block are kept modulo `ALIGN`, since results of some kernels depend on the alignment of their operands.
+Tensors that share a storage are one block. A step gets a block as one tensor: the tensor itself if it is
+dense and all others equal it, else the covered bytes. Positions in a block are kept modulo `ALIGN`, since
+results of some kernels depend on alignment.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-# Torch aligns its own memory so.
+# Torch's allocation alignment.
 ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """How one tensor lies in its storage; `start` and `stop` are the bytes it covers."""
+    """One tensor in its storage; it covers bytes `start` to `stop`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class BlockPart:
 
     @property
     def is_dense(self) -> bool:
-        """True iff the elements lie row-major without gaps."""
+        """True if the elements are row-major without gaps."""
         size = self.dtype.itemsize
         for n, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if n != 1 and stride * self.dtype.itemsize != size:
@@ -41,7 +41,7 @@ class BlockPart:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBlock:
-    """One storage: which tensors lie in it, by their numbers, and the bytes that are handed over."""
+    """One storage, the numbers of the tensors in it, and the bytes passed to the step."""
 
     parts: tuple[tuple[int, BlockPart], ...]
     start: int
@@ -49,14 +49,13 @@ class MemoryBlock:
 
     @property
     def is_tensor(self) -> bool:
-        """True if the block's tensors are all alike and can be handed over as one."""
+        """True if all tensors of the block are equal, so that one can be passed."""
         first = self.parts[0][1]
         is_one = all(part == first for _, part in self.parts)
         return is_one and first.is_dense and first.start % ALIGN == 0
 
 
 def part_of(tensor: torch.Tensor) -> BlockPart:
-    """Where a tensor lies in its storage."""
     size = tensor.dtype.itemsize
     start = int(tensor.storage_offset()) * size
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -65,12 +64,12 @@ def part_of(tensor: torch.Tensor) -> BlockPart:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage, for as long as somebody holds it."""
+    """Identity of a tensor's storage while it is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def blocks_of(tensors: Sequence[torch.Tensor]) -> tuple[MemoryBlock, ...]:
-    """The blocks behind some tensors, in order of first appearance."""
+    """Blocks behind some tensors, in order of first appearance."""
     parts: dict[int, list[tuple[int, BlockPart]]] = {}
     for number, tensor in enumerate(tensors):
         parts.setdefault(storage_key(tensor), []).append((number, part_of(tensor)))
@@ -85,13 +84,13 @@ def _block(parts: tuple[tuple[int, BlockPart], ...]) -> MemoryBlock:
 
 
 def handed(block: MemoryBlock, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What stands for the block: its tensor, or its bytes, in the memory where they are."""
+    """The block's tensor or bytes, in place."""
     first = tensors[block.parts[0][0]].detach()
     return first if block.is_tensor else raw(first, block.start, block.stop)
 
 
 def spread(block: MemoryBlock, whole: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """The block's tensors again, by their numbers, as views of what was handed over."""
+    """The block's tensors by number, as views of what was passed."""
     if block.is_tensor:
         return [(number, whole) for number, _ in block.parts]
     return [(number, _view(whole, part, block.start)) for number, part in block.parts]
@@ -109,7 +108,6 @@ def raw(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def view_of(tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
-    """Another tensor over the storage of one."""
     if part_of(tensor) == part:
         return tensor
     offset = part.start // part.dtype.itemsize
@@ -120,7 +118,7 @@ def view_of(tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
 
 
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies values into a tensor whose elements may share bytes, where they agree."""
+    """Copy values into a tensor whose elements may share bytes."""
     for dim, stride in enumerate(target.stride()):
         if stride == 0:
             target, values = (
@@ -138,7 +136,7 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> None:
 def flatten(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[tuple[str, Any]], Any]:
-    """The leaves of a call's arguments with their names."""
+    """Leaves of a call's arguments with their names."""
     leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
     words = parameters(fn, len(args))
     named = []
@@ -161,7 +159,6 @@ def parameters(fn: Callable[..., Any], num: int) -> list[str]:
 
 
 def path(keys: Sequence[Any]) -> str:
-    """Keys of a nest, joined by dots."""
     words = (getattr(k, "key", getattr(k, "idx", getattr(k, "name", k))) for k in keys)
     return ".".join(str(word) for word in words)
 
@@ -179,7 +176,7 @@ def unique(names: Sequence[str]) -> list[str]:
 
 
 def open_dataclasses(value: Any) -> None:
-    """Has torch look into the dataclasses of a result as into dicts: their classes are registered with it."""
+    """Register the dataclasses of a result with torch's pytree."""
     while True:
         kinds = {type(leaf) for leaf in pytree.tree_leaves(value) if dataclasses.is_dataclass(leaf)}
         kinds -= {type, *pytree.SUPPORTED_NODES}

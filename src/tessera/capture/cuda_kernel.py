@@ -3,10 +3,9 @@
     scale = tessera.CudaKernel(source, "scale")
     scale[grid, block](y, x, 2.0, n)
 
-`source` is PTX, or CUDA C++ with `extern "C"` entries, compiled by NVRTC or nvcc. Grid and block are a number
-or up to three. Arguments are tensors for pointers and numbers for the rest; a list of tensors is a table of
-their addresses. The launch runs on the device of its tensors, on a CPU in the PTX interpreter; a capture
-records it with the accesses proved from its code.
+`source` is PTX, or CUDA C++ with `extern "C"` entries, compiled by NVRTC or nvcc. Grid and block have one to
+three sizes. Arguments are tensors for pointers, numbers, or a list of tensors for a table of addresses. CPU
+launches run in the PTX interpreter; a capture records accesses proved from the code.
 
 Not handled: struct parameters and textures.
 """
@@ -28,7 +27,7 @@ from tessera.errors import CaptureError
 from tessera.ir import Kernel, Origin
 from tessera.kernels.launch import Grid
 
-# Compute capability to compile for: what every GPU since Ampere can load.
+# Compute capability to compile for: every GPU since Ampere loads it.
 ARCH = 80
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)", re.DOTALL)
@@ -107,19 +106,19 @@ def _three(sizes: Any) -> Grid:
     given = tuple(sizes) if isinstance(sizes, tuple | list) else (sizes,)
     x, y, z = (*map(int, given), 1, 1)[:3]
     if min(x, y, z) < 1 or len(given) > 3:
-        raise CaptureError(f"{sizes} is no grid or block", "Use up to three numbers of at least 1.")
+        raise CaptureError(f"grid and block must be 1 to 3 sizes, got {sizes}", "Use numbers of at least 1.")
     return x, y, z
 
 
 def _scalar(kind: str, value: Any) -> str:
-    """The type of a number, in the words of `Kernel.signature`; untyped bits are what the number is."""
+    """Type of a number for `Kernel.signature`; untyped bits take the Python type."""
     width = kind[1:]
     letter = "fp" if kind[0] == "f" or (kind[0] == "b" and isinstance(value, float)) else kind[0]
     return f"{ {'s': 'i', 'b': 'i'}.get(letter, letter) }{width}"
 
 
 def _parameters(ptx: str, name: str) -> list[str]:
-    """The PTX types of an entry's parameters."""
+    """PTX types of an entry's parameters."""
     entries = dict(_ENTRY.findall(ptx))
     if name not in entries:
         have = ", ".join(entries) or "none"
@@ -157,7 +156,7 @@ def _compiled(source: str, arch: int) -> str:
 
 
 def _by_nvrtc(source: str, arch: int) -> str:
-    """PTX by the compiler that torch for CUDA brings."""
+    """PTX from the NVRTC that torch ships."""
     compiler = ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}")
     program = ctypes.c_void_p()
     compiler.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
@@ -180,4 +179,4 @@ def _text_of(compiler: Any, program: ctypes.c_void_p, what: str) -> str:
 
 def _uncompiled(said: str) -> CaptureError:
     first = next((line for line in said.splitlines() if "error" in line), said.strip()[:200])
-    return CaptureError(f"the kernel could not be compiled: {first.strip()}", "Mend the source.")
+    return CaptureError(f"the kernel could not be compiled: {first.strip()}", "Fix the source.")

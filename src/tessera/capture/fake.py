@@ -1,18 +1,16 @@
-"""A fake GPU: a step is recorded without a GPU and without weights.
+"""A fake GPU: records a step without a GPU and without weights.
 
-Inside `machine`, tensors are torch's fake tensors on CUDA, so an 8-billion-parameter model costs megabytes.
+Inside `machine`, tensors are torch's fake CUDA tensors, so an 8-billion-parameter model costs megabytes.
 
-Device guard: torch switches devices through a guard object of c10, also for fake tensors. A CUDA build
-without a GPU replaces it by one that does nothing; a CPU build has no guard. There the empty place gets, for
-the one call that makes torch's replacement, an object whose methods all return zero.
+Device guard: torch switches devices through a c10 guard, also for fake tensors. A CPU build has none, so a
+dummy whose methods return zero is installed for the one call that creates torch's replacement.
 
 Attention: `F.scaled_dot_product_attention` becomes the operator that a CUDA build picks for compute
-capability 8.0 and above, among kernels that run on all of these: flash, memory-efficient, the formula. cuDNN
-attention is used for a few queries under a mask (a decode), where the memory-efficient kernel reaches a third
-of an H200's bandwidth at batch 8.
+capability 8.0 and above: flash, memory-efficient or the formula. cuDNN serves few queries under a mask
+(decode), where the memory-efficient kernel reaches a third of an H200's bandwidth at batch 8.
 
-`ShapeCache` remembers results by shapes, strides, types and numbers, for operators that write nothing and
-return new memory or a view of an argument. Torch's own cache is much slower.
+`ShapeCache` caches results by shapes, strides, types and numbers, for operators that write nothing and return
+new memory or a view of an argument. Torch's cache is much slower.
 
 Not handled: programs that read values; they are refused with their line (see `operators`).
 """
@@ -39,10 +37,10 @@ from torch.overrides import TorchFunctionMode
 
 from tessera.errors import CaptureError
 
-# c10::impl::device_guard_impl_registry, an array of pointers indexed by c10::DeviceType.
+# c10::impl::device_guard_impl_registry: pointers indexed by c10::DeviceType.
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _CUDA = 1
-# More methods than c10's guard interface has.
+# At least the number of methods of c10's guard interface.
 _NUM_METHODS = 64
 
 _REMEDY = "Install a CUDA build of torch (it needs no GPU), or capture with --device cpu."
@@ -53,7 +51,7 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 @functools.cache
 def ensure_cuda_guard() -> None:
-    """Makes fake CUDA tensors usable in this process; done once."""
+    """Make fake CUDA tensors usable in this process, once."""
     ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if ensure is None:
         raise CaptureError("this torch cannot hold fake CUDA tensors", _REMEDY)
@@ -69,7 +67,7 @@ def _replace(registry: "ctypes.Array[ctypes.c_void_p]", ensure: object) -> None:
     zero = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(lambda _: 0)
     address = ctypes.cast(zero, ctypes.c_void_p).value
     methods = (ctypes.c_void_p * _NUM_METHODS)(*[address] * _NUM_METHODS)
-    stand_in = ctypes.c_void_p(ctypes.addressof(methods))  # a C++ object: a pointer to its methods
+    stand_in = ctypes.c_void_p(ctypes.addressof(methods))  # C++ object: a pointer to its methods
     mine = ctypes.addressof(stand_in)
     registry[_CUDA] = ctypes.c_void_p(mine)
     assert callable(ensure)
@@ -89,18 +87,18 @@ def _registry() -> "ctypes.Array[ctypes.c_void_p]":
         ) from error
 
 
-# The efficient kernel wants every stride of its mask but the last to be a multiple of this.
+# Stride alignment of a mask for the memory-efficient kernel (all but the last).
 MASK_ALIGNMENT = 8
-# The flash kernel's widest head; it pads heads to a multiple of 8.
+# Widest head of the flash kernel; heads are padded to a multiple of 8.
 MAX_FLASH_HEAD = 256
 FLASH_ALIGNMENT = 8
-# cuDNN's kernel under a mask: so many queries, and heads as wide as every GPU's takes.
+# Limits of cuDNN's kernel under a mask on every GPU: queries, head width.
 FEW_QUERIES = range(2, 9)
 MAX_CUDNN_HEAD = 128
 
 
 class InPlaceOf(TorchFunctionMode):
-    """While entered, a function of torch is another one."""
+    """While entered, replaces a function of torch."""
 
     def __init__(self, function: Callable[..., Any], other: Callable[..., Any]) -> None:
         super().__init__()
@@ -113,7 +111,7 @@ class InPlaceOf(TorchFunctionMode):
 
 
 def target_attention() -> InPlaceOf:
-    """While entered, attention on CUDA tensors becomes the operator of the target."""
+    """While entered, attention on CUDA tensors becomes the target's operator."""
     return InPlaceOf(scaled_dot_product_attention, _attend)
 
 
@@ -131,7 +129,7 @@ def _attend(
     if kind == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if kind == "cudnn" and attn_mask is not None:
-        # With the sums of the softmax: without them the operator returns None in their place on a GPU alone.
+        # Request the softmax sums: without them the operator returns None there on a GPU only.
         made = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, _additive(attn_mask, query), True, dropout_p, is_causal, False, scale=scale
         )
@@ -203,7 +201,7 @@ def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _prepare_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """An additive mask with strides the kernel takes, as wide as the scores."""
+    """An additive mask with valid strides, as wide as the scores."""
     mask = _additive(mask, query)
     missing = -mask.shape[-1] % MASK_ALIGNMENT
     is_aligned = mask.stride(-1) == 1 and all(s % MASK_ALIGNMENT == 0 for s in mask.stride()[:-1])
@@ -212,13 +210,13 @@ def _prepare_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) ->
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-# The least capable GPU whose kernels the trace must be able to run on.
+# Least capable GPU that the trace must run on.
 CAPABILITY = (8, 0)
 
 
 @contextmanager
 def machine() -> Iterator[Run]:
-    """While entered, new tensors are fake and CUDA seems to be there; yields how to run an operator."""
+    """While entered, new tensors are fake and CUDA appears available; yields the operator runner."""
     ensure_cuda_guard()
     real = torch.cuda.get_device_capability
     torch.cuda.get_device_capability = lambda device=None: CAPABILITY
@@ -230,12 +228,12 @@ def machine() -> Iterator[Run]:
 
 
 def runner(mode: FakeTensorMode) -> Run:
-    """How to run an operator on tensors of a fake mode: from memory where possible, and as a GPU would."""
+    """Operator runner for a fake mode: cached where possible, with a GPU's results."""
     return ShapeCache(mode, run_fake).run
 
 
 def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors on the fake GPU; to be called inside `machine`, or another fake mode."""
+    """The same tensors on the fake GPU; call inside a fake mode."""
     return {
         name: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cuda")
         for name, t in tensors.items()
@@ -243,7 +241,7 @@ def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator on fake tensors, repaired where torch's fake differs from the real one."""
+    """Run an operator on fake tensors, corrected where torch's fake differs from the real one."""
     if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
         return _grouped_product(func, args, kwargs)
     made = func(*args, **kwargs)
@@ -256,7 +254,7 @@ VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The fake takes bfloat16 alone; GPUs take other floats too, with the same layout."""
+    """The fake takes bfloat16 only; GPUs take other floats with the same layout."""
     halves = [
         torch.empty_strided(t.size(), t.stride(), dtype=torch.bfloat16, device=t.device) for t in args[:2]
     ]
@@ -265,14 +263,14 @@ def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _as_viewed(made: torch.Tensor, source: torch.Tensor, shape: Any) -> torch.Tensor:
-    """The fake keeps old strides of dimensions of size 1; real ones decide the layout of what follows."""
+    """The fake keeps old strides of size-1 dimensions; the real ones decide later layouts."""
     with unset_fake_temporarily():
         real = torch.empty_strided(source.size(), source.stride(), device="meta").view(shape).stride()
     return made if made.stride() == real else made.as_strided(made.size(), real, made.storage_offset())
 
 
 UNSURE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
-# Kinds of argument that are equal whenever their type and value are.
+# Argument types that are equal iff type and value are.
 PLAIN = (
     type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -280,7 +278,7 @@ PLAIN = (
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the cyclic collector, which would walk all that was recorded again and again for nothing."""
+    """Disable the cyclic collector, which would scan all recorded objects repeatedly."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -291,7 +289,7 @@ def uncollected() -> Iterator[None]:
 
 
 class _Unkeyed(Exception):
-    """An argument that has no key, so that the call is not remembered."""
+    """An argument without a cache key: the call is not cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,19 +299,16 @@ class _Result:
     offset: int
     dtype: torch.dtype
     device: torch.device
-    # The argument whose memory it is, counted over all tensors given; None for new memory.
+    # Index of the argument that owns the memory; None for new memory.
     source: int | None
 
 
 class ShapeCache:
-    """Runs operators of one fake machine."""
-
     def __init__(self, mode: FakeTensorMode, run: Run) -> None:
         self._mode, self._run = mode, run
         self._known: dict[Any, tuple[Any, tuple[_Result, ...]]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As `run` would, from memory where possible."""
         if func._schema.is_mutable or not UNSURE.isdisjoint(func.tags):
             return self._run(func, args, kwargs)
         tensors: list[FakeTensor] = []
@@ -354,12 +349,12 @@ def _key(value: Any, tensors: list[FakeTensor]) -> Any:
     if isinstance(value, tuple | list):
         return tuple([_key(item, tensors) for item in value])
     if type(value) in PLAIN:
-        return (type(value), value)  # 1, 1.0 and True are equal, but not alike
+        return (type(value), value)  # 1, 1.0 and True are equal but differ in type
     raise _Unkeyed
 
 
 def _results(made: Any, tensors: list[FakeTensor]) -> tuple[_Result, ...] | None:
-    """What to remember of a result; None unless it is made of fake tensors, none an argument itself."""
+    """Cache entry of a result; None unless it consists of fake tensors that are no argument."""
     items = made if isinstance(made, tuple | list) else (made,)
     if type(made) not in (FakeTensor, tuple, list) or not items:
         return None

@@ -3,21 +3,20 @@
   inputs   tensors in the arguments, named by parameter and path ("cache.0.keys"), else `arg0`, `arg1`, ...
   weights  tensors that the callable holds (see `holders`), by their names there
   state    those of both that the call changes in place
-  outputs  tensors that the call returns; a result in memory that the call was given is not an output
+  outputs  returned tensors, except those in memory that was passed in
 
-The call runs once to find what it changes. Every storage is saved before its first write and restored
-afterwards. Tensors that share memory are one buffer (see `blocks`). Other values are fixed in the trace.
+A first call finds what is changed; every storage is saved before its first write and restored. Tensors that
+share memory are one buffer (see `blocks`). Other values are fixed in the trace.
 
-A call runs under `no_grad`, unless it reaches an optimiser or differentiates: then it is a training step.
-Updated parameters, moments, step counts and accumulated gradients are state; gradients made anew in every
-call are temporaries.
+Calls run under `no_grad` unless they reach an optimiser or differentiate (a training step). Then updated
+parameters, moments, step counts and accumulated gradients are state; gradients created in each call are
+temporaries.
 
-Refused by name: a call that replaces or adds held tensors instead of changing them in place (as the first
-step of most optimisers does), resizes an argument, changes a tensor held by a closure alone, or changes an
-optimiser's settings on the host.
+Refused by name: replacing or adding held tensors instead of changing them in place (as the first step of most
+optimisers does), resizing an argument, changing a tensor held by a closure alone, and changing an optimiser's
+settings on the host.
 
-`FunctionCall` binds other calls of the same structure to the same step, runs the step on any memory, and
-returns results of a run elsewhere to the caller. `workload` makes the call a step that can be run again.
+`FunctionCall` binds further calls to the same step; `workload` makes the call a repeatable step.
 """
 
 import sys
@@ -57,15 +56,15 @@ from tessera.capture.workload import Tensors, Workload, fresh_tensor
 from tessera.errors import CaptureError, MismatchError
 from tessera.ir import Step, Trace
 
-# Stands for a tensor among the values of a call that are fixed.
+# Placeholder of a tensor among a call's fixed values.
 TENSOR = object()
-# What torch says where gradients are asked for and none are kept.
+# Torch's error when gradients are needed and none are kept.
 NO_GRAD = "does not require grad"
 
 
 @dataclass(frozen=True)
 class Given:
-    """The tensors of one call: all of them by number, and by name what stands for them in the step."""
+    """Tensors of one call by number, and the step's tensors by name."""
 
     tensors: list[torch.Tensor]
     inputs: dict[str, torch.Tensor]
@@ -74,7 +73,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A result that the call itself makes: number of its storage, that storage's bytes, place in it."""
+    """A result in new memory: storage number, storage bytes, place."""
 
     name: str
     storage: int
@@ -84,7 +83,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A result that lies in the memory of the given tensor `number`."""
+    """A result in the memory of tensor `number` of the call."""
 
     number: int
     part: BlockPart
@@ -92,13 +91,13 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A result that is no tensor."""
+    """A result that is not a tensor."""
 
     value: Any
 
 
 class FunctionCall:
-    """A callable and the structure of one call: binds other calls of that structure to the same step."""
+    """A callable and the structure of one call; binds other calls to the same step."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.fn = fn
@@ -116,7 +115,7 @@ class FunctionCall:
         self._block_of = {number: i for i, block in enumerate(self.blocks) for number, _ in block.parts}
         self._names = [names[block.parts[0][0]] for block in self.blocks]
         self._first = {i: tensors[block.parts[0][0]] for i, block in enumerate(self.blocks)}
-        # Those the call may differentiate by: they take other memory and stay the same objects.
+        # Tensors the call may differentiate by: they change memory, not identity.
         self._leaves = {i: t for i, t in enumerate(tensors) if t.is_leaf and t.requires_grad}
         self.trains = torch.is_grad_enabled() and bool(found.optimizers)
         try:
@@ -128,7 +127,7 @@ class FunctionCall:
             self._learn(named, tensors)
 
     def _learn(self, named: list[tuple[str, Any]], tensors: list[torch.Tensor]) -> None:
-        """Runs the call once to see what it touches, changes and returns."""
+        """Run the call once to see what it touches, changes and returns."""
         settings = _settings(find(self.fn, named))
         keys = [storage_key(tensors[block.parts[0][0]]) for block in self.blocks]
         parts = [part_of(tensor) for tensor in tensors]
@@ -148,7 +147,7 @@ class FunctionCall:
             for block, saved in watch.saved.items():
                 raw(tensors[self.blocks[block].parts[0][0]], 0, saved.numel()).copy_(saved)
         self._generators = sorted(watch.generators)
-        # Of a graph, Dynamo checks itself what it was made from.
+        # Dynamo guards its own graphs.
         is_graph = isinstance(self.fn, GraphStep)
         self._kept = None if is_graph else Before(python_state(*self.roots).without_tensors)
         self._sort(watch)
@@ -163,9 +162,9 @@ class FunctionCall:
         keys: list[int],
         touched: set[int],
     ) -> None:
-        """Refuses a call that exchanged tensors where it should have changed them.
+        """Refuse a call that replaces tensors instead of changing them.
 
-        A gradient may be exchanged if the call has not looked at the old one: it is made anew every time.
+        A gradient may be replaced if the call has not read the old one.
         """
         made = {h.name for h in self._held if h.is_grad and storage_key(h.tensor) not in touched}
         before = {h.name: h.tensor for h in self._held}
@@ -176,10 +175,10 @@ class FunctionCall:
         for name in [*before, *after]:
             if name not in before and self.trains:
                 remedy = "Run one training step before the capture, and give the step zero_grad()."
-                raise CaptureError(f"the call is the first to make '{name}'", remedy)
+                raise CaptureError(f"the call creates '{name}'", remedy)
             if before.get(name) is not after.get(name) and name not in made:
                 raise CaptureError(
-                    f"the call puts another tensor in the place of '{name}'",
+                    f"the call replaces the tensor '{name}'",
                     "Change it in place (copy_, index_copy_), so that it is the same memory for every call.",
                     self._line_that_replaces(name, given),
                 )
@@ -192,7 +191,7 @@ class FunctionCall:
                 )
 
     def _line_that_replaces(self, name: str, given: Any) -> str:
-        """Where the program puts another tensor in the place of one that it held from the start."""
+        """Line of the program that replaces a held tensor."""
         held = next((h for h in self._held if h.name == name and h.holder is not None), None)
         if held is None:
             return ""
@@ -201,7 +200,7 @@ class FunctionCall:
         return line_that_changes(PyValue(name, lambda: held.current), lambda: self.fn(*args, **kwargs))
 
     def _sort(self, watch: Watch) -> None:
-        """Sorts blocks into inputs, state and weights; untouched tensors of modules are none of them."""
+        """Sort blocks into inputs, state and weights; skip untouched module tensors."""
         self._inputs, self._state, self._weights = [], [], []
         for index, block in enumerate(self.blocks):
             is_given = block.parts[0][0] < self._num_args
@@ -224,7 +223,7 @@ class FunctionCall:
 
     @contextmanager
     def mode(self) -> Iterator[None]:
-        """While entered, gradients are as the call wants them; those it leaves behind are forgotten."""
+        """While entered, gradients are enabled as the call needs; leftover gradients are dropped."""
         before = [(leaf, leaf.grad) for leaf in self._leaves.values()]
         try:
             with torch.set_grad_enabled(self.trains):
@@ -254,7 +253,7 @@ class FunctionCall:
                 self._results.append(Made(name, storage, size, part_of(leaf)))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What the call reads and never changes, by name, as held now."""
+        """Tensors the call reads and never changes, by name."""
         current = [h.current for h in self._held]
         return {
             self._names[i]: current[self.blocks[i].parts[0][0] - self._num_args].detach()
@@ -263,15 +262,15 @@ class FunctionCall:
 
     @property
     def roots(self) -> tuple[object, ...]:
-        """The callable, and what it is given that is no tensor."""
+        """The callable and its non-tensor arguments."""
         return (self.fn, *(leaf for leaf in self._fixed if leaf is not TENSOR))
 
     def changing(self) -> dict[str, torch.Tensor]:
-        """Tensors of the first call that other calls give or find otherwise."""
+        """Tensors of the first call that other calls replace."""
         return {self._names[i]: self._first[i] for i in (*self._inputs, *self._state)}
 
     def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
-        """Other values for the tensors that lie in the step's blocks, laid out as they are."""
+        """New values for the tensors in the step's blocks, with the same layout."""
         made = {name: tensor.clone() for name, tensor in tensors.items()}
         for index in (*self._inputs, *self._state):
             name = self._names[index]
@@ -280,7 +279,7 @@ class FunctionCall:
         return made
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """The tensors of another call, in the memory where they are; MismatchError if it is another step."""
+        """Bind the tensors of another call, in place; MismatchError if the structure differs."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         same = spec == self._spec and all(map(_alike, leaves, self._fixed))
         tensors = self._tensors(leaves) if same else []
@@ -298,14 +297,14 @@ class FunctionCall:
         return self.at_its_turn(Given(tensors, inputs, state))
 
     def at_its_turn(self, given: Given) -> Given:
-        """The same call with the generators as they are now."""
+        """The same call with the generators' current states."""
         return replace(given, state=given.state | {name: rng.state_now(name) for name in self._generators})
 
     def _tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         return [*(leaves[i] for i in self._places), *(held.current for held in self._held)]
 
     def call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        """The call on what was bound (or copies of it); changes the state's tensors in place."""
+        """Run the call on bound tensors or copies; changes state in place."""
         given = {**inputs, **state}
         numbered = dict(
             pair
@@ -327,16 +326,16 @@ class FunctionCall:
             for kind, leaf in zip(self._results, leaves, strict=True)
             if isinstance(kind, Made)
         }
-        if not made and state:  # a step returns something: here, the least of what it changed
+        if not made and state:  # a step needs an output: the smallest state
             name = min(state, key=lambda n: state[n].numel())
             return {f"{name}.after": state[name]}
         return made
 
     @contextmanager
     def _exchanged(self, numbered: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """While entered, modules hold the step's tensors in the place of their own.
+        """While entered, modules hold the step's tensors.
 
-        In training a parameter stays the object that the optimiser knows and takes the step's memory.
+        In training, a parameter keeps its identity (for the optimiser) and takes the step's memory.
         """
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         swapped = []
@@ -362,7 +361,7 @@ class FunctionCall:
                 held.holder[held.key] = before
 
     def finish(self, given: Given, outputs: Tensors, state: Tensors) -> Any:
-        """What the call returns, from what a run elsewhere gave; the state is written back to its tensors."""
+        """Result of the call from a run elsewhere; writes state back to its tensors."""
         for name in self._generators:
             rng.set_state(name, state[name])
         with torch.no_grad():
@@ -393,17 +392,17 @@ class FunctionCall:
 
     @property
     def draws(self) -> bool:
-        """True if the call draws random numbers, so that calls have an order."""
+        """True if the call draws random numbers, which orders calls."""
         return bool(self._generators)
 
     @property
     def changes_state(self) -> bool:
-        """True if the call changes any tensor it was given or holds."""
+        """True if the call changes a tensor passed or held."""
         return bool(self._state)
 
 
 def _alike(leaf: Any, fixed: Any) -> bool:
-    """True if an argument may take the place of the captured one: any tensor, or the same fixed value."""
+    """True if an argument may replace the captured one: any tensor, or an equal fixed value."""
     if fixed is TENSOR:
         return isinstance(leaf, torch.Tensor)
     is_plain = isinstance(fixed, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
@@ -411,13 +410,13 @@ def _alike(leaf: Any, fixed: Any) -> bool:
 
 
 def _output_name(keys: Sequence[Any]) -> str:
-    """A dictionary's keys are names enough; a place in a list is not."""
+    """Dictionary keys are used alone; list indices get a prefix."""
     name = path(keys)
     return name if name and not name[0].isdigit() else ".".join(filter(None, ["output", name]))
 
 
 def _settings(found: Finder) -> dict[str, Any]:
-    """The plain values that optimisers hold, by name."""
+    """Plain values of optimisers, by name."""
     return {
         f"{name}.{key}": value
         for name, optimizer in found.optimizers.items()
@@ -432,7 +431,7 @@ def _check_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> None
         if before.get(name) != value:
             raise CaptureError(
                 f"the call changes '{name}' from {before.get(name)} to {value}, a value on the host",
-                "Keep it in a tensor, or change it between calls and capture anew.",
+                "Keep it in a tensor, or change it between calls and capture again.",
             )
 
 
@@ -447,48 +446,44 @@ KIND = "call"
 
 
 def capture(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Trace:
-    """What `fn(*args, **kwargs)` launches. The arguments and the modules are left as they were."""
+    """Capture what `fn(*args, **kwargs)` launches. Arguments and modules are left unchanged."""
     return record(workload(fn, *args, **kwargs))
 
 
 class CallablePackage(types.ModuleType):
-    """A package that is called like the function it is named after: `tessera.capture(fn, *args)`."""
+    """A package callable as its function: `tessera.capture(fn, *args)`."""
 
     def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Trace:
         return capture(fn, *args, **kwargs)
 
 
 def make_callable(package: str) -> None:
-    """Lets an imported package be called; Python allows a module's class to be exchanged for this purpose."""
+    """Make an imported package callable by replacing its class."""
     sys.modules[package].__class__ = CallablePackage
 
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionWorkload(Workload):
-    """A call as a step. `make_inputs` and `make_state` give the values of the call for every seed."""
+    """A call as a step; every seed gives the call's own values."""
 
     function: "FunctionCall"
 
     @property
     def roots(self) -> tuple[object, ...]:
-        """The callable itself, and arguments that are no tensors."""
         return self.function.roots
 
     def changing(self) -> dict[str, torch.Tensor]:
-        """The tensors that were given, and those that are held and changed."""
         return self.function.changing()
 
     def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
-        """Other values for the tensors that lie in the step's memory."""
         return self.function.fresh(tensors, seed, is_mild)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What the call reads and never changes, by name."""
         return self.function.weights()
 
 
 def workload(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> FunctionWorkload:
-    """The call as a step that can be recorded and run again."""
+    """The call as a repeatable step."""
     function = FunctionCall(fn, args, kwargs)
     given = function.bind(args, kwargs)
     example = {name: tensor.clone() for name, tensor in (given.inputs | given.state).items()}
@@ -517,5 +512,5 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 
 def _batch(tensors: Sequence[torch.Tensor]) -> int:
-    """Rows of the first tensor that has any."""
+    """Rows of the first tensor with any."""
     return next((int(t.shape[0]) for t in tensors if t.dim() and t.shape[0]), 1)

@@ -1,9 +1,8 @@
 """GraphStep: a torch.fx graph from Dynamo, with the names of its model.
 
-Dynamo passes parameters and buffers as arguments (or attributes of the graph) without the modules. Its
-metadata gives their origin, so empty modules at the original paths hold the weights, and each node runs
-inside a call of its module: a capture has the model's scopes and weight names. Refusals name the line of the
-model behind the node.
+Dynamo passes weights as arguments or graph attributes, without modules. Its metadata gives their origin:
+empty modules at the original paths hold the weights, and each node runs inside a call of its module, so a
+capture has the model's scopes and weight names. Refusals name the model's line.
 """
 
 import functools
@@ -17,7 +16,7 @@ import torch
 from tessera.capture.blocks import unique
 from tessera.errors import CaptureError
 
-# A step into something, in Dynamo's words: L['self']._modules['layers'][0].weight
+# One step of a Dynamo path such as L['self']._modules['layers'][0].weight
 _STEP = re.compile(r"\['([^']*)'\]|\[(-?\d+)\]|\.(\w+)")
 _PLUMBING = frozenset({"_modules", "_parameters", "_buffers"})
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
@@ -26,34 +25,33 @@ Path = tuple[str, ...]
 
 
 class Place(torch.nn.Module):
-    """An empty module at the path of a real one: calling it runs what it is given."""
+    """An empty module at a real module's path; a call runs its argument."""
 
     def forward(self, run: Callable[[], Any]) -> Any:
-        """Runs what came from the real module."""
         return run()
 
 
 class GraphStep(torch.nn.Module):
-    """Takes the graph's arguments that are no weights; the weights are held for it, see `holding`."""
+    """Takes the graph's non-weight arguments; see `holding` for weights."""
 
     def __init__(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> None:
         super().__init__()
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        self._graph = (graph,)  # in a tuple, so that it is no submodule
+        self._graph = (graph,)  # a tuple hides it from submodules
         if _has_parts(graph):
             self._modules["graph"] = graph
         paths = [_source(node) for node in nodes]
         weights = [i for i, n in enumerate(nodes) if _is_weight(n, examples[i])]
         scopes = {node: _scope(node) for node in graph.graph.nodes}
         roots = {path[0] for path in (*(paths[i] for i in weights), *scopes.values()) if path}
-        start = 1 if len(roots) == 1 else 0  # the only root is the model: its name says nothing
+        start = 1 if len(roots) == 1 else 0  # the only root is the model: drop its name
         self._places = {node: self._place(path[start:]) for node, path in scopes.items()}
         self._held = {i: self._hold(paths[i][start:], nodes[i].name) for i in weights}
         self._names = unique([_name(path, node) for path, node in zip(paths, nodes, strict=True)])
 
     @contextmanager
     def holding(self, args: Sequence[Any]) -> Iterator[dict[str, Any]]:
-        """While entered, holds the weights among the graph's arguments; gives the other arguments by name."""
+        """While entered, holds the weights among the arguments; yields the others by name."""
         try:
             for number, (holder, key) in self._held.items():
                 holder[key] = args[number].detach()
@@ -63,7 +61,6 @@ class GraphStep(torch.nn.Module):
                 holder[key] = None
 
     def forward(self, **inputs: Any) -> Any:
-        """Runs the graph node by node."""
         args = [
             self._held[i][0][self._held[i][1]] if i in self._held else inputs[name]
             for i, name in enumerate(self._names)
@@ -74,7 +71,7 @@ class GraphStep(torch.nn.Module):
         place: torch.nn.Module = self
         for word in path:
             inner = place._modules.setdefault(word, Place())
-            if not isinstance(inner, Place):  # the graph's own place
+            if not isinstance(inner, Place):  # the graph itself
                 return place
             place = inner
         return place
@@ -89,7 +86,7 @@ class GraphStep(torch.nn.Module):
 
 
 class _Nodes(torch.fx.Interpreter):
-    """Runs every node inside its place, and says the line of the model where one is refused."""
+    """Runs each node inside its module; a refusal names the model's line."""
 
     def __init__(self, graph: torch.fx.GraphModule, places: dict[torch.fx.Node, torch.nn.Module]) -> None:
         super().__init__(graph)
@@ -108,13 +105,13 @@ class _Nodes(torch.fx.Interpreter):
 
 
 def place_of(node: torch.fx.Node) -> str:
-    """The line of the model that a node comes from; its module where all lines are torch's own."""
+    """Model line of a node; its module where all lines are torch's."""
     lines = _LINE.findall(node.stack_trace or "")
     return ":".join(lines[-1]) if lines else f"module '{'.'.join(_scope(node)[1:])}'"
 
 
 def _source(node: torch.fx.Node) -> Path:
-    """Where an argument of the graph comes from, as a path; empty if Dynamo did not say."""
+    """Origin of a graph argument as a path; empty if unknown."""
     known = getattr(node.meta.get("grapharg"), "source", None) or getattr(node, "_dynamo_source", None)
     if known is None:
         return ()
@@ -123,12 +120,11 @@ def _source(node: torch.fx.Node) -> Path:
 
 
 def _name(path: Path, node: torch.fx.Node) -> str:
-    """An argument's name; not `self`, which no keyword argument can be called."""
+    """Name of an argument, avoiding `self`."""
     return ".".join(path) if path and path != ("self",) else node.name
 
 
 def _scope(node: torch.fx.Node) -> Path:
-    """The module that a node comes from."""
     stack = node.meta.get("nn_module_stack") or {}
     return _words(str(list(stack.values())[-1][0])) if stack else ()
 
@@ -138,7 +134,7 @@ def _words(text: str) -> Path:
 
 
 def _is_weight(node: torch.fx.Node, example: Any) -> bool:
-    """True for parameters, and for what Dynamo knows to be a module's own tensor."""
+    """True for parameters and tensors that Dynamo attributes to a module."""
     if not isinstance(example, torch.Tensor):
         return False
     marks = node.meta.get("tensor_dict") or {}
@@ -146,6 +142,6 @@ def _is_weight(node: torch.fx.Node, example: Any) -> bool:
 
 
 def _has_parts(graph: torch.fx.GraphModule) -> bool:
-    """True if the graph holds tensors or modules itself."""
+    """True if the graph holds tensors or modules."""
     tensors = (graph._parameters, graph._buffers, graph._modules)
     return any(tensors) or any(isinstance(v, torch.Tensor) for v in vars(graph).values())

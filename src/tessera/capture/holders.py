@@ -1,17 +1,16 @@
-"""What a callable holds: tensors it reaches without being given them (`find`), and Python state.
+"""What a callable holds: tensors (`find`) and Python state (`python_state`).
 
-Tensors are searched in modules, bound objects, closures, globals of the function's own file, parts of a
-`functools.partial`, and plain objects, lists, tuples and dicts among these. Each is found with its holder, so
-that another tensor can replace it for one call; a tensor without one (a closure's variable, a tuple) can be
-read but not changed. A gradient is held by its parameter. Optimisers come last, so that parameters are named
-after their modules. Not searched: objects nested deeper than `MAX_DEPTH`, objects with __slots__, globals of
-other files.
+Tensors are searched in modules, bound objects, closures, globals of the function's file, `functools.partial`,
+and plain objects, lists, tuples and dicts among these. Each has a holder in which it can be replaced for one
+call; one without (a closure's variable, a tuple) can be read but not changed. A gradient is held by its
+parameter. Optimisers come last, so that modules name parameters. Not searched: objects deeper than
+`MAX_DEPTH`, __slots__, globals of other files.
 
-`python_state`: values that a program keeps between calls, such as a counter, a list that grows or a random
-generator. A recording does not see them, so a step is called until it leaves them unchanged; a value that
-every call changes is refused with its line. Searched: attributes of modules, their classes and objects,
-closures and globals of methods, the generators of `random` and NumPy. Values other than plain data, arrays
-and generators are compared by identity. Not searched: memory of extensions, files, other processes.
+`python_state` finds values kept between calls, such as counters, growing lists or random generators. A
+recording does not see them, so a step is called until they stay unchanged; a value that every call changes is
+refused with its line. Searched: attributes of modules, their classes and objects, closures and globals of
+methods, generators of `random` and NumPy. Other values are compared by identity. Not searched: memory of
+extensions, files, other processes.
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ MAX_DEPTH = 6
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor by name, and where it is held: `holder[key]`, or nowhere that can be written."""
+    """A named tensor and its place `holder[key]`; the holder is None if it cannot be replaced."""
 
     name: str
     tensor: torch.Tensor
@@ -50,7 +49,6 @@ class Held:
 
     @property
     def is_grad(self) -> bool:
-        """True for the gradient of a tensor."""
         return isinstance(self.holder, GradOf)
 
     @property
@@ -58,7 +56,7 @@ class Held:
         return self.tensor if self.holder is None else self.holder[self.key]
 
     def put_back(self) -> None:
-        """Undoes an exchange; a list that has become too short keeps its new contents."""
+        """Undo a replacement; a shortened list keeps its contents."""
         if self.holder is None or (isinstance(self.holder, list) and self.key >= len(self.holder)):
             return
         self.holder[self.key] = self.tensor
@@ -78,13 +76,11 @@ class GradOf:
 
 
 class Finder:
-    """Collects modules, optimisers and tensors by name."""
-
     def __init__(self) -> None:
         self.tensors: list[Held] = []
         self.modules: dict[str, torch.nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._seen: dict[int, Any] = {}  # the values keep their ids from being used again
+        self._seen: dict[int, Any] = {}  # keeps ids from being reused
 
     def look(self, name: str, value: Any, holder: Any = None, key: Any = None, depth: int = 0) -> None:
         if isinstance(value, torch.Tensor):
@@ -103,7 +99,7 @@ class Finder:
             self.look(_join(name, word), item, place, at, depth + 1)
 
     def look_at_optimizers(self) -> None:
-        """Finds what the optimisers hold: their options, and what they keep of each parameter."""
+        """Search optimisers: options, and state of each parameter."""
         for name, optimizer in self.optimizers.items():
             for i, group in enumerate(optimizer.param_groups):
                 self.look(_join(name, f"group.{i}"), group)
@@ -111,13 +107,12 @@ class Finder:
                 self.look(_join(name, f"state.{i}"), kept)
 
     def look_at_grad(self, name: str, tensor: torch.Tensor) -> None:
-        """Finds a tensor's gradient, once."""
         if tensor.is_leaf and tensor.grad is not None and id(tensor) not in self._seen:
             self._seen[id(tensor)] = tensor
             self.tensors.append(Held(f"{name}.grad", tensor.grad, GradOf(tensor), "grad"))
 
     def _hold(self, name: str, tensor: torch.Tensor, holder: Any, key: Any) -> None:
-        if is_wrapper(tensor):  # its parts can be read, and nothing can take their place
+        if is_wrapper(tensor):  # parts are readable, not replaceable
             self.tensors += [Held(part, inner) for part, inner in parts(name, tensor)]
             return
         self.tensors.append(Held(name, tensor, holder, key))
@@ -149,7 +144,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, kinds)
 
 
-# (word for the name, value, holder, key)
+# (name, value, holder, key)
 Item = tuple[str, Any, Any, Any]
 
 
@@ -173,11 +168,11 @@ def items_of(value: Any) -> Iterator[Item]:
 
 
 def _variables(function: types.FunctionType) -> Iterator[Item]:
-    """What a function closes over, its defaults, and the globals it names."""
+    """A function's closure, defaults and named globals."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             value = cell.cell_contents
-        except ValueError:  # not assigned yet
+        except ValueError:  # unassigned
             continue
         if not is_foreign(value, function):
             yield name, value, None, None
@@ -196,7 +191,7 @@ def is_foreign(value: Any, function: types.FunctionType) -> bool:
 
 @functools.cache
 def globals_of(code: types.CodeType) -> frozenset[str]:
-    """Names of the global variables that some code loads."""
+    """Names of the globals that code loads."""
     names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -205,17 +200,16 @@ def globals_of(code: types.CodeType) -> frozenset[str]:
 
 
 def root(modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
-    """One module that holds all: scopes and weights are named by their paths in it."""
+    """One module that holds all: its paths name scopes and weights."""
     if "" in modules:
         return modules[""]
     root = torch.nn.Module()
     for name, module in modules.items():
-        root._modules[name] = module  # a variable may have the name of one of Module's methods
+        root._modules[name] = module  # a variable may be named like a method of Module
     return root
 
 
 def find(fn: Callable[..., Any], named: Sequence[tuple[str, Any]]) -> Finder:
-    """What a callable and its arguments hold."""
     finder = Finder()
     finder.look("", fn)
     for name, leaf in named:
@@ -227,41 +221,40 @@ def find(fn: Callable[..., Any], named: Sequence[tuple[str, Any]]) -> Finder:
     return finder
 
 
-# Values looked at in one program; there is no end to what an object may hold.
+# Maximum number of values searched in one program.
 MAX_VALUES = 200_000
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
-# Objects of these packages are looked at from outside only.
+# Packages whose objects are not searched inside.
 _CLOSED = ("torch", "logging", "threading", "weakref", "concurrent", "asyncio", "re", "typing")
 _MISSING = object()
-# What torch itself keeps on every module.
+# Attributes that torch keeps on every module.
 _TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PyValue:
-    """One named value that a program can change, and how to look at it."""
+    """One named value that a program can change, and its reader."""
 
     name: str
     read: Callable[[], Any]
-    # The process has it, not the program.
+    # Belongs to the process, not the program.
     is_global: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PyState:
-    """What a program holds in Python: values that it can change, and arrays over memory, all by name."""
+    """Changeable Python values and arrays of a program, by name."""
 
     values: list[PyValue]
     arrays: list[tuple[str, np.ndarray[Any, Any]]]
 
     @property
     def without_tensors(self) -> list[PyValue]:
-        """Values that are no tensors: those are the step's own."""
         own = [value for value in self.values if not value.is_global]
         return [value for value in own if not isinstance(value.read(), torch.Tensor)]
 
     def refuse_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuses an array over the memory of a tensor that varies: reading it is not seen."""
+        """Refuse an array over a varying tensor's memory: its reads are invisible."""
         bounds = {name: _bounds(tensor) for name, tensor in tensors.items()}
         for name, array in self.arrays:
             start, stop = np.lib.array_utils.byte_bounds(array)
@@ -275,7 +268,7 @@ class PyState:
 
 
 def python_state(*roots: Any) -> PyState:
-    """Everything that the roots (modules, callables) hold in Python."""
+    """Python state that the roots (modules, callables) hold."""
     walk = _PySearch()
     for root in roots:
         walk.look("", root, 0)
@@ -301,18 +294,18 @@ class Before:
         self._values = [(value, seen(value.read())) for value in held]
 
     def changed(self) -> PyValue | None:
-        """The first that has another value now."""
+        """The first value that differs now."""
         return next((value for value, before in self._values if seen(value.read()) != before), None)
 
 
 def refuse_change(value: PyValue, call: Callable[[], object]) -> None:
-    """Refuses a value that every call changes, with the line of the program that does it in one more call."""
+    """Refuse a value that every call changes; one more call finds the line."""
     before = value.read()
     place = line_that_changes(value, call)
     after = value.read()
     how = f" from {before!r} to {after!r}" if isinstance(before, int | float | str) else ""
     fail(
-        f"the call changes {value.name}{how}: Python keeps it, and a recording does not see it",
+        f"the call changes {value.name}{how}: Python state is not recorded",
         "Keep it in a tensor that is changed in place (register_buffer), pass it as an argument, or change "
         "it outside of the step.",
         place,
@@ -320,7 +313,7 @@ def refuse_change(value: PyValue, call: Callable[[], object]) -> None:
 
 
 def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
-    """Runs a call line by line; returns the line that changed the value."""
+    """Run a call line by line; return the line that changed the value."""
     before, last, found = seen(value.read()), [""], [""]
 
     def look(frame: types.FrameType, event: str, arg: Any) -> Any:
@@ -342,7 +335,7 @@ def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
 
 
 class _Same:
-    """An object compared by identity; it is kept, so that its id is not reused."""
+    """An object compared by identity, kept so that its id is not reused."""
 
     __slots__ = ("value",)
 
@@ -387,7 +380,7 @@ def seen(value: Any, depth: int = 0) -> Any:
 
 
 def _place_in(iterator: Iterator[Any]) -> str:
-    """How far an iterator of Python's own has come; those of newer versions do not say."""
+    """Position of a built-in iterator; newer Pythons do not tell."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -400,7 +393,7 @@ class _PySearch:
     def __init__(self) -> None:
         self.values: list[PyValue] = []
         self.arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
-        self._known: dict[int, Any] = {}  # the values keep their ids from being used again
+        self._known: dict[int, Any] = {}  # keeps ids from being reused
 
     def look(self, name: str, value: Any, depth: int) -> None:
         if depth > MAX_DEPTH or id(value) in self._known or len(self.values) > MAX_VALUES or _is_leaf(value):
@@ -460,7 +453,7 @@ class _PySearch:
                 self._add(f"{kind.__name__}.{key}", vars(kind), key)
 
     def _look_function(self, name: str, function: types.FunctionType, depth: int) -> None:
-        """What it closes over and names; objects of other files are not its own."""
+        """Search closure and globals; objects of other files are skipped."""
         for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._look_variable(word, partial(_contents, cell), function, depth)
         for word in sorted(globals_of(function.__code__)):
@@ -487,7 +480,7 @@ class _PySearch:
             self.look(name, value, depth + 1)
 
     def _look_file(self, module: types.ModuleType) -> None:
-        """The plain values of another file of the user's."""
+        """Search plain values of another user file."""
         if id(module) not in self._known:
             self._known[id(module)] = module
             for key, value in list(vars(module).items()):
@@ -510,7 +503,7 @@ def _itself(value: Any) -> Any:
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not assigned yet
+    except ValueError:  # unassigned
         return _MISSING
 
 
@@ -525,7 +518,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Plain values, nests of them, arrays and generators: what a program keeps count in."""
+    """True for plain values, nests of them, arrays and generators."""
     kinds = (list, tuple, dict, set, frozenset, deque, bytearray, random.Random, itertools.count)
     numpy = (np.ndarray, np.generic, np.random.Generator, np.random.RandomState)
     return isinstance(value, (*_PLAIN, float, complex, torch.Tensor, *kinds, *numpy, Iterator))

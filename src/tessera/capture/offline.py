@@ -1,12 +1,12 @@
-"""Inductor without a GPU: the same launches, from fake tensors and kernels that are compiled, not loaded.
+"""Inductor without a GPU: the same launches, on fake tensors, with kernels compiled but not loaded.
 
     with offline() as mode: ...      Inductor and Triton see one H100
 
-Compiled code can be called on fake tensors: allocations are fake, extern calls run on fakes, Triton kernels
-are compiled to PTX and their launches are seen but not made.
+Compiled code runs on fake tensors: allocations and extern calls are fake, Triton kernels are compiled to PTX
+and their launches observed.
 
-Not known: decisions that Inductor makes by running kernels. The autotuner's first configuration is taken, and
-passes that fold constants or pad matrix products by trial are off.
+Not known: decisions Inductor makes by timing. The autotuner's first configuration is taken; constant folding
+and padding of matrix products by trial are off.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tessera.capture.fake import ensure_cuda_guard
 from tessera.errors import extra_module
 
-# Compute capability of the GPU that is believed in, and what torch.cuda.get_device_properties says of it.
+# Compute capability and device properties of the simulated GPU.
 ARCH = 90
 PROPERTIES = SimpleNamespace(
     name="fake",
@@ -41,14 +41,13 @@ PROPERTIES = SimpleNamespace(
     is_integrated=False,
 )
 
-# Off: passes that run or time operators on the device while compiling, and compiling in other processes,
-# which know nothing of this one's make-believe.
+# Off: passes that run or time operators while compiling, and compile workers, which do not see these patches.
 CONFIG: dict[str, Any] = {"joint_graph_constant_folding": False, "shape_padding": False, "compile_threads": 1}
 
 
 @contextlib.contextmanager
 def offline() -> Iterator[FakeTensorMode]:
-    """While active, compiled code can be made for a GPU that is not there, and walked through on fakes."""
+    """While active, code compiles for an absent GPU and runs on fakes."""
     ensure_cuda_guard()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
@@ -69,7 +68,7 @@ def compiling_for(arch: int) -> Iterator[None]:
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime import driver
 
-    # Asking Triton for its driver fails where there is no GPU, so its own place is filled.
+    # Triton's driver lookup fails without a GPU: replace it.
     compiler = _driver(GPUTarget("cuda", arch, 32))
     with (
         unittest.mock.patch.object(driver, "_active", compiler, create=True),
@@ -79,7 +78,7 @@ def compiling_for(arch: int) -> Iterator[None]:
 
 
 def _driver(target: Any) -> Any:
-    """A driver that knows its target and has no device."""
+    """A driver with a target and no device."""
     from triton.backends.driver import DriverBase
 
     def benchmarker(self: Any) -> Callable[..., Any]:
@@ -89,7 +88,7 @@ def _driver(target: Any) -> Any:
         "__init__": lambda self: None,
         "is_active": classmethod(lambda cls: True),
         "get_current_target": lambda self: target,
-        # Triton keeps what it compiled by device: every target has its own.
+        # Triton caches by device: each target gets its own number.
         "get_current_device": lambda self: -int(target.arch),
         "get_current_stream": lambda self, device=0: 0,
         "get_active_torch_device": lambda self: torch.device("cuda", 0),
@@ -101,7 +100,7 @@ def _driver(target: Any) -> Any:
 
 @contextlib.contextmanager
 def _asked_anew() -> Iterator[None]:
-    """What torch remembers of Triton and the GPU was true before, and is again after."""
+    """Clear what torch caches about Triton and the GPU, before and after."""
     from torch.utils import _triton
 
     remembered = [f for f in vars(_triton).values() if hasattr(f, "cache_clear")]
@@ -139,7 +138,7 @@ def _nothing(_: Any) -> None:
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
-    """(object, attribute, what it is meanwhile)"""
+    """(object, attribute, replacement)"""
     from torch._inductor.runtime import triton_helpers, triton_heuristics
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -171,13 +170,13 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _run(self: Any, *args: Any, stream: Any, benchmark_run: bool = False, **kwargs: Any) -> None:
-    """In place of CachingAutotuner.run: everything but the launch."""
+    """Replaces CachingAutotuner.run: everything but the launch."""
     if not self.launchers:
         self.precompile()
 
 
 def _first_of(heuristics: Any) -> Callable[[Any], Any]:
-    """In place of CachingAutotuner._precompile_worker: compiles the first configuration that can be."""
+    """Replaces CachingAutotuner._precompile_worker: compiles the first valid configuration."""
     original = heuristics.CachingAutotuner._precompile_worker
 
     def worker(self: Any) -> Any:

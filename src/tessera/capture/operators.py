@@ -1,12 +1,11 @@
-"""Operators by their schema, tensors by their geometry, and refusals: rules of all front ends.
+"""Operator schemas, tensor geometry, and refusals, for all front ends.
 
-An argument that the schema marks as written is also read, unless the operator overwrites it: copy_, zero_,
-fill_, and `out` arguments.
+An argument that the schema marks as written is also read, unless overwritten: copy_, zero_, fill_, `out`.
 
 A tensor subclass that wraps others (such as torchao's quantised weights) has no memory of its own. Capture
-names its parts after the wrapper ("proj.weight.qdata") and records the operators on the parts.
+names its parts ("proj.weight.qdata") and records the operators on them.
 
-`fail` refuses with the line of the program and a remedy.
+`fail` refuses with the program's line and a remedy.
 """
 
 import functools
@@ -28,19 +27,19 @@ from tessera.capture.blocks import raw
 from tessera.errors import CaptureError
 from tessera.ir import Access, Arg, Buffer, BufferKind, Launch, Region, Symbol, View, arg_views, region
 
-# A tensor the program made from Python values is carried in the trace up to this size.
+# Maximum bytes of a constant in the trace.
 MAX_CONSTANT_BYTES = 1 << 16
-# These write their first argument without looking at it.
+# Operators that overwrite their first argument.
 OVERWRITERS = frozenset({"aten::copy_", "aten::zero_", "aten::fill_"})
-# Positional and named arguments of a launch; what an operator returned.
+# Positional and named arguments of a launch; the operator's result.
 Recorded = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
 Results = tuple[Any, ...] | list[Any]
 
 
 def split(func: Any, recorded: Recorded, results: Results) -> Iterator[tuple[Recorded, Results]]:
-    """A call as launches: those of an operator over lists of tensors, as optimisers use, are one a tensor.
+    """A call as launches: an operator over lists of tensors (optimisers) becomes one per tensor.
 
-    So each parameter can be updated where it is; the operator treats every tensor by itself.
+    Each parameter can then be updated on its device.
     """
     args, kwargs = recorded
     first = args[0] if args else None
@@ -58,20 +57,19 @@ def _item(arg: Arg, place: int) -> Arg:
 
 
 def view_of(tensor: torch.Tensor, buffer: int) -> View:
-    """A tensor as a view of the buffer that holds its storage."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return View(buffer, dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
 def byte_region(view: View) -> Region | None:
-    """The bytes a view covers, or None if it is empty."""
+    """Bytes a view covers; None if empty."""
     size = getattr(torch, view.dtype).itemsize
     dims = tuple((n, s * size) for n, s in zip(view.shape, view.stride, strict=True))
     return region(view.offset * size, size, dims)
 
 
 def symbol_of(value: Any) -> Symbol | None:
-    """A torch constant among the arguments; None for anything else."""
+    """Name of a torch constant; None for anything else."""
     for kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
         if isinstance(value, kind):
             return Symbol(kind.__name__, str(value).removeprefix("torch."))
@@ -79,7 +77,7 @@ def symbol_of(value: Any) -> Symbol | None:
 
 
 def contents(tensor: torch.Tensor) -> str:
-    """A constant's bytes as hexadecimal; empty for a fake one whose value torch did not keep."""
+    """A constant's bytes in hexadecimal; empty for a fake of unknown value."""
     known = tensor.constant if isinstance(tensor, FakeTensor) else tensor
     if known is None:
         return ""
@@ -88,20 +86,20 @@ def contents(tensor: torch.Tensor) -> str:
 
 
 def given(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a call passes for one argument, its default included; None if the operator has no such one."""
+    """Value of one argument, default included; None if there is no such argument."""
     found = (value for argument, value, _ in arguments(func._schema, args, kwargs) if argument.name == name)
     return next(found, None)
 
 
 def arguments(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any, bool]]:
-    """Every argument of an operator, what a call passes for it, and whether it is written."""
+    """Each argument of an operator, its value, and whether it is written."""
     for place, argument in enumerate(schema.arguments):
         value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
         yield argument, value, argument.alias_info is not None and argument.alias_info.is_write
 
 
 def argument_accesses(schema: Any, args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> list[Access]:
-    """Reads and writes of the arguments, from the schema's alias annotations."""
+    """Accesses of the arguments, from the schema's alias annotations."""
     accesses = []
     for argument, value, writes in arguments(schema, args, kwargs):
         reads = not (writes and (schema.name in OVERWRITERS or argument.is_out))
@@ -113,9 +111,9 @@ def argument_accesses(schema: Any, args: tuple[Arg, ...], kwargs: dict[str, Arg]
 
 
 def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) -> tuple[Access, ...]:
-    """What a launch that was not proved may touch: all of every buffer it is given.
+    """Accesses of an unproved launch: all of every buffer.
 
-    A weight is written by nobody but whoever says so: `mutated` holds the arguments the compiler declares.
+    Weights are written only where `mutated`, the compiler's declaration, says so.
     """
     found: dict[int, Access] = {}
     for place, arg in enumerate(launch.args):
@@ -129,17 +127,16 @@ def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) 
 
 
 def is_wrapper(tensor: Any) -> bool:
-    """True for a tensor that only wraps others."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def has_wrappers(types: Any) -> bool:
-    """True if an operator is to be left to a wrapper among its arguments' types."""
+    """True if an operator must be left to a wrapper class among its arguments."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The plain tensors behind one, by name; the tensor itself if it is plain."""
+    """Plain tensors behind a tensor, by name; the tensor itself if plain."""
     if not is_wrapper(tensor):
         return [(name, tensor)]
     attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -150,14 +147,14 @@ def _folder(file: str | None) -> str:
     return str(Path(file or "").parent) + os.sep
 
 
-# Frames of these folders are no program's lines: torch's, Python's own, and ours less capture's models.
+# Folders whose frames are not the program's: torch, Python, and Tessera except capture's models.
 _TORCH, _NUMPY, _PYTHON = (_folder(module.__file__) for module in (torch, np, os))
 _HERE = str(Path(__file__).parents[1]) + os.sep
 _MODELS = f"{_folder(__file__)}models{os.sep}"
 _PACKAGES = f"site-packages{os.sep}"
-# When training, these update running statistics that their schemas do not declare as written.
+# In training, these update running statistics that their schemas do not declare.
 SILENT_WRITERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
-# Operators whose results are as large as the values of these arguments say; others with torch's tag: of all.
+# Operators whose result sizes depend on values of these arguments; others with torch's tag: on all.
 DECIDERS = {
     "aten::index": ("indices",),
     "aten::masked_select": ("mask",),
@@ -174,13 +171,13 @@ _SIZED = (
 )
 
 
-# What torch says of an operator that takes functions and that no mode has a rule for.
+# Torch's error for a higher-order operator without a rule for the mode.
 _HIGHER = "HigherOrderOperator "
 _BRANCHES = "Compute with plain operators: torch.where in place of torch.cond, attention by its own operator."
 
 
 class _Said(threading.local):
-    """The last refusal of this thread, in case the program catches it."""
+    """Last refusal of this thread, in case the program catches it."""
 
     error: CaptureError | None = None
 
@@ -189,7 +186,7 @@ _said = _Said()
 
 
 def fail(message: str, remedy: str, place: str | None = None) -> NoReturn:
-    """Raises with the innermost line of the program that is neither torch's nor the recorder's."""
+    """Raise with the innermost line of the program."""
     _said.error = CaptureError(message, remedy, program_line() if place is None else place)
     raise _said.error
 
@@ -217,19 +214,19 @@ def insisting() -> Iterator[None]:
 
 
 def refuse_read(what: str) -> NoReturn:
-    """Refuses a host read of a value that depends on the request."""
+    """Refuse a host read of a value that depends on the request."""
     if any(f"{_TORCH}optim{os.sep}" in filename for filename, _ in _frames()):
         fail("the optimiser reads its step count or rate on the host", _ON_DEVICE)
     fail(f"{what} reads a tensor's value on the host", f"{BATCHED}, or pass the value as a plain number.")
 
 
 def program_line() -> str:
-    """file:line of the innermost running line of the program; empty if there is none."""
+    """file:line of the program's innermost running line, or ""."""
     return next((f"{name}:{line}" for name, line in _frames() if is_program(name)), "")
 
 
 def _line_of(traceback: TracebackType | None) -> str:
-    """The innermost line of the program that an error came through."""
+    """Innermost program line in an error's traceback."""
     found = ""
     while traceback is not None:
         name = traceback.tb_frame.f_code.co_filename
@@ -239,7 +236,7 @@ def _line_of(traceback: TracebackType | None) -> str:
 
 
 def _frames() -> Iterator[tuple[str, int]]:
-    """Files and lines that are running, the innermost first."""
+    """Running (file, line) pairs, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
@@ -248,7 +245,7 @@ def _frames() -> Iterator[tuple[str, int]]:
 
 @functools.cache
 def is_program(filename: str) -> bool:
-    """True for a file that is neither torch's, nor Python's own, nor the recorder's."""
+    """True unless the file is torch's, Python's or the recorder's."""
     if filename.startswith(("<", _TORCH, _NUMPY)):
         return False
     if filename.startswith(_HERE):
@@ -257,19 +254,19 @@ def is_program(filename: str) -> bool:
 
 
 def is_python(filename: str) -> bool:
-    """True for a file of Python's own library."""
+    """True for the standard library."""
     return filename.startswith(_PYTHON) and _PACKAGES not in filename
 
 
 def is_users(filename: str) -> bool:
-    """True for a file of the program that is of no installed package."""
+    """True for a program file outside installed packages."""
     return is_program(filename) and _PACKAGES not in filename
 
 
 def check_operator(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], varies: Callable[[Any], bool]
 ) -> None:
-    """Refuses host reads of what varies, which would decide what runs, and writes that no schema declares."""
+    """Refuse host reads of varying values, and writes that no schema declares."""
     is_silent = func._schema.name in SILENT_WRITERS and given(func, "training", args, kwargs)
     if is_silent and given(func, "running_mean", args, kwargs) is not None:
         fail(
@@ -283,7 +280,7 @@ def check_operator(
 
 
 def _deciding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments whose values decide the size of the result."""
+    """Arguments whose values decide the result's size."""
     name = func._schema.name
     if name == "aten::repeat_interleave" and given(func, "output_size", args, kwargs) is not None:
         return ()
@@ -306,15 +303,15 @@ def _sizes_by_value(func: Any) -> bool:
 
 @functools.cache
 def _answers_the_host(func: Any) -> bool:
-    """True if an operator returns something, and none of it a tensor."""
-    if func.namespace in ("prim", "profiler"):  # about a tensor, not its values
+    """True if an operator returns something, but no tensor."""
+    if func.namespace in ("prim", "profiler"):  # metadata, not values
         return False
     returns = func._schema.returns
     return bool(returns) and not any("Tensor" in str(r.type) for r in returns)
 
 
 def check_tensor(tensor: torch.Tensor) -> None:
-    """Refuses memory that is not one dense, strided storage."""
+    """Refuse memory that is not one dense, strided storage."""
     if tensor.layout is not torch.strided:
         fail(f"a tensor of layout {tensor.layout} cannot be placed", "Use dense tensors: call .to_dense().")
     if tensor.is_quantized:
@@ -324,7 +321,7 @@ def check_tensor(tensor: torch.Tensor) -> None:
 
 
 def explain(func: Any, error: Exception) -> NoReturn:
-    """An operator that failed while it was recorded: why, where, and what instead."""
+    """Refusal for an operator that failed while recorded: cause, line, remedy."""
     kind = type(error).__name__
     if kind in ("DynamicOutputShapeException", "DataDependentOutputException"):
         remedy = f"{BATCHED}, or capture on real tensors with --device cpu or cuda:0."

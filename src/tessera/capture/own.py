@@ -1,23 +1,22 @@
-"""Kernels that a program launches itself, without the dispatcher: how each launch is seen and run.
+"""Kernels that a program launches itself, without the dispatcher.
 
-    with own_launches(see):        every launch of a CudaKernel or Triton kernel is first shown to `see`
+    with own_launches(see):        `see` gets every launch of a CudaKernel or Triton kernel first
     with own_launches():           they run on the device of their tensors
     with inductor_launches(see):   `see` gets every launch of an Inductor-made kernel, after it ran
 
-A launch runs on a GPU through the driver or Triton, on a CPU in the PTX interpreter, and not at all on fake
-tensors. Its accesses are proved from its PTX. Kernels that an operator launches are part of the operator
-(`inside_operator`). Without a GPU, Triton compiles for `TARGET` and an autotuner takes its first
-configuration; launches that try configurations are not shown.
+A launch runs through the driver or Triton on a GPU, in the PTX interpreter on a CPU, and not at all on fake
+tensors. Accesses are proved from PTX. Kernels launched by an operator belong to it (`inside_operator`).
+Without a GPU, Triton compiles for `TARGET` and an autotuner takes its first configuration; autotuning
+launches are not shown.
 
-Arguments are those of the PTX entry, in order; compiled-in values (constexpr) are the kernel's constants.
+Arguments are those of the PTX entry; constexpr values are the kernel's constants.
 
-Pointer tables are tensors whose bytes are addresses of other tensors. `read_table` reads one when its kernel
-is launched: each entry becomes the tensor it points into, or stays a number if it is too small for an
-address. So a recorded launch names buffers, and each run writes a table with its own addresses.
+Pointer tables are tensors of addresses of other tensors. `read_table` reads one at launch: each entry becomes
+the tensor it points into, or stays a number if too small for an address. So a recorded launch names buffers,
+and each run writes a table with its own addresses.
 
-Refused with the line of the program: kernels of `torch.cuda._compile_kernel`, whose code torch does not keep.
-Not seen: kernels launched by CuPy, Numba or ctypes; kernels under Inductor's static launcher, which drops the
-PTX (`compile.CONFIG` switches it off).
+Refused: kernels of `torch.cuda._compile_kernel`, whose code torch does not keep. Not seen: kernels of CuPy,
+Numba or ctypes, and Inductor's static launcher, which drops PTX (`compile.CONFIG` switches it off).
 """
 
 import contextlib
@@ -44,7 +43,7 @@ from tessera.ir import Buffer, BufferKind, Kernel, Launch, Origin
 from tessera.kernels.launch import Grid, run_kernel
 from tessera.kernels.ptx import tables_of, triton_accesses
 
-# (grid, arguments of the PTX entry) -> launches on the current stream.
+# (grid, arguments of the PTX entry) -> launch on the current stream.
 Relaunch = Callable[[Grid, Sequence[Any]], None]
 
 _REQNTID = re.compile(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
@@ -56,13 +55,13 @@ class OwnLaunch:
     """One launch of a kernel with PTX."""
 
     kernel: Kernel
-    # Tensors and numbers for the parameters of the PTX entry; a tuple of them is a table of pointers.
+    # Tensors and numbers of the PTX entry; a tuple is a pointer table.
     args: tuple[Any, ...]
     grid: Grid
     block: Grid
-    # Places in `args` that the compiler declares as written; empty where it declares nothing.
+    # Indices in `args` that the compiler declares as written, if it declares any.
     mutated: frozenset[int] = frozenset()
-    # The tensors that the program gave as tables, by place; those of them that could not be read, and why.
+    # Tensors passed as tables, by index; and why some could not be read.
     tables: tuple[tuple[int, torch.Tensor], ...] = ()
     unread: str = ""
 
@@ -91,9 +90,6 @@ def inductor_launches(see: Callable[[TritonLaunch], None]) -> Iterator[None]:
         yield
 
 
-# Inductor -------------------------------------------------------------------------------------------------
-
-
 def _from_autotuner(tuner: Any, args: tuple[Any, ...]) -> TritonLaunch:
     (launcher,) = tuner.launchers
     compiled = launcher.__globals__.get("bin")
@@ -113,13 +109,10 @@ def _from_autotuner(tuner: Any, args: tuple[Any, ...]) -> TritonLaunch:
     return _launch(compiled, tuner.fn, signature, constants, given, grid, frozenset(tuner.mutated_arg_names))
 
 
-# The program's own ----------------------------------------------------------------------------------------
-
-
 def from_jit(
     function: Any, compiled: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], grid: Any
 ) -> TritonLaunch:
-    """A launch of a kernel by the program, from Triton's function and what it was compiled to."""
+    """The program's launch of a kernel, from Triton's function and compiled kernel."""
     names = function.arg_names
     mine = {k: v for k, v in kwargs.items() if k in names}
     bound = inspect.signature(function.fn).bind(*args, **mine)
@@ -128,15 +121,12 @@ def from_jit(
     sizes = grid({**kwargs, **given}) if callable(grid) else grid
     sizes = (*sizes, 1, 1)[:3] if isinstance(sizes, tuple | list) else (sizes, 1, 1)
     signature = {n: compiled.src.signature.get(n, "constexpr") for n in names}
-    # Keys are argument paths, (place,) for a plain argument.
+    # Keys are argument paths: (index,) for a plain argument.
     inside = {path[0]: v for path, v in compiled.src.constants.items() if len(path) == 1}
     constants = {
         n: inside.get(place, given.get(n)) for place, n in enumerate(names) if signature[n] == "constexpr"
     }
     return _launch(compiled, function, signature, constants, given, sizes, frozenset())
-
-
-# Both -----------------------------------------------------------------------------------------------------
 
 
 def _launch(
@@ -184,7 +174,7 @@ def _kernel(
 
 
 def block_of(kernel: Kernel) -> Grid:
-    """Threads of a block: what the PTX requires, else the number of warps."""
+    """Threads per block: required by the PTX, else from the warps."""
     found = _REQNTID.search(kernel.ptx)
     if found is None:
         return 32 * kernel.num_warps, 1, 1
@@ -200,9 +190,9 @@ def _relaunch(compiled: Any, names: tuple[str, ...], constants: dict[str, Any]) 
     return relaunch
 
 
-# Compute capability whose PTX every GPU since Ampere can run: what Triton compiles for where there is none.
+# Compute capability for Triton without a GPU: every GPU since Ampere runs its PTX.
 TARGET = 80
-# Called before a launch; may give what to call after it.
+# Called before a launch; may return a function to call afterwards.
 See = Callable[[OwnLaunch], Callable[[], None] | None]
 
 
@@ -210,7 +200,7 @@ _seeing: list[See | None] = []
 
 
 def touched(seen: OwnLaunch) -> list[tuple[torch.Tensor, bool]]:
-    """Every tensor that a launch is given, and whether it may write it; without a proof, it may."""
+    """Tensors of a launch and whether each may be written; unproved means yes."""
     tensors = [t for arg in seen.args for t in tensors_in(arg)]
     numbers: dict[int, int] = {}
     for tensor in tensors:
@@ -232,13 +222,13 @@ def touched(seen: OwnLaunch) -> list[tuple[torch.Tensor, bool]]:
 
 
 def tensors_in(arg: Any) -> list[torch.Tensor]:
-    """The tensors of an argument; of a table, of its entries."""
+    """Tensors of an argument, including a table's entries."""
     items = arg if isinstance(arg, tuple) else (arg,)
     return [item for item in items if isinstance(item, torch.Tensor)]
 
 
 def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
-    """Shows a launch to whoever records, and runs it; `native` launches it on a GPU."""
+    """Show a launch to the recorder and run it; `native` launches it on a GPU."""
     see = _seeing[-1] if _seeing else None
     tensors = [t for arg in seen.args for t in tensors_in(arg)]
     if see is not None or not any(t.is_cuda for t in tensors):
@@ -255,7 +245,7 @@ def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
 
 
 def _with_tables(seen: OwnLaunch) -> OwnLaunch:
-    """The launch with the tensors that its tables lead to in the place of their addresses."""
+    """The launch with tables replaced by the tensors they point to."""
     given = [(i, seen.args[i]) for i in tables_of(seen.kernel) if isinstance(seen.args[i], torch.Tensor)]
     args, unread = list(seen.args), []
     with reads_allowed():
@@ -269,7 +259,7 @@ def _with_tables(seen: OwnLaunch) -> OwnLaunch:
 
 
 def unchanged(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-    """A check, after an unproved launch, that it has not written what nobody may write."""
+    """Check to run after an unproved launch: read-only memory is unchanged."""
     if any(isinstance(t, FakeTensor) for t in tensors):
         return None
     with no_dispatch():
@@ -286,9 +276,9 @@ def unchanged(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] 
 
 @contextlib.contextmanager
 def own_launches(see: See | None = None) -> Iterator[None]:
-    """While entered, kernels that the program launches itself are shown to `see` and run anywhere."""
+    """While entered, the program's kernel launches are shown to `see` and run on any device."""
     with contextlib.ExitStack() as stack:
-        if "triton" in sys.modules:  # a program that launches Triton kernels has imported it
+        if "triton" in sys.modules:  # a program with Triton kernels has imported it
             stack.enter_context(triton_anywhere())
         if see is not None:
             stack.enter_context(_unknown_refused())
@@ -318,7 +308,7 @@ def triton_anywhere() -> Iterator[None]:
         if warmup or trying[0]:
             with reads_allowed():
                 return run_kernel(self, *args, grid=grid, warmup=warmup, **kwargs)
-        # Triton looks how addresses are aligned; that of a fake is always good.
+        # Triton checks address alignment; fakes are always aligned.
         with reads_allowed(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             compiled = run_kernel(self, *args, grid=grid, warmup=True, **kwargs)
@@ -351,14 +341,14 @@ def triton_anywhere() -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside_operator() -> Iterator[None]:
-    """While entered, an operator's own code runs: it is one launch, whatever it launches and reads."""
+    """While entered, an operator's code runs: its launches and reads belong to it."""
     with _shown_to(None), reads_allowed():
         yield
 
 
 @contextlib.contextmanager
 def _unknown_refused() -> Iterator[None]:
-    """Kernels that torch compiled by NVRTC can be launched, but nobody knows what they touch."""
+    """Refuse kernels that torch compiled by NVRTC: their accesses are unknown."""
     from torch.cuda import _utils
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -372,11 +362,11 @@ def _unknown_refused() -> Iterator[None]:
         yield
 
 
-# Below this, no tensor has an address.
+# Smallest possible address of a tensor.
 _FAR = 1 << 40
 _ENTRY_BYTES = 8
 
-# Tensors that stand in the place of others for a while: (the other one, the one there now).
+# Tensors temporarily replaced: (original, replacement).
 _standing: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
@@ -391,7 +381,7 @@ def standing_for(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator
 
 
 def read_table(table: torch.Tensor) -> tuple[torch.Tensor | int, ...] | str:
-    """The entries of a table; why it has none."""
+    """Entries of a table, or why it has none."""
     if isinstance(table, FakeTensor):
         return "it is fake and holds no addresses"
     if table.itemsize != _ENTRY_BYTES or table.storage_offset() or not table.is_contiguous():
@@ -403,7 +393,7 @@ def read_table(table: torch.Tensor) -> tuple[torch.Tensor | int, ...] | str:
         for number, address in enumerate(raw(table, 0, size).cpu().view(torch.int64).tolist()):
             found = _entry(address, memory)
             if found is None:
-                return f"its entry {number} is an address in no tensor's memory"
+                return f"its entry {number} is not an address in a tensor"
             entries.append(found)
     return tuple(entries)
 
@@ -422,11 +412,11 @@ def _entry(address: int, memory: Sequence[tuple[int, int, torch.Tensor]]) -> tor
 
 
 def _memory() -> list[tuple[int, int, torch.Tensor]]:
-    """(address, bytes, tensor) of every storage that some tensor of this process holds."""
+    """(address, bytes, tensor) of every storage in this process."""
     found: dict[int, tuple[int, int, torch.Tensor]] = {}
     kinds = _with_subclasses(torch.Tensor) - _with_subclasses(FakeTensor)
     for item in gc.get_objects():
-        if type(item) in kinds:  # of a million objects: as quick as can be
+        if type(item) in kinds:  # a million objects: must be fast
             with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse tensors have no storage
                 storage = item.untyped_storage()
                 found[storage.data_ptr()] = storage.data_ptr(), storage.nbytes(), item

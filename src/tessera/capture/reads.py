@@ -1,21 +1,20 @@
 """Host reads of tensors while a step is recorded.
 
-A value read on the host may decide a number, a shape or a branch, and a recording would hold it as a
-constant. So a read of a tensor that depends on the request is refused with its line:
+A value read on the host may decide a number, shape or branch, which a recording would keep as a constant. A
+read of a tensor that depends on the request is refused with its line:
 
   values     item, bool, int, float, index, tolist, numpy, np.asarray, printing, pickling and copying
   addresses  data_ptr, DLPack, shared memory: reads through them are not seen
   in C++     tensor_split and ctc_loss read tensor arguments without an operator
   clocks     time, datetime, os.urandom: different in every call
 
-Methods of torch's classes are exchanged while a thread records; other threads are not affected. Clocks and
-methods that a program saved before are seen by Python's profiling hook. (A TorchFunctionMode would see the
-same, but models take other paths under one.) Reads of values that no request changes are allowed. `operators`
-refuses operators that answer the host; `holders` and `record` find reads by other means. docs/capture.md has
-what each defence alone refuses.
+Methods of torch's classes are replaced while a thread records; other threads are not affected. Python's
+profiling hook sees clocks and methods saved earlier. (Models take other paths under a TorchFunctionMode.)
+`operators` refuses operators that answer the host; `holders` and `record` find reads by other means.
+docs/capture.md shows what each defence alone refuses.
 
-Transformers reads masks and checks inputs by value unless it is traced, so `traced` says that it is: a mask
-that hides nothing is then applied instead of dropped, and messages write a tensor as "tensor".
+Transformers reads masks and checks inputs by value unless traced, so `traced` says that it is: a mask that
+hides nothing is applied, and messages print "tensor".
 """
 
 import datetime
@@ -35,13 +34,13 @@ from torch.utils import dlpack
 from tessera.capture.operators import fail, is_program, is_python, refuse_read
 
 IMPORTS = "transformers.utils.import_utils"
-ANSWER = "is_jit_tracing"  # what `is_tracing` asks, wherever it was imported
+ANSWER = "is_jit_tracing"  # behind `is_tracing`, wherever imported
 NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
 
 @contextmanager
 def traced() -> Iterator[None]:
-    """While entered, transformers makes no avoidable decision by tensor values."""
+    """While entered, transformers avoids decisions by tensor values."""
     module = sys.modules.get(IMPORTS)
     answer, checks = getattr(module, ANSWER, None), os.environ.get(NO_CHECKS)
     if module is None or answer is None:
@@ -70,30 +69,28 @@ def traced() -> Iterator[None]:
 Varies = Callable[[Any], bool]
 
 VALUE = "reads"
-ADDRESS = "hands out a tensor's memory, and what is read there is not seen"
+ADDRESS = "exposes a tensor's memory, where reads are not seen"
 _WITHIN = "Compute with torch's operators, or make a custom operator of it (torch.library.custom_op)."
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A function that reads the bytes of a tensor: its owner, name and effect."""
+    """A function that reads tensor bytes: owner, name, effect."""
 
     owner: Any
     name: str
     does: str = VALUE
-    # The first argument that it reads on the host.
+    # Index of the first argument read on the host.
     first: int = 0
 
     @property
     def said(self) -> str:
-        """As a user writes it."""
         return {"__bool__": "bool()", "__float__": "float()", "__int__": "int()", "__repr__": "printing",
                 "__format__": "printing", "__index__": "index()", "__array__": "np.asarray()",
                 "__reduce_ex__": "pickling or copying", "__deepcopy__": "copy.deepcopy()"}.get(
                     self.name, f"{self.name}()")  # fmt: skip
 
     def refuse(self) -> NoReturn:
-        """Refuses a read of a tensor that varies."""
         if self.does == VALUE:
             refuse_read(self.said)
         fail(f"{self.said} {self.does}", _WITHIN)
@@ -123,7 +120,7 @@ _TO_DLPACK = dlpack.to_dlpack  # type: ignore[attr-defined]
 
 
 class _Seeing(threading.local):
-    """The check of this thread's recording: does a tensor depend on the request?"""
+    """This thread's check: does a tensor depend on the request?"""
 
     varies: Varies | None = None
 
@@ -136,7 +133,7 @@ _users: list[Varies] = []
 
 @contextmanager
 def reads_refused(varies: Varies) -> Iterator[None]:
-    """While entered, this thread's host reads of tensors and storages that vary are refused."""
+    """While entered, this thread's host reads of varying tensors and storages are refused."""
     with _lock:
         _users.append(varies)
         if len(_users) == 1:
@@ -153,7 +150,7 @@ def reads_refused(varies: Varies) -> Iterator[None]:
 
 
 def reads_allowed() -> AbstractContextManager[None]:
-    """While entered, this thread may read: code of a launch that is recorded as a whole."""
+    """While entered, this thread may read: the code is part of one launch."""
     return _asking(None)
 
 
@@ -167,7 +164,7 @@ def _asking(varies: Varies | None) -> Iterator[None]:
 
 
 def _exchange(way: _Way) -> Callable[[], None]:
-    """Replaces a function by one that checks first; returns the undo."""
+    """Replace a function by a checking one; returns the undo."""
     own = vars(way.owner).get(way.name)
     held = getattr(way.owner, way.name)
     original: Any = held.fget if isinstance(held, property) else held
@@ -186,14 +183,14 @@ def _exchange(way: _Way) -> Callable[[], None]:
 
 @contextmanager
 def calls_refused() -> Iterator[None]:
-    """While entered, clocks are refused, and tensor methods that the program saved before."""
+    """While entered, refuses clocks and tensor methods saved earlier."""
     before: Any = sys.getprofile()
     sys.setprofile(_see_call)
     try:
         yield
     finally:
         sys.setprofile(None)
-        if hasattr(before, "enable"):  # cProfile's, which is no function
+        if hasattr(before, "enable"):  # cProfile's hook is no function
             before.enable()
         else:
             sys.setprofile(before)
@@ -214,6 +211,6 @@ def _see_call(frame: FrameType, event: str, called: Any) -> None:
         _Way(torch, "to_dlpack", ADDRESS).refuse()
     if is_function and is_seen and called in _CLOCKS:
         fail(
-            f"{called.__qualname__}() is another value in every call",
+            f"{called.__qualname__}() returns a different value in every call",
             "Call it outside of the step and pass the value as a tensor.",
         )

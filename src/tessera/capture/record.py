@@ -1,9 +1,8 @@
 """Records a workload (`record`) or a step on any device (`record_step`) as a Trace.
 
-A step is recorded twice, with other values and with Python state as the first call left it. Both recordings
-must be equal: a number that differs was read unseen, or is kept in Python (see `reads`, `holders`). If the
-first call only set things up, the second and a third must agree. Built-in models on fake tensors are recorded
-once: there are no values, and their code is known.
+A step is recorded twice, with different values and the Python state of the first call. Both recordings must
+be equal: a number that differs was read unseen or is kept in Python (see `reads`, `holders`). If the first
+call only sets up, the second and third must agree. Built-in models on fake tensors are recorded once.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,28 +25,28 @@ from tessera.capture.workload import UNFIT, Tensors, Workload, on_device
 from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.ir import GENERATOR, Arg, BufferKind, Launch, Step, Trace, View, verify
 
-# Attention kernels that every GPU of an unlike set can run; see `attention`.
+# Attention kernels that all GPUs of a mixed set can run.
 PORTABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-# A trace, and the line of the program that made each of its launches.
+# A trace, and the program line of each launch.
 Recorded = tuple[Trace, list[str]]
 VARYING = frozenset({BufferKind.INPUT, BufferKind.STATE})
 
 
 def record(workload: Workload, varying: frozenset[BufferKind] = VARYING) -> Trace:
-    """Runs the step on real tensors and returns what is launched, verified.
+    """Run the step on real tensors and return the verified trace.
 
-    `varying`: kinds of buffer whose values the program must not read on the host.
+    `varying`: kinds of buffer that the program must not read on the host.
     """
     devices = {str(t.device) for t in workload.make_inputs(0).values()} or {"cpu"}
     return _record_on(max(devices), workload, varying)
 
 
 def record_step(step: Step, device: str = "cpu", is_compared: bool = False) -> Trace:
-    """Builds the step's model on a device (cpu, fake or cuda:N) and records it.
+    """Build the step's model on a device (cpu, fake or cuda:N) and record it.
 
-    `is_compared`: who asks holds it against another recording, so on fake tensors one call is enough.
+    `is_compared`: the caller compares recordings, so one call on fake tensors is enough.
     """
     check_device(device)
     if device == "cpu":
@@ -70,9 +69,9 @@ def _record_fake(workload: Workload, run: Run, is_compared: bool) -> Trace:
 
 
 def _record_on(device: str, workload: Workload, varying: frozenset[BufferKind] = VARYING) -> Trace:
-    """Records requests with fresh values; with milder ones, at last the example's, where it takes no others.
+    """Record with fresh values; if those fail, with milder ones, then the example's.
 
-    An index out of range is an error on the CPU and the end of the process on a GPU: there they are mild.
+    A GPU starts with mild ones: an index out of range ends the process.
     """
     kinds = (False, True) if device == "cpu" else (True,)
 
@@ -93,7 +92,7 @@ def _record_on(device: str, workload: Workload, varying: frozenset[BufferKind] =
 
 
 def _agreed(workload: Workload, once: Callable[[int], Recorded]) -> Trace:
-    """What the step launches in every call; refuses one that changes from call to call."""
+    """Launches that every call makes; refuses a step that changes between calls."""
     first, _ = once(0)
     held = python_state(*workload.roots)
     held.refuse_shared(workload.changing())
@@ -119,7 +118,7 @@ def _agreed(workload: Workload, once: Callable[[int], Recorded]) -> Trace:
 
 
 def check_device(device: str) -> None:
-    """Raises unless a step can be recorded there on this machine."""
+    """Raise unless a step can be recorded on this device here."""
     kind, _, index = device.partition(":")
     if device in ("cpu", "fake"):
         return
@@ -134,7 +133,7 @@ def check_device(device: str) -> None:
 
 @contextmanager
 def _machine(device: str) -> Iterator[Run]:
-    """The machine to record on; yields how to run an operator there."""
+    """The machine to record on; yields its operator runner."""
     if device == "fake":
         with fake.machine() as run:
             yield run
@@ -144,7 +143,7 @@ def _machine(device: str) -> Iterator[Run]:
 
 
 def _generators(state: Tensors, device: str, seed: int) -> dict[str, torch.Tensor]:
-    """What the generators of a device start with: copies of what the state holds, else as for the request."""
+    """Initial generator states: copies from the state, else seeded by the request."""
     if device == "fake":
         return {}
     names = [f"{GENERATOR}cpu", *([f"{GENERATOR}{device}"] if device.startswith("cuda:") else [])]
@@ -172,7 +171,7 @@ def _record(
             own_launches(recorder.own_launch),
             reads_refused(recorder.varies),
             recorder,
-            calls_refused() if seed else nullcontext(),  # slow, so only when everything is looked at again
+            calls_refused() if seed else nullcontext(),  # slow, so only on the second look
         ):
             outputs = workload.call(inputs, without_generators(state))
         trace = recorder.trace(workload.step, outputs)
@@ -181,7 +180,7 @@ def _record(
 
 
 def first_difference(one: Trace, other: Trace) -> tuple[int, str] | None:
-    """Which launch of two recordings of one step on one device is the first to differ, and how."""
+    """First launch that differs between two recordings, and how."""
     for number, (a, b) in enumerate(zip(one.launches, other.launches, strict=False)):
         names = one.kernel_of(number).name, other.kernel_of(number).name
         if names[0] != names[1]:
@@ -199,7 +198,7 @@ def first_difference(one: Trace, other: Trace) -> tuple[int, str] | None:
 
 
 def _values(trace: Trace, launch: Launch) -> list[object]:
-    """What a launch is given besides buffers that are computed: plain values, and constants' bytes."""
+    """Plain values of a launch, and bytes of its constants."""
 
     def plain(arg: Arg) -> object:
         if isinstance(arg, View):

@@ -1,19 +1,19 @@
 """Recorder: PyTorch's dispatched operators as a Trace.
 
-An operator is a launch iff it writes an argument (by its schema) or returns new storage; otherwise it is a
-view and costs nothing. Aliasing is decided by storage identity, since some operators (`_unsafe_view`, a
-`contiguous` that does nothing) alias without saying so; the trace lists those. Real and fake tensors are
-recorded alike. A tensor made from Python values is a constant and travels with the trace; moving it to the
-step's device is no launch. A fake constant of unknown value is kept by name and size.
+An operator is a launch iff it writes an argument (by schema) or returns new storage; otherwise it is a view.
+Aliasing is decided by storage identity, since some operators (`_unsafe_view`, a no-op `contiguous`) alias
+undeclared; the trace lists those. Real and fake tensors are recorded alike. A tensor made from Python values
+is a constant in the trace; moving it to the step's device is no launch. A fake constant of unknown value is
+kept by name and size.
 
-A buffer varies if a request decides its contents: inputs, state, random numbers, and results of these. A host
-read of such a buffer is refused (see `operators` and `reads`).
+A buffer varies if a request decides its contents: inputs, state, random numbers, and results of these. Its
+host reads are refused (see `operators` and `reads`).
 
-A launch belongs to the module that runs, by its path ("model.layers.0.mlp"); a backward launch belongs to the
-module of its forward, by torch's sequence numbers.
+A launch belongs to the running module's path ("model.layers.0.mlp"); a backward launch to its forward's, by
+torch's sequence numbers.
 
-`Watch` follows a call to see what it touches and saves what it is about to change. `Ledger` holds the
-launches and the buffer of each storage while they are recorded.
+`Watch` observes what a call touches and saves what it changes. `Ledger` holds launches and the buffer of each
+storage.
 """
 
 from collections import Counter
@@ -65,49 +65,47 @@ from tessera.kernels.ptx import triton_accesses
 
 
 class Ledger:
-    """What has been launched so far."""
+    """Launches and buffers recorded so far."""
 
     def __init__(self, recorded_on: str = "cpu") -> None:
         self._recorded_on = recorded_on
-        # A weak reference keeps the storage's identity from being handed out again, not its memory.
+        # A weak reference keeps a storage's id, not its memory.
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._kernels: dict[Kernel, int] = {}
         self._operators: dict[Any, int] = {}
         self.buffers: list[Buffer] = []
         self.launches: list[Launch] = []
-        # Buffers that some launch has written, or that were given.
+        # Buffers given, or written by a launch.
         self._filled: set[int] = set()
 
-    # Buffers ------------------------------------------------------------------------------------------
-
     def find(self, tensor: torch.Tensor) -> int | None:
-        """The buffer of a tensor, or None if its storage is new."""
+        """Buffer of a tensor; None if its storage is new."""
         known = self.storages.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[1]
 
     def index(self, tensor: torch.Tensor) -> int:
-        """The buffer of a tensor that is known to have one."""
+        """Buffer of a tensor that has one."""
         return self.storages[tensor.untyped_storage()._cdata][1]
 
     def know(self, tensor: torch.Tensor, buffer: int) -> None:
-        """From now on the tensor's storage is this buffer."""
+        """Assign a buffer to the tensor's storage."""
         storage = tensor.untyped_storage()
         self.storages[storage._cdata] = (StorageWeakRef(storage), buffer)
 
     def declare(self, kind: BufferKind, tensors: Mapping[str, torch.Tensor]) -> range:
-        """Storages that exist before the step, by name; their buffers."""
+        """Declare storages that exist before the step; returns their buffers."""
         first = len(self.buffers)
         for name, tensor in tensors.items():
             if self.find(tensor) is not None:
                 raise CaptureError(
-                    f"{kind} '{name}' shares its memory with another tensor handed to the step",
+                    f"{kind} '{name}' shares its memory with another tensor passed to the step",
                     "Give each its own memory with .clone().",
                 )
             self._fill(self._add(tensor, Buffer(name, kind, tensor.untyped_storage().nbytes())))
         return range(first, len(self.buffers))
 
     def declare_constant(self, tensor: torch.Tensor) -> None:
-        """A tensor that is neither weight, input nor state: its contents travel with the trace."""
+        """Declare a tensor outside weights, inputs and state: the trace carries its bytes."""
         if self.find(tensor) is not None:
             return
         size = tensor.untyped_storage().nbytes()
@@ -120,7 +118,7 @@ class Ledger:
         self._fill(self._add(tensor, Buffer(name, BufferKind.WEIGHT, size, contents(tensor))))
 
     def generator(self, name: str) -> int:
-        """The buffer of a generator's state (see `tessera.capture.rng`); one not given is declared now."""
+        """Buffer of a generator's state (see `tessera.capture.rng`), declared if new."""
         for index, buffer in enumerate(self.buffers):
             if buffer.name == name:
                 return index
@@ -129,7 +127,7 @@ class Ledger:
 
     @property
     def empty(self) -> Set[int]:
-        """Buffers that hold nothing yet."""
+        """Buffers without contents yet."""
         return set(range(len(self.buffers))) - self._filled
 
     def view(self, tensor: torch.Tensor) -> View:
@@ -150,10 +148,8 @@ class Ledger:
         self._filled.add(buffer)
         return buffer
 
-    # Launches -----------------------------------------------------------------------------------------
-
     def arg(self, value: Any, view: Callable[[torch.Tensor], View] | None = None) -> Arg:
-        """An argument as the trace holds it; `view` says what a tensor is, if not what `self.view` does."""
+        """An argument as the trace holds it; `view` converts tensors (default `self.view`)."""
         if isinstance(value, torch.Tensor):
             return (view or self.view)(value)
         if value is None or isinstance(value, bool | int | float | str):
@@ -166,15 +162,15 @@ class Ledger:
         fail(f"an argument of type {type(value).__name__} cannot be recorded", "Pass it as a tensor.")
 
     def kernel(self, kernel: Kernel) -> int:
-        """The number of a kernel in the trace; equal kernels have one."""
+        """Index of a kernel in the trace; equal kernels share one."""
         return self._kernels.setdefault(kernel, len(self._kernels))
 
     def operator(
         self, func: Any, recorded: Recorded, results: Results, generator: str = "", scope: str = ""
     ) -> Launch:
-        """An operator that ran, as a launch: what its schema says of arguments, and all new memory written.
+        """Add an executed operator as a launch: schema accesses, and writes to new memory.
 
-        `generator`: from which it drew.
+        `generator`: the one it drew from.
         """
         args, kwargs = recorded
         fresh = {id(t) for t in results if isinstance(t, torch.Tensor) and self.find(t) is None}
@@ -197,7 +193,7 @@ class Ledger:
         view: Callable[[torch.Tensor], View] | None = None,
         scope: str = "",
     ) -> Launch:
-        """A kernel with PTX, with the accesses that are proved; else it may touch all that it is given."""
+        """Add a PTX kernel with proved accesses; unproved, it may touch all its buffers."""
         args = tuple(self.arg(a, view) for a in seen.args)
         kernel = self.kernel(seen.kernel)
         launch = Launch(kernel, args, (), (), (), scope, grid=seen.grid, block=seen.block)
@@ -208,7 +204,6 @@ class Ledger:
         return replace(launch, accesses=accesses, immovable=why)
 
     def launch(self, launch: Launch) -> None:
-        """Appends a launch, in program order."""
         self.launches.append(launch)
         self._filled.update(a.buffer for a in launch.accesses if a.write or a.atomic)
 
@@ -233,7 +228,7 @@ class Ledger:
 
 
 class Scopes:
-    """While entered, follows the calls of one module's submodules."""
+    """While entered, tracks calls of a module's submodules."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._names = {id(m): name for name, m in module.named_modules()}
@@ -243,11 +238,11 @@ class Scopes:
 
     @property
     def current(self) -> str:
-        """Path of the innermost running submodule; empty outside of all."""
+        """Path of the innermost running submodule, or ""."""
         return self._stack[-1] if self._stack else ""
 
     def of_launch(self) -> str:
-        """The scope of an operator that runs now, forward or backward."""
+        """Scope of the running operator, forward or backward."""
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             return self._by_number.get(node._sequence_nr(), "")
@@ -270,7 +265,7 @@ class Scopes:
         self._stack.pop()
 
 
-# What these return of a constant is that constant, on the device where it is wanted.
+# Operators whose result from a constant is the same constant, elsewhere.
 CARRIERS = frozenset({"aten::lift_fresh", "aten::_to_copy"})
 
 UNRECORDABLE = (
@@ -282,12 +277,12 @@ UNRECORDABLE = (
 )
 
 
-# Storages with values of an earlier call, while they are alive.
+# Live storages with values of an earlier call.
 _earlier: dict[int, StorageWeakRef] = {}
 
 
 def keep_apart(storages: Mapping[int, StorageWeakRef]) -> None:
-    """Marks storages that later recordings must not take for constants."""
+    """Mark storages that later recordings must not treat as constants."""
     for key in [key for key, held in _earlier.items() if held.expired()]:
         del _earlier[key]
     _earlier.update((key, held) for key, held in storages.items() if not held.expired())
@@ -298,7 +293,7 @@ def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator as one launch; explains a failure with a remedy."""
+    """Run an operator as one launch; explain failures."""
     try:
         with inside_operator():
             return run(func, args, kwargs)
@@ -307,7 +302,7 @@ def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 class Recorder(TorchDispatchMode):
-    """Records while active; `trace` then holds what happened."""
+    """Records while active; see `trace`."""
 
     def __init__(
         self,
@@ -316,9 +311,9 @@ class Recorder(TorchDispatchMode):
         recorded_on: str = "cpu",
         varying: frozenset[BufferKind] = frozenset({BufferKind.INPUT, BufferKind.STATE}),
     ) -> None:
-        """`run` runs one operator on the tensors of the step; `recorded_on` is cpu, cuda:N or fake.
+        """`run` executes an operator; `recorded_on` is cpu, cuda:N or fake.
 
-        `varying`: kinds of buffer that may hold other values in another call.
+        `varying`: kinds of buffer whose values differ between calls.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._scopes, self._run, self._ledger = scopes, run, Ledger(recorded_on)
@@ -326,22 +321,21 @@ class Recorder(TorchDispatchMode):
         self._num_views = 0
         self._aliases: Counter[str] = Counter()
         self._varying_kinds, self._varying = varying, set[int]()
-        # The line of the program that made each launch.
+        # Program line of each launch.
         self.places: list[str] = []
 
     def name_buffers(self, kind: BufferKind, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Declares storages that exist before the step, by name."""
         for name, tensor in tensors.items():
             size = tensor.untyped_storage().nbytes()
             is_whole = tensor.is_contiguous() and size == tensor.numel() * tensor.itemsize
             if kind is not BufferKind.WEIGHT and not is_whole:
-                raise CaptureError(f"{kind} '{name}' is a part of a larger tensor", "Pass it .contiguous().")
+                raise CaptureError(f"{kind} '{name}' is part of a larger tensor", "Pass it .contiguous().")
         declared = self._ledger.declare(kind, tensors)
         if kind in self._varying_kinds:
             self._varying.update(declared)
 
     def varies(self, value: Any) -> bool:
-        """True for a tensor or storage whose values depend on the request."""
+        """True if values of a tensor or storage depend on the request."""
         if isinstance(value, torch.Tensor):
             return value.layout is torch.strided and self._find(value) in self._varying
         if isinstance(value, torch.UntypedStorage):
@@ -358,11 +352,11 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # of a fake tensor; asked very often
+        if func is torch.ops.prim.device.default:  # fake tensor metadata; very frequent
             return args[0].fake_device
-        if func.namespace == "profiler":  # marks of an optimiser's step; they compute nothing
+        if func.namespace == "profiler":  # optimiser step marks compute nothing
             return func(*args, **kwargs)
-        if has_wrappers(types):  # their own code runs, and is seen here
+        if has_wrappers(types):  # recorded from the inside
             return NotImplemented
         given = _tensors((args, kwargs))
         check_operator(func, args, kwargs, self.varies)
@@ -386,7 +380,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _carries_constant(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
-        """True if a constant has only changed its device, or has become fake."""
+        """True if a constant only changed device or became fake."""
         if func._schema.name not in CARRIERS or len(given) != 1 or self._find(made[0]) is not None:
             return False
         source = self._ledger.buffers[self._ledger.index(given[0])]
@@ -394,18 +388,18 @@ class Recorder(TorchDispatchMode):
         return bool(source.constant_hex) and size == source.size_bytes and made[0].dtype is given[0].dtype
 
     def _is_made(self, buffer: int) -> bool:
-        """True for what the step computes from a request."""
+        """True for values computed from a request."""
         return buffer in self._varying and self._ledger.buffers[buffer].kind is BufferKind.TEMPORARY
 
     def _note_alias(self, func: Any, results: Results) -> None:
-        """Counts an operator that returned old memory without its schema saying so."""
+        """Count an operator with an undeclared alias."""
         for result, declared in zip(results, func._schema.returns, strict=False):
             if isinstance(result, torch.Tensor) and declared.alias_info is None:
                 self._aliases[str(func)] += 1
                 return
 
     def own_launch(self, seen: OwnLaunch) -> Callable[[], None] | None:
-        """Records a kernel that the program launches itself; returns a check to run afterwards."""
+        """Record the program's kernel launch; returns a check to run afterwards."""
         self._check_tables(seen)
         launch = self._ledger.kernel_launch(seen, self._argument, self._scopes.current)
         self._add_launch(launch)
@@ -413,10 +407,10 @@ class Recorder(TorchDispatchMode):
         return unchanged(seen.kernel.name, weights) if weights else None
 
     def _check_tables(self, seen: OwnLaunch) -> None:
-        """Refuses a table of addresses that depends on the request."""
+        """Refuse a pointer table that depends on the request."""
         for place, table in seen.tables:
             if not isinstance(seen.args[place], tuple):
-                continue  # it could not be read
+                continue  # unreadable
             what = f"the table of addresses in argument {place} of kernel {seen.kernel.name}"
             if self.varies(table):
                 fail(f"{what} depends on the request", "Pass a list of the tensors as the table.")
@@ -434,12 +428,12 @@ class Recorder(TorchDispatchMode):
     def _launch(self, func: Any, recorded: Recorded, results: Results, generator: str) -> None:
         num = len(self._ledger.buffers)
         launch = self._ledger.operator(func, recorded, results, generator, self._scopes.of_launch())
-        if generator and self._ledger.generator(generator) >= num:  # one that the step was not given
+        if generator and self._ledger.generator(generator) >= num:  # not passed to the step
             self._varying.add(self._ledger.generator(generator))
         self._add_launch(launch)
 
     def _add_launch(self, launch: Launch) -> None:
-        """What is computed from a buffer that varies, varies."""
+        """Add a launch; results of varying buffers vary."""
         if any(a.read and a.buffer in self._varying for a in launch.accesses):
             self._varying.update(a.buffer for a in launch.accesses if a.write or a.atomic)
         self._ledger.launch(launch)
@@ -449,13 +443,13 @@ class Recorder(TorchDispatchMode):
         return self._ledger.arg(value, self._argument)
 
     def _argument(self, tensor: torch.Tensor) -> View:
-        """A tensor that was not declared is a constant: made from Python values, or held outside modules."""
+        """An undeclared tensor is a constant."""
         storage = tensor.untyped_storage()
         is_new = self._find(tensor) is None
         if is_new and storage._cdata in _earlier and not _earlier[storage._cdata].expired():
             fail(
-                "a tensor is used that an earlier call has left behind",
-                "Hand it over as an argument, or keep it in a buffer that is changed in place.",
+                "the step uses a tensor left by an earlier call",
+                "Pass it as an argument, or keep it in a buffer that is changed in place.",
             )
         if is_new:
             self._ledger.declare_constant(tensor)
@@ -477,10 +471,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 class Watch(TorchDispatchMode):
-    """Notes which known storages are touched, and saves each before its first write."""
+    """Notes which storages are touched, and saves each before its first write."""
 
     def __init__(self, known: dict[int, int], saves: bool = True, fixed: Collection[int] = ()) -> None:
-        """`known`: number of a storage by its key; `fixed`: numbers of those that no request decides."""
+        """`known`: storage numbers by key; `fixed`: numbers that no request decides."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._known, self._saves = known, saves
         self._varying: dict[int, StorageWeakRef | None] = {
@@ -490,7 +484,7 @@ class Watch(TorchDispatchMode):
         self.touched: set[int] = set()
         self.written: set[int] = set()
         self.saved: dict[int, torch.Tensor] = {}
-        # Names of the generators that the call draws from.
+        # Generators that the call draws from.
         self.generators: set[str] = set()
 
     def __torch_dispatch__(
@@ -525,7 +519,7 @@ class Watch(TorchDispatchMode):
         self._stack.__exit__(*error)
 
     def varies(self, value: Any) -> bool:
-        """True for a tensor or storage that is computed from the call's inputs."""
+        """True for a tensor or storage computed from the call's inputs."""
         if isinstance(value, torch.Tensor):
             return value.layout is torch.strided and storage_key(value) in self._varying
         return isinstance(value, torch.UntypedStorage) and value._cdata in self._varying
@@ -538,7 +532,6 @@ class Watch(TorchDispatchMode):
                 self._varying.setdefault(key, held)
 
     def own_launch(self, seen: OwnLaunch) -> None:
-        """A kernel that the program launches itself."""
         given = touched(seen)
         for tensor, writes in given:
             self._note(tensor, writes)

@@ -1,15 +1,13 @@
 """Random generators as state of a step.
 
 A launch that draws reads and writes the state of its device's default generator: a buffer "rng:cpu" or
-"rng:cuda:0", as `get_rng_state` returns it. So draws keep their order and give the same numbers on another
-device with the same state.
+"rng:cuda:0", as `get_rng_state` returns it. So draws keep their order and repeat on another device.
 
-A request starts with a generator seeded by the request's seed; a captured call with the state of the
-program's generator. `entered` puts such a state into torch's generator for one call and takes out the rest.
+A request starts with a generator seeded by its seed; a captured call with the program's generator state.
+`entered` installs such a state for one call.
 
-Refused with the line of the program: other generators, and a step that seeds or draws without an operator
-that says so (`Draws` compares states around every draw). A fake device has no generator: its state has a name
-and a size.
+Refused with the program's line: other generators, and steps that seed or draw without a declaring operator
+(`Draws` compares states around every draw). On a fake device the state is a name and a size.
 """
 
 import functools
@@ -26,12 +24,12 @@ from tessera.ir import GENERATOR
 
 Tensors = Mapping[str, torch.Tensor]
 
-# A CUDA generator's state is its seed and its offset.
+# A CUDA generator's state: seed and offset.
 CUDA_STATE_BYTES = 16
 
 
 def generator_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The generator that a call draws from, by its buffer's name; empty if it draws nothing."""
+    """Buffer name of the generator that a call draws from, or ""."""
     if not _may_draw(func):
         return ""
     if given(func, "dropout_p", args, kwargs) == 0.0:  # attention without dropout
@@ -56,26 +54,24 @@ def size_of(name: str) -> int:
 
 
 def state_now(name: str) -> torch.Tensor:
-    """A copy of the state that torch's generator of that name has."""
+    """Copy of the current state of torch's generator."""
     with no_dispatch():
         return _generator(name).get_state().clone()
 
 
 def set_state(name: str, state: torch.Tensor) -> None:
-    """Gives torch's generator of that name a state."""
     with no_dispatch():
         _generator(name).set_state(state.detach().reshape(-1).view(torch.uint8).cpu())
 
 
 def seeded_state(name: str, seed: int) -> torch.Tensor:
-    """The state of a new generator with this seed."""
     with no_dispatch():
         return torch.Generator(_device(name)).manual_seed(seed).get_state().clone()
 
 
 @contextmanager
 def entered(state: Tensors) -> Iterator[None]:
-    """Torch's generators have the states among `state`, which are changed in place as numbers are drawn."""
+    """While entered, torch's generators use the states in `state`, updated in place."""
     names = [name for name in state if name.startswith(GENERATOR) and not isinstance(state[name], FakeTensor)]
     before = {name: state_now(name) for name in names}
     for name in names:
@@ -90,18 +86,18 @@ def entered(state: Tensors) -> Iterator[None]:
 
 
 def forked() -> AbstractContextManager[None]:
-    """While entered, draws leave no trace in the program's generators."""
+    """While entered, draws do not affect the program's generators."""
     used = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     return torch.random.fork_rng(devices=list(used))
 
 
 def without_generators(state: Tensors) -> dict[str, torch.Tensor]:
-    """The state that the program itself knows of."""
+    """State without generator buffers."""
     return {name: tensor for name, tensor in state.items() if not name.startswith(GENERATOR)}
 
 
 class Draws:
-    """The generators a step has drawn from while it was recorded, and that nothing else has touched them."""
+    """Generators drawn from while recording; checks that nothing else changes them."""
 
     def __init__(self, is_fake: bool) -> None:
         self._is_fake = is_fake
@@ -119,7 +115,7 @@ class Draws:
             self._known[name] = state_now(name)
 
     def check(self) -> None:
-        """Raises if a generator is not as the recorded launches have left it."""
+        """Raise if a generator changed outside recorded launches."""
         for name in self._known:
             self._check(name)
 

@@ -1,13 +1,13 @@
-"""Workload: a step that can be called, with its inputs, state and outputs by name.
+"""Workload: a callable step with named inputs, state and outputs.
 
 A workload is built from a `Step` record alone, so a plan can be run from its file.
 
-`fresh` draws other values like those of an example:
-  floats     between its minimum and maximum; values that are not finite stay
+`fresh` draws new values like those of an example:
+  floats     between its minimum and maximum; non-finite values stay
   integers   likewise; sorted rows (positions, offsets, padding masks) stay sorted
   bools      true about as often, never always or never
-A tensor of one value gets values near it: 1 becomes 0.5 to 1.5, or 0 and 1 for integers, where a row keeps
-its first; `is_mild` leaves such integers alone.
+A constant tensor gets nearby values: 1 becomes 0.5 to 1.5, or 0 and 1 for integers, where a row keeps its
+first; `is_mild` keeps such integers.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from tessera.errors import TesseraError
 from tessera.ir import Step, Trace
 
 Tensors = Mapping[str, torch.Tensor]
-# What a program raises that is given values it cannot take.
+# Errors of a program given unsuitable values.
 UNFIT = (RuntimeError, LookupError, ValueError, TypeError, AssertionError, ArithmeticError)
 
 
@@ -31,19 +31,19 @@ UNFIT = (RuntimeError, LookupError, ValueError, TypeError, AssertionError, Arith
 class Workload:
     step: Step
     module: torch.nn.Module
-    # (inputs, state) -> outputs, all by name; mutates the state's tensors in place.
+    # (inputs, state) -> outputs, by name; changes state in place.
     call: Callable[[Tensors, Tensors], dict[str, torch.Tensor]]
-    # seed -> the inputs of one request.
+    # seed -> inputs of one request.
     make_inputs: Callable[[int], dict[str, torch.Tensor]]
-    # seed -> the state one request starts this step with.
+    # seed -> state of one request before this step.
     make_state: Callable[[int], dict[str, torch.Tensor]]
-    # (the request's first inputs, run, last outputs) -> inputs of a later run of this step.
+    # (first inputs, run, last outputs) -> inputs of a later run.
     follow: Callable[[Tensors, int, Tensors], dict[str, torch.Tensor]]
-    # Buffers of the module that the step writes: given as state, hence no weights.
+    # Module buffers that the step writes: state, not weights.
     state_buffers: frozenset[str] = frozenset()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The module's parameters and buffers by name; a tied weight once, by its first name."""
+        """Parameters and buffers by name; a tied weight once, by its first name."""
         held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         named = dict(part for name, tensor in held.items() for part in parts(name, tensor))
         for tensor in named.values():
@@ -62,11 +62,11 @@ class Workload:
         return (self.module, self.call)
 
     def changing(self) -> dict[str, torch.Tensor]:
-        """The program's own tensors that a request decides or changes."""
+        """The program's tensors that a request decides or changes."""
         return {n: t for n, t in self.module.named_buffers() if n in self.state_buffers}
 
     def request(self, seed: int, is_mild: bool = False) -> tuple[dict[str, torch.Tensor], ...]:
-        """Inputs and state of one request: fresh values where the maker gives its example to all."""
+        """Inputs and state of one request; fresh values if the maker always gives its example."""
         inputs, state = self.make_inputs(seed), self.make_state(seed)
         if seed and self.gives_example:
             return self.fresh(inputs, seed, is_mild), self.fresh(state, seed + 1, is_mild)
@@ -74,21 +74,21 @@ class Workload:
 
     @property
     def gives_example(self) -> bool:
-        """True if every request is given the same values."""
+        """True if every request has the same values."""
         first, other = (
             self.make_inputs(seed) or without_generators(self.make_state(seed)) for seed in (0, 1)
         )
         return all(torch.equal(first[name], other[name]) for name in first)
 
     def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
-        """Other values for some of the step's tensors; see `fresh`."""
+        """New values for some of the step's tensors."""
         given = without_generators(tensors)
         return {**tensors, **fresh(given, seed, is_mild)}
 
     def varied(self) -> "tuple[Self, str]":
-        """The workload whose requests all have values of their own; and where those come from.
+        """The workload with different values per request, and their origin.
 
-        A program that cannot take fresh values (it raises) is given milder ones, and else its example.
+        A program that raises on fresh values gets milder ones, then its example.
         """
         if not self.gives_example:
             return self, "drawn by the model's own maker of inputs"
@@ -110,12 +110,12 @@ class Workload:
         )
 
     def run(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        """The reference run, which results of plans are compared with."""
+        """Reference run that plans are compared with."""
         with torch.no_grad(), entered(state), own_launches():
             return self.call(inputs, without_generators(state))
 
     def drawing(self, trace: Trace) -> Self:
-        """The workload whose state holds the generators that its trace draws from; see `rng`."""
+        """The workload with its trace's generators in the state; see `rng`."""
         names = [b.name for b in trace.buffers if b.is_generator]
         if not names or set(names) <= set(self.make_state(0)):
             return self
@@ -127,7 +127,7 @@ class Workload:
 
 
 def on_device(workload: Workload, device: str) -> Workload:
-    """The same step with weights, inputs and state on a device. Moves the workload's own module."""
+    """The step with weights, inputs and state on a device; moves the module itself."""
     workload.module.to(device)
 
     def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -141,7 +141,7 @@ def on_device(workload: Workload, device: str) -> Workload:
 
 
 def fresh(example: Mapping[str, torch.Tensor], seed: int, is_mild: bool = False) -> dict[str, torch.Tensor]:
-    """New tensors of the example's shapes and types; the same seed gives the same values."""
+    """New tensors with the example's shapes and types, determined by the seed."""
     return {
         name: fresh_tensor(tensor, seed * 1_000 + place, is_mild)
         for place, (name, tensor) in enumerate(example.items())
@@ -149,7 +149,6 @@ def fresh(example: Mapping[str, torch.Tensor], seed: int, is_mild: bool = False)
 
 
 def fresh_tensor(example: torch.Tensor, seed: int, is_mild: bool = False) -> torch.Tensor:
-    """Other values for one tensor, where there can be any."""
     random = torch.Generator().manual_seed(seed)
     if example.is_complex():
         parts = torch.view_as_real(example.cpu())

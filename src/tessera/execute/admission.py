@@ -1,24 +1,22 @@
-"""Admission: which request is served next, by which microbatch, and whose step goes first.
+"""Admission: which request is served next, by which microbatch, and which step goes first.
 
-A step costs about the same however many of a microbatch's rows have a request, so requests are packed. But a
-policy needs some number of microbatches at work, its width, to keep its devices busy; up to the width
-requests are spread evenly. Each microbatch beyond it slows the others by what the plan says, so one more is
-opened only when enough requests wait, and it takes only requests for which the earlier ones have no place.
-So it empties and closes when the load falls. Opening too soon is costly: with more microbatches every
-request stays longer, so the extra one does not empty again.
+A step costs about the same however many rows of a microbatch are in use, so requests are packed. A policy
+needs some number of microbatches, its width, to keep its devices busy; up to the width, requests are spread
+evenly. Each microbatch beyond it slows the others as the plan says, so one more is opened only when enough
+requests wait, and it takes only requests for which the earlier ones have no place. It therefore empties and
+closes when the load falls.
 
-A microbatch without requests may stay open, idle, for what it holds. It counts as closed, but is taken before
-a new one is opened. A request that can start from what a microbatch holds goes there rather than to an
-emptier one, as long as that has as many free places as it is fuller.
+An idle microbatch may stay open for what it holds. It counts as closed, but is reused before a new one is
+opened. A request that can start from what a microbatch holds goes there rather than to an emptier one, if the
+free places outweigh the difference.
 
-After a switch of policy the old microbatches are renewed: the emptiest takes no more requests and is reopened
-when its last request has left; then the next, as long as the others have places for all who wait.
+After a switch of policy, old microbatches are renewed one by one, the emptiest first: it takes no more
+requests and is reopened when its last request has left.
 
-Turns: a step should end within PATIENCE times what it takes alone. Past that, shorter steps of other
-microbatches that share a device with it are not started until it has ended; otherwise decode steps of a busy
-microbatch could delay a prompt for ever. A held-back step waits only for steps already late when it was held;
-this rules out starvation. Running steps are never stopped. Alone, a step takes what the plan's costs say for
-its busiest device, or the least time seen if that is more.
+Turns: a step should end within PATIENCE times its time alone. Past that, shorter steps of other microbatches
+on the same devices are not started until it has ended; otherwise decode steps could delay a prompt for ever.
+A held-back step waits only for steps already late when it was held; this rules out starvation. Running steps
+are never stopped. The time alone is the plan's cost of the busiest device, or the least time seen if larger.
 
 Imports no torch.
 """
@@ -35,31 +33,26 @@ from tessera.errors import ServiceBusy
 from tessera.execute.lanes import LoadedLane
 from tessera.ir import Plan
 
-# Share of the best simulated rate that is as good as the best.
+# Share of the best simulated rate that counts as the best.
 ENOUGH = 0.95
 # Waiting requests per seated request that would take twice as long, before a microbatch beyond the width is
-# opened. On an 8B model half of it opens too soon (72 ms a token instead of 51, at 0.95 of capacity), and
-# twice as much makes requests wait too long.
+# opened. On an 8B model half of it gives 72 ms a token instead of 51 at 0.95 of capacity; twice as much makes
+# requests wait too long.
 PER_SEATED = 0.4
 
 
 class Occupancy(Protocol):
     @property
-    def num_used(self) -> int:
-        """Requests in it."""
+    def num_used(self) -> int: ...
 
     @property
-    def num_free(self) -> int:
-        """Free places."""
+    def num_free(self) -> int: ...
 
     @property
-    def takes(self) -> bool:
-        """True if a request can begin now."""
+    def takes(self) -> bool: ...
 
 
 class OpenPlace(Protocol):
-    """An open microbatch."""
-
     # Breaks ties.
     number: int
     # True if it must be reopened: the policy or the plans have changed.
@@ -68,8 +61,7 @@ class OpenPlace(Protocol):
     is_idle: bool
 
     @property
-    def content(self) -> Occupancy:
-        """Its requests."""
+    def content(self) -> Occupancy: ...
 
 
 P = TypeVar("P", bound=OpenPlace)
@@ -96,9 +88,9 @@ def slowdown_of(plan: Plan) -> Callable[[int], float]:
 
 
 def _taking(places: Sequence[P], num_waiting: int) -> list[P]:
-    """All but the old ones to renew now: the emptiest, and more while the rest has places for all."""
+    """Microbatches that take requests: all but the old ones to renew now."""
     old = sorted((p for p in places if p.is_old), key=lambda p: (p.content.num_used, p.number))
-    taking = [p for p in places if not p.is_old] + old[::-1]  # the fullest of the old come first
+    taking = [p for p in places if not p.is_old] + old[::-1]  # fullest first
     for index in range(len(old)):
         if index and sum(p.content.num_free for p in taking[:-1]) <= num_waiting:
             break
@@ -120,9 +112,9 @@ def choose(
     slowdown: Callable[[int], float],
     overlap: Callable[[P], int] = lambda place: 0,
 ) -> P | bool:
-    """The open microbatch that takes the next request; True: one must be opened for it; False: it waits.
+    """The open microbatch for the next request; True: open one for it; False: it waits.
 
-    `places` in order of opening; the next request counts as waiting. `overlap`: how much of the request a
+    `places` in order of opening; the next request counts as waiting. `overlap`: tokens of the request that a
     microbatch already holds.
     """
     idle = [place for place in places if place.is_idle]
@@ -161,14 +153,14 @@ T = TypeVar("T")
 class FairQueue(Generic[T]):
     """Waiting requests: clients take turns, each client's requests in order. Thread-safe.
 
-    Requests that lost their device go first, in order of return, and do not count against the limit. An item
-    is queued at most once.
+    Requests that lost their device go first and do not count against the limit. An item is queued at most
+    once.
     """
 
     def __init__(self, max_waiting: int | None = None) -> None:
         self._max_waiting = max_waiting
         self._returned: deque[T] = deque()
-        # In the order of turns: the first client's first item is next.
+        # First client's first item is next.
         self._by_client: dict[str, deque[T]] = {}
         self._num = 0
         self._lock = threading.Lock()
@@ -182,7 +174,7 @@ class FairQueue(Generic[T]):
         return iter(items)
 
     def push(self, client: str, item: T) -> None:
-        """Appends a request; raises ServiceBusy when too many wait."""
+        """Raises ServiceBusy when too many wait."""
         with self._lock:
             if self._max_waiting is not None and self._num >= self._max_waiting:
                 raise ServiceBusy(f"{self._num} requests are already waiting", "Try again later.")
@@ -200,7 +192,6 @@ class FairQueue(Generic[T]):
             return items[0] if items else None
 
     def pop(self) -> T | None:
-        """The next request; its client goes to the end of the turns."""
         with self._lock:
             if self._returned:
                 return self._returned.popleft()
@@ -215,7 +206,6 @@ class FairQueue(Generic[T]):
             return item
 
     def remove(self, client: str, item: T) -> bool:
-        """Removes a request; False if it is not queued."""
         with self._lock:
             if item in self._returned:
                 self._returned.remove(item)
@@ -250,7 +240,6 @@ class StepCost:
 
 
 def costs_of(lane: LoadedLane) -> tuple[StepCost, ...]:
-    """Costs of every step of a lane."""
     names, found = lane.plan.cluster.names, []
     places = lane.lane.placement.devices
     # Without prices no step counts as late.

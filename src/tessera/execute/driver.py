@@ -1,8 +1,8 @@
 """The CUDA driver by ctypes, for what torch does not offer.
 
-Private streams: torch reuses streams from a small pool, but streams that own memory (library workspaces
-belong to a stream) must be distinct. Green contexts. Memory that another process can open. Writes to memory
-and waits for values, on a stream, also during a graph capture.
+Private streams (torch reuses streams from a small pool, but library workspaces belong to a stream), green
+contexts, memory that another process can open, and writes and waits for values on a stream, also during a
+graph capture.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _WAIT_32, _WRITE_32, _WAIT_64, _WRITE_64 = 1, 2, 4, 5  # CUstreamBatchMemOpType
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 IPC_HANDLE_BYTES = 64
-# SMs of a group where the driver does not say: right on every architecture, the smallest on Hopper.
+# SMs per group where the driver does not say: valid on every architecture, the smallest on Hopper.
 _LEAST_GROUP = 8
 
 
@@ -35,7 +35,7 @@ class _Words(ctypes.Union):
 
 
 class SmResource(ctypes.Structure):
-    """CUdevResource: 144 bytes since CUDA 12.4, which arrays of them depend on."""
+    """CUdevResource: 144 bytes since CUDA 12.4."""
 
     _fields_ = (("kind", ctypes.c_uint), ("padding", ctypes.c_ubyte * 92), ("words", _Words))
 
@@ -62,7 +62,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 def ask(name: str, *args: Any) -> None:
-    """Calls a driver function; anything but success is an error that names it."""
+    """Calls a driver function; raises an error that names it unless it succeeds."""
     try:
         function = getattr(driver(), name)
     except AttributeError as error:
@@ -78,7 +78,6 @@ def ask(name: str, *args: Any) -> None:
 
 
 def has(name: str) -> bool:
-    """True if the driver knows a function; False without a driver."""
     try:
         return hasattr(driver(), name)
     except WorkerError:
@@ -86,20 +85,20 @@ def has(name: str) -> bool:
 
 
 def card(ordinal: int) -> torch.device:
-    """A GPU as torch names it: the one place that names it, so that a test can stand something else in."""
+    """A GPU as torch names it; one place, so that a test can replace it."""
     return torch.device("cuda", ordinal)
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Zeros in memory of the host that GPUs reach."""
+    """Zeroed host memory that GPUs can access."""
     return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
 
 
 def new_stream(ordinal: int, priority: int = 0) -> torch.cuda.Stream:
-    """A stream on a GPU that nobody else is given; it lives as long as the process."""
+    """A private stream on a GPU; it lives as long as the process."""
     handle = ctypes.c_void_p()
     with torch.cuda.device(ordinal):
-        torch.cuda.current_stream().synchronize()  # makes sure that there is a context
+        torch.cuda.current_stream().synchronize()  # creates the context
         ask("cuStreamCreateWithPriority", ctypes.byref(handle), NON_BLOCKING, priority)
     return torch.cuda.ExternalStream(handle.value, device=ordinal)
 
@@ -120,10 +119,7 @@ def all_sms(ordinal: int) -> SmResource:
 
 
 def split_sms(whole: SmResource) -> tuple[list[SmResource], SmResource]:
-    """(groups of SMs as small as the driver makes them, the SMs that fill no group).
-
-    All in one call: the driver does not split again what came out of a split.
-    """
+    """(smallest groups of SMs, remaining SMs), in one call: the driver cannot split a split."""
     least, num, rest = whole.words.sm.least or _LEAST_GROUP, ctypes.c_uint(0), SmResource()
     split = "cuDevSmResourceSplitByCount"
     ask(split, None, ctypes.byref(num), ctypes.byref(whole), None, 0, least)
@@ -133,7 +129,7 @@ def split_sms(whole: SmResource) -> tuple[list[SmResource], SmResource]:
 
 
 def green_context(ordinal: int, resources: Sequence[SmResource]) -> ctypes.c_void_p:
-    """A context whose streams run on these SMs only; they must come out of one split."""
+    """A context whose streams run on these SMs only; they must come from one split."""
     description, context = ctypes.c_void_p(), ctypes.c_void_p()
     together = (SmResource * len(resources))(*resources)
     ask("cuDevResourceGenerateDesc", ctypes.byref(description), together, len(resources))
@@ -148,29 +144,29 @@ def green_stream(ordinal: int, context: ctypes.c_void_p, priority: int = 0) -> t
 
 
 def _device(ordinal: int) -> ctypes.c_int:
-    """The driver's handle of torch's GPU number `ordinal`; both count the visible ones."""
+    """Driver handle of torch's GPU `ordinal`; both count the visible GPUs."""
     torch.cuda.init()
     device = ctypes.c_int()
     ask("cuDeviceGet", ctypes.byref(device), ordinal)
     return device
 
 
-# Memory and flags -----------------------------------------------------------------------------------
+# Memory and flags.
 
 
 @dataclass(frozen=True, slots=True)
 class MemOp:
-    """A word that a stream writes, or waits for."""
+    """A word that a stream writes or waits for."""
 
     address: int
     value: int
     is_wait: bool = False
-    # A word has 4 bytes, or 8.
+    # Size of the word: 4 or 8 bytes.
     is_long: bool = False
 
 
 def mem_ops(stream: int, ops: Sequence[MemOp]) -> None:
-    """On a stream, one after the other: writes, and waits until a word has its value."""
+    """Issues writes and waits on a stream, in order."""
     found = []
     for x in ops:
         wait, write = (_WAIT_64, _WRITE_64) if x.is_long else (_WAIT_32, _WRITE_32)
@@ -182,13 +178,13 @@ def mem_ops(stream: int, ops: Sequence[MemOp]) -> None:
 
 
 def copy(stream: int, target: int, source: int, num_bytes: int) -> None:
-    """On a stream: bytes from one address to another, of this GPU, another one or pinned memory."""
+    """Copies bytes on a stream, between GPUs or pinned memory."""
     ends = (ctypes.c_uint64(target), ctypes.c_uint64(source))
     ask("cuMemcpyAsync", *ends, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
 
 
 class IpcMemory:
-    """Memory of a GPU, zeros at first, that other processes of this machine can open by its handle."""
+    """Zeroed GPU memory that other processes of this machine can open by its handle."""
 
     def __init__(self, ordinal: int, num_bytes: int) -> None:
         self.num_bytes = max(num_bytes, 1)
@@ -203,12 +199,12 @@ class IpcMemory:
         self.handle = bytes(handle)
 
     def close(self) -> None:
-        """Frees it; whoever has opened it must have closed it."""
+        """Frees the memory; other processes must have closed it."""
         ask("cuMemFree_v2", ctypes.c_uint64(self.address))
 
 
 def open_shared(ordinal: int, handle: bytes) -> int:
-    """The address, for work on one of this process's GPUs, of memory that another process shares."""
+    """Address in this process of memory that another process shares."""
     pointer = ctypes.c_uint64()
     with torch.cuda.device(ordinal):
         torch.cuda.current_stream().synchronize()
@@ -222,7 +218,7 @@ def close_shared(address: int) -> None:
 
 
 class _Bytes:
-    """Memory at an address, as torch takes it over without copying."""
+    """Memory at an address, in the form that torch wraps without copying."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -231,5 +227,5 @@ class _Bytes:
 
 
 def bytes_at(address: int, num_bytes: int, ordinal: int) -> torch.Tensor:
-    """A GPU's memory at an address as a flat tensor; whoever has allocated it keeps it alive."""
+    """GPU memory at an address as a flat tensor; the allocator keeps it alive."""
     return torch.as_tensor(_Bytes(address, num_bytes), device=card(ordinal))

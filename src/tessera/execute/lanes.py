@@ -1,11 +1,10 @@
-"""Lanes: the lanes of all loaded plans, and which one the next microbatch takes.
+"""Lanes of all loaded plans, and which one the next microbatch takes.
 
-One rule for services, runs and simulations: the lane furthest below its share of the open microbatches,
-counting the new one; the first of equals. A plan's lane table gives the shares (entry i is the lane of
-microbatch i), else the lanes' rates. With all microbatches open each keeps its lane from request to request.
+Rule: the lane furthest below its share of the open microbatches, counting the new one; the first of equals. A
+plan's lane table gives the shares (entry i is the lane of microbatch i), else the lanes' rates.
 
-Lanes of all plans ever loaded are numbered consecutively, so that a microbatch can finish on a lane of a plan
-that was replaced. Imports no torch.
+Lanes of all plans ever loaded are numbered consecutively, so that a microbatch can finish on a lane of a
+replaced plan. Imports no torch.
 """
 
 from collections import Counter
@@ -18,8 +17,6 @@ from tessera.ir import Lane, Plan
 
 
 class LaneShares:
-    """The rule, over lanes counted from 0."""
-
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares = shares
         self.open = [0] * len(shares)
@@ -35,7 +32,7 @@ class LaneShares:
 
 
 def shares_of(lanes: Sequence[Lane], table: Sequence[int] = ()) -> list[float]:
-    """Of the open microbatches, how many each lane should have: by a plan's lane table, or by rates."""
+    """Share of the open microbatches per lane, by the plan's lane table or by rates."""
     if not table:
         return [lane.rate_per_s for lane in lanes]
     counts = Counter(table)
@@ -44,15 +41,13 @@ def shares_of(lanes: Sequence[Lane], table: Sequence[int] = ()) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class LoadedLane:
-    """One lane of a plan that is, or was, loaded."""
-
-    # Among the lanes of all plans that were ever loaded.
+    # Number among the lanes of all plans ever loaded.
     number: int
     plan: Plan
-    # The plan's number when it was loaded, and the lane's within the plan.
+    # Number of the plan, and of the lane within it.
     policy: int
     index: int
-    # Names of the devices that take part in any of its steps.
+    # Devices of any of its steps.
     devices: frozenset[str]
 
     @property
@@ -61,18 +56,18 @@ class LoadedLane:
 
 
 class Lanes:
-    """The lanes of the plans that are loaded, and which of them can be followed now."""
+    """Lanes of the loaded plans, and which are usable now."""
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         self.all: list[LoadedLane] = []
-        # Devices that cannot be used now.
+        # Lost devices.
         self.lost: set[str] = set()
-        # Of each plan that is loaded: its first lane's number, and who is on its lanes.
+        # Per loaded plan: number of its first lane, and its shares.
         self._tables: list[tuple[int, LaneShares]] = []
         self.load(plans)
 
     def load(self, plans: Sequence[Plan]) -> tuple[LoadedLane, ...]:
-        """Takes up plans in place of those before; gives the new lanes."""
+        """Replaces the loaded plans; returns the new lanes."""
         check_alike([*([self.all[0].plan] if self.all else []), *plans])
         first = len(self.all)
         self._tables = []
@@ -84,13 +79,13 @@ class Lanes:
         return tuple(self.all[first:])
 
     def open(self, policy: int | None = None) -> list[LoadedLane]:
-        """Loaded lanes that avoid every lost device, of one policy or of all."""
+        """Loaded lanes without a lost device, of one policy or of all."""
         tables = self._tables if policy is None else self._tables[policy : policy + 1]
         found = [self.all[first + i] for first, table in tables for i in range(len(table.open))]
         return [lane for lane in found if not lane.devices & self.lost]
 
     def take(self, policy: int) -> LoadedLane | None:
-        """A lane for one microbatch under a policy; of another where it has none; None: there is none."""
+        """A lane for one microbatch: of the policy, else of another; None: none is usable."""
         for wanted in (policy, *(p for p in range(len(self._tables)) if p != policy)):
             first, table = self._tables[wanted]
             allowed = [lane.index for lane in self.open(wanted)]
@@ -99,14 +94,14 @@ class Lanes:
         return None
 
     def give_back(self, number: int) -> None:
-        """A microbatch has left its lane; of a plan that was replaced, nobody counts."""
+        """A microbatch has left its lane; lanes of replaced plans are not counted."""
         for first, table in self._tables:
             if 0 <= number - first < len(table.open):
                 table.give_back(number - first)
 
 
 def devices_of(plan: Plan, index: int) -> frozenset[str]:
-    """Names of the devices that a lane needs: for launches, for state, and for outputs."""
+    """Devices that a lane needs for launches, state or outputs."""
     lane, names = plan.lanes[index], plan.cluster.names
     found: set[int] = set()
     for graph, place in zip(plan.unit_of(lane).graphs, lane.placement.devices, strict=True):
@@ -116,7 +111,7 @@ def devices_of(plan: Plan, index: int) -> frozenset[str]:
 
 
 def check_alike(plans: Sequence[Plan]) -> None:
-    """Plans that are loaded together are for the same steps on the same devices."""
+    """Raises unless plans are for the same steps on the same devices."""
     first = plans[0]
     for plan in plans[1:]:
         same = [g.trace.digest for g in plan.graphs] == [g.trace.digest for g in first.graphs]

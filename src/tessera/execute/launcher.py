@@ -1,15 +1,14 @@
 """Launcher: runs the launches of a trace on the memory of one device.
 
-Arguments are prepared once per launch. The result of an operator must have the layout that was recorded,
-since later launches read it by offset and stride; anything else is an error.
+Arguments are prepared once per launch. A result must have the recorded layout, since later launches read it
+by offset and stride; anything else is an error.
 
-A worker runs the same launches on the same memory many times, so a launch is bound to the places of its
-buffers after its first run (`bind`). An operator with one result and an `out` variant of the same signature
-writes its result in place; results of others are copied. Not bound: launches that draw random numbers,
-kernels with PTX, and launches with a buffer that has no fixed place.
+After its first run a launch is bound to the places of its buffers (`bind`). An operator with one result and
+an `out` variant of the same signature writes its result in place; other results are copied. Not bound:
+launches that draw random numbers, kernels with PTX, and launches with a buffer that has no fixed place.
 
-A launch that draws random numbers runs with the device's default generator set to the contents of the
-generator's buffer (`drawing`), which is then updated. So a draw depends on its buffer alone.
+A launch that draws random numbers runs with the device's default generator set from the generator's buffer
+(`drawing`), which is then updated, so a draw depends on its buffer alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ class Launcher:
         kernels: Mapping[int, Launchable] | None = None,
         sets_generators: bool = True,
     ) -> None:
-        """`kernels`: compiled objects by kernel, valid on this device; the PTX of others is loaded.
+        """`kernels`: compiled objects by kernel, valid on this device; others are loaded from PTX.
 
         `sets_generators`: set generators from their buffers before draws; else the caller does.
         """
@@ -125,7 +124,7 @@ class Launcher:
         if isinstance(arg, tuple):
             items = [self._maker(item) for item in arg]
             return lambda memory: [item(memory) for item in items]
-        if isinstance(arg, Symbol):  # the recorded device stands for the one that runs the launch
+        if isinstance(arg, Symbol):  # the recorded device stands for the current one
             constant = self._device if arg.kind == "device" else getattr(torch, arg.name)
             return lambda memory: constant
         return lambda memory: arg
@@ -145,7 +144,6 @@ class Launcher:
 
 
 def find_operator(name: str) -> Any:
-    """The operator overload of that name in this torch."""
     namespace, operator, overload = name.split(".")
     if namespace == "tessera":
         import_module("tessera.kernels.paged")  # registers it

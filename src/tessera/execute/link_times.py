@@ -1,8 +1,7 @@
 """Transfer times between two devices over a transport, from plans run on their workers.
 
 A chain of launches runs once on one device and once alternating between the two; the difference, divided by
-the crossings, is the time of one transfer as a plan would pay it. The chain starts from one number, so its
-input costs nothing. Two chains at once load both directions. Both directions are averaged.
+the crossings, is the time of one transfer. Two chains at once load both directions, which are averaged.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,12 +35,12 @@ from tessera.ir import (
     WorkUnit,
 )
 
-# Lanes of the microbatches: two have the chain whole on one device, two divided.
+# Lanes of the microbatches: two run the chain on one device, two alternate.
 WHOLE_OR_NOT = (0, 0, 1, 1)
 LAUNCHES = 16
 CROSSINGS = LAUNCHES - 1
 WARMUPS = 2
-# Bytes moved for each size, within these numbers of repeats.
+# Bytes moved per size, within these numbers of repeats.
 BYTES_PER_SIZE, MIN_REPEATS, MAX_REPEATS = 512 << 20, 5, 25
 TIMEOUT_S = 60.0
 LEAST_US = 0.1
@@ -56,8 +55,8 @@ class TransferTimes:
 def time_transfers(
     a: Device, b: Device, transport: str, sizes: Sequence[int], build_graph: Callable[[Trace], Graph]
 ) -> TransferTimes:
-    """Starts a worker for each device and times transfers of these sizes, which are multiples of four."""
-    a, b = (replace(device, is_dilated=False) for device in (a, b))  # a link is what it is
+    """Starts a worker per device and times transfers of these sizes (multiples of four)."""
+    a, b = (replace(device, is_dilated=False) for device in (a, b))  # the real link is measured
     graphs = tuple(build_graph(chain(size)) for size in sizes)
     turns = tuple(n % 2 for n in range(LAUNCHES))
     lanes = [Lane(Placement((place,) * len(sizes)), 1.0) for place in ((0,) * LAUNCHES, turns)]
@@ -90,7 +89,7 @@ def time_transfers(
 
 
 def _crossing_us(stepper: WorkerStepper, step: int, repeats: int, num: int) -> float:
-    """One crossing with so many chains at once; whole and divided take turns, for machines have moods."""
+    """Time of one crossing with `num` chains at once; whole and split chains alternate to cancel drift."""
     whole, divided = WHOLE_OR_NOT.index(0), WHOLE_OR_NOT.index(1)
     pairs = [
         [_step_s(stepper, step, first, num) for first in (whole, divided)] for _ in range(WARMUPS + repeats)
@@ -100,7 +99,7 @@ def _crossing_us(stepper: WorkerStepper, step: int, repeats: int, num: int) -> f
 
 
 def _step_s(stepper: WorkerStepper, step: int, first: int, num: int) -> float:
-    """One step of each of so many microbatches at once, from the first start to the last end."""
+    """Time of one step of each of these microbatches at once."""
     began_s = stepper.now_s()
     for microbatch in range(first, first + num):
         stepper.start(StepCall(microbatch, step, {"x": torch.ones(1)}, skips=("y",)))
@@ -112,7 +111,7 @@ def _step_s(stepper: WorkerStepper, step: int, first: int, num: int) -> float:
 
 
 def chain(num_bytes: int) -> Trace:
-    """x -> -x -> x ..., each from the one before; the first repeats one number."""
+    """x -> -x -> x ..., each from the previous; the first repeats one number."""
     kinds = [BufferKind.INPUT, *[BufferKind.TEMPORARY] * (LAUNCHES - 1), BufferKind.OUTPUT]
     names = ["x", *(f"t{n}" for n in range(1, LAUNCHES)), "y"]
     sizes = [4, *[num_bytes] * LAUNCHES]

@@ -1,22 +1,21 @@
 """Lowering: a plan becomes programs, one instruction list per device.
 
-Each lane becomes a list of programs in the order a request runs them: every step once with its count, and
-between two steps whose state lives on different devices a program that only moves the state.
-Within a program every device keeps trace order; `ir.plan` says why that cannot deadlock.
+Each lane becomes a list of programs in running order: every step once with its count, and between two steps
+whose state lives on different devices a program that only moves the state. Within a program every device
+keeps trace order; `ir.plan` says why that cannot deadlock.
 
-`StepLowering` decides which values cross between devices and where they are sent and received. Programs of
-workers (`lower`) and scripts of the simulator (`simulate.columns`) both come from its `LoweredRun`, so the
-simulator times what workers run. Its cost grows with the transfers, not with the launches: the planner lowers
-thousands of placements.
+`StepLowering` decides which values cross between devices, and where. Programs of workers (`lower`) and
+scripts of the simulator (`simulate.columns`) both come from its `LoweredRun`, so the simulator times what
+workers run. Its cost grows with the transfers, not the launches: the planner lowers thousands of placements.
 
 `check_programs` proves a program right before it runs. The rules, beyond those of `ir.verify`:
   - every launch of the step runs once, on one device
-  - the lists come to an end: no circular wait
-  - every launch and every transfer finds the version it needs on its device
+  - the lists end: no circular wait
+  - every launch and transfer finds the version it needs on its device
   - nothing is used after it is freed
-  - every output and state is present, in its last version, when the step ends
-One order of the instructions stands for all: a device's list runs in order, a send takes its bytes and a
-receive puts them down, so what a device holds at a position of its list does not depend on timing.
+  - every output and state is present, in its last version, at the end of the step
+One order of the instructions stands for all: a device's list runs in order and transfers copy, so what a
+device holds at a position of its list does not depend on timing.
 """
 
 from collections import defaultdict, deque
@@ -58,7 +57,7 @@ StateLaunches = tuple[tuple[int, int | None], ...]
 
 @dataclass(frozen=True, slots=True)
 class LoweredRun:
-    """The transfers of one run of a step, or of a move of state, and their points among the launches."""
+    """Transfers of one run of a step, or of a move of state, and their points among the launches."""
 
     transfers: tuple[Transfer, ...]
     # points[device], in the order of its list
@@ -66,7 +65,7 @@ class LoweredRun:
 
 
 class StepLowering:
-    """Lowers one step for any placement; what no placement changes is prepared once."""
+    """Lowers one step for any placement; shared data is prepared once."""
 
     def __init__(self, graph: Graph, num_devices: int) -> None:
         self.graph, self._num_devices = graph, num_devices
@@ -129,8 +128,6 @@ def _state_launches(trace: Trace) -> StateLaunches:
 
 
 class UnitLowering:
-    """Lowers the steps of one work unit for any placement."""
-
     def __init__(self, unit: WorkUnit, num_devices: int) -> None:
         self.steps = [StepLowering(graph, num_devices) for graph in unit.graphs]
 
@@ -146,7 +143,7 @@ class UnitLowering:
                 name, size = buffers[buffer].name, buffers[buffer].size_bytes
                 before, held, src, held_bytes = last.get(name, (step, buffer, device, size))
                 if src != device:
-                    # A prefill of some of the rows leaves their part of the state.
+                    # A prefill of some rows leaves their part of the state.
                     moves[before].append(Transfer(GIVEN, held, 0, min(size, held_bytes), src, device))
                 last[name] = (step, buffer, device, size)
             found.append(sorted(moves.items(), reverse=True))
@@ -196,7 +193,7 @@ def _columns(
 
 
 def _frees(graph: Graph, place: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(device, launch, buffer): the device needs the buffer no more once the launch has run and sent."""
+    """(device, launch, buffer): the buffer is unused on the device after the launch and its sends."""
     temporary = set(graph.trace.buffers_of(BufferKind.TEMPORARY))
     last: dict[tuple[int, int], int] = {}  # (device, buffer) -> last launch that touches it there
     for launch, device in enumerate(place):
@@ -211,7 +208,7 @@ def _weights(trace: Trace, place: Sequence[int], num_devices: int) -> tuple[tupl
     held: list[set[int]] = [set() for _ in range(num_devices)]
     for launch, device in zip(trace.launches, place, strict=True):
         held[device] |= weights.intersection(access.buffer for access in launch.accesses)
-    # A weight that is returned as it is comes from the first device.
+    # A weight returned unchanged comes from the first device.
     held[0] |= weights.intersection(view.buffer for _, view in trace.outputs)
     return tuple(tuple(sorted(h)) for h in held)
 
@@ -237,7 +234,7 @@ def outputs_of(graph: Graph, place: Sequence[int]) -> tuple[tuple[str, int], ...
 
 
 def check_programs(plan: Plan, programs: Sequence[Program]) -> None:
-    """Raises RuleBroken with the first rule that a program of a lane breaks, and where."""
+    """Raises RuleBroken with the first broken rule, and where."""
     for program in programs:
         verify(program)
         _Checker(plan, program).check()

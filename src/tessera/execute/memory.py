@@ -6,19 +6,14 @@ The footprint is computed before anything is allocated:
     one microbatch = its lane's state there + the peak of inputs, received values, temporaries and outputs
                      of a program there, each counted until its `Free`
 
-A GPU's memory pool holds this and the planner counts it, in multiples of `ALIGN`. A CPU worker may take
-somewhat more: freed memory there serves buffers of the same size only. Weights of several plans over one
-model are counted once by name, constants once per step. Not counted: scratch memory inside a launch, and the
-shared memory of transfers (`landing`).
+It counts multiples of `ALIGN`. A CPU worker may take somewhat more: freed memory serves buffers of the same
+size only. Weights of several plans over one model are counted once by name, constants once per step. Not
+counted: scratch memory inside a launch, and the shared memory of transfers (`landing`).
 
 `Memory` is what a launcher runs on. `PlacedMemory` gives every buffer a fixed place, so that launches can be
-bound to it; results that operators allocate are copied there.
-
-`ProgramMemory` is one program in one microbatch on one device, made once and used by every run.
+bound to it. `ProgramMemory` is one program in one microbatch on one device, reused by every run.
 `WorkerMemory` is the memory under all of them: weights once; per microbatch its state by name, and one pool
-for everything else, since it runs one program at a time. A program takes its places from the pool at first
-use and keeps them. A device's list runs in order, a send has taken its bytes when it returns, and arriving
-bytes wait in the transport, so no one waits for memory.
+for everything else, since it runs one program at a time.
 """
 
 from collections import defaultdict
@@ -34,7 +29,7 @@ from tessera.ir import Buffer, BufferKind, Free, Instruction, Plan, Program, Rec
 
 # programs[lane][index]
 Programs = Sequence[Sequence[Program]]
-# What is there before a step starts.
+# Buffers present before a step starts.
 GIVEN = (BufferKind.INPUT, BufferKind.STATE)
 # Torch's own alignment.
 ALIGN = 64
@@ -45,14 +40,14 @@ REMEDY = "Give every tensor in the shape that was captured, or capture the trace
 class Footprint:
     device: str
     weight_bytes: int
-    # Of the hungriest lane, and of all microbatches together, each on its lane.
+    # Bytes of the largest lane, and of all microbatches together.
     microbatch_bytes: int
     microbatches: int
     held_bytes: int
 
     @property
     def peak_bytes(self) -> int:
-        """All of it, with every microbatch in use."""
+        """Total with every microbatch in use."""
         return self.weight_bytes + self.held_bytes
 
 
@@ -65,7 +60,7 @@ def ready_programs(plan: Plan) -> tuple[tuple[Program, ...], ...]:
 
 
 def footprints(plans: Sequence[Plan], programs: Sequence[Programs]) -> tuple[Footprint, ...]:
-    """One a device, for plans that are loaded together."""
+    """Footprint per device of plans that are loaded together."""
     microbatches = max(plan.microbatches for plan in plans)
     found = []
     for index, device in enumerate(plans[0].cluster.devices):
@@ -79,17 +74,17 @@ def footprints(plans: Sequence[Plan], programs: Sequence[Programs]) -> tuple[Foo
         most = max(max(lanes) for lanes in each)
         table = plans[0].lane_table
         held = microbatches * most
-        if len(plans) == 1 and table:  # else any microbatch may come to follow the hungriest lane of all
+        if len(plans) == 1 and table:  # any microbatch may use the largest lane
             held = sum(each[0][table[microbatch % len(table)]] for microbatch in range(microbatches))
         found.append(Footprint(device.name, sum(weights.values()), most, microbatches, held))
     return tuple(found)
 
 
 def touched(trace: Trace, program: Program, device: int) -> Iterator[tuple[int, bool]]:
-    """(buffer, True) where a device's list first needs it, (buffer, False) where it needs it no more.
+    """(buffer, True) where a device's list first needs it, (buffer, False) after its last use.
 
-    Inputs and state are needed from the start on. Without the weights, but for empty ones: nobody sends an
-    empty buffer, and everybody may name it.
+    Inputs and state are needed from the start. Weights are left out, except empty ones: they are never sent,
+    but any launch may name them.
     """
     column, named = program.instructions[device], named_on(trace, program, device)
     seen = set(trace.buffers_of(BufferKind.WEIGHT))
@@ -108,7 +103,7 @@ def touched(trace: Trace, program: Program, device: int) -> Iterator[tuple[int, 
 
 
 def named_on(trace: Trace, program: Program, device: int) -> set[int]:
-    """The buffers that a device has to do with: in its list, as outputs that it hands out, as state."""
+    """Buffers that a device holds: those in its list, its outputs and its state."""
     views = {name: view.buffer for name, view in trace.outputs}
     named = {b for instruction in program.instructions[device] for b in _named(trace, program, instruction)}
     named |= {views[name] for name, holder in program.outputs if holder == device}
@@ -116,7 +111,7 @@ def named_on(trace: Trace, program: Program, device: int) -> set[int]:
 
 
 def _named(trace: Trace, program: Program, instruction: Instruction) -> Iterator[int]:
-    """The buffers that an instruction works on."""
+    """Buffers of an instruction."""
     if isinstance(instruction, Run):
         launch = trace.launches[instruction.launch]
         yield from (view.buffer for view in launch.views)
@@ -126,7 +121,7 @@ def _named(trace: Trace, program: Program, instruction: Instruction) -> Iterator
 
 
 def _lane_bytes(plan: Plan, programs: Sequence[Program], device: int) -> int:
-    """What one microbatch of a lane needs on a device."""
+    """Bytes of one microbatch of a lane on a device."""
     state: dict[str, int] = {}
     most = 0
     for program in programs:
@@ -147,7 +142,7 @@ def _aligned(size_bytes: int) -> int:
 
 
 def check_fits(plans: Sequence[Plan], found: Sequence[Footprint]) -> None:
-    """Raises DeviceMemoryError for the first device whose memory is too small, with what to lower."""
+    """Raises DeviceMemoryError for the first device whose memory is too small, with a remedy."""
     for device, footprint in zip(plans[0].cluster.devices, found, strict=True):
         over = footprint.peak_bytes - device.memory_bytes
         if over <= 0:
@@ -161,7 +156,7 @@ def check_fits(plans: Sequence[Plan], found: Sequence[Footprint]) -> None:
 
 
 def landing(program: Program, src: int, dst: int) -> tuple[dict[int, int], int]:
-    """Transfer -> offset in what one microbatch hands over from src to dst, and the bytes used."""
+    """Transfer -> offset in the memory from src to dst of one microbatch, and the bytes used."""
     places: dict[int, int] = {}
     used = 0
     for number, transfer in enumerate(program.transfers):
@@ -203,7 +198,7 @@ Make = Callable[[int], Storage]
 
 
 def tensor_of(storage: Storage, view: View) -> torch.Tensor:
-    """The tensor that a view means, over this storage."""
+    """The tensor of a view over this storage."""
     empty = torch.empty(0, dtype=getattr(torch, view.dtype), device=storage.device)
     return empty.set_(storage, view.offset, view.shape, view.stride)
 
@@ -215,29 +210,29 @@ def bytes_of(storage: Storage, start: int, stop: int) -> torch.Tensor:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's values, row-major; its own memory where they lie so."""
+    """A tensor's values, row-major; shares memory if contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def allocate(size_bytes: int) -> Storage:
-    """Fresh memory, aligned as torch aligns its own: results can depend on alignment."""
+    """New memory with torch's alignment: results can depend on it."""
     return torch.empty(size_bytes, dtype=torch.uint8).untyped_storage()
 
 
 def constant(buffer: Buffer, device: torch.device | None = None) -> Storage:
-    """The memory of a constant that is carried in the trace; on the CPU unless told."""
+    """Storage of a constant carried in the trace."""
     data = torch.frombuffer(bytearray.fromhex(buffer.constant_hex), dtype=torch.uint8)
     return data.to(device or torch.device("cpu"), copy=True).untyped_storage()
 
 
 def fresh(trace: Trace, device: torch.device, fill: Callable[..., torch.Tensor] = torch.empty) -> Make:
-    """Memory for buffers of a trace, from whatever pool torch uses at that moment."""
+    """Storages for buffers of a trace, from torch's current pool."""
     sizes = [buffer.size_bytes for buffer in trace.buffers]
     return lambda buffer: fill(sizes[buffer], dtype=torch.uint8, device=device).untyped_storage()
 
 
 def is_allocation(trace: Trace, launch: int) -> bool:
-    """Whether the result of a launch holds whatever was in memory."""
+    """True if the result of a launch is uninitialised memory."""
     return trace.kernel_of(launch).name.startswith(("aten.empty", "aten.new_empty"))
 
 
@@ -248,7 +243,7 @@ def bind_storages(
     device: torch.device | None = None,
     is_partial: bool = False,
 ) -> dict[int, Storage]:
-    """Buffer -> storage of the tensor of its name, for buffers of these kinds; constants of the trace too.
+    """Buffer -> storage of the tensor of its name, for these kinds; includes constants of the trace.
 
     `is_partial`: leave out buffers without a tensor; else raise MismatchError.
     """
@@ -261,7 +256,6 @@ def bind_storages(
 
 
 def storage_of(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> Storage:
-    """The storage of the tensor with the buffer's name."""
     if buffer.name not in tensors:
         raise MismatchError(f"there is no {buffer.kind} '{buffer.name}'", REMEDY)
     storage: Storage = tensors[buffer.name].detach().untyped_storage()
@@ -272,17 +266,17 @@ def storage_of(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> Storage:
 
 
 class Memory:
-    """What one device holds for one microbatch: buffer -> storage, over the weights that all share."""
+    """Buffers of one device for one microbatch, over shared weights."""
 
     def __init__(self, weights: Mapping[int, Storage], make: Make | None = None) -> None:
-        """`make` gives memory to a buffer that is named before anybody has written it."""
+        """`make` allocates a buffer that is named before it is written."""
         self._weights, self._make = weights, make
         self._own: dict[int, Storage] = {}
-        # Launch -> its call on this memory, where that can stay; see `launcher`.
+        # Launch -> its bound call; see `launcher`.
         self.calls: dict[int, Callable[[], None]] = {}
 
     def get(self, buffer: int) -> Storage:
-        """The storage of a buffer that is here; a KeyError here is a bug in lowering."""
+        """A KeyError here is a bug in lowering."""
         found = self._own.get(buffer)
         if found is None:
             found = self._weights.get(buffer)
@@ -293,14 +287,14 @@ class Memory:
         return found
 
     def is_fixed(self, buffer: int) -> bool:
-        """True if the buffer is in the same place whenever it is here."""
+        """True if the buffer never moves."""
         return False
 
     def before(self, launch: int) -> None:
-        """Hook: a runner is about to run a launch."""
+        """Hook before a launch."""
 
     def after(self, launch: int) -> None:
-        """Hook: a runner has run a launch."""
+        """Hook after a launch."""
 
     def put(self, buffer: int, storage: Storage) -> None:
         self._own[buffer] = storage
@@ -310,7 +304,7 @@ class Memory:
 
 
 class PlacedMemory(Memory):
-    """What one device holds for the runs of one program in one microbatch: each buffer where it stays."""
+    """Memory in which every buffer has a fixed place."""
 
     def __init__(self, weights: Mapping[int, Storage], places: Mapping[int, Storage]) -> None:
         super().__init__(weights)
@@ -320,7 +314,7 @@ class PlacedMemory(Memory):
         return buffer in self._own or buffer in self._weights
 
     def put(self, buffer: int, storage: Storage) -> None:
-        """Copies what an operator returned to its place."""
+        """Copies a result to its place."""
         place = self._own[buffer]
         if place.data_ptr() != storage.data_ptr():
             size = place.nbytes()
@@ -331,29 +325,27 @@ class PlacedMemory(Memory):
 class ProgramMemory:
     program: Program
     memory: PlacedMemory
-    # Inputs and state -> buffer, of those that have a place here.
+    # Inputs and state that have a place here -> buffer.
     given: dict[str, int]
-    # Outputs that are here when a run ends.
+    # Outputs present at the end of a run.
     outputs: dict[str, View]
-    # Bytes of the state that lives here.
+    # Bytes of state on this device.
     state: dict[str, torch.Tensor]
-    # Modelled times that decide who goes first; see `schedule`. Empty: not known.
+    # Modelled times that decide the order; see `schedule`. Empty: unknown.
     until_wait_us: Sequence[float]
 
 
 class WorkerMemory:
-    """One device's memory for all microbatches."""
-
     def __init__(self, traces: Sequence[Trace], device: int, weights: Sequence[dict[int, Storage]]) -> None:
-        """`weights`: by step, those that some lane reads on this device."""
+        """`weights`: by step, those read by some lane on this device."""
         self._traces, self._device, self._weights = traces, device, weights
-        # (microbatch, name, bytes): the plans' variants may have state of other sizes under one name.
+        # (microbatch, name, bytes): variants may have state of different sizes under one name.
         self._state: dict[tuple[int, str, int], Storage] = {}
         # pools[microbatch][bytes]
         self._pools: dict[int, dict[int, list[Storage]]] = defaultdict(dict)
 
     def program_memory(self, microbatch: int, program: Program, us: Sequence[float]) -> ProgramMemory:
-        """`us`: modelled time of each launch on this device; empty where it is not known."""
+        """`us`: modelled time of each launch on this device; empty: unknown."""
         trace, device = self._traces[program.step], self._device
         places = self._places(microbatch, program)
         memory = PlacedMemory(self._weights[program.step], places)

@@ -1,16 +1,14 @@
 """run_offline: a list of requests through a stepper, one request per microbatch; results in their order.
 
-Between two runs the request itself gives the next inputs, so a language model can feed its tokens back.
-Requests whose device was lost start again from their inputs; they fail only where no lane is left and no
-device is retried. No request is dropped silently.
+Between two runs the request gives the next inputs, so a language model can feed its tokens back. Requests
+whose device was lost restart from their inputs; they fail only if no lane is left and no device is retried.
+Where lanes have different batches, the lane is chosen before the request gives inputs and state.
 
-Where lanes have different batches, the lane is chosen before the request is asked for inputs and state.
+Plans that are loaded together can be tried before use (`try_all`, `pick`): each runs the same requests in
+turns, to cancel drift, and the first plan is kept unless another is clearly faster. Give at least five
+requests per microbatch, so that filling and emptying the pipeline does not dominate.
+
 Imports no torch.
-
-Plans that are loaded together can be tried before use (`try_all`, `pick`), since costs and simulation do not
-know every contention. Each runs the same requests in turns, to cancel drift. The first plan is kept unless
-another is clearly faster. Give at least five requests per microbatch, so that filling and emptying the
-pipeline does not dominate.
 """
 
 import math
@@ -24,12 +22,12 @@ from tessera.execute.scheduler import Content, Scheduler, SchedulerConfig, Watch
 from tessera.execute.stepper import DeviceLost, SpanLog, StepCall, StepDone, Stepper, Tensors
 from tessera.ir import Plan, Timeline
 
-# Wait for running steps after an interruption.
+# Seconds to wait for running steps after an interruption.
 DRAIN_S = 5.0
 
 
 class Request(Protocol):
-    """One unit of work. It must be repeatable from the start."""
+    """One unit of work, repeatable from the start."""
 
     def state(self) -> Tensors:
         """Initial state of all its steps."""
@@ -43,7 +41,7 @@ class AnyBatch(Protocol):
     """A request that exists at every batch of a plan's lanes."""
 
     def at(self, variant: int) -> Request:
-        """The request at the batch of a variant; repeatable."""
+        """The request at the batch of a variant."""
 
 
 @dataclass
@@ -69,7 +67,7 @@ class RunResult:
 @dataclass
 class OfflineRun:
     results: list[RunResult]
-    # One line for every device that was lost, in order.
+    # One line per lost device, in order.
     faults: list[str]
 
     def raise_failures(self) -> None:
@@ -92,14 +90,12 @@ def run_offline(
     skips: tuple[str, ...] = (),
     depth: int | None = None,
 ) -> OfflineRun:
-    """Runs all requests, as many at a time as the plan in force says.
+    """Runs all requests, as many at a time as the plan says.
 
-    policy   current policy, or a function of the number of ended requests; a switch drains nothing
-    on_done  called with the number of every request that ends
-    spans    the stepper's log of launches and transfers, reset here
-    is_timed only times matter: state starts as zeros, and neither state nor outputs are kept
-    skips    outputs that are not needed
-    depth    requests in flight, instead of the plan's number
+    policy current policy, or a function of the number of ended requests; a switch drains nothing on_done
+    called with the number of every request that ends spans the stepper's log of launches and transfers, reset
+    here is_timed only times matter: state starts as zeros, and neither state nor outputs are kept skips
+    outputs that are not needed depth requests in flight, instead of the plan's number
     """
     check_batches(stepper.plans[0], requests)
     choose = policy if callable(policy) else lambda num_done: policy
@@ -108,7 +104,7 @@ def run_offline(
 
 @dataclass
 class _Run(Watcher[int]):
-    """One list; requests are numbers to the scheduler."""
+    """One list; the scheduler sees requests as numbers."""
 
     stepper: Stepper
     requests: Sequence[Request | AnyBatch]
@@ -126,7 +122,7 @@ class _Run(Watcher[int]):
         self.results = [RunResult(-1) for _ in self.requests]
         self._faults: list[str] = []
         self._num_done = 0
-        # A microbatch is one request, so its short steps end: no turns are needed.
+        # A microbatch is one request and ends, so no turns are needed.
         config = SchedulerConfig(depth=self.depth, patience=math.inf)
         self._scheduler = Scheduler(self.stepper, lambda number, lane: _One(self, number, lane), config, self)
 
@@ -140,7 +136,7 @@ class _Run(Watcher[int]):
                 if self._scheduler.is_idle:
                     break
                 self._scheduler.wait(None)
-        finally:  # after an interruption the stepper can be used again
+        finally:  # leaves the stepper usable after an interruption
             self._scheduler.drain(DRAIN_S)
         return OfflineRun(self.results, self._faults)
 
@@ -173,7 +169,7 @@ class _Run(Watcher[int]):
 
 
 class _One(Content[int]):
-    """A microbatch of one request; inputs of a run follow from the outputs of the run before."""
+    """A microbatch of one request."""
 
     def __init__(self, run: _Run, number: int, lane: LoadedLane) -> None:
         self._run, self._number, self._lane = run, number, lane
@@ -190,7 +186,7 @@ class _One(Content[int]):
 
     @property
     def takes(self) -> bool:
-        """Never: every request opens its own microbatch."""
+        """Every request opens its own microbatch."""
         return False
 
     def add(self, request: int) -> None:
@@ -236,7 +232,7 @@ class _One(Content[int]):
 
 
 def timeline_of(spans: SpanLog, plans: Sequence[Plan], results: Sequence[RunResult]) -> Timeline:
-    """Timeline of the last list; requests of a lane of twice the batch count double."""
+    """Timeline of the last list; a request of a lane of twice the batch counts double."""
     found = spans.timeline()
     if not plans[0].variants:
         return found
@@ -245,7 +241,7 @@ def timeline_of(spans: SpanLog, plans: Sequence[Plan], results: Sequence[RunResu
 
 
 def check_batches(plan: Plan, requests: Sequence[Request | AnyBatch]) -> None:
-    """Raises MismatchError if the plan's lanes are of unlike batches and a request has one batch only."""
+    """Raises MismatchError if lanes have different batches and a request has only one."""
     if plan.variants and not all(isinstance(request, AnyBatch) for request in requests):
         batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
         message = f"the plan has lanes of batch {batches}, and a request says what it is at one batch only"
@@ -253,9 +249,9 @@ def check_batches(plan: Plan, requests: Sequence[Request | AnyBatch]) -> None:
 
 
 ROUNDS = 2
-# Another plan must be faster by this share to be picked over the first.
+# A plan must be this much faster to be picked over the first.
 MARGIN = 0.02
-# Requests a microbatch in every round.
+# Requests per microbatch in every round.
 EACH = 5
 
 
@@ -276,13 +272,13 @@ def try_all(plans: Sequence[Plan], run: Callable[[int], Sequence[RunResult]]) ->
 
 
 def pick(trials: Sequence[Trial]) -> Trial:
-    """The fastest, or the first if it is about as good."""
+    """The fastest plan, or the first if about as fast."""
     best = max(trials, key=lambda t: t.per_s)
     return trials[0] if trials[0].per_s * (1.0 + MARGIN) >= best.per_s else best
 
 
 def rate_per_s(results: Sequence[RunResult]) -> float:
-    """Requests per second while the system was full; over the whole list if it is too short for that.
+    """Requests per second while the system was full, else over the whole list.
 
     Full: from when as many have ended as there are microbatches until the last one begins.
     """

@@ -3,20 +3,18 @@
 `TraceRunner` is the one in-order runner of a trace: the reference, replays and timing use it.
 
 `ReferenceStepper` is a stepper without workers. A step is a function `run(step, inputs, state) -> outputs`
-that changes the state in place: the model's own code, or a trace's launches (`InOrder`). A step runs while
-`take` is called, in the order of `start`. No device is ever lost. Of a plan it uses the number of
-microbatches only.
+that changes the state in place: the model's own code, or a trace's launches (`InOrder`). Steps run while
+`take` is called, in the order of `start`. Of a plan it uses the number of microbatches only.
 
-`Replay` runs the launches of one trace in any order and compares the results bit by bit (`tessera verify`).
-Two kinds of memory, because the product relies on two promises of the graph:
+`Replay` runs the launches of one trace in any order and compares the results bit by bit (`tessera verify`):
   shared   one storage per buffer, as on one device. An order is correct iff it keeps every RAW, WAR and WAW
            edge: this proves `Graph.edges`.
-  renamed  one storage per version of a buffer; a launch that changes a buffer works on a copy, as when
-           versions are sent between devices. An order is correct iff every version is made before it is
-           read: this proves `Graph.values`, and that WAR and WAW need no edge.
+  renamed  one storage per version of a buffer, as when versions are sent between devices. An order is correct
+           iff every version is made before it is read: this proves `Graph.values`, and that WAR and WAW need
+           no edge.
 
 Unwritten memory, also that of `empty`, holds a fixed pattern: huge as a float, out of range as an index. So a
-launch that runs too early always gives a wrong result; one that raises on it counts as wrong.
+launch that runs too early always gives a wrong result or raises.
 
 Not handled: launches that are not operators, or that this machine's CPU cannot run.
 """
@@ -60,8 +58,7 @@ GARBAGE_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, ArithmeticErr
 class ReferenceStepper:
     """A stepper without workers.
 
-    run         runs a step
-    make_state  state of a microbatch that is opened without one
+    run runs a step make_state initial state of a microbatch opened without one
     """
 
     def __init__(
@@ -170,10 +167,9 @@ class TraceRunner:
 
 
 class InOrder:
-    """The launches of a work unit in program order on one device: no graph, no placement.
+    """The launches of a work unit in program order on one device.
 
-    Every divided run on the same architecture must equal it bit for bit. It is slow; compare with it, do not
-    time it. Called with a step, its inputs, and the state, which it changes.
+    Every divided run on the same architecture must equal it bit for bit. Too slow to time.
     """
 
     def __init__(
@@ -202,7 +198,7 @@ class Replayed:
 
 
 class Replay:
-    """One trace with its weights and the inputs and state of one request; runs any number of orders."""
+    """One trace with its weights and one request's inputs and state; runs any number of orders."""
 
     def __init__(self, trace: Trace, weights: Tensors, inputs: Tensors, state: Tensors) -> None:
         self._trace, self._runner = trace, TraceRunner(trace, weights)
@@ -210,7 +206,7 @@ class Replay:
         self._shared = _SharedMemory(trace, self._runner.weights)
 
     def run(self, order: Iterable[int] | None = None) -> Replayed:
-        """Runs the launches in this order on shared memory; without an order, in program order."""
+        """Runs the launches in this order (default: program order) on shared memory."""
         shared = self._shared
         shared.reset(self._given)
         self._runner.run(shared, order)
@@ -310,7 +306,7 @@ class _RenamedMemory(Memory):
         }
 
     def before(self, launch: int) -> None:
-        """The versions that the launch reads; poison where there is none."""
+        """Sets the versions that the launch reads; poison where there is none."""
         self._own = {}
         for buffer in self._named(launch):
             version = self._versions.get(self._reads.get((launch, buffer), -1))

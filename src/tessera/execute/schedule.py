@@ -1,11 +1,9 @@
-"""Scheduling on one device: the one policy, used by workers and by the simulator.
+"""Scheduling on one device: the one policy of workers and the simulator.
 
-After every launch a device takes, of the jobs that can continue, the one with the least modelled time until
-it must wait for a transfer or ends; the oldest of equals. So a short segment that another device waits for is
-not held up behind a long one: otherwise a decode that crosses between devices would wait for a whole prefill
-segment at every crossing. A job waits for younger ones at most as long as their shorter segments last. With
-few requests in flight none starves; a service's microbatches do not end, so there a long job may wait as long
-as shorter ones keep its device busy (`admission.Turns` bounds that). Jobs without modelled times go by age.
+After every launch a device takes the ready job with the least modelled time until it must wait for a transfer
+or ends; the oldest of equals. So a short segment that another device waits for is not held up behind a long
+one, such as a decode behind a prefill. A job waits for younger ones at most as long as their shorter segments
+last; `admission.Turns` bounds that in a service. Jobs without modelled times go by age.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,7 @@ class Job:
     microbatch: int
     # Identifies the run; the same on every device.
     ticket: int
-    # Instructions, or a simulator's items; only receives and launches are examined.
+    # Instructions, or a simulator's items.
     instructions: Sequence[Any]
     position: int = 0
     arrived: set[int] = field(default_factory=set)
@@ -33,7 +31,6 @@ class Job:
 
     @property
     def left_us(self) -> float:
-        """Modelled time until it must wait or ends."""
         return self.until_wait_us[self.position] - self.spent_us if self.until_wait_us else 0.0
 
     @property
@@ -90,7 +87,7 @@ class Queue:
         self._jobs[job.ticket] = self._awake[job.ticket] = job
 
     def deliver(self, ticket: int, transfer: int) -> Job | None:
-        """A transfer has arrived; returns its job, None if that is yet to come."""
+        """A transfer has arrived; returns its job, None if it has not come yet."""
         job = self._jobs.get(ticket)
         if job is None:
             self._early.setdefault(ticket, set()).add(transfer)

@@ -4,23 +4,22 @@
     scheduler.push(request, client)                 # any thread
     while ...: scheduler.round(timeout_s)           # begin() + wait(); one thread
 
-Each round seats waiting requests (`admission`), starts the next step of every microbatch that runs nothing
-(`Turns` may hold it back), waits for the next event and settles it. A microbatch's `Content` knows its
-requests and its next step; the scheduler knows nothing of prompts, rows or tokens.
+Each round seats waiting requests (`admission`), starts the next step of every idle microbatch (`Turns` may
+hold it back), waits for the next event and settles it. A microbatch's `Content` knows its requests and its
+next step; the scheduler knows nothing of prompts, rows or tokens.
 
 Between two steps of a microbatch its devices wait for this loop. Other microbatches fill that gap; where
-there is none, the next step is started while one runs, if the content can name it (`can_look_ahead`) and the
-stepper can queue it.
+there is none, the next step is queued while one runs, if the content (`can_look_ahead`) and the stepper
+allow.
 
-A microbatch is opened on a lane of the current policy (`stepper.lanes`) when a request needs one, and closed
-when its content has no next step, unless it is worth keeping (`is_kept`). A switch of policy, new plans and a
-device that is back renew microbatches one by one. Requests that can restart cheaply from what they have move
-to new microbatches as soon as there are places for all of them. No state moves.
+A microbatch is opened on a lane of the current policy when a request needs one, and closed when its content
+has no next step, unless it is worth keeping (`is_kept`). A switch of policy, new plans and a returned device
+renew microbatches one by one. Requests that can restart cheaply move to new microbatches as soon as there are
+places for all of them. No state moves.
 
-A lost device takes its microbatches with it. Their requests go to the front of the queue and restart from
-what they have on any open lane; a request that lost its devices `max_retries` times fails at the next loss,
-not counting losses blamed without proof. While no lane is open, requests wait as long as a lost device is
-retried; else all waiting requests fail with one message.
+A lost device closes its microbatches. Their requests go to the front of the queue and restart from what they
+have on any open lane; a request fails after `max_retries` losses, not counting losses blamed without proof.
+While no lane is open, requests wait as long as a lost device is retried; else all fail with one message.
 
 Imports no torch.
 """
@@ -120,7 +119,7 @@ class Watcher(Generic[R]):
         """A request got a place."""
 
     def stepped(self, microbatch: "Microbatch[R]", done: StepDone) -> None:
-        """A step has ended; its content was told."""
+        """A step has ended, after its content was updated."""
 
     def finished(self, request: R) -> None:
         """A request has left."""
@@ -171,9 +170,9 @@ class Scheduler(Generic[R]):
         self.queue: FairQueue[R] = FairQueue(self._config.max_waiting)
         # Open microbatches by number, in order of opening.
         self.microbatches: dict[int, Microbatch[R]] = {}
-        # Lost devices, with their last event.
+        # Lost devices with their last event.
         self.lost: dict[str, DeviceLost] = {}
-        # Why nothing can be served any more; empty otherwise.
+        # Why nothing can be served; empty otherwise.
         self.failure = ""
         # The current plan and its index in the stepper.
         self.policy, self.plan = 0, stepper.plans[0]
@@ -189,30 +188,27 @@ class Scheduler(Generic[R]):
         self._may_seat = True
         self._measure()
 
-    # For the owner.
-
     @property
     def num_requests(self) -> int:
-        """Waiting or in a microbatch."""
+        """Number of requests, waiting or seated."""
         return len(self.queue) + sum(m.content.num_used for m in self.microbatches.values())
 
     @property
     def is_idle(self) -> bool:
-        """True if nobody waits and nothing is open but what is kept."""
+        """True if nothing waits and nothing is open but kept microbatches."""
         return not self.queue and all(m.is_idle for m in self.microbatches.values())
 
     def push(self, request: R, client: str = "") -> None:
-        """Queues a request; raises ServiceBusy if too many wait. Other threads then wake the stepper."""
+        """Queues a request; raises ServiceBusy if too many wait. Other threads must then wake the stepper."""
         self.queue.push(client, request)
         self._may_seat = True
 
     def forget(self, request: R, client: str = "") -> bool:
-        """Removes a waiting request; False if it does not wait."""
         self._retries.pop(request, None)
         return self.queue.remove(client, request)
 
     def switch(self, policy: int) -> None:
-        """New microbatches follow this plan; open ones are renewed one by one."""
+        """Makes this plan current; open microbatches are renewed one by one."""
         self.policy = policy
         self._renew()
 
@@ -226,7 +222,6 @@ class Scheduler(Generic[R]):
         self._judge()
 
     def close_idle(self) -> None:
-        """Closes idle microbatches."""
         for microbatch in self.microbatches.values():
             microbatch.is_old |= microbatch.is_idle
         self._close_old()
@@ -377,7 +372,7 @@ class Scheduler(Generic[R]):
             self._ready.append(microbatch)
 
     def _can_look_ahead(self, microbatch: Microbatch[R]) -> bool:
-        """Nothing is queued yet, and nobody else keeps its devices busy while this loop is at work."""
+        """True if nothing is queued and no other microbatch keeps its devices busy meanwhile."""
         devices, others = microbatch.lane.devices, self.microbatches.values()
         return (
             len(microbatch.running) == 1
@@ -388,14 +383,14 @@ class Scheduler(Generic[R]):
         )
 
     def _has_places(self, old: Microbatch[R]) -> bool:
-        """Can its requests all begin in microbatches of the policy in force, or in more of them?"""
+        """True if all its requests can begin in other microbatches of the current policy."""
         places = self.microbatches.values()
         free = sum(place.content.num_free for place in places if not place.is_old)
         more = max(0, self._depth + 1 - len(places)) if self.stepper.lanes.open(self.policy) else 0
         return 0 < old.content.num_used <= free + more * self._config.rows
 
     def _move(self, microbatch: Microbatch[R]) -> None:
-        """Its requests go to the front of the queue and restart from what they have."""
+        """Requests go to the front of the queue and restart from what they have."""
         self.stepper.close(microbatch.number)
         self._close(microbatch)
         for request in microbatch.content.requests():
@@ -403,7 +398,7 @@ class Scheduler(Generic[R]):
             self._watcher.moved(request)
 
     def _free(self, *numbers: int) -> None:
-        """Steps of these have ended or are lost: starts held-back steps."""
+        """Starts held-back steps after steps of these ended or were lost."""
         if self._turns is None:
             return
         for held in self._turns.end(*numbers):
@@ -459,7 +454,7 @@ class Scheduler(Generic[R]):
             self.stepper.close(microbatch.number)
             self._close(microbatch)
 
-    # Devices that come and go.
+    # Lost and returned devices.
 
     def _lose(self, event: DeviceLost) -> None:
         self.lost[event.device] = event

@@ -1,19 +1,18 @@
-"""Stepper: the seam between who decides what runs next (`scheduler`) and what runs it.
+"""Stepper: the interface between what decides (`scheduler`) and what runs.
 
     WorkerStepper     one worker process per device (`worker_stepper`)
     VirtualStepper    computes nothing; a virtual clock and modelled costs (`simulate.stepper`)
     ReferenceStepper  one device, in program order: the definition of correct (`reference`)
 
 A stepper has plans loaded. A microbatch is opened on one lane of one of them, with its own state, and runs
-one step at a time: `start` begins it, `take` reports its end. Microbatches run concurrently, which hides
-transfers; where `can_queue` allows, the next step is queued behind the running one, which hides this process.
-The scheduler chooses the lane, out of `lanes`.
+one step at a time: `start` begins it, `take` reports its end. Where `can_queue` allows, the next step is
+queued behind the running one, which hides this process. The scheduler chooses the lane, from `lanes`.
 
 A lost device closes the microbatches of its lanes; `take` reports it. The stepper restarts the device in the
 background and reports that too.
 
-`SpanLog` keeps launches and transfers that workers report as a timeline by the stepper's clock. With a log in
-its attribute `spans`, a stepper over workers asks for spans with every order.
+`SpanLog` collects launches and transfers that workers report, by the stepper's clock. With a log in its
+attribute `spans`, a stepper over workers asks for spans with every order.
 
 Imports no torch: tensors pass through.
 """
@@ -30,10 +29,8 @@ Tensors = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """One step of one microbatch, to be run."""
-
     microbatch: int
-    # Number of the step among those of all the plan's variants; see `Plan.graphs`.
+    # Number of the step in `Plan.graphs`, over all variants.
     step: int
     inputs: Tensors = field(default_factory=dict)
     # Outputs that are not needed.
@@ -91,14 +88,14 @@ DeviceState = Literal["starting", "ready", "lost"]
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
     state: DeviceState
-    # None where there is no own process, or it is unknown.
+    # None if there is no separate process or it is unknown.
     pid: int | None = None
     restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """Busy time and bytes moved since the start, and the status of devices."""
+    """Busy time and bytes moved since the start, and device status."""
 
     # Seconds of launches.
     busy_s: Mapping[str, float]
@@ -150,12 +147,12 @@ if TYPE_CHECKING:
 
 
 class SpanLog:
-    """The spans of one list of requests."""
+    """Spans of one list of requests."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._spans: dict[int, list[Span]] = {}
-        # Microbatch -> the request that it is.
+        # Microbatch -> its request.
         self._requests: dict[int, int] = {}
         # Device -> CPU time of its launches.
         self.cpu_us = dict.fromkeys(plan.cluster.names, 0.0)
@@ -167,7 +164,6 @@ class SpanLog:
         self.cpu_us = dict.fromkeys(self._plan.cluster.names, 0.0)
 
     def open(self, microbatch: int, request: int) -> None:
-        """From now on the microbatch works for this request."""
         self._requests[microbatch] = request
 
     def forget(self, request: int) -> None:

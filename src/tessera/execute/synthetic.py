@@ -1,4 +1,4 @@
-"""Synthetic tensors for one launch, from the types and shapes that were recorded.
+"""Synthetic tensors for one launch, from the recorded types and shapes.
 
 Floats are normal, flags true and false, and integers keep the launch inside its memory:
   gathers and scatters   random indices below the least extent of the tensors they index

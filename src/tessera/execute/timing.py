@@ -1,16 +1,16 @@
 """Timers: how long each launch of a trace takes on one device, and the whole step.
 
-`LaunchTimer` is the protocol that `profile` measures through, with what CPUs and GPUs share: the step's own
+`LaunchTimer` is the protocol that `profile` measures through, with what CPUs and GPUs share: the step's
 tensors, memory for one launch, repetition until enough samples are taken, and errors. `CpuTimer` reads a
 clock on one thread around each launch, dispatch included, as in a worker. `cuda.timing.CudaTimer` uses CUDA
 events around graphs.
 
-A launch is timed where it stands in the step: `run` brings the step up to it. It works on copies of what it
-writes, so timing changes nothing. Buffers that a real step finds outside the cache are given as several
-copies in turn; before each round a larger piece of memory is read to evict them.
+`run` brings the step up to a launch, which then works on copies of what it writes, so timing changes nothing.
+Buffers that a real step finds outside the cache are given as several copies in turn; before each round a
+larger piece of memory is read to evict them.
 
-A launch gets the step's own tensors. Where these do not exist (a model that cannot be built here, or a launch
-behind one that cannot run), they are synthetic (`synthetic`).
+Where the step's own tensors do not exist (a model that cannot be built here, or a launch behind one that
+cannot run), they are synthetic (`synthetic`).
 
 Not handled: other work on this machine, which only shows in the spread of the samples.
 """
@@ -33,8 +33,8 @@ from tessera.execute.synthetic import synthetic
 from tessera.ir import BufferKind, Launch, Trace
 
 Tensors = Mapping[str, torch.Tensor]
-# Makes the weights, inputs and state of the step, by name, on the device; None and remarks where it cannot.
-# Called when a first launch runs, since it may build a model.
+# Makes the weights, inputs and state of the step, by name, on the device; None and remarks if it cannot.
+# Called before the first launch, since it may build a model.
 Own = Callable[[], tuple[Tensors | None, tuple[str, ...]]]
 # (samples so far, seconds they took) -> True to stop.
 Enough = Callable[[Sequence[float], float], bool]
@@ -42,7 +42,7 @@ Enough = Callable[[Sequence[float], float], bool]
 # What operators raise when they cannot run; anything else is a bug.
 LAUNCH_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, TesseraError)
 MAX_COPIES = 16
-# Where the system does not say.
+# Default where the system does not say.
 CPU_CACHE_BYTES = 32 << 20
 WARMUPS = 2
 
@@ -61,7 +61,7 @@ def repeat(sample: Callable[[], Sequence[float]], enough: Enough) -> list[float]
 
 
 class StepMemory:
-    """The memory of a step as it stands before each launch, as far as its launches can run here."""
+    """The memory of a step before each launch, as far as launches can run here."""
 
     def __init__(self, trace: Trace, launcher: Launcher, device: torch.device, given: Tensors | None) -> None:
         """`given`: weights, inputs and state by name; without them every launch gets synthetic tensors."""
@@ -142,7 +142,7 @@ class LaunchTimer(ABC):
 
     def __init__(self, trace: Trace, device: torch.device, own: Own) -> None:
         self._trace, self._device, self._own = trace, device, own
-        # Words for people on where inputs came from.
+        # Remarks on where inputs came from.
         self.remarks: tuple[str, ...] = ()
 
     @abstractmethod
@@ -154,7 +154,7 @@ class LaunchTimer(ABC):
         """The clock under load; None where it cannot be read."""
 
     def run(self, launch: int) -> None:
-        """Runs one launch, so that later ones find its results."""
+        """Runs one launch, so that later ones have its results."""
         with self._guarded():
             self._memory.run(launch)
 

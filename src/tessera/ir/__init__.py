@@ -1,7 +1,7 @@
-"""The nouns. Frozen, typed, standard library and msgspec only; stages meet here and nowhere else.
+"""Typed, frozen records shared by all stages; depends on the standard library and msgspec only.
 
-Suffixes in this package: _us microseconds · _bytes bytes · _gbps gigabytes per second · _per_s per second.
-Counts start with num_. Byte ranges are half-open. Equality and hashing are by value.
+Suffixes: _us microseconds, _bytes bytes, _gbps gigabytes per second, _per_s per second. Counts start with
+num_. Byte ranges are half-open. Equality and hashing are by value.
 """
 
 from tessera.ir.cluster import AWAY, Cluster, Cost, Costs, Device, DeviceKind, Link, Source

@@ -1,81 +1,75 @@
-"""Device, Link, Cluster: what there is to run on.
-
-Cost, Costs: what each launch costs on each device, and where the number came from.
-"""
+"""Devices, links, and the cost of each launch on each device."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 # Ordinal of a GPU of another machine.
 AWAY = -1
-# A launch that takes longer than a day is a mistake.
+# One day.
 MAX_COST_US = 24 * 3600 * 1e6
 
 
 class DeviceKind(StrEnum):
-    """How a device computes and how it keeps time."""
+    """How a device computes and keeps time."""
 
-    CPU = "cpu"  # computes on this machine's CPU, in real time
-    EMU = "emu"  # computes on this machine's CPU, on another GPU's virtual clock
-    CUDA = "cuda"  # a GPU of this machine, a part of one, or one dilated to another GPU's times
+    CPU = "cpu"  # this machine's CPU, real time
+    EMU = "emu"  # this machine's CPU, virtual clock of a GPU
+    CUDA = "cuda"  # GPU of this machine: whole, a part, or dilated
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One place where launches run, one at a time."""
+    """Runs one launch at a time."""
 
-    # Unique in its cluster: "cpu", "emu:a100", "cuda:0", "cuda:0/sm=32", "cuda:0/as=l40s",
-    # "away:a100"; a second of a kind gets "#1".
+    # Unique: "cpu", "emu:a100", "cuda:0", "cuda:0/sm=32", "cuda:0/as=l40s", "away:a100"; repeats get "#1".
     name: str
     kind: DeviceKind
-    # Name of the GPU whose times it keeps ("a100"); empty for a CPU and for a card that no table knows.
+    # GPU whose times it keeps ("a100"); empty for a CPU or unknown card.
     gpu: str
-    # This device's share, where several are on one card.
+    # Share of the card's memory.
     memory_bytes: int
-    # Rent; None where no price is known.
+    # Rent, or None.
     usd_per_hour: float | None = None
-    # Board power by the data sheet; None where it is not known.
+    # Board power of the data sheet, or None.
     tdp_w: float | None = None
-    # Number of the CUDA GPU in this machine; AWAY: the first GPU that a worker on another machine sees.
+    # CUDA ordinal in this machine; AWAY: first GPU of a worker on another machine.
     ordinal: int = 0
-    # Number of SMs, where a CUDA device is a part of its card; 0: all.
+    # SMs of a partial card; 0: all.
     num_sms: int = 0
-    # True iff launches run on the card and are dilated to the times of `gpu`, which is another one.
+    # True if launches run on the card and are dilated to the times of `gpu`.
     is_dilated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A directed wire between two devices. One message takes latency_us + bytes / gbps."""
+    """Directed link. A message takes latency_us + bytes / gbps."""
 
     src: str
     dst: str
-    # What joins them: "pcie4", "nvlink", ...
+    # "pcie4", "nvlink", ...
     name: str
     latency_us: float
-    # Gigabytes (1e9 bytes) per second that arrive.
+    # 1e9 bytes per second.
     gbps: float
-    # Links of one group share a bus: only one of them carries bytes at a time. Empty: a wire of its own.
+    # Links of one group share a bus and carry one message at a time. Empty: no sharing.
     group: str = ""
 
     def wire_us(self, num_bytes: int) -> float:
-        """How long the wire itself is busy with one message."""
+        """Time the wire is busy with one message."""
         return num_bytes / (self.gbps * 1e3)
 
     def transfer_us(self, num_bytes: int) -> float:
-        """From the start of the send to the arrival of the last byte."""
+        """Start of the send to arrival of the last byte."""
         return self.latency_us + self.wire_us(num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices and the links between them."""
-
     devices: tuple[Device, ...]
     links: tuple[Link, ...]
 
     def link(self, src: int, dst: int) -> Link | None:
-        """The link from device number `src` to device number `dst`, if there is one."""
+        """Link from device `src` to device `dst`, or None."""
         ends = (self.devices[src].name, self.devices[dst].name)
         return next((x for x in self.links if (x.src, x.dst) == ends), None)
 
@@ -85,12 +79,12 @@ class Cluster:
 
 
 class Source(StrEnum):
-    """Where a number came from, best first."""
+    """Source of a cost, best first."""
 
     MEASURED = "measured"  # timed on that device
-    TABLE = "table"  # interpolated in a public measured table
-    FITTED = "fitted"  # a model fitted to measurements of that GPU
-    CLASS = "class"  # a model fitted to other GPUs, applied to this one's data sheet
+    TABLE = "table"  # interpolated in a public table
+    FITTED = "fitted"  # model fitted to that GPU
+    CLASS = "class"  # model fitted to other GPUs, with this data sheet
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +93,24 @@ class Cost:
 
     us: float
     source: Source
-    # Expected relative error: 0.1 means that one should count on 10 %.
+    # Expected relative error.
     rel_error: float
-    # Table and distance to its nearest point; corrections that were applied, and where they were measured.
+    # Table and distance to its nearest point; corrections applied.
     detail: str = ""
 
     @property
     def is_sane(self) -> bool:
-        """Finite, not negative, and at most a day."""
+        """Finite, not negative, at most a day."""
         return 0 <= self.us <= MAX_COST_US
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The price list of one trace."""
+    """Costs of one trace."""
 
-    # Digest of the trace that was priced; a plan made with another trace refuses these costs.
+    # Digest of the trace; checked when planning.
     trace_digest: str
     devices: tuple[Device, ...]
-    # costs[launch][device]
     costs: tuple[tuple[Cost, ...], ...]
 
     def us(self, launch: int, device: int) -> float:

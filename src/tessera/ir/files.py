@@ -1,8 +1,7 @@
-"""Save and load artifacts, one file each.
+"""Saves and loads artifacts, one file each.
 
-The first line is a JSON header (kind, format version, length and SHA-256 of the body). The body is the
-record in MessagePack, which keeps infinities and tells integers from floats. A file is written beside its
-place and moved there, so a reader never sees half of one. A loaded record is verified before it is returned.
+The first line is a JSON header (kind, format version, length and SHA-256 of the body); the body is
+MessagePack. Files are written beside the target and renamed. Loaded records are verified.
 """
 
 import hashlib
@@ -21,10 +20,10 @@ from tessera.ir.timeline import Timeline
 from tessera.ir.trace import Trace
 from tessera.ir.verify import verify
 
-# Raised whenever a field of an artifact is added, removed or changes its meaning.
+# Increase when a field is added, removed or changes meaning.
 FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 4096
-# An error quotes at most this much of a broken file.
+# Limit of quoted text in errors.
 MAX_CHARS = 500
 
 KINDS: dict[str, type] = {
@@ -48,31 +47,28 @@ T = TypeVar("T")
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first line of an artifact file."""
+    """First line of an artifact file."""
 
-    # Kind of the artifact in the body.
     tessera: str
     version: int
-    # Length of the body.
     bytes: int
-    # SHA-256 of the body, in hexadecimal.
     sha256: str
 
 
 def save(record: Any, path: str | Path) -> None:
-    """Writes one artifact, completely or not at all."""
+    """Writes one artifact atomically."""
     write_whole(path, chunks_of(record), "Choose a place that can be written with -o.")
 
 
 def chunks_of(record: Any) -> list[bytes]:
-    """The contents of an artifact's file."""
+    """Contents of an artifact file."""
     body = msgspec.msgpack.encode(record, enc_hook=_scalar)
     header = Header(_kind(type(record)), FORMAT_VERSION, len(body), hashlib.sha256(body).hexdigest())
     return [msgspec.json.encode(header), b"\n", body]
 
 
 def _scalar(value: Any) -> Any:
-    """A NumPy scalar, which stages that compute with arrays leave in records, as Python's number."""
+    """Converts a NumPy scalar left in a record."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} has no form in an artifact")
@@ -81,9 +77,9 @@ def _scalar(value: Any) -> Any:
 def write_whole(
     path: str | Path, chunks: Iterable[bytes], remedy: str = "Choose a place that can be written."
 ) -> None:
-    """Writes the chunks to a file beside `path` and renames it, so no reader sees half of it.
+    """Writes to a temporary file beside `path` and renames it.
 
-    Links are followed. A path that is not a regular file (/dev/null, a pipe) is written to in place.
+    Symlinks are followed. A special file (/dev/null, a pipe) is written in place.
     """
     is_file = Path(path).is_file() or not Path(path).exists()
     target = Path(os.path.realpath(path))
@@ -99,7 +95,7 @@ def write_whole(
 
 
 def load(cls: type[T], path: str | Path) -> T:
-    """Reads and verifies one artifact of the wanted kind."""
+    """Reads and verifies one artifact of the given kind."""
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
@@ -108,7 +104,7 @@ def load(cls: type[T], path: str | Path) -> T:
 
 
 def parse(cls: type[T], raw: bytes, place: str) -> T:
-    """The verified artifact in a file's contents."""
+    """Verified artifact in a file's contents."""
     wanted = _kind(cls)
     head, _, body = raw.partition(b"\n")
     if problem := _header_problem(_header(head), body, wanted):
@@ -124,7 +120,7 @@ def parse(cls: type[T], raw: bytes, place: str) -> T:
 
 
 def kind_of(path: str | Path) -> str | None:
-    """The kind of artifact in a file, or None if it is not one."""
+    """Kind of artifact in a file, or None."""
     try:
         with open(path, "rb") as file:
             header = _header(file.readline(MAX_HEADER_BYTES))

@@ -1,16 +1,11 @@
-"""Edge, Value, Graph, WorkUnit: what must precede what, and which bytes flow.
+"""Dependencies of a trace, values, and work units.
 
-Edges order launches; values are what a placement moves. A value is one version of one buffer: the initial
-one, or the one a launch leaves behind. Two versions are two values, so an overwritten temporary makes no edge
-between readers of the old version and the writer of the new one.
+Edges order launches; values are what a placement moves. A value is one version of a buffer, so an overwritten
+temporary makes no edge between readers of the old version and the next writer.
 
-`check_steps`, `check_counts`: which traces can be the steps of one request, and how often each may run. Steps
-of two models, a trace given twice and a decode before its prefill are refused.
-
-`Rebatched`: one step at any batch, from its recordings at two. Sizes, strides, offsets and extents grow
-linearly with the batch, so traces at other batches are interpolated. Recordings that differ in anything else
-are refused. Nothing proves that a program follows the same rule at a third batch: a trace that is to be run
-is recorded.
+`check_steps` and `check_counts` validate the steps of one request. `Rebatched` interpolates a step at any
+batch from recordings at two: sizes, strides, offsets and extents are linear in the batch, and recordings that
+differ otherwise are refused. Interpolated traces are for planning; a trace to run is recorded.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +18,12 @@ from tessera.errors import MismatchError, TesseraError
 from tessera.ir.trace import BufferKind, Trace
 
 PLACE = "--counts"
-# A request is simulated run by run, for every candidate: a thousand runs of a small step take seconds.
+# Requests are simulated run by run for every candidate: a thousand runs of a small step take seconds.
 MAX_RUNS = 1 << 15
 
 
 class Hazard(StrEnum):
-    """Why one launch waits for another."""
+    """Kind of dependency."""
 
     RAW = "raw"
     WAR = "war"
@@ -37,7 +32,7 @@ class Hazard(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Launch `dst` waits for the earlier launch `src`, because of one buffer."""
+    """Launch `dst` waits for the earlier launch `src` because of one buffer."""
 
     src: int
     dst: int
@@ -47,17 +42,17 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One version of one buffer: made by one launch (or given), read by some."""
+    """One version of one buffer."""
 
     buffer: int
-    # The launch that leaves this version behind; None if the step starts with it.
+    # Producing launch; None if present at the start.
     producer: int | None
-    # Launches that read it, ascending; a launch that updates it in place reads it.
+    # Reading launches, ascending, including in-place updates.
     readers: tuple[int, ...]
-    # Half-open byte range that the readers need.
+    # Half-open byte range needed by the readers.
     start: int
     stop: int
-    # True if this version is returned by the step, or is state handed to the next.
+    # True if returned by the step or kept as state.
     is_final: bool = False
 
     @property
@@ -73,12 +68,12 @@ class Graph:
     # Transitively reduced, sorted by (dst, src).
     edges: tuple[Edge, ...]
     values: tuple[Value, ...]
-    # Launches that must share a device: the readers and writers of one state buffer.
+    # Launches on one device: users of one state buffer.
     groups: tuple[tuple[int, ...], ...]
 
     @cached_property
     def state_groups(self) -> dict[str, int]:
-        """State buffer name -> index of the group that holds its launches."""
+        """State buffer name -> index of its group."""
         owner = {launch: g for g, group in enumerate(self.groups) for launch in group}
         found: dict[str, int] = {}
         for index, launch in enumerate(self.trace.launches):
@@ -91,12 +86,12 @@ class Graph:
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """The steps of one average request with their multiplicities, joined by state of the same name."""
+    """Steps of an average request with counts, joined by state of the same name."""
 
     graphs: tuple[Graph, ...]
-    # Runs of each step in one request: (1, 32) for one prefill and 32 decodes.
+    # Runs per request: (1, 32) for one prefill and 32 decodes.
     counts: tuple[int, ...]
-    # Rows of one step's batch that belong to one request; what "a request" means is up to the user.
+    # Batch rows that belong to one request.
     name: str = ""
 
     @property
@@ -105,29 +100,29 @@ class WorkUnit:
 
     @property
     def batch(self) -> int:
-        """Rows of one request: of its decodes, where it has them."""
+        """Rows of one request, by its decodes if any."""
         batches = {g.trace.step.kind: g.trace.step.batch for g in self.graphs}
         return batches.get("decode", self.graphs[0].trace.step.batch)
 
     @property
     def prefill_batch(self) -> int | None:
-        """Rows of one prefill, which may be some of the request's; None if no step is one."""
+        """Rows of one prefill; None without one."""
         batches = (g.trace.step.batch for g in self.graphs if g.trace.step.kind == "prefill")
         return next(batches, None)
 
     @property
     def is_in_parts(self) -> bool:
-        """True if a prefill takes some of a request's rows, so that it runs once for each part."""
+        """True if a prefill covers some of the request's rows and runs once per part."""
         return self.prefill_batch not in (None, self.batch)
 
     @property
     def is_served(self) -> bool:
-        """True if a service runs its steps in any order: then state has one home in all of them."""
+        """True if a service runs the steps in any order, so state has one home."""
         return any(g.trace.step.kind == "tokens" for g in self.graphs)
 
 
 def check_counts(counts: Sequence[int], num_steps: int) -> None:
-    """One count for each step, each at least one, and no more runs than can be simulated."""
+    """Checks one count per step, at least 1, within the simulation limit."""
     if len(counts) != num_steps:
         raise TesseraError(f"{len(counts)} counts for {num_steps} traces", "Give one per trace.", PLACE)
     if min(counts, default=1) < 1:
@@ -139,7 +134,7 @@ def check_counts(counts: Sequence[int], num_steps: int) -> None:
 
 
 def check_steps(traces: Sequence[Trace]) -> None:
-    """The traces can follow one another in one request."""
+    """Checks that the traces can follow one another in one request."""
     kinds = [trace.step.kind for trace in traces]
     models = {_origin(trace.step.model): trace.step.model for trace in traces}
     if len(models) > 1:
@@ -156,17 +151,17 @@ def check_steps(traces: Sequence[Trace]) -> None:
 
 
 def _origin(model: str) -> str:
-    """The module of a module:callable, else the model's name or folder."""
+    """Module of a module:callable, else model name or folder."""
     return model.partition(":")[0]
 
 
 class _Uneven(Exception):
-    """The recordings differ in more than numbers; arguments are the path, innermost first."""
+    """Recordings that differ in more than numbers; args are the path, innermost first."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rebatched:
-    """One step with its dependencies at every batch."""
+    """A step with its dependencies at any batch."""
 
     low: Graph
     high: Graph
@@ -176,7 +171,7 @@ class Rebatched:
             raise ValueError("two batches are needed, the smaller first")
 
     def at(self, batch: int) -> Graph:
-        """The step at one batch; MismatchError where the two recordings are not of one shape."""
+        """The step at one batch; raises MismatchError for unlike recordings."""
         first, second = self.low.trace.step.batch, self.high.trace.step.batch
         if batch in (first, second):
             return self.low if batch == first else self.high
@@ -192,34 +187,34 @@ class Rebatched:
 
     @cached_property
     def _shape(self) -> "_Shape":
-        """Common shape of the two recordings."""
+        """Common shape of the recordings."""
         return _Reading().of(self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shape:
-    """What is the same in both recordings, a number that grows, or a record of such parts.
+    """A constant, a number that grows, or a record of such parts.
 
-    Equal shapes are one object, so that what every layer repeats is written down once for a batch.
+    Equal shapes are one object, so repeated layers are built once per batch.
     """
 
     value: Any = None
-    # What a number has at the higher batch beyond its value.
+    # Increase of a number at the higher batch.
     growth: int = 0
-    # How a record is made of its parts, with their names.
+    # Constructor and part names.
     make: Callable[..., Any] | None = None
     parts: tuple["_Shape", ...] = ()
     names: tuple[Any, ...] = ()
 
 
 class _Reading:
-    """Shapes of two recordings."""
+    """Derives shapes from two recordings."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Shape] = {}
 
     def of(self, one: Any, other: Any) -> _Shape:
-        """The shape of two values; _Uneven where they have none in common."""
+        """Shape of two values; raises _Uneven."""
         if type(one) is not type(other):
             raise _Uneven
         if type(one) is int:
@@ -252,14 +247,14 @@ class _Reading:
 
 
 class _Writing:
-    """A recording `part` of the way from the lower batch to the higher, or beyond it."""
+    """Builds a recording at `part` of the way from the lower to the higher batch."""
 
     def __init__(self, part: int, whole: int) -> None:
         self._part, self._whole = part, whole
         self._known: dict[_Shape, Any] = {}
 
     def of(self, shape: _Shape) -> Any:
-        """The value of a shape; _Uneven where a number would not be whole."""
+        """Value of a shape; raises _Uneven for a fractional number."""
         if shape.make is None and not shape.growth:
             return shape.value
         if shape not in self._known:

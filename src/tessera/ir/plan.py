@@ -1,19 +1,13 @@
-"""Placement, Lane, Plan: the planner's decision. Nothing else crosses from plan to execute.
+"""Plans and programs. A placement maps every launch of a work unit to a device. A plan is a mix of
+placements, its lanes, each with a share of the requests. All figures are modelled.
 
-A placement sends every launch of a work unit to a device. A plan is a mix of placements, its lanes: a share
-of the requests follows each. Every figure in a plan is modelled.
+Lanes may have different batches. The plan then holds the steps once per batch (variants); rates count
+units of the first variant, so a lane of twice that batch counts double. Steps of all variants are numbered
+consecutively.
 
-Lanes may be of unlike batches. Then the plan holds the same steps several times, one variant per batch, and
-its rates count work units of the first one: a lane of twice that batch counts double. Steps of all variants
-are numbered one after another, the first variant's first.
-
-Program: one lane of a plan lowered to an instruction list per device.
-
-Every list is in trace order. A send follows its producer and a receive precedes its first reader, so every
-wait points backwards in the trace and devices cannot deadlock. A value is sent once per destination device.
-
-A send copies the bytes into memory of the transport, so both ends can continue. A buffer is freed after its
-last use on a device.
+A program is one lane lowered to an instruction list per device, in trace order. A send follows its
+producer and a receive precedes its first reader, so devices cannot deadlock. A value is sent once per
+destination. Sends copy into transport memory. Buffers are freed after their last use.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +24,7 @@ from tessera.ir.graph import Graph, WorkUnit
 
 
 class Objective(StrEnum):
-    """What a plan was made to be good at."""
+    """Optimization target."""
 
     THROUGHPUT = "throughput"
     LATENCY = "latency"
@@ -40,28 +34,28 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Launch -> device for every step of a work unit."""
+    """Device of every launch in every step."""
 
-    # devices[step][launch] is an index into the cluster's devices.
+    # devices[step][launch] indexes the cluster's devices.
     devices: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One placement and how much of the work follows it."""
+    """A placement and its share of the work."""
 
     placement: Placement
-    # Work units of its own variant per second through this lane when the system is full.
+    # Work units of its variant per second at full load.
     rate_per_s: float
-    # Which of the plan's variants its requests are of; 0: the plan's own unit.
+    # Variant of its requests; 0: the plan's own unit.
     variant: int = 0
 
 
 def lane_sequence(shares: Sequence[float]) -> Iterator[int]:
-    """Lane numbers without end, each lane as evenly spread as its share allows."""
+    """Endless lane numbers, each lane spread evenly by share."""
     taken, total = [0] * len(shares), sum(shares)
     for turn in count(1):
-        # The lane due first among those not ahead of their share; so no lane is ever one ahead.
+        # Earliest due lane among those not ahead of their share, so no lane is one ahead.
         due = [i for i, share in enumerate(shares) if taken[i] * total < share * turn]
         lane = min(due or range(len(shares)), key=lambda i: ((taken[i] + 1) / shares[i], i))
         taken[lane] += 1
@@ -70,10 +64,10 @@ def lane_sequence(shares: Sequence[float]) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The steps of a work unit at one batch, with their prices."""
+    """Steps of a work unit at one batch, with costs."""
 
     unit: WorkUnit
-    # One per step of the unit.
+    # One per step.
     costs: tuple[Costs, ...]
 
     @property
@@ -84,79 +78,77 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What a coarser policy would reach under the same costs."""
+    """Result of a coarser policy under the same costs."""
 
     name: str
-    # Work units per second; None if the policy does not apply to this work.
+    # Work units per second; None if not applicable.
     throughput_per_s: float | None
-    # One request alone, start to end; None likewise.
+    # Latency of a single request; None if not applicable.
     latency_us: float | None
-    # Rent of its devices for a thousand work units, and energy of one; None also where it is not known.
+    # Rent per thousand work units and energy per unit; None also if unknown.
     usd_per_1k_units: float | None = None
     joules_per_unit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Robust:
-    """Throughput of the plan over samples of the costs' errors."""
+    """Throughput over samples of the cost errors."""
 
     num_samples: int
-    # Work units per second that 90 %, half and 10 % of the samples exceed.
+    # Work units per second exceeded by 90 %, half and 10 % of the samples.
     p10_per_s: float
     p50_per_s: float
     p90_per_s: float
-    # Mean share of the rate that the best of all candidates would have given in a sample, had one known.
+    # Mean share of the best candidate's rate per sample.
     regret: float
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which device runs which launch, what that should give, and what it was compared with."""
+    """Placement of every launch, expected figures and baselines."""
 
     unit: WorkUnit
     cluster: Cluster
-    # One per step of the unit.
+    # One per step.
     costs: tuple[Costs, ...]
     objective: Objective
-    # Name of the policy that made it: "throughput", "latency", "data-parallel", ...
+    # Policy: "throughput", "latency", "data-parallel", ...
     policy: str
     lanes: tuple[Lane, ...]
-    # Requests in flight that the figures below assume.
+    # Requests in flight assumed below.
     microbatches: int
-    # Work units per second by busy time, and as simulated with `microbatches` in flight.
+    # Work units per second by busy time, and simulated with `microbatches` in flight.
     throughput_per_s: float
     simulated_per_s: float
-    # No mix of placements can exceed this under the same costs.
+    # Upper bound of any mix of placements under the same costs.
     bound_per_s: float
-    # One request alone, start to end.
+    # Latency of a single request.
     latency_us: float
     baselines: tuple[Baseline, ...] = ()
-    # The lane that each microbatch follows; with more microbatches it begins again. Empty: by the lanes'
-    # rates.
+    # Lane of each microbatch, repeated. Empty: by the lanes' rates.
     lane_table: tuple[int, ...] = ()
-    # Share of the simulated rate that whole microbatches cost, against requests that keep to the lanes'
-    # rates.
+    # Share of the simulated rate lost to whole microbatches.
     rounding_loss: float = 0.0
-    # (requests in flight, work units per second as simulated) of these same lanes.
+    # (requests in flight, simulated work units per second) of these lanes.
     by_microbatches: tuple[tuple[int, float], ...] = ()
-    # The most requests in flight that memory allows; None: any number.
+    # Limit of requests in flight by memory; None: unlimited.
     max_microbatches: int | None = None
     robust: Robust | None = None
-    # Energy of one work unit at the simulated rate, devices without a lane switched off; None: not known.
+    # Energy of one work unit at the simulated rate, unused devices off; None: unknown.
     joules_per_unit: float | None = None
-    # What the user asked for: "--pin attention=emu:a100".
+    # User constraints: "--pin attention=emu:a100".
     constraints: tuple[str, ...] = ()
-    # The same steps at other batches, for the lanes that say so; variant 0 is `unit` and `costs`.
+    # The steps at other batches; variant 0 is `unit` and `costs`.
     variants: tuple[Variant, ...] = ()
 
     @cached_property
     def every_variant(self) -> tuple[Variant, ...]:
-        """Variants by the number that lanes refer to."""
+        """Variants by lane reference."""
         return (Variant(self.unit, self.costs), *self.variants)
 
     @cached_property
     def graphs(self) -> tuple[Graph, ...]:
-        """The steps of all variants, one variant after the other: what `Program.step` counts."""
+        """Steps of all variants, as numbered by `Program.step`."""
         return tuple(graph for variant in self.every_variant for graph in variant.unit.graphs)
 
     @cached_property
@@ -166,12 +158,12 @@ class Plan:
 
     @property
     def batch(self) -> int:
-        """Rows of a work unit as rates count it."""
+        """Rows of a work unit."""
         return self.every_variant[0].batch
 
     @property
     def rows_per_s(self) -> float:
-        """Rows of all batches per second, as simulated."""
+        """Rows per second, simulated."""
         return self.batch * self.simulated_per_s
 
     def unit_of(self, lane: Lane) -> WorkUnit:
@@ -184,21 +176,21 @@ class Plan:
         return self.every_variant[lane.variant].batch
 
     def weight_of(self, lane: Lane) -> float:
-        """Work units, as rates count them, in one request of a lane."""
+        """Work units in one request of a lane."""
         return self.batch_of(lane) / self.batch
 
     def first_step(self, lane: Lane) -> int:
-        """Number of a lane's first step among the steps of all variants."""
+        """Number of a lane's first step."""
         return lane.variant * len(self.unit.graphs)
 
     @property
     def used(self) -> tuple[int, ...]:
-        """Devices that some lane uses, ascending: what has to be rented."""
+        """Devices used by any lane, ascending."""
         return tuple(sorted({d for x in self.lanes for step in x.placement.devices for d in step}))
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Rent of the devices in use; None if one has no price."""
+        """Rent of the used devices; None if one has no price."""
         prices = [self.cluster.devices[d].usd_per_hour for d in self.used]
         known = [p for p in prices if p is not None]
         return sum(known) if len(known) == len(prices) else None
@@ -210,12 +202,12 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far below the bound the plan is, as a fraction of the bound."""
+        """Distance to the bound, as a fraction of it."""
         return max(0.0, 1.0 - self.throughput_per_s / self.bound_per_s) if self.bound_per_s else 0.0
 
 
 def need_one_batch(plan: Plan, what: str, place: str = "") -> None:
-    """Raises MismatchError if lanes or steps of the plan are of unlike batches, which `what` cannot take."""
+    """Raises MismatchError for different batches, which `what` does not support."""
     need_whole_prefills(plan, what, place)
     if plan.variants:
         batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
@@ -224,7 +216,7 @@ def need_one_batch(plan: Plan, what: str, place: str = "") -> None:
 
 
 def need_whole_prefills(plan: Plan, what: str, place: str = "") -> None:
-    """Raises MismatchError if a prefill takes some of a request's rows only, which `what` cannot take."""
+    """Raises MismatchError for partial prefills, which `what` does not support."""
     for unit in (variant.unit for variant in plan.every_variant):
         if unit.is_in_parts:
             message = f"the plan prefills {unit.prefill_batch} of {unit.batch} rows at a time; {what} cannot"
@@ -237,19 +229,19 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Send(msgspec.Struct, frozen=True, tag=True):
-    """Start transfer number `transfer`; nothing behind it waits."""
+    """Starts a transfer without waiting."""
 
     transfer: int
 
 
 class Recv(msgspec.Struct, frozen=True, tag=True):
-    """Wait until transfer number `transfer` has arrived, then own a copy of its bytes."""
+    """Waits for a transfer and takes a copy of its bytes."""
 
     transfer: int
 
 
 class Free(msgspec.Struct, frozen=True, tag=True):
-    """This device needs the buffer no more."""
+    """Releases a buffer on this device."""
 
     buffer: int
 
@@ -259,7 +251,7 @@ Instruction = Run | Send | Recv | Free
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes [start, stop) of one version of one buffer, from one device to another."""
+    """Bytes [start, stop) of one buffer version from one device to another."""
 
     value: int
     buffer: int
@@ -275,19 +267,18 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Program:
-    """What every device does for one run of one step along one lane."""
+    """Instructions of every device for one run of a step along a lane."""
 
     lane: int
-    # Number of its step among those of all the plan's variants; see `Plan.graphs`.
+    # Index into `Plan.graphs`.
     step: int
-    # Number of runs of this step in one request.
+    # Runs of this step per request.
     count: int
-    # instructions[device]
     instructions: tuple[tuple[Instruction, ...], ...]
     transfers: tuple[Transfer, ...]
-    # weights[device]: weight buffers that the device must hold.
+    # weights[device]: weight buffers held there.
     weights: tuple[tuple[int, ...], ...]
-    # homes: (state buffer, device it lives on when the step starts).
+    # (state buffer, device at the start of the step).
     homes: tuple[tuple[int, int], ...]
-    # outputs: (output name, device that holds it when the step ends).
+    # (output name, device at the end of the step).
     outputs: tuple[tuple[str, int], ...]

@@ -1,9 +1,6 @@
-"""Span, Timeline: what happened when, on which device or link.
+"""Timelines of runs, request arrivals, decisions and serving reports.
 
-Arrivals, Decision, ServingReport: requests over time, what was decided, and what they saw.
-
-An arrival is one request: when it comes, how many tokens it brings and how many it wants. Times are in
-seconds from the start. Every figure of a report says by its `clock` whose time it is in.
+Arrival times are seconds from the start. `clock` states whether times are simulated or measured.
 """
 
 from bisect import bisect_right
@@ -11,12 +8,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-# A link's track is its source, this, and its destination.
+# Separator of source and destination in a link's track.
 LINK_ARROW = " -> "
 
 
 class Clock(StrEnum):
-    """Whose time the spans are in."""
+    """Clock of the spans."""
 
     SIMULATED = "simulated"
     MEASURED = "measured"
@@ -24,7 +21,7 @@ class Clock(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One launch on a device or one transfer on a link."""
+    """A launch on a device or a transfer on a link."""
 
     # Device name, or "src -> dst" for a link.
     track: str
@@ -38,14 +35,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run of requests."""
-
     clock: Clock
     # Sorted by start.
     spans: tuple[Span, ...]
     # (request, arrival, completion) in microseconds.
     requests: tuple[tuple[int, float, float], ...]
-    # Work units in each of them, where lanes are of unlike batches; empty: one in each.
+    # Work units per request, for lanes of different batches; empty: one each.
     weights: tuple[float, ...] = ()
 
     @property
@@ -53,14 +48,14 @@ class Timeline:
         return max((stop for _, _, stop in self.requests), default=0.0)
 
     def busy_us(self) -> dict[str, float]:
-        """Track -> time it was occupied."""
+        """Busy time by track."""
         busy: dict[str, float] = {}
         for span in self.spans:
             busy[span.track] = busy.get(span.track, 0.0) + span.stop_us - span.start_us
         return busy
 
     def transfer_us(self) -> tuple[float, float]:
-        """Time of all transfers, and how much of it was hidden: their destination computed meanwhile."""
+        """Total transfer time, and the part hidden by compute on the destination."""
         computing: dict[str, list[tuple[float, float]]] = {}
         for span in self.spans:
             if not span.is_transfer:
@@ -75,7 +70,7 @@ class Timeline:
 
 
 def _join(intervals: list[tuple[float, float]], start: float, stop: float) -> None:
-    """Adds an interval that starts no earlier than those before it; overlapping ones become one."""
+    """Appends an interval, merging it with the last one if they overlap."""
     if intervals and start <= intervals[-1][1]:
         intervals[-1] = (intervals[-1][0], max(intervals[-1][1], stop))
     else:
@@ -83,7 +78,7 @@ def _join(intervals: list[tuple[float, float]], start: float, stop: float) -> No
 
 
 def _shared(intervals: list[tuple[float, float]], start: float, stop: float) -> float:
-    """How much of [start, stop) lies in these disjoint intervals."""
+    """Overlap of [start, stop) with disjoint intervals."""
     found = 0.0
     index = max(0, bisect_right(intervals, (start, float("inf"))) - 1)
     while index < len(intervals) and intervals[index][0] < stop:
@@ -94,18 +89,18 @@ def _shared(intervals: list[tuple[float, float]], start: float, stop: float) -> 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Requests in the order in which they come."""
+    """Requests in order of arrival."""
 
-    # Where they are from: "poisson:20", or a file.
+    # "poisson:20", or a file.
     name: str
     times_s: tuple[float, ...]
-    # Tokens of each request's prompt and answer; empty: each request is one average work unit.
+    # Prompt and output tokens per request; empty: one average work unit each.
     prompts: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
 
     @property
     def rate_per_s(self) -> float:
-        """Requests per second from the first to the last; infinite if all come at once."""
+        """Requests per second from first to last; infinite if simultaneous."""
         if not self.times_s:
             return 0.0
         span = self.times_s[-1] - self.times_s[0]
@@ -117,29 +112,27 @@ class Arrivals:
 
 
 class DecisionKind(StrEnum):
-    """What a monitor can want."""
-
     SWITCH = "switch"  # another policy
-    REPLAN = "replan"  # new plans, made beside the running ones
-    ADOPT = "adopt"  # new plans are there and taken up
-    LOSE = "lose"  # a device is gone
-    RETURN = "return"  # and it is back
+    REPLAN = "replan"  # start planning
+    ADOPT = "adopt"  # adopt new plans
+    LOSE = "lose"  # device lost
+    RETURN = "return"  # device recovered
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision, with its reason in one line."""
+    """A decision with a one-line reason."""
 
     at_s: float
     kind: DecisionKind
-    # The policy in force from here on.
+    # Policy from here on.
     policy: str
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """How a time is spread over requests, in seconds."""
+    """Quantiles over requests, in seconds."""
 
     mean: float
     p50: float
@@ -149,36 +142,36 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class ServingReport:
-    """What requests saw. Without finished requests the quantiles are None."""
+    """Serving figures. Quantiles are None without finished requests."""
 
     clock: Clock
     policy: str
     arrivals: str
     num_requests: int
     num_finished: int
-    # Turned away because too many were waiting; never served because no device was left.
+    # Rejected by a full queue; unserved for lack of devices.
     num_refused: int
     num_failed: int
-    # Begun again because a device was lost under them.
+    # Restarted after a device loss.
     num_restarted: int
     duration_s: float
     offered_per_s: float
-    # What the first policy and these lengths can sustain, requests per second.
+    # Sustainable requests per second of the first policy at these lengths.
     capacity_per_s: float
     is_saturated: bool
     requests_per_s: float
     tokens_per_s: float
     ttft_s: Quantiles | None
-    # Time per output token after the first; only of requests with two or more.
+    # Time per output token after the first, of requests with two or more.
     tpot_s: Quantiles | None
     latency_s: Quantiles | None
-    # Latency divided by the number of output tokens.
+    # Latency per output token.
     normalised_s: Quantiles | None
-    # Share of all requests that met every limit; None without limits.
+    # Share of requests that met all limits; None without limits.
     slo_attainment: float | None
-    # (device or bus, share of the time it was busy)
+    # (device or bus, busy share)
     utilisation: tuple[tuple[str, float], ...]
-    # None where a price or a power is not known.
+    # None if a price or power is unknown.
     usd_per_million_tokens: float | None
     joules_per_token: float | None
     max_waiting: int

@@ -1,18 +1,12 @@
-"""Kernel, Buffer, View, Launch, Step, Trace: what the program did, with which code on which bytes.
+"""Recorded program: kernels, buffers, views, launches, steps.
 
-A trace is one step of a workload: its launches in program order, the buffers they touch and
-how the step hands data in and out. Views are not launches: a launch's arguments say which
-bytes of which buffer they mean. Buffers are logical storages, not addresses: memory that an
-allocator would hand out twice is two buffers here.
+A trace is one step of a workload: launches in program order and the buffers they touch. Views are arguments,
+not launches. Buffers are logical storages: memory that an allocator reuses is two buffers.
 
-Kernel, Region, Access: code, and which bytes one run of it touches.
-
-A region is a strided set of bytes inside one buffer: `item_bytes` bytes at
-`start + sum(i_d * stride_d)` for every index tuple. Ranges are half-open. Two regions
-overlap iff they share a byte. That is decided one dimension at a time, the largest stride
-first: rows of the same stride are compared once for each distance at which they can meet,
-never one by one, so two column blocks of a large matrix cost as much as two of a small one.
-Beyond MAX_STEPS comparisons regions are said to overlap: False is a proof, True is not.
+A region is a strided set of bytes of one buffer: `item_bytes` bytes at `start + sum(i_d * stride_d)` for
+every index tuple. Ranges are half-open. Overlap is decided one dimension at a time, largest stride first,
+once per distance at which rows can meet. Beyond MAX_STEPS comparisons regions count as overlapping: False is
+a proof, True is not.
 """
 
 import hashlib
@@ -24,47 +18,47 @@ from typing import Any
 
 import msgspec
 
-# After this many comparisons of rows, two regions are said to overlap.
+# Limit of row comparisons before assuming overlap.
 MAX_STEPS = 20_000
-# A generator of random numbers is a state buffer whose name is this and its device: "rng:cpu", "rng:cuda:0".
-# A launch that draws reads and writes all of it.
+# State buffer of a random generator: prefix and device, "rng:cpu". A launch that draws reads and writes all
+# of it.
 GENERATOR = "rng:"
-# Bytes of an element where it is not one.
+# Element sizes other than 1.
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "uint64": 8,
     "float32": 4, "int32": 4, "uint32": 4, "complex32": 4,
     "bfloat16": 2, "float16": 2, "int16": 2, "uint16": 2,
 }  # fmt: skip
 
-# (count, stride in bytes) of each dimension, the largest stride first.
+# (count, stride in bytes) per dimension, largest stride first.
 Dims = tuple[tuple[int, int], ...]
 
 
 class Origin(StrEnum):
-    """Where a kernel's code came from, hence how its accesses are proved."""
+    """Origin of a kernel's code, which decides how accesses are proved."""
 
-    ATEN = "aten"  # an operator of a vendor library: proved from its schema
-    TRITON = "triton"  # proved from its PTX, rebuilt from source for each device
-    PTX = "ptx"  # proved from its PTX, loaded by the driver
+    ATEN = "aten"  # library operator, proved from its schema
+    TRITON = "triton"  # proved from PTX, rebuilt from source per device
+    PTX = "ptx"  # proved from PTX, loaded by the driver
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Code: an ATen overload or a PTX entry."""
+    """An ATen overload or a PTX entry."""
 
-    # "aten.mm.default" for operators, the entry's name for PTX.
+    # "aten.mm.default", or the PTX entry.
     name: str
     origin: Origin
     # Operator schema with alias annotations; empty for PTX.
     schema: str = ""
-    # PTX text; empty for operators.
+    # Empty for operators.
     ptx: str = ""
-    # What a Triton kernel is rebuilt from on another architecture; empty for all others.
+    # Source of a Triton kernel for other architectures; else empty.
     source: str = ""
-    # (name, type) of every argument in order. Those of type "constexpr" are compiled in; the others are
-    # the parameters of the PTX entry, in this order, and the arguments of a launch.
+    # (name, type) of every argument. "constexpr" arguments are compiled in; the others are PTX parameters and
+    # launch arguments, in order.
     signature: tuple[tuple[str, str], ...] = ()
-    # The values that were compiled in, by name.
+    # Values of constexpr arguments by name.
     constants: tuple[tuple[str, bool | int | float | str | None], ...] = ()
     num_warps: int = 0
     num_stages: int = 0
@@ -73,12 +67,10 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A strided set of bytes of one buffer."""
-
     start: int
     item_bytes: int
-    # (count, stride in bytes), outermost first; counts above 1, strides positive, and no two
-    # dimensions that could be written as one. `region` builds this form.
+    # (count, stride in bytes), outermost first, in the normal form of `region`: counts above 1, positive
+    # strides, no mergeable dimensions.
     dims: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -90,7 +82,7 @@ class Region:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes are touched, counting a byte once for every index that reaches it."""
+        """Bytes touched, counted once per index."""
         size = self.item_bytes
         for n, _ in self.dims:
             size *= n
@@ -98,11 +90,11 @@ class Region:
 
     @property
     def is_dense(self) -> bool:
-        """True iff every byte between start and stop is touched."""
+        """True if all bytes from start to stop are touched."""
         return not self.dims
 
     def overlaps(self, other: "Region") -> bool:
-        """True unless the two regions provably share no byte."""
+        """False only if the regions provably share no byte."""
         if self.stop <= other.start or other.stop <= self.start:
             return False
         if not self.dims and not other.dims:
@@ -117,10 +109,10 @@ class Region:
 
 
 def region(start: int, item_bytes: int, dims: tuple[tuple[int, int], ...]) -> Region | None:
-    """The normal form of a strided set; None when it is empty. Dimensions are (count, byte stride)."""
+    """Normal form of a strided set, or None if empty. Dimensions are (count, byte stride)."""
     if any(n == 0 for n, _ in dims) or item_bytes == 0:
         return None
-    for n, stride in dims:  # a negative stride touches the same bytes from the other end
+    for n, stride in dims:  # a negative stride touches the same bytes
         start += (n - 1) * stride if stride < 0 else 0
     live = sorted(((n, abs(s)) for n, s in dims if n > 1 and s != 0), key=lambda d: (d[1], d[0]))
     merged: list[tuple[int, int]] = []
@@ -128,7 +120,7 @@ def region(start: int, item_bytes: int, dims: tuple[tuple[int, int], ...]) -> Re
         if not merged and stride <= item_bytes:
             item_bytes += (n - 1) * stride
         elif merged and stride % merged[-1][1] == 0 and stride // merged[-1][1] <= merged[-1][0]:
-            # Rows of the smaller stride without a hole between them are one longer row.
+            # Adjacent rows without a gap are one longer row.
             count, inner = merged[-1]
             merged[-1] = (count + (n - 1) * (stride // inner), inner)
         else:
@@ -137,15 +129,15 @@ def region(start: int, item_bytes: int, dims: tuple[tuple[int, int], ...]) -> Re
 
 
 def _extent(dims: Dims, item_bytes: int) -> int:
-    """Bytes from the first touched to the last, both included."""
+    """Distance from the first to the last touched byte, inclusive."""
     return sum((n - 1) * stride for n, stride in dims) + item_bytes
 
 
 def _meet(a: int, a_dims: Dims, a_item: int, b: int, b_dims: Dims, b_item: int) -> bool:
-    """True unless the strided sets that start at `a` and at `b` provably share no byte.
+    """False only if the strided sets at `a` and `b` provably share no byte.
 
-    Takes off the largest stride S. Rows i of one set and j of the other, i and j free, stand at every
-    distance (j - i) * S; only the distances at which the rows' enclosing intervals meet are looked at.
+    Removes the largest stride S. Rows of the two sets are (j - i) * S apart; only distances at which their
+    intervals meet are compared.
     """
     todo = [(a, a_dims, b, b_dims)]
     for _ in range(MAX_STEPS):
@@ -163,7 +155,7 @@ def _meet(a: int, a_dims: Dims, a_item: int, b: int, b_dims: Dims, b_item: int) 
         # a < b + d * stride + b_size and b + d * stride < a + a_size
         first = max(1 - a_count, (a - b - b_size) // stride + 1)
         last = min(b_count - 1, -((b - a - a_size) // stride) - 1)
-        # The middle one of three rows that meet a dense set lies inside it, if no row reaches past the next.
+        # The middle one of three rows that meet a dense set lies inside it, unless rows overlap.
         is_inside = (not b_dims and a_size <= stride) or (not a_dims and b_size <= stride)
         if last - first > (1 if is_inside else MAX_STEPS):
             return True
@@ -172,12 +164,12 @@ def _meet(a: int, a_dims: Dims, a_item: int, b: int, b_dims: Dims, b_item: int) 
 
 
 def _rows(dims: Dims, stride: int) -> tuple[int, Dims]:
-    """How many rows of this stride there are, and what one of them is."""
+    """Number of rows of this stride, and one row."""
     return (dims[0][0], dims[1:]) if dims and dims[0][1] == stride else (1, dims)
 
 
 def _contains(outer: Region, inner: Region) -> bool:
-    """True only if every byte of `inner` is in `outer`: all rows of one lie in rows of the other."""
+    """True only if every byte of `inner` is in `outer`, row by row."""
     (num_rows, stride), rest = outer.dims[0], outer.dims[1:]
     count, step, inner_rest = 1, stride, inner.dims
     if inner.dims and inner.dims[0][1] % stride == 0:
@@ -191,7 +183,7 @@ def _contains(outer: Region, inner: Region) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One launch touches one region of one buffer."""
+    """One region touched by a launch."""
 
     buffer: int
     region: Region
@@ -201,13 +193,13 @@ class Access:
 
 
 class BufferKind(StrEnum):
-    """Who owns a buffer's contents."""
+    """Owner of a buffer's contents."""
 
-    WEIGHT = "weight"  # the model's: read only, alike for all requests
-    INPUT = "input"  # the request's, given anew for each step
-    STATE = "state"  # the request's, mutated by a step and handed to the next
-    OUTPUT = "output"  # what the step returns
-    TEMPORARY = "temporary"  # dead when the step ends
+    WEIGHT = "weight"  # model, read only
+    INPUT = "input"  # request, new for each step
+    STATE = "state"  # request, mutated and kept for the next step
+    OUTPUT = "output"  # returned by the step
+    TEMPORARY = "temporary"  # dead at the end of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +207,7 @@ class Buffer:
     name: str
     kind: BufferKind
     size_bytes: int
-    # Contents of a small constant that the program itself made, as hexadecimal; else empty.
+    # Hexadecimal contents of a small constant; else empty.
     constant_hex: str = ""
 
     @property
@@ -224,12 +216,12 @@ class Buffer:
 
 
 def item_bytes(dtype: str) -> int:
-    """Size of one element; one byte for the small types."""
+    """Bytes of one element."""
     return ITEM_BYTES.get(dtype, 1)
 
 
 class View(msgspec.Struct, frozen=True, tag=True):
-    """A tensor: how one buffer's bytes are read. Strides and offset count elements."""
+    """A tensor over one buffer. Strides and offset count elements."""
 
     buffer: int
     dtype: str
@@ -243,33 +235,31 @@ class View(msgspec.Struct, frozen=True, tag=True):
 
 
 class Symbol(msgspec.Struct, frozen=True, tag=True):
-    """A torch constant among the arguments: kind is dtype, device, layout or memory_format."""
+    """Torch constant: kind is dtype, device, layout or memory_format."""
 
     kind: str
     name: str
 
 
 Item = View | Symbol | bool | int | float | str | None
-# An argument of a launch: a tensor, a torch constant, a plain value, or a tuple of these, nested at most
-# twice (files are decoded by this type, and msgspec has no recursive unions).
+# Argument: tensor, torch constant, plain value, or tuples nested at most twice (msgspec decodes by this type
+# and has no recursive unions).
 Arg = Item | tuple[Item | tuple[Item, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One run of a kernel."""
-
     kernel: int
     args: tuple[Arg, ...]
     kwargs: tuple[tuple[str, Arg], ...]
-    # What the launch returns, in order; None for a result that is not a tensor.
+    # Results in order; None for one that is not a tensor.
     outputs: tuple[View | None, ...]
     accesses: tuple[Access, ...]
-    # The module that launched it ("model.layers.0.mlp"); empty outside any module.
+    # Launching module ("model.layers.0.mlp"); empty outside modules.
     scope: str = ""
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
-    # Empty if the launch may run on any device; else the reason why it may not.
+    # Reason why the launch is pinned; empty if it can run on any device.
     immovable: str = ""
 
     @property
@@ -284,44 +274,44 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one call of the model does, and enough to build that call again."""
+    """One call of the model, with enough to repeat it."""
 
     model: str
-    kind: str  # prefill, decode, encode, denoise, call; tokens, chunk or insert of a served model
-    # Batch rows. For kind=tokens: maximum number of sequences.
+    kind: str  # prefill, decode, encode, denoise, call; tokens, chunk or insert for serving
+    # Batch rows. For kind=tokens: maximum sequences.
     batch: int
-    # Tokens per row that the state holds. For kind=prefill and kind=tokens: tokens that the step reads.
+    # Tokens per row in the state. For kind=prefill and kind=tokens: tokens read by the step.
     context: int
     seed: int = 0
-    # Positions of state beyond `context` that a decode may fill. For kind=tokens: positions in all pages.
+    # Positions beyond `context` that decodes may fill. For kind=tokens: positions in all pages.
     reserve: int = 0
-    # Random weights from the seed in place of a checkpoint folder's own.
+    # Random weights from the seed instead of the checkpoint's.
     random_weights: bool = False
-    # A file with tensors that are inputs, by name; empty for inputs made from the model's description.
+    # File with input tensors by name; empty for generated inputs.
     inputs: str = ""
-    # For kind=tokens: sequences that the state holds, where other steps over it have more than `batch`.
+    # For kind=tokens: sequences in the state, if more than `batch`.
     rows: int = 0
     # For kind=tokens: expected tokens per sequence; 0: an even share of the pages.
     length: int = 0
-    # Products of the same input are one, with weights laid one behind the other.
+    # GEMMs of the same input are fused, with concatenated weights.
     joined_products: bool = False
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The launches of one step in program order."""
+    """Launches of one step in program order."""
 
     step: Step
     kernels: tuple[Kernel, ...]
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
-    # What the step returns, by name.
+    # Results by name.
     outputs: tuple[tuple[str, View], ...]
-    # Number of view operations that took part and needed no launch.
+    # View operations, which need no launch.
     num_views: int = 0
-    # (operator, times) for those that returned old memory without their schema saying so, by name.
+    # (operator, count) that returned old memory without declaring it in the schema, by name.
     aliases: tuple[tuple[str, int], ...] = ()
-    # Where it was recorded: cpu, cuda:N, or fake. Only what ran on the CPU is sure to run there again.
+    # cpu, cuda:N or fake. Only what ran on the CPU is sure to run there again.
     recorded_on: str = "cpu"
 
     def kernel_of(self, launch: int) -> Kernel:
@@ -332,17 +322,17 @@ class Trace:
 
     @cached_property
     def digest(self) -> str:
-        """Names this trace by its contents; costs and plans refer to it."""
+        """Content digest, referenced by costs and plans."""
         return digest(self)
 
 
 def digest(record: Any) -> str:
-    """Names a record by its contents: equal records have equal digests."""
+    """Content digest: equal records have equal digests."""
     return hashlib.sha256(msgspec.msgpack.encode(record)).hexdigest()
 
 
 def arg_views(arg: Arg) -> tuple[View, ...]:
-    """The tensors inside an argument, depth first."""
+    """Tensors inside an argument, depth first."""
     if isinstance(arg, View):
         return (arg,)
     if isinstance(arg, tuple):

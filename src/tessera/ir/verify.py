@@ -1,4 +1,4 @@
-"""The rules of every artifact, as sentences. Each is checked after the stage that makes the artifact."""
+"""Rules of every artifact, as sentences, checked after the stage that makes it."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ from tessera.ir.trace import Access, BufferKind, Trace, View, item_bytes
 
 
 def _steps(unit: WorkUnit) -> tuple[Any, ...]:
-    """What a unit's steps are, and how often a row runs each, whatever their batch."""
+    """Kind and count of a unit's steps per row, independent of batch."""
     steps = tuple(g.trace.step for g in unit.graphs)
     runs = tuple(n * step.batch / unit.batch for n, step in zip(unit.counts, steps, strict=True))
     return (runs, tuple(replace(step, batch=1) for step in steps))
@@ -31,14 +31,14 @@ def _one_size(plan: Plan) -> bool:
     )
 
 
-# (sentence, what must hold)
+# (sentence, check)
 Rule = tuple[str, Callable[[Any], bool]]
-# Most bytes of a buffer or elements of a view; largest count.
+# Limit of buffer bytes, view elements and counts.
 MAX_BYTES, MAX_COUNT = 2**48, 2**32
 
 
 def _name(numbers: Iterable[int], items: Sequence[Any]) -> bool:
-    """True if every number is that of an item."""
+    """True if every number is a valid index."""
     return all(0 <= number < len(items) for number in numbers)
 
 
@@ -116,7 +116,7 @@ def _accesses(t: Trace) -> list[Access]:
 
 
 def _bad_view(t: Trace) -> str:
-    """The first view that does not lie inside its buffer."""
+    """First view outside its buffer."""
     named = [(f"launch {n}", launch.views) for n, launch in enumerate(t.launches)]
     for place, views in [*named, *((f"output {name}", [view]) for name, view in t.outputs)]:
         for view in views:
@@ -261,7 +261,7 @@ def _is_error(cost: Cost) -> bool:
 
 
 def _bad_cost(costs: Costs) -> str:
-    """The first launch and device whose figures break a rule."""
+    """First launch and device with invalid figures."""
     for launch, row in enumerate(costs.costs):
         for device, cost in zip(costs.devices, row, strict=False):
             if not (cost.is_sane and _is_error(cost)):
@@ -281,7 +281,7 @@ UNIT_RULES: list[Rule] = [
 
 
 def _ends(program: Program, kind: type[Send] | type[Recv]) -> list[tuple[int, int]]:
-    """(transfer, device) of every instruction of one kind, sorted."""
+    """Sorted (transfer, device) of all instructions of one kind."""
     columns = enumerate(program.instructions)
     return sorted((i.transfer, d) for d, column in columns for i in column if isinstance(i, kind))
 
@@ -326,18 +326,18 @@ RULES: dict[type, list[Rule]] = {
     Timeline: TIMELINE_RULES,
     Arrivals: ARRIVALS_RULES,
 }
-# Records inside a record are verified before it.
+# Nested records are verified first.
 PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Graph: lambda g: (g.trace,),
     WorkUnit: lambda u: u.graphs,
     Plan: lambda p: (p.cluster, *(part for v in p.every_variant for part in (v.unit, *v.costs))),
 }
-# Where in a record a rule is broken; none: the rule says enough.
+# Place of the violation; None if the rule names it.
 PLACES: dict[type, Callable[[Any], str]] = {Costs: _bad_cost, Trace: _bad_view}
 
 
 def verify(record: Any) -> None:
-    """Raises RuleBroken with the first rule that the record breaks."""
+    """Raises RuleBroken for the first broken rule."""
     for part in PARTS.get(type(record), lambda _: ())(record):
         verify(part)
     for sentence, holds in RULES[type(record)]:

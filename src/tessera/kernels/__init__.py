@@ -1,8 +1,7 @@
 """Operators of the project and their kernels; accesses of PTX kernels (`ptx`) and their launch (`launch`).
 
-`paged` registers tessera::paged_attention with torch: whoever calls it, or runs a trace that has it, imports
-that module first.
+`paged` registers tessera::paged_attention with torch; import it before running a trace that has it.
 """
 
-# Positions of one page of keys and values.
+# Positions per page of keys and values.
 PAGE = 16

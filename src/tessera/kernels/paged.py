@@ -1,4 +1,4 @@
-"""tessera::paged_attention: causal attention of tokens of several sequences over keys and values in pages.
+"""tessera::paged_attention: causal attention of tokens of several sequences over paged keys and values.
 
     query         [T, Hq, D]          new tokens, sequence after sequence; their keys are in pages already
     keys, values  [P, 16, Hkv, D|Dv]  pages of 16 positions each; Dv may differ from D
@@ -6,16 +6,15 @@
     page_starts   [S]
     lengths       [S]                 tokens that a sequence has in pages, the new ones included; 0: unused
     query_starts  [S + 1]             new tokens of sequence s: query_starts[s] : query_starts[s + 1]
-    -> [T, Hq, Dv]                    zeros for the tokens behind the last sequence's
+    -> [T, Hq, Dv]                    zeros for padding tokens
 
 A token sees its own sequence up to itself; with a `window`, itself and the window - 1 before. Scores are
-multiplied by `scale`, bounded by `soft_cap` where that is not 0, and joined by a head's `sinks` score, which
-has no value. Query heads share key heads in groups. Pages that no token of the step can see any more are not
-looked at. `expected_length` is the length that a sequence will have on average, for whoever prices a launch;
-`one_each` says that no sequence has more than one token: it changes which kernel runs, not what it computes.
+multiplied by `scale`, bounded by `soft_cap` unless that is 0, and joined by a head's `sinks` score, which has
+no value. Query heads share key heads in groups. `expected_length`, the average length of a sequence, is for
+cost models. `one_each` promises at most one token per sequence: it selects the kernel.
 
-On CPUs the operator is torch code that takes sequences alike together; on GPUs it is the kernel of
-`paged_triton`. Lengths are read inside the operator, so a program that calls it reads nothing on the host.
+CPUs run torch code that batches similar sequences, GPUs the kernel of `paged_triton`. Lengths are read inside
+the operator, so a program that calls it reads nothing on the host.
 """
 
 from collections import defaultdict
@@ -28,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tessera.kernels import PAGE
 
-# Queries of one product on a CPU: bounds the memory that their scores take.
+# Queries per product on a CPU; bounds the memory of their scores.
 MAX_QUERIES = 256
 
 torch.library.define(
@@ -41,12 +40,12 @@ torch.library.define(
 
 @dataclass(frozen=True)
 class _QueryRows:
-    """Some new tokens of one sequence: the rows first : first + count of the query."""
+    """New tokens of one sequence: rows first : first + count of the query."""
 
     first: int
     count: int
     position: int  # of the first token
-    # Place in `pages` of the first page that is looked at, the position of its first key, and their number.
+    # First page read: its index in `pages`, the position of its first key; and the number of pages.
     page: int
     begin: int
     num_pages: int
@@ -68,7 +67,7 @@ def _on_cpu(
     expected_length: int,
     one_each: bool,
 ) -> torch.Tensor:
-    """Parts of as many tokens, over about as many pages, are computed together."""
+    """Parts with equal tokens and similar numbers of pages are computed together."""
     out = query.new_zeros((*query.shape[:2], values.shape[3]))
     alike: dict[tuple[int, int], list[_QueryRows]] = defaultdict(list)
     for part in _parts(page_starts.tolist(), lengths.tolist(), query_starts.tolist(), window):
@@ -78,11 +77,11 @@ def _on_cpu(
         numbers = [(p.first, p.position - p.begin, p.page, p.num_pages - 1) for p in group]
         first, now, page, last = torch.tensor(numbers).t()[..., None]
         rows = (first + torch.arange(count)).flatten()
-        # As many pages for all: a short part repeats its last.
+        # Pad to equal pages: a short part repeats its last.
         table = pages.index_select(0, (page + torch.arange(most).minimum(last)).flatten())
         ago = (now + torch.arange(count))[:, :, None] - torch.arange(most * PAGE)
         seen = (ago >= 0) & (ago < window) if window else ago >= 0
-        beyond = (ago[:, -1] < 0).flatten().nonzero()[:, 0]  # nobody's, and need not be finite
+        beyond = (ago[:, -1] < 0).flatten().nonzero()[:, 0]  # padding, may not be finite
         held_keys, held_values = (
             held.index_select(0, table)
             .flatten(0, 1)
@@ -117,7 +116,7 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of [parts, queries, heads, width] over [parts, keys, heads, width].
 
-    Query heads that share a key head are further queries of it.
+    Query heads that share a key head become further queries.
     """
     parts, count, heads, width = query.shape
     kv_heads = keys.shape[2]
@@ -133,14 +132,14 @@ def _attend(
 
 
 def _scores(rows: torch.Tensor, keys: torch.Tensor, scale: float, soft_cap: float) -> torch.Tensor:
-    """In 32 bits at least."""
+    """Scores in at least 32 bits."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     scores = (rows.to(dtype) * scale) @ keys.to(dtype).transpose(2, 3)
     return torch.tanh(scores / soft_cap) * soft_cap if soft_cap else scores
 
 
 def _mix(scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Values by the softmax of [parts, heads, queries, keys], each head's sink among them."""
+    """Values weighted by the softmax of [parts, heads, queries, keys] with each head's sink."""
     parts, heads, count, held = scores.shape
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(parts, heads, count, 1)

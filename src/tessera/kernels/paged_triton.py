@@ -6,17 +6,16 @@
 
 Two kinds of sequences share a step, and each has its kernel:
 
-  one new token      `paged_decode`: one program a (key head, sequence, split of its keys); the query heads
+  one new token      `paged_decode`: one program per (key head, sequence, split of its keys); the query heads
                      of the key head are the rows of its products. With several splits, `paged_join` adds
                      them up. It also writes the zeros of padding tokens.
-  several new ones   `paged_prefill`: one program a (key head, tile of one sequence's tokens). Which sequence
-                     a tile belongs to is looked up in `query_starts`, so the grid is a bound: tokens //
-                     tokens of a tile + sequences. Keys after a tile's last token and before its window
-                     are not read.
+  several new ones   `paged_prefill`: one program per (key head, tile of one sequence's tokens). A tile's
+                     sequence is looked up in `query_starts`, so the grid is a bound: tokens // tokens of a
+                     tile + sequences. Keys after a tile's last token and before its window are not read.
 
 Lengths, query starts and page tables are read on the GPU alone: work follows true lengths, and a step can be
 part of a CUDA graph. Grids, blocks and splits depend on shapes and types (`tiles_for`); the depth of the
-software pipeline, which no bit of the result depends on, also on the shared memory of the card.
+software pipeline, which changes no bit of the result, also on the card's shared memory.
 
 Softmax is online, in float32 and powers of two. Products of 16-bit numbers are summed in float32; those of
 float32 are not rounded to TF32.
@@ -36,34 +35,34 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for minus infinity, without its NaNs.
 _NEVER = tl.constexpr(-1.0e30)
 
-# Decode programs that keep a large card's memory busy; fewer than half of it are split.
+# Decode programs that keep a large card's memory busy; below half of it keys are split.
 _BUSY = 512
-# A split has at least this many keys of the longest sequence that the table can hold.
+# Least keys per split of the longest sequence that the table can hold.
 _SPLIT_KEYS = 256
-# Programs up to which a card's memory is not kept busy by their number.
+# Up to this many programs do not keep a card's memory busy.
 _FEW = 256
 _MAX_SPLITS = 64
-# Shared memory that a block of threads may have on every card since Ampere; what sums and page numbers take.
+# Shared memory of a thread block on every card since Ampere; bytes for sums and page numbers.
 _SHARED_BYTES, _OTHER_BYTES = 99 << 10, 2 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How one program of a kernel works."""
+    """Configuration of one program of a kernel."""
 
     # Rows of its products: query heads, or tokens times query heads of one key head.
     rows: int
-    # Keys that are looked at together.
+    # Keys per iteration.
     keys: int
     warps: int
     stages: int
-    # Registers of a thread at most; None: as many as it takes.
+    # Most registers per thread; None: unlimited.
     registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a step is divided into programs."""
+    """Division of a step into programs."""
 
     decode: Tile
     prefill: Tile
@@ -82,8 +81,8 @@ def tiles_for(
 ) -> Tiles:
     """The division of a step.
 
-    `heads` are query heads and key heads, `sizes` the numbers a head has in keys and in values, `table` the
-    length of the list of pages. Only the depth of the pipelines depends on `shared_bytes`.
+    `heads`: query heads and key heads; `sizes`: head sizes of keys and values; `table`: length of the page
+    list. Only the depth of the pipelines depends on `shared_bytes`.
     """
     group = heads[0] // heads[1]
     width = triton.next_power_of_2(max(sizes))
@@ -92,7 +91,7 @@ def tiles_for(
     keys = 64 >> (is_wide + is_double)
     is_long = tokens * group >= 4096 and not is_wide
     long_rows = 32 if is_double else 128 if is_long else 64
-    # Few sequences leave the memory idle unless each looks far ahead.
+    # Few sequences leave the memory idle unless each prefetches far.
     decode = Tile(rows, keys, 4, 5 if sequences * heads[1] <= _FEW else 3)
     prefill = Tile(max(long_rows, rows), keys, *((8, 3, 128) if long_rows == 128 else (4, 3)))
     return Tiles(
@@ -103,7 +102,7 @@ def tiles_for(
 
 
 def _splits(programs: int, table: int) -> int:
-    """A power of two; one where there are sequences and heads enough."""
+    """A power of two; 1 if there are enough sequences and heads."""
     if 2 * programs >= _BUSY:
         return 1
     wanted, worthwhile = -(-_BUSY // programs), max(table * PAGE // _SPLIT_KEYS, 1)
@@ -111,7 +110,7 @@ def _splits(programs: int, table: int) -> int:
 
 
 def _fitting(tile: Tile, row_bytes: int, shared_bytes: int) -> Tile:
-    """The tile with as deep a pipeline as shared memory has room for."""
+    """The tile with the deepest pipeline that fits shared memory."""
     room = (shared_bytes - tile.rows * row_bytes - _OTHER_BYTES) // (2 * tile.keys * row_bytes)
     if room < 2:
         return replace(tile, stages=1)
@@ -119,7 +118,7 @@ def _fitting(tile: Tile, row_bytes: int, shared_bytes: int) -> Tile:
 
 
 def _tiles_of(query: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor) -> Tiles:
-    """The division of a step on the card where its tensors are."""
+    """The division of a step on its tensors' card."""
     (tokens, query_heads, size), (_, _, heads, value_size) = query.shape, values.shape
     shared = _SHARED_BYTES
     if query.is_cuda:
@@ -138,9 +137,9 @@ def attend(
     one_each: bool,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """What every token of the step sees of its sequence, [tokens, query heads, value size].
+    """Attention output [tokens, query heads, value size].
 
-    `step` is the first seven arguments of the operator; `tiles` a division of the caller's choice.
+    `step`: the first seven arguments of the operator; `tiles`: a division chosen by the caller.
     """
     query, keys, values, pages, page_starts, lengths, query_starts = step
     tiles = tiles or _tiles_of(query, values, pages, lengths)
@@ -200,7 +199,7 @@ def paged_decode(
     VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Sequences with one new token: one split of the keys of one key head. Also the zeros of padding."""
+    """Sequences with one new token: one split of the keys of one key head. Writes the zeros of padding."""
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query_heads = tl.num_programs(0) * GROUP
     member, d, dv = tl.arange(0, ROWS), tl.arange(0, SIZE_PAD), tl.arange(0, VALUE_PAD)
@@ -254,7 +253,7 @@ def paged_decode(
 def paged_join(
     parts, tops, query_starts, out, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """One query head of one sequence with one new token: its splits, by their weights."""
+    """Joins the splits of one query head of one sequence by their weights."""
     head, sequence = tl.program_id(0), tl.program_id(1)
     query_heads = tl.num_programs(0)
     token = tl.load(query_starts + sequence)
@@ -284,8 +283,8 @@ def paged_prefill(
     """Sequences with several new tokens: a tile of tokens, all query heads of one key head."""
     TOKENS: tl.constexpr = ROWS // GROUP
     head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later tokens see more: theirs begin first
-    # Sequence s has the tiles from query_starts[s] // TOKENS + s on, as many as it may need.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later tokens see more: start them first
+    # Tiles of sequence s start at query_starts[s] // TOKENS + s.
     number = tl.arange(0, SEQUENCES_PAD)
     starts = tl.load(query_starts + number, mask=number < sequences, other=0)
     begun = (number < sequences) & (starts // TOKENS + number <= tile)
@@ -300,7 +299,7 @@ def paged_prefill(
     new = local + row // GROUP
     heads = head * GROUP + row % GROUP
     is_row = (row < TOKENS * GROUP) & (new < count)
-    # Keys up to `oldest` are seen by every row but for the window; those from `end` on by none.
+    # Every row sees keys up to `oldest`, window aside; none sees keys from `end` on.
     past = tl.load(lengths + sequence) - count
     oldest, end = past + local, past + tl.minimum(local + TOKENS, count)
     begin = 0
@@ -334,7 +333,7 @@ def paged_prefill(
 
 @triton.jit
 def _nothing_seen(sinks, heads, has_sink, ROWS: tl.constexpr, VALUE_PAD: tl.constexpr):
-    """The state of rows before the first key: weighted values, highest logit, sum of weights."""
+    """Initial state of rows: weighted values, highest logit, sum of weights."""
     top, total = tl.full([ROWS], _NEVER, tl.float32), tl.zeros([ROWS], tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=has_sink, other=0.0).to(tl.float32)
@@ -349,7 +348,7 @@ def _see(
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """The state of rows after a block of keys; `BOUNDED`: some of them are hidden from some rows."""
+    """State of rows after a block of keys; `BOUNDED`: some keys are hidden from some rows."""
     place = start + tl.arange(0, BLOCK)
     is_key = place < end if BOUNDED else tl.full([BLOCK], True, tl.int1)
     page = tl.load(table + place // _PAGE, mask=is_key, other=0).to(tl.int64)

@@ -1,16 +1,15 @@
-"""Launches of PTX kernels: what one reads and writes, by analysis of its code with the launch's numbers.
+"""Accesses of PTX kernels: what a launch reads and writes, by analysis of its code with the launch's numbers.
 
     triton_accesses(kernel, launch, buffers, empty) -> (accesses, why it may not move)
     tables_of(kernel) -> parameters that lead to tables of pointers
 
-Argument i of the launch is parameter i of the entry; Triton adds scratch pointers behind them, which must
-not be touched. Arguments with a buffer are pointers, and small numbers are none: where the code alone leaves
-that open, it is analyzed again with that. Intervals are clamped to the buffer at both ends: what lies outside
-cannot be touched by a valid launch. A write that is not known to reach every byte of its interval leaves the
-others as they were, so it counts as reading them too, unless the buffer holds nothing yet.
+Argument i of the launch is parameter i of the entry; scratch pointers that Triton adds must not be touched.
+Arguments with a buffer are pointers, and small numbers are not: where the code alone leaves that open, it is
+analyzed again with that. Intervals are clamped to the buffer: a valid launch touches nothing outside. A write
+that may miss bytes of its interval counts as reading them too, unless the buffer holds nothing yet.
 
-An argument that is a tuple is a table of pointers: its entries are the buffers behind them, or numbers. What
-a kernel does through pointers that it loads from the table, it may do to all of each of these.
+A tuple argument is a table of pointers: its entries are buffers or numbers. An access through a pointer
+loaded from the table counts for all of each buffer.
 """
 
 from collections.abc import Sequence, Set
@@ -29,17 +28,17 @@ from tessera_ptx import (
     reports_for,
 )
 
-# An access of more separate runs than this is widened to what encloses them.
+# An access of more separate runs than this is widened to their hull.
 MAX_REGIONS = 16
 
-# Below this, no buffer has an address.
+# No buffer has an address below this.
 _FAR = 1 << 40
 
 
 def triton_accesses(
     kernel: Kernel, launch: Launch, buffers: Sequence[Buffer], empty: Set[int] = frozenset()
 ) -> tuple[tuple[Access, ...], str]:
-    """The accesses of a launch; with a reason instead if they cannot be proved."""
+    """The accesses of a launch, or the reason why they cannot be proved."""
     report = _report(kernel)
     why = report if isinstance(report, str) else _against(report, launch)
     if why and not isinstance(report, str):
@@ -59,13 +58,13 @@ def triton_accesses(
 
 
 def tables_of(kernel: Kernel) -> tuple[int, ...]:
-    """Parameters that lead to tables of pointers; none if the kernel is beyond proof for other reasons."""
+    """Parameters that lead to tables of pointers; none if the kernel cannot be proved for other reasons."""
     report = _report(kernel)
     return () if isinstance(report, str) else report.tables
 
 
 def _behind(item: IndirectReport, tables: Sequence[Arg], buffers: Sequence[Buffer]) -> list[Access]:
-    """What may happen to the buffers that tables lead to; bytes that are left alone count as read."""
+    """Possible accesses to buffers behind tables; untouched bytes count as read."""
     written = any(effect == "w" for _, effect in item.lines)
     found = {view.buffer for table in tables for view in arg_views(table)}
     return [
@@ -136,9 +135,9 @@ def _accesses(
 
 
 def _regions(spans: list[tuple[int, int]]) -> tuple[list[Region], bool]:
-    """The runs as regions, and whether bytes between them were taken in.
+    """The runs as regions, and whether bytes between them were included.
 
-    One strided region if they are regular, one each if they are few, else one that encloses them.
+    One strided region if they are regular, one each if they are few, else their hull.
     """
     if len(spans) <= 1:
         return [Region(a, b - a) for a, b in spans], False

@@ -1,15 +1,4 @@
-"""Profile: what every launch costs on every device, where the number came from, and how sure it is.
-
-parse_devices, make_cluster   words -> devices and links
-wire                          unlike links and buses
-estimate                      trace x devices -> costs, without any of the hardware
-notes                         what a reader of those costs should know
-known_gpus, gpu               the table of GPUs
-coverage, best_sources        which sources price each class on one of them
-sureness                      which part of a plan's time rests on which source
-borrowed                      whose models price a GPU that nobody measured
-installed_tables              public measured tables, if the extra `tables` is installed
-"""
+"""Cost of every launch on every device, with source and expected error."""
 
 from tessera.profile.counts import OpClass, Work, class_of, work_of
 from tessera.profile.coverage import (

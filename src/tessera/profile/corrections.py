@@ -1,30 +1,28 @@
-"""Corrections of modelled prices by measured launches: one record, one file format.
+"""Corrections of modelled costs by measured launches.
 
-A table or a fitted model prices bytes and operations. A `Corrections` record changes that price by
+A `Corrections` record has
 
-- terms: cycles of indexing overhead, rows and floors, and factors, for the terms of `overheads.py`;
+- terms: cycles and factors for the overheads in `overheads.py`;
 - kernels: models of attention kernels with few queries;
-- rows: single launches measured on one GPU. A launch of the same work takes the measured time. Another launch
-  of the class takes the modelled time, times the median ratio of measured to modelled over the class.
+- rows: launches measured on one GPU. Equal work takes the measured time; other launches of the class
+  take the modelled time times the median ratio of measured to modelled.
 
-The package has terms and kernels in `corrections.json`, fitted by scripts/fit_overheads.py and
-scripts/fit_streams.py to launches of one GPU. `tessera calibrate` writes rows, one file per GPU, to
-`$XDG_CACHE_HOME/tessera/calibrations`.
+Terms and kernels are in `corrections.json`, fitted by scripts/fit_overheads.py and scripts/fit_streams.py to
+one GPU. `tessera calibrate` writes rows to `$XDG_CACHE_HOME/tessera/calibrations`, one file per GPU.
 
-Terms: us = (t0 + sqrt((base - t0)^2 + overhead^2)) * factors + floors. Cycles are either shared by all SMs or
-run one after the other. Other GPUs take the same cycles at their own number of SMs and clock, with a wider
-error. From Hopper on the tables' attention kernels are FlashAttention 3 and newer, before that FlashAttention
-2, which is PyTorch's `flash` kernel everywhere; so `flash` has a factor on new GPUs only.
+us = (t0 + sqrt((base - t0)^2 + overhead^2)) * factors + floors. Cycles are shared by all SMs or serial. Other
+GPUs scale them by SMs and clock, with a wider error. Tables use FlashAttention 3 or newer from Hopper on, and
+before that FlashAttention 2, PyTorch's `flash` kernel; so `flash` has a factor on new GPUs only.
 
-Kernels: keys and values stream through blocks, one for each sequence and key head.
+Kernels stream keys and values through one block per sequence and KV head:
 
     us = floor * t0 + sqrt(M^2 + S^2) + tail * row_us * blocks
     M  = bytes / (bandwidth * em * reach)
     S  = keys of a block * max(chain, wave * ceil(blocks / SMs))
 
-`chain` is the cycles per key of one block alone on its SM, `wave` those of blocks that share an SM. Kernels
-that split the keys give every idle SM a part (`splits`). `floor`, `reach` and `tail` are ratios to the GPU's
-fitted t0, em and row_us of decode attention; on chips that were not measured, `reach` is at most 1.
+`chain` is cycles per key of a block alone on its SM, `wave` of blocks sharing an SM. Kernels with `splits`
+divide keys over idle SMs. `floor`, `reach` and `tail` are ratios to the GPU's t0, em and row_us of decode
+attention; on unmeasured chips `reach` is at most 1.
 """
 
 import math
@@ -47,41 +45,41 @@ from tessera.profile.fitted import Params, loads_of, model_of, peaks_of, predict
 from tessera.profile.gpus import Gpu, clock_ghz, gpu
 from tessera.profile.overheads import TERMS, Overhead, Scope
 
-# Added on GPUs other than the one that was measured: an assumption.
+# Added on GPUs other than the measured one: an assumption.
 OTHER_GPU_ERROR = 0.25
-# Norm in which memory and index arithmetic are joined; 1 would be one after the other.
+# Norm that joins memory time and index arithmetic; 1 would be their sum.
 OVERLAP = 2.0
-# From these on, serving stacks have faster attention kernels than PyTorch's `flash`.
+# Serving stacks have faster attention kernels than PyTorch's `flash` on these.
 NEW_ATTENTION = ("Hopper", "Blackwell")
-# Suffix of the terms that name a kernel: "flash_stream".
+# Suffix of terms that name a kernel: "flash_stream".
 SUFFIX = "_stream"
-# Least number of keys in a split.
+# Minimum keys per split.
 SPLIT_KEYS = 128
-# Width of the heads that were timed; a key of wider ones takes longer.
+# Head width that was timed; wider heads take longer per key.
 FITTED_WIDTH = 128
-# Error of a measured launch: clocks and software of two machines with the same card differ by as much.
+# Error of a measured launch: difference between machines with the same card.
 MEASURED_ERROR = 0.03
-# Fewer ratios than this do not correct their class.
+# Minimum number of ratios that correct a class.
 MIN_RATIOS = 3
-# Least error of a class that a few ratios correct.
+# Minimum error of a class corrected by few ratios.
 LEAST_ERROR = 0.08
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Cost of one term of an overhead."""
+    """Cost of one overhead term."""
 
-    # Cycles for each amount, or a factor.
+    # Cycles per amount, or a factor.
     coefficient: float
-    # Mean relative error of launches with this term, their family of models left out of the fit; an
-    # assumption where only one family has such launches.
+    # Mean relative error of launches with this term, leaving out one model family; an assumption if only one
+    # family has them.
     rel_error: float = 0.0
     judged_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Parameters of one attention kernel."""
+    """Parameters of an attention kernel."""
 
     floor: float
     reach: float
@@ -90,27 +88,27 @@ class Stream:
     chain: float
     wave: float
     splits: bool
-    # Mean relative error on launches left out of the fit, one at a time.
+    # Leave-one-out mean relative error.
     rel_error: float = 0.0
     num_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWork:
-    """One measured launch."""
+    """A measured launch."""
 
     work: Work
     us: float
-    # Price by the models when it was measured.
+    # Modelled time when it was measured.
     modelled_us: float
 
 
 @dataclass(frozen=True)
 class Corrections:
-    """What launches measured on one GPU say about prices."""
+    """Corrections of one GPU's costs."""
 
     gpu: str
-    # Where the measurements come from: driver's name of the card, versions, or data files.
+    # Source: driver's name of the card and versions, or data files.
     about: Mapping[str, str] = field(default_factory=dict)
     terms: Mapping[str, Term] = field(default_factory=dict)
     kernels: Mapping[str, Stream] = field(default_factory=dict)
@@ -134,12 +132,12 @@ class Corrections:
         return ratios
 
     def apply(self, work: Work, cost: Cost, spec: Gpu) -> Cost:
-        """The price of one launch with every correction that concerns it."""
+        """Cost of one launch with all corrections that apply."""
         cost = self._with_kernel(work, cost, spec) or self._with_terms(work, cost, spec)
         return self.apply_rows(work, cost)
 
     def apply_rows(self, work: Work, cost: Cost) -> Cost:
-        """The price of one launch of this GPU, corrected by the measured launches."""
+        """Cost corrected by measured launches of this GPU."""
         if work in self._measured_us:
             detail = f"calibrated on {self.gpu}"
             return Cost(self._measured_us[work], Source.MEASURED, MEASURED_ERROR, detail)
@@ -153,12 +151,12 @@ class Corrections:
         return _corrected(cost, cost.us * middle, error, text)
 
     def _with_kernel(self, work: Work, cost: Cost, spec: Gpu) -> Cost | None:
-        """By the kernel's own model; where a table has the GPU's times, by their ratio to the fitted ones."""
+        """Cost by the kernel's model; with a table, by the ratio to the fitted model."""
         name = self._kernel_of(work)
         if not name:
             return None
         if name == "flash" and spec.arch not in NEW_ATTENTION:
-            return cost  # the kernel of the GPU's own rows
+            return cost  # kernel of the GPU's fitted rows
         stream, params = self.kernels[name], model_of(work, spec).params
         fitted = float(predict(params, loads_of([work]), peaks_of(spec, work.dtype))[0])
         is_same_chip = spec.chip == gpu(self.gpu).chip
@@ -169,14 +167,14 @@ class Corrections:
         return _corrected(cost, us, error, f"{name}{SUFFIX} as measured on {self.gpu}")
 
     def _kernel_of(self, work: Work) -> str:
-        """The kernel, if this is attention of a few queries by one that has parameters; else empty."""
+        """Attention kernel with parameters, or empty."""
         if work.op is not OpClass.DECODE or not work.shape or work.dtype not in ("bfloat16", "float16"):
             return ""
         named = (term.removesuffix(SUFFIX) for term, _ in work.overhead if term.endswith(SUFFIX))
         return next((name for name in named if name in self.kernels), "")
 
     def _with_terms(self, work: Work, cost: Cost, spec: Gpu) -> Cost:
-        # A table of grouped GEMMs has their overhead already.
+        # Tables of grouped GEMMs include the overhead.
         overhead = tuple(x for x in work.overhead if x[0] != "grouped" or cost.source is not Source.TABLE)
         present = [term for term, _ in overhead if term in self.terms]
         if not present:
@@ -184,7 +182,7 @@ class Corrections:
         us = with_overhead(cost.us, model_of(work, spec).params.t0_us, overhead, spec, self.coefficients)
         elsewhere = OTHER_GPU_ERROR if spec.name != self.gpu else 0.0
         added = math.hypot(max(self.terms[term].rel_error for term in present), elsewhere)
-        # Bytes and operations contribute their error by their share of the time.
+        # Error of bytes and operations, weighted by their share of the time.
         share = min(1.0, cost.us / us)
         error = math.hypot(cost.rel_error * share, added * (1.0 - share)) if share < 1.0 else cost.rel_error
         scaled = f", at the SMs and clock of {spec.name}" if elsewhere else ""
@@ -199,7 +197,7 @@ def _corrected(cost: Cost, us: float, rel_error: float, text: str) -> Cost:
 def with_overhead(
     us: float, t0_us: float, overhead: Overhead, spec: Gpu, coefficients: Mapping[str, float]
 ) -> float:
-    """The time of a launch whose bytes and operations take `us`."""
+    """Time of a launch whose bytes and operations take `us`."""
     per_us = clock_ghz(spec) * 1e3
     cycles = dict.fromkeys(Scope, 0.0)
     factor = 1.0
@@ -229,16 +227,16 @@ def _factor(term: str, spec: Gpu, coefficients: Mapping[str, float]) -> float:
 
 
 def streamed_us(stream: Stream, work: Work, spec: Gpu, params: Params, is_same_chip: bool) -> float:
-    """The time of one launch; `params` are the GPU's own of decode attention."""
+    """Time of one launch; `params` are the GPU's decode-attention parameters."""
     batch, _, num_keys, _, kv_heads, width = work.shape[:6]
     per_us, blocks = clock_ghz(spec) * 1e3, batch * kv_heads
     keys = num_keys * width / FITTED_WIDTH
     if stream.splits and blocks < spec.num_sms:
-        # Every SM gets a part of some block's keys.
+        # Keys are split over all SMs.
         parts = max(1, min(spec.num_sms // blocks, num_keys // SPLIT_KEYS))
         blocks, keys = blocks * parts, keys / parts
     reach = stream.reach if is_same_chip else min(1.0, stream.reach)
-    # Nothing streams faster than the data sheet's bandwidth.
+    # Limited by the data-sheet bandwidth.
     memory = work.num_bytes / (spec.memory_gbps * min(1.0, params.em * reach) * 1e3)
     waves = math.ceil(blocks / spec.num_sms)
     serial = keys * max(stream.chain, stream.wave * waves) / per_us
@@ -246,10 +244,9 @@ def streamed_us(stream: Stream, work: Work, spec: Gpu, params: Params, is_same_c
 
 
 def chosen(works: Sequence[Work], costs: Sequence[Cost], num: int) -> list[Work]:
-    """The distinct works whose measuring takes most error out of a step, the largest first.
+    """Works whose measurement removes most error from a step, largest first.
 
-    Launches of one class share their model's error, so after the first few of a class the others are known by
-    their ratio: each further one counts half of what the one before it did.
+    Launches of a class share an error, so each further one of a class counts half of the previous one.
     """
     weight: dict[Work, float] = {}
     for work, cost in zip(works, costs, strict=True):
@@ -269,7 +266,7 @@ def chosen(works: Sequence[Work], costs: Sequence[Cost], num: int) -> list[Work]
 
 @cache
 def packaged() -> Corrections:
-    """The terms and kernels that come with the package."""
+    """Terms and kernels of the package."""
     raw = files("tessera.profile").joinpath("corrections.json").read_bytes()
     return msgspec.json.decode(raw, type=Corrections)
 
@@ -285,9 +282,9 @@ def folder() -> Path:
 
 
 def save(corrections: Corrections, path: Path) -> None:
-    """Writes one file, completely or not at all."""
+    """Writes one file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = msgspec.json.encode(corrections, enc_hook=str)  # versions may be subclasses of str
+    text = msgspec.json.encode(corrections, enc_hook=str)  # versions may be str subclasses
     write_whole(path, [msgspec.json.format(text, indent=1), b"\n"])
     calibration_of.cache_clear()
 

@@ -1,18 +1,11 @@
-"""Work: what one launch has to do, counted from the launch itself.
+"""Work of one launch: class, dtype, operations, bytes, shape.
 
-The kernel's name gives its class. Bytes are the unique bytes the launch reads plus those it writes, from
-its accesses (or from its argument views where it has none). Floating-point operations come from the
-shapes of GEMM, attention and convolution arguments; every other class is bound by memory and counts none.
-
-Some touch less than their accesses must claim, since which rows they touch is data: gathers, scatters,
-grouped GEMMs, attention over pages. Their bytes are counted from the rows that move. A kernel of Inductor's
-visits each element of its iteration space once, so no tensor counts for more elements than that. GEMMs and
-attention keep their shape as well, since waves of tiles and tables of measurements depend on it. Not handled:
-caches (a launch is taken to find its inputs in memory), sparsity, early exits.
-
-The class of every ATen operator that models are made of; overloads and in-place forms are alike.
-
-An operator that is not listed is priced by its bytes alone (class "other") and named by `notes`.
+The kernel's name gives the class. Bytes are unique bytes read plus written, from accesses or, without those,
+argument views. Operations are counted for GEMM, attention and convolution; other classes are bound by memory.
+Gathers, scatters, grouped GEMMs and paged attention touch data-dependent rows, so their bytes are counted
+from the rows that move. An Inductor kernel visits each element of its iteration space once, which limits the
+bytes of its tensors. Unlisted operators are class "other", priced by bytes and named by `notes`. Not handled:
+caches, sparsity, early exits.
 """
 
 import math
@@ -24,17 +17,17 @@ from tessera.ir import Arg, Kernel, Launch, Origin, View, arg_views
 from tessera.ir.trace import item_bytes
 from tessera.profile.overheads import Overhead, attention_overhead, copies_first, fused_overhead, overhead_of
 
-# Attention with at most this many queries a sequence streams the KV cache; above, it computes.
+# Attention with at most this many queries per sequence is bound by the KV cache.
 MAX_DECODE_QUERIES = 8
 
 
 class OpClass(StrEnum):
-    """Kernels that share a cost model."""
+    """Kernel classes with one cost model each."""
 
     GEMM = "gemm"
-    GROUPED = "grouped"  # one GEMM per group of rows, each with its own weights: the experts of a layer
-    PREFILL = "prefill"  # attention of many queries
-    DECODE = "decode"  # attention of a few queries over a KV cache
+    GROUPED = "grouped"  # one GEMM per group of rows (experts)
+    PREFILL = "prefill"  # many queries
+    DECODE = "decode"  # few queries over a KV cache
     NORM = "norm"
     ELEMENTWISE = "elementwise"
     COPY = "copy"
@@ -45,39 +38,38 @@ class OpClass(StrEnum):
     SAMPLING = "sampling"
     SCAN = "scan"
     CONV = "conv"
-    ALLOCATION = "allocation"  # starts no kernel
-    OTHER = "other"  # unknown: priced by its bytes
+    ALLOCATION = "allocation"  # no kernel
+    OTHER = "other"  # unknown, priced by bytes
 
 
-# Inductor names its kernels by what it fused. Templates (GEMM, attention) keep no shape: priced by bytes.
+# Inductor's name prefixes. Templates (GEMM, attention) keep no shape and are priced by bytes.
 INDUCTOR = {
     "triton_poi_": OpClass.ELEMENTWISE,  # pointwise
-    "triton_for_": OpClass.ELEMENTWISE,  # a list of tensors, each pointwise
+    "triton_for_": OpClass.ELEMENTWISE,  # foreach
     "triton_red_": OpClass.REDUCTION,
-    "triton_per_": OpClass.REDUCTION,  # persistent: a row fits one block
-    "triton_mix_": OpClass.REDUCTION,  # over rows and columns at once
+    "triton_per_": OpClass.REDUCTION,  # persistent reduction
+    "triton_mix_": OpClass.REDUCTION,  # two-dimensional
     "triton_spl_": OpClass.SCAN,  # split over blocks
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Everything a cost model looks at."""
+    """Input of the cost models."""
 
     op: OpClass
-    # Dtype of the arithmetic: that of the first floating-point tensor among the arguments.
+    # Dtype of the first floating-point argument.
     dtype: str
     flops: float
     num_bytes: int
-    # GEMM: batch, m, n, k. Grouped: groups, all rows, n, k. Attention: batch, queries, keys, heads, heads of
-    # the keys, their width, 1 if causal. Other classes: empty.
+    # GEMM: batch, m, n, k. Grouped: groups, rows, n, k. Attention: batch, queries, keys, heads, KV heads,
+    # head width, 1 if causal. Else empty.
     shape: tuple[int, ...] = ()
-    # What it does beside: index arithmetic, rows, several kernels; see `overheads.py`.
+    # Amounts by term; see `overheads.py`.
     overhead: Overhead = ()
 
 
 def work_of(kernel: Kernel, launch: Launch) -> Work:
-    """Class, dtype, operations and bytes of one launch."""
     op = class_of(kernel)
     views = _inputs(launch)
     if op is OpClass.PREFILL:
@@ -105,7 +97,7 @@ def _overhead(
 
 @cache
 def class_of(kernel: Kernel) -> OpClass:
-    """The class of a kernel by its name; attention is PREFILL until its query length is known."""
+    """Class by kernel name; attention is PREFILL until its query length is known."""
     if kernel.origin is Origin.ATEN:
         return OpClass(OPERATORS.get(_base(kernel.name), OpClass.OTHER))
     return next((op for prefix, op in INDUCTOR.items() if kernel.name.startswith(prefix)), OpClass.OTHER)
@@ -113,14 +105,14 @@ def class_of(kernel: Kernel) -> OpClass:
 
 @cache
 def _base(name: str) -> str:
-    """`aten.add_.Tensor` -> `add`: the namespace, the overload and the in-place mark say nothing of cost."""
+    """`aten.add_.Tensor` -> `add`: namespace, overload and in-place mark do not affect cost."""
     parts = name.split(".")
     base = parts[1] if len(parts) > 1 else parts[0]
     return base if base.endswith("__") else base.rstrip("_") or base
 
 
 def is_zero_size(launch: Launch) -> bool:
-    """True iff the launch makes tensors and all of them are empty."""
+    """True if the launch has results and all are empty."""
     made = [v for v in launch.outputs if v is not None]
     return bool(made) and all(v.num_elements == 0 for v in made)
 
@@ -152,7 +144,7 @@ def _bytes(op: OpClass, kernel: Kernel, launch: Launch, views: tuple[View, ...])
         return 2 * made + sum(_size(v) for v in views[1:])
     if op is OpClass.SCATTER:
         moved = 2 * sum(_size(v) for v in views[1:])
-        # Out of place, the untouched rows are copied too.
+        # Out of place, untouched rows are copied too.
         in_place = kernel.name.split(".")[1].endswith("_")
         return moved if in_place or not views else moved + 2 * _size(views[0])
     touched = _touched(launch, _visited(kernel, launch)) if launch.accesses else _seen(launch, views)
@@ -164,7 +156,7 @@ def _bytes(op: OpClass, kernel: Kernel, launch: Launch, views: tuple[View, ...])
 
 
 def _visited(kernel: Kernel, launch: Launch) -> int | None:
-    """How many elements a kernel of Inductor's goes over: its whole numbers are the sizes of its loops."""
+    """Iteration count of an Inductor kernel: its integer arguments are loop sizes."""
     if kernel.origin is Origin.ATEN or not kernel.name.startswith(tuple(INDUCTOR)):
         return None
     sizes = [arg for arg in launch.args if type(arg) is int]
@@ -172,7 +164,7 @@ def _visited(kernel: Kernel, launch: Launch) -> int | None:
 
 
 def _touched(launch: Launch, visited: int | None = None) -> int:
-    """Unique bytes read plus unique bytes written; equal regions count once."""
+    """Unique bytes read plus written; equal regions count once."""
     reads = {(a.buffer, a.region) for a in launch.accesses if a.read or a.atomic}
     writes = {(a.buffer, a.region) for a in launch.accesses if a.write or a.atomic}
     if visited is None:
@@ -184,12 +176,12 @@ def _touched(launch: Launch, visited: int | None = None) -> int:
 
 
 def _seen(launch: Launch, views: tuple[View, ...]) -> int:
-    """Without accesses: every argument read once, every result written once."""
+    """Fallback without accesses: every argument read and every result written once."""
     return sum(_size(v) for v in {*views}) + sum(_size(v) for v in {*_outputs(launch)})
 
 
 def _idle_experts(views: tuple[View, ...]) -> int:
-    """Weights of the groups that no row can reach: M rows visit at most M groups."""
+    """Weight bytes of groups without rows: M rows visit at most M groups."""
     rows, weights = views[0], views[1]
     if len(weights.shape) != 3 or not rows.shape or not weights.shape[0]:
         return 0
@@ -198,7 +190,7 @@ def _idle_experts(views: tuple[View, ...]) -> int:
 
 
 def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tuple[float, tuple[int, ...]]:
-    """Operations and shape: each element of the result is a dot product as long as a row of the left."""
+    """Operations and shape: one dot product per result element."""
     first = 1 if base in ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation") else 0
     outputs = _outputs(launch)
     if len(views) <= first or not outputs or not views[first].shape:
@@ -207,10 +199,10 @@ def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tu
     k = left[-1]
     summed = left[0] if base == "addbmm" else 1
     flops = 2.0 * k * made.num_elements * summed
-    if "pack_mm" in base:  # weights of a few bits: no table measures them, and their bytes say what they cost
+    if "pack_mm" in base:  # quantized weights: no table has them, and bytes decide the cost
         return flops, ()
     right = views[first + 1].shape if len(views) > first + 1 else ()
-    # A vector on the right makes a column of the result.
+    # A vector on the right gives one column.
     n = made.shape[-1] if len(right) > 1 and made.shape else 1
     rows = made.num_elements // n if n else 0
     if op is OpClass.GROUPED:
@@ -220,7 +212,7 @@ def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tu
 
 
 def _conv_flops(launch: Launch, views: tuple[View, ...]) -> float:
-    """Every output (transposed: every input) element meets one filter."""
+    """One filter per output element (transposed: input element)."""
     outputs = _outputs(launch)
     if len(views) < 2 or not outputs or len(views[1].shape) < 2:
         return 0.0
@@ -235,7 +227,7 @@ def _attention(kernel: Kernel, launch: Launch, views: tuple[View, ...]) -> Work:
         return _paged(launch, views)
     num_bytes = _touched(launch) if launch.accesses else _seen(launch, views)
     if len(views) < 3 or len(views[0].shape) != 4 or len(views[1].shape) != 4:
-        # Packed sequences: lengths are data, so operations cannot be counted here.
+        # Packed sequences: lengths are data, so operations are unknown.
         return Work(OpClass.OTHER, _dtype(launch, views), 0.0, num_bytes)
     sequence, heads = (1, 2) if base.endswith("_attention_forward") else (2, 1)
     query, key, value = views[:3]
@@ -255,7 +247,7 @@ def _attention(kernel: Kernel, launch: Launch, views: tuple[View, ...]) -> Work:
 
 
 def _paged(launch: Launch, views: tuple[View, ...]) -> Work:
-    """Tokens shared evenly among the sequences, each of which is as long as the launch says to expect."""
+    """Tokens split evenly among sequences of the expected length."""
     query, keys, values, _, starts = views[:5]
     num, heads, width = query.shape
     kv_heads, value_width = values.shape[2:]
@@ -265,7 +257,7 @@ def _paged(launch: Launch, views: tuple[View, ...]) -> Work:
     sequences = max(1, min(num, starts.shape[0]))
     queries = -(-num // sequences)
     held = max(length, queries)
-    seen = held - (queries - 1) / 2  # by one query, on average
+    seen = held - (queries - 1) / 2  # average per query
     read = held
     if window:
         seen, read = min(seen, window), min(held, window + queries - 1)
@@ -350,7 +342,7 @@ _BY_CLASS: dict[str, str] = {
 }
 OPERATORS: dict[str, str] = {name: op for op, names in _BY_CLASS.items() for name in names.split()}
 
-# Position of `is_causal` among the arguments.
+# Argument position of `is_causal`.
 CAUSAL_ARG: dict[str, int] = {
     "scaled_dot_product_attention": 5,
     "_scaled_dot_product_attention_math": 5,

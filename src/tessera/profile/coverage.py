@@ -1,12 +1,8 @@
-"""Which sources cover a GPU, class by class: what `tessera gpus` shows.
+"""Cost sources of a GPU by kernel class, and the expected error of a plan's costs.
 
-Several sources may cover one class; the first listed is the one that prices a launch it covers. A table
-covers only launches near its points, so a model stands behind every table.
-
-How sure a plan's costs are: which part of the busy time rests on which source, and with what error.
-
-Errors of kernels of different classes or devices are independent and cancel in part; kernels of one class on
-one device share their model and its error. So a kernel may be priced at ±50 % and the plan at ±11 %.
+The first source listed for a class prices every launch it covers. A table covers launches near its points
+only, so each class also has a model. Errors of different classes or devices are independent and partly
+cancel; kernels of one class on one device share one error.
 """
 
 import math
@@ -21,7 +17,7 @@ from tessera.profile.gpus import gpu, known_gpus
 from tessera.profile.table_files import KINDS, table_files
 from tessera.profile.tables import Tables
 
-# Prices with a larger relative error are called wide.
+# Relative error above which a cost is reported as wide.
 WIDE = 0.25
 FAMILIES = {"any": "any", "f16": "16 bits", "f32": "fp32"}
 VARIANTS = {"bfloat16": "16 bits", "fp8": "fp8"}
@@ -29,20 +25,17 @@ VARIANTS = {"bfloat16": "16 bits", "fp8": "fp8"}
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """One source of one class on one GPU."""
-
     op: OpClass
-    # "16 bits", "fp32", "fp8" or "any"; of attention with the width of a head.
+    # "16 bits", "fp32", "fp8" or "any"; for attention also the head width.
     dtypes: str
     source: Source
-    # Expected relative error of a kernel of 30 us or more; of a table, near its points.
+    # Expected relative error of kernels of 30 us or longer; for a table, near its points.
     rel_error: float
-    # One sentence for people.
     why: str
 
 
 def coverage(gpu_name: str, tables: Tables | None = None) -> tuple[Covered, ...]:
-    """Every source of every class, best first."""
+    """Sources of all classes, best first."""
     gpu(gpu_name)
     listed: list[Covered] = []
     for op in OpClass:
@@ -72,7 +65,7 @@ def _from_tables(gpu_name: str, op: OpClass, tables: Tables | None) -> list[Cove
 
 
 def rejected_tables(gpu_name: str, tables: Tables | None) -> tuple[tuple[str, str], ...]:
-    """(table, reason) for every table that stands before the chosen one and is not sound."""
+    """Refused tables that rank above the chosen one, with the reason."""
     if tables is None:
         return ()
     found = {
@@ -85,12 +78,12 @@ def rejected_tables(gpu_name: str, tables: Tables | None) -> tuple[tuple[str, st
 
 
 def borrowed(gpu_name: str) -> tuple[str, ...]:
-    """The GPUs whose rows stand in for this one's in matrix products; none if it has rows of its own."""
+    """GPUs whose GEMM rows this GPU borrows; empty if it has its own."""
     return model_for(gpu_name, OpClass.GEMM, family_of(OpClass.GEMM, "bfloat16")).lenders
 
 
 def best_sources(gpu_name: str, tables: Tables | None = None) -> dict[OpClass, Source]:
-    """The best source of each class in 16 bits, by the tables that are there; none is read or checked."""
+    """Best source of each class at 16 bits. Checks only that tables are installed."""
     best: dict[OpClass, Source] = {}
     for op in OpClass:
         if op is OpClass.ALLOCATION:
@@ -103,34 +96,33 @@ def best_sources(gpu_name: str, tables: Tables | None = None) -> dict[OpClass, S
 
 @dataclass(frozen=True, slots=True)
 class CostShare:
-    """The launches of one class on one kind of device that have one source."""
+    """Launches of one class on one kind of device priced by one source."""
 
     op: str
     gpu: str
     source: Source
-    # Share of the busy time of all devices.
+    # Share of all devices' busy time.
     share: float
-    # Mean relative error of its launches, by time.
+    # Time-weighted mean relative error.
     rel_error: float
-    # Share of the busy time in launches that are wide.
+    # Share of busy time with a wide error.
     wide_share: float
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sureness:
-    """The parts of a plan's busy time, the one that matters most first."""
+    """Parts of a plan's busy time, largest effect first."""
 
     parts: tuple[CostShare, ...]
 
     @property
     def wide_share(self) -> float:
-        """Share of the busy time priced with a wide error."""
         return sum(p.wide_share for p in self.parts)
 
     @property
     def rel_error(self) -> float:
-        """Relative error of the busy time, if the parts are wrong independently."""
+        """Relative error of the busy time, with independent errors of the parts."""
         return math.hypot(*(p.share * p.rel_error for p in self.parts))
 
     @property
@@ -157,18 +149,18 @@ class Sureness:
 
 
 def sureness(plan: Plan) -> Sureness:
-    """How sure the busy time of a plan is: its launches where they are placed, as often as its lanes run."""
+    """Expected error of a plan's busy time, weighted by lane rates."""
     return sureness_of(_placed(plan))
 
 
 def sureness_of(priced: Iterable[tuple[Work, str, Cost, float]]) -> Sureness:
-    """How sure a sum of prices is, from (work, GPU, its cost there, how often)."""
+    """Expected error of a sum of costs, from (work, GPU, cost, count)."""
     sums: dict[tuple[str, str, Source], list[float]] = {}
     why: dict[tuple[str, str, Source], str] = {}
     specs = {g.name: g for g in known_gpus()}
     for work, where, cost, times in priced:
         us = cost.us * times
-        if us == 0:  # such as an allocation
+        if us == 0:  # for example an allocation
             continue
         key = (work.op.value, where, cost.source)
         part = sums.setdefault(key, [0.0, 0.0, 0.0])

@@ -1,29 +1,23 @@
-"""From the words of the command line to devices, links and a cluster.
+"""Parses command-line specs into devices, links and a cluster.
 
-A device list is comma-separated. Its words:
-  emu:GPU        computes on the CPU, on the virtual clock of a GPU that need not be here
-  cpu            this machine's CPU, one thread, in real time
-  cuda:N         GPU number N of this machine, all of it
-  cuda:N/sm=K    a part of that GPU with K of its SMs
-  cuda:N/as=GPU  that GPU, each launch dilated to the time it takes on another one
-  away:GPU       a whole GPU of that kind in another machine, the first one that its worker sees
+A device list is comma-separated:
+  emu:GPU        computes on the CPU, on the virtual clock of GPU
+  cpu            this machine's CPU, one thread, real time
+  cuda:N         GPU N of this machine
+  cuda:N/sm=K    K SMs of that GPU
+  cuda:N/as=GPU  that GPU, each launch dilated to its time on another one
+  away:GPU       a GPU of another machine, the first its worker sees
   away:GPU:N     N of them
-The second of a kind is called `emu:a100#1`, and so on. Parts of one card must fit it together, and a card is
-either whole, cut into parts, or dilated; several devices on one card share its memory evenly.
 
-Every two devices are joined in both directions by one kind of link, or, with the link `measured`, by what was
-measured between them; `wire` joins single pairs otherwise.
+Repeated devices get a suffix: `emu:a100#1`. A card is used whole, in parts or dilated; parts must fit the
+card, and devices of one card share its memory evenly.
 
-Cards: the GPUs of this machine, as the driver describes them, and which known GPU each of them is.
+A card is a known GPU if its name contains every word of that GPU's key; the longest key wins. An unknown card
+can be measured but not modelled.
 
-A card is a known GPU if its name holds every word of that GPU's key; the key with most words wins, so that
-"NVIDIA A100 80GB PCIe" is `a100-pcie` and not `a100`. A card that no key fits can be measured, not modelled.
-
-Wiring: which link joins which devices, and which links share a bus.
-
-A word is the name of a link for all pairs ("pcie4"), or for one pair: "emu:a100-emu:l40s=nvlink" both ways,
-"emu:a100>emu:l40s=ib100" one way. A bus is a list of devices, "emu:l40s,emu:l40s#1": all links among them
-share one wire, in both directions, so one message at a time crosses any of them.
+A link spec names a link for all pairs ("pcie4") or for one pair: "emu:a100-emu:l40s=nvlink" both ways,
+"emu:a100>emu:l40s=ib100" one way; `measured` takes measured links. A bus spec lists devices whose links carry
+one message at a time.
 """
 
 import os
@@ -38,20 +32,18 @@ from tessera.profile.gpus import gpu, known_gpus
 
 PLACE = "--devices"
 OTHER_MACHINE = "away"
-# The name of the link that stands for what was measured.
+# Link name that selects measured links.
 MEASURED = "measured"
 
 
 @dataclass(frozen=True, slots=True)
 class LinkPreset:
-    """One kind of wire between two GPUs."""
-
     name: str
-    # Start of the send to arrival of a short message.
+    # Latency of a short message.
     latency_us: float
-    # What a long message sustains, each direction.
+    # Sustained bandwidth per direction.
     gbps: float
-    # Where the two figures come from.
+    # Sources of both figures.
     source: str
 
 
@@ -73,20 +65,20 @@ LINKS: dict[str, LinkPreset] = {
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One GPU of this machine."""
+    """A GPU of this machine."""
 
-    # As the driver spells it: "NVIDIA H200".
+    # Driver's name: "NVIDIA H200".
     name: str
     memory_bytes: int
     num_sms: int
 
 
-# Asked only when a device list names a CUDA device, since the answer needs torch.
+# Imports torch, so it is called only for lists with a CUDA device.
 Cards = Callable[[], tuple[Card, ...]]
 
 
 def cuda_cards() -> tuple[Card, ...]:
-    """The GPUs that torch sees here; none without a driver or without a CUDA build."""
+    """GPUs visible to torch; empty without a driver or a CUDA build."""
     import torch
 
     if not torch.cuda.is_available():
@@ -96,7 +88,7 @@ def cuda_cards() -> tuple[Card, ...]:
 
 
 def gpu_of(card_name: str) -> str:
-    """The known GPU that a card is; empty if none."""
+    """Key of the known GPU a card is; empty if none."""
     words = set(re.split(r"[^a-z0-9]+", card_name.lower()))
     keys = [g.name for g in known_gpus() if set(g.name.split("-")) <= words]
     return max(keys, key=lambda key: len(key.split("-")), default="")
@@ -106,7 +98,7 @@ DEFAULT = "pcie4"
 
 
 def parse_devices(text: str, cards: Cards = cuda_cards) -> tuple[Device, ...]:
-    """The devices a list such as `cuda:0,emu:l40s` names, in order, with unique names."""
+    """Devices of a list such as `cuda:0,emu:l40s`, in order, with unique names."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         what = "no device is named" if not any(words) else f"an empty name in '{text}'"
@@ -213,7 +205,7 @@ def _dilated(whole: Device, name: str) -> Device:
 
 
 def _shared(devices: list[Device], cards: tuple[Card, ...]) -> list[Device]:
-    """The same devices with their share of each card's memory; refuses what does not fit a card."""
+    """Splits the memory of shared cards; refuses parts that do not fit."""
     for ordinal, card in enumerate(cards):
         here = [d for d in devices if d.kind is DeviceKind.CUDA and d.ordinal == ordinal]
         if len(here) > 1:
@@ -242,7 +234,7 @@ def _check_fit(here: Sequence[Device], card: Card) -> None:
 
 
 def make_cluster(devices: tuple[Device, ...], link: str) -> Cluster:
-    """The devices with every two of them joined both ways by `link`, or by what was measured between them."""
+    """Joins every pair both ways by `link` or by measured links."""
     pairs = [(a, b) for a in devices for b in devices if a.name != b.name]
     if link == MEASURED:
         links = _measured_links(pairs)
@@ -270,7 +262,7 @@ def _measured_links(pairs: Iterable[tuple[Device, Device]]) -> list[Link]:
 
 
 def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence[str] = ()) -> Cluster:
-    """A cluster of these devices, joined as the words say."""
+    """Cluster of the devices with the links and buses of the specs."""
     plain = [word for word in words if "=" not in word or word in LINKS]
     if len(plain) > 1:
         remedy = "Give one for all pairs, and the others as emu:a100-emu:l40s=nvlink."
@@ -288,7 +280,7 @@ def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence
 
 
 def _join(links: dict[tuple[str, str], Link], word: str, names: tuple[str, ...]) -> None:
-    # The last: a part of a card is called cuda:0/sm=32.
+    # Split at the last separator: cuda:0/sm=32 is a device name.
     ends, _, name = word.rpartition("=")
     if name not in LINKS:
         raise UnknownName("link", name, LINKS)
@@ -302,7 +294,7 @@ def _join(links: dict[tuple[str, str], Link], word: str, names: tuple[str, ...])
 
 
 def _share(links: dict[tuple[str, str], Link], bus: str, names: tuple[str, ...]) -> None:
-    """Puts the links among some devices on one bus."""
+    """Puts the links among these devices on one bus."""
     ends = [word.strip() for word in bus.split(",")]
     for end in ends:
         if end not in names:

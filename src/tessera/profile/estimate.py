@@ -1,10 +1,9 @@
-"""A trace and devices in, a price list out; nothing is run and nothing is measured.
+"""Prices a trace on devices without running anything.
 
-Each launch is reduced to its work (class, dtype, operations, bytes, shape); equal work is priced once a GPU,
-by the best source present: a public measured table where one is installed and covers the launch, else the
-model fitted to that GPU, else the class model. Measured corrections (`corrections.py`) are applied on top.
-Launches that make only empty tensors are priced at the floor of their class, since on a GPU they still pass
-through the queue; operators that start no kernel (allocations, views) take no time of the device.
+Each launch is reduced to its work (class, dtype, operations, bytes, shape). Work is priced once per GPU by
+the best source: a measured table that covers it, the model fitted to that GPU, or the class model; then
+measured corrections apply. Launches with empty results cost the floor of their class. Operators without a
+kernel (allocations, views) cost nothing.
 """
 
 from collections.abc import Sequence
@@ -22,9 +21,9 @@ FAMILY_WORDS = {"any": "", "f16": " in 16 bits", "f32": " in fp32", "f64": " in 
 
 
 def estimate(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = True) -> Costs:
-    """What every launch of the trace costs on every device, with source and expected error.
+    """Cost of every launch on every device.
 
-    `tables`: True for the installed ones, if any; False for none; or those of another folder.
+    `tables`: True for installed tables, False for none, or the tables of another folder.
     """
     for device in devices:
         _check(device)
@@ -36,7 +35,7 @@ def estimate(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = 
 
 
 def modelled(trace: Trace, gpu_name: str, tables: Tables | bool = True) -> tuple[Cost, ...]:
-    """What every launch of the trace costs on one GPU."""
+    """Cost of every launch on one GPU."""
     counted = works(trace)
     distinct = list(dict.fromkeys(counted))
     priced = dict(zip(distinct, price_works(distinct, gpu_name, _resolved(tables)), strict=True))
@@ -46,9 +45,9 @@ def modelled(trace: Trace, gpu_name: str, tables: Tables | bool = True) -> tuple
 def price_works(
     works: Sequence[Work], gpu_name: str, tables: Tables | None, corrections: Corrections | None = None
 ) -> list[Cost]:
-    """The cost of each on one GPU, from the best source.
+    """Cost of each work on one GPU.
 
-    corrections: in place of the package's and of the GPU's calibration
+    `corrections` replaces the package's and the GPU's calibration.
     """
     costs = price_many(works, gpu_name)
     if tables is not None:
@@ -68,7 +67,7 @@ def _resolved(tables: Tables | bool) -> Tables | None:
 
 
 def works(trace: Trace) -> tuple[Work, ...]:
-    """The work of every launch, in order; launches alike in all that counts are counted once."""
+    """Work of every launch, in order; equal launches are counted once."""
     known: dict[object, Work] = {}
     counted = []
     for launch in trace.launches:
@@ -80,7 +79,7 @@ def works(trace: Trace) -> tuple[Work, ...]:
 
 
 def _signature(launch: Launch) -> object:
-    """All that work is counted from, buffers numbered by first use: the same in every layer of a model."""
+    """Everything that work depends on, with buffers numbered by first use, so layers compare equal."""
     first: dict[int, int] = {}
     views = tuple(_plain(arg, first) for arg in (*launch.args, *(value for _, value in launch.kwargs)))
     made = tuple(_plain(v, first) for v in launch.outputs)
@@ -95,12 +94,12 @@ def _plain(arg: Arg, first: dict[int, int]) -> object:
         return first.setdefault(arg.buffer, len(first)), arg.dtype, arg.shape, arg.stride, arg.offset
     if isinstance(arg, tuple):
         return tuple(_plain(x, first) for x in arg)
-    # True and 1 are equal, and mean different things.
+    # True == 1, but they differ as arguments.
     return type(arg), arg
 
 
 def notes(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = True) -> tuple[str, ...]:
-    """What a reader of the prices should know: guesses, empty launches, GPUs without measurements."""
+    """Remarks on the costs: unmeasured GPUs, empty launches, unusable tables."""
     counted = works(trace)
     said = []
     unknown = {trace.kernel_of(i).name for i, work in enumerate(counted) if work.op is OpClass.OTHER}
@@ -121,7 +120,7 @@ def notes(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = Tru
 
 
 def _guessed(name: str, distinct: list[Work], tables: Tables | None) -> list[str]:
-    """The classes that this GPU was never measured in, with the error to expect."""
+    """Classes never measured on this GPU, with the expected error."""
     worst: dict[str, float] = {}
     for work, cost in zip(distinct, price_works(distinct, name, tables), strict=True):
         if work.op is not OpClass.ALLOCATION and cost.source is Source.CLASS:
@@ -133,7 +132,7 @@ def _guessed(name: str, distinct: list[Work], tables: Tables | None) -> list[str
 def _about_tables(
     names: tuple[str, ...], distinct: list[Work], tables: Tables | None, asked: bool
 ) -> list[str]:
-    """Tables that are missing, cannot be read, or were passed over."""
+    """Tables that are missing, unreadable or refused."""
     if tables is None:
         covered = [name for name in names if name in SYSTEMS]
         return [f"{', '.join(covered)}: {missing_note()}"] if asked and covered else []

@@ -1,30 +1,20 @@
-"""Which parameters price a launch on a GPU, and how far off they are.
+"""Cost model and its fitted parameters.
 
-`fitted.json` holds one row for each GPU, class and family of dtypes, made by scripts/fit_costs.py from public
-measurements, with the error on rows that were held out.
-
-A GPU without a row of its own takes the class model: the geometric mean of the rows of its nearest relatives
-(same chip, else same architecture, else same kind of memory, else all) on its own data sheet, with the error
-that this rule makes on GPUs that do have a row. A class without any row takes a kindred class's, wider still.
-
-The cost model: microseconds from the work of a launch and the parameters of one GPU and class.
+`fitted.json` has one row per GPU, class and dtype family, fitted by scripts/fit_costs.py to public
+measurements, with the error on held-out rows. A GPU without a row takes the geometric mean of its nearest
+relatives' rows (same chip, architecture, memory type, or all) with its own data sheet and the leave-one-out
+error of that rule. A class without rows takes a related class's, with a wider error.
 
     us = t0 + (C^p + M^p)^(1/p)
     C  = operations / (peak * ec) + groups * row_us
     M  = bytes / (bandwidth * em) * (1 - hit + hit / l2x)
 
-t0 is the shortest time of the class, ec and em the shares of the data sheet's peaks that long kernels reach,
-p how well computing and loading overlap.
-
-GEMMs compute in waves: the result is cut into tiles, one an SM at a time, and the last wave takes as long as
-a full one, so the operations are those of whole waves. The model takes the best of a few tilings and of
-splits of k; `tile` is what small tiles cost more an operation, `split_us` what each halving of k adds. With
-tile = 0 the operations are taken as they are.
-
-Decode attention pays `row_us` for every sequence and head of the keys. What the L2 cache holds is read `l2x`
-times faster. `hit` is the share it holds: of a table's kernels, which ran alone and over and over, what fits
-the cache; of a launch inside a step 0, since a whole model runs between two readings of the same bytes. Not
-modelled: clocks that sink under load, results that one launch leaves in the cache for the next.
+t0 is the shortest time of the class, ec and em are efficiencies of long kernels, p is the overlap of compute
+and memory. GEMMs run in waves of tiles, the last one as long as a full one; the best of several tilings and k
+splits is taken. `tile` is the extra cost of small tiles, `split_us` the cost of each halving of k; tile = 0
+counts operations as they are. Decode attention pays `row_us` per sequence and KV head. `hit` is the share
+read from L2, `l2x` times faster: what fits for a table's repeated kernel, 0 inside a step. Not modelled:
+throttling, cache reuse between launches.
 """
 
 import json
@@ -44,11 +34,10 @@ from tessera.ir import Cost, Source
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.gpus import Gpu, gpu
 
-# Kernels at least this long are judged by the error on long kernels.
+# Longer kernels take the error of long kernels.
 LONG_US = 30.0
 
-# No rows, no relatives: whose model to take, and how much relative error that adds. The additions are
-# assumptions, not measurements.
+# Class to borrow from without rows or relatives, and the relative error added: assumptions.
 KIN: dict[OpClass, tuple[OpClass, float]] = {
     OpClass.GROUPED: (OpClass.GEMM, 0.20),
     OpClass.COPY: (OpClass.ELEMENTWISE, 0.10),
@@ -57,15 +46,15 @@ KIN: dict[OpClass, tuple[OpClass, float]] = {
     OpClass.SCATTER: (OpClass.ELEMENTWISE, 0.30),
     OpClass.SAMPLING: (OpClass.SOFTMAX, 0.50),
     OpClass.SCAN: (OpClass.SOFTMAX, 0.50),
-    # On one H200 depthwise and patch convolutions took ten times what this says.
+    # On one H200 depthwise and patch convolutions took ten times the model.
     OpClass.CONV: (OpClass.GEMM, 0.90),
     OpClass.OTHER: (OpClass.ELEMENTWISE, 0.50),
 }
-# Added when a class was measured in another family of dtypes only.
+# Added if a class has rows of another dtype family only.
 OTHER_DTYPE_ERROR = 0.30
-# Added where the lenders are another vendor's.
+# Added if the rows are another vendor's.
 OTHER_VENDOR_ERROR = 0.30
-# Added where the parameter that decides was set, not fitted: t0 below LONG_US, em in kernels bound by memory.
+# Added if the dominant parameter was set, not fitted: t0 below LONG_US, em when bound by memory.
 ASSUMED_FLOOR_ERROR = 0.25
 ASSUMED_MEMORY_ERROR = 0.15
 
@@ -74,17 +63,17 @@ FAMILIES = {
     "float8_e4m3fn": "f8", "float8_e5m2": "f8", "float8_e4m3fnuz": "f8", "float8_e5m2fnuz": "f8",
     "int8": "f8",
 }  # fmt: skip
-# Bound by memory: bytes matter, their dtype does not.
+# Bound by memory, independent of dtype.
 ANY = "any"
 Array = npt.NDArray[np.float64]
-# Rows and columns of the result that one SM computes at a time, and into how many parts k may be split.
+# Tile shapes of one SM, and numbers of k splits.
 TILES = ((256, 128), (128, 256), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64))
 SPLITS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """The numbers of the model; the last four only where a class has such an effect."""
+    """Model parameters; the last four only for classes with that effect."""
 
     t0_us: float
     ec: float
@@ -105,15 +94,15 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """The work of many launches of one class, as columns."""
+    """Work of many launches of one class, as columns."""
 
     flops: Array
     num_bytes: Array
-    # GEMM: batch, m, n, k, all 0 where the shape is not known. Shape (4, launches).
+    # GEMM: batch, m, n, k, or 0 if unknown. Shape (4, launches).
     gemm: Array
-    # Decode attention: sequences times heads of the keys, else 0.
+    # Decode attention: sequences times KV heads, else 0.
     rows: Array
-    # Share of the bytes that the L2 cache holds.
+    # Share of bytes in L2.
     hit: Array
 
     def keep(self, mask: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> "Loads":
@@ -123,57 +112,56 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One row of fitted.json."""
+    """A row of fitted.json."""
 
     gpu: str
     op: OpClass
-    # "f16" (bf16 and fp16), "f32" (no TF32), or "any" for classes bound by memory.
+    # "f16" (bf16 and fp16), "f32" (no TF32), or "any" if bound by memory.
     family: str
     params: Params
-    # Relative errors on held-out rows: mean, median, and mean over kernels of 30 us and more.
+    # Relative errors on held-out rows: mean, median, mean over kernels of 30 us or longer.
     mean_error: float
     median_error: float
     long_error: float
     num_fitted: int
     num_held_out: int
-    # Parameters that were set, not fitted, since the rows say nothing about them.
+    # Parameters set rather than fitted, for lack of data.
     assumed: tuple[str, ...]
-    # The public table, and which of its rows.
+    # Public table and row filter.
     data: str
-    # Median difference of the same kernels in other stacks on the same GPU; 0 where nobody timed them.
+    # Median difference to other stacks on the same GPU; 0 if unknown.
     spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """How well the class model does for a GPU whose own row is put aside."""
+    """Error of the class model for a GPU without its own row."""
 
     gpu: str
     op: OpClass
     family: str
-    # How near its relatives are: "chip", "arch", "memory" or "any".
+    # Relation: "chip", "arch", "memory" or "any".
     kinship: str
     mean_error: float
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Parameters chosen for one GPU and class, and what is known about them."""
+    """Parameters for one GPU and class, with their error."""
 
     params: Params
     source: Source
-    # Expected relative error of kernels below and above LONG_US.
+    # Expected relative error below and above LONG_US.
     short_error: float
     long_error: float
-    # One sentence for people.
     why: str
-    # Added for kernels that memory bounds.
+    # Added for kernels bound by memory.
     memory_error: float = 0.0
-    # The GPUs that it was fitted to, where it is not this one.
+    # GPUs it was fitted to, if not this one.
     lenders: tuple[str, ...] = ()
 
     def wider(self, added: float, why: str) -> "Model":
-        """The same numbers, used for something they were not fitted to."""
+        """Same parameters with a wider error, outside what they were fitted to."""
         return replace(
             self,
             source=Source.CLASS,
@@ -190,7 +178,7 @@ def fits() -> tuple[Fit, ...]:
 
 @cache
 def left_out() -> tuple[LeftOut, ...]:
-    """The errors of the class model, one GPU left out at a time."""
+    """Leave-one-out errors of the class model."""
     return msgspec.convert(_document()["left_out"], tuple[LeftOut, ...])
 
 
@@ -199,17 +187,16 @@ def _document() -> Any:
 
 
 def family_of(op: OpClass, dtype: str) -> str:
-    """The family of dtypes a launch is priced in."""
     if op in (OpClass.GEMM, OpClass.GROUPED, OpClass.PREFILL, OpClass.DECODE, OpClass.CONV):
         return FAMILIES.get(dtype, "f32")
     return ANY
 
 
 def peak_tflops(spec: Gpu, dtype: str) -> float:
-    """The data sheet's rate for one dtype; the next wider one where the hardware lacks it."""
+    """Data-sheet rate of a dtype; the next wider one if the hardware lacks it."""
     family = FAMILIES.get(dtype, "f32")
     if family == "f64":
-        # Data-centre chips run fp64 at half the fp32 rate, the others at a token 1/64.
+        # fp64 runs at half the fp32 rate on data-centre chips, at 1/64 on others.
         return spec.fp32_tflops / (2 if spec.memory_kind == "hbm" else 64)
     if family == "f8" and spec.fp8_tflops:
         return spec.fp8_tflops
@@ -220,7 +207,7 @@ def peak_tflops(spec: Gpu, dtype: str) -> float:
 
 @cache
 def model_for(gpu_name: str, op: OpClass, family: str) -> Model:
-    """The best model there is for one GPU and class: its own fit, its relatives', a kindred class's."""
+    """Best model for one GPU and class: its own fit, its relatives', a related class's."""
     rows = [f for f in fits() if f.op is op and f.family == family]
     if rows:
         own = next((f for f in rows if f.gpu == gpu_name), None)
@@ -243,7 +230,7 @@ def _of_relatives(spec: Gpu, rows: list[Fit]) -> Model:
     kinship, nearest = relatives(spec, rows)
     errors = [x for x in left_out() if x.op is rows[0].op]
     same = [x for x in errors if x.kinship == kinship]
-    # How well the lenders stand in for each other; else others as near; else the worst case.
+    # Error of the lenders for each other, else of others as near, else the worst case.
     lenders = [x.mean_error for x in same if x.gpu in {f.gpu for f in nearest}]
     worst = max((x.mean_error for x in errors), default=1.0)
     error = fmean(lenders or [x.mean_error for x in same] or [worst])
@@ -259,7 +246,7 @@ def _model(rows: list[Fit], source: Source, error: float, long_error: float, why
     assumed = {name for f in rows for name in f.assumed}
     short = error + (ASSUMED_FLOOR_ERROR if "t0_us" in assumed else 0.0)
     memory = ASSUMED_MEMORY_ERROR if "em" in assumed else 0.0
-    # What the model makes of its rows and what other software makes of the GPU are independent.
+    # Model error and difference between stacks are independent.
     spread = fmean(f.spread or usual_spread(f.op) for f in rows)
     errors = (math.hypot(short, spread), math.hypot(long_error, spread))
     return Model(average([f.params for f in rows]), source, *errors, why, memory)
@@ -267,13 +254,13 @@ def _model(rows: list[Fit], source: Source, error: float, long_error: float, why
 
 @cache
 def usual_spread(op: OpClass) -> float:
-    """How far software alone changes a class, where that is known: for GPUs on which one stack was timed."""
+    """Typical difference between stacks for a class, for GPUs with one stack."""
     known = [f.spread for f in fits() if f.op is op and f.spread > 0]
     return fmean(known) if known else 0.0
 
 
 def relatives(spec: Gpu, rows: list[Fit]) -> tuple[str, list[Fit]]:
-    """The rows of the GPUs most like `spec`, and in what they are like it."""
+    """Rows of the GPUs most like `spec`, and the relation."""
     donors = [(f, gpu(f.gpu)) for f in rows if f.gpu != spec.name]
     same_arch = [(f, g) for f, g in donors if g.arch == spec.arch and g.memory_kind == spec.memory_kind]
     for kinship, found in (
@@ -287,7 +274,7 @@ def relatives(spec: Gpu, rows: list[Fit]) -> tuple[str, list[Fit]]:
 
 
 def average(params: list[Params]) -> Params:
-    """Geometric means: efficiencies and times are ratios. What some rows lack comes from the others."""
+    """Geometric means; a value missing in some rows comes from the others."""
     if len(params) == 1:
         return params[0]
     return Params(*(_mean(column) for column in zip(*(astuple(x) for x in params), strict=True)))
@@ -299,9 +286,9 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def price_many(works: Sequence[Work], gpu_name: str) -> list[Cost]:
-    """The cost of each on one GPU; work of one class and dtype is priced in one go."""
+    """Cost of each work on one GPU, batched by class and dtype."""
     spec = gpu(gpu_name)
-    # An allocation starts no kernel, so it takes none of the GPU's time.
+    # An allocation starts no kernel.
     costs = [Cost(0.0, Source.FITTED, 0.0)] * len(works)
     alike: dict[tuple[OpClass, str], list[int]] = {}
     for i, work in enumerate(works):
@@ -330,23 +317,22 @@ def peaks_of(spec: Gpu, dtype: str) -> Peaks:
 
 
 def model_of(work: Work, spec: Gpu) -> Model:
-    """The model that prices this work on this GPU."""
     family = family_of(work.op, work.dtype)
     if family == "f16" and work.dtype == "bfloat16" and spec.bf16_tflops is None:
-        # No units for it: computed as fp32, by kernels that nobody measured.
+        # Computed as fp32 by kernels without measurements.
         model = model_for(spec.name, work.op, "f32")
         return model.wider(OTHER_DTYPE_ERROR, f"{spec.name} has no bf16 units")
     return model_for(spec.name, work.op, family)
 
 
 def plain_loads(flops: Array, num_bytes: Array) -> Loads:
-    """Rows of which only operations and bytes are known, for the scripts that fit parameters to them."""
+    """Loads with operations and bytes only, for the fitting scripts."""
     zeros = np.zeros_like(num_bytes)
     return Loads(flops, num_bytes, np.zeros((4, len(zeros))), zeros, zeros)
 
 
 def loads_of(works: Sequence[Work]) -> Loads:
-    """The columns of launches inside a step."""
+    """Loads of launches inside a step."""
     flops = np.array([w.flops for w in works], dtype=np.float64)
     num_bytes = np.array([w.num_bytes for w in works], dtype=np.float64)
     gemm = np.array([_gemm_shape(w) for w in works], dtype=np.float64).reshape(-1, 4).T
@@ -360,17 +346,17 @@ def _gemm_shape(work: Work) -> tuple[float, ...]:
     if work.op is OpClass.GROUPED and work.shape:
         groups, rows, n, k = work.shape
         visited = max(1, min(groups, rows))
-        # Rows are taken to spread evenly: who goes where is data.
+        # Rows are assumed to spread evenly over groups.
         return (visited, -(-rows // visited), n, k)
     return (0, 0, 0, 0)
 
 
 def predict(params: Params, loads: Loads, peaks: Peaks) -> Array:
-    """The time of every launch, in microseconds."""
+    """Time of every launch in microseconds."""
     compute = _compute_us(params, loads, peaks) + params.row_us * loads.rows
     cached = 1.0 - loads.hit * (1.0 - 1.0 / params.l2x)
     memory = loads.num_bytes / (peaks.gbps * params.em * 1e3) * cached
-    # Scaled by the longer of the two, so that no power overflows.
+    # Scaled by the larger term, so that powers do not overflow.
     longer = np.maximum(np.maximum(compute, memory), 1e-12)
     joined = (compute / longer) ** params.p + (memory / longer) ** params.p
     return np.asarray(params.t0_us + longer * joined ** (1.0 / params.p), dtype=np.float64)

@@ -1,9 +1,7 @@
-"""The GPUs Tessera knows: data-sheet figures, sustained rates, rent, and who says so.
+"""Known GPUs: data-sheet figures, sustained rates, rent and sources, from `gpus.json`.
 
-`gpus.json` holds one row per GPU. A data-sheet peak is never a price by itself: it only scales the
-efficiencies of `tessera.profile.fitted`. Sustained rates are medians of public measurements and are
-absent for a GPU that nobody measured. Memory is the advertised size in units of 1e9 bytes, a little less
-than drivers report on most cards.
+Data-sheet peaks only scale the efficiencies in `fitted.py`. Sustained rates are medians of public
+measurements, absent for unmeasured GPUs. Memory is the advertised size in units of 1e9 bytes.
 """
 
 import json
@@ -16,20 +14,20 @@ import msgspec
 
 from tessera.errors import UnknownName
 
-# Whose price is the default, first that quotes one.
+# Default price: the first provider with a quote.
 PROVIDERS = ("RunPod", "Lambda", "AWS", "GCP")
 
 
 @dataclass(frozen=True, slots=True)
 class Effective:
-    """Rates that long kernels sustain, and the shortest times seen; bf16."""
+    """Sustained rates and shortest times, bf16."""
 
     gemm_tflops: float
-    # Weights streamed by a GEMM of at most 16 rows.
+    # GEMM of at most 16 rows.
     weights_gbps: float
-    # Attention over prompts of 4096 tokens or more; half of the square is counted, as it is causal.
+    # Attention over prompts of 4096 tokens or more, counting the causal half.
     prefill_tflops: float
-    # KV cache streamed by decode attention.
+    # KV-cache reads of decode attention.
     decode_gbps: float
     gemm_floor_us: float
     attention_floor_us: float
@@ -37,36 +35,34 @@ class Effective:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU model."""
-
-    # Short key, as in "emu:a100".
+    # Key as in "emu:a100".
     name: str
     full_name: str
     arch: str
-    # GPUs of one chip differ in clocks, memory and board only.
+    # GPUs of one chip differ only in clocks, memory and board.
     chip: str
-    # "hbm" or "gddr": efficiencies do not carry over from one to the other.
+    # "hbm" or "gddr": efficiencies do not carry over.
     memory_kind: str
     compute_capability: str
-    # Dense tensor rates, fp32 accumulation; None where the hardware has no such units.
+    # Dense tensor rates, fp32 accumulation; None without such units.
     bf16_tflops: float | None
     fp16_tflops: float
     fp8_tflops: float | None
-    # Plain fp32, no TF32.
+    # fp32 without TF32.
     fp32_tflops: float
     memory_bytes: int
     memory_gbps: float
     l2_bytes: int
     num_sms: int
     tdp_w: float
-    # Per direction; None without NVLink (or, on AMD, Infinity Fabric).
+    # Per direction; None without NVLink (AMD: Infinity Fabric).
     nvlink_gbps: float | None
     pcie_gen: int
     # (provider, USD per hour), default first.
     prices: tuple[tuple[str, float], ...]
     effective: Effective | None
     spec_source: str
-    # "high", or "medium" where sources disagree or a figure rests on one page.
+    # "high", or "medium" if sources disagree or there is only one.
     spec_confidence: str
     effective_source: str
     price_source: str
@@ -74,17 +70,16 @@ class Gpu:
 
     @property
     def vendor(self) -> str:
-        """Who makes it."""
         return self.full_name.split(maxsplit=1)[0]
 
     @property
     def usd_per_hour(self) -> float | None:
-        """The default rent, None where nobody quotes one."""
+        """Default rent, or None."""
         return self.prices[0][1] if self.prices else None
 
     @property
     def price_provider(self) -> str:
-        """Whose rent `usd_per_hour` is; empty where nobody quotes one."""
+        """Provider of `usd_per_hour`, or empty."""
         return self.prices[0][0] if self.prices else ""
 
 
@@ -105,18 +100,18 @@ def _gpu(row: dict[str, Any], doc: dict[str, Any]) -> Gpu:
 
 
 def clock_ghz(spec: Gpu) -> float:
-    """The boost clock, from the data sheet's fp32 rate: two operations a lane and cycle."""
+    """Boost clock from the fp32 peak: two operations per lane and cycle."""
     old = spec.compute_capability.startswith("7.") or spec.compute_capability == "8.0"
     return spec.fp32_tflops * 1e3 / (2 * (64 if old else 128) * spec.num_sms)
 
 
 def known_gpus() -> tuple[Gpu, ...]:
-    """Every GPU, in the order of the table."""
+    """All GPUs in table order."""
     return tuple(_table().values())
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of that key; an unknown key answers with the known ones."""
+    """GPU of a key; UnknownName otherwise."""
     if name not in _table():
         raise UnknownName("GPU", name, _table())
     return _table()[name]

@@ -1,21 +1,18 @@
-"""Measure every distinct launch of a trace once on one device, and the step as a whole; combine with models.
+"""Measures the distinct launches of a trace and the whole step on one device, and combines them with models.
 
-A `Timer` times launches; `flow` passes it in. Launches are visited in program order: a launch that the store
-lacks is timed, stored, and run once so that the next finds its inputs. A launch that cannot be timed is kept
-with its reason and priced by the next source. A device that stops answering ends its measuring; the launch it
-stopped at counts as one that cannot be timed.
+Launches are visited in program order: a launch missing from the store is timed by the `Timer`, stored, and
+run once to produce inputs of later ones. A launch that cannot be timed is stored with its reason and priced
+by the next source; so is the one at which a device stops. Measured launches are scaled by the ratio of the
+measured step to their sum, which is part of their error.
 
-Measured launches are scaled by the ratio of the measured step to their sum; the ratio is part of their error.
+Launches are equal if they run the same code on tensors of the same types, shapes, strides and alignment, with
+the same plain arguments, memory sharing and cached buffers. A buffer is cached if earlier launches touched
+half of the bytes read while less than half of the cache size passed through since. Weights and state
+untouched in the step are cold. Not handled: accidental cache contents, replacement other than by age.
 
-Two launches are alike iff they run the same code on tensors of the same types, shapes, strides and alignment,
-with the same plain arguments, the same sharing of memory and the same buffers in the cache. A launch finds a
-buffer in the cache iff earlier launches touched at least half of the bytes it reads while less than half of
-the cache's size passed through since. Weights and state not touched in the step are cold. Not handled: cache
-contents left by accident, replacement that is not by age.
-
-Launches that were not timed take the models of the device's GPU. A CPU or unknown card has no model: there a
-launch takes the time that the model of `YARDSTICK` gives, times the median ratio of measured to modelled over
-the device's launches of that class, or of all classes. The spread of these ratios is its error.
+Launches that were not timed take the model of the device's GPU. A CPU or unknown card takes the model of
+`YARDSTICK`, times the median ratio of measured to modelled over its launches of that class, or all; the
+spread of ratios is the error.
 """
 
 import hashlib
@@ -51,18 +48,18 @@ from tessera.profile.estimate import modelled, works
 from tessera.profile.gpus import gpu
 from tessera.profile.store import Clocks, Enough, Machine, Store, Timing, timing, until
 
-# The ratio of whole to sum is believed within these bounds; beyond, something else is wrong.
+# Bounds of a plausible ratio of step to sum.
 MIN_SCALE, MAX_SCALE = 0.5, 2.0
-# A clock this far below the session's start means that the device throttles or is shared.
+# A clock this far below the session's start means throttling or sharing.
 THROTTLED = 0.9
-# How often a launch is timed anew when the clock has sunk.
+# Retries at a lower clock.
 RETRIES = 2
-# No number is surer than this: events and clocks are not better.
+# Minimum relative error: resolution of events and clocks.
 LEAST_ERROR = 0.005
 
-# The part of the cache that still holds what was touched last; the rest is lost to sharing and conflicts.
+# Usable share of the cache; the rest is lost to sharing and conflicts.
 USEFUL_CACHE = 0.5
-# Torch picks other kernels for tensors that do not start at a multiple of this.
+# Torch picks other kernels for tensors not aligned to this.
 ALIGN = 16
 Advance = Callable[[str], None]
 
@@ -70,36 +67,36 @@ Advance = Callable[[str], None]
 class Timer(Protocol):
     """Times launches of one trace on one device."""
 
-    # Size of the last level of cache.
+    # Last-level cache size.
     cache_bytes: int
-    # Words for people on how inputs were made; empty if they are the model's own.
+    # How inputs were generated; empty for the model's own.
     remarks: tuple[str, ...]
 
     def identity(self) -> dict[str, str]:
-        """What names the device: model, SMs, driver, torch."""
+        """Model, SMs, driver, torch."""
 
     def clock_mhz(self) -> float | None:
-        """The clock under load; None where it cannot be read."""
+        """Clock under load, or None."""
 
     def time(self, launch: int, cold: frozenset[int], enough: Enough) -> list[float]:
-        """Microseconds of one launch, repeatedly; raises CannotTime or DeviceGone."""
+        """Samples of one launch in microseconds; raises CannotTime or DeviceGone."""
 
     def run(self, launch: int) -> None:
-        """Runs one launch for the sake of those that read its results."""
+        """Runs one launch to produce its results."""
 
     def whole(self, enough: Enough) -> list[float]:
-        """Microseconds of the whole step, repeatedly; raises CannotTime or DeviceGone."""
+        """Samples of the whole step in microseconds; raises CannotTime or DeviceGone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distinct:
-    """Launches that are alike."""
+    """Equal launches."""
 
-    # Names them in a store.
+    # Key in a store.
     key: str
-    # The first of them is the one that is timed.
+    # The first one is timed.
     launches: tuple[int, ...]
-    # Buffers of the first that it finds outside the cache.
+    # Buffers of the first launch that are not cached.
     cold: frozenset[int]
 
 
@@ -114,16 +111,16 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What measuring one device gave."""
+    """Measurements of one device."""
 
     device: Device
     machine: Machine
-    # One entry a launch; None where it was not timed.
+    # Per launch; None if not timed.
     timings: tuple[Timing | None, ...]
     whole: Timing | None
     missed: tuple[Missed, ...]
     num_distinct: int
-    # How many of these were timed now.
+    # Number timed in this session.
     num_timed: int
     notes: tuple[str, ...]
 
@@ -137,9 +134,9 @@ def measure(
     enough: Enough | None = None,
     only: frozenset[int] | None = None,
 ) -> Measured:
-    """Times what the store lacks; raises DeviceGone if the device stops, with all before it stored.
+    """Times what the store lacks; raises DeviceGone after storing everything measured before.
 
-    `only`: launches that are timed, with those like them; the step as a whole is not.
+    `only`: times these launches and equal ones, without the whole step.
     """
     machine = Machine(timer.identity(), timer.clock_mhz())
     groups, store = distinct(trace, timer.cache_bytes), open_store(machine)
@@ -152,7 +149,7 @@ def count_distinct(trace: Trace, timer: Timer) -> int:
 
 @dataclass(eq=False)
 class _Session:
-    """One pass over a trace."""
+    """A pass over a trace."""
 
     _trace: Trace
     _device: Device
@@ -167,7 +164,7 @@ class _Session:
     _slow: list[str] = field(default_factory=list)
 
     def measure(self) -> Measured:
-        """Visits the launches in program order, then the whole step."""
+        """Times launches in program order, then the whole step."""
         whole, why = self._whole() if self._only is None else (None, ())
         todo = {g.launches[0]: g for g in self._groups if self._is_wanted(g)}
         last = max(todo, default=-1)
@@ -198,14 +195,14 @@ class _Session:
             self._store.add_failure(group.key, kernel, error.message)
             return
         except DeviceGone as error:
-            # Kept, so that the next command goes on behind it.
+            # Stored, so that the next command skips it.
             self._store.add_failure(group.key, kernel, f"the device was lost here: {error.message}")
             raise
         self._store.add_launch(group.key, kernel, found, clock)
         self._num_timed += 1
 
     def _steady(self, index: int, group: Distinct) -> tuple[Timing, float | None]:
-        """A timing at the session's clock; after some tries, at whatever clock there is, and noted."""
+        """Timing at the session's clock; after retries at any clock, with a note."""
         for attempt in range(1 + RETRIES):
             found = timing(self._timer.time(index, group.cold, self._enough))
             clock = self._timer.clock_mhz()
@@ -250,19 +247,19 @@ class _Session:
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """Prices of one device, measured ones scaled so that they add up to the measured whole."""
+    """Costs of one device, measured ones scaled to the measured step."""
 
     costs: tuple[Cost, ...]
-    # Sum of the launches before scaling.
+    # Sum before scaling.
     sum_us: float
     whole_us: float | None
-    # What measured launches were multiplied by.
+    # Factor on measured launches.
     scale: float
     notes: tuple[str, ...]
 
 
 def reconcile(found: Measured, others: tuple[Cost, ...]) -> Reconciled:
-    """Measured times where there are any, `others` where not."""
+    """Measured costs, with `others` for launches without one."""
     pairs = tuple(zip(found.timings, others, strict=True))
     measured_us = sum(t.us for t, _ in pairs if t is not None)
     other_us = sum(c.us for t, c in pairs if t is None)
@@ -292,14 +289,13 @@ def _scale(
 
 
 def clocks_named(name: str) -> Clocks:
-    """The choice of that name; a wrong one answers with the right ones."""
     if name not in tuple(Clocks):
         raise UnknownName("choice of clocks", name, tuple(Clocks))
     return Clocks(name)
 
 
 def distinct(trace: Trace, cache_bytes: int) -> tuple[Distinct, ...]:
-    """The launches of a trace, alike ones together, in the order of their first."""
+    """Groups of equal launches, by first occurrence."""
     cold = cold_buffers(trace, cache_bytes)
     names = [_kernel_name(k) for k in trace.kernels]
     groups: dict[str, list[int]] = {}
@@ -309,7 +305,7 @@ def distinct(trace: Trace, cache_bytes: int) -> tuple[Distinct, ...]:
 
 
 def cold_buffers(trace: Trace, cache_bytes: int) -> list[frozenset[int]]:
-    """For every launch, the buffers that it reads and does not find in the cache."""
+    """For every launch, the buffers it reads that are not cached."""
     window = cache_bytes * USEFUL_CACHE
     touched: dict[int, deque[tuple[float, int]]] = defaultdict(deque)
     passed = 0.0
@@ -324,7 +320,7 @@ def cold_buffers(trace: Trace, cache_bytes: int) -> list[frozenset[int]]:
 
 
 def _recent(history: deque[tuple[float, int]], since: float) -> int:
-    """Bytes touched since then; what is older is forgotten."""
+    """Bytes touched since then; older entries are dropped."""
     while history and history[0][0] <= since:
         history.popleft()
     return sum(n for _, n in history)
@@ -340,7 +336,7 @@ def _bytes(launch: Launch, reading: bool) -> dict[int, int]:
 
 
 def _kernel_name(kernel: Kernel) -> str:
-    """An operator by its name; PTX by its text, since one name stands for many kernels."""
+    """Operators by name; PTX by digest, since names repeat."""
     if kernel.origin is Origin.ATEN:
         return kernel.name
     return f"{kernel.name}:{hashlib.sha256(kernel.ptx.encode()).hexdigest()}"
@@ -378,12 +374,12 @@ def _views(launch: Launch) -> Iterable[View]:
 
 
 YARDSTICK = "a100"
-# Ratios of fewer launches than this say nothing about their class.
+# Minimum number of ratios for a class.
 MIN_RATIOS = 3
 
 
 def needs_measuring(device: Device) -> bool:
-    """True for a device that runs launches in its own time here; the others are priced by their GPU."""
+    """True for a device that runs in real time here."""
     is_own = device.kind is not DeviceKind.EMU and not device.is_dilated
     return is_own and device.ordinal != AWAY
 
@@ -391,7 +387,7 @@ def needs_measuring(device: Device) -> bool:
 def combine(
     trace: Trace, devices: tuple[Device, ...], found: Mapping[str, Measured]
 ) -> tuple[Costs, dict[str, Reconciled]]:
-    """Costs of a trace on all devices, and for the measured ones what their launches add up to."""
+    """Costs on all devices, and sums for measured ones."""
     columns: list[tuple[Cost, ...]] = []
     reconciled: dict[str, Reconciled] = {}
     for device in devices:
@@ -408,7 +404,7 @@ def combine(
 
 
 def _modelled(trace: Trace, device: Device) -> tuple[Cost, ...]:
-    """The price list of the GPU whose times the device keeps, or which it is."""
+    """Costs of the GPU that the device is or emulates."""
     if not device.gpu:
         remedy = "Run the command where it can be measured."
         raise CannotTime(f"{device.name} was not measured, and no model knows it", remedy)
@@ -416,7 +412,7 @@ def _modelled(trace: Trace, device: Device) -> tuple[Cost, ...]:
 
 
 def _partial(costs: tuple[Cost, ...], device: Device) -> tuple[Cost, ...]:
-    """On a part of a card: as much slower as it has fewer SMs, a guess with an error to match."""
+    """Scales by the number of SMs, with a wide error."""
     if not device.num_sms:
         return costs
     share = min(1.0, device.num_sms / gpu(device.gpu).num_sms)

@@ -1,18 +1,12 @@
-"""Overheads: what a launch does beside moving bytes and multiplying, counted from the launch itself.
+"""Overheads of a launch beside bytes and operations, as amounts by term; `corrections.py` has the cost of
+each.
 
-PyTorch's kernels for broadcast, strided, transposed or mixed operands are bound by the arithmetic of their
-indices, not by memory; reductions by their rows; some operators start several kernels. An overhead lists such
-amounts by name (`TERMS`); `corrections.py` says what each costs.
-
-The rules follow PyTorch's CUDA kernels: an elementwise operator on dense operands of one dtype and one order
-is vectorised and has no overhead; else each element pays for its index, once a dimension that is left after
-dimensions which are contiguous in all operands are joined. Of Inductor's kernels the name says what was
-fused; a few operators make them compute rather than load. Not handled: other Triton and CUDA kernels (their
-overhead is empty), operands on the host, and alignment of the first element.
-
-Geometry of tensors: what is dense, and which dimensions several tensors share.
-
-Strides count elements. A dimension of one element has no stride that matters.
+PyTorch kernels on broadcast, strided, transposed or mixed operands are bound by index arithmetic,
+reductions by rows, and some operators start several kernels. An elementwise operator on dense operands of
+one dtype and order is vectorised and has none; otherwise each element pays per dimension left after
+joining dimensions that are contiguous in all operands. Inductor kernels are classified by the operators in
+their names. Not handled: other Triton and CUDA kernels, operands on the host, alignment of the first
+element. Strides count elements.
 """
 
 import math
@@ -24,63 +18,63 @@ from tessera.ir.trace import item_bytes
 
 Overhead = tuple[tuple[str, float], ...]
 
-# A memory transaction.
+# Memory transaction.
 SECTOR_BYTES = 32
-# PyTorch reduces a shorter row by one warp, 32 elements at a time; it splits longer ones.
+# PyTorch reduces rows up to this length in one warp, 32 elements at a time.
 WARP_ROW = 8192
-# Below this a row is too short to keep its warp busy, and the number of rows decides.
+# Below this, the number of rows decides.
 SHORT_ROW = 512
 
 
 class Scope(Enum):
-    """What the amounts of a term are divided by."""
+    """What amounts of a term are divided by."""
 
     ALL = "cycles of all SMs"
     ONE = "cycles, one after the other"
     FLOOR = "cycles, added to everything else"
     FACTOR = "factor of the whole time"
-    STREAM = "a model of its own"  # see `corrections.py`
+    STREAM = "a model of its own"
 
 
-# Every term, and what its amount counts.
+# Terms and what their amounts count.
 TERMS: dict[str, Scope] = {
-    "index": Scope.ALL,  # elements whose index is computed
+    "index": Scope.ALL,  # elements with a computed index
     "dim": Scope.ALL,  # the same, times dimensions
-    "cast": Scope.ALL,  # elements that change dtype on the way
-    "sector": Scope.ALL,  # memory transactions of operands that are not read in order
+    "cast": Scope.ALL,  # elements converted
+    "sector": Scope.ALL,  # memory transactions of operands read out of order
     "indexing": Scope.FLOOR,  # 1 if any of the above
-    "cat": Scope.ALL,  # elements joined
-    "cat_part": Scope.ALL,  # elements of the largest part: PyTorch gives every part as many blocks
-    "uneven_row": Scope.ALL,  # elements of rows that vector loads do not fit
+    "cat": Scope.ALL,  # elements concatenated
+    "cat_part": Scope.ALL,  # elements of the largest part: all parts get equally many blocks
+    "uneven_row": Scope.ALL,  # elements of rows not aligned to vector loads
     "row": Scope.ALL,  # short rows reduced
-    "warp_row": Scope.ONE,  # elements of one row that one warp reduces
+    "warp_row": Scope.ONE,  # elements of a row reduced by one warp
     "argmax": Scope.ALL,  # elements searched
     "argmax_floor": Scope.FLOOR,
-    "sort": Scope.ONE,  # elements of a row sorted
+    "sort": Scope.ONE,  # elements of a sorted row
     "sort_floor": Scope.FLOOR,
-    "topk": Scope.ONE,  # elements of a row searched
+    "topk": Scope.ONE,  # elements of a searched row
     "topk_floor": Scope.FLOOR,
-    "scan": Scope.ALL,  # elements summed up
+    "scan": Scope.ALL,  # elements scanned
     "scan_floor": Scope.FLOOR,
-    "put": Scope.ALL,  # elements moved by lists of indices
+    "put": Scope.ALL,  # elements moved by index lists
     "put_floor": Scope.FLOOR,
-    "conv": Scope.ALL,  # elements made by a dense convolution
-    "depthwise": Scope.ALL,  # elements made times filter taps
-    # Kernels of Inductor's, by what they fuse; bytes, or 1.
+    "conv": Scope.ALL,  # outputs of a dense convolution
+    "depthwise": Scope.ALL,  # outputs times filter taps
+    # Inductor kernels by fused operators; bytes, or 1.
     "fused_angle": Scope.ALL,  # sines and cosines
-    "fused_softmax": Scope.ALL,  # over rows that are put together on the way
+    "fused_softmax": Scope.ALL,  # over concatenated rows
     "fused_index": Scope.ALL,  # gathered and masked
-    "fused_argmax": Scope.FLOOR,  # one block a row
-    # Attention of a few queries, by kernel.
+    "fused_argmax": Scope.FLOOR,  # one block per row
+    # Attention of few queries, by kernel.
     "efficient_stream": Scope.STREAM,
     "flash_stream": Scope.STREAM,
     "cudnn_stream": Scope.STREAM,
-    "masked_stream": Scope.STREAM,  # cuDNN's kernel with a mask
+    "masked_stream": Scope.STREAM,  # cuDNN with a mask
     "paged_stream": Scope.STREAM,
     "flash": Scope.FACTOR,
     "efficient": Scope.FACTOR,
     "cudnn": Scope.FACTOR,
-    "unaligned": Scope.FACTOR,  # GEMM whose rows do not start at vectors
+    "unaligned": Scope.FACTOR,  # GEMM with unaligned rows
     "grouped": Scope.FACTOR,
 }
 
@@ -93,7 +87,7 @@ SCANS = frozenset({"cumsum", "cumprod", "logcumsumexp", "_cummax_helper", "_cumm
 def overhead_of(
     op: str, base: str, launch: Launch, ins: tuple[View, ...], outs: tuple[View, ...]
 ) -> Overhead:
-    """The overhead of an ATen operator; `op` is its class, `base` its name without overload."""
+    """Overhead of an ATen operator of class `op` with base name `base`."""
     if not ins or not outs or outs[0].num_elements == 0:
         return ()
     terms: dict[str, float] = {}
@@ -122,7 +116,7 @@ def overhead_of(
 
 
 def attention_overhead(base: str, is_few: bool, is_masked: bool) -> Overhead:
-    """Which library's kernel computes the attention; a few queries stream the keys through one block each."""
+    """Attention kernel chosen by PyTorch; few queries stream the keys through one block each."""
     kernel = next((name for name in ("efficient", "cudnn", "flash") if name in base), "")
     if kernel and is_few:
         kernel = f"{'masked' if kernel == 'cudnn' and is_masked else kernel}_stream"
@@ -130,7 +124,7 @@ def attention_overhead(base: str, is_few: bool, is_masked: bool) -> Overhead:
 
 
 def fused_overhead(name: str, num_bytes: int) -> Overhead:
-    """The overhead of a kernel of Inductor's, whose name lists the operators it fuses."""
+    """Overhead of an Inductor kernel, from the operators in its name."""
     words = set(name.split("_"))
     terms: dict[str, float] = {}
     if words & {"cos", "sin"}:
@@ -145,13 +139,10 @@ def fused_overhead(name: str, num_bytes: int) -> Overhead:
 
 
 def copies_first(op: str, kernel_name: str, ins: Sequence[View]) -> bool:
-    """True iff the operator copies its input into a new tensor and works on that."""
+    """True if the operator works on a copy of its input."""
     if kernel_name.startswith("aten.masked_fill."):
         return bool(ins)
     return op in ("norm", "softmax", "scan", "conv") and bool(ins) and not is_dense(ins[0])
-
-
-# The rules ------------------------------------------------------------------------------------------------
 
 
 def _elementwise(terms: dict[str, float], base: str, ins: tuple[View, ...], out: View) -> None:
@@ -164,7 +155,7 @@ def _elementwise(terms: dict[str, float], base: str, ins: tuple[View, ...], out:
 
 
 def _casts(base: str, ins: Sequence[View], out: View) -> bool:
-    """True iff elements are converted one by one; fp32 to 16 bits has a vectorised kernel of its own."""
+    """True if elements are converted one by one; fp32 to 16 bits is vectorised."""
     if base in COPIES:
         narrows = bool(ins) and ins[-1].dtype == "float32" and out.dtype in ("bfloat16", "float16")
         return bool(ins) and ins[-1].dtype != out.dtype and not narrows
@@ -172,7 +163,7 @@ def _casts(base: str, ins: Sequence[View], out: View) -> bool:
 
 
 def _copied(terms: dict[str, float], view: View) -> None:
-    """The copy that an operator makes of an input that is not dense."""
+    """Copy of an input that is not dense."""
     if not is_dense(view):
         _add_index(terms, (dense(view), view), dense(view))
 
@@ -197,7 +188,7 @@ def _reduction(terms: dict[str, float], launch: Launch, view: View, out: View) -
 
 
 def _reduces_inner(launch: Launch, view: View) -> bool:
-    """True iff neighbours in memory are summed up; without a list of dimensions all are."""
+    """True if neighbours in memory are reduced."""
     given = launch.args[1] if len(launch.args) > 1 else dict(launch.kwargs).get("dim")
     dims = given if isinstance(given, tuple) else (given,)
     reduced = {d % len(view.shape) for d in dims if type(d) is int and view.shape}
@@ -214,7 +205,7 @@ def _sampling(terms: dict[str, float], kind: str, view: View, out: View) -> None
 
 
 def _indexed(terms: dict[str, float], op: str, ins: tuple[View, ...], out: View) -> None:
-    """Gathers by one list of rows are copies; by several lists, and all scatters, they compute indices."""
+    """A gather by one index list is a copy; several lists and scatters compute indices."""
     lists = [v for v in ins[1:] if v.dtype == "int64"]
     if op == "scatter" and len(ins) > 2:
         terms |= {"put": ins[-1].num_elements, "put_floor": 1.0}
@@ -233,14 +224,14 @@ def _convolution(terms: dict[str, float], launch: Launch, ins: tuple[View, ...],
         return
     terms["conv"] = out.num_elements
     if len(ins) > 2 and len(out.shape) > 2:
-        # The bias is added by a kernel of its own.
+        # A separate kernel adds the bias.
         bias = View(ins[2].buffer, ins[2].dtype, (ins[2].shape[0],) + (1,) * (len(out.shape) - 2),
                     (1,) + (0,) * (len(out.shape) - 2), 0)  # fmt: skip
         _add_index(terms, (out, bias), out)
 
 
 def _add_index(terms: dict[str, float], views: Sequence[View], out: View) -> None:
-    """Adds what it takes to index these tensors together, in the order of `out`; nothing if vectorised."""
+    """Adds the cost of indexing these tensors in the order of `out`; none if vectorised."""
     sizes, strides = joined_dims(views, out)
     if len(sizes) <= 1 and all(column[0] == 1 for column in strides if column):
         return
@@ -255,15 +246,14 @@ def _add_index(terms: dict[str, float], views: Sequence[View], out: View) -> Non
             terms["sector"] = terms.get("sector", 0.0) + num * share
 
 
-# What one vector load reads.
+# Bytes of a vector load.
 VECTOR_BYTES = 16
 
 
 def joined_dims(views: Sequence[View], out: View) -> tuple[list[int], list[list[int]]]:
-    """Sizes and, for each tensor, strides, innermost first, after joining what is contiguous in all.
+    """Sizes and per-tensor strides, innermost first, with jointly contiguous dimensions joined.
 
-    Tensors are broadcast to `out`, whose strides give the order. A joined dimension has the stride of its
-    innermost part.
+    Tensors are broadcast to `out`, whose strides give the order. A joined dimension has its innermost stride.
     """
     rank = len(out.shape)
     spread = [_broadcast(v, rank) for v in views]
@@ -282,13 +272,13 @@ def joined_dims(views: Sequence[View], out: View) -> tuple[list[int], list[list[
 
 
 def _broadcast(view: View, rank: int) -> list[int]:
-    """The strides along the last `rank` dimensions; 0 along those that the tensor lacks."""
+    """Strides along the last `rank` dimensions; 0 where broadcast."""
     steps = [0 if n == 1 else s for n, s in zip(view.shape, view.stride, strict=True)]
     return ([0] * (rank - len(steps)) + steps)[len(steps) - rank if len(steps) > rank else 0 :]
 
 
 def is_dense(view: View) -> bool:
-    """True iff elements lie one after the other, the last dimension innermost."""
+    """True if contiguous in row-major order."""
     expected = 1
     for n, s in zip(reversed(view.shape), reversed(view.stride), strict=True):
         if n > 1 and s != expected:
@@ -298,12 +288,12 @@ def is_dense(view: View) -> bool:
 
 
 def dense(view: View) -> View:
-    """A tensor of the same shape whose elements lie one after the other."""
+    """Contiguous view of the same shape."""
     steps = tuple(math.prod(view.shape[i + 1 :]) for i in range(len(view.shape)))
     return View(view.buffer, view.dtype, view.shape, steps, 0)
 
 
 def starts_at_vectors(view: View) -> bool:
-    """True iff every row of a matrix begins where a vector load may."""
+    """True if every row of a matrix is aligned to a vector load."""
     outer = [s for n, s in zip(view.shape, view.stride, strict=True) if n > 1 and s > 1]
     return all(s * item_bytes(view.dtype) % VECTOR_BYTES == 0 for s in outer)

@@ -1,16 +1,15 @@
-"""Store of measurements: one JSON document per line, appended as they are made.
+"""Store of measurements: one JSON document per line, append-only.
 
-A row belongs to a session: one device (model, SMs, driver and torch version) at one clock. Rows of another
-device are not used; rows at another clock are refused by default (`Clocks`). A killed command leaves at most
-half a line at the end, which is dropped; other damage is an error with its line. Two commands may append to
-one store; each sees what was there when it began. With `spare`, a store that cannot be used is done without.
+A row belongs to a session: one device (model, SMs, driver, torch version) at one clock. Rows of other devices
+are ignored; rows at another clock are refused by default (`Clocks`). A half line at the end, left by a killed
+command, is dropped; other damage is an error with its line. Concurrent commands may append. With `spare`, an
+unusable store is ignored.
 
-A timing is the median of repeated samples. Its interval is by order statistics: ranks n/2 -+ 0.98 sqrt(n)
-enclose the true median with 95 %. A launch is timed until half of the interval is within 2 % of the
-median, or its time is up.
+A timing is a median with a 95 % interval from order statistics (ranks n/2 -+ 0.98 sqrt(n)). Sampling stops
+when half the interval is within 2 % of the median, or time is up.
 
-Links: us = latency + bytes / bandwidth, fitted by least squares of the relative error to transfers one at a
-time. The bandwidth with both directions busy is fitted too and remarked where it is much lower.
+Links: us = latency + bytes / bandwidth, a least-squares fit of relative error to single transfers. Bandwidth
+with both directions busy is also fitted, and reported if much lower.
 """
 
 import hashlib
@@ -30,30 +29,30 @@ from tessera.errors import ArtifactError, TesseraError
 from tessera.ir import Link
 
 FORMAT = 1
-# Clocks that differ by less than this share count as the same.
+# Relative clock difference that counts as equal.
 CLOCK_TOLERANCE = 0.04
 CONFIDENCE_Z = 1.96
-# Half of the interval, as a share of the median, at which a launch has been timed often enough.
+# Target half interval, as a share of the median.
 TARGET_ERROR = 0.02
 MIN_SAMPLES = 8
 MAX_SAMPLES = 400
-# A launch that is still not sure after this long is left as it is.
+# Time limit per launch.
 CAP_S = 0.25
-# Messages that time a link: 4 KB to 64 MB.
+# Message sizes for links: 4 KB to 64 MB.
 SIZES = tuple(4096 * 4**n for n in range(8))
-# Link name of a plan that took measured links.
+# Link name in plans with measured links.
 NAME = "measured"
-# A direction that keeps less than this share of its bandwidth when both are busy is worth a remark.
+# Share of bandwidth kept with both directions busy, below which it is reported.
 SHARED = 0.8
-# Where even the longest message tells no bandwidth from latency.
+# Used if even the longest message is dominated by latency.
 MAX_GBPS = 1e5
-# (samples so far, seconds they took) -> True to stop.
+# (samples, seconds) -> True to stop.
 Enough = Callable[[Sequence[float], float], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What repeated timing of one thing gave."""
+    """Result of repeated timing."""
 
     us: float
     # Half of the 95 % interval of the median.
@@ -62,25 +61,25 @@ class Timing:
 
     @property
     def rel_error(self) -> float:
-        """The interval as a share of the time; 1 for a time that is not told from zero."""
+        """Interval as a share of the time; 1 for a time of zero."""
         return self.half_us / self.us if self.us > 0 else 1.0
 
 
 class Clocks(StrEnum):
-    """What to do with rows that were measured at other clocks than today's."""
+    """Policy for rows measured at other clocks."""
 
-    SAME = "same"  # refuse, and say what differs
-    ANY = "any"  # use them
-    NOW = "now"  # leave them unused and measure again
+    SAME = "same"  # refuse
+    ANY = "any"  # use
+    NOW = "now"  # ignore and measure again
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where a session measures."""
+    """Device of a session."""
 
-    # What names the device: model, SMs, driver, torch. Rows of other machines are not used.
+    # Model, SMs, driver, torch.
     identity: Mapping[str, str]
-    # Under load, when the session began; None where it cannot be read.
+    # Under load, at the start of the session; None if unreadable.
     clock_mhz: float | None
 
     @property
@@ -89,8 +88,8 @@ class Machine:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# What is known of one device at one clock, by kind of row and its key: "launch" (as `distinct` names it),
-# "failed" (why it could not be timed) and "whole" (a step, by the digest of its trace).
+# Rows of one device at one clock, by kind and key: "launch" (key of `distinct`), "failed" (reason) and
+# "whole" (a step, by trace digest).
 StoredRows = dict[tuple[str, str], Timing | str]
 
 
@@ -100,7 +99,7 @@ def default_store() -> Path:
 
 
 class Store:
-    """One session's view of a store: what is known of its device, and a place to add to it."""
+    """One session's view of a store."""
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class Store:
         spare: Callable[[str], None] | None = None,
     ) -> None:
         self._path, self._machine = path, machine
-        # Where given: hears that the store cannot be used, and the session goes on without it.
+        # Called if the store is unusable; the session continues without it.
         self._spare = spare
         self._rows: StoredRows = {}
         for clock_mhz, rows in self._known():
@@ -128,7 +127,7 @@ class Store:
         return cast("Timing | None", self._rows.get(("whole", digest)))
 
     def add_launch(self, key: str, kernel: str, found: Timing, clock_mhz: float | None) -> None:
-        """Keeps one launch's time at once, so that a crash later does not lose it."""
+        """Appends one launch's time immediately, so a crash does not lose it."""
         self._rows["launch", key] = found
         self._append({"kind": "launch", "key": key, "kernel": kernel, **asdict(found), "mhz": clock_mhz})
 
@@ -181,7 +180,7 @@ class Store:
 
 
 def append_lines(path: Path, documents: list[dict[str, Any]]) -> None:
-    """Adds documents to a store in one write; a half line that a crash left is ended first."""
+    """Appends documents in one write, after ending a half line."""
     text = "".join(json.dumps(d, allow_nan=False) + "\n" for d in documents)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +199,7 @@ def _ends_line(path: Path) -> bool:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The documents of a store; none if there is no file."""
+    """Documents of a store; empty without a file."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -208,7 +207,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            # Cut short by a crash: the last line, or one that a later session has ended.
+            # Cut off by a crash: the last line, or one ended by a later session.
             if number == len(lines) or '"kind": "session"' in lines[number]:
                 continue
             remedy = "Delete that line, or choose another --store."
@@ -219,7 +218,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _known(path: Path, device: str) -> list[tuple[float | None, StoredRows]]:
-    """What a store holds of one device, by session: its clock, and its rows."""
+    """Clock and rows of one device, by session."""
     sessions: dict[str, tuple[float | None, StoredRows]] = {}
     try:
         for row in read_lines(path):
@@ -247,7 +246,7 @@ def _mhz(clock: float | None) -> str:
 
 
 def timing(samples: Sequence[float]) -> Timing:
-    """The median of some samples with its interval; a median below zero is noise around zero."""
+    """Median with its interval; negative medians are noise around zero."""
     ordered = sorted(samples)
     num = len(ordered)
     skipped = max(0, math.floor((num - CONFIDENCE_Z * math.sqrt(num)) / 2))
@@ -256,7 +255,7 @@ def timing(samples: Sequence[float]) -> Timing:
 
 
 def until(cap_s: float = CAP_S, error: float = TARGET_ERROR) -> Enough:
-    """The rule for when to stop: sure enough, or out of time."""
+    """Stops when the interval is small enough or time is up."""
 
     def enough(samples: Sequence[float], seconds: float) -> bool:
         if len(samples) < MIN_SAMPLES:
@@ -270,17 +269,17 @@ def until(cap_s: float = CAP_S, error: float = TARGET_ERROR) -> Enough:
 
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    """One direction between two devices."""
+    """Fit of one direction between two devices."""
 
     src: str
     dst: str
-    # How bytes travel, in words.
+    # Transport.
     via: str
     latency_us: float
     gbps: float
-    # Median relative error of the fit on the transfers it was fitted to.
+    # Median relative error on the fitted transfers.
     rel_error: float
-    # Bandwidth while the other direction is busy too.
+    # Bandwidth with the other direction busy.
     both_gbps: float
     # (bytes, median microseconds)
     samples: tuple[tuple[int, float], ...]
@@ -293,7 +292,7 @@ class LinkFit:
 def fit_link(
     src: str, dst: str, via: str, alone: Iterable[tuple[int, float]], both: Iterable[tuple[int, float]]
 ) -> LinkFit:
-    """Latency and bandwidth of one direction from (bytes, microseconds) of many transfers."""
+    """Latency and bandwidth from (bytes, microseconds)."""
     samples = _medians(alone)
     latency_us, gbps = _fit(samples)
     errors = [abs(latency_us + n / (gbps * 1e3) - us) / us for n, us in samples]
@@ -302,7 +301,7 @@ def fit_link(
 
 
 def remark(fit: LinkFit) -> str:
-    """What a reader should know of a link; empty if nothing."""
+    """Remark on a link, or empty."""
     if fit.both_gbps >= SHARED * fit.gbps:
         return ""
     return (
@@ -319,11 +318,11 @@ def _medians(times: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(latency, GB/s): both terms over the measured time, so that residuals are relative."""
+    """(latency, GB/s), both terms divided by the measured time to make residuals relative."""
     sizes, times = (np.array(column, dtype=float) for column in zip(*samples, strict=True))
     rows = np.stack([1.0 / times, sizes / times], axis=1)
     latency_us, us_per_byte = np.linalg.lstsq(rows, np.ones(len(samples)), rcond=None)[0]
-    if latency_us < 0:  # no message is early: the shortest has none
+    if latency_us < 0:  # the shortest message has no negative latency
         latency_us = 0.0
         us_per_byte = float(np.sum(sizes / times) / np.sum((sizes / times) ** 2))
     if us_per_byte * MAX_GBPS * 1e3 < 1.0:
@@ -332,7 +331,7 @@ def _fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def keep_links(path: Path, fits: Sequence[LinkFit]) -> None:
-    """Adds links to a store; of several between the same two, the last counts."""
+    """Appends links; the last one of a pair counts."""
     append_lines(path, [{"kind": "link", **asdict(fit)} for fit in fits])
 
 

@@ -1,33 +1,19 @@
-"""The tables that are read: where a row stands, what work it timed, and which launches it can price.
+"""Reads measured tables of an installed `aiconfigurator-core`; never runs its code.
 
-A row's place is the logarithm to base 2 of its sizes, so that a distance of 1 is one doubling. Only 16-bit
-rows are read, and fp8 ones of GEMMs. Attention is read by head width, without sliding windows. Of fused
-mixtures of experts only rows of whole experts on one GPU with balanced routing are read; one grouped GEMM of
-a trace is one of the two such a kernel does, so it is priced by how much slower than the model the fused
-kernel is at that size.
+Layout: `<package>/systems/data/<system>/<family>/<stack>/<version>/<file>.parquet`. Stacks are tried in the
+same order for every GPU, newest version first, so GPUs are compared on equal software where possible.
 
-The collectors run a kernel over and over. A GEMM has six copies of its weights, a mixture of experts has one;
-rows whose weights all fit the L2 cache did not read memory, and are left out. Attention has one KV cache; its
-rows say how much of it fits.
+A row's place is log2 of its sizes. Rows are 16-bit, and fp8 for GEMMs; attention is split by head width,
+without sliding windows. Fused mixtures of experts need whole experts on one GPU and balanced routing; one
+grouped GEMM is priced by the ratio of the fused kernel to the model. Where a file has several kernels, the
+most frequent one is kept. Rows without a positive, finite time are counted and dropped; an unreadable file, a
+missing column or another card is refused.
 
-Reads the rows of one variant of one table into arrays.
+Collectors repeat a kernel: GEMM over six copies of its weights, experts over one. Rows whose weights all fit
+in L2 are dropped; attention rows record the share that fits.
 
-Times are milliseconds in the files and microseconds here. Where a file holds rows of several kernels, those
-of the most frequent one are kept, so that a shape has one time. A file that cannot be read, lacks a column or
-comes from another card is refused with a sentence; rows without a positive, finite time are counted and left
-out.
-
-Finds the table files of an installed `aiconfigurator-core`; never runs its code.
-
-Layout: `<package>/systems/data/<system>/<family>/<stack>/<version>/<file>.parquet`. Which stack and version:
-the first of the kind's stacks that has a sound table on that GPU, in the same order for every GPU, and of one
-stack the newest version. So two GPUs are compared on the same software wherever the package has it for both.
-
-Keeps what was read from the tables between commands, so that the second one is fast.
-
-Entries lie under `$XDG_CACHE_HOME/tessera/tables`, named by a hash of the table's path, size and time of
-change and of the reader's version. An entry that cannot be read is made again; a folder that cannot be
-written is done without.
+Arrays are cached in `$XDG_CACHE_HOME/tessera/tables` by path, size and mtime of the table and by reader
+version.
 """
 
 import hashlib
@@ -55,49 +41,49 @@ Columns = Mapping[str, Array]
 Filter = list[tuple[str, str, Any]]
 Mask = npt.NDArray[np.bool_]
 
-# Copies of the weights that a collector of GEMMs goes round.
+# Copies of the weights that a GEMM collector rotates.
 WEIGHT_COPIES = 6
-# Below this the constant term decides, wherever the bytes come from.
+# Below this the constant term dominates, wherever the bytes come from.
 SMALL_BYTES = 1 << 20
 BF16, FP8 = "bfloat16", "fp8"
 ITEM_BYTES = {BF16: 2, FP8: 1}
-# The dtype whose peak counts for rows of a variant.
+# Dtype whose peak applies to a variant.
 ARITHMETIC = {FP8: "float8_e4m3fn"}
 HEAD_WIDTHS = ("64", "128", "192", "256")
-# Rows a group up to which a grouped GEMM waits for its weights, whoever wrote it. Beyond, libraries differ:
-# on one H200 PyTorch's took half as long as the tables' fused kernels at 256 rows, and about as long at 4.
+# Rows per group up to which a grouped GEMM is bound by its weights in every library. On one H200 PyTorch took
+# half the time of the fused kernels at 256 rows and about the same at 4.
 MAX_EXPERT_ROWS = 64
-# Which kernels of an attention table are prompts, in queries.
+# Query count from which attention rows are prompts.
 MIN_PROMPT = 9
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of table in the package."""
+    """A kind of table in the package."""
 
     op: OpClass
-    # Folder and file below the system's folder; the stack and its version stand between them.
+    # Folder and file below the system's folder, around stack and version.
     family: str
     file: str
-    # Whole numbers that place a row.
+    # Integer columns that place a row.
     columns: tuple[str, ...]
-    # Tried in this order, newest version first.
+    # In order of preference.
     stacks: tuple[str, ...]
-    # What one file holds apart: dtypes of GEMMs, head widths of attention.
+    # Dtypes for GEMM, head widths for attention.
     variants: tuple[str, ...]
-    # Which rows belong to a variant; a column that a file lacks is not asked about.
+    # Row filter by variant; absent columns are ignored.
     filters: Callable[[str], Filter]
     places: Callable[[Columns], Array]
-    # The kernels of a row, whose times add up.
+    # Kernels of a row; their times add up.
     loads: Callable[[Columns, str, Gpu], tuple[Loads, ...]]
-    # Variant and place of a launch; None if no table of this kind can price it.
+    # Variant and place of a launch; None if this kind cannot price it.
     query: Callable[[Work], tuple[str, tuple[float, ...]] | None]
-    # Relative error of taking a row for a launch of another kind of kernel: an assumption.
+    # Relative error of using a row for another kind of kernel: an assumption.
     stand_in_error: float = 0.0
 
 
 def arithmetic(variant: str) -> str:
-    """The dtype in which rows of a variant compute."""
+    """Compute dtype of a variant."""
     return ARITHMETIC.get(variant, BF16)
 
 
@@ -135,7 +121,7 @@ def _attention_loads(columns: Columns, variant: str, spec: Gpu) -> tuple[Loads, 
 
 
 def _hit(working_set: Array, spec: Gpu) -> Array:
-    """The share of the bytes that stays in the L2 cache from one run to the next."""
+    """Share of the bytes that stays in L2 between runs."""
     return np.asarray(1.0 / (1.0 + (working_set / spec.l2_bytes) ** 4), dtype=np.float64)
 
 
@@ -152,12 +138,12 @@ def _attention_query(work: Work) -> tuple[str, tuple[float, ...]] | None:
         return None
     if work.op is OpClass.DECODE:
         return str(width), tuple(_log2(batch, keys, heads, kv_heads).tolist())
-    # The tables hold causal prompts only.
+    # Tables have causal prompts only.
     return (str(width), tuple(_log2(batch, queries, keys, heads, kv_heads).tolist())) if causal else None
 
 
 def cache_share(loads: Loads, op: OpClass, spec: Gpu) -> Array:
-    """What share of these launches' bytes a table's run of the same shape found in the cache."""
+    """Share of the bytes that the collector found in L2 at these shapes."""
     return _hit(loads.num_bytes, spec) if op is OpClass.DECODE else np.zeros(len(loads.num_bytes))
 
 
@@ -181,7 +167,7 @@ def _moe_query(work: Work) -> tuple[str, tuple[float, ...]] | None:
     groups, rows, n, k = work.shape
     if rows > MAX_EXPERT_ROWS * groups:
         return None
-    # Wider than long: the first of the two, gate and up side by side. Else the second.
+    # Wider than long: gate and up projection. Else the down projection.
     hidden, inner = (k, n / 2) if n > k else (n, k)
     return BF16, tuple(_log2(rows, hidden, inner, groups).tolist())
 
@@ -196,13 +182,13 @@ _ATTENTION_COLUMNS = ("batch_size", "isl", "step", "num_heads", "num_key_value_h
 KINDS: dict[OpClass, Kind] = {
     kind.op: kind
     for kind in (
-        # All three call cuBLAS for 16 bits; sglang has the same 35,742 shapes on every GPU.
+        # All three call cuBLAS at 16 bits; sglang has the same 35,742 shapes on every GPU.
         Kind(
             OpClass.GEMM, "gemm", "gemm_perf.parquet", ("m", "n", "k"), ("sglang", "vllm", "trtllm"),
             (BF16, FP8), lambda variant: [("gemm_dtype", "=", variant)],
             lambda c: _log2(c["m"], c["n"], c["k"]), _gemm_loads, _gemm_query,
         ),
-        # vLLM runs FlashAttention, as PyTorch does; sglang changes libraries from GPU to GPU.
+        # vLLM runs FlashAttention, as PyTorch does; sglang uses other libraries by GPU.
         Kind(
             OpClass.PREFILL, "attention", "context_attention_perf.parquet", _ATTENTION_COLUMNS,
             ("vllm", "sglang", "trtllm"), HEAD_WIDTHS,
@@ -220,7 +206,7 @@ KINDS: dict[OpClass, Kind] = {
         Kind(
             OpClass.GROUPED, "moe", "moe_perf.parquet",
             ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size"),
-            # sglang alone has balanced routing on every GPU.
+            # Only sglang has balanced routing on every GPU.
             ("sglang", "vllm", "trtllm"), (BF16,),
             lambda variant: [("moe_dtype", "=", variant), ("distribution", "=", "balanced"),
                              ("moe_ep_size", "=", 1)],
@@ -231,10 +217,10 @@ KINDS: dict[OpClass, Kind] = {
 
 
 def usable(columns: Columns, loads: tuple[Loads, ...], wrong: Mask, op: OpClass) -> Mask:
-    """The rows that may be used: weights from memory, and experts with a gate, as the loads have it.
+    """Rows with weights from memory and experts with a gate.
 
-    Experts without a gate do two thirds of the work and are not marked; what gives them away is a row that
-    would be impossible with one. All rows of such a layer are left out.
+    Experts without a gate do two thirds of the work and are not marked. A row that would be impossible with a
+    gate reveals such a layer; all its rows are dropped.
     """
     if op not in (OpClass.GEMM, OpClass.GROUPED):
         return np.ones(len(wrong), dtype=np.bool_)
@@ -247,17 +233,17 @@ def usable(columns: Columns, loads: tuple[Loads, ...], wrong: Mask, op: OpClass)
 
 PACKAGE = "aiconfigurator_core"
 DISTRIBUTION = "aiconfigurator-core"
-# Which GPU each system of the package is.
+# GPU of each system in the package.
 SYSTEMS = {
     "a100": "a100_sxm", "l40s": "l40s", "h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm",
     "rtx-pro-6000": "rtx_pro_6000_server",
 }  # fmt: skip
-# What the tables call the card itself.
+# Device names in the tables.
 CARDS = {
     "a100": "A100", "l40s": "L40S", "h100": "H100", "h200": "H200", "b200": "B200",
     "rtx-pro-6000": "RTX PRO 6000",
 }  # fmt: skip
-# Raised whenever what is read from a table, or what is made of it, changes.
+# Increase when reading or derived data changes.
 READER_VERSION = 2
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -267,12 +253,12 @@ class Unusable(ValueError):
 
 
 class Absent(ValueError):
-    """A table that says nothing about the variant."""
+    """A table without rows of the variant."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableFile:
-    """One table of one GPU, as one version of one stack ran it."""
+    """A table of one GPU, from one version of one stack."""
 
     gpu: str
     op: OpClass
@@ -282,13 +268,13 @@ class TableFile:
 
     @property
     def name(self) -> str:
-        """How people call it: "sglang 0.5.14"."""
+        """ "sglang 0.5.14"."""
         return f"{self.stack} {self.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class TableCache:
-    """Arrays by key; without a folder it keeps nothing."""
+    """Arrays by key; disabled without a folder."""
 
     folder: Path | None
 
@@ -302,7 +288,7 @@ class TableCache:
             return None
 
     def put(self, key: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Keeps the arrays; written beside its place and moved there, so that nobody reads half of it."""
+        """Writes beside the target and renames it."""
         if self.folder is None:
             return
         try:
@@ -320,20 +306,20 @@ class TableCache:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What one table says about one variant."""
+    """Rows of one variant of a table."""
 
     file: TableFile
     variant: str
     columns: Columns
     us: Array
-    # What the table calls the kernel that it timed; empty if it does not say.
+    # Kernel name in the table; empty if absent.
     kernel: str
-    # Rows whose time was not a positive number.
+    # Dropped rows without a positive time.
     num_without_time: int
 
 
 def read_rows(file: TableFile, variant: str, store: TableCache) -> Rows:
-    """The rows of a variant, from the store if they were read before."""
+    """Rows of a variant, cached."""
     kind = KINDS[file.op]
     key = key_of([file.path], "rows", file.op, variant)
     found = store.get(key)
@@ -384,7 +370,7 @@ def _check_card(file: TableFile, table: Any) -> None:
 
 
 def _most_frequent(names: list[str]) -> tuple[str, Any]:
-    """The kernel that most rows have, and which rows those are."""
+    """The most frequent kernel and its rows."""
     if not names:
         return "", slice(None)
     ((most, _),) = Counter(names).most_common(1)
@@ -393,7 +379,7 @@ def _most_frequent(names: list[str]) -> tuple[str, Any]:
 
 @cache
 def installed_root() -> Path | None:
-    """The folder of systems of the installed package; None without it."""
+    """Systems folder of the installed package, or None."""
     spec = find_spec(PACKAGE)
     for place in spec.submodule_search_locations or () if spec else ():
         root = Path(place) / "systems" / "data"
@@ -403,7 +389,7 @@ def installed_root() -> Path | None:
 
 
 def table_files(root: Path, gpu_name: str, op: OpClass) -> tuple[TableFile, ...]:
-    """The tables of one GPU and class, best first."""
+    """Tables of one GPU and class, best first."""
     if gpu_name not in SYSTEMS or op not in KINDS:
         return ()
     kind, found = KINDS[op], []
@@ -423,7 +409,7 @@ def default_folder() -> Path:
 
 
 def key_of(paths: Iterable[Path], *words: str) -> str:
-    """Names an entry by the files it was made from."""
+    """Cache key from the files' stats."""
     digest = hashlib.sha256(repr((READER_VERSION, words)).encode())
     for path in paths:
         digest.update(repr((str(path), *_stamp(path))).encode())
@@ -434,6 +420,6 @@ def _stamp(path: Path) -> tuple[int, int]:
     try:
         stat = path.stat()
     except OSError:
-        # Gone since it was listed; reading it will say so.
+        # Deleted since it was listed; reading reports it.
         return 0, 0
     return stat.st_size, stat.st_mtime_ns

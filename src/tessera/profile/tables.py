@@ -1,28 +1,16 @@
-"""Prices launches from the tables: chooses one for each GPU and variant, asks it, says how sure it is.
+"""Prices launches from measured tables.
 
-The relative error joins, as independent, what interpolating at that distance costs on the table's own points,
-how far other stacks are from this one on the same GPU, and, for grouped GEMMs, an assumption. A launch that
-no table covers gets no price here, and the fitted model prices it.
+A table is checked before use. It is refused if it has few rows or many impossible ones, if prompt attention
+does not grow quadratically, or if it differs from every other table of the chip. Single rows faster than the
+GPU's peaks are dropped. The verdict is cached by the files read and the fitted parameters. Not detected:
+errors below SAME_CHIP_FACTOR, or shared by all stacks.
 
-Before that: is a table sound, how well does it interpolate, and how far do other stacks differ from it? The
-verdict costs a second to find, so it is stored, named by every file it looked at and by the fitted
-parameters.
+Interpolation is of log(measured / modelled), weighted by one over the squared distance to the nearest points,
+in octaves (1 is a doubling of one size). The error at a distance is measured on the table's own points with
+all nearer points hidden. Beyond the last of RADII, or more than MAX_BEYOND outside the table's sizes, there
+is no price and the fitted model is used.
 
-Each failed check is a sentence that says why a table is not used. A few rows faster than the GPU could
-compute or read memory are left out; a table with many of them is refused as a whole, since whatever made
-those wrong touched the others. So is one with few rows, one in which attention does not grow with the square
-of the prompt, and one that differs from every other table of the same chip. Not found: a table that is wrong
-by less than SAME_CHIP_FACTOR, or on which all stacks agree.
-
-Interpolation between measured points, in logarithms, with an error that was measured.
-
-What is interpolated is not the time but its ratio to the model's (`tessera.profile.fitted`), which changes
-little from point to point: the mean of the logarithms of the nearest points' ratios, weighted by one over the
-squared distance; at a measured point, its own. Distances are octaves: 1 is one doubling of one size.
-
-The error at a distance is what the same rule makes on the table's own points when every point nearer than
-that is hidden, the point itself included: leave-one-out, and more. Beyond the last such distance, or more
-than a factor of MAX_BEYOND outside the table's sizes, there is no answer.
+The relative error combines interpolation error, spread between stacks and, for grouped GEMMs, an assumption.
 """
 
 from collections.abc import Sequence
@@ -76,33 +64,32 @@ if TYPE_CHECKING:
     from scipy.spatial import cKDTree
 
 NEAREST = 8
-# Keeps a point that is hit from outweighing all others by chance of rounding, in octaves.
+# Octaves; keeps an exact hit from outweighing all other points by rounding.
 SOFTENING = 0.05
-# At which distances the error is measured; the last is as far as is interpolated.
+# Distances at which the error is measured; the last one limits interpolation.
 RADII = (0.01, 0.5, 1.0, 2.0)
 MAX_BEYOND = 2.0
-# Points whose error is measured; more do not change it.
+# Sample size of the error estimate.
 MAX_JUDGED = 120
 
 
 @dataclass(frozen=True)
 class Surface:
-    """Measured points of one table and what they say about the model."""
+    """Measured points of one table, relative to the model."""
 
     # (points, sizes), in octaves.
     places: Array
-    # log(measured / modelled).
     residual: Array
 
     @cached_property
     def tree(self) -> "cKDTree[None]":
-        # Slow to import, and most commands ask no table.
+        # SciPy is slow to import, and most commands read no table.
         from scipy.spatial import cKDTree
 
         return cKDTree(self.places)
 
     def at(self, places: Array) -> tuple[Array, Array]:
-        """log(measured / modelled) at each place, and how far the nearest point is."""
+        """log(measured / modelled) at each place, and the distance to the nearest point."""
         count = min(NEAREST, len(self.places))
         found = self.tree.query(places, k=list(range(1, count + 1)))
         distance, index = (np.asarray(x) for x in found)
@@ -110,13 +97,13 @@ class Surface:
         return np.where(nearest < RADII[0], self.residual[index[:, 0]], between), nearest
 
     def is_inside(self, places: Array) -> npt.NDArray[np.bool_]:
-        """True where no size is further than MAX_BEYOND outside the table's."""
+        """True where every size is within MAX_BEYOND of the table's range."""
         margin = np.log2(MAX_BEYOND)
         low, high = self.places.min(axis=0) - margin, self.places.max(axis=0) + margin
         return np.asarray(((places >= low) & (places <= high)).all(axis=1), dtype=np.bool_)
 
     def errors(self) -> Array:
-        """Mean relative error at each of RADII, never falling with distance."""
+        """Mean relative error at each of RADII, never decreasing."""
         step = max(1, len(self.places) // MAX_JUDGED)
         found = [self._errors_of(i) for i in range(step // 2, len(self.places), step)]
         means = np.nanmean(np.array(found), axis=0)
@@ -138,7 +125,7 @@ class Surface:
 
 
 def error_at(distance: Array, errors: Array) -> Array:
-    """The expected relative error of interpolating so far from the nearest point; a hit has none."""
+    """Expected relative interpolation error at these distances; 0 at a point."""
     between = np.interp(distance, RADII, errors)
     return np.asarray(np.where(distance < RADII[0], 0.0, between), dtype=np.float64)
 
@@ -149,10 +136,10 @@ def _weighted(distance: Array, residual: Array) -> Array:
 
 
 MIN_ROWS = 300
-# Clocks above the data sheet's and sizes that are not quite those timed, before a row is called impossible.
+# Tolerance for clocks above the data sheet and inexact sizes.
 ALLOWANCE = 1.10
 MAX_IMPOSSIBLE = 0.02
-# Prompts from this length on are bound by the square; half way between linear and square is not square.
+# Prompts this long are quadratic; the exponent limit is halfway between linear and quadratic.
 LONG_PROMPT = 4096
 MIN_EXPONENT = 1.5
 SAME_CHIP_FACTOR = 2.5
@@ -160,18 +147,18 @@ SAME_CHIP_FACTOR = 2.5
 
 @dataclass(frozen=True, slots=True)
 class VariantTable:
-    """A sound table of one variant, ready to be asked."""
+    """A checked table of one variant."""
 
     file: TableFile
     variant: str
-    # What the table calls the kernel.
+    # Kernel name in the table.
     kernel: str
     surface: Surface
-    # Mean relative error of interpolating, at each of `interpolate.RADII`.
+    # Mean relative interpolation error at each of RADII.
     errors: Array
-    # Median difference of the same kernels in other stacks on the same GPU: what software alone changes.
+    # Median difference to other stacks on the same GPU.
     spread: float
-    # Left out: impossible times, and times that are no positive number.
+    # Dropped rows: impossible or invalid times.
     num_left_out: int
 
     @property
@@ -181,7 +168,7 @@ class VariantTable:
 
 
 def load_source(root: Path, file: TableFile, variant: str, store: TableCache) -> VariantTable:
-    """The table, checked; raises Unusable with the first reason against it."""
+    """Reads and checks a table; raises Unusable with the first reason."""
     spec = gpu(file.gpu)
     rows = read_rows(file, variant, store)
     if sentence := too_few(rows):
@@ -201,7 +188,7 @@ def load_source(root: Path, file: TableFile, variant: str, store: TableCache) ->
 
 
 def against_model(rows: Rows, spec: Gpu) -> tuple[Array, Mask, Mask]:
-    """The model's time of every row, which rows may be used, and which are impossible."""
+    """Modelled time of every row, usable rows, impossible rows."""
     dtype = arithmetic(rows.variant)
     loads = KINDS[rows.file.op].loads(rows.columns, rows.variant, spec)
     peaks = peaks_of(spec, dtype)
@@ -209,12 +196,12 @@ def against_model(rows: Rows, spec: Gpu) -> tuple[Array, Mask, Mask]:
     base = np.sum([predict(params, x, peaks) for x in loads], axis=0)
     wrong = impossible(rows.us, loads, peaks)
     may = usable(rows.columns, loads, wrong, rows.file.op)
-    # Among experts, an impossible row means another layer than assumed, not a wrong time.
+    # For experts an impossible row means another layer than assumed, not a wrong time.
     return base, may, wrong & may if rows.file.op is OpClass.GROUPED else wrong
 
 
 def _judged(root: Path, rows: Rows, surface: Surface, store: TableCache) -> tuple[Array, float, list[float]]:
-    """Errors by distance, spread between stacks, and median log ratio to each other table of the chip."""
+    """Errors by distance, spread between stacks, median log ratio to other tables of the chip."""
     others = _of_the_same_chip(root, rows.file)
     key = key_of(
         [rows.file.path, *(o.path for o in others)], "verdict", rows.file.op, rows.variant, _fitted()
@@ -234,7 +221,7 @@ def _compared(rows: Rows, others: list[TableFile], store: TableCache) -> tuple[l
         try:
             off = log_ratios(rows, read_rows(other, rows.variant, store))
         except (Absent, Unusable):
-            # The unusable are named where they would have been used themselves.
+            # Unusable tables are reported where they would be chosen.
             continue
         if off.size < 20:
             continue
@@ -252,27 +239,25 @@ def _of_the_same_chip(root: Path, file: TableFile) -> list[TableFile]:
 
 @cache
 def _fitted() -> str:
-    """Names the parameters, since residuals depend on them."""
+    """Digest of the parameters, on which residuals depend."""
     import hashlib
 
     return hashlib.sha256(files("tessera.profile").joinpath("fitted.json").read_bytes()).hexdigest()[:16]
 
 
 def impossible(us: Array, loads: tuple[Loads, ...], peaks: Peaks) -> npt.NDArray[np.bool_]:
-    """Rows faster than the data sheet allows, counting only bytes that cannot have come from the L2 cache."""
+    """Rows faster than the data sheet allows, counting bytes that cannot come from L2."""
     compute = sum(x.flops for x in loads) / (peaks.tflops * 1e6)
     memory = sum(x.num_bytes * (x.hit < 0.01) for x in loads) / (peaks.gbps * 1e3)
     return np.asarray(us * ALLOWANCE < np.maximum(compute, memory), dtype=np.bool_)
 
 
 def too_few(rows: Rows) -> str:
-    """A table this small was cut short."""
     count = len(rows.us)
     return f"it has {count} rows, fewer than {MIN_ROWS}" if count < MIN_ROWS else ""
 
 
 def too_fast(rows: Rows, wrong: npt.NDArray[np.bool_], spec: Gpu) -> str:
-    """Many impossible rows spoil the others."""
     share = float(wrong.mean()) if wrong.size else 0.0
     if share <= MAX_IMPOSSIBLE:
         return ""
@@ -280,7 +265,7 @@ def too_fast(rows: Rows, wrong: npt.NDArray[np.bool_], spec: Gpu) -> str:
 
 
 def not_square(rows: Rows) -> str:
-    """Prompt attention must grow with the square of the prompt."""
+    """Refuses prompt attention that does not grow quadratically."""
     if rows.file.op is not OpClass.PREFILL:
         return ""
     exponents = _exponents(rows)
@@ -291,7 +276,7 @@ def not_square(rows: Rows) -> str:
 
 
 def _exponents(rows: Rows) -> list[float]:
-    """Growth between neighbouring lengths of long prompts without a prefix, all else equal."""
+    """Growth exponents between neighbouring long prompts without a prefix."""
     c = rows.columns
     long = np.flatnonzero((c["isl"] >= LONG_PROMPT) & (c["step"] == 0))
     curves: dict[tuple[float, ...], list[tuple[float, float]]] = {}
@@ -307,7 +292,7 @@ def _exponents(rows: Rows) -> list[float]:
 
 
 def log_ratios(rows: Rows, other: Rows) -> Array:
-    """log(time here / time there) of every long kernel that both tables hold."""
+    """log(time here / time there) of every long kernel in both tables."""
     here, there = _keys(rows), _keys(other)
     _, i, j = np.intersect1d(here, there, return_indices=True)
     long = np.minimum(rows.us[i], other.us[j]) >= LONG_US
@@ -320,7 +305,7 @@ def _keys(rows: Rows) -> npt.NDArray[np.void]:
 
 
 def unlike_its_chip(ratios: Sequence[float], chip: str) -> str:
-    """Off by a factor from each of at least two other tables of the chip, always the same way."""
+    """Refuses a table off by a factor, in one direction, from at least two other tables of the chip."""
     limit = float(np.log(SAME_CHIP_FACTOR))
     for sign, word in ((-1.0, "faster"), (1.0, "slower")):
         if len(ratios) >= 2 and all(sign * r > limit for r in ratios):
@@ -329,16 +314,16 @@ def unlike_its_chip(ratios: Sequence[float], chip: str) -> str:
     return ""
 
 
-# A table's decode attention read what fits the L2 cache from there, and the model puts it back into memory.
-# How wrong that is, as a share of the correction: an assumption.
+# Collectors read decode attention partly from L2; the model puts those bytes back into memory. Error of that
+# correction, as a share of it: an assumption.
 CORRECTION_ERROR = 0.25
-# No table is better than the clock that timed it and the chance of a run: an assumption.
+# Least error of any table (clock and run-to-run noise): an assumption.
 LEAST_ERROR = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class TableChoice:
-    """Which table prices one variant on one GPU, and what spoke against those before it."""
+    """The table that prices one variant on one GPU, and the reasons against earlier ones."""
 
     source: VariantTable | None
     rejected: tuple[tuple[TableFile, str], ...]
@@ -346,21 +331,20 @@ class TableChoice:
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables below one folder."""
+    """Tables of one folder."""
 
     root: Path
     store: TableCache
-    # Why nothing can be read at all, such as a missing reader; empty if all is well.
+    # Why no table can be read; empty if they can.
     _trouble: list[str] = field(default_factory=list)
     _choices: dict[tuple[str, OpClass, str], TableChoice] = field(default_factory=dict)
 
     @property
     def trouble(self) -> str:
-        """Why nothing could be read; empty if all is well."""
         return self._trouble[0] if self._trouble else ""
 
     def choice(self, gpu_name: str, op: OpClass, variant: str) -> TableChoice:
-        """The first sound table, with the reasons against those before it."""
+        """First sound table, with the reasons against earlier ones."""
         key = (gpu_name, op, variant)
         if key not in self._choices:
             self._choices[key] = self._choose(*key)
@@ -381,13 +365,13 @@ class Tables:
         return TableChoice(None, tuple(rejected))
 
     def passed_over(self, gpu_name: str, works: Sequence[Work]) -> list[tuple[TableFile, str]]:
-        """The tables that these launches would have been priced by, were they sound, and why they are not."""
+        """Refused tables that would have priced these launches, with reasons."""
         asked = [(w.op, KINDS[w.op].query(w)) for w in works if w.op in KINDS]
         variants = dict.fromkeys((op, query[0]) for op, query in asked if query)
         return [x for op, variant in variants for x in self.choice(gpu_name, op, variant).rejected]
 
     def price_many(self, works: Sequence[Work], gpu_name: str) -> list[Cost | None]:
-        """The cost of each launch that a table covers; None for the others."""
+        """Cost of each launch that a table covers, else None."""
         costs: list[Cost | None] = [None] * len(works)
         alike: dict[tuple[OpClass, str, str], list[tuple[int, tuple[float, ...]]]] = {}
         for i, work in enumerate(works):
@@ -443,5 +427,5 @@ def installed_tables() -> Tables | None:
 
 
 def missing_note() -> str:
-    """What to tell a reader whose GPUs have tables that are not installed."""
+    """Hint to install tables that exist for these GPUs."""
     return f"public tables are not installed: {MissingExtra(DISTRIBUTION, 'tables')}"

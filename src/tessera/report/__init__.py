@@ -1,6 +1,6 @@
-"""What a person looks at: tables and a picture for the terminal, a trace for Perfetto, a page for a browser.
+"""Tables and pictures for the terminal, Perfetto traces, HTML pages.
 
-Reads plans, graphs and timelines; decides nothing. Imports `ir`, `errors`, rich and jinja2.
+Reads plans, graphs and timelines; imports only `ir`, `errors`, rich and jinja2.
 """
 
 from tessera.report.figures import duration, main_lane, percent, rate, ratio, round_limits, short_name, size

@@ -1,11 +1,8 @@
-"""Figures that tables and pages share, all derived from a plan and so all modelled.
+"""Figures and number formats of tables and pages.
 
-Lanes are averaged by rate: "launches on a device" are those of an average work unit.
-
-Spans are sorted into tracks, devices first, then links. Messages may overlap on a link and measured spans
-anywhere, so a track has rows: a span goes to the first free row. Utilisation counts overlapping time once.
-
-Numbers have three significant digits and a unit. Bytes are decimal.
+Lanes are averaged by rate. Spans are sorted into tracks, devices first, then links; a span goes to the first
+free row of its track. Utilisation counts overlapping time once. Numbers have three significant digits and a
+unit; bytes are decimal.
 """
 
 import math
@@ -32,7 +29,7 @@ def step_title(step: Step) -> str:
 
 
 def step_us(plan: Plan, lane: Lane, step: int) -> tuple[float, ...]:
-    """Busy time of each device in one run of one step along a lane."""
+    """Busy time of each device in one run of a step along a lane."""
     busy = [0.0] * len(plan.cluster.devices)
     for launch, device in enumerate(lane.placement.devices[step]):
         busy[device] += plan.costs_of(lane)[step].us(launch, device)
@@ -40,7 +37,7 @@ def step_us(plan: Plan, lane: Lane, step: int) -> tuple[float, ...]:
 
 
 def launches_on(plan: Plan) -> tuple[float, ...]:
-    """Launches of an average work unit that each device runs."""
+    """Launches per device of an average work unit."""
     placed = [0.0] * len(plan.cluster.devices)
     for share, lane in zip(shares(plan), plan.lanes, strict=True):
         each = share / plan.weight_of(lane)
@@ -51,7 +48,7 @@ def launches_on(plan: Plan) -> tuple[float, ...]:
 
 
 def modelled_utilisation(plan: Plan) -> tuple[float, ...]:
-    """Fraction of the time each device is busy when every lane runs at its rate."""
+    """Busy fraction of each device when every lane runs at its rate."""
     busy = [0.0] * len(plan.cluster.devices)
     for lane in plan.lanes:
         for step, count in enumerate(plan.unit_of(lane).counts):
@@ -61,7 +58,7 @@ def modelled_utilisation(plan: Plan) -> tuple[float, ...]:
 
 
 def weight_bytes(plan: Plan) -> tuple[int, ...]:
-    """Bytes of weights that each device reads in any lane; steps share weights of the same name."""
+    """Weight bytes per device in any lane; steps share weights of the same name."""
     held: list[dict[str, int]] = [{} for _ in plan.cluster.devices]
     for lane in plan.lanes:
         for graph, devices in zip(plan.unit_of(lane).graphs, lane.placement.devices, strict=True):
@@ -74,13 +71,13 @@ def weight_bytes(plan: Plan) -> tuple[int, ...]:
 
 
 def best_baseline(plan: Plan) -> Baseline | None:
-    """The baseline that is best at what the plan was made for."""
+    """Best baseline by the plan's objective."""
     rated = [(score, b) for b in plan.baselines if (score := _score(plan.objective, b)) is not None]
     return max(rated, key=lambda x: x[0])[1] if rated else None
 
 
 def _score(objective: Objective, made: Baseline | Plan) -> float | None:
-    """How good by an objective, more is better; None if it does not apply or is not known."""
+    """Score by an objective, higher is better; None if not applicable or unknown."""
     if objective is Objective.THROUGHPUT:
         return (made.simulated_per_s if isinstance(made, Plan) else made.throughput_per_s) or None
     less_is_better = {
@@ -92,14 +89,14 @@ def _score(objective: Objective, made: Baseline | Plan) -> float | None:
 
 
 def gain(plan: Plan, made: Baseline | Plan) -> float | None:
-    """How many times as good as the best baseline, by the plan's objective; above 1 is better."""
+    """Ratio to the best baseline by the plan's objective."""
     best = best_baseline(plan)
     own, other = _score(plan.objective, made), _score(plan.objective, best) if best else None
     return own / other if own and other else None
 
 
 def headline(plan: Plan) -> tuple[float, str]:
-    """The one rate to remember, simulated, and what it counts: tokens where it decodes, else requests."""
+    """Simulated rate and its unit: tokens for decodes, else requests."""
     units = zip(plan.unit.counts, plan.unit.graphs, strict=True)
     decodes = sum(count for count, graph in units if graph.trace.step.kind == "decode")
     return (plan.rows_per_s * decodes, "tokens") if decodes else (plan.rows_per_s, "requests")
@@ -107,7 +104,7 @@ def headline(plan: Plan) -> tuple[float, str]:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The spans of one device or one link, in order of their start."""
+    """Spans of a device or link, by start."""
 
     name: str
     is_link: bool
@@ -115,13 +112,13 @@ class Track:
 
     @property
     def ends(self) -> tuple[str, str] | None:
-        """Source and destination of a link; None for a device or a link named otherwise."""
+        """Source and destination of a link, else None."""
         src, arrow, dst = self.name.partition(LINK_ARROW)
         return (src, dst) if self.is_link and arrow else None
 
 
 def tracks(timeline: Timeline, devices: Iterable[str] = ()) -> tuple[Track, ...]:
-    """Tracks of a timeline; the named devices come first and even if they did nothing."""
+    """Tracks of a timeline; named devices come first, even if idle."""
     spans: dict[str, list[Span]] = {name: [] for name in devices}
     for span in timeline.spans:
         spans.setdefault(span.track, []).append(span)
@@ -130,7 +127,7 @@ def tracks(timeline: Timeline, devices: Iterable[str] = ()) -> tuple[Track, ...]
 
 
 def busy_us(spans: Sequence[Span]) -> float:
-    """Time during which at least one of the spans, sorted by start, runs."""
+    """Time covered by spans sorted by start."""
     busy, until = 0.0, float("-inf")
     for span in spans:
         busy += max(0.0, span.stop_us - max(span.start_us, until))
@@ -139,22 +136,22 @@ def busy_us(spans: Sequence[Span]) -> float:
 
 
 def utilisation(track: Track, run_us: float) -> float:
-    """Fraction of a run of that length during which the track was busy."""
+    """Busy fraction of a run of that length."""
     return busy_us(track.spans) / run_us if run_us > 0 else 0.0
 
 
 def end_us(timeline: Timeline) -> float:
-    """When the last request and the last span are over."""
+    """End of the last request or span."""
     return max(timeline.makespan_us, max((s.stop_us for s in timeline.spans), default=0.0))
 
 
 def ticks(us: float) -> int:
-    """A time in whole nanoseconds: what stops at a moment and what starts there get the same number."""
+    """Whole nanoseconds, so that equal moments compare equal."""
     return round(us * 1000)
 
 
 def rows(spans: Sequence[Span]) -> list[int]:
-    """For each span, sorted by start, the first row whose last span is over when it starts."""
+    """First free row of each span, sorted by start."""
     free_at: list[int] = []
     placed = []
     for span in spans:
@@ -168,24 +165,24 @@ def rows(spans: Sequence[Span]) -> list[int]:
 
 
 STEP = 1000.0
-# Round numbers within a power of ten.
+# Round numbers within a decade.
 ROUND = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 
 
 def duration(us: float) -> str:
-    """Microseconds as "12.3 us", "4.56 ms" or "7.89 s"."""
+    """ "12.3 us", "4.56 ms" or "7.89 s"."""
     return _scaled(us, ("us", "ms", "s"))
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as "512 B", "1.50 KB", "12.3 MB"; 1 KB is 1000 bytes."""
+    """ "512 B", "1.50 KB", "12.3 MB"; 1 KB is 1000 bytes."""
     if abs(num_bytes) < STEP:
         return f"{num_bytes:.0f} B"
     return _scaled(num_bytes / STEP, ("KB", "MB", "GB", "TB", "PB"))
 
 
 def rate(per_s: float) -> str:
-    """Work per second as "12.3/s" or "45,600/s"."""
+    """ "12.3/s" or "45,600/s"."""
     return f"{digits(per_s)}/s"
 
 
@@ -194,13 +191,13 @@ def ratio(value: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """A fraction as "87 %", with one decimal below ten percent."""
+    """ "87 %", with one decimal below ten percent."""
     value = 100 * fraction
     return f"{value:.1f} %" if 0 < abs(value) < 9.95 else f"{value:.0f} %"
 
 
 def digits(value: float) -> str:
-    """A plain number with three significant digits and thousands separated."""
+    """Three significant digits with thousands separators."""
     if value == 0:
         return "0"
     places = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
@@ -210,7 +207,7 @@ def digits(value: float) -> str:
 
 
 def round_limits(least: float, most: float) -> list[float]:
-    """Round numbers from the first that is not below the least to the first that is not below the most."""
+    """Round numbers that enclose the range."""
     scale = 10.0 ** math.floor(math.log10(least))
     tens = range(math.ceil(math.log10(most / scale)) + 1)
     numbers = [scale * step * 10**n for n in tens for step in ROUND]
@@ -219,20 +216,20 @@ def round_limits(least: float, most: float) -> list[float]:
 
 
 def plural(count: int, noun: str) -> str:
-    """A count with its noun: "1 lane", "2 lanes"."""
+    """ "1 lane", "2 lanes"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _scaled(value: float, names: tuple[str, ...]) -> str:
     for name in names[:-1]:
-        if abs(value) < STEP - 0.5:  # what rounds to 1000 is one of the next unit
+        if abs(value) < STEP - 0.5:  # 1000 after rounding moves to the next unit
             return f"{digits(value)} {name}"
         value /= STEP
     return f"{digits(value)} {names[-1]}"
 
 
 def short_name(name: str) -> str:
-    """ "aten.mm.default" -> "mm", "aten._softmax.default" -> "softmax"; other names stay as they are."""
+    """ "aten.mm.default" -> "mm", "aten._softmax.default" -> "softmax"; other names unchanged."""
     parts = name.split(".")
     if len(parts) < 2 or parts[0] not in ("aten", "prims"):
         return name

@@ -1,15 +1,12 @@
-"""One self-contained HTML page about plans and runs of them: no network, no script, light and dark.
+"""Self-contained HTML page about plans and their runs: no network, no script, light and dark.
 
-The page states for every figure whether it was modelled, simulated or measured. The templates draw what the
-functions here compute; text from records is escaped by jinja2. What is drawn is bounded, so the page of any
-run stays below two megabytes.
+Every figure states whether it is modelled, simulated or measured. Templates draw what these functions
+compute; jinja2 escapes text. Drawing is bounded, so a page stays below two megabytes.
 
-The whole run: every track is COLUMNS wide. A column takes the colour of the request that was busy longest in
-it, fainter the less of the column was busy; equal neighbours are one shape. The closer look draws about
-MAX_SPANS single spans around the middle of the run, each with its name. Positions are fractions of the width.
-
-The dependency graph has a line for every launch and arcs to the launches that wait for it. An arc's bow grows
-with its length. Of a layer with more than MAX_LAUNCHES launches the first are drawn.
+The overview draws each track in COLUMNS columns, in the colour of the busiest request and with opacity by
+busy share. The closer look draws about MAX_SPANS spans around the middle. The dependency graph has a line per
+launch and arcs to waiting launches, limited to the first MAX_LAUNCHES of a layer. Positions are fractions of
+the width.
 """
 
 import math
@@ -52,7 +49,7 @@ from tessera.report.figures import (
 from tessera.report.picture import Picture, layer_of, layer_picture
 
 NUM_DEVICE_COLOURS = 6
-# More would not be read, and each costs bytes.
+# Limits of what is drawn.
 MAX_LINKS, MAX_STEPS, MAX_LANES, MAX_TEXT = 24, 4, 12, 60
 # Parts of a dotted name up to this length are not broken.
 MAX_UNBROKEN = 12
@@ -62,7 +59,7 @@ LEVELS = 4
 MAX_TRACKS = 40
 MAX_SPANS = 160
 MAX_ROWS = 4
-# A name is written into a span that is at least this part of the width.
+# Minimum width of a labelled span, as a share.
 NAMED_WIDTH = 0.022
 MAX_LAUNCHES = 64
 LINE_PX, WIDTH_PX = 22, 88
@@ -70,7 +67,7 @@ LINE_PX, WIDTH_PX = 22, 88
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A plan, a run of it, and the planner's verdict."""
+    """A plan, a run of it and the planner's verdict."""
 
     plan: Plan
     timeline: Timeline
@@ -79,7 +76,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A horizontal bar: what it is of, its length as a share of the width, and what it says."""
+    """Horizontal bar: label, length as a share of the width, text."""
 
     name: str
     about: str
@@ -92,7 +89,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """One span of the closer look."""
+    """A span of the closer look."""
 
     colour: int
     is_transfer: bool
@@ -104,7 +101,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class DrawnTrack:
-    """One row of a timeline, drawn as paths or as single boxes."""
+    """A timeline row, as paths or boxes."""
 
     name: str
     is_link: bool
@@ -119,7 +116,7 @@ class DrawnTimeline:
     """Rows over one time axis."""
 
     tracks: Sequence[DrawnTrack]
-    # Unit of the axis, and (position in per cent, number) of each mark.
+    # Unit of the axis and (position in percent, number) of each mark.
     unit: str
     marks: Sequence[tuple[str, str]]
     num_hidden: int = 0
@@ -127,7 +124,7 @@ class DrawnTimeline:
 
 
 def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -> None:
-    """Writes the page of one plan; it opens in any browser, without a server."""
+    """Writes the page of one plan."""
     render(
         path,
         "plan_page.html",
@@ -164,14 +161,14 @@ def cut(text: str, limit: int = MAX_TEXT) -> str:
 
 
 def breakable(name: str) -> Markup:
-    """A dotted name that a narrow screen may break after dots and, in long parts, after underscores."""
+    """Dotted name with break points after dots and, in long parts, underscores."""
     parts = (Markup.escape(part) for part in name.split("."))
     wrapped = (part if len(part) <= MAX_UNBROKEN else part.replace("_", Markup("_<wbr>")) for part in parts)
     return Markup(".<wbr>").join(wrapped)
 
 
 def plan_part(shown: Shown) -> dict[str, Any]:
-    """Everything that the template of one plan draws."""
+    """Template data of one plan."""
     plan, timeline = shown.plan, shown.timeline
     found = tracks(timeline, plan.cluster.names)
     factor, best = gain(plan, plan), best_baseline(plan)
@@ -202,7 +199,7 @@ def plan_part(shown: Shown) -> dict[str, Any]:
 
 
 def layers(plan: Plan) -> list[Picture]:
-    """The placement of one layer of every step, along the lane that most work follows."""
+    """Placement of one layer per step, along the busiest lane."""
     lane = main_lane(plan)
     return [layer_picture(plan, lane, step) for step in range(min(MAX_STEPS, len(plan.unit.graphs)))]
 
@@ -245,7 +242,7 @@ def _tiles(plan: Plan, timeline: Timeline) -> list[tuple[str, str, str]]:
 
 
 def _comparison(plan: Plan) -> list[Bar]:
-    """Throughput of the plan, of every baseline simulated alike, and the bound."""
+    """Throughput of the plan and all baselines, and the bound."""
     top = max(plan.simulated_per_s, plan.throughput_per_s, plan.bound_per_s)
     top = max(top, *(b.throughput_per_s or 0.0 for b in plan.baselines), 0.0) or 1.0
 
@@ -279,7 +276,6 @@ def _devices(plan: Plan, timeline: Timeline, found: Sequence[Track]) -> Iterator
 
 
 def _links(plan: Plan, timeline: Timeline, found: Sequence[Track]) -> Iterator[Bar]:
-    """The busiest links."""
     run_us = end_us(timeline)
     kinds = {f"{link.src} -> {link.dst}": link for link in plan.cluster.links}
     busy = sorted(((utilisation(t, run_us), t) for t in found if t.is_link), key=lambda x: -x[0])
@@ -291,7 +287,7 @@ def _links(plan: Plan, timeline: Timeline, found: Sequence[Track]) -> Iterator[B
 
 
 def _lanes(plan: Plan) -> list[dict[str, Any]]:
-    """Each lane's share and rate, and how it divides each step's time among the devices."""
+    """Share, rate and time by device of each lane."""
     share = shares(plan)
     order = sorted(range(len(share)), key=lambda n: -share[n])
     return [_lane(plan, plan.lanes[n], n, share[n]) for n in order[:MAX_LANES]]
@@ -309,7 +305,7 @@ def _lane(plan: Plan, lane: Lane, number: int, share: float) -> dict[str, Any]:
 
 
 def _overview(timeline: Timeline, found: Sequence[Track]) -> DrawnTimeline | None:
-    """The whole run; None if nothing ran."""
+    """The whole run, or None if empty."""
     total = end_us(timeline)
     if not timeline.spans or total <= 0:
         return None
@@ -321,7 +317,7 @@ def _overview(timeline: Timeline, found: Sequence[Track]) -> DrawnTimeline | Non
 
 
 def _most_used(found: Sequence[Track]) -> list[Track]:
-    """At most MAX_TRACKS: devices before links, then the ones with most spans; in their old order."""
+    """At most MAX_TRACKS, devices first, then by number of spans, in original order."""
     kept = sorted(found, key=lambda t: (t.is_link, -len(t.spans)))[:MAX_TRACKS]
     return [t for t in found if t in kept]
 
@@ -359,7 +355,7 @@ def _column(busy: dict[int, float]) -> tuple[int, int]:
 
 
 def _closer_look(timeline: Timeline, found: Sequence[Track]) -> DrawnTimeline | None:
-    """Single spans around the middle of the run; None if the run is empty."""
+    """Spans around the middle of the run, or None if empty."""
     if not timeline.spans:
         return None
     start_us, stop_us = _window(timeline)
@@ -374,7 +370,7 @@ def _closer_look(timeline: Timeline, found: Sequence[Track]) -> DrawnTimeline | 
 
 
 def _window(timeline: Timeline) -> tuple[float, float]:
-    """The span of time that holds about MAX_SPANS spans around the middle one."""
+    """Interval with about MAX_SPANS spans around the middle one."""
     spans = timeline.spans
     if len(spans) <= MAX_SPANS:
         return spans[0].start_us, max(s.stop_us for s in spans)
@@ -390,7 +386,7 @@ def _boxes(spans: Sequence[Span], start_us: float, stop_us: float) -> Iterator[B
         left = (max(span.start_us, start_us) - start_us) / width_us
         width = (min(span.stop_us, stop_us) - start_us) / width_us - left
         place = f"left:{100 * left:.2f}%;width:{100 * width:.2f}%"
-        if num > 1:  # spans in further rows share the last one
+        if num > 1:  # further rows share the last one
             place += f";top:{100 * min(row, num - 1) / num:.0f}%;height:{100 / num:.0f}%"
         name = short_name(span.label)
         took = duration(span.stop_us - span.start_us)
@@ -400,13 +396,13 @@ def _boxes(spans: Sequence[Span], start_us: float, stop_us: float) -> Iterator[B
 
 
 def _axis(start_us: float, stop_us: float) -> tuple[str, list[tuple[str, str]]]:
-    """Unit of the axis, and round times on it, about four to eight."""
+    """Unit and four to eight round marks."""
     width_us = stop_us - start_us
     step = 10.0 ** math.floor(math.log10(width_us / 4))
     step *= next((k for k in (5, 2) if width_us / (step * k) >= 4), 1)
     unit, name = _unit(stop_us)
     places = max(0, -math.floor(math.log10(step / unit) + 1e-9))
-    # The last twentieth is left free: a number there would stick out.
+    # A number in the last twentieth would stick out.
     first, last = math.ceil(start_us / step - 1e-9), math.floor((stop_us - 0.05 * width_us) / step + 1e-9)
     times = (n * step for n in range(first, last + 1))
     marks = [(f"{100 * (us - start_us) / width_us:.2f}", f"{us / unit:,.{places}f}") for us in times]
@@ -418,7 +414,7 @@ def _unit(us: float) -> tuple[float, str]:
 
 
 def _dependencies(plan: Plan) -> list[dict[str, Any]]:
-    """One figure per step, placed along the lane that most work follows."""
+    """One figure per step, along the busiest lane."""
     lane = plan.lanes[main_lane(plan)]
     steps = list(enumerate(plan.unit_of(lane).graphs))[:MAX_STEPS]
     return [_figure(graph, lane.placement.devices[step]) for step, graph in steps]

@@ -1,10 +1,8 @@
-"""Pages of a folder and of advice.
+"""HTML pages of a folder and of `tessera advise`.
 
-The page of a folder: a summary of its plans, best first; then each of them, then its evaluation: throughput
-bars and the map of regimes drawn from the rows of paper.json, the other figures as the plots beside it.
-docs/evaluation.md has the document's form.
-
-The page of `tessera advise`: the answer first, then what it rests on.
+The folder page has a summary of its plans, best first, each plan, and the evaluation: bars and regime map
+from paper.json, other figures from plots beside it (see docs/evaluation.md). The advice page has the answer
+first.
 """
 
 import base64
@@ -20,7 +18,7 @@ from tessera.ir import Plan
 from tessera.report.figures import digits, gain, percent, rate, ratio
 from tessera.report.page import Bar, Shown, layers, plan_part, render
 
-# A gain of at least so much has this shade.
+# Minimum gain of each shade.
 SHADES = ((1.30, "g4"), (1.15, "g3"), (1.06, "g2"), (1.02, "g1"))
 AGAIN = "Make it again with `python -m benchmarks.paper`."
 
@@ -30,7 +28,7 @@ Case = Mapping[str, Any]
 def write_report(
     folder: Path, plans: Sequence[tuple[str, Shown]], evaluation: Path | None, path: Path
 ) -> None:
-    """Writes one file; `plans` are (name, what to show), `evaluation` is the paper.json of an evaluation."""
+    """Writes one file; `plans` are (name, content), `evaluation` is the paper.json."""
     ordered = sorted(plans, key=lambda named: -(gain(named[1].plan, named[1].plan) or 0.0))
     render(
         path,
@@ -53,7 +51,7 @@ def read_paper(path: Path) -> Mapping[str, Any]:
 
 
 def paper_part(document: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Every figure of an evaluation beside what the publication reports."""
+    """Figures of an evaluation beside the published ones."""
     try:
         return [_part(document, name, about, folder) for name, about in document["figures"].items()]
     except (KeyError, TypeError, AttributeError) as error:
@@ -80,7 +78,7 @@ def _part(document: Mapping[str, Any], name: str, about: Case, folder: Path) -> 
 
 
 def _case(row: Case) -> dict[str, Any]:
-    """One workload on one pair: every policy as a bar."""
+    """One workload on one pair, a bar per policy."""
     values = {name: value for name, value in row["policies"].items() if value}
     where = f"{row['pair']}, {row['link']}; "
     if not values or row["ratio_to_best_baseline"] is None:
@@ -97,7 +95,7 @@ def _case(row: Case) -> dict[str, Any]:
 
 
 def regimes_map(rows: Sequence[Case]) -> dict[str, Any]:
-    """Who is best where, and by how much: a table for each model and link."""
+    """Best policy and gain, a table per model and link."""
     tables: dict[tuple[str, str], list[Case]] = defaultdict(list)
     for row in rows:
         tables[row["model"], row["link"]].append(row)
@@ -133,7 +131,7 @@ def _cell(row: Case | None) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, slots=True)
 class AdviceBar:
-    """One way to go: how much it gives, and the facts that count beside it."""
+    """An option with its rate and facts."""
 
     name: str
     about: str
@@ -145,8 +143,6 @@ class AdviceBar:
 
 @dataclass(frozen=True, slots=True)
 class AdviceTable:
-    """A table under a heading."""
-
     title: str
     note: str
     head: Sequence[str]
@@ -163,7 +159,7 @@ def write_advice(
     remarks: Sequence[str],
     regimes: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Writes one self-contained file; `regimes` are the cells of an evaluation's map, where there is one."""
+    """Writes one self-contained file; `regimes` are cells of an evaluation's map, if any."""
     top = max(way.value for way in bars) or 1.0
     ways = [
         Bar(

@@ -1,13 +1,9 @@
-"""A timeline as a trace for ui.perfetto.dev (Chrome's JSON trace events).
+"""Timeline as Chrome JSON trace events for ui.perfetto.dev.
 
-Three processes: devices, links, requests; each name says whether the time was simulated or measured. A
-thread is a device or a link; where spans of one overlap, further threads of the same name take them, since
-slices of one thread must nest. A flow arrow follows a transfer of one request from the last launch that ended
-on the source before it began, to the first launch that starts on the destination after it. The timeline does
-not say which launch made the value, so the arrow shows the neighbours in time. Where there is no such launch,
-or one took no time, that end of the arrow is left out.
-
-Two timelines may share a file, such as what happened and what was predicted: three processes each.
+There are three processes: devices, links, requests, each named with its clock. A thread is a device or link;
+overlapping spans get further threads of the same name, since slices must nest. A flow arrow joins a transfer
+with the last launch before it on the source and the first one after it on the destination, which are
+neighbours in time and not always producer and consumer. A second timeline adds three processes.
 """
 
 import json
@@ -26,12 +22,12 @@ DEVICES, LINKS, REQUESTS = 1, 2, 3
 NAMES = {DEVICES: "devices", LINKS: "links", REQUESTS: "requests"}
 
 Event = dict[str, Any]
-# Where a span was drawn: its thread and itself.
+# Thread and span of a drawn slice.
 Drawn = tuple[int, Span]
 
 
 def write_perfetto(timeline: Timeline, path: str | Path, beside: Timeline | None = None) -> None:
-    """Writes the timeline as a JSON trace that ui.perfetto.dev and chrome://tracing open."""
+    """Writes a JSON trace for ui.perfetto.dev and chrome://tracing."""
     write_whole(path, (chunk.encode() for chunk in _document(timeline, beside)))
 
 
@@ -47,7 +43,7 @@ def _document(timeline: Timeline, beside: Timeline | None) -> Iterator[str]:
 
 
 def _shifted(events: Iterator[Event]) -> Iterator[Event]:
-    """Events of a second timeline: processes and arrows of their own."""
+    """Events of a second timeline, with their own processes and arrows."""
     for event in events:
         moved = {**event, "pid": event["pid"] + len(NAMES)}
         if moved.get("cat") == "flow":
@@ -123,7 +119,7 @@ def _flows(found: Sequence[Track], drawn: dict[str, list[Drawn]]) -> Iterator[Ev
 
 
 def _long(span: Span) -> bool:
-    """True if an arrow can be tied to the slice: its middle lies inside it."""
+    """True if an arrow can attach to the middle of the slice."""
     return ticks(span.stop_us) - ticks(span.start_us) >= 2
 
 
@@ -144,7 +140,7 @@ def _arrow(number: int, stops: list[tuple[int, Drawn]]) -> Iterator[Event]:
     for phase, (pid, (tid, span)) in zip(phases, stops, strict=True):
         middle = (ticks(span.start_us) + ticks(span.stop_us)) // 2
         event = {"ph": phase, "name": "transfer", "cat": "flow", "id": number, "pid": pid, "tid": tid}
-        # "e": tied to the slice around this moment, not to the next one.
+        # "e": attach to the enclosing slice, not the next one.
         yield {**event, "ts": middle / 1000} | ({"bp": "e"} if phase == "f" else {})
 
 

@@ -1,16 +1,13 @@
-"""The placement of one layer: rows in program order, one device each, and what crosses before them.
+"""Picture of one layer's placement: rows in program order, one device each, with transfers.
 
-The layer is found by the pattern of module lists: scopes that agree up to a number ("model.layers.2.mlp"). A
-list counts as repeated if at least two of its items run the same kinds of kernels in the same children; of
-several lists the one with most such launches wins, and the middle item stands for all. Where nothing repeats,
-the whole trace is shown. Consecutive launches of one sub-module on one device are one row; if that is still
-too many, sub-modules are joined with their parents, and at last rows in the middle are left out and counted.
-A value crosses once per destination, before its first reader there; weights and inputs, which no launch
-makes, are not crossings.
+The layer is found in module lists: scopes equal up to a number ("model.layers.2.mlp"). A list is repeated if
+at least two items run the same kernels in the same children; the list with most such launches wins, and its
+middle item is drawn. Without one the whole trace is drawn. Consecutive launches of a sub-module on one device
+are a row; too many rows are joined by parent, then elided in the middle. A value crosses once per
+destination, before its first reader; weights and inputs do not count.
 
-In the terminal every device has a column, with a coloured block where launches run there. An arrow in the
-column a value comes from points to the block that waits for it and carries its bytes. Without colour the
-columns still tell; on a terminal without Unicode the arrows are ASCII.
+Each device has a column. Coloured blocks are launches; arrows are transfers with their bytes, in ASCII
+without Unicode.
 """
 
 import re
@@ -28,7 +25,7 @@ from tessera.ir import Costs, Graph, Plan, Trace
 from tessera.report.figures import duration, percent, plural, shares, short_name, size, step_title
 
 MAX_ROWS = 26
-# Up to this many devices all are shown, idle ones too; of more, only those that take part.
+# Above this many devices, idle ones are hidden.
 MAX_COLUMNS = 4
 MIN_LAUNCHES = 3
 INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
@@ -36,7 +33,7 @@ INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Bytes that one device hands to another."""
+    """Bytes from one device to another."""
 
     src: int
     dst: int
@@ -49,44 +46,44 @@ class Row:
 
     module: str
     device: int
-    # What runs: "mm x3, add".
+    # "mm x3, add".
     text: str
     num_launches: int
     us: float
-    # What had to arrive from other devices first, one entry a source.
+    # Arrivals needed first, one entry per source.
     arrivals: tuple[Crossing, ...]
 
     def arrow_from(self, device: int) -> Crossing | None:
-        """What had to arrive from a device."""
+        """Arrivals from one device."""
         return next((c for c in self.arrivals if c.src == device), None)
 
     def is_passed(self, device: int) -> bool:
-        """True if an arrow passes through the column of a device."""
+        """True if an arrow passes a device's column."""
         return any(min(c.src, self.device) < device < max(c.src, self.device) for c in self.arrivals)
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One layer, or a whole trace where no layer repeats. On a console it fits itself to the width."""
+    """One layer, or a trace without repeated layers; fits the console's width."""
 
-    # "model.layers.2, one of 4 alike", and which step and lane it is of.
+    # "model.layers.2, one of 4 alike", with step and lane.
     subject: str
     step: str
     lane: str
     rows: tuple[Row, ...]
-    # Rows after the first `hidden_after` that were left out, and how many launches they held.
+    # Elided rows after the first `hidden_after`, and their launches.
     hidden_after: int
     num_hidden: int
-    # The columns of the picture, ascending; and the names of all devices.
+    # Columns, ascending, and names of all devices.
     devices: tuple[int, ...]
     names: tuple[str, ...]
-    # What launches outside the picture read elsewhere.
+    # Transfers outside the picture.
     leaving: tuple[Crossing, ...]
-    # Busy time of each of `devices` in this picture.
+    # Busy time of each of `devices`.
     us: tuple[float, ...]
 
     def lines(self) -> Iterator[tuple[str, Row | None]]:
-        """(its sub-module if that is another than above, row); no row where some were left out."""
+        """(sub-module if it changed, row); no row at the elision."""
         previous = ""
         for number, row in enumerate(self.rows):
             if number == self.hidden_after and self.num_hidden:
@@ -129,7 +126,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The item of a module list that stands for the others."""
+    """Representative item of a module list."""
 
     scope: str
     launches: tuple[int, ...]
@@ -138,7 +135,7 @@ class Layer:
 
 
 def layer_of(trace: Trace) -> Layer | None:
-    """The representative layer of a trace, if any layer repeats."""
+    """Representative layer of a trace, or None."""
     lists: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for launch, record in enumerate(trace.launches):
         for match in INDEX.finditer(record.scope):
@@ -159,7 +156,7 @@ def _item(prefix: str, index: int) -> str:
 
 
 def _alike(trace: Trace, prefix: str, items: dict[int, list[int]]) -> list[int]:
-    """The largest set of list items whose children run the same kernels, ascending."""
+    """Largest set of items with the same kernels in their children, ascending."""
     alike: dict[frozenset[tuple[str, int]], list[int]] = defaultdict(list)
     for index in sorted(items):
         scope = _item(prefix, index)
@@ -177,13 +174,12 @@ class Placed:
     """One step along one lane."""
 
     graph: Graph
-    # devices[launch]
     devices: tuple[int, ...]
     costs: Costs
 
 
 def layer_picture(plan: Plan, lane: int, step: int) -> Picture:
-    """How one lane of a plan places one layer of one step, or all of it where no layer repeats."""
+    """Placement of one layer of a step along a lane, or of the whole step."""
     _check("lane", lane, len(plan.lanes))
     _check("step", step, len(plan.unit.graphs))
     chosen = plan.lanes[lane]
@@ -225,7 +221,7 @@ def _columns(num: int, rows: Sequence[Row], leaving: Sequence[Crossing]) -> tupl
 
 
 def _rows(placed: Placed, scope: str, launches: Sequence[int]) -> tuple[Row, ...]:
-    """Rows as fine as fits: by sub-module, else by child, else by device alone."""
+    """Rows as fine as fit: by sub-module, child or device."""
     trace = placed.graph.trace
     own = ".".join(scope.split(".")[-2:]) if scope else "(outside modules)"
 
@@ -261,7 +257,7 @@ def _merged(
 
 
 def _kernels(trace: Trace, times: dict[int, float]) -> str:
-    """The kernels of a row, those that take longest first: "mm x3, add, +2 more"."""
+    """Kernels of a row, slowest first: "mm x3, add, +2 more"."""
     us: dict[str, float] = defaultdict(float)
     num: Counter[str] = Counter()
     for launch, time in times.items():
@@ -275,7 +271,7 @@ def _kernels(trace: Trace, times: dict[int, float]) -> str:
 
 
 def crossings(placed: Placed) -> Iterator[tuple[int, int, Crossing]]:
-    """(launch that makes a value, its first reader on another device, what crosses)."""
+    """(producer, first reader on another device, transfer)."""
     for value in placed.graph.values:
         if value.producer is None:
             continue
@@ -304,14 +300,14 @@ def _leaving(placed: Placed, inside: frozenset[int]) -> tuple[Crossing, ...]:
 
 
 def _elide(rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], int]:
-    """The rows that fit, the first and the last ones; and after which of them some are missing."""
+    """First and last rows that fit, and the place of the elision."""
     if len(rows) <= MAX_ROWS:
         return rows, len(rows)
     head = MAX_ROWS // 2
     return rows[:head] + rows[head - MAX_ROWS :], head
 
 
-# One a device, in order; repeated when there are more devices.
+# By device, repeated.
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 MODULE_WIDTH, TIME_WIDTH = 26, 9
 MIN_WIDTH, MAX_WIDTH = 12, 26
@@ -322,7 +318,7 @@ def device_colour(device: int) -> str:
 
 
 def _cell(row: Row, device: int, width: int, ascii_only: bool) -> Text:
-    """A block, an arrow, the shaft of an arrow that passes through, or nothing."""
+    """A block, an arrow, the shaft of a passing arrow, or nothing."""
     if device == row.device:
         label = Text(f" {row.text}", style=f"black on {device_colour(device)}", no_wrap=True)
         label.truncate(width - 1, overflow="ellipsis" if not ascii_only else "crop", pad=True)
@@ -334,7 +330,7 @@ def _cell(row: Row, device: int, width: int, ascii_only: bool) -> Text:
 
 
 def _arrow(crossing: Crossing, width: int, ascii_only: bool) -> str:
-    """ "── 32.8 KB ──▶" filling the column, pointing at the receiver."""
+    """ "── 32.8 KB ──▶" across the column, towards the receiver."""
     shaft, left, right = ("-", "<", ">") if ascii_only else ("─", "◀", "▶")
     label = f" {size(crossing.num_bytes)} "
     if crossing.src < crossing.dst:

@@ -1,8 +1,6 @@
-"""The heterogeneity picture: how unlike two devices are, launch by launch.
+"""Ratio of launch times on two devices by kernel class, and its distribution by launches and by time.
 
-For each class of kernels, the ratio of every launch's time on the second device to that on the first; and the
-cumulative distribution of these ratios, by launches and by time. Launches that take no time on either device
-are left out. Needs matplotlib (the extra `report`); the picture names the sources of its numbers.
+Launches that take no time on a device are omitted. Needs matplotlib (the extra `report`).
 """
 
 import importlib.util
@@ -15,7 +13,7 @@ from tessera.errors import MissingExtra, TesseraError
 from tessera.ir import Costs, Trace
 
 FORMATS = (".png", ".svg", ".pdf")
-# Ratios nearer to 1 than this are within what one can know.
+# Ratios nearer to 1 are within the error.
 EVEN = 1.1
 FIRST, SECOND, MIDDLE = "#2a6f97", "#c8553d", "#8a8a8a"
 
@@ -26,7 +24,7 @@ def check_matplotlib() -> None:
 
 
 def ratios(costs: Costs, classes: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
-    """Class -> (time on the second device over time on the first, time on the first), by rising ratio."""
+    """Class -> (ratio of second to first device, time on the first), ascending."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row, name in zip(costs.costs, classes, strict=True):
         first, second = row[0].us, row[1].us
@@ -36,7 +34,7 @@ def ratios(costs: Costs, classes: Sequence[str]) -> dict[str, list[tuple[float, 
 
 
 def sources(costs: Costs) -> str:
-    """Where the prices of each device come from, most frequent first."""
+    """Cost sources of each device, most frequent first."""
     words = []
     for index, device in enumerate(costs.devices):
         counted = Counter(row[index].source.value for row in costs.costs if row[index].us > 0)
@@ -46,7 +44,7 @@ def sources(costs: Costs) -> str:
 
 
 def draw_ratios(trace: Trace, costs: Costs, classes: Sequence[str], path: Path) -> None:
-    """Writes the picture; `classes` has one word for every launch."""
+    """Writes the picture; `classes` has one entry per launch."""
     check_matplotlib()
     if path.suffix.lower() not in FORMATS:
         raise TesseraError(f"'{path.name}' is no picture", f"End its name in {', '.join(FORMATS)}.", "--plot")
@@ -78,10 +76,10 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _bars(axes: Any, found: dict[str, list[tuple[float, float]]], first: str, second: str) -> None:
-    """One bar a launch, side by side in its class, from the line of equal speed."""
+    """One bar per launch, side by side in its class, from the line of equal speed."""
     place, ticks = 0.0, []
     for name, rows in found.items():
-        # A class takes one unit of width, however many launches it has.
+        # Every class has the same width.
         width = 1.0 / len(rows)
         xs = [place + (i + 0.5) * width for i in range(len(rows))]
         heights = [ratio - 1.0 for ratio, _ in rows]
@@ -97,7 +95,7 @@ def _bars(axes: Any, found: dict[str, list[tuple[float, float]]], first: str, se
 
 
 def _plain_ticks(axis: Any) -> None:
-    """0.5, 1, 2 and not powers of ten."""
+    """Tick labels 0.5, 1, 2 instead of powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(base=10, subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))

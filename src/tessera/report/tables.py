@@ -1,4 +1,4 @@
-"""Tables for the terminal. Every figure is modelled unless its title names a clock."""
+"""Terminal tables. Figures are modelled unless the title names a clock."""
 
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
@@ -37,7 +37,7 @@ def _number(header: str) -> Column:
 
 
 def devices_table(plan: Plan, timeline: Timeline | None = None) -> Table:
-    """Devices with what is placed on them and how busy they are: in the timeline, or by the plan's rates."""
+    """Devices with their launches and utilisation, from the timeline or the plan's rates."""
     clock = timeline.clock.value if timeline else "modelled"
     launches, held = _number("launches / request"), _number("weights")
     table = Table("device", "GPU", launches, "utilisation", _number(""), held, title_justify="left")
@@ -67,7 +67,7 @@ def _utilisation(plan: Plan, timeline: Timeline | None) -> tuple[float, ...]:
 
 
 def comparison_table(plan: Plan) -> Table:
-    """The plan against every baseline under the same costs, both simulated alike."""
+    """The plan against all baselines, simulated under the same costs."""
     title = f"Against coarser policies (modelled costs, simulated with {plan.microbatches} in flight)"
     against = f"{WORDS[plan.objective]} vs best baseline"
     numbers = map(_number, ("requests/s", against, "latency"))

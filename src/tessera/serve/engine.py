@@ -1,15 +1,14 @@
-"""Engine: owns every request from admission to its last token, on a thread of its own.
+"""Engine: owns every request from admission to its last token, on one thread.
 
-Each round runs what other threads posted, lets the scheduler start steps, delivers the tokens of the last
-step, and waits for the next event. A step is started before the text of the one before is made, so that the
-devices work meanwhile; a stop string therefore frees its pages one step late, and that step's token is
-dropped. Tokens are handled in two halves: `settle` chooses them and frees the pages of answers that end,
-`deliver` makes text and wakes readers.
+Each round runs posted actions, lets the scheduler start steps, delivers the tokens of the last step, and
+waits for the next event. The next step starts before text of the last one is made, to keep devices busy; a
+stop string therefore frees its pages one step late, and that step's token is dropped. `settle` chooses tokens
+and frees pages of ended answers; `deliver` makes text and wakes readers.
 
-A request whose device was lost starts again from its prompt and the tokens given so far, with its generators
-where they were: a client sees a pause and no repeat. Every request that was taken gets one finish, also if
-this thread dies. The stepper gives a lost device a new worker; one that fails `MAX_FAILURES` times in a row
-or is given up is planned around (`adapt.controller`).
+A request whose device was lost restarts from its prompt and the tokens so far, with its generators as they
+were: a client sees a pause and no repeat. Every accepted request gets one finish, also if this thread dies.
+The stepper restarts workers of lost devices; a device with `MAX_FAILURES` failures in a row is planned around
+(`adapt.controller`).
 """
 
 import threading
@@ -33,18 +32,18 @@ from tessera.serve.sight import Sight
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."
 FAILED = "the engine failed; the log says why. Restart the service."
 NO_NUMBERS = "the model gave no numbers for this request. Check its weights and dtype."
-# Requests that may wait.
+# Maximum waiting requests.
 MAX_WAITING = 1024
-# Starts of a request after its first. Devices may be lost together, one reported after the other.
+# Maximum restarts of a request. Devices may be lost together and reported one by one.
 MAX_RETRIES = 3
 # Failures in a row after which a device is planned around.
 MAX_FAILURES = 3
-# Devices whose times are compared with the plan's; emulated devices compute on a CPU.
+# Devices whose measured times are compared with the plan's; emulated devices compute on a CPU.
 TIMED = (DeviceKind.CPU, DeviceKind.CUDA)
 
 
 class Engine(Watcher[ActiveRequest]):
-    """`submit`, `cancel`, `post` and `close` from any thread; `run` is the thread's body."""
+    """`submit`, `cancel`, `post` and `close` are thread-safe; `run` is the thread's body."""
 
     def __init__(
         self,
@@ -73,19 +72,17 @@ class Engine(Watcher[ActiveRequest]):
         self.is_closing = False
         # Why nothing can be served any more.
         self.failure = ""
-        # True if requests were ended before they were done.
+        # True if requests were cut off.
         self.was_cut = False
-        # Tokens chosen and not delivered yet, with the reason of those that end an answer.
+        # Chosen tokens not delivered yet, with the finish reason if they end an answer.
         self._chosen: list[tuple[ActiveRequest, Token | int, Reason | None]] = []
         self._gaps: list[float] = []
         self._wake_ups = WakeUps()
 
-    # For other threads.
-
     def submit(self, request: ActiveRequest) -> None:
-        """Takes a request, or refuses it with an error."""
+        """Accept a request or raise."""
         if self.controller is not None:
-            self.controller.arrived()  # before it can leave; refused requests are load all the same
+            self.controller.arrived()  # before it can leave; refused requests count as load too
         try:
             with self._lock:
                 if self.failure:
@@ -104,21 +101,18 @@ class Engine(Watcher[ActiveRequest]):
             self.post(lambda: self._drop(request))
 
     def post(self, action: Callable[[], None]) -> None:
-        """Runs an action on the engine's thread, before its next round."""
+        """Run an action on the engine's thread before its next round."""
         self._posted.append(action)
         self.stepper.wake()
 
     def close(self, deadline_s: float) -> None:
-        """Refuses new requests; those not done by the deadline (`time.monotonic`) end with an error."""
+        """Refuse new requests; those not done by the deadline (`time.monotonic`) end with an error."""
         with self._lock:
             self.is_closing = True
             self._deadline_s = deadline_s
         self.stepper.wake()
 
-    # The thread.
-
     def run(self) -> None:
-        """Until it is closed and everything is done, or nothing can be served any more."""
         why = FAILED
         try:
             while not self._is_over():
@@ -137,7 +131,6 @@ class Engine(Watcher[ActiveRequest]):
         return self.scheduler.is_idle or time.monotonic() >= self._deadline_s
 
     def step(self) -> None:
-        """One round."""
         while self._posted:
             self._posted.popleft()()
         try:
@@ -153,10 +146,8 @@ class Engine(Watcher[ActiveRequest]):
         except TesseraError as error:  # the stepper as a whole failed
             self.failure = f"no devices are left: {error}"
 
-    # Tokens.
-
     def settle(self, batch: SequenceBatch, done: StepDone, rows: OutputRows) -> list[ActiveRequest]:
-        """Chooses the tokens of a step; returns the requests whose answers end by them."""
+        """Choose the tokens of a step; return the requests that end."""
         rows = [(row, request) for row, request in rows if not _note_prompt(batch, done, row, request)]
         self.meters.stepped(batch.kind_of(done.step), done.seconds)
         if not rows:
@@ -183,7 +174,7 @@ class Engine(Watcher[ActiveRequest]):
         return ended
 
     def _is_end(self, request: ActiveRequest, number: int) -> bool:
-        """True if the token ends the answer; it has no text then."""
+        """True for an end token; it has no text."""
         ask = request.ask
         return number in ask.stop_tokens or (number in self._end and not ask.ignores_end)
 
@@ -193,7 +184,7 @@ class Engine(Watcher[ActiveRequest]):
         return "length" if request.num_out >= request.ask.max_tokens else None
 
     def deliver(self) -> None:
-        """Makes text of the chosen tokens and wakes their readers."""
+        """Make text of chosen tokens and wake readers."""
         delivered, self._chosen = self._chosen, []
         for request, chosen, reason in delivered:
             if request.is_over:
@@ -216,7 +207,6 @@ class Engine(Watcher[ActiveRequest]):
             self._gaps = []
 
     def finish(self, request: ActiveRequest, reason: Reason, message: str = "") -> None:
-        """The one end of a request."""
         request.is_over = True
         if request.batch is not None:
             request.batch.leave(request)
@@ -240,7 +230,6 @@ class Engine(Watcher[ActiveRequest]):
             self.finish(request, "cancelled")
 
     def _end_all(self, why: str) -> None:
-        """Finishes every request and takes no new one."""
         self.deliver()
         with self._lock:
             self.failure = self.failure or why
@@ -255,15 +244,13 @@ class Engine(Watcher[ActiveRequest]):
                 self.finish(request, "cancelled" if request.is_cancelled else "error", why)
         self.deliver()
 
-    # What the scheduler tells.
-
     def seated(self, request: ActiveRequest, microbatch: Microbatch[ActiveRequest]) -> None:
         if request.seated_s is None:
             request.seated_s = time.monotonic()
             self.meters.seated(request.seated_s - request.arrived_s)
 
     def stepped(self, microbatch: Microbatch[ActiveRequest], done: StepDone) -> None:
-        """Steps of the plans in force are compared with their costs."""
+        """Compare steps of the current plans with their costs."""
         lane = microbatch.lane
         if self.controller is not None and any(lane.plan is plan for plan in self.stepper.plans):
             busy_s = {name: seconds for name, seconds in done.busy_s.items() if name in self._timed}
@@ -280,7 +267,7 @@ class Engine(Watcher[ActiveRequest]):
         request.batch = None
 
     def lost(self, lost: DeviceLost) -> None:
-        """The tokens of its steps are delivered before its requests start again."""
+        """Deliver the tokens of its steps before its requests restart."""
         self.deliver()
         self.meters.losses[lost.device] += 1
         self.meters.look(self.stepper.use())
@@ -300,7 +287,7 @@ def said_of(lost: DeviceLost) -> str:
 
 
 def _note_prompt(batch: SequenceBatch, done: StepDone, row: int, request: ActiveRequest) -> bool:
-    """Notes the logprobs of a prompt's next token, where wanted; False if the answer's next token is due."""
+    """Record logprobs of the prompt's next token, if requested; False if the answer's next token is due."""
     if not request.wants_prompt:
         return False
     at, num = batch.num_read(request), request.ask.prompt_logprobs or 0
@@ -314,7 +301,7 @@ def _note_prompt(batch: SequenceBatch, done: StepDone, row: int, request: Active
 
 
 def _choose(done: StepDone, rows: OutputRows) -> Sequence[Token | int | None]:
-    """A number where the model's own choice is all that is wanted: quicker than a `Token`."""
+    """Return a plain number for greedy choices: cheaper than a `Token`."""
     greedy: list[int] = done.outputs["next_tokens"].tolist()
     picks = [request.pick for _, request in rows]
     if all(pick.is_plain for pick in picks):

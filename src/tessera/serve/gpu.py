@@ -1,11 +1,10 @@
-"""GpuBackend: how steps are built, captured and priced on GPUs of this machine, one worker process each.
+"""GpuBackend: builds, captures and prices steps on GPUs of this machine, one worker process each.
 
-Steps are captured from compiled code, so that they run at its speed. Launches are measured on real cards and
-parts of one; on dilated devices they are modelled, and the run has a time scale (`execute.cuda.pace`):
-measured time is modelled time times that scale.
+Steps are captured from compiled code. Launches are measured on real cards and parts of one; on dilated
+devices they are modelled, and measured time is modelled time times a scale (`execute.cuda.pace`).
 
-A large built-in model's random weights are made on the GPU, with other numbers than on the CPU; workers of
-the same card share that memory. Not handled: GPUs beside CPUs, and real cards beside dilated ones.
+Random weights of large built-in models are made on the GPU and differ from those of a CPU; workers of one
+card share them. Not handled: GPUs beside CPUs, and real cards beside dilated ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,16 +30,16 @@ from tessera.serve.pages import steady
 from tessera.serve.records import ServeSpec
 from tessera.serve.steps import ServedModel, served, weight_bytes
 
-# Tokens of the largest step, and of the smallest: fewer cost as much, the reading of the weights.
+# Tokens of the largest and smallest step: smaller ones cost the same, the weight reads.
 MAX_BATCH_TOKENS, MIN_SIZE = 2048, 64
-# Random weights of more bytes than this are made on the GPU.
+# Larger random weights are made on the GPU.
 LARGE_BYTES = 2 << 30
 PLACE = "--devices"
 
 
 @dataclass(frozen=True)
 class Still:
-    """A request for measuring: every run of a step has the example's inputs."""
+    """A request for measuring: every step gets the example inputs."""
 
     workloads: Sequence[Workload]
 
@@ -52,7 +51,7 @@ class Still:
 
 
 def check_gpus(cluster: Cluster) -> None:
-    """Raises unless all devices are GPUs of this machine that keep one clock."""
+    """Raise unless all devices are GPUs of this machine with the same clock."""
     here = [d.name for d in cluster.devices if d.kind is DeviceKind.CUDA and d.ordinal != AWAY]
     if len(here) < len(cluster.devices):
         message = f"{', '.join(here)} cannot serve beside other devices"
@@ -80,7 +79,7 @@ class GpuBackend:
         return [steady(self.spec.memory_share * room) for room in _room_bytes(self.cluster)]
 
     def build(self, model: str, spec: ServeSpec) -> ServedModel:
-        """The model on a card, with pages for the memory of the devices."""
+        """The model on a card, with pages sized for the devices."""
         card = str(driver.card(self.cluster.devices[0].ordinal))
         sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS)
         with _made_on(card, model, spec.seed):
@@ -99,7 +98,7 @@ class GpuBackend:
                 recording = record_inductor(workload, len(self.cluster.devices) > 1)
                 traces.append(recording.trace)
                 self.kernels[step] = recording.relaunch
-                torch.cuda.empty_cache()  # the next step has pages of its own while it is captured
+                torch.cuda.empty_cache()  # the next step is captured with pages of its own
             else:
                 with sdpa_kernel(PORTABLE):
                     traces.append(record(workload))
@@ -112,12 +111,12 @@ class GpuBackend:
 
     def scale(self, plan: Plan, model: ServedModel) -> float:
         factor = scale_of(plan, model.weights(), Still(model.workloads), self.kernels).factor
-        torch.cuda.empty_cache()  # memory of capture and measurement goes to the workers
+        torch.cuda.empty_cache()  # frees memory of capture and measurement for workers
         return factor
 
 
 def _room_bytes(cluster: Cluster) -> list[float]:
-    """Memory of each device; parts of a card share what is free of it."""
+    """Memory of each device; parts of a card share what is free."""
     found = []
     for device in cluster.devices:
         free = torch.cuda.mem_get_info(device.ordinal)[0]
@@ -127,11 +126,11 @@ def _room_bytes(cluster: Cluster) -> list[float]:
 
 
 def blank(workload: Workload) -> Workload:
-    """The same step, whose state is zeros where its inputs are: nothing is made on the CPU and moved."""
+    """The same step with zero state on the inputs' device, to avoid CPU copies."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     device = next(iter(workload.make_inputs(0).values())).device
-    with FakeTensorMode(allow_non_fake_inputs=True):  # shapes alone: what a state begins with may be real
+    with FakeTensorMode(allow_non_fake_inputs=True):  # shapes only: the initial state may be real
         shapes = {name: (tuple(t.shape), t.dtype) for name, t in workload.make_state(0).items()}
 
     def state(seed: int) -> dict[str, torch.Tensor]:
@@ -142,7 +141,7 @@ def blank(workload: Workload) -> Workload:
 
 @contextmanager
 def _made_on(card: str, model: str, seed: int) -> Iterator[None]:
-    """While entered, a large built-in model is made on the GPU; the GPU's own random numbers go on after."""
+    """Inside, large built-in models are made on the GPU; its random state is restored after."""
     if model not in known_models() or weight_bytes(model) <= LARGE_BYTES:
         yield
         return

@@ -1,13 +1,11 @@
-"""PagePool: the pages of one microbatch, given out, taken back, and found again by what they hold.
+"""PagePool: the KV cache pages of one microbatch, with prefix caching.
 
-A page holds the keys and values of `PAGE` positions of a sequence. Its key says which tokens it holds and all
-tokens before them (`page_key`), so sequences that begin alike can share the pages of what they have in
-common, while they run and after they have ended. A page that nobody uses stays findable until pages run out:
-then the one that was used least recently is given to somebody else.
+A page holds keys and values of `PAGE` positions. Its key covers its tokens and all tokens before them
+(`page_key`), so sequences with a common prefix share pages, while they run and afterwards. Unused pages stay
+findable until pages run out, then the least recently used is reused. Page 0 is never handed out: padding
+writes there.
 
-Page 0 is never given out: padding writes there.
-
-Not handled: a beginning that is shared but does not fill a page.
+Not handled: a shared prefix that does not fill a page.
 """
 
 import os
@@ -17,14 +15,14 @@ from hashlib import blake2b
 
 from tessera.kernels import PAGE
 
-# Bytes of a page's key: two that are alike by chance are not expected in the life of any service.
+# Bytes of a page's key; long enough that collisions are not expected.
 KEY_BYTES = 16
-# Bytes of a microbatch's pages on devices that compute on this machine's CPU, where nobody says otherwise.
+# Default bytes of a microbatch's pages on emulated and CPU devices.
 POOL_BYTES = 128 << 20
 
 
 def page_key(before: bytes, tokens: Sequence[int], seen: bytes = b"") -> bytes:
-    """Of a full page: the key of the page before it, its tokens, and what else it was made of."""
+    """Key of a full page: the previous page's key, its tokens, and extra inputs such as pictures."""
     return blake2b(before + array("q", tokens).tobytes() + seen, digest_size=KEY_BYTES).digest()
 
 
@@ -33,34 +31,33 @@ def pages_for(num_tokens: int) -> int:
 
 
 def modest_bytes(microbatches: int) -> int:
-    """Of each microbatch's pages, on devices that compute on this machine's CPU."""
+    """Default bytes of each microbatch's pages on devices that compute on this CPU."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return min(POOL_BYTES, steady(free / 4 / microbatches))
 
 
 def steady(num_bytes: float) -> int:
-    """A little less, by 3 % at most: the same if a few bytes more or less are in use, so plans are found."""
+    """Round down by at most 3 %, so that small changes of free memory find the same kept plans."""
     whole = int(num_bytes)
     return whole & -(1 << max(0, whole.bit_length() - 6))
 
 
 class PagePool:
-    """Used by one thread."""
+    """Not thread-safe."""
 
     def __init__(self, num_pages: int, is_caching: bool = True) -> None:
         self.num_pages, self._is_caching = num_pages, is_caching
-        # Pages that hold nothing that can be found, the next one last.
+        # Empty pages, the next one last.
         self._blank = list(range(num_pages - 1, 0, -1))
-        # Users of each page, and the key under which it can be found.
+        # Reference count and key of each page.
         self._users = [0] * num_pages
         self._keys: list[bytes | None] = [None] * num_pages
         self._by_key: dict[bytes, int] = {}
-        # Findable pages that nobody uses, the least recently used first.
+        # Findable unused pages, least recently used first.
         self._idle: dict[int, None] = {}
 
     @property
     def num_free(self) -> int:
-        """Pages that can be given out."""
         return len(self._blank) + len(self._idle)
 
     @property
@@ -69,11 +66,10 @@ class PagePool:
 
     @property
     def num_kept(self) -> int:
-        """Pages that can be found."""
         return len(self._by_key)
 
     def take(self) -> int:
-        """A page for one user; there must be one."""
+        """A page for one user; one must be free."""
         if self._blank:
             page = self._blank.pop()
         else:
@@ -93,7 +89,7 @@ class PagePool:
         return found
 
     def num_idle(self, pages: Iterable[int]) -> int:
-        """How many of these nobody uses: sharing them leaves fewer to give out."""
+        """Number of unused pages among these; sharing them leaves fewer free."""
         return sum(page in self._idle for page in pages)
 
     def share(self, pages: Iterable[int]) -> None:
@@ -102,13 +98,13 @@ class PagePool:
             self._users[page] += 1
 
     def publish(self, page: int, key: bytes) -> None:
-        """A page is full from now on, and can be found; where another one holds the same, that one is."""
+        """Make a full page findable, unless another holds the same."""
         if self._is_caching and self._keys[page] is None and key not in self._by_key:
             self._keys[page] = key
             self._by_key[key] = page
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """A sequence uses its pages no more; its last ones are the first to be taken by others."""
+        """Release the pages of a sequence; its last ones are reused first."""
         for page in reversed(pages):
             self._users[page] -= 1
             if self._users[page]:

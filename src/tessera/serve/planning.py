@@ -1,19 +1,17 @@
-"""prepare: a model and devices in, plans for serving out: captured, priced, planned and checked, not started.
+"""prepare: plans for serving a model on devices: captured, priced, planned and checked, not started.
 
-Imports that capture and plan are local: a start by kept plans needs none of them. A `StepBackend` says how
-steps are built, captured and priced: on this machine's CPU here, on GPUs in `gpu`.
+Imports that capture and plan are local: a start from kept plans needs none of them. A `StepBackend` builds,
+captures and prices steps: on this machine's CPU here, on GPUs in `gpu`.
 
 The work unit of serving is what a microbatch does for `rows` average requests: the largest step as often as
-their prompts need it, the step with one token of each row as often as an answer has tokens, every other size
-once. For a model that sees, every request brings a picture. The unit is a served one (`WorkUnit.is_served`):
-every state has one home in all steps. There is a plan for every policy, over the same unit and costs; on one
-device only the first.
+their prompts need it, the step of one token per row as often as an answer has tokens, every other size once.
+Vision models get one picture per request. Every state has one home in all steps (`WorkUnit.is_served`). There
+is one plan per policy over the same unit and costs; one device gets only the first.
 
 Plans are kept under `$XDG_CACHE_HOME/tessera/plans`, in a folder named by a hash of everything they depend
-on: this package's code, the versions of torch, transformers and Triton, the model's files, the sizes, the
-devices and the memory of pages. An unreadable folder is made again, an unwritable one is not used; the newest
-`MAX_KEPT` stay. A small model's weights lie beside its plans, so that it is served without being built, which
-would import the libraries that build it. Larger ones are built at every start.
+on: this package's code, library versions, the model's files, sizes, devices and page memory. Unreadable
+folders are replaced; unwritable ones are not used; the newest `MAX_KEPT` stay. A small model's weights are
+kept too, so that it starts without the libraries that build it.
 """
 
 import contextlib
@@ -50,20 +48,19 @@ if TYPE_CHECKING:
     from tessera.serve.sight import Eyes, Sight
     from tessera.serve.steps import ServedModel
 
-# Gets one line.
 Listener = Callable[[str], None]
-# Weights of a model that is computed on this machine's CPU.
+# Maximum weights of a model computed on this CPU.
 MAX_BYTES = 4 << 30
-# A step that takes longer than this will never end.
+# A step that takes longer than this is taken for hung.
 STEP_TIMEOUT_S = 60.0
-# Policy that a service can be told to follow -> what it is planned for; auto has both, the monitor decides.
+# Service policy -> objectives to plan for; with "auto" the monitor switches between both.
 OBJECTIVES = {"auto": POLICIES, "throughput": POLICIES[:1], "latency": POLICIES[1:]}
-# Simpler plans that the plan for throughput is rehearsed against.
+# Simpler policies that the throughput plan is rehearsed against.
 RIVALS = ("single-placement", "data-parallel", "layer-pipeline")
 MAX_KEPT = 32
-# Of weights that are kept.
+# Maximum bytes of kept weights.
 MAX_WEIGHT_BYTES = 64 << 20
-# What captured steps and their costs come from, besides this package.
+# Libraries that captured steps and costs depend on.
 PACKAGES = ("torch", "transformers", "triton", "aiconfigurator-core")
 _MORE, _WEIGHTS = "more.json", "weights.pt"
 _UNREADABLE = (
@@ -73,28 +70,27 @@ _UNREADABLE = (
 
 
 def objectives_of(policy: str) -> tuple[Objective, ...]:
-    """What a service that follows this policy is planned for."""
     if policy not in OBJECTIVES:
         raise UnknownName("policy", policy, OBJECTIVES)
     return OBJECTIVES[policy]
 
 
 class ServableModel(Protocol):
-    """What a service needs to know of a model: built (`steps.ServedModel`), or kept from an earlier start."""
+    """A model as a service needs it: built (`steps.ServedModel`), or kept from an earlier start."""
 
     @property
     def shape(self) -> Shape:
-        """Its sizes."""
+        """Sizes of the steps."""
 
     @property
     def state_bytes(self) -> int:
-        """Of one microbatch."""
+        """State of one microbatch."""
 
     def weights(self) -> "dict[str, torch.Tensor]":
-        """By name."""
+        """Weights by name."""
 
     def senses(self) -> "tuple[Sight, Eyes] | None":
-        """How it sees; None for one that does not."""
+        """Picture handling; None for text-only models."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ class KeptModel:
 
     @classmethod
     def of(cls, model: ServableModel) -> "KeptModel | None":
-        """What is worth keeping; None for large ones, and for those that see: their eyes are not kept."""
+        """The part worth keeping; None for large models and vision models."""
         weights = model.weights()
         if sum(tensor.nbytes for tensor in weights.values()) > MAX_WEIGHT_BYTES or model.senses():
             return None
@@ -120,19 +116,19 @@ class KeptModel:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model with the plans to serve it by; all are of one cluster, unit and costs."""
+    """A model and its plans, which share one cluster, unit and costs."""
 
     model: ServableModel
     plans: tuple[Plan, ...]
     # Measured time = modelled time x scale; 1 where no device is dilated.
     scale: float = 1.0
-    # Policy -> tokens a second when served, modelled, where that was looked at.
+    # Policy -> modelled tokens/s when served, where rehearsed.
     rehearsed: Mapping[str, float] = field(default_factory=dict)
-    # What it took to capture the steps.
+    # Capture time.
     capture_s: float = 0.0
 
     def workers(self, transport: str = "auto", hub: MakeHub | None = None) -> WorkerStepper:
-        """A worker for every device, of this machine or as `hub` has them; not started yet."""
+        """A stepper over one worker per device, local or through `hub`; not started."""
         return WorkerStepper(
             self.plans,
             self.model.weights(),
@@ -145,7 +141,7 @@ class Prepared:
         )
 
     def replanner(self) -> Replanner:
-        """Plans again as this was planned; new plans are compared by rehearsal (latency: one client)."""
+        """Replans with the same settings; compares plans by rehearsal (latency: one client)."""
         from tessera.serve.rehearse import rehearse
 
         shape, half = self.model.shape, self.model.shape.capacity // 2
@@ -163,9 +159,9 @@ class Prepared:
 
 
 class StepBackend(Protocol):
-    """How steps are built, captured and priced on one kind of device."""
+    """Builds, captures and prices steps on one kind of device."""
 
-    # True if the plan for throughput is rehearsed against `RIVALS`.
+    # True if the throughput plan is rehearsed against `RIVALS`.
     rehearses: bool
 
     @property
@@ -184,7 +180,7 @@ class StepBackend(Protocol):
 
 @dataclass(frozen=True)
 class CpuBackend:
-    """Devices that compute on this machine's CPU."""
+    """Devices that compute on this CPU."""
 
     cluster: Cluster
     microbatches: int
@@ -210,7 +206,7 @@ class CpuBackend:
             return [record(workload) for workload in model.workloads]
 
     def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]:
-        """CPU devices are measured, unless the store has their times; others are modelled."""
+        """CPU devices are measured unless the store has their times; others are modelled."""
         from tessera import flow
         from tessera.profile.measured import combine, measure, needs_measuring
         from tessera.profile.store import Clocks, Store, default_store
@@ -247,13 +243,13 @@ def prepare(
     is_compiled: bool = True,
     advance: Listener = lambda what: None,
 ) -> Prepared:
-    """Plans a service.
+    """Plan a service.
 
-    store        where measurements are kept
-    kept         where plans are kept between starts; None: each start plans
+    store        measurement store
+    kept         folder of kept plans; None: always plan
     coarse       simpler policies to plan as well, such as data-parallel
-    is_compiled  steps on GPUs are captured from compiled code, else operator by operator
-    advance      gets a line before each stage
+    is_compiled  capture GPU steps from compiled code, else operator by operator
+    advance      progress callback, one line per stage
     """
     backend: StepBackend
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
@@ -261,7 +257,7 @@ def prepare(
 
         backend = GpuBackend(cluster, spec, is_compiled)
     else:
-        warm_up()  # beside the capture and the planning
+        warm_up()  # in parallel with capture and planning
         backend = CpuBackend(cluster, spec.microbatches, store)
 
     def build() -> "ServedModel":
@@ -306,7 +302,7 @@ def _plan(
     )
 
     def others(names: Sequence[str]) -> Iterator[Plan]:
-        """Plans by name, as far as they exist for this work."""
+        """Plans by policy name, where they exist for this work."""
         for name in names:
             with contextlib.suppress(PlanInfeasible):
                 yield flow.make_plan(unit, costs, cluster, Objective.THROUGHPUT, spec.microbatches, name)
@@ -361,30 +357,30 @@ def default_folder() -> Path:
 
 
 def key_of(place: str, *given: object) -> str:
-    """Names the plans of a model (a built-in name or a folder) for what is given, by its `repr`."""
+    """Name of kept plans: a hash of the model (a built-in name or a folder) and `repr` of the settings."""
     digest = hashlib.sha256(repr((_code(), _versions(), place, given)).encode())
     folder = Path(place)
     if folder.is_dir():
         for path in sorted(folder.iterdir()):
-            with contextlib.suppress(OSError):  # gone meanwhile
+            with contextlib.suppress(OSError):  # deleted meanwhile
                 stamp = path.stat()
                 digest.update(repr((path.name, stamp.st_size, stamp.st_mtime_ns)).encode())
     return digest.hexdigest()[:32]
 
 
 class _More(msgspec.Struct):
-    """What is kept beside the plans."""
+    """Facts kept beside the plans."""
 
     num_plans: int
     scale: float
     rehearsed: dict[str, float]
-    # Of a model that is kept.
+    # Only for a kept model.
     shape: Shape | None
     state_bytes: int
 
 
 def find(key: str, folder: Path, build: Callable[[], ServableModel]) -> Prepared | None:
-    """What was kept under this name, with its model, which is built where it was not kept."""
+    """Kept plans with their model, which is built if it was not kept."""
     own = folder / key
     try:
         more = msgspec.json.decode((own / _MORE).read_bytes(), type=_More)
@@ -400,7 +396,7 @@ def find(key: str, folder: Path, build: Callable[[], ServableModel]) -> Prepared
 
 
 def keep(key: str, found: Prepared, folder: Path) -> None:
-    """Keeps plans under this name, whole or not at all; standard error hears why not."""
+    """Keep plans under this name atomically; failures are reported on standard error."""
     model = KeptModel.of(found.model)
     kept = (None, 0) if model is None else (model.shape, model.state_bytes)
     more = _More(len(found.plans), found.scale, dict(found.rehearsed), *kept)
@@ -433,7 +429,7 @@ def _drop_old(folder: Path) -> None:
 
 @cache
 def _code() -> str:
-    """Of this package's own source."""
+    """Hash of this package's source."""
     root = Path(tessera.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):

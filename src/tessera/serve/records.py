@@ -72,7 +72,7 @@ class Shape:
 
 
 def sizes_for(cluster: Cluster) -> tuple[int, int]:
-    """Default microbatches, and rows of each: one GPU has nothing to overlap."""
+    """Default microbatches and rows: one GPU has nothing to overlap."""
     if any(device.kind is not DeviceKind.CUDA for device in cluster.devices):
         return MICROBATCHES, ROWS
     return min(MICROBATCHES, len(cluster.devices)), GPU_ROWS
@@ -80,7 +80,7 @@ def sizes_for(cluster: Cluster) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """The average request in tokens, for which plans are made."""
+    """The average request in tokens that plans are made for."""
 
     prompt: int = 128
     output: int = 64
@@ -116,18 +116,18 @@ class Sampling:
     top_p: float = 1.0
     # 0: all tokens.
     top_k: int = 0
-    # None: another one for every request.
+    # None: a new seed per request.
     seed: int | None = None
-    # Alternatives to report for each token; 0: the chosen token's own; None: nothing.
+    # Alternatives to report per token; 0: only the chosen token; None: no logprobs.
     logprobs: int | None = None
-    # Tokens less likely than this share of the likeliest are not drawn.
+    # min-p: minimum probability relative to the likeliest token.
     min_p: float = 0.0
-    # Taken off the logit of a token that the answer has: once, and for every time that it has it.
+    # Presence and frequency penalties: subtracted from the logit once, and per occurrence in the answer.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    # Divides the logits (of negative ones: multiplies) of tokens that the prompt or the answer has.
+    # Repetition penalty of tokens in prompt or answer: divides positive logits, multiplies negative ones.
     repetition_penalty: float = 1.0
-    # (token, what is added to its logit)
+    # (token, added to its logit)
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
@@ -160,7 +160,7 @@ class Ask:
     ignores_end: bool = False
     # No end and no stop text before this many tokens.
     min_tokens: int = 0
-    # Clients take turns in the queue.
+    # Clients share the queue fairly.
     client: str = ""
     # In order of position.
     pictures: tuple[PromptPicture, ...] = ()
@@ -255,7 +255,7 @@ class Snapshot(Counts):
     policy: str
     policies: tuple[str, ...]
     devices: tuple[DeviceView, ...]
-    # (source, destination, share of the last seconds, bytes so far)
+    # (source, destination, recent share, total bytes)
     links: tuple[tuple[str, str, float, int], ...]
     running: int
     waiting: int
@@ -289,9 +289,8 @@ class AnswerService(Protocol):
     def answer(self, ask: Ask) -> Events:
         """Pieces, then one finish; closing it cancels. Refusals are raised here or with the first event."""
 
-    def snapshot(self) -> Snapshot:
-        """What the service is doing now."""
+    def snapshot(self) -> Snapshot: ...
 
     @property
     def failure(self) -> str:
-        """Why the service has failed; empty: it has not."""
+        """Why the service failed; empty: it has not."""

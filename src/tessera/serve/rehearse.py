@@ -1,9 +1,8 @@
-"""rehearse: the rate of plans when served, by the service's own engine over the simulator's stepper.
+"""rehearse: modelled rates of plans when served, by the service's engine over the simulator's stepper.
 
-A plan's own figures are of work units that pass its lanes one after another. In a service a microbatch keeps
-its lane while it has requests, and reads prompts and answers together, so its devices wait for one another
-unless there are enough microbatches. Rates are modelled, by the plans' costs. Not handled: CPU time between
-two steps.
+A plan's own figures assume work units that pass its lanes one after another. In a service a microbatch keeps
+its lane while it has requests and mixes prompts with answers, so devices wait unless there are enough
+microbatches. Not handled: CPU time between steps.
 """
 
 import random
@@ -22,13 +21,13 @@ from tessera.serve.text import ByteText
 from tessera.simulate.arrivals import make_lengths
 from tessera.simulate.stepper import VirtualStepper
 
-# Rounds of answers that are counted, after one in which the load becomes steady.
+# Counted rounds of answers, after one warm-up round.
 COUNTED = 2
 GREEDY = Sampling(temperature=0.0)
 
 
 def lengths_of(average: Average, num: int, seed: int = 0) -> Iterator[tuple[int, int]]:
-    """(prompt, answer) tokens of the requests of a load, repeated after `num`."""
+    """(prompt, answer) tokens of the requests, repeating after `num`."""
     prompts, outputs = make_lengths(f"uniform:{average.prompt},{average.output}", num, seed)
     return cycle(zip(prompts, outputs, strict=True))
 
@@ -36,13 +35,13 @@ def lengths_of(average: Average, num: int, seed: int = 0) -> Iterator[tuple[int,
 def rehearse(
     plans: Sequence[Plan], shape: Shape, average: Average, clients: int | None = None
 ) -> list[float]:
-    """Tokens a second of each plan with so many average requests at once, by default as many as fit."""
+    """Tokens/s of each plan with this many average requests at once; default: as many as fit."""
     clients = clients or shape.microbatches * shape.rows
     return [_rate_per_s(plans, number, shape, average, clients) for number in range(len(plans))]
 
 
 def best_served(plans: Sequence[Plan], shape: Shape, average: Average) -> tuple[Plan, dict[str, float]]:
-    """The plan to serve by, the first unless another is clearly better, and what each was found to give."""
+    """The plan to serve by, with all rates; the first unless another is clearly better."""
     rates = rehearse(plans, shape, average)
     trials = [Trial(n, plan.policy, rate) for n, (plan, rate) in enumerate(zip(plans, rates, strict=True))]
     return plans[pick(trials).plan], {trial.policy: trial.per_s for trial in trials}
@@ -62,7 +61,7 @@ def _rate_per_s(plans: Sequence[Plan], number: int, shape: Shape, average: Avera
 
     def ask(is_first: bool = False) -> None:
         length, tokens = next(lengths)
-        if is_first:  # rows end one after another from the start, as they do later on
+        if is_first:  # answers end staggered from the start, as in steady state
             tokens = first.randint(1, tokens)
         tokens = min(tokens, shape.max_tokens - 1)
         prompt = (0,) * min(length, shape.max_tokens - tokens)

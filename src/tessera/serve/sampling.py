@@ -1,15 +1,12 @@
-"""Choosing the next tokens: greedy, or drawn; with biases, penalties, limits and logprobs if asked.
+"""Sampling: greedy or random choice of next tokens, with biases, penalties, limits and logprobs.
 
-    choose(logits, greedy, rows, picks) -> one token a pick
+    choose(logits, greedy, rows, picks) -> one token per pick
 
-In this order, which is vLLM's: biases, tokens that must not be chosen (by the least number of tokens, or by a
-grammar), penalties, temperature, min-p, top-k, top-p. Rows are computed together; each draws from a generator
-of its own, once a token, so an answer with a seed depends on its own logits and on nothing else in the batch.
-A draw is the inverse of the cumulative distribution over the vocabulary. The tokens in question are a set:
-those not below the k-th largest logit, and of these not below the last one that top-p needs, so equal logits
-stay or go together. Logprobs are those of the model's own distribution, before all of this.
-
-Where the logits live, there the rows are computed; what comes back is numbers.
+The order is vLLM's: biases, banned tokens (by minimum length or grammar), penalties, temperature, min-p,
+top-k, top-p. Rows are computed together on the logits' device; each draws from its own generator once per
+token, so a seeded answer does not depend on the batch. A draw inverts the cumulative distribution over the
+vocabulary. Equal logits at a top-k or top-p limit stay or go together. Logprobs are of the model's unmodified
+distribution.
 """
 
 import math
@@ -25,14 +22,14 @@ import torch
 from tessera.serve.grammar import Guide
 from tessera.serve.records import Ask, Sampling, Token
 
-# Bits of a draw: fewer than a double has, so that a draw times a sum is always below the sum.
+# Bits of a draw: fewer than a double has, so that a draw times a sum is below the sum.
 DRAW_BITS = 48
-# Largest logits that top-p looks at before it sorts a whole vocabulary.
+# Largest logits that top-p tries before it sorts the vocabulary.
 TOP_P_GLANCE = 512
 
 
 class TokenCounts:
-    """The different tokens of a request, and how often each is in its answer."""
+    """Distinct tokens of a request, and their counts in its answer."""
 
     __slots__ = ("_places", "numbers", "times")
 
@@ -51,22 +48,22 @@ class TokenCounts:
 
 @dataclass(slots=True)
 class Pick:
-    """How one request's next token is chosen; it is told of those that were."""
+    """How one request's next token is chosen; it is updated with chosen tokens."""
 
     sampling: Sampling
     generator: random.Random
-    # Tokens that must not be chosen before the answer has so many.
+    # Tokens banned until the answer has its minimum length.
     ends: tuple[int, ...] = ()
     min_tokens: int = 0
-    # For penalties; None: there are none.
+    # For penalties; None: no penalties.
     counts: TokenCounts | None = None
-    # Says which tokens may come; None: all.
+    # Grammar; None: any token.
     guide: Guide | None = None
     num_out: int = 0
 
     @classmethod
     def of(cls, ask: Ask, end: Sequence[int]) -> "Pick":
-        """Of a request that begins; `end` are the model's own ends."""
+        """For a new request; `end` are the model's end tokens."""
         sampling = ask.sampling
         counts = None
         if sampling.repetition_penalty != 1.0:
@@ -79,12 +76,11 @@ class Pick:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Tokens that must not be chosen now."""
         return self.ends if self.num_out < self.min_tokens else ()
 
     @property
     def is_plain(self) -> bool:
-        """True if the model's own greedy choice is the answer."""
+        """True if the model's greedy choice is used."""
         x = self.sampling
         if x.temperature or x.logprobs is not None or x.logit_bias or self.counts is not None:
             return False
@@ -92,16 +88,16 @@ class Pick:
 
     @property
     def is_over(self) -> bool:
-        """True if no token may come any more: the answer has the form that was asked for."""
+        """True if the grammar is complete: no token may follow."""
         return self.guide is not None and self.guide.is_over
 
     @property
     def failure(self) -> str:
-        """Why no token can be chosen any more; empty: one can."""
+        """Why no token can be chosen; empty: one can."""
         return "" if self.guide is None else self.guide.failure
 
     def prepare(self) -> None:
-        """Works out what it can before the next logits are there."""
+        """Precompute what does not need the next logits."""
         if self.guide is not None:
             self.guide.mask()
 
@@ -116,9 +112,9 @@ class Pick:
 def choose(
     logits: torch.Tensor | None, greedy: Sequence[int], rows: Sequence[int], picks: Sequence[Pick]
 ) -> list[Token | None]:
-    """A token for each pick, from the row beside it; None where a row's logits are no numbers.
+    """One token per pick from its row; None where logits are NaN.
 
-    `greedy` is the model's own choice a row; `logits` are only looked at where that is not enough.
+    `greedy` is the model's choice per row; `logits` are only read where that is not enough.
     """
     found: list[Token | None] = [
         Token(greedy[row]) if pick.is_plain else None for row, pick in zip(rows, picks, strict=True)
@@ -141,7 +137,7 @@ def _choose_rows(logits: torch.Tensor, picks: Sequence[Pick]) -> list[Token | No
             logits[row, list(pick.banned)] = -torch.inf
     _mask(logits, {row: pick.guide.mask() for row, pick in enumerate(picks) if pick.guide is not None})
     _penalise(logits, picks)
-    # Of a row with a NaN this is NaN; of one that may choose nothing, minus infinity.
+    # NaN for a row with a NaN; minus infinity for a row with all tokens banned.
     most = logits.amax(-1, keepdim=True)
     hot = [row for row, pick in enumerate(picks) if pick.sampling.temperature]
     if len(hot) == len(picks):
@@ -181,7 +177,7 @@ def _penalise(logits: torch.Tensor, picks: Sequence[Pick]) -> None:
     known = [(row, pick.counts) for row, pick in enumerate(picks) if pick.counts and pick.counts.numbers]
     if not known:
         return
-    # Each row's settings, once for every token it has; then the tokens.
+    # Each row's settings, repeated for every token; then the tokens.
     samplings = [picks[row].sampling for row, _ in known]
     settings = [(x.repetition_penalty, x.frequency_penalty, x.presence_penalty) for x in samplings]
     sizes = torch.tensor([len(counts.numbers) for _, counts in known])
@@ -199,14 +195,14 @@ def _on(logits: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
 
 
 def _as_tensor(numbers: "array[int]") -> torch.Tensor:
-    """The same memory; the array cannot grow while the tensor is there."""
+    """Shares memory; the array cannot grow while the tensor exists."""
     return torch.frombuffer(numbers, dtype=torch.int64)
 
 
 def _draw(below: torch.Tensor, picks: Sequence[Pick]) -> list[int]:
-    """One token a row, each by its own generator; `below` is how far each logit is below the largest.
+    """One token per row, each by its own generator; `below` is the distance of each logit from the largest.
 
-    So the largest is 0, and a small temperature makes no infinity of it.
+    The largest is therefore 0, and a small temperature does not overflow.
     """
     device = below.device
     temperatures = [p.sampling.temperature for p in picks]
@@ -219,12 +215,11 @@ def _draw(below: torch.Tensor, picks: Sequence[Pick]) -> list[int]:
     draws = [[p.generator.getrandbits(DRAW_BITS) * 2.0**-DRAW_BITS] for p in picks]
     targets = torch.tensor(draws, dtype=torch.float64, device=device) * sums[:, -1:]
     found: list[list[int]] = torch.searchsorted(sums, targets, right=True).tolist()
-    # A row that holds no numbers is reported by the caller; its index only has to be one.
+    # The caller reports rows without numbers; any valid index will do.
     return [min(index, below.shape[-1] - 1) for (index,) in found]
 
 
 def _keep_min_p(scaled: torch.Tensor, shares: Sequence[float]) -> None:
-    """Takes out what is less likely than a share of the likeliest."""
     rows = [row for row, share in enumerate(shares) if share > 0.0]
     if rows:
         least = torch.tensor([math.log(shares[row]) for row in rows], device=scaled.device)
@@ -232,7 +227,6 @@ def _keep_min_p(scaled: torch.Tensor, shares: Sequence[float]) -> None:
 
 
 def _keep_top_k(scaled: torch.Tensor, counts: Sequence[int]) -> None:
-    """Takes out what is below each row's k-th largest."""
     rows = [row for row, k in enumerate(counts) if 0 < k < scaled.shape[-1]]
     if not rows:
         return
@@ -242,7 +236,6 @@ def _keep_top_k(scaled: torch.Tensor, counts: Sequence[int]) -> None:
 
 
 def _keep_top_p(scaled: torch.Tensor, shares: Sequence[float]) -> None:
-    """Takes out what the most probable tokens up to a share do without."""
     rows = [row for row, share in enumerate(shares) if share < 1.0]
     if not rows:
         return
@@ -257,7 +250,7 @@ def _keep_top_p(scaled: torch.Tensor, shares: Sequence[float]) -> None:
 
 
 def _least_needed(descending: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Each row's last logit before the wanted sum is reached; False if some row does not reach it."""
+    """Each row's last logit before the wanted sum; False if some row does not reach it."""
     sums = descending.exp().cumsum(-1, dtype=torch.float64)
     last = (sums < wanted).sum(-1, keepdim=True)
     is_enough = bool((last < descending.shape[-1]).all())
@@ -273,7 +266,7 @@ def _keep_from(scaled: torch.Tensor, rows: Sequence[int], least: torch.Tensor) -
 
 
 def with_logprobs(logs: torch.Tensor, numbers: Sequence[int], counts: Sequence[int]) -> list[Token]:
-    """Tokens with their logarithms of probability, one a row, and so many of the likeliest ones."""
+    """Tokens with logprobs, one per row, and the requested alternatives."""
     own = logs.gather(-1, _on(logs, numbers)[:, None])[:, 0].tolist()
     values, tokens = logs.topk(min(max(counts), logs.shape[-1]), -1)
     rows = zip(numbers, own, tokens.tolist(), values.tolist(), counts, strict=True)

@@ -1,25 +1,25 @@
-"""SequenceBatch: the sequences of one microbatch, and the tokens that its next step reads.
+"""SequenceBatch: the sequences of one microbatch, and the tokens its next step reads.
 
-A request is a sequence of tokens, prompt and answer so far, of which the model has read a part; when it
-has read all, the next token is due. Prompts in parts, answers, and answers that resume after a preemption
-or a lost device are the same thing.
+A request is a sequence of tokens (prompt and answer so far) of which the model has read a part; when all are
+read, the next token is due. Chunked prompts, answers, and answers resumed after preemption or a lost device
+are the same thing.
 
-A step holds some tokens of some sequences, in one of a few sizes. Answers come first, one token each;
-parts of prompts fill the step in the order of arrival, so no answer waits longer than the largest step
-takes. In sizes up to `rows` no sequence has more than one token.
+A step holds some tokens of some sequences, in one of a few sizes. Decoding sequences come first, one token
+each; prompt chunks fill the step in arrival order, so no answer waits longer than the largest step takes. In
+sizes up to `rows` every sequence has one token.
 
-Sequences hold pages of a pool (`pages`). A sequence begins when there are pages for all its tokens, behind
-the pages of a common prefix, also those that the same step fills. When pages run out, the last comer is
-preempted: its pages return to the pool, where they can still be found. The first comer is never preempted,
-so everything ends. Pages behind the attention window of all layers return as soon as the next token does
-not see them: steps of a microbatch run in order, so a new owner writes later.
+Sequences hold pages of a pool (`pages`). A sequence begins when there are pages for all its tokens, after
+cached prefix pages, including those the same step fills. When pages run out, the newest sequence is
+preempted; its pages stay findable. The oldest is never preempted, so everything ends. Pages behind the
+attention window of all layers are released once the next token does not see them: steps of a microbatch run
+in order, so a new owner writes later.
 
-Where a model keeps state by row (`is_flat` is False), a sequence keeps its row, reads one token a step,
-and shares no pages. If the model can read a part of one prompt at once, that is a step of its own.
+Where state is kept by row (`is_flat` is False), a sequence keeps its row, reads one token per step and shares
+no pages. A prompt chunk, where the model supports it, is a step of its own.
 
-While a step runs, the next one can be planned (`can_look_ahead`) if the model's own choice is taken: a
-token not yet known is named by its row in the running step's outputs, and the model finds it there. An
-answer that turns out to be over has read one token too many; its output is dropped.
+While a step runs, the next one can be planned (`can_look_ahead`) if all choices are greedy: an unknown token
+is named by its row in the running step's outputs, and the model finds it there. An answer that turns out to
+have ended has read one token too many; that output is dropped.
 """
 
 from bisect import insort
@@ -44,18 +44,17 @@ from tessera.serve.sight import SeenPictures, Sight
 
 @dataclass(frozen=True)
 class Steps:
-    """Numbers and inputs of the steps of a served unit."""
+    """Numbers and inputs of a served unit's steps."""
 
-    # Tokens of a step -> its number.
+    # Step size in tokens -> step number.
     number: dict[int, int]
     encode: int | None
-    # By number: what it does and of how many tokens, and its inputs.
+    # By step number: (kind, tokens), and input names.
     names: tuple[str, ...]
     inputs: tuple[frozenset[str], ...]
 
     @staticmethod
     def of(plan: Plan) -> "Steps":
-        """The same for all plans loaded together."""
         need_one_batch(plan, "a service")
         traces = [graph.trace for graph in plan.graphs]
         number = {t.step.context: n for n, t in enumerate(traces) if t.step.kind == "tokens"}
@@ -64,7 +63,7 @@ class Steps:
         return Steps(number, encode, tuple(step_name(trace.step) for trace in traces), tuple(inputs))
 
     def call(self, microbatch: int, number: int, inputs: Tensors, skips: tuple[str, ...] = ()) -> StepCall:
-        """A call with the inputs that the step has; all inputs where they are not recorded."""
+        """A call with the inputs the step has; all inputs if none are recorded."""
         names = self.inputs[number]
         given = {name: tensor for name, tensor in inputs.items() if name in names} if names else inputs
         return StepCall(microbatch, number, given, skips)
@@ -77,28 +76,28 @@ class SeatedSequence:
         self.request, self.turn, self.row, self.seen = request, turn, row, seen
         # The request's own list.
         self.tokens = request.sequence
-        # False while it waits for pages; and whether it ever had some.
+        # Whether it has pages, and whether it ever had.
         self.is_begun = self.was_begun = False
-        # Tokens that the model has read, or will have when the steps that were started have ended.
+        # Tokens read, including those of running steps.
         self.read = 0
-        # Tokens that those steps will give; and the row of the last one's outputs that has the newest.
+        # Tokens that running steps will output, and the output row of the newest.
         self.num_due = self.ahead = 0
-        # Pages that others can find; and those it waits for, while it does.
+        # Published pages, and pages needed while waiting.
         self.num_published = self.num_wanted = 0
         self.table = np.zeros(0, dtype=np.int32)
         self.num_pages = 0
-        # Its first pages that went back because no token sees them any more; 0 stands in the table for each.
+        # Number of leading pages released behind the attention window; the table has 0 in their place.
         self.num_behind = 0
 
     @property
     def left(self) -> int:
-        """Tokens to read; one that is due and the last of its answer is not."""
+        """Tokens to read, not counting the last of an answer."""
         request = self.request
         is_last = request.num_out + self.num_due >= request.ask.max_tokens
         return len(self.tokens) + self.num_due - self.read - (self.num_due > 0 and is_last)
 
     def next_tokens(self, count: int) -> list[int]:
-        """The next tokens to read; -1 - row stands for a token that the running step outputs in that row."""
+        """Next tokens to read; -1 - row stands for the running step's output in that row."""
         found = self.tokens[self.read : self.read + count]
         return found if len(found) == count else [*found, -1 - self.ahead]
 
@@ -107,14 +106,14 @@ class SeatedSequence:
         return self.table[: self.num_pages]
 
     def begin(self, found: Sequence[int]) -> None:
-        """Starts behind the pages of a common prefix."""
+        """Start after the cached prefix pages."""
         self.is_begun, self.read, self.num_published = True, len(found) * PAGE, len(found)
         self.table = np.zeros(max(8, 2 * len(found)), dtype=np.int32)
         self.table[: len(found)] = found
         self.num_pages, self.num_behind = len(found), 0
 
     def pass_by(self, window: int) -> list[int]:
-        """Gives up the pages that its next token does not see, and returns them."""
+        """Release and return the pages that the next token does not see."""
         first, after = self.num_behind, max(self.num_behind, (self.read - window + 1) // PAGE)
         passed: list[int] = self.table[first:after].tolist()
         self.table[first:after] = 0
@@ -129,7 +128,7 @@ class SeatedSequence:
 
 
 class StepInputs:
-    """Inputs of a microbatch's steps, in memory that all of them share."""
+    """Inputs of a microbatch's steps, in shared memory."""
 
     def __init__(self, shape: Shape, sight: Sight | None) -> None:
         self._shape = shape
@@ -161,7 +160,7 @@ class StepInputs:
         return {name: torch.from_numpy(view) for name, view in views.items()}
 
     def fill(self, planned: "list[Part]", size: int) -> Tensors:
-        """Inputs of a step of this size; sequences side by side, or each in its row."""
+        """Inputs of a step of this size: sequences packed, or one per row."""
         tokens: list[int] = []
         for sequence, count, _ in planned:
             tokens += sequence.next_tokens(count)
@@ -195,16 +194,16 @@ class StepInputs:
         return {**self._tensors[size], **self._sight.inputs(seen, size)}
 
 
-# (row of a step's outputs, request that wants it).
+# (output row, request).
 OutputRows = Sequence[tuple[int, ActiveRequest]]
-# Chooses the tokens of a step; returns the requests whose answers end by them.
+# Chooses the tokens of a step; returns the requests that end.
 Settle = Callable[["SequenceBatch", StepDone, OutputRows], Sequence[ActiveRequest]]
 
 
 class Part(NamedTuple):
     sequence: SeatedSequence
     num_tokens: int
-    # True if its next token comes of this.
+    # True if its next token is an output of this step.
     is_due: bool
 
     def row_in(self, shape: Shape, number: int) -> int:
@@ -215,7 +214,7 @@ class Part(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StartedStep:
     parts: list[Part]
-    # True if the model's own choice is what everybody takes.
+    # True if all choices are greedy.
     is_plain: bool
 
 
@@ -237,24 +236,22 @@ class SequenceBatch:
         self._inputs = StepInputs(shape, sight)
         # Sizes in which a sequence may have more than one token.
         self._part_sizes = shape.part_sizes
-        # True if the newest step read a part of a prompt alone.
+        # True if the newest step was a prompt chunk alone.
         self._was_part = False
-        # Those that have pages, and those that wait for them, each in the order of arrival.
+        # Sequences with pages, and waiting ones, in arrival order.
         self._begun: list[SeatedSequence] = []
         self._aside: list[SeatedSequence] = []
         self._by_request: dict[ActiveRequest, SeatedSequence] = {}
         self._num_turns = 0
         self._unused_rows = list(range(shape.rows))
-        # Pages in the tables of all, shared ones as often as they are.
+        # Entries of all page tables; shared pages count once per table.
         self._num_entries = 0
-        # Pages that those aside will need.
+        # Pages that waiting sequences need.
         self._num_wanted = 0
-        # What runs, oldest first; whose picture is encoded; and whether tokens were read since the last one.
+        # Running steps, oldest first; the sequence whose picture is encoded; whether tokens were read since.
         self._started: deque[StartedStep] = deque()
         self._looking: SeatedSequence | None = None
         self._has_read = False
-
-    # For the scheduler.
 
     @property
     def num_used(self) -> int:
@@ -266,28 +263,27 @@ class SequenceBatch:
 
     @property
     def takes(self) -> bool:
-        """True if a request can begin soon: there are pages for all that wait."""
+        """True if a request can begin soon: there are pages for all waiting ones."""
         return self.num_free > 0 and self._num_wanted <= self.pool.num_free
 
     @property
     def can_move(self) -> bool:
-        """Only where prompts are read in parts; token by token, reading again is as slow as answering."""
+        """Only with chunked prompts; token by token, reading again is as slow as answering."""
         return bool(self._part_sizes) and not self._shape.is_first_only
 
     @property
     def is_kept(self) -> bool:
-        """True if the next request may share a prefix with pages here."""
+        """True if cached pages may be shared with the next request."""
         return self.pool.num_kept > 0
 
     def overlap(self, request: ActiveRequest) -> int:
-        """Tokens of a request's prefix that are in pages here."""
+        """Tokens of a request's prefix in cached pages."""
         return len(self._found(request)) * PAGE
 
     def requests(self) -> list[ActiveRequest]:
         return list(self._by_request)
 
-    def state(self) -> None:
-        """Initial state: zeros."""
+    def state(self) -> None: ...
 
     def add(self, request: ActiveRequest) -> None:
         seen = None if self._sight is None else SeenPictures(request.ask.pictures)
@@ -298,7 +294,7 @@ class SequenceBatch:
         self._wait(sequence)
 
     def leave(self, request: ActiveRequest) -> None:
-        """Removes a request; the output of a running step for it is dropped."""
+        """Remove a request; outputs of a running step for it are dropped."""
         request.batch = None
         sequence = self._by_request.pop(request, None)
         if sequence is None:
@@ -312,7 +308,7 @@ class SequenceBatch:
 
     @property
     def can_look_ahead(self) -> bool:
-        """True if every sequence of the running step takes the model's own choice."""
+        """True if every choice of the running step is greedy."""
         return len(self._started) == 1 and self._started[0].is_plain
 
     def next_step(self) -> StepCall | None:
@@ -322,7 +318,7 @@ class SequenceBatch:
             for sequence in self._begun:
                 self.pool.give_back(sequence.pass_by(self._shape.window))
         planned = self._plan()
-        if not planned:  # nobody is here, or all who are wait for a picture or for what runs
+        if not planned:  # empty, or all wait for a picture or a running step
             return self._look()
         size, skips = self._size_of(planned), _skips(planned)
         inputs = self._inputs.fill(planned, size)
@@ -336,7 +332,7 @@ class SequenceBatch:
         return self._steps.call(self.number, self._steps.number[size], inputs, skips)
 
     def end(self, done: StepDone) -> Sequence[ActiveRequest]:
-        """The oldest running step has ended; returns the requests that leave by it."""
+        """End the oldest running step; return the requests that leave."""
         if self._looking is not None:
             assert self._looking.seen is not None, "only who sees looks"
             self._looking.seen.take(done.outputs["image"])
@@ -357,17 +353,13 @@ class SequenceBatch:
         return left
 
     def kind_of(self, step: int) -> str:
-        """Name of a step: its kind and number of tokens."""
         return self._steps.names[step]
 
     def num_read(self, request: ActiveRequest) -> int:
-        """Tokens of a request that were read here."""
         return self._by_request[request].read
 
-    # What comes next.
-
     def _look(self) -> StepCall | None:
-        """Encodes the next picture before its tokens are read; answers run between two pictures."""
+        """Encode the next picture before its tokens are read; decoding runs between two pictures."""
         has_read, self._has_read = self._has_read, False
         if self._sight is None or (not has_read and any(s.left == 1 for s in self._begun)):
             return None
@@ -382,7 +374,7 @@ class SequenceBatch:
         return None
 
     def _plan(self) -> list[Part]:
-        """Parts of the next step; their pages are reserved."""
+        """Parts of the next step, with pages reserved."""
         if self._shape.is_flat or not self._part_sizes:
             return self._plan_mixed()
         is_answering = any(sequence.left == 1 for sequence in self._begun)
@@ -393,7 +385,7 @@ class SequenceBatch:
         return planned
 
     def _plan_part(self) -> list[Part]:
-        """A part of the first prompt that is long enough, where state is kept by row."""
+        """Chunk of the first prompt that is long enough, where state is kept by row."""
         while self._aside and self._begin(self._aside[0]):
             pass
         for sequence in self._begun:
@@ -408,7 +400,6 @@ class SequenceBatch:
         return left >= self._part_sizes[0] and is_early and not sequence.request.wants_prompt
 
     def _plan_mixed(self) -> list[Part]:
-        """Some tokens of every sequence, or one each."""
         begun = [(left, sequence) for sequence in self._begun if (left := sequence.left)]
         budget = self._budget(sum(left for left, _ in begun) + sum(s.left for s in self._aside))
         planned: list[Part] = []
@@ -420,7 +411,7 @@ class SequenceBatch:
         planned = [part for part in planned if part.sequence.is_begun]
         for sequence, count, _ in planned:
             self._publish(sequence, sequence.read + count)
-        # After the others are known, so that who begins can share what they fill in this very step.
+        # After the others, so that a new sequence can share pages filled in this step.
         while budget > 0 and self._aside and self._begin(sequence := self._aside[0]):
             left = sequence.left
             count = self._count(sequence, left, budget)
@@ -431,10 +422,10 @@ class SequenceBatch:
         return planned
 
     def _budget(self, total: int) -> int:
-        """Most tokens of the next step: a size that is well filled.
+        """Maximum tokens of the next step: a size that is well filled.
 
-        A step costs what its size costs. Where less than half of the difference to the size below would be
-        used, the size below is filled, and the rest waits for the next step.
+        A step costs what its size costs. If less than half of the difference to the next smaller size would
+        be used, the smaller size is filled and the rest waits.
         """
         for smaller, size in pairwise(self._part_sizes):
             if total <= (smaller + size) / 2:
@@ -442,7 +433,7 @@ class SequenceBatch:
         return self._shape.sizes[-1]
 
     def _count(self, sequence: SeatedSequence, left: int, budget: int) -> int:
-        """Tokens that a sequence reads in the next step."""
+        """Tokens a sequence reads in the next step."""
         count = min(left, budget)
         if not self._shape.is_flat and self._part_sizes and sequence.read == 0:
             count = 0 if self._can_read_part(sequence, left) else count  # its first part comes next
@@ -451,7 +442,6 @@ class SequenceBatch:
         return count if sequence.seen is None else sequence.seen.bounded(sequence.read, count)
 
     def _size_of(self, planned: list[Part]) -> int:
-        """The smallest size that holds these parts."""
         num, sizes = sum(part.num_tokens for part in planned), self._shape.sizes
         if num > len(planned):
             sizes = self._part_sizes
@@ -459,17 +449,15 @@ class SequenceBatch:
             num = 1 + max(part.sequence.row for part in planned)
         return next(size for size in sizes if size >= num)
 
-    # Pages.
-
     def _found(self, request: ActiveRequest) -> list[int]:
-        """Pages of a request's prefix; its last token is always read."""
+        """Cached pages of a request's prefix; its last token is always read."""
         if not self._is_caching or request.wants_prompt:
             return []
         return self.pool.find(request.keys((len(request.sequence) - 1) // PAGE))
 
     def _begin(self, sequence: SeatedSequence) -> bool:
-        """Reserves the pages of a waiting sequence, if one more is left for each of the others."""
-        if sequence.num_due:  # put aside while a step was at its next token
+        """Reserve the pages of a waiting sequence if one per other sequence is left."""
+        if sequence.num_due:  # preempted while a step read its next token
             return False
         request = sequence.request
         found, wanted, spare = self._found(request), _pages_of(sequence), len(self._begun)
@@ -492,7 +480,7 @@ class SequenceBatch:
         return True
 
     def _grow(self, sequence: SeatedSequence) -> bool:
-        """Reserves the page of the next token; False if the sequence itself was preempted for it."""
+        """Reserve the page of the next token; False if the sequence itself was preempted."""
         while sequence.read >= sequence.num_pages * PAGE and sequence.is_begun:
             if self.pool.num_free and self._num_entries < self._shape.num_page_entries:
                 sequence.append(self.pool.take())
@@ -505,9 +493,9 @@ class SequenceBatch:
         return sequence.is_begun
 
     def _publish(self, sequence: SeatedSequence, end: int) -> None:
-        """Publishes pages that are full up to `end`, as far as their tokens are known.
+        """Publish pages that are full up to `end`, as far as their tokens are known.
 
-        Steps that are already planned fill them; a sequence that finds them reads them later.
+        Planned steps fill them; a sequence that finds them reads them later.
         """
         first, after = sequence.num_published, min(end, len(sequence.tokens)) // PAGE
         if first < after and self._is_caching:
@@ -523,19 +511,17 @@ class SequenceBatch:
         sequence.is_begun = False
 
     def _wait(self, sequence: SeatedSequence) -> None:
-        """Puts a sequence among the waiting ones, in the order of arrival."""
         sequence.read, sequence.num_wanted = 0, _pages_of(sequence)
         insort(self._aside, sequence, key=lambda s: s.turn)
         self._num_wanted += sequence.num_wanted
 
 
 def _pages_of(sequence: SeatedSequence) -> int:
-    """Pages for all tokens of a sequence and the next one."""
     return pages_for(len(sequence.tokens) + sequence.num_due + 1)
 
 
 def _skips(planned: list[Part]) -> tuple[str, ...]:
-    """Outputs of a step that are not needed."""
+    """Unneeded outputs of a step."""
     if any(part.sequence.request.wants_prompt for part in planned):
         return ()
     due = [part.sequence.request for part in planned if part.is_due]

@@ -1,12 +1,11 @@
-"""Service: answers asks with a served model. The one object that HTTP, tests and benchmarks talk to.
+"""Service: answers asks with a served model; the object HTTP, tests and benchmarks use.
 
     with Service(stepper, shape, text) as service:
         async for event in service.answer(ask): ...
 
-`answer` may be called from any thread and read on any event loop; it refuses at once what cannot be served,
-with AskError, ServiceBusy or ServiceClosing. The stepper belongs to the caller, who closes it after the
-service. Every loss of a device, its return and every change of plans is one line of the log, a decision in
-the snapshot and a count in the metrics.
+`answer` is thread-safe and raises `AskError`, `ServiceBusy` or `ServiceClosing` at once. The caller closes
+the stepper after the service. Every lost or returned device and every change of plans is a log line, a
+decision in the snapshot and a metrics count.
 """
 
 import math
@@ -33,11 +32,11 @@ from tessera.serve.sight import Sight
 from tessera.serve.text import Text
 
 AUTO = "auto"
-# Seconds that answers in progress get when a service is left.
+# Seconds for answers in progress when a service stops.
 GRACE_S = 30.0
-# Seconds of the monitor's window, at least: a switch waits for microbatches to empty.
+# Minimum monitor window: a switch waits for microbatches to empty.
 MIN_WINDOW_S = 2.0
-# Seconds of step times before costs are judged: planning takes a core for a while.
+# Seconds of step times before costs are judged: replanning takes a core for a while.
 COST_S = 30.0
 
 
@@ -54,13 +53,13 @@ def _monitor(capabilities: tuple[Capability, ...]) -> Monitor | None:
 
 
 class Service:
-    """Use it in a `with` statement, or `start` and `stop` it.
+    """Use in a `with` statement, or call `start` and `stop`.
 
-    policy          "auto": chosen by the monitor, where capabilities of several policies are known
-    prefix_caching  False: common prefixes are computed for each sequence
-    capabilities    of the stepper's plans, where the plans do not say
-    planner         makes other plans while it runs; None: plans stay
-    log             gets one line for every event of devices and plans
+    policy          "auto": the monitor chooses among several policies
+    prefix_caching  False: compute common prefixes for each sequence
+    capabilities    of the plans, if the plans do not have them
+    planner         makes new plans at run time; None: plans stay
+    log             gets one line per device or plan event
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Service:
             raise UnknownName("policy", policy, (AUTO, *policies))
         self._engine = Engine(stepper, shape, text.end, max_waiting, meters, sight, prefix_caching)
         self._begun_s = time.monotonic()
-        # A lost device is planned for beside a correction that is no longer wanted.
+        # Two: a lost device is planned for while an obsolete correction still runs.
         self._background = ThreadPoolExecutor(2, "tessera-replan")
         self._is_started = False
         monitor = None
@@ -100,7 +99,7 @@ class Service:
     def _policies(self) -> tuple[str, ...]:
         return tuple(plan.policy for plan in self._stepper.plans)
 
-    # What the controller asks for.
+    # Interface of the controller.
 
     @property
     def policy(self) -> str:
@@ -111,7 +110,7 @@ class Service:
         return time.monotonic() - self._begun_s
 
     def switch(self, policy: str) -> None:
-        """Microbatches opened from now on follow this policy."""
+        """Plan microbatches opened from now on by this policy."""
 
         def switch() -> None:
             if policy in self._policies():
@@ -145,27 +144,27 @@ class Service:
         self._thread.start()
 
     def stop(self, grace_s: float = GRACE_S) -> bool:
-        """Refuses new asks and finishes those it has, within the grace; True if all were finished."""
+        """Refuse new asks and finish the others within the grace; True if all finished."""
         self._engine.close(time.monotonic() + grace_s)
         if self._thread.ident is not None:
-            self._thread.join()  # also for a step that runs: it cannot be taken back
+            self._thread.join()  # includes the running step, which cannot be cancelled
         self._background.shutdown(wait=True, cancel_futures=True)
         return not self._engine.was_cut
 
     @property
     def failure(self) -> str:
-        """Why nothing is served any more; empty: it is."""
+        """Why the service failed; empty: it has not."""
         return self._engine.failure
 
     def answer(self, ask: Ask) -> Answer:
-        """Takes an ask; its pieces and its finish come by iterating. Closing the answer cancels it."""
+        """Pieces and a finish; closing the answer cancels it."""
         self._check(ask)
         request = ActiveRequest(ask, self.text.reader(), self.text.end)
         self._engine.submit(request)
         return Answer(request.buffer, lambda: self._engine.cancel(request))
 
     def _check(self, ask: Ask) -> None:
-        """Refuses what this model cannot answer; what no model can, `openai.bodies` has refused."""
+        """Checks that depend on the model; `openai.bodies` has done the others."""
         shape = self.shape
         if not ask.prompt:
             raise AskError("there is nothing to read", "Send at least one token.", "prompt")

@@ -30,6 +30,16 @@ from tessera.serve.records import PromptPicture
 GRID = grid_of(PICTURE_TOKENS)
 # Shift of the text after a picture, which counts as many positions as its longer side.
 SHIFT = max(GRID) - PICTURE_TOKENS
+# A character of no language.
+MARK = "\U0010fff1"
+# Module, extra and package.
+PILLOW = ("PIL.Image", "serve", "pillow")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+# Decoded, a picture takes three bytes a pixel.
+MAX_PIXELS = 32 << 20
+# Normalisation of each colour.
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 def rotary(positions: npt.NDArray[np.int64], starts: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -109,18 +119,6 @@ def sight_of(encode: Workload, tokens: Workload) -> Sight:
     del fixed["patches"]
     image = tokens.make_inputs(0)["image"]
     return Sight(fixed, image.shape[-1], image.dtype)
-
-
-# A character of no language.
-MARK = "\U0010fff1"
-# Module, extra and package.
-PILLOW = ("PIL.Image", "serve", "pillow")
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-# Decoded, a picture takes three bytes a pixel.
-MAX_PIXELS = 32 << 20
-# Normalisation of each colour.
-MEAN = (0.48145466, 0.4578275, 0.40821073)
-DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,19 @@
-"""Models on one device: encoders that make vectors of texts, and pipelines that make pictures from words.
+"""Models on one device: encoders for embeddings, and diffusers pipelines for images.
 
     with EmbeddingService(Encoder.open(folder), name) as service:
         vectors = await service.embed(inputs)
     with ImageService(TextToImage.open(folder), name) as service:
         pictures = await service.generate(draft)
 
-They are computed on the first of the devices named, by a thread of this process: an encoder has no state to
-place, and small ones fit anywhere. Plans, workers and emulated times are for models that generate text. What
-they do they show as any service does.
+They run on the first device, on a thread of this process, without plans and workers.
 
-An encoder is one from its folder. The last hidden states of an input's tokens become one vector as the folder
-says in the files of sentence-transformers (modules.json): the mean, the largest of each number, or the state
-of the first or the last token, of length 1 if it says so. Without these files it is the mean, as that library
-does. Inputs of all clients that wait are computed together, those of one request from the shortest to the
-longest. Not handled: modules behind the pooling other than Normalize, and models that generate as encoders.
+An encoder pools the last hidden states as the folder's sentence-transformers files (modules.json) say; the
+default is the mean. Waiting inputs of all clients are batched, those of one request by length. Not handled:
+modules after pooling other than Normalize, and generating models as encoders.
 
-A pipeline is diffusers' own for pictures from text, from a folder with all its parts, whatever its encoders,
-denoiser and decoder are; it is built from safetensors and from classes of the libraries, never from code that
-a folder brings. One request is computed after the other: a client that goes stops its picture at the next
-step. `tessera run` places a denoiser on several devices. Not handled: pictures that are changed or filled in,
-and pipelines for video or sound.
+A pipeline is any text-to-image pipeline of diffusers, built from safetensors and library classes, never from
+code in the folder. Requests run one after another; a client that disconnects stops its image at the next
+step. `tessera run` places a denoiser on several devices. Not handled: image editing, video and sound.
 """
 
 import asyncio
@@ -49,14 +43,14 @@ from tessera.errors import ArtifactError, AskError, ServiceBusy, ServiceClosing,
 from tessera.ir import Step
 from tessera.serve.records import Ask, DeviceView, Events, ImageDraft, Snapshot
 
-# Of one computation: inputs, and tokens with those that fill shorter inputs up.
+# Maximum inputs and padded tokens of a batch.
 MAX_ROWS, MAX_PADDED = 64, 8192
-# Inputs, and requests for pictures, that may wait.
+# Maximum waiting inputs, and image requests.
 MAX_INPUTS, MAX_REQUESTS = 2**16, 64
-# Larger figures mean that a tokenizer knows no limit.
+# Larger values mean that a tokenizer has no limit.
 NO_LIMIT = 2**20
 POOLINGS = ("mean", "cls", "max", "lasttoken")
-# Folders of modules, as sentence-transformers names them.
+# Module folders of sentence-transformers.
 MODULE = re.compile(r"\d+_\w+")
 
 Given = TypeVar("Given")
@@ -67,15 +61,15 @@ Made = TypeVar("Made")
 class Waiting(Generic[Given, Made]):
     given: Given
     future: "Future[Made]" = field(default_factory=Future)
-    # True if nobody waits for what is made of it any more.
+    # True if the client has gone.
     is_gone: bool = False
 
 
 class SingleDeviceService(ABC, Generic[Given, Made]):
-    """Computes what waits, in batches, from any event loop. Use it in a `with` statement.
+    """Batches waiting inputs on one thread; callable from any event loop. Use in a `with` statement.
 
-    makes     what it makes, and the path that is for it: it takes no asks
-    max_rows  what one batch has at most
+    makes     output kind and its path, for the refusal of asks
+    max_rows  maximum batch size
     """
 
     failure = ""
@@ -92,10 +86,10 @@ class SingleDeviceService(ABC, Generic[Given, Made]):
 
     @abstractmethod
     def _make(self, batch: Sequence[Waiting[Given, Made]]) -> Sequence[Made]:
-        """What is made of each; on the thread."""
+        """Outputs of a batch; runs on the thread."""
 
     def _fits(self, batch: Sequence[Waiting[Given, Made]], more: Given) -> bool:
-        """Whether one more can be computed with a batch that is not empty."""
+        """True if a non-empty batch can take one more."""
         return len(batch) < self._max_rows
 
     def __enter__(self) -> Self:
@@ -105,7 +99,7 @@ class SingleDeviceService(ABC, Generic[Given, Made]):
         self.stop()
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """Refuses what comes and what waits; what is being computed is waited for."""
+        """Refuse new and waiting inputs; wait for the running batch."""
         with self._lock:
             self._is_closed = True
             for one in self._waiting:
@@ -114,13 +108,12 @@ class SingleDeviceService(ABC, Generic[Given, Made]):
 
     @property
     def num_waiting(self) -> int:
-        """Those that are not being computed yet."""
         return sum(not one.is_gone for one in list(self._waiting))
 
     async def _made_of(
         self, inputs: Sequence[Given], order: Callable[[Given], int] = lambda one: 0
     ) -> list[Made]:
-        """One for each input. Cancelled, those that are not being computed yet are left out."""
+        """One output per input. Cancelling drops inputs that are not running yet."""
         waiting = [Waiting[Given, Made](one) for one in inputs]
         with self._lock:
             if self._is_closed:
@@ -137,7 +130,6 @@ class SingleDeviceService(ABC, Generic[Given, Made]):
                 one.future.cancel()
 
     def _compute(self) -> None:
-        """All that wait."""
         while batch := self._next():
             begun_s, self._running = time.monotonic(), len(batch)
             try:
@@ -152,7 +144,7 @@ class SingleDeviceService(ABC, Generic[Given, Made]):
                 one.future.set_result(value)
 
     def _next(self) -> list[Waiting[Given, Made]]:
-        """Those at the front that are computed together; who has gone is left out."""
+        """Next batch, without inputs of clients that have gone."""
         batch: list[Waiting[Given, Made]] = []
         with self._lock:
             while self._waiting and (not batch or self._fits(batch, self._waiting[0].given)):
@@ -183,20 +175,20 @@ class SingleDeviceService(ABC, Generic[Given, Made]):
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How the states of an input's tokens become one vector."""
+    """How token states become one vector."""
 
     mode: str = "mean"
     is_normal: bool = False
-    # Tokens of an input, at most; None: as many as the model has positions.
+    # Maximum tokens of an input; None: the model's positions.
     max_tokens: int | None = None
-    # Stands before every text.
+    # Prefix of every text.
     prompt: str = ""
-    # Lengths that a vector may be cut to; empty: none. 0: any.
+    # Lengths a vector may be cut to; empty: none; 0: any.
     sizes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, folder: Path) -> "Pooling":
-        """As a folder says; ArtifactError for what is not handled."""
+        """Settings of a folder; `ArtifactError` for what is not handled."""
         mode, is_normal = "mean", False
         for kind, path in _modules(folder)[1:]:
             if kind == "Pooling":
@@ -213,7 +205,7 @@ class Pooling:
         return cls(mode, is_normal, most, str(prompt), tuple(int(size) for size in sizes))
 
     def pooled(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Vectors [inputs, size] of states [inputs, tokens, size]; the mask is 1 for tokens of an input."""
+        """Vectors [inputs, size] of states [inputs, tokens, size]; the mask is 0 for padding."""
         there = mask[:, :, None].to(states.dtype)
         if self.mode == "cls":
             found = states[:, 0]
@@ -227,7 +219,7 @@ class Pooling:
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """(kind, folder) of each module of a folder; a plain encoder has none but itself."""
+    """(kind, folder) of each module; a plain encoder has only itself."""
     path = folder / "modules.json"
     if not path.exists():
         return [("Transformer", folder)]
@@ -275,16 +267,16 @@ class Encoder:
 
     @classmethod
     def open(cls, model: str, device: str = "cpu", random_weights: bool = False) -> "Encoder":
-        """The encoder of a folder; what a class puts on top of it is left out."""
+        """The encoder of a folder, without its head."""
         folder = place_of(model)
         module = build(Step(folder, "call", 1, 8, random_weights=random_weights)).module.base_model
         made = cls(module, Pooling.of(Path(folder)), device)
-        with blamed_for_run(folder):  # at its full length, so that no input fails later
+        with blamed_for_run(folder):  # at full length, so that no input fails later
             made.encode([(0,) * made.max_tokens])
         return made
 
     def _positions(self, config: Any) -> int:
-        """Tokens that it has positions for; some count them from behind the number that stands for none."""
+        """Number of positions; some models start counting after the padding index."""
         most = int(getattr(config, "max_position_embeddings", NO_LIMIT))
         layer = getattr(getattr(self._module, "embeddings", None), "position_embeddings", None)
         skipped = getattr(layer, "padding_idx", None)
@@ -301,12 +293,12 @@ class Encoder:
 
 
 def cut(vector: torch.Tensor, size: int | None) -> torch.Tensor:
-    """The first numbers of a vector, which is of length 1 again; all of them if no size is given."""
+    """Vector cut to `size` numbers and normalised again; None: unchanged."""
     return vector if size is None else torch.nn.functional.normalize(vector[:size], dim=-1)
 
 
 def embeds(model: str) -> bool:
-    """True if a model is a folder that makes embeddings: it reads text and cannot generate."""
+    """True for a folder of an encoder: reads text and cannot generate."""
     folder = Path(place_of(model))
     if not (folder / "config.json").exists() or steps_of_model(model) != ("call",):
         return False
@@ -314,8 +306,6 @@ def embeds(model: str) -> bool:
 
 
 class EmbeddingService(SingleDeviceService[Sequence[int], torch.Tensor]):
-    """Answers requests for embeddings."""
-
     def __init__(self, encoder: Encoder, model: str) -> None:
         makes = "embeddings and says nothing. Use /v1/embeddings"
         super().__init__(model, encoder.device, makes, MAX_INPUTS, MAX_ROWS)
@@ -335,7 +325,7 @@ class EmbeddingService(SingleDeviceService[Sequence[int], torch.Tensor]):
 
 
 class _Gone(Exception):
-    """Nobody waits for the picture any more."""
+    """The client has gone."""
 
 
 class TextToImage:
@@ -351,7 +341,7 @@ class TextToImage:
         library = extra_module("diffusers", "diffusers")
         library.utils.logging.disable_progress_bar()
         with blamed(folder, "its pipeline cannot be built"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # that options will be called otherwise
+            warnings.simplefilter("ignore", FutureWarning)  # renamed options
             pipeline = library.AutoPipelineForText2Image.from_pretrained(
                 folder,
                 local_files_only=True,
@@ -361,7 +351,7 @@ class TextToImage:
         return cls(pipeline, device)
 
     def generate(self, draft: ImageDraft, is_gone: Callable[[], bool]) -> list[bytes]:
-        """The pictures of a request, one after the other; AskError for what the pipeline does not take."""
+        """Images of a request, one after another; `AskError` for unsupported options."""
         options: dict[str, Any] = {name: value for name, value in draft.options.items() if value is not None}
         for name in options:
             if name not in self._takes:
@@ -380,7 +370,7 @@ class TextToImage:
     def _draw(self, prompt: str, options: dict[str, Any]) -> Any:
         try:
             return self._pipeline(prompt=prompt, **options).images[0]
-        except ValueError as error:  # how pipelines refuse what they are asked for
+        except ValueError as error:  # how pipelines refuse arguments
             raise AskError(f"the pipeline refuses this: {first_line(error)}", "", "prompt") from error
 
 
@@ -404,7 +394,7 @@ def makes_images(model: str) -> bool:
 
 
 def check_parts(folder: Path) -> None:
-    """Raises unless all parts are there that the pipeline's folder lists."""
+    """Raise unless all listed parts of the pipeline exist."""
     listed = read_json(folder / PIPELINE)
     parts = [name for name, value in listed.items() if isinstance(value, list) and value and value[0]]
     missing = [name for name in parts if not (folder / name).is_dir()]
@@ -414,14 +404,12 @@ def check_parts(folder: Path) -> None:
 
 
 class ImageService(SingleDeviceService[ImageDraft, list[bytes]]):
-    """Answers requests for pictures, one at a time."""
-
     def __init__(self, pipeline: TextToImage, model: str) -> None:
         super().__init__(model, pipeline.device, "pictures. Use /v1/images/generations", MAX_REQUESTS)
         self.pipeline = pipeline
 
     async def generate(self, draft: ImageDraft) -> list[bytes]:
-        """The pictures of one request, encoded. Cancelled, it is left out or stopped at its next step."""
+        """Encoded images. Cancelling drops the request or stops it at its next step."""
         return (await self._made_of([draft]))[0]
 
     def _make(self, batch: Sequence[Waiting[ImageDraft, list[bytes]]]) -> Sequence[list[bytes]]:

@@ -1,10 +1,10 @@
-"""started: from a model's name to a service that answers, with everything HTTP needs of it.
+"""started: from a model's name to a running service with its HTTP application.
 
     with started("tiny-llama", cluster) as running:
         running.app, running.service
 
-Puts together what the other modules make: plans (`planning`, `gpu`), workers, text, engine, HTTP.
-Encoders and pipelines are served on the first device, without plans and workers (`single_device`).
+Joins plans (`planning`, `gpu`), workers, text, engine and HTTP. Encoders and pipelines are served on the
+first device, without plans and workers (`single_device`).
 """
 
 import time
@@ -35,33 +35,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    # What clients call it; empty: the model's own name, of a folder its last part.
+    # Name for clients; empty: the model's name, or the last part of its folder.
     name: str = ""
     spec: ServeSpec = field(default_factory=ServeSpec)
-    # How workers pass bytes on; see `execute.transport`.
+    # Transport between workers; see `execute.transport`.
     transport: str = "auto"
     max_waiting: int = 1024
-    # False: what sequences have in common is read anew for each of them.
+    # False: compute common prefixes for each sequence.
     prefix_caching: bool = True
     keys: tuple[str, ...] = ()
-    # True if it listens on this machine only.
+    # True if it listens on loopback only.
     is_local: bool = True
     limits: HttpLimits = field(default_factory=HttpLimits)
-    # Where plans are kept between starts; None: each start plans anew.
+    # Folder of kept plans; None: always plan.
     kept: Path | None = None
 
 
 @dataclass(frozen=True)
 class RunningService:
-    """A service that answers, and the application in front of it."""
-
-    # With what it makes, if that is not text.
+    # Name, and output kind if not text.
     title: str
     service: "Service | EmbeddingService | ImageService"
     app: "FastAPI"
-    # Of one that is planned, three lines: what was chosen, what is expected, what another device would add.
+    # Three lines for planned models: choice, expected rate, gain of one more device.
     summary: tuple[str, ...]
-    # What else there is to say of it, for programs.
+    # Facts for `--json`.
     facts: dict[str, Any]
 
 
@@ -74,9 +72,9 @@ def started(
     hub: MakeHub | None = None,
     advance: Callable[[str], None] = lambda what: None,
 ) -> Iterator[RunningService]:
-    """Plans, starts workers, and stops them at the end; `advance` hears what is done next.
+    """Plan, start workers, and stop them at the end.
 
-    `hub` makes the way to workers that are not processes of this machine.
+    `hub` connects workers that are not processes of this machine; `advance` gets a line before each stage.
     """
     options = options or ServeOptions()
     name = options.name or (Path(model).name if Path(model).is_dir() else model)
@@ -145,7 +143,7 @@ def _planned(
 
 
 def is_single_device(model: str) -> bool:
-    """True for an encoder or a pipeline."""
+    """True for encoders and pipelines."""
     from tessera.serve.single_device import embeds, makes_images
 
     return makes_images(model) or embeds(model)
@@ -178,13 +176,12 @@ def _single_device(
     return RunningService(f"{name} ({makes})", service, app, (), facts)
 
 
-# For people. Rates are modelled, at full load: the plan's own simulated one, or where plans were rehearsed
-# the one found so. Another card of each kind is counted as a copy of the service beside it, which any router
-# can do: a plan over all of them is at least as good.
+# Rates are modelled at full load: rehearsed if available, else the plan's simulated rate. One more card
+# counts as a copy of the service behind a router; a plan over all cards is at least as good.
 
 
 def lines_of(prepared: Prepared, average: Average) -> tuple[str, str, str]:
-    """What was chosen, what is expected, and what one more card would add."""
+    """Choice, expected rate, and gain of one more card."""
     return _chosen(prepared), _expected(prepared, average), _one_more(prepared, average)
 
 
@@ -230,5 +227,5 @@ def _one_more(prepared: Prepared, average: Average) -> str:
 
 
 def _tokens_per_s(prepared: Prepared, average: Average, units_per_s: float) -> float:
-    """A unit is what a microbatch does for all its rows' average requests."""
+    """One unit serves an average request in each row."""
     return units_per_s * prepared.model.shape.rows * average.output

@@ -1,13 +1,12 @@
-"""Served: a model as the steps that serving runs, over one set of weights, with the shape they have.
+"""served: builds a model as the steps that serving runs, over one set of weights.
 
 A language model has one kind of step, some tokens of some sequences (`capture.models.paged`), in a few sizes
-over the same pages; a vision-language one has encode besides. Other models are not served by steps and are
-refused here; so are folders of vision-language models: their templates say where a picture stands in words of
-their own.
+over the same pages; a vision-language model has encode steps too. Each size is captured, planned and made a
+graph, so sizes are few: up to `rows` tokens for decoding alone, and larger ones with prompt chunks, each four
+times the one below.
 
-Sizes are few, because each one is captured, planned and made a graph of its own: up to `rows` tokens for
-steps of answers alone, and from there to the largest for those that read prompts too, each four times the one
-below.
+Not handled: other models, and folders of vision-language models, whose templates place pictures in different
+ways.
 """
 
 from collections.abc import Sequence
@@ -30,22 +29,21 @@ from tessera.serve.pages import modest_bytes, pages_for
 from tessera.serve.records import ServeSpec, Shape
 from tessera.serve.sight import Eyes, Sight, sight_of
 
-# Tokens of the largest step, of a model that computes on a CPU.
+# Tokens of the largest step on a CPU.
 MAX_BATCH_TOKENS = 128
-# Tokens of a prompt and its answer, of a model that has no limit of its own.
+# Sequence length of a model without a limit.
 CAPACITY = 32_768
-# Of steps: each one is so many times the one below. On a CPU, where padding costs as much as tokens, small
-# ones are worth their capture.
+# Ratio of step sizes, and the smallest size on a CPU, where padding costs as much as tokens.
 RATIO, MIN_SIZE = 4, 8
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The steps of one model; their order is that of a work unit."""
+    """The steps of one model, in the order of the work unit."""
 
     model: str
     shape: Shape
-    # In the order of sizes; before them, of a model that sees, encode.
+    # By size; before them encode, if the model has it.
     workloads: tuple[Workload, ...]
 
     @property
@@ -61,11 +59,10 @@ class ServedModel:
 
     @property
     def sight(self) -> Sight | None:
-        """What it makes of pictures; None for a model that does not see."""
+        """None for text-only models."""
         return None if self.encode is None else sight_of(self.encode, self.workloads[-1])
 
     def senses(self) -> tuple[Sight, Eyes] | None:
-        """Its sight and its eyes; None likewise."""
         encode, sight = self.encode, self.sight
         return None if encode is None or sight is None else (sight, Eyes.of(encode))
 
@@ -79,12 +76,11 @@ def served(
     room_bytes: Sequence[float] = (),
     pool_bytes: float | None = None,
 ) -> ServedModel:
-    """Builds a model (a built-in name or a checkpoint folder) for serving.
+    """Build a model (a built-in name or a checkpoint folder) for serving.
 
-    A model with more than `max_bytes` of weights is refused before it is built. Where the spec does not say
-    how many tokens the pages of a microbatch hold, those of all take what `room_bytes` of the devices leave
-    beside the weights, but no more than `pool_bytes` each: by default a modest part of this machine's memory.
-    Steps are priced for sequences in the middle of an average answer.
+    A model with more than `max_bytes` of weights is refused before it is built. Unless the spec has the pool
+    size, pages take what the weights leave of `room_bytes` (memory by device), at most `pool_bytes` per
+    microbatch. Steps are priced for sequences in the middle of an average answer.
     """
     microbatches, rows, capacity, pool_tokens = spec.microbatches, spec.rows, spec.capacity, spec.pool_tokens
     _check_counts(spec)
@@ -93,7 +89,7 @@ def served(
     place = place_of(model)
     if max_bytes is not None:
         _check_bytes(model, weight_bytes(place), max_bytes)
-    # The model once, for the smallest of steps: how its state is kept is known from its configuration.
+    # Built once for the smallest step: the configuration tells how state is kept.
     smallest = Step(
         place, "tokens", 1, 1, spec.seed, 2 * PAGE, spec.random_weights, joined_products=spec.joined
     )
@@ -115,7 +111,7 @@ def served(
     pool_tokens = PAGE * pages_for(pool_tokens)
     length = min(size, spec.average.prompt + spec.average.output // 2)
     pages = replace(smallest, reserve=pool_tokens, rows=rows, length=length)
-    if layout == DENSE:  # a row sees so many tokens and no more
+    if layout == DENSE:  # maximum tokens of a row
         size = min(size, num_dense(first.module, pages))
         if capacity is not None and size < capacity:
             message = f"with {pool_tokens} tokens in pages, {rows} sequences of {model} have at most {size}"
@@ -139,7 +135,7 @@ def _check_counts(spec: ServeSpec) -> None:
 
 
 def _length(model: str, asked: int | None, positions: int | None) -> int:
-    """Tokens of a prompt and its answer."""
+    """Maximum tokens of a prompt and its answer."""
     if asked is not None and positions and asked > positions:
         message = f"a length of {asked} is beyond the {positions} positions of {model}"
         raise CaptureError(message, f"Use at most {positions}.")
@@ -147,9 +143,9 @@ def _length(model: str, asked: int | None, positions: int | None) -> int:
 
 
 def sizes_of(rows: int, max_batch_tokens: int, is_flat: bool, min_size: int = MIN_SIZE) -> tuple[int, ...]:
-    """Tokens of the steps, ascending: some up to `rows`, and where prompts are read in parts some above.
+    """Step sizes in tokens, ascending: up to `rows`, and larger ones where prompts are chunked.
 
-    Besides the largest of both, those are no smaller than `min_size`, and these than twice that.
+    Except the largest of both groups, sizes are at least `min_size` and 2 * `min_size`.
     """
     sizes = [rows]
     while sizes[0] // RATIO >= min_size:
@@ -168,15 +164,15 @@ def _power(size: int) -> int:
 
 
 def _pool_tokens(fitting: float, rows: int, size: int, asked: int | None) -> int:
-    """Tokens of a microbatch's pages: what memory is left for, but no more than all sequences can have."""
+    """Tokens of a microbatch's pages: what fits, at most what all sequences can use."""
     most = rows * PAGE * pages_for(size) + PAGE
-    # Who asks for a length gets it; whether that fits, the planner says.
+    # A requested length is granted; the planner checks whether it fits.
     least = PAGE * pages_for(min(size, asked or PAGE)) + PAGE
     return int(max(least, min(most, fitting // PAGE * PAGE)))
 
 
 def _room(first: Workload, room_bytes: Sequence[float]) -> float:
-    """Bytes for state: what is left beside all weights on any device; or, divided, half of an even share."""
+    """Bytes for state: beside all weights on any device, or half of an even share if split."""
     if not room_bytes:
         return float("inf")
     weights = sum(tensor.nbytes for tensor in first.weights().values())
@@ -184,7 +180,7 @@ def _room(first: Workload, room_bytes: Sequence[float]) -> float:
 
 
 def _bytes_of_state(first: Workload, rows: int) -> tuple[float, int]:
-    """Of one token in pages, and of what a microbatch has besides."""
+    """Bytes per token in pages, and fixed bytes of a microbatch."""
     sizes = []
     for pages in (rows + 1, rows + 3):  # every sequence has one
         step = replace(first.step, batch=rows, context=rows, reserve=pages * PAGE)
@@ -194,16 +190,15 @@ def _bytes_of_state(first: Workload, rows: int) -> tuple[float, int]:
 
 
 def state_bytes(workload: Workload) -> int:
-    """Of one microbatch, without making them."""
+    """State of one microbatch, without allocating it."""
     with torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True):
         return sum(tensor.nbytes for tensor in workload.make_state(0).values())
 
 
 def for_cpu(model: ServedModel) -> ServedModel:
-    """Lays the weights of linear layers out as the CPU multiplies fastest; changes no value.
+    """Store linear weights transposed, the fastest layout on a CPU for a few rows; no value changes.
 
-    They are stored transposed, so that the products of a few rows read them along memory. Weights that are
-    also looked up row by row stay as they are.
+    Weights shared with an embedding keep their layout.
     """
     modules = list(model.workloads[-1].module.modules())
     looked_up = {m.weight.data_ptr() for m in modules if isinstance(m, torch.nn.Embedding)}
@@ -216,7 +211,7 @@ def for_cpu(model: ServedModel) -> ServedModel:
 
 
 def weight_bytes(place: str) -> int:
-    """Bytes of a model's weights, without making them: of a folder's files, or of the configuration."""
+    """Bytes of a model's weights without loading them: from a folder's files or the configuration."""
     if Path(place).is_dir() and (files := checkpoint.weight_bytes(Path(place))):
         return files
     with torch.device("meta"):

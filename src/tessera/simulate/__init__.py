@@ -1,4 +1,4 @@
-"""Plan -> Timeline: the executor on null devices under a virtual clock."""
+"""Plan -> Timeline: the executor's schedule under a virtual clock."""
 
 from tessera.simulate.core import simulate, throughput_per_s
 from tessera.simulate.steady import SteadyRates

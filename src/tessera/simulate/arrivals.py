@@ -1,20 +1,20 @@
-"""Arrivals by a formula, seeded, or from a log; and lengths of requests.
+"""Arrivals from a seeded formula or a log, and lengths of requests.
 
     batch:N                     N requests at time zero
-    poisson:RATE                independent, RATE a second on average
+    poisson:RATE                independent, mean RATE per second
     bursty:RATE[,PEAK[,SHARE[,SECONDS]]]
-                                Poisson whose rate switches between two values (Markov-modulated): PEAK times
-                                RATE during SHARE of the time, in bursts of SECONDS on average
+                                Markov-modulated Poisson: PEAK times RATE during SHARE of the time,
+                                in bursts of SECONDS on average
     FILE                        a log, in one of two public forms:
         BurstGPT   Timestamp (seconds), Model, Request tokens, Response tokens, ...
         Azure      TIMESTAMP (date and time), ContextTokens, GeneratedTokens
 
-Columns are found by name, in any order; others are ignored. Times count from the first row and may not go
-back. A row without answer tokens is a request that failed when it was recorded, and is left out. A row with a
-hole (a cell that is empty or no number) is refused with its line: what is missing cannot be guessed.
+Columns are found by name; others are ignored. Times count from the first row and must not go back. Rows
+without answer tokens (failed requests) are skipped; a cell that is empty or not a number is an error with its
+line.
 
-Lengths: `fixed:P,O` (prompt and answer tokens); `uniform:P,O` (half to one and a half times these means),
-`geometric:P,O` and `lognormal:P,O,SIGMA` with these means. Simulations, rehearsals and benchmarks draw alike.
+Lengths (prompt, answer): `fixed:P,O`; `uniform:P,O` (half to one and a half times the means);
+`geometric:P,O`; `lognormal:P,O,SIGMA`.
 """
 
 import csv
@@ -32,11 +32,11 @@ from tessera.ir import Arrivals, verify
 
 Floats = npt.NDArray[np.float64]
 
-# Defaults of a bursty stream: four times the mean rate in a tenth of the time, for ten seconds.
+# Default bursts: four times the mean rate in a tenth of the time, ten seconds long.
 BURST = (4.0, 0.1, 10.0)
-# Requests of an endless stream.
+# Default number of requests of an endless stream.
 DEFAULT_NUM = 1000
-# Largest rate, length or time; more would not fit a draw.
+# Largest rate, length or time that fits a draw.
 MOST = 1e9
 LENGTHS = ("fixed", "uniform", "geometric", "lognormal")
 
@@ -44,7 +44,7 @@ LENGTHS = ("fixed", "uniform", "geometric", "lognormal")
 def make_arrivals(
     text: str, num: int | None = None, seed: int = 0, lengths: str | None = None, speed: float = 1.0
 ) -> Arrivals:
-    """Arrivals from what a user wrote; `speed` times as fast."""
+    """Arrivals from a user's text, `speed` times as fast."""
     if not speed > 0.0:
         raise ArrivalsError(f"a speed of {speed:g} is none", "Use a number above zero.", "--speed")
     kind, colon, rest = text.partition(":")
@@ -89,7 +89,7 @@ def _bursty(numbers: Sequence[float], num: int | None, seed: int) -> Floats:
         message = f"bursts of {peak:g} times the mean rate cannot last {share:g} of the time"
         raise ArrivalsError(message, "PEAK times SHARE is at most 1: bursty:20,4,0.1.", "--arrivals")
     random = np.random.default_rng([seed, 2])
-    # The rate outside bursts that leaves the mean as it should be.
+    # Rate outside bursts, which keeps the mean.
     rates = (rate * (1.0 - peak * share) / (1.0 - share), rate * peak)
     stays = (seconds * (1.0 - share) / share, seconds)
     times: list[float] = []
@@ -110,7 +110,6 @@ FORMULAS: dict[str, Callable[[Sequence[float], int | None, int], Floats]] = {
 
 
 def make_lengths(text: str, num: int, seed: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(prompt, answer) tokens of every request."""
     kind, _, rest = text.partition(":")
     if kind not in LENGTHS:
         raise UnknownName("kind of lengths", kind, LENGTHS)
@@ -160,7 +159,7 @@ FORMS = {
 
 
 def read_arrivals(path: Path, num: int | None = None) -> Arrivals:
-    """The first `num` requests of a log, or all."""
+    """The first `num` requests of a log; None: all."""
     times: list[float] = []
     prompts: list[int] = []
     outputs: list[int] = []
@@ -185,9 +184,8 @@ def read_arrivals(path: Path, num: int | None = None) -> Arrivals:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, float, int, int]]:
-    """(line, seconds, prompt, answer) of every row."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a mark first
+        with path.open(newline="", encoding="utf-8-sig") as file:  # byte order mark of spreadsheets
             reader = csv.DictReader(file)
             form = _form(reader.fieldnames or (), path)
             for row in reader:

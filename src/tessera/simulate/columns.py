@@ -1,4 +1,4 @@
-"""Scripts: the programs that workers run (`execute.lower`), with their modelled times, for the simulator.
+"""Scripts: worker programs (`execute.lower`) with modelled times, for the simulator.
 
 A script has a column per device: receives, and segments of launches that end in sends.
 """
@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TransferWire:
-    """A transfer: the bus it occupies, for how long, and the latency after which it arrives."""
+    """A transfer: its bus, time on the bus, and latency."""
 
     number: int
     src: int
@@ -50,7 +50,7 @@ class LaunchSegment:
 
 @dataclass(frozen=True, slots=True)
 class DeviceColumn:
-    """One device's list, and from each position the time until it may have to wait."""
+    """One device's items, and from each position the time until a possible wait."""
 
     items: tuple[Recv | LaunchSegment, ...]
     until_wait_us: tuple[float, ...]
@@ -58,12 +58,12 @@ class DeviceColumn:
 
 @dataclass(frozen=True, eq=False)
 class Script:
-    """One program: a column per device, runs per request, and busy time of one run."""
+    """One program: columns by device, runs per request, and busy time of one run."""
 
     columns: tuple[DeviceColumn, ...]
     count: int
     busy_us: float
-    # The step whose launches or state these are.
+    # The step of these launches or this state.
     step: int
 
     @cached_property
@@ -81,13 +81,13 @@ def make_column(items: Sequence[Recv | LaunchSegment]) -> DeviceColumn:
 
 @dataclass(frozen=True)
 class Wires:
-    """The links of a cluster by their ends, and the bus of each."""
+    """Links of a cluster by (source, destination), and their buses."""
 
     cluster: Cluster
 
     @cached_property
     def buses(self) -> tuple[str, ...]:
-        """Names; a bus carries one transfer at a time."""
+        """A bus carries one transfer at a time."""
         return tuple(dict.fromkeys(map(_bus, self.cluster.links)))
 
     @cached_property
@@ -106,7 +106,7 @@ def _bus(link: Link) -> str:
 
 @dataclass
 class Scripts:
-    """Scripts of placements on one cluster; the script of a step is made once per placement."""
+    """Scripts of placements on one cluster, cached by step and placement."""
 
     unit: WorkUnit
     costs: tuple[Costs, ...]
@@ -119,13 +119,13 @@ class Scripts:
         self._us = [np.array([[c.us for c in row] for row in x.costs]) for x in self.costs]
 
     def of(self, placement: Placement) -> tuple[Script, ...]:
-        """The scripts of a request in running order: steps, and moves of state between them."""
+        """Scripts of a request in running order: steps, and moves of state between them."""
         return tuple(script for moves, step in self.steps(placement) for script in (*moves, step))
 
     def steps(self, placement: Placement) -> tuple[tuple[tuple[Script, ...], Script], ...]:
-        """For every step: the moves of state before it when it follows the step before it, and the step.
+        """For each step: the moves of state before it, and the step.
 
-        A prefill of some of a request's rows moves its part of the state at the end of each of its runs.
+        A prefill of some rows moves its part of the state after each run.
         """
         moves, places = self._lowering.moves(placement), enumerate(placement.devices)
         if self.unit.is_in_parts:

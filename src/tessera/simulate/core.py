@@ -1,13 +1,12 @@
 """The executor's schedule under a virtual clock: devices, links and requests as events.
 
-Uses the queue that workers use; only time is replaced. A launch takes its modelled time on its device, one at
-a time; after each one the device takes the job that the queue picks. A transfer occupies its bus for its wire
-time, first come first served, and arrives a latency later. Receives cost nothing. A segment of launches is
-one event unless a job arrives that the queue prefers: then the segment ends at the current launch, which
-gives the same times as checking after every launch.
+Uses the workers' queue; only time is replaced. A launch takes its modelled time on its device, one at a time;
+after each the device takes the job that the queue picks. A transfer occupies its bus, first come first
+served, and arrives a latency later. Receives cost nothing. A segment of launches is one event, unless a
+preferred job arrives: then it ends at the current launch, with the same times as checks after every launch.
 
-`simulate` runs requests that all wait at time zero through a plan. With detail there is one span per launch;
-without, one per segment of launches, at the same times.
+`simulate` runs requests that all wait at time zero. With detail there is one span per launch, else one per
+segment.
 """
 
 from abc import ABC, abstractmethod
@@ -21,9 +20,9 @@ from tessera.execute.schedule import Job, Queue
 from tessera.ir import Clock, Plan, Recv, Span, Timeline, verify
 from tessera.simulate.columns import LaunchSegment, Script, Scripts, TransferWire
 
-# Kind of an event that is not the arrival of a transfer.
+# Event kind other than a transfer's arrival.
 END = -1
-# Times closer than this are equal, in microseconds.
+# Tolerance of equal times, in microseconds.
 SAME_US = 1e-9
 
 # One run: a script and the factor on its times.
@@ -57,7 +56,7 @@ class SimulatedDevice:
 
 
 class Core(ABC):
-    """The event loop; subclasses admit requests and record what happens."""
+    """The event loop; subclasses admit requests and record results."""
 
     def __init__(self, num_devices: int, num_buses: int) -> None:
         self.devices = [SimulatedDevice() for _ in range(num_devices)]
@@ -69,7 +68,7 @@ class Core(ABC):
 
     @abstractmethod
     def on_end(self, flight: Flight, now: float) -> None:
-        """A flight has nothing left to run."""
+        """A flight has no runs left."""
 
     @abstractmethod
     def on_segment(
@@ -81,7 +80,7 @@ class Core(ABC):
         """A transfer occupies its bus."""
 
     def advance(self) -> float | None:
-        """Handles the next event and returns its time; None when there is none."""
+        """Handle the next event and return its time; None if there is none."""
         if not self._events:
             return None
         now, _, device, ticket, what = heappop(self._events)
@@ -93,7 +92,7 @@ class Core(ABC):
         return now
 
     def begin(self, flight: Flight, now: float) -> None:
-        """Starts the next run of a request on every device that takes part in it."""
+        """Start the next run of a request on all its devices."""
         script, scale = flight.left.pop()
         self._order += 1
         ticket = self._order
@@ -109,7 +108,7 @@ class Core(ABC):
             self._end_run(ticket, now)
 
     def _consider(self, device: int, job: Job | None, now: float) -> None:
-        """A job may be ready: an idle device takes it, a busy one if the queue prefers it."""
+        """Offer a ready job: an idle device takes it, a busy one if the queue prefers it."""
         state = self.devices[device]
         if state.job is None:
             self._look(device, now)
@@ -117,7 +116,7 @@ class Core(ABC):
             self._cut(state, device, job, now)
 
     def _cut(self, state: SimulatedDevice, device: int, job: Job, now: float) -> None:
-        """Ends the segment at the current launch if the new job has less left to do."""
+        """End the segment at the current launch if the new job has less left."""
         current = state.job
         assert current is not None, "only a busy device is interrupted"
         segment, scale = current.instructions[current.position], self._running[current.ticket][2]
@@ -136,7 +135,6 @@ class Core(ABC):
         heappush(self._events, (stop_us, self._order, device, state.epoch, END))
 
     def _look(self, device: int, now: float) -> None:
-        """An idle device takes what the queue picks."""
         state = self.devices[device]
         pick = state.queue.pick
         while state.job is None and (job := pick()) is not None:
@@ -154,7 +152,7 @@ class Core(ABC):
                 self._plan_end(state, device, item.ends_us, self._running[job.ticket][2])
 
     def _end(self, device: int, now: float) -> None:
-        """A segment, or the part of it before an interruption, has ended."""
+        """End a segment, or its part before an interruption."""
         state = self.devices[device]
         job = state.job
         assert job is not None, "only a busy device ends a segment"
@@ -241,7 +239,6 @@ class _Simulation(Core):
             self.begin(Flight(number, microbatch, lane, runs[::-1]), now)
 
     def on_end(self, flight: Flight, now: float) -> None:
-        """Records the request and admits the next."""
         self._table.give_back(flight.lane)
         self._done.append((flight.number, 0.0, now))
         self._admit(flight.microbatch, now)
@@ -249,7 +246,6 @@ class _Simulation(Core):
     def on_segment(
         self, device: int, flight: Flight, script: Script, segment: LaunchSegment, stop_us: float
     ) -> None:
-        """One span per launch, or one per segment."""
         state = self.devices[device]
         track = self._plan.cluster.devices[device].name
         lane = self._plan.lanes[flight.lane]
@@ -277,16 +273,15 @@ class _Simulation(Core):
 
 
 def simulate(plan: Plan, num_requests: int, is_detailed: bool = True) -> Timeline:
-    """Runs requests that all wait at time zero through a plan; with detail, one span per launch."""
+    """Run requests that all wait at time zero; with detail, one span per launch."""
     return _Simulation(plan, num_requests, is_detailed).run()
 
 
 def throughput_per_s(timeline: Timeline) -> float:
-    """Work units per second while the system was full; over the whole run if it is too short for that.
+    """Work units per second from the first completion to the start of the last request, or over a short run.
 
-    Requests that start together finish in bursts, so work is counted instead of completions: a span's share
-    of its request's busy time. The window is from the first completion to the start of the last request. A
-    request of a larger batch counts as several work units.
+    Completions come in bursts, so work is counted: a span's share of its request's busy time. A request of a
+    larger batch counts as several work units.
     """
     numbers = [number for number, _, _ in timeline.requests]
     weights = dict(zip(numbers, timeline.weights or [1.0] * len(numbers), strict=True))

@@ -1,10 +1,9 @@
-"""VirtualMachine: the simulator's loop, stopped whenever a run ends, with memoised transitions.
+"""VirtualMachine: the simulator's loop with memoised transitions, stopped at every end of a run.
 
-The caller begins the next run of a microbatch before the loop goes on. What happens until the next end of a
-run depends only on the state of devices and links and on the runs begun there. So each transition is kept
-with its duration and busy time: a busy server repeats itself, and a hundred thousand requests take seconds.
-Times between two ends are rounded to a millionth of a microsecond, so that equal states compare equal. With
-jitter, where all times differ, nothing is kept.
+The caller begins a microbatch's next run before the loop goes on. What happens until the next end depends
+only on the state of devices and links and the runs begun, so transitions are kept with their duration and
+busy times: a busy server repeats itself, and a hundred thousand requests take seconds. Times between ends are
+rounded, so that equal states compare equal. With jitter nothing is kept.
 """
 
 import heapq
@@ -18,14 +17,14 @@ from tessera.simulate.core import END, Core, Flight, SimulatedDevice, Work
 
 # Digits of kept times, in microseconds.
 DECIMALS = 6
-# States kept; beyond that all are dropped, which changes no result.
+# Maximum kept states; beyond it all are dropped.
 MAX_PLACES = 5000
 
 
 class State(NamedTuple):
-    """State of devices and links between two runs; times are relative, flights are numbered by age."""
+    """State of devices and links between runs; times are relative, flights numbered by age."""
 
-    # (devices that have not finished the run, the run, runs after it: last first)
+    # (unfinished devices, current run, later runs last first)
     flights: tuple[tuple[int, Work, tuple[Work, ...]], ...]
     bus_free: tuple[float, ...]
     # (flight or -1, start, stop, since)
@@ -38,7 +37,7 @@ class State(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A state, and the transitions from it by the runs begun in it."""
+    """A state, and its transitions by the runs begun in it."""
 
     state: State
     edges: dict[tuple[tuple[Work, ...], ...], "_Edge"] = field(default_factory=dict)
@@ -58,7 +57,7 @@ class _Edge:
 
 
 class _Loop(Core):
-    """A loop whose state can be saved and restored."""
+    """A loop with state that can be saved and restored."""
 
     def __init__(self, num_devices: int, num_buses: int) -> None:
         super().__init__(num_devices, num_buses)
@@ -83,7 +82,6 @@ class _Loop(Core):
         return tuple([flight.number for flight, _, _ in self._running.values()])
 
     def run(self, us: float) -> None:
-        """Handles the events of some time."""
         self.now_us += us
         while self._events and self._events[0][0] <= self.now_us:
             self.advance()
@@ -95,7 +93,7 @@ class _Loop(Core):
             self.now_us = now
 
     def forget(self, numbers: Collection[int]) -> None:
-        """Removes flights; their transfers still occupy buses."""
+        """Remove flights; their transfers still occupy buses."""
         for ticket in [t for t, (flight, _, _) in self._running.items() if flight.number in numbers]:
             del self._running[ticket]
             for device in self.devices:
@@ -130,13 +128,12 @@ class _Loop(Core):
         )
 
     def go_on(self) -> None:
-        """Resets counters and renumbers flights by age."""
+        """Reset counters and renumber flights by age."""
         self.ended, self.busy_us = [], [0.0] * len(self.busy_us)
         for age, (flight, _, _) in enumerate(self._running.values()):
             flight.number = age
 
     def restore(self, state: State) -> None:
-        """Restores a state at time zero."""
         self.now_us, self._bus_free = 0.0, list(state.bus_free)
         self._running = {
             age: (Flight(age, age, 0, list(left), waiting), *work)
@@ -162,19 +159,19 @@ def _device_state(device: SimulatedDevice, age: dict[int, int], now: float) -> t
 
 
 class VirtualMachine:
-    """Begins runs of microbatches and tells which ends next."""
+    """Begins runs of microbatches and reports the next end."""
 
     def __init__(self, num_devices: int, num_buses: int, remembers: bool = True) -> None:
         self.now_us = 0.0
-        # Per device, then per bus, until the last end of a run.
+        # Per device, then per bus, up to the last end of a run.
         self.busy_us = [0.0] * (num_devices + num_buses)
-        # Transitions followed, and transitions computed.
+        # Transitions followed, and computed.
         self.num_followed = self.num_computed = 0
         self._loop, self._remembers = _Loop(num_devices, num_buses), remembers
         self._places: dict[State, _Place] = {}
-        # The last place, when it was reached, its flights, and the runs begun there.
+        # The last place, its time, its flights, and the runs begun there.
         self._place = self._place_of(self._loop.state())
-        # The place the loop is at, if any.
+        # The loop's current place, if any.
         self._loop_place: _Place | None = self._place
         self._since_us = 0.0
         self._flying: list[int] = []
@@ -182,13 +179,12 @@ class VirtualMachine:
         self._ended: list[int] = []
 
     def start(self, microbatch: int, works: Sequence[Work]) -> None:
-        """Begins consecutive runs of a microbatch."""
         if self.now_us > self._since_us:
             self._enter(self._catch_up())  # this moment is a place
         self._begun.append((microbatch, tuple(works)))
 
     def take(self, limit_us: float) -> int | None:
-        """Advances to the next end of a microbatch's last run, or to the limit (None)."""
+        """Advance to the next end of a microbatch's last run, or to the limit (None)."""
         if not self._ended and (self._flying or self._begun):
             edge = self._place.edges.get(tuple([works for _, works in self._begun]))
             if edge is None:
@@ -202,7 +198,6 @@ class VirtualMachine:
         return None
 
     def drop(self, microbatches: Collection[int]) -> None:
-        """Removes the runs of these microbatches."""
         self._ended = [number for number in self._ended if number not in microbatches]
         numbers = self._catch_up()
         self._loop.forget([n for n, m in enumerate(numbers) if m in microbatches])
@@ -231,7 +226,7 @@ class VirtualMachine:
             busy_us[index] += us
 
     def _begin(self) -> float:
-        """Puts the loop into the last place with the runs begun there; returns its time."""
+        """Restore the last place with the runs begun there; return its time."""
         loop = self._loop
         if self._loop_place is not self._place:
             loop.restore(self._place.state)
@@ -242,7 +237,7 @@ class VirtualMachine:
         return loop.now_us
 
     def _catch_up(self) -> list[int]:
-        """Advances the loop to the current time; returns the microbatches of its flights."""
+        """Advance the loop to the current time; return the microbatches of its flights."""
         self._begin()
         self._loop.run(self.now_us - self._since_us)
         assert not self._loop.ended, "no run ends before the next place"
@@ -250,7 +245,7 @@ class VirtualMachine:
 
     def _enter(self, numbers: Sequence[int]) -> None:
         state = self._loop.state()
-        # Times set by the caller do not recur, unless the machine is idle.
+        # Times set by the caller do not recur unless the machine is idle.
         self._place = _Place(state) if state.flights else self._place_of(state)
         self._since_us, self._begun = self.now_us, []
         self._flying = [numbers[flight] for flight in self._loop.flying]

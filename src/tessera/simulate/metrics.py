@@ -1,15 +1,14 @@
-"""What requests saw in a simulation (`report_of`), limits on it, and what policies can do.
+"""Request metrics of a simulation (`report_of`), limits on them, and capabilities of policies.
 
-    ttft        from arrival to the first token
+    ttft        time to first token
     tpot        time per token after the first
-    latency     from arrival to the last token
-    normalised  latency divided by the tokens of the answer
+    latency     arrival to last token
+    normalised  latency per answer token
 
-A request that was refused or never served meets no limit. Rent is paid for every device that a policy
-may use, for the whole duration, until it is lost; energy by the same model as the planner's: a device that is
-on draws a share of its board power when it waits and all of it when it is busy.
+A refused or unserved request meets no limit. Rent is paid for every usable device until it is lost. Energy
+follows the planner's model: a device draws a share of its board power when idle, all of it when busy.
 
-What a policy can do is found by simulating it: its capacity, latency against load, and one request alone.
+Capabilities come from simulation: capacity, latency by load, and a request alone.
 """
 
 import math
@@ -32,18 +31,26 @@ from tessera.simulate.stepper import Truth
 Floats = npt.NDArray[np.float64]
 METRICS = ("ttft", "tpot", "latency", "normalised")
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+# Fills of all seats while capacity is measured, and at each load of a curve.
+TURNS = 8
+# Minimum requests at each load.
+LEAST = 1000
+# Points added where curves cross.
+REFINED = 3
+# Loads of a curve as shares of each policy's capacity.
+LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyLimit:
-    """One service-level objective: a metric that may not exceed some seconds."""
+    """One service-level objective: a metric and its maximum in seconds."""
 
     metric: str
     seconds: float
 
 
 def parse_limits(text: str) -> tuple[LatencyLimit, ...]:
-    """Limits as a user writes them: ttft=500ms,tpot=50ms."""
+    """Limits from a user's text: ttft=500ms,tpot=50ms."""
     found = []
     for word in text.split(","):
         name, _, value = word.strip().partition("=")
@@ -63,7 +70,7 @@ def parse_limits(text: str) -> tuple[LatencyLimit, ...]:
 
 
 def measured(served: SimulatedRun) -> dict[str, Floats]:
-    """Metric -> seconds of every request; not a number where it has none."""
+    """Metric -> seconds by request; NaN where undefined."""
     first = np.array(served.ledger.first_us)
     done = np.array(served.ledger.done_us)
     came = np.array(served.requests.times_us)
@@ -80,7 +87,7 @@ def measured(served: SimulatedRun) -> dict[str, Floats]:
 
 
 def attainment(served: SimulatedRun, limits: Sequence[LatencyLimit]) -> float | None:
-    """Share of all requests within every limit; a request of one token has no time per token to exceed."""
+    """Share of requests within every limit; a request of one token has no tpot."""
     if not limits or not len(served.requests):
         return None
     found = measured(served)
@@ -176,32 +183,22 @@ def _joules(
     return total / tokens if tokens else None
 
 
-# Full houses that pass through a policy while its capacity is measured, and at every load of its curve.
-TURNS = 8
-# Requests at every load, at least.
-LEAST = 1000
-# Points added to the curves where they cross.
-REFINED = 3
-# Loads of a curve, as shares of each policy's capacity.
-LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
-
-
 def like(requests: RequestLoad, num: int, times_us: Sequence[float]) -> RequestLoad:
-    """As many requests with the lengths of a requests, over and over, at other times."""
+    """Requests with repeated lengths at new times."""
     return requests.chosen(islice(cycle(range(len(requests))), num), times_us)
 
 
 def house(plan: Plan, requests: RequestLoad) -> int:
-    """Requests that a plan has places for."""
+    """Number of requests a plan has seats for."""
     return plan.microbatches * requests.rows
 
 
 def capacity_per_s(plan: Plan, requests: RequestLoad, truth: Truth | None = None) -> float:
-    """Requests per second of a plan that always has more waiting than it can take."""
+    """Requests per second of a saturated plan."""
     num = house(plan, requests) * (TURNS + 1)
     served = SimulatedServer([plan], like(requests, num, [0.0] * num), truth).run()
     done = np.sort(np.array(served.ledger.done_us)) * 1e-6
-    # While requests waited: from the first completion to the time when the last of them was seated.
+    # While requests waited: from the first completion until the last one was seated.
     first, last = house(plan, requests) // 2, num - house(plan, requests)
     return float((last - first) / (done[last] - done[first])) if done[last] > done[first] else float("inf")
 
@@ -211,13 +208,13 @@ def point(plan: Plan, requests: RequestLoad, rate_per_s: float, seed: int) -> Po
     num = max(LEAST, house(plan, requests) * TURNS)
     times = [t * 1e6 for t in poisson(rate_per_s, num, seed).times_s]
     found = measured(SimulatedServer([plan], like(requests, num, times)).run())
-    # By Little's law, rate times latency are in the system.
+    # Little's law: rate times latency requests are present.
     present = rate_per_s * float(np.nanmean(found["latency"]))
     return Point(rate_per_s, float(np.nanmean(found["normalised"])), present)
 
 
 def capabilities(plans: Sequence[Plan], requests: RequestLoad, seed: int = 0) -> tuple[Capability, ...]:
-    """Every plan at the same loads and the same arrivals, by its own costs."""
+    """Every plan at the same loads and arrivals, by its own costs."""
     full = [capacity_per_s(plan, requests) for plan in plans]
     rates = sorted({share * capacity for share in LOADS for capacity in full})
     made = []
@@ -232,7 +229,7 @@ def capabilities(plans: Sequence[Plan], requests: RequestLoad, seed: int = 0) ->
 def _refined(
     plans: Sequence[Plan], known: list[Capability], requests: RequestLoad, seed: int
 ) -> list[Capability]:
-    """With one more point of each curve where they seem to cross: that is where it matters."""
+    """Curves with one more point each where they seem to cross."""
     rate = crossing_per_s(tuple(known))
     if rate is None:
         return known
@@ -245,7 +242,7 @@ def _refined(
 
 
 def alone(plan: Plan, requests: RequestLoad, truth: Truth | None = None) -> dict[str, float]:
-    """Metric -> the least that a request can see: the shortest and the longest, each on an idle system."""
+    """Metric -> least value on an idle system, of the shortest and the longest request."""
     best = dict.fromkeys(METRICS, float("inf"))
     by_tokens = sorted(range(len(requests)), key=lambda n: requests.tokens[n])
     for number in {by_tokens[0], by_tokens[-1]}:
@@ -259,7 +256,7 @@ def alone(plan: Plan, requests: RequestLoad, truth: Truth | None = None) -> dict
 def check_limits(
     plans: Sequence[Plan], requests: RequestLoad, limits: Sequence[LatencyLimit], truth: Truth
 ) -> None:
-    """Refuses a limit that a request misses even when it has all devices for itself."""
+    """Refuse a limit that a request misses even on an idle system."""
     if not limits:
         return
     found = [alone(plan, requests, truth) for plan in plans]

@@ -1,18 +1,15 @@
-"""SimulatedServer: requests that come over time, through the real scheduler over a virtual stepper.
+"""SimulatedServer: requests over time, through the real scheduler over a virtual stepper.
 
-What requests, policies, losses and switches go through here is what a service's go through, by the same code;
-only time is virtual, and the requests of a microbatch are modelled (`ModelledRows`): a number each, and
-decodes to go. `RequestLoad` has their times and lengths, `RequestLedger` what became of them.
+Policies, losses and switches run the service's code; only time is virtual, and microbatches are modelled
+(`ModelledRows`). `RequestLoad` has the requests' times and lengths, `RequestLedger` their results.
 
-Between two decodes those that are done leave, and waiting ones join. Those that join together run the head
-first (everything before the decodes: encode, prefill), then all decode together. A head takes time in
-proportion to the prompt tokens that joined, in sixteenths of the captured one; a decode takes what the
-captured batch and context take, however many rows are in use and wherever they stand. A work unit that does
-not end in a decode has no more than a head: its requests join while the microbatch is empty, run every step
-as often as the unit says, and leave together.
+Between decodes, finished requests leave and waiting ones join. Joining requests run the head first (all steps
+before decode), then all decode together. A head takes time in proportion to the joined prompt tokens, in
+sixteenths; a decode takes the captured batch's time, however many rows are used. A work unit without a decode
+is only a head: its requests join an empty microbatch, run every step, and leave together.
 
-A request that begins again, since its device was lost or its microbatch is renewed, reads what it has along
-with its prompt and gets its next token by that, as in a service.
+A restarted request (lost device, renewed microbatch) reads its tokens with its prompt and gets its next token
+by that, as in a service.
 """
 
 import heapq
@@ -30,8 +27,10 @@ from tessera.execute.stepper import DeviceLost, StepCall, StepDone
 from tessera.ir import Arrivals, Decision, Plan, WorkUnit
 from tessera.simulate.stepper import NO_FAULTS, Faults, Truth, VirtualStepper
 
-# Heads are timed in this many parts of a whole one.
+# Resolution of head times.
 PARTS = 16
+# Tolerance of equal times, in microseconds.
+SAME_US = 1e-3
 
 
 @dataclass(frozen=True)
@@ -42,27 +41,27 @@ class RequestLoad:
     # Answer tokens and decodes of each.
     tokens: Sequence[int]
     decodes: Sequence[int]
-    # Share of a whole head that each prompt takes.
+    # Share of a full head per prompt.
     shares: Sequence[float]
-    # Requests that share a microbatch.
+    # Requests per microbatch.
     rows: int
-    # True if a head gives the first token.
+    # True if a head outputs the first token.
     head_speaks: bool
-    # Share of a whole head that one token takes when it is read again.
+    # Share of a full head per token read again.
     per_token: float = 0.0
 
     def __len__(self) -> int:
         return len(self.times_us)
 
     def chosen(self, numbers: Iterable[int], times_us: Sequence[float]) -> "RequestLoad":
-        """Some of the requests, perhaps more than once, at other times."""
+        """A selection of requests, possibly repeated, at new times."""
         rows = [(self.tokens[n], self.decodes[n], self.shares[n]) for n in numbers]
         tokens, decodes, shares = zip(*rows, strict=True)
         return replace(self, times_us=times_us, tokens=tokens, decodes=decodes, shares=shares)
 
 
 def load_of(unit: WorkUnit, arrivals: Arrivals, rows: int | None = None) -> RequestLoad:
-    """What arrivals ask of a work unit; `rows` requests share a microbatch, by default the captured batch."""
+    """Load of arrivals on a work unit; `rows` requests share a microbatch, by default the captured batch."""
     steps = [graph.trace.step for graph in unit.graphs]
     is_decode = steps[-1].kind == "decode"
     head_speaks = is_decode and any(s.kind == "prefill" for s in steps[:-1])
@@ -85,7 +84,7 @@ def load_of(unit: WorkUnit, arrivals: Arrivals, rows: int | None = None) -> Requ
 
 @dataclass
 class RequestLedger:
-    """What happened to each request; times in microseconds, negative: it did not."""
+    """Results by request; times in microseconds, negative if they did not happen."""
 
     first_us: list[float]
     done_us: list[float]
@@ -93,7 +92,7 @@ class RequestLedger:
     num_refused: int = 0
     num_failed: int = 0
     max_waiting: int = 0
-    # Decodes that a request had when it left a microbatch before its end: it goes on from there.
+    # Decodes done by requests that left early, to resume from.
     decoded: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
@@ -102,7 +101,7 @@ class RequestLedger:
 
 
 class ModelledRows(Content[int]):
-    """What the scheduler's microbatches hold in a simulation; requests are numbers."""
+    """Contents of a microbatch in a simulation; requests are numbers."""
 
     def __init__(
         self,
@@ -123,10 +122,10 @@ class ModelledRows(Content[int]):
         # Decodes done, and (decode after which it leaves, request).
         self._clock = 0
         self._seats: list[tuple[int, int]] = []
-        # Who joins; of those who sit, who has not given a token yet.
+        # Joining requests, and seated ones without a token yet.
         self._joining: list[int] = []
         self._silent: list[int] = []
-        # What is left of the head, last first, and what runs.
+        # Remaining head steps, last first, and the running step.
         self._ahead: list[StepCall] = []
         self._runs: StepCall | None = None
 
@@ -136,7 +135,7 @@ class ModelledRows(Content[int]):
 
     @property
     def num_free(self) -> int:
-        """Seats; without decodes, only those who came together share the steps."""
+        """Free seats; without decodes, only requests that join together share steps."""
         if self._decode is None and (self._runs is not None or self._ahead):
             return 0
         return self._requests.rows - len(self._seats) - len(self._joining)
@@ -147,20 +146,20 @@ class ModelledRows(Content[int]):
 
     @property
     def can_move(self) -> bool:
-        """Where prompts are not part of the work, reading again is not either."""
+        """Free to move where prompts are not part of the work."""
         return self._decode is not None and self._requests.rows > 1
 
     def add(self, request: int) -> None:
         self._joining.append(request)
 
     def requests(self) -> list[int]:
-        """Everybody; how far each one came is noted."""
+        """All requests; their progress is recorded."""
         for stop, request in self._seats:
             self._ledger.decoded[request] = self._requests.decodes[request] - (stop - self._clock)
         return sorted([*(request for _, request in self._seats), *self._joining])
 
     def next_step(self) -> StepCall | None:
-        """The head of those who join, then decodes."""
+        """Head of joining requests, then decodes."""
         if self._joining and not self._ahead:
             self._begin_head()
         if self._ahead:
@@ -181,7 +180,7 @@ class ModelledRows(Content[int]):
             self._sit(is_spoken=False)
 
     def _sit(self, is_spoken: bool) -> None:
-        """The head is over: those who joined have their first token, or their only one, or none yet."""
+        """The head has ended: seat joined requests and record their tokens."""
         for request in self._joining:
             left = self._requests.decodes[request]
             if request in self._ledger.decoded:
@@ -194,7 +193,7 @@ class ModelledRows(Content[int]):
         self._joining = []
 
     def _speak(self, request: int) -> None:
-        if self._ledger.first_us[request] < 0.0:  # a request begun again has spoken before
+        if self._ledger.first_us[request] < 0.0:  # a restarted request already had its first token
             self._ledger.first_us[request] = self._now_us()
 
     def end(self, done: StepDone) -> Sequence[int]:
@@ -219,10 +218,6 @@ class ModelledRows(Content[int]):
         return leaving
 
 
-# Two moments closer than this are one, in microseconds: seconds are not exact to more.
-SAME_US = 1e-3
-
-
 @dataclass
 class SimulatedRun:
     requests: RequestLoad
@@ -235,7 +230,7 @@ class SimulatedRun:
 
 
 class SimulatedServer(Watcher[int]):
-    """One simulation; the first of the plans is in force until somebody switches."""
+    """One simulation; starts with the first plan."""
 
     def __init__(
         self,
@@ -248,7 +243,7 @@ class SimulatedServer(Watcher[int]):
         self.requests, self.ledger = requests, RequestLedger.of(len(requests))
         self.decisions: list[Decision] = []
         self.stepper = VirtualStepper(plans, truth, faults)
-        # Where a microbatch is one request its steps end, so that nobody needs a turn.
+        # A microbatch of one request ends by itself, so nobody needs a turn.
         config = SchedulerConfig(
             max_waiting=max_waiting, rows=requests.rows, patience=PATIENCE if requests.rows > 1 else inf
         )
@@ -256,7 +251,7 @@ class SimulatedServer(Watcher[int]):
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._next = 0  # the next arrival
-        self._next_us = 0.0  # when something happens from outside
+        self._next_us = 0.0  # time of an external event
 
     def _rows(self, number: int, lane: LoadedLane) -> ModelledRows:
         machine = self.stepper.machine
@@ -271,7 +266,7 @@ class SimulatedServer(Watcher[int]):
 
     @property
     def is_serving(self) -> bool:
-        """True while requests are being served or to come."""
+        """True while requests are served or to come."""
         return self._next < len(self.requests) or bool(self.scheduler.microbatches)
 
     def switch(self, policy: str) -> None:
@@ -290,7 +285,7 @@ class SimulatedServer(Watcher[int]):
             if machine.now_us >= self._next_us - SAME_US:
                 self._happen()
             elif event is None and left_us == inf:
-                break  # nobody will come for those who wait
+                break  # waiting requests cannot be served
         self.ledger.num_failed += len(scheduler.queue)
         name, busy_us = scheduler.plan.policy, self.stepper.busy_us
         return SimulatedRun(self.requests, self.ledger, name, machine.now_us, busy_us, self.decisions)
@@ -307,7 +302,7 @@ class SimulatedServer(Watcher[int]):
             self._next_us = min(self._next_us, self._agenda[0][0])
 
     def _arrive(self, request: int) -> bool:
-        """False if it is turned away."""
+        """False if refused."""
         try:
             self.scheduler.push(request)
         except ServiceBusy:
@@ -316,7 +311,7 @@ class SimulatedServer(Watcher[int]):
         self.ledger.max_waiting = max(self.ledger.max_waiting, len(self.scheduler.queue))
         return True
 
-    # What the scheduler tells.
+    # Scheduler callbacks.
 
     def failed(self, request: int, message: str) -> None:
         self.ledger.num_failed += 1

@@ -1,17 +1,13 @@
-"""SteadyRates: the rate of a plan with all microbatches full, from a short span of simulated time.
+"""SteadyRates: the rate of a plan with all microbatches full, from a short simulation.
 
-The same loop as `simulate`, without a timeline, watched for a while instead of to an end
-(`Window`). Microbatches start spread over their requests, so the system is full at once and a quarter of a
-request's time with four microbatches sees every phase of a request once. Work is counted as fractions of a
-request: a segment's share of its request's busy time, times the work units in the request.
+The same loop as `simulate`, without a timeline, over a window (`Window`). Microbatches start at spread
+phases, so the system is full at once and a short window sees every phase. Work is counted as fractions of a
+request: a segment's share of its request's busy time, times the request's work units.
 
-A verdict simulates every launch, of fewer requests where programs are long. A quick look at long programs,
-and a verdict on very long ones that would take a second, simulates samples (`Fluid`): while every microbatch
-stays in its step, each goes on at a steady pace, and what a few hundred segments show holds for the thousands
-that follow. Some segments are simulated to settle, then some to measure each microbatch's pace; then all
-microbatches are moved ahead at their paces, until just before the first of them comes to the end of its step,
-which is always simulated. Work and time of what is skipped are those of the sample, times how often it fits.
-Not seen: what differs along a program beyond the samples, which fall on other launches every time.
+Full checks simulate every launch, of fewer requests for long programs. Quick checks of long programs, and any
+check of very long ones, use samples (`Fluid`): while every microbatch stays in its step, its pace is steady.
+After settling, each pace is measured, then all microbatches skip ahead at their paces to just before the
+first end of a step, which is always simulated. Not handled: variation along a program beyond the samples.
 """
 
 import math
@@ -29,32 +25,30 @@ from tessera.plan.config import FULL, SearchConfig
 from tessera.simulate.columns import LaunchSegment, Script, Scripts
 from tessera.simulate.core import Core, Flight, Work
 
-# Runs of each microbatch, at least: before the clock counts, and while it does.
+# Minimum runs per microbatch before and within the window.
 MIN_WARM_UP_RUNS, MIN_WINDOW_RUNS = 2, 6
-# With fewer microbatches than this, less work is simulated.
+# Fewer microbatches simulate less work.
 MANY_MICROBATCHES = 4
-# Items of all runs of a request: with more than the first fewer requests are simulated, above the second only
-# samples; quick estimates sample lanes with more than the third.
+# Thresholds on items of all runs of a request: fewer requests, samples only, samples in quick checks.
 LONG_REQUESTS, VERY_LONG_REQUESTS, QUICK_LISTS = 3000, 10_000, 60
 # Segments per microbatch, up to MANY_MICROBATCHES of them, that settle and that are measured.
 SETTLE, SAMPLE = 10, 30
-# A skip shorter than this many samples is not worth the settling behind it.
+# Minimum samples of a skip.
 MIN_SKIP = 1.0
 
-# The scripts of every lane.
 Lanes = list[tuple[Script, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class WindowExtent:
-    """Requests' worth of work before the clock counts, and while it does."""
+    """Requests' worth of work before and within the window."""
 
     warm_up: float
     window: float
 
 
 def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
-    """How much of a plan is looked at: less with few microbatches, but some runs of each."""
+    """Window of a plan: shorter with few microbatches."""
     few, num_runs = min(1.0, plan.microbatches / MANY_MICROBATCHES), sum(plan.unit.counts)
     each = mean_weight(plan)
     return WindowExtent(
@@ -64,7 +58,7 @@ def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
 
 
 def weights_of(plan: Plan) -> list[float]:
-    """Work units in a request of each lane; 1 where all are of one batch."""
+    """Work units in a request of each lane; 1 if all have one batch."""
     return [plan.weight_of(lane) if plan.variants else 1.0 for lane in plan.lanes]
 
 
@@ -74,7 +68,9 @@ def mean_weight(plan: Plan) -> float:
 
 
 def runs_of(scripts: Sequence[Script], weight: float, skipped: float = 0.0) -> tuple[list[Work], float]:
-    """What a request runs, last first, but for a share of it; and work units a microsecond of busy time."""
+    """Remaining runs of a request after a share of it, last first; and work units per microsecond of busy
+    time.
+    """
     runs = [(script, 1.0) for script in scripts for _ in range(script.count)]
     total = sum(script.busy_us for script, _ in runs)
     first, spent = 0, 0.0
@@ -87,7 +83,7 @@ def runs_of(scripts: Sequence[Script], weight: float, skipped: float = 0.0) -> t
 
 
 class Window(Core):
-    """All microbatches full; `rate_per_us` says how fast work is done."""
+    """All microbatches full; `rate_per_us` is the rate of work."""
 
     def __init__(
         self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: WindowExtent
@@ -97,10 +93,10 @@ class Window(Core):
         self._lanes, self._microbatches, self._extent = lanes, plan.microbatches, extent
         self._weights = weights_of(plan)
         self._done = self._target = self._skipped_us = 0.0
-        self._count = 0  # segments so far; a subclass may start again
-        self._due = math.inf  # segments until something is to be done about them
+        self._count = 0  # segments so far; a subclass may reset it
+        self._due = math.inf  # segments until the next `_watch`
         self._flights: dict[int, Flight] = {}
-        # Microbatch -> the run that it is in: its script, its ticket and its busy time so far.
+        # Microbatch -> its current run: script, ticket and busy time so far.
         self._script: dict[int, Script] = {}
         self._ticket: dict[int, int] = {}
         self._run_us: dict[int, float] = {}
@@ -113,7 +109,7 @@ class Window(Core):
         return (until - since) / (until_us - since_us) if until_us > since_us else 0.0
 
     def _until(self, work: float) -> tuple[float, float]:
-        """Runs on until so much work is done: (time, work done)."""
+        """Run until this much work is done: (time, work done)."""
         self._target = work
         now: float | None = 0.0
         while self._done < work and now is not None:
@@ -123,15 +119,15 @@ class Window(Core):
         return self._stand(now)
 
     def _watch(self, now: float) -> None:
-        """So many segments have passed as were waited for."""
+        """The awaited number of segments has passed."""
 
     def _stand(self, now: float | None) -> tuple[float, float]:
-        """(time, work done), segments that run counted as far as they are: those of a prefill are long."""
+        """(time, work done), with running segments in part: those of a prefill are long."""
         at = now or 0.0
         return at + self._skipped_us, self._so_far(at)[0]
 
     def _admit(self, microbatch: int, now: float, skipped: float = 0.0) -> None:
-        """A request begins; of the first ones, the runs that make up the skipped share are left out."""
+        """Begin a request; the first ones skip a share of their runs."""
         lane = self._table.take()
         runs, per_us = runs_of(self._lanes[lane], self._weights[lane], skipped)
         flight = Flight(0, microbatch, lane, runs, per_us=per_us)
@@ -145,7 +141,7 @@ class Window(Core):
         super().begin(flight, now)
 
     def _so_far(self, now: float) -> tuple[float, dict[int, float]]:
-        """(work done, microbatch -> busy time of its run), with what the devices are at."""
+        """(work done, microbatch -> busy time of its run), with running segments in part."""
         done, run_us = self._done, dict(self._run_us)
         for device in self.devices:
             if device.job is not None:
@@ -169,17 +165,17 @@ class Window(Core):
 
 @dataclass(eq=False)
 class Cuts:
-    """The places where a run of one script can be taken up, as if the launches before some launch were done.
+    """Positions where a run of one script can be resumed.
 
-    A cut is a number of launches in trace order. Behind it every launch has run and what it sent has
-    arrived. Transfers that would be under way at that moment count as arrived; that is all that is lost.
+    A cut is a number of launches in trace order. Launches before it have run and their sends have arrived;
+    transfers in flight count as arrived, which is the only loss.
     """
 
     script: Script
 
     @cached_property
     def done_us(self) -> list[float]:
-        """[launches done]: busy time of the run so far, over all devices."""
+        """[launches done]: busy time so far, over all devices."""
         lists = [
             next((x.ends_us for x in c.items if isinstance(x, LaunchSegment)), None)
             for c in self.script.columns
@@ -188,14 +184,14 @@ class Cuts:
 
     @cached_property
     def _sent(self) -> tuple[list[int], list[int]]:
-        """(launches done when it leaves, transfer), in that order."""
+        """(launches done when it leaves, transfer), sorted."""
         segments = [x for c in self.script.columns for x in c.items if isinstance(x, LaunchSegment)]
         found = sorted((x.stop, wire.number) for x in segments for wire in x.sends)
         return [stop for stop, _ in found], [number for _, number in found]
 
     @cached_property
     def _segments(self) -> list[tuple[list[int], list[int]]]:
-        """[device]: (where its segments stop, their places in its list)."""
+        """[device]: (ends of its segments, their positions in its column)."""
         found = []
         for column in self.script.columns:
             listed = [(x.stop, n) for n, x in enumerate(column.items) if isinstance(x, LaunchSegment)]
@@ -203,11 +199,11 @@ class Cuts:
         return found
 
     def at(self, busy_us: float) -> int:
-        """The last cut with no more busy time behind it."""
+        """The last cut within this busy time."""
         return max(0, bisect_right(self.done_us, busy_us) - 1)
 
     def job(self, device: int, cut: int, microbatch: int, ticket: int) -> Job | None:
-        """What a device still has to do behind the cut; None if nothing."""
+        """A device's work after the cut; None if nothing."""
         column = self.script.columns[device]
         stops, places = self._segments[device]
         first = bisect_right(stops, cut)
@@ -218,14 +214,14 @@ class Cuts:
         assert isinstance(item, LaunchSegment), "only segments are listed"
         spent = item.ends_us[cut] - item.ends_us[item.start] if item.start < cut else 0.0
         while item.start >= cut and at and isinstance(column.items[at - 1], Recv):
-            at -= 1  # it may have to wait for what is read next
+            at -= 1  # may wait for the next receive
         left_at, numbers = self._sent
         arrived = set(numbers[: bisect_right(left_at, cut)])
         return Job(microbatch, ticket, column.items, at, arrived, column.until_wait_us, spent)
 
 
 class Fluid(Window):
-    """Skips ahead by the paces of a sample."""
+    """Skips ahead at the paces of a sample."""
 
     def __init__(
         self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: WindowExtent
@@ -234,13 +230,13 @@ class Fluid(Window):
         few = min(plan.microbatches, MANY_MICROBATCHES)
         self._settled, self._sampled = SETTLE * few, (SETTLE + SAMPLE) * few
         self._due = self._settled
-        # Microbatch -> runs begun since the sample began; time, work and busy times of runs when it did.
+        # Microbatch -> runs since the sample began; time, work and busy times of runs at its begin.
         self._begun: dict[int, int] = dict.fromkeys(range(self._microbatches), 0)
         self._mark: tuple[float, float, dict[int, float]] | None = None
         self._cuts: dict[Script, Cuts] = {}
 
     def begin(self, flight: Flight, now: float) -> None:
-        """Starts a run; a microbatch that comes to another step ends the sample."""
+        """Start a run; a new step ends the sample."""
         microbatch = flight.microbatch
         if self._script.get(microbatch) is flight.left[-1][0]:
             self._begun[microbatch] += 1
@@ -249,11 +245,10 @@ class Fluid(Window):
         super().begin(flight, now)
 
     def _start_again(self) -> None:
-        """Whatever was sampled no longer holds."""
         self._count, self._mark, self._due = 0, None, self._settled
 
     def _watch(self, now: float) -> None:
-        """Settled: a sample begins, or ends in a skip."""
+        """Begin a sample, or end it in a skip."""
         if self._mark is None:
             done, run_us = self._so_far(now)
             self._mark, self._due = (now, done, run_us), self._sampled
@@ -263,9 +258,9 @@ class Fluid(Window):
             self._start_again()
 
     def _skip(self, mark: tuple[float, float, dict[int, float]], now: float) -> None:
-        """Moves every microbatch ahead by as many samples as fit before a step ends or the work is done."""
+        """Move every microbatch ahead by as many samples as fit before a step ends or the work is done."""
         if not all(script.busy_us for script in self._script.values()):
-            return  # state is under way: nothing to measure its pace by
+            return  # state is moving: no pace to measure
         done, run_us = self._so_far(now)
         moved = {
             microbatch: run_us[microbatch]
@@ -307,7 +302,7 @@ class Fluid(Window):
                 device.queue.drop(job.ticket)
 
     def _take_up(self, microbatch: int, busy_us: float) -> None:
-        """A microbatch's run, or the later one of its step, where so much is done since its beginning."""
+        """Resume a microbatch's run, or a later one of its step, with this much done."""
         flight, ticket, script = self._flights[microbatch], self._ticket[microbatch], self._script[microbatch]
         cuts = self._cuts.setdefault(script, Cuts(script))
         runs, rest = divmod(busy_us, script.busy_us)
@@ -323,36 +318,35 @@ class Fluid(Window):
         self._run_us[microbatch] = cuts.done_us[cut]
 
 
-# Window and extent that lanes are simulated by.
 Effort = Callable[[Lanes], tuple[type[Window], WindowExtent]]
 
 
 class SteadyRates:
-    """Work units per second of plans with their microbatches full; plans of one unit share what they can."""
+    """Work units per second of plans with full microbatches; plans of one unit share results."""
 
     def __init__(self, config: SearchConfig = FULL) -> None:
         self._config = config
         # One per variant.
         self._scripts: tuple[Scripts, ...] = ()
-        # What was simulated -> its rate per microsecond.
+        # Simulated input -> rate per microsecond.
         self._known: dict[object, float] = {}
 
     def __call__(self, plan: Plan) -> float:
         return 1e6 * self._rate(plan, self._full)
 
     def quick(self, plan: Plan) -> float:
-        """A quick look at it: rougher, for ordering plans that are not near one another."""
+        """A rougher rate, for ordering plans that are far apart."""
         return 1e6 * self._rate(plan, self._short)
 
     def settled(self, plan: Plan) -> float:
-        """In the long run, when microbatches that started spread have fallen into step, if they do."""
+        """Long-run rate, after microbatches that started spread may have synchronised."""
         return 1e6 * self._rate(plan, self._long)
 
     def _rate(self, plan: Plan, effort: Effort) -> float:
         if not self._shares(plan):
             self._scripts = tuple(Scripts(v.unit, v.costs, plan.cluster) for v in plan.every_variant)
             self._known.clear()
-        # Rates of lanes matter only where no table says which lane comes next.
+        # Rates of lanes matter only without a table of lanes.
         shares = (plan.lane_table, () if plan.lane_table else tuple(lane.rate_per_s for lane in plan.lanes))
         followed = tuple((lane.variant, lane.placement) for lane in plan.lanes)
         key = (followed, shares, plan.microbatches, effort)
@@ -365,14 +359,12 @@ class SteadyRates:
         return rate
 
     def _shares(self, plan: Plan) -> bool:
-        """Is it of the unit, the costs and the cluster that are known?"""
+        """True if the plan has the cached unit, costs and cluster."""
         known, wanted = self._scripts, plan.every_variant
         return len(known) == len(wanted) and all(
             one.unit is other.unit and one.costs is other.costs and one.cluster is plan.cluster
             for one, other in zip(known, wanted, strict=True)
         )
-
-    # Whether samples are enough, and how much is simulated.
 
     def _short(self, lanes: Lanes) -> tuple[type[Window], WindowExtent]:
         longest = max(sum(script.num_items for script in lane) for lane in lanes)

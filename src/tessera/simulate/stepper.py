@@ -1,15 +1,12 @@
-"""VirtualStepper: steps that compute nothing and take the time that is true of them, on a virtual clock.
+"""VirtualStepper: steps that compute nothing and take their true time on a virtual clock.
 
-Devices, links and queues are those of the simulator's one loop (`machine`). `take` moves the clock: to the
-next end of a step, to a loss or a return of a device, or by its timeout. A step takes what its launches and
-transfers take at true costs, times its `scale`; with jitter each one varies. State that an earlier step left
-elsewhere than a later one wants it moves before the later one runs, in as large a part as the earlier one
-was; what a step of rows that join leaves behind never moves back. Deterministic by seed.
+Devices, links and queues are those of `machine`. `take` moves the clock to the next end of a step, loss or
+return of a device, or by its timeout. A step takes the true costs of its launches and transfers, times its
+`scale` and jitter. State that an earlier step left elsewhere moves before the later step, in proportion to
+the earlier scale; state of joining rows never moves back. Deterministic by seed.
 
-What launches really take (`Truth`) is not what plans believe: it is a price list of its own, by which all
-plans are timed, whatever costs they were made with.
-
-Not handled: bytes moved are not counted, and memory is not watched.
+True costs (`Truth`) are independent of the costs that plans were made with. Not handled: counts of moved
+bytes, and memory.
 """
 
 import heapq
@@ -46,7 +43,7 @@ class Truth:
     plan: Plan
     noise: float = 0.0
     seed: int = 0
-    # (device, factor) of devices that are slower than they should be.
+    # (device, factor) of slower devices.
     slow: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -54,7 +51,7 @@ class Truth:
         return self.plan.cluster
 
     def factor(self, kernel: str, device: str) -> float:
-        """How many times as long as modelled a kernel type takes on a device; its logarithm is normal."""
+        """True over modelled time of a kernel type on a device; log-normal."""
         found = math.prod(factor for name, factor in self.slow if name == device)
         if not self.noise:
             return found
@@ -62,7 +59,7 @@ class Truth:
         return found * math.exp(self.noise * float(np.random.default_rng(words).standard_normal()))
 
     def scripts(self) -> tuple[Scripts, ...]:
-        """Makes what devices do of placements, at the costs that hold: one a variant of the plan."""
+        """Scripts at true costs."""
         return tuple(
             Scripts(variant.unit, scaled_costs(variant.unit, variant.costs, self.factor), self.cluster)
             for variant in self.plan.every_variant
@@ -71,25 +68,21 @@ class Truth:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A device is lost at a time, and may come back."""
-
     device: str
     at_s: float
-    # None: it does not.
+    # None: it does not return.
     back_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Jitter, losses and slowdowns of devices."""
-
     seed: int = 0
     # Each step takes exp(jitter * normal) times as long.
     jitter: float = 0.0
     losses: tuple[Loss, ...] = ()
     # (device, second, factor)
     slowdowns: tuple[tuple[str, float, float], ...] = ()
-    # True if lost devices are planned around, so that requests wait instead of failing.
+    # True if lost devices are planned around: requests wait instead of failing.
     is_mended: bool = False
 
 
@@ -98,19 +91,19 @@ NO_FAULTS = Faults()
 
 @dataclass(slots=True)
 class _Open:
-    """A microbatch: its lane, and the step that ran last or runs."""
+    """A microbatch: its lane, and its last or running step."""
 
     lane: int
     call: StepCall | None = None
     since_us: float = 0.0
     works: tuple[Work, ...] = ()
     is_running: bool = False
-    # What begins when it has ended.
+    # Queued next step.
     queued: StepCall | None = None
 
 
 class VirtualStepper:
-    """A `Stepper`; `outputs` makes what a step hands out, where somebody looks at it."""
+    """A `Stepper`; `outputs` makes step outputs where they are read."""
 
     def __init__(
         self,
@@ -126,7 +119,7 @@ class VirtualStepper:
         num_devices, num_buses = len(self._names), len(self._scripts[0].wires.buses)
         self.machine = VirtualMachine(num_devices, num_buses, not faults.jitter)
         self._open: dict[int, _Open] = {}
-        # (lane, step before, its scale, step, scale) -> what runs.
+        # (lane, step before, its scale, step, scale) -> runs.
         self._known: dict[tuple[int, int, float, int, float], tuple[Work, ...]] = {}
         self._busy_s: dict[Work, dict[str, float]] = {}
         self._random = np.random.default_rng([faults.seed, 7])
@@ -146,7 +139,7 @@ class VirtualStepper:
         pass
 
     def load(self, plans: Sequence[Plan]) -> None:
-        """Microbatches that are open go on along their lanes."""
+        """Open microbatches stay on their lanes."""
         self.lanes.load(plans)
         self.plans = tuple(plans)
 
@@ -174,7 +167,7 @@ class VirtualStepper:
         self.machine.start(call.microbatch, here.works)
 
     def take(self, timeout_s: float | None) -> Event | None:
-        """Moves the clock; with nothing to wait for and no timeout, None at once."""
+        """Move the clock; None at once if there is nothing to wait for and no timeout."""
         limit_us = float("inf") if timeout_s is None else self.machine.now_us + timeout_s * 1e6
         while True:
             next_us = self._agenda[0][0] if self._agenda else float("inf")
@@ -191,7 +184,7 @@ class VirtualStepper:
         """No-op: the virtual clock never blocks."""
 
     def use(self) -> DeviceUse:
-        """Busy times, and which devices are there."""
+        """Busy times and present devices."""
         lost = self.lanes.lost
         status = {name: DeviceStatus("lost" if name in lost else "ready") for name in self._names}
         busy = dict(zip(self._names, (us * 1e-6 for us in self.busy_us), strict=False))
@@ -225,7 +218,7 @@ class VirtualStepper:
         return StepDone(microbatch, call.step, outputs, seconds, busy_s=busy_s)
 
     def _works_of(self, here: _Open, call: StepCall) -> tuple[Work, ...]:
-        """The runs of a step, after what ran before it in the same microbatch."""
+        """Runs of a step, after the step before it in the same microbatch."""
         last = here.call
         before = -1 if last is None else last.step
         moved = 1.0 if last is None else last.scale
@@ -267,7 +260,7 @@ class VirtualStepper:
         return DeviceBack(name)
 
     def _slow_down(self, name: str, factor: float) -> None:
-        """Every launch takes longer there, from each microbatch's next step on."""
+        """Slow a device from each microbatch's next step on."""
         self._truth = replace(self._truth, slow=(*self._truth.slow, (name, factor)))
         self._scripts = self._truth.scripts()
         self._known.clear()

@@ -1,12 +1,11 @@
-"""compare and adapt: the same arrivals through several plans, each on its own, or with a monitor choosing.
+"""compare and adapt: the same arrivals through several plans, separately or with a monitor choosing.
 
-Compared plans may be for different devices; each is timed by its own costs (with the same mispricing of
-kernel types where there is noise). Plans that a monitor chooses among share devices, work and costs.
+Compared plans may have different devices; each is timed by its own costs (with the same noise by kernel
+type). Plans that a monitor chooses among share devices, work and costs.
 
-`AdaptiveServer` is a `System` of `adapt.controller` on a virtual clock: the controller sees what a service
-would show it (arrivals, completions, times of steps). New plans take effect `replan_s` after they were asked
-for (modelled), and are compared by simulation at the corrected costs: latency plans by one lone request,
-others by their capacity.
+`AdaptiveServer` is a `System` of `adapt.controller` on a virtual clock; the controller sees what a service
+would show. New plans take effect after `replan_s` (modelled) and are compared by simulation at the corrected
+costs: latency plans by one request alone, others by capacity.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,15 +31,15 @@ from tessera.simulate.metrics import (
 from tessera.simulate.online import RequestLoad, SimulatedRun, SimulatedServer, load_of
 from tessera.simulate.stepper import NO_FAULTS, Faults, Truth
 
-# Polls of the controller in a window.
+# Controller polls per window.
 TICKS_PER_WINDOW = 4
 
 
 class AdaptiveServer(SimulatedServer):
     """A server whose plans a monitor chooses.
 
-    planner   None: plans stay as they are
-    replan_s  modelled time from asking for plans to having them
+    planner   None: plans stay
+    replan_s  modelled duration of planning
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class AdaptiveServer(SimulatedServer):
         self.controller = Controller(self, plans, monitor, planner)
 
     def run(self) -> SimulatedRun:
-        """From the policy of an idle system on."""
         self.at(self._tick_s, self._tick)
         run = super().run()
         return replace(run, policy="adaptive", decisions=list(self.controller.decisions))
@@ -69,7 +67,7 @@ class AdaptiveServer(SimulatedServer):
         if self.is_serving:
             self.at(self.now_s() + self._tick_s, self._tick)
 
-    # What the controller asks for.
+    # Interface of the controller.
 
     @property
     def policy(self) -> str:
@@ -95,7 +93,7 @@ class AdaptiveServer(SimulatedServer):
     def rate(self, plans: Plans) -> Sequence[Capability]:
         return capabilities(plans, self.requests)
 
-    # What the scheduler tells.
+    # Scheduler callbacks.
 
     def _arrive(self, request: int) -> bool:
         self.controller.arrived()
@@ -112,14 +110,14 @@ class AdaptiveServer(SimulatedServer):
         self.controller.finished()
 
     def stepped(self, microbatch: Microbatch[int], done: StepDone) -> None:
-        """Decodes are all alike; steps of a replaced plan are not judged, its costs are corrected already."""
+        """Decodes are all alike; steps of replaced plans are ignored, their costs are already corrected."""
         plan = microbatch.lane.plan
         is_decode = plan.graphs[done.step].trace.step.kind == "decode"
         if is_decode and any(plan is x for x in self.stepper.plans):
             self.controller.stepped(microbatch.lane, done.step, done.busy_s)
 
     def lost(self, lost: DeviceLost) -> None:
-        """Told in the next moment, once its requests wait again."""
+        """Reported in the next event, once its requests wait again."""
         why = f"{lost.device} does not answer; lanes that use it are closed"
         self.at(self.now_s(), lambda: self.controller.lost(lost.device, why, True))
 
@@ -128,7 +126,7 @@ class AdaptiveServer(SimulatedServer):
 
 
 def gain_of(old: Plan, new: Plan, requests: RequestLoad) -> float:
-    """How many times as good a new plan is, simulated at the old plan's costs."""
+    """Ratio of the new plan to the old, simulated at the old plan's costs."""
     truth = Truth(old)
     if old.objective is Objective.LATENCY:
         return alone(old, requests, truth)["latency"] / alone(new, requests, truth)["latency"]
@@ -140,9 +138,9 @@ class Setting:
     arrivals: Arrivals
     faults: Faults = NO_FAULTS
     limits: tuple[LatencyLimit, ...] = ()
-    # Requests that share a microbatch; None: the captured batch.
+    # Requests per microbatch; None: the captured batch.
     rows: int | None = None
-    # Every kernel type is mispriced on every device by exp(noise * normal).
+    # Kernel types are mispriced per device by exp(noise * normal).
     noise: float = 0.0
     # Requests are refused while this many wait; None: never.
     max_waiting: int | None = None
@@ -151,11 +149,11 @@ class Setting:
         return load_of(plan.unit, self.arrivals, self.rows)
 
     def truth(self, plan: Plan) -> Truth:
-        """True costs: the plan's own, mispriced by the noise."""
+        """The plan's costs with noise."""
         return Truth(plan, self.noise, self.faults.seed)
 
     def check(self, plan: Plan) -> None:
-        """Refuses faults of unknown devices or at impossible times."""
+        """Refuse faults of unknown devices or at impossible times."""
         need_one_batch(plan, "a simulation of arrivals")
         lost = ((loss.device, loss.at_s) for loss in self.faults.losses)
         for device, second in (*lost, *((d, s) for d, s, _ in self.faults.slowdowns)):
@@ -187,7 +185,7 @@ def _failures(num: int, remedy: str = "") -> tuple[str, ...]:
 
 
 def checked(plans: Sequence[tuple[str, Plan]], setting: Setting) -> list[Plan]:
-    """Plans to choose among, under the names given; they must be for the same work, devices and costs."""
+    """Plans to choose among, renamed; they must share work, devices and costs."""
     first_name, first = plans[0]
     setting.check(first)
     for name, plan in plans[1:]:
@@ -204,7 +202,7 @@ def checked(plans: Sequence[tuple[str, Plan]], setting: Setting) -> list[Plan]:
 
 
 def known_of(plans: Sequence[tuple[str, Plan]], setting: Setting) -> tuple[Capability, ...]:
-    """Capabilities by the plans' own costs, whatever the true ones are."""
+    """Capabilities by the plans' own costs."""
     named = checked(plans, Setting(setting.arrivals))
     return capabilities(named, setting.requests(named[0]), setting.faults.seed)
 
@@ -219,7 +217,7 @@ def adapt(
 ) -> tuple[ServingReport, tuple[Capability, ...]]:
     """A report with a monitor choosing among plans, and their capabilities (simulated unless `known`).
 
-    `make` makes new plans, which takes `replan_s` (modelled); None: plans stay as they are.
+    `make` makes new plans in `replan_s` (modelled); None: plans stay.
     """
     known = tuple(known) or known_of(plans, setting)
     served = watched(plans, setting, known, watch, make, replan_s)

@@ -1,4 +1,4 @@
-"""A PTX interpreter on NumPy: the oracle of the static analysis, and the `cpu` device of PTX kernels."""
+"""PTX interpreter on NumPy: checks the static analysis, and runs PTX kernels on `cpu`."""
 
 from tessera_ptx.errors import (
     BadLaunch,

@@ -1,14 +1,11 @@
-"""Instructions to steps: operands become getters and putters, opcodes are looked up in the rule table.
+"""Decodes instructions into steps by the rule table.
 
-A rule is a function `(ins, decoder) -> Step`, registered by opcode name with `@rule("add", "sub")`. An
-instruction without a rule, or a form of it that its rule does not know, becomes a step that raises
-UnknownInstruction when a lane gets there: dead code does no harm.
+A rule is a function `(ins, decoder) -> Step`, registered with `@rule("add", "sub")`. An instruction or form
+without a rule becomes a step that raises UnknownInstruction when executed.
 
-Blocks end at branches, calls, barriers and before labels; a warp-collective instruction (shuffle, vote,
-mma, ...) is a block of its own, because its lanes may have to wait for one another. Each block has a
-rank: its position in a post-order walk of the post-dominator tree. A block's post-dominators all rank
-behind it, so an engine that always runs the lowest-ranked block that has lanes reconverges at immediate
-post-dominators.
+Blocks end at branches, calls, barriers and labels; a warp collective is a block of its own. A block's rank is
+its post-order position in the post-dominator tree, so running the lowest-ranked block first reconverges lanes
+at immediate post-dominators.
 """
 
 import re
@@ -42,7 +39,7 @@ _COLLECTIVE_SYNC = frozenset({"shfl", "vote", "match"})
 
 
 def kind_of(ins: Instruction) -> str:
-    """How an instruction ends or bounds a block; 'plain' when it does not."""
+    """How an instruction ends a block, or 'plain'."""
     name, mods = ins.op.name, ins.op.mods
     if name in ENDS:
         return name
@@ -54,7 +51,7 @@ def kind_of(ins: Instruction) -> str:
 
 
 def blocks_of(function: Function) -> list[CodeBlock]:
-    """The basic blocks of a function, with successors and ranks."""
+    """Basic blocks of a function, with successors and ranks."""
     starts = {0, *function.labels.values()}
     for index, ins in enumerate(function.body):
         kind = kind_of(ins)
@@ -92,7 +89,7 @@ def _targets(block: CodeBlock, function: Function, labels: dict[str, int]) -> tu
 
 
 def successors(block: CodeBlock) -> list[int]:
-    """Blocks that may run next within the function; -1 is the way out."""
+    """Next blocks within the function; -1 is the exit."""
     if block.kind in ("ret", "exit", "trap"):
         return [-1] if block.end is not None and block.end.guard is None else [-1, block.next]
     if block.kind in ("bra", "brx"):
@@ -118,7 +115,7 @@ def _rank(blocks: list[CodeBlock]) -> None:
 
 
 def post_dominators(edges: list[list[int]]) -> list[int]:
-    """The immediate post-dominator of each block; -1 is the exit. Endless loops are given a way out."""
+    """Immediate post-dominators; -1 is the exit. Endless loops get an exit."""
     count = len(edges)
     order = _reverse_order(edges, count)
     for block in range(count):
@@ -151,7 +148,7 @@ def _meet(a: int, b: int, parent: dict[int, int], order: dict[int, int]) -> int:
 
 
 def _reverse_order(edges: list[list[int]], count: int) -> dict[int, int]:
-    """Post-order numbers of a walk from the exit against the edges; the exit has the highest."""
+    """Post-order numbers of a reverse walk from the exit, which has the highest."""
     before: dict[int, list[int]] = {}
     for block in range(count):
         for after in edges[block]:
@@ -175,16 +172,16 @@ Get = Callable[[Frame], Any]
 Put = Callable[[Frame, Active, Any], None]
 Rule = Callable[[Instruction, "Decoder"], Step]
 RULES: dict[str, Rule] = {}
-CARRY = "%carry"  # the condition code of add.cc and the like, kept like a register
+CARRY = "%carry"  # condition code of add.cc, kept like a register
 _SCOPED = re.compile(r"#\d+$")
 
 
 class Unknown(Exception):
-    """Raised by a rule for a form of its instruction that it does not know."""
+    """An instruction form without a rule."""
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for opcode names."""
+    """Registers a rule for opcode names."""
 
     def register(made: Rule) -> Rule:
         for name in names:
@@ -199,7 +196,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 def decode(
     function: Function, file: str, describe: Callable[[CodeBlock, "Decoder"], None]
 ) -> DecodedFunction:
-    """Blocks of steps for one function; `describe` adds what control flow needs to know."""
+    """Blocks of steps of one function; `describe` adds control-flow data."""
     decoder = Decoder(function, file)
     blocks = blocks_of(function) if function.body else [CodeBlock(0, [], None, "ret")]
     for block in blocks:
@@ -220,8 +217,6 @@ def decode(
 
 
 class Decoder:
-    """Decodes the instructions of one function."""
-
     def __init__(self, function: Function, file: str) -> None:
         self.function, self.file = function, file
         self.slots: dict[str, tuple[int, np.dtype[Any]]] = {}
@@ -232,7 +227,7 @@ class Decoder:
         self._formals = _register_formals(function)
 
     def step(self, ins: Instruction) -> tuple[Step, Instruction, int, bool]:
-        """The step of an instruction with its guard."""
+        """Step of an instruction with its guard."""
         made = RULES.get(ins.op.name)
         try:
             if made is None:
@@ -252,13 +247,13 @@ class Decoder:
         return step
 
     def guard(self, ins: Instruction) -> tuple[int, bool]:
-        """Slot of the guard's predicate and whether it is negated; (-1, False) without a guard."""
+        """Slot and negation of the guard; (-1, False) without one."""
         if ins.guard is None:
             return -1, False
         return self.slot(ins.guard.reg.name)[0], ins.guard.negated
 
     def slot(self, name: str) -> tuple[int, np.dtype[Any]]:
-        """The slot of a register, made at its first use."""
+        """Slot of a register, created on first use."""
         known = self.slots.get(name)
         if known is None:
             known = self.slots[name] = len(self.dtypes), self._dtype(name)
@@ -279,13 +274,11 @@ class Decoder:
         found = {TYPES[d.type].raw for d in decls if d.type in TYPES}
         if not found:
             raise Unknown(f"register {name} of no known type")
-        # Scopes may declare one name with several types: the widest holds them all.
+        # Scopes may declare one name with several types: the widest is kept.
         return max(found, key=lambda d: (d.itemsize, d != np.dtype(bool)))
 
-    # ---- operands ----------------------------------------------------------------------------------
-
     def get(self, operand: Operand, wanted: Type) -> Get:
-        """A function that gives the operand's value, seen as a type."""
+        """Getter of the operand's value as a type."""
         if isinstance(operand, Sym) and operand.name in self._formals:
             operand = Reg(operand.name)
         if isinstance(operand, Reg):
@@ -315,7 +308,7 @@ class Decoder:
         return lambda frame: narrow(frame.regs[slot], wanted)
 
     def put(self, operand: Operand, given: Type) -> Put:
-        """A function that writes a value of a type to the destination, in active lanes."""
+        """Setter of the destination in active lanes."""
         if isinstance(operand, Pair):
             raise Unknown("a pair of destinations")
         if isinstance(operand, Sym) and operand.name in self._formals:
@@ -337,17 +330,17 @@ class Decoder:
         return put
 
     def vector(self, operand: Operand, wanted: Type) -> list[Get]:
-        """Getters of a vector's elements; of the operand itself when it is no vector."""
+        """Getters of a vector's elements, or of a scalar operand."""
         items = operand.items if isinstance(operand, Vec) else (operand,)
         return [self.get(item, wanted) for item in items]
 
     def vector_put(self, operand: Operand, given: Type) -> list[Put]:
-        """Putters of a vector's elements."""
+        """Setters of a vector's elements."""
         items = operand.items if isinstance(operand, Vec) else (operand,)
         return [self.put(item, given) for item in items]
 
     def address(self, operand: Operand) -> Get:
-        """A function that gives the 64-bit address of a memory operand, per lane."""
+        """Getter of the 64-bit address of a memory operand, per lane."""
         if not isinstance(operand, Mem):
             raise Unknown("no memory operand")
         base = self.get(operand.base, U64)
@@ -357,7 +350,7 @@ class Decoder:
         return lambda frame: base(frame) + offset
 
     def symbol(self, name: str) -> Callable[[Frame], int]:
-        """The address of a symbol, in its own state space."""
+        """Address of a symbol in its state space."""
 
         def place(frame: Frame) -> int:
             at = frame.places.get(name)
@@ -371,15 +364,15 @@ class Decoder:
         return place
 
     def predicate(self, operand: Operand) -> Get:
-        """A getter of a predicate, which may be negated."""
+        """Getter of a predicate, possibly negated."""
         return self.get(operand, PRED)
 
 
 def _register_formals(function: Function) -> dict[str, str]:
-    """Parameters and results that are registers (`.func f (.reg .b32 k)`): name -> type.
+    """Parameters and results in registers (`.func f (.reg .b32 k)`): name -> type.
 
-    The syntax tree does not tell them from those in memory; but an instruction computes with a register,
-    while a parameter in memory is only loaded, stored or has its address moved.
+    The syntax tree does not mark them; registers are used in arithmetic, parameters in memory are only
+    loaded, stored or moved.
     """
     if function.is_entry:
         return {}
@@ -395,7 +388,7 @@ def _register_formals(function: Function) -> dict[str, str]:
 
 
 def literal(operand: Imm | FloatImm, wanted: Type) -> Any:
-    """A constant as a scalar of a type; the bits of a hexadecimal float where bits are wanted."""
+    """Constant as a scalar of a type; the bit pattern for bit types."""
     if isinstance(operand, FloatImm):
         if wanted.dtype.kind == "f":
             exact = (
@@ -416,7 +409,7 @@ def literal(operand: Imm | FloatImm, wanted: Type) -> Any:
 
 
 def special(frame: Frame, name: str) -> Array:
-    """A special register's value in every lane."""
+    """Special register in every lane."""
     machine = frame.machine
     known = machine.special.get(name)
     if known is not None:
@@ -428,7 +421,7 @@ def special(frame: Frame, name: str) -> Array:
 
 
 def simple(put: Put, function: Callable[..., Any], *gets: Get) -> Step:
-    """A step that puts a function of its operands."""
+    """Step that applies a function to its operands."""
     if len(gets) == 1:
         (a,) = gets
         return lambda frame, act: put(frame, act, function(a(frame)))
@@ -442,7 +435,7 @@ def simple(put: Put, function: Callable[..., Any], *gets: Get) -> Step:
 
 
 def only(found: list[Type], ins: Instruction) -> Type:
-    """The last type of an instruction."""
+    """Last type of an instruction."""
     if not found:
         raise Unknown(f"no type in {ins.op.text}")
     return found[-1]

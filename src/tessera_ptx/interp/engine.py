@@ -1,16 +1,12 @@
-"""The engine: runs the blocks of a batch until every lane has left.
+"""Runs the blocks of a batch until all lanes exit.
 
-Lanes at the same block of the same frame form a group. The engine always runs the group whose block has
-the lowest rank (see `decode`), so lanes that parted meet again at the immediate post-dominator. Lanes wait
+Lanes at the same block of the same frame form a group; the group with the lowest rank (see `decode`) runs
+first. Lanes wait at a block barrier for all living lanes of their block or the given count, and at a warp
+collective for all living lanes of the member mask.
 
-    at a block barrier      until all living lanes of their block, or as many as it says, have arrived;
-    at a warp collective    until all living lanes of the member mask stand at the same instruction.
-
-Every 1,024 blocks the group that has waited longest gets a turn, so that lanes that spin on memory let
-others write. When every group waits, the launch is deadlocked: a Deadlock names the line.
-
-A frame belongs to a chain of call sites; lanes that came along the same chain share it, each lane with its
-own registers and its own strip of local memory. Recursion makes a new frame at each depth.
+Every 1,024 blocks the longest waiting group runs, so spinning lanes do not block writers. If all groups wait,
+Deadlock names the line. A frame belongs to a chain of call sites and is shared by its lanes, each with its
+own registers and local memory.
 """
 
 from dataclasses import dataclass
@@ -31,16 +27,16 @@ from tessera_ptx.interp.state import Active, CodeBlock, DecodedFunction, Frame, 
 from tessera_ptx.interp.types import PRED, U32, U64, Array, narrow
 from tessera_ptx.syntax import Args, Instruction, Operand, Reg, Sym
 
-# A frame, the block to go on with, and the lanes that do.
+# Frame, next block and lanes.
 Move = tuple[Frame, int, Array]
 
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """`bar.sync`, `bar.arrive`, `bar.red` and their `barrier.cta` spellings; `barrier.cluster`."""
+    """`bar.sync`, `bar.arrive`, `bar.red`, `barrier.cta` and `barrier.cluster`."""
 
     number: Get | None  # None: the cluster's barrier
-    count: Get | None  # threads expected; None: all of the block
+    count: Get | None  # expected threads; None: the whole block
     waits: bool
     reduction: str  # "", and, or, popc
     predicate: Get | None
@@ -50,17 +46,17 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class CallInfo:
-    """A call: who, with what, into what."""
+    """Target, arguments and results of a call."""
 
-    target: str  # "" when the address is computed
+    target: str  # "" if the address is computed
     address: Get | None
-    # Names of param variables, or getters of registers and constants.
+    # Names of param variables, or getters.
     arguments: tuple[str | Get, ...]
     results: tuple[str | Put, ...]
 
 
 def describe(block: CodeBlock, decoder: Decoder) -> None:
-    """Fill `block.info`; what cannot be decoded stays None and is refused when a lane gets there."""
+    """Fills `block.info`; None if undecodable, refused when executed."""
     try:
         if block.kind == "collective":
             block.info = member_getter(block.body[0], decoder)
@@ -103,7 +99,7 @@ def _call(ins: Instruction, decoder: Decoder) -> CallInfo:
 
 
 def _list(operands: list[Operand]) -> tuple[Operand, ...]:
-    """Takes a bracketed list off the front; an absent one is empty."""
+    """Removes a leading bracketed list; empty if absent."""
     if operands and isinstance(operands[0], Args):
         first = operands.pop(0)
         assert isinstance(first, Args)
@@ -127,7 +123,7 @@ MAX_DEPTH = 64
 
 
 def make_frame(machine: InterpState, code: DecodedFunction, parent: Frame | None, call_block: int) -> Frame:
-    """A frame with zeroed registers and room for its variables."""
+    """Frame with zeroed registers and memory for its variables."""
     regs = [np.zeros(machine.num_lanes, dtype) for dtype in code.dtypes]
     prefix = () if parent is None else (*parent.prefix, parent.code.blocks[call_block].rank)
     frame = Frame(machine, code, regs, parent, call_block, prefix, {})
@@ -140,7 +136,7 @@ def make_frame(machine: InterpState, code: DecodedFunction, parent: Frame | None
 def enter(
     frames: dict[tuple[int, int, str], Frame], caller: Frame, block: int, call: CallInfo, mask: Array
 ) -> list[Move]:
-    """Move lanes into the function they call; KeyError names one that has no body."""
+    """Moves lanes into a called function; KeyError names one without a body."""
     moves = []
     for name, lanes in _targets(caller, call, mask):
         code = caller.machine.codes.get(name)
@@ -187,7 +183,7 @@ def _pass_arguments(caller: Frame, callee: Frame, call: CallInfo, mask: Array) -
 
 
 def leave(frame: Frame, mask: Array) -> None:
-    """Hand the results of a function back to its caller."""
+    """Returns the results to the caller."""
     caller = frame.parent
     assert caller is not None
     call: CallInfo = caller.code.blocks[frame.call_block].info
@@ -215,20 +211,20 @@ CLUSTER = -1
 
 
 class Barriers:
-    """All barriers of a batch; numbers 0 to 15 per block, CLUSTER per cluster."""
+    """Barriers of a batch; numbers 0 to 15 per block, CLUSTER per cluster."""
 
     def __init__(self, machine: InterpState) -> None:
         self.machine = machine
         self.arrived: dict[int, Array] = {}
         self.expected: dict[int, Array] = {}
         self.votes: dict[int, Array] = {}
-        # Lanes whose cluster arrival is complete and that have not waited for it yet.
+        # Lanes with a completed cluster arrival that have not waited yet.
         self.passed: Array = np.zeros(machine.num_lanes, bool)
-        # (frame and block to go on with, barrier number, lanes, instruction)
+        # (next frame and block, barrier number, lanes, instruction)
         self.waiting: list[tuple[tuple[Frame, int, Barrier], int, Array, Instruction]] = []
 
     def arrive(self, barrier: Barrier, frame: Frame, after: int, mask: Array, ins: Instruction) -> list[Move]:
-        """Lanes reach a barrier; gives those, of all that wait, that may go on."""
+        """Lanes reach a barrier; returns all lanes that may continue."""
         moves: list[Move] = []
         if barrier.number is None:
             numbers: Any = np.full(mask.shape, CLUSTER)
@@ -308,7 +304,7 @@ class Barriers:
         return moves
 
     def _result(self, barrier: Barrier, number: int, frame: Frame, going: Array) -> None:
-        """Give the lanes of a reducing barrier what it found."""
+        """Writes the result of a reducing barrier."""
         if barrier.result is None:
             return
         width = self.machine.threads
@@ -322,7 +318,7 @@ class Barriers:
         barrier.result(frame, Active(going), np.repeat(value, width))
 
 
-Place = tuple[Frame, int]  # a frame and the index of a block
+Place = tuple[Frame, int]  # frame and block index
 FAIR_EVERY = 1024
 
 
@@ -340,7 +336,6 @@ class Interpreter:
         self.everyone = int(machine.exists.sum())
 
     def run(self, entry: Frame) -> None:
-        """Run until all lanes are gone."""
         self._arrive((entry, 0, self.machine.exists))
         with np.errstate(all="ignore"):
             while True:
@@ -369,7 +364,7 @@ class Interpreter:
         return min(ready, key=lambda p: (*p[0].prefix, p[0].code.blocks[p[1]].rank))
 
     def _run_group(self, place: Place, mask: Array) -> None:
-        """Run a block; go straight on while this group is the only one."""
+        """Runs a block, and its successors while this is the only group."""
         frame, index = place
         while True:
             self.last_run[frame, index] = self.tick
@@ -385,8 +380,6 @@ class Interpreter:
             for move in moves:
                 self._arrive(move)
             return
-
-    # ---- one block -------------------------------------------------------------------------------
 
     def _run_block(self, frame: Frame, index: int, block: CodeBlock, mask: Array) -> list[Move]:
         act = Active(mask, bool(int(mask.sum()) == self.everyone))
@@ -464,7 +457,7 @@ class Interpreter:
 
     def _exit(self, mask: Array) -> list[Move]:
         self.machine.alive = self.machine.alive & ~mask
-        # Lanes that waited for these need wait no longer.
+        # Lanes that waited for these may continue.
         self.stuck.clear()
         return self.barriers.release()
 
@@ -485,13 +478,11 @@ class Interpreter:
             )
         return self.barriers.arrive(block.info, frame, block.next, mask, block.end)
 
-    # ---- warps -----------------------------------------------------------------------------------
-
     def _assemble(self, frame: Frame, index: int, block: CodeBlock, mask: Array) -> Array:
-        """The lanes that may run a collective now; the others stay where they are."""
+        """Lanes that can run a collective now."""
         machine = self.machine
         passing = mask
-        if block.steps[0][2] >= 0:  # lanes whose guard is off pass by
+        if block.steps[0][2] >= 0:  # lanes with a false guard skip it
             on = frame.regs[block.steps[0][2]]
             passing = mask & (~on if not block.steps[0][3] else on)
             mask = mask & ~passing
@@ -508,8 +499,6 @@ class Interpreter:
             self.groups[frame, index] = waiting | self.groups.get((frame, index), np.False_)
             self.stuck.add((frame, index))
         return ready if block.steps[0][2] < 0 else ready | passing
-
-    # ---- faults ----------------------------------------------------------------------------------
 
     def _fault(self, kind: type[InterpreterFault], message: str, ins: Instruction) -> InterpreterFault:
         return kind(message, place=f"{self.machine.file}:{ins.line}")

@@ -1,13 +1,9 @@
-"""Floating-point arithmetic that NumPy has no name for: rounding modes, fused multiply-add, small formats.
+"""Floating-point operations missing in NumPy: rounding modes, fused multiply-add, small formats.
 
-Directed rounding works on a pair (value, error) in double precision: `value` is the nearest double,
-`error` the sign of what was left over, so that the final step to single precision rounds the exact
-result.
-
-Not exact: `f64` with directed rounding (the nearest result is given), and fused multiply-add in double
-precision, which is right to within one unit in the last place. Approximate instructions (`ex2.approx`,
-`sin.approx`, ...) give the correctly rounded value, which is within the error bound that PTX states for
-them.
+Directed rounding uses a pair (value, error): `value` is the nearest double, `error` the sign of the
+remainder, so rounding to single is of the exact result. Not exact: `f64` with directed rounding (nearest is
+used) and double fused multiply-add (within one ulp). Approximate instructions (`ex2.approx`, ...) are
+correctly rounded, within PTX's error bounds.
 """
 
 from typing import Any
@@ -16,23 +12,23 @@ import numpy as np
 
 from tessera_ptx.interp.types import Array
 
-# PTX rounding modifiers -> direction; the integer forms (`rni`) round to a whole number first.
+# PTX rounding modifiers; the integer forms (`rni`) round to an integer first.
 MODES = {"rn": "n", "rz": "z", "rm": "m", "rp": "p", "rna": "a"}
 WHOLE = {"rni": "n", "rzi": "z", "rmi": "m", "rpi": "p"}
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """The rounded sum of two doubles and its exact error."""
+    """Rounded sum of two doubles and its exact error."""
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)
 
 
 def to_single(value: Array, error: Array, mode: str = "n") -> Array:
-    """The exact number `value + error` (doubles, error small) rounded once to single precision."""
+    """`value + error` (doubles, error small) rounded once to single."""
     near: Array = value.astype(np.float32)
     back = near.astype(np.float64)
-    above = (back > value) | ((back == value) & (error < 0))  # the result lies above the exact number
+    above = (back > value) | ((back == value) & (error < 0))  # the result is above the exact number
     below = (back < value) | ((back == value) & (error > 0))
     if mode == "n":
         return _nearest(near, back, value, error)
@@ -47,7 +43,7 @@ def to_single(value: Array, error: Array, mode: str = "n") -> Array:
 
 
 def _nearest(near: Array, back: Array, value: Array, error: Array) -> Array:
-    """Corrects the only case that rounding twice gets wrong: `value` is halfway between two singles."""
+    """Corrects double rounding if `value` is halfway between two singles."""
     odd = (error != 0) & (value != back) & np.isfinite(value)
     if not np.any(odd):
         return near
@@ -65,7 +61,7 @@ def add(a: Array, b: Array, mode: str) -> Array:
 
 
 def multiply(a: Array, b: Array, mode: str) -> Array:
-    """a * b in the type of a; the product of two singles is exact in double precision."""
+    """a * b in the type of a; a product of singles is exact in double."""
     if mode == "n" or a.dtype != np.float32:
         return a * b
     return to_single(a.astype(np.float64) * b.astype(np.float64), np.float64(0.0) * np.zeros(()), mode)
@@ -97,7 +93,7 @@ def _fused_double(a: Array, b: Array, c: Array) -> Array:
 
 
 def divide(a: Array, b: Array, mode: str) -> Array:
-    """a / b; directed modes look at the exact remainder."""
+    """a / b; directed modes use the exact remainder."""
     if mode == "n" or a.dtype != np.float32:
         return a / b
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
@@ -107,7 +103,7 @@ def divide(a: Array, b: Array, mode: str) -> Array:
 
 
 def root(a: Array, mode: str) -> Array:
-    """The square root; directed modes look at the exact remainder."""
+    """Square root; directed modes use the exact remainder."""
     if mode == "n" or a.dtype != np.float32:
         return np.sqrt(a)
     wide = a.astype(np.float64)
@@ -116,7 +112,7 @@ def root(a: Array, mode: str) -> Array:
 
 
 def flush(value: Array, ftz: bool) -> Array:
-    """Subnormal singles become zeros of their sign when the instruction says `.ftz`."""
+    """Subnormal singles become signed zeros for `.ftz`."""
     if not ftz or value.dtype != np.float32:
         return value
     tiny = np.abs(value) < np.float32(1.1754943508222875e-38)
@@ -124,36 +120,34 @@ def flush(value: Array, ftz: bool) -> Array:
 
 
 def saturate(value: Array) -> Array:
-    """Clamp to [0, 1]; not-a-number and the negative zero become 0."""
+    """Clamps to [0, 1]; NaN and negative zero become 0."""
     return np.where(value > 0, np.minimum(value, 1), 0).astype(value.dtype)
 
 
 def whole(value: Array, mode: str) -> Array:
-    """Round to a whole number, keeping the float type."""
+    """Rounds to an integer, keeping the float type."""
     return {"n": np.rint, "z": np.trunc, "m": np.floor, "p": np.ceil}[mode](value)
 
 
 def bf16_to_single(bits: Array) -> Array:
-    """bf16 bits as singles: exact."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def single_to_bf16(value: Array, mode: str = "n", relu: bool = False) -> Array:
-    """Singles as bf16 bits."""
     if relu:
         value = np.where(np.isnan(value), value, np.maximum(value, np.float32(0)))
     return _cut(value, 16, mode, 0x7FFF).astype(np.uint16)
 
 
 def single_to_tf32(value: Array, mode: str = "a") -> Array:
-    """Singles as tf32: 13 low bits cut, as a 32-bit pattern."""
+    """Singles as tf32 (13 low bits cut), as 32-bit patterns."""
     bits = np.asarray(value, np.float32).view(np.uint32)
     rounded = _cut(value, 13, mode, 0) << np.uint32(13)
     return np.where(np.isnan(value), bits & np.uint32(0xFFFFE000), rounded)
 
 
 def _cut(value: Array, drop: int, mode: str, nan: int) -> Array:
-    """The bits above the lowest `drop` of a single, rounded."""
+    """Bits above the lowest `drop`, rounded."""
     bits = np.asarray(value, np.float32).view(np.uint32)
     half, shift = np.uint32(1 << (drop - 1)), np.uint32(drop)
     if mode == "n":
@@ -166,7 +160,7 @@ def _cut(value: Array, drop: int, mode: str, nan: int) -> Array:
 
 
 def to_half(value: Array, mode: str = "n") -> Array:
-    """Floats as halves; not-a-number in its one canonical form."""
+    """Floats as halves, with canonical NaN."""
     near: Array = value.astype(np.float16)
     if mode == "z":
         back = near.astype(np.float64)
@@ -176,7 +170,7 @@ def to_half(value: Array, mode: str = "n") -> Array:
 
 
 def halves(bits: Array) -> tuple[Array, Array]:
-    """The low and the high 16 bits of 32-bit patterns."""
+    """Low and high 16 bits of 32-bit patterns."""
     return (bits & np.uint32(0xFFFF)).astype(np.uint16), (bits >> np.uint32(16)).astype(np.uint16)
 
 
@@ -186,7 +180,7 @@ def join(low: Array, high: Array) -> Array:
 
 
 def _small_table(exponent_bits: int, mantissa_bits: int, finite_only: bool) -> Array:
-    """All 256 values of an eight-bit float format."""
+    """All 256 values of an 8-bit float format."""
     code = np.arange(256)
     sign = np.where(code & 0x80, -1.0, 1.0)
     mantissa = code & ((1 << mantissa_bits) - 1)
@@ -206,13 +200,13 @@ SMALL = {"e4m3": _small_table(4, 3, True), "e5m2": _small_table(5, 2, False)}
 
 
 def small_to_single(code: Array, name: str) -> Array:
-    """Eight-bit floats as singles: exact."""
+    """8-bit floats as singles, exact."""
     value: Array = SMALL[name][code.astype(np.intp)]
     return value
 
 
 def single_to_small(value: Array, name: str) -> Array:
-    """Singles as eight-bit floats: to nearest even, beyond the range the largest finite number."""
+    """Singles as 8-bit floats: nearest even, saturating."""
     table = SMALL[name][:128]
     finite = table[np.isfinite(table)].astype(np.float64)
     size = np.minimum(np.abs(value.astype(np.float64)), finite[-1])
@@ -226,5 +220,4 @@ def single_to_small(value: Array, name: str) -> Array:
 
 
 def constant(value: float, dtype: np.dtype[Any]) -> Any:
-    """A Python float as a scalar of a float type."""
     return dtype.type(value)

@@ -1,17 +1,16 @@
-"""Launching a kernel on the CPU: arguments to memory, batches of blocks, results.
+"""Launches a kernel on the CPU.
 
     result = run(text, "axpy", grid=4, block=128, args=[y, x, np.float32(2), 500])
     result.arrays[0]                       what y holds afterwards; the argument itself is not changed
     result.touched(1).read                 which bytes of x were read, as a mask
 
-An argument is an array (a buffer, passed as its address), a number (a scalar, as wide as the parameter
-says), or
+An argument is an array (passed as its address), a number (as wide as the parameter), or
 
     Offset(array, 64)                      the address of byte 64 of the array
     Packed({0: y, 8: x, 16: 500}, 24)      a struct by value: what lies at which byte
     ByPointer(Packed(...))                 a buffer that holds addresses of other buffers
 
-The same array given twice is one buffer. Module variables are buffers too, known by name.
+An array given twice is one buffer. Module variables are buffers by name.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ WARP = 32
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A launch's shape; blocks are numbered x first."""
+    """Shape of a launch; blocks are numbered x first."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -45,7 +44,7 @@ class Geometry:
 
     @staticmethod
     def of(grid: Dim3, block: Dim3, cluster: int) -> "Geometry":
-        """Checked and filled up to three axes."""
+        """Checked and extended to three axes."""
         shapes = []
         for name, given in (("grid", grid), ("block", block)):
             dims = (given,) if isinstance(given, int) else tuple(given)
@@ -66,22 +65,21 @@ class Geometry:
 
     @property
     def threads(self) -> int:
-        """Lanes of a block: its threads filled up to full warps."""
+        """Lanes of a block: threads padded to full warps."""
         return -(-self.size // WARP) * WARP
 
     def batches(self, lanes_at_once: int) -> Iterator[range]:
-        """Blocks to run together, whole clusters at a time."""
+        """Blocks to run together, in whole clusters."""
         step = max(lanes_at_once // self.threads // self.cluster, 1) * self.cluster
         total = int(np.prod(self.grid))
         for first in range(0, total, step):
             yield range(first, min(first + step, total))
 
     def lanes(self, blocks: range) -> int:
-        """Lanes of a batch."""
         return len(blocks) * self.threads
 
     def exists(self, blocks: range) -> Array:
-        """Lanes that are threads and not padding."""
+        """Lanes that are not padding."""
         mask: Array = np.tile(np.arange(self.threads) < self.size, len(blocks))
         return mask
 
@@ -126,13 +124,13 @@ class Geometry:
         return found
 
 
-_RULES = rules  # imported for the rules that it registers
-DYNAMIC_SHARED = 96 * 1024  # what an unsized shared array gets when the launch does not say
+_RULES = rules  # imported to register its rules
+DYNAMIC_SHARED = 96 * 1024  # default size of an unsized shared array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offset:
-    """The address of a byte inside a buffer."""
+    """Address of a byte inside a buffer."""
 
     array: Array
     offset: int
@@ -140,7 +138,7 @@ class Offset:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A struct: values at byte offsets. Numbers must be NumPy scalars, whose type says how wide they are."""
+    """Struct: values at byte offsets. Numbers must be NumPy scalars, which define the width."""
 
     fields: Mapping[int, Any]
     size: int
@@ -148,13 +146,13 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByPointer:
-    """A buffer whose content is a struct, passed as its address."""
+    """Buffer with a struct, passed as its address."""
 
     content: Packed
 
 
 def tensor_map(array: Array, box: tuple[int, ...], swizzle: int = 0) -> Packed:
-    """A CUtensorMap argument for an array: `box` in the array's order of axes, swizzle 0 to 3."""
+    """CUtensorMap argument for an array: `box` in the array's axis order, swizzle 0 to 3."""
     element = {"f2": 6, "f4": 7, "f8": 9, "u1": 0, "u2": 1, "u4": 2, "i4": 3, "u8": 4, "i8": 5}[
         f"{array.dtype.kind}{array.itemsize}"
     ]
@@ -179,27 +177,27 @@ class Touched:
     atomic: Array
 
     def any(self) -> tuple[bool, bool, bool]:
-        """Whether a byte was read, written, atomically updated."""
+        """True if any byte was read, written or atomically updated."""
         return bool(self.read.any()), bool(self.write.any()), bool(self.atomic.any())
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a launch left behind."""
+    """State after a launch."""
 
-    # Contents afterwards, by argument; numbers stay as they were given. Fields of structs are in `buffers`.
+    # Contents by argument; numbers unchanged. Struct fields are in `buffers`.
     arrays: tuple[Any, ...]
-    # Every buffer by its name: "0" is argument 0, "1+8" the pointer at byte 8 of argument 1, "0->8" the
-    # pointer at byte 8 of the buffer behind argument 0, ":gbuf" a variable of the module.
+    # Buffers by name: "0" is argument 0, "1+8" the pointer at byte 8 of argument 1, "0->8" the pointer at
+    # byte 8 of the buffer of argument 0, ":gbuf" a module variable.
     buffers: Mapping[str, Array]
     masks: Mapping[str, Touched]
-    # Where each pointer leads: (argument, byte offset in it) -> (buffer, byte offset in that).
+    # Pointers: (argument, byte offset) -> (buffer, byte offset).
     pointers: Mapping[tuple[int, int], tuple[str, int]]
-    # Every array that was given, wherever in the arguments, and its buffer.
+    # Every given array and its buffer.
     homes: tuple[tuple[Array, str], ...]
 
     def touched(self, argument: int, offset: int = 0) -> Touched:
-        """What happened to the buffer behind a pointer argument."""
+        """Masks of the buffer behind a pointer argument."""
         return self.masks[self.pointers[argument, offset][0]]
 
 
@@ -216,7 +214,7 @@ def run(
     max_steps: int = 50_000_000,
     file: str = "<ptx>",
 ) -> Result:
-    """Run a kernel; raises an InterpreterFault where the kernel's behaviour is undefined or unknown."""
+    """Runs a kernel; raises InterpreterFault for undefined or unknown behaviour."""
     module = _parsed(program, file) if isinstance(program, str) else program
     function = _entry(module, entry)
     geometry = Geometry.of(grid, block, cluster)
@@ -240,7 +238,7 @@ _CODES: dict[int, tuple[Module, dict[str, DecodedFunction]]] = {}
 
 
 def _decoded(module: Module) -> dict[str, DecodedFunction]:
-    """Decoded functions, kept with the module they came from."""
+    """Decoded functions, cached with their module."""
     known = _CODES.get(id(module))
     if known is None or known[0] is not module:
         if len(_CODES) > 64:
@@ -260,7 +258,7 @@ def _entry(module: Module, name: str) -> Function:
 
 
 def make_frame_of_entry(machine: InterpState, code: DecodedFunction, function: Function) -> Any:
-    """The kernel's own frame: its parameters lie in the parameter block."""
+    """Frame of the kernel, with parameters in the parameter block."""
     frame = make_frame(machine, code, None, -1)
     frame.places.update(function.param_offsets)
     return frame
@@ -294,7 +292,7 @@ class Binding:
             )
             raise BadLaunch(message, place=module.file)
         self.arena, self.args = Arena(), args
-        self.homes: dict[int, tuple[str, int, Array]] = {}  # id of an array -> name, address, the array
+        self.homes: dict[int, tuple[str, int, Array]] = {}  # id of an array -> name, address, array
         self.pointers: dict[tuple[int, int], tuple[str, int]] = {}
         total = max((function.param_offsets[p.name] + p.size for p in function.params), default=0)
         self.params = np.zeros(-(-max(total, 1) // 16) * 16, np.uint8)
@@ -309,7 +307,7 @@ class Binding:
             self.params[at : at + content.size] = content
 
     def _value(self, name: str, number: int, offset: int, arg: Any, size: int, kind: str) -> Array:
-        """The bytes an argument puts into its parameter or field."""
+        """Bytes of an argument in its parameter or field."""
         if isinstance(arg, Packed):
             return self._packed(name, number, arg)
         if isinstance(arg, ByPointer):
@@ -358,7 +356,7 @@ class Binding:
 
 
 def _scalar(value: Any, size: int, kind: str) -> Array:
-    """A number as the bytes of a parameter; NumPy scalars keep their own bytes."""
+    """Number as bytes of a parameter; NumPy scalars keep their bytes."""
     if isinstance(value, np.generic):
         return as_bytes(value)
     if isinstance(value, float) or kind.startswith("f"):

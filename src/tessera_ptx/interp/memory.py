@@ -1,6 +1,4 @@
-"""Memory of a launch: one arena for global buffers, one strip per block for shared, one per lane for local.
-
-Addresses are numbers a kernel can compute with:
+"""Memory of a launch: an arena for global buffers, a strip per block (shared) and per lane (local).
 
     global      ARENA + offset of the byte in the arena; buffers lie apart, so a step outside one is seen
     shared      offset in the block's own strip; generic form SHARED + offset
@@ -8,13 +6,9 @@ Addresses are numbers a kernel can compute with:
     param       offset in the kernel's parameter block below FRAMES, else an offset in the lane's strip,
                 which also holds the parameters of device functions; generic form PARAM + offset
 
-Every access is checked: inside one buffer, and aligned to its size. Global bytes read, written and
-atomically updated are marked in three masks. Constant variables and module variables are buffers of the
-arena.
-
-`place_symbols` gives module symbols their addresses. Shared variables of all functions get places side by
-side in a block's strip; unsized (extern) arrays all begin behind them, where the launch's dynamic shared
-memory lies.
+Every access is checked to be inside one buffer and aligned. Global bytes read, written and atomically updated
+are marked in three masks. Constant and module variables are arena buffers. `place_symbols` assigns addresses:
+shared variables lie side by side in a block's strip, unsized (extern) arrays behind them.
 """
 
 import re
@@ -30,13 +24,13 @@ from tessera_ptx.syntax import Module, Variable
 
 SHARED, LOCAL, PARAM, CODE, ARENA = (k << 44 for k in (1, 2, 3, 4, 5))
 WINDOW = 1 << 44
-FRAMES = 1 << 16  # first offset of the lanes' own strips; the parameter block lies below
+FRAMES = 1 << 16  # start of the lanes' strips, behind the parameter block
 GAP, ALIGN = 256, 256
 _ONES = {1: 1, 2: 0x0101, 4: 0x01010101, 8: 0x0101010101010101}
 
 
 class BadAccess(Exception):
-    """Inside the interpreter only: an access of one lane that fails; the engine adds place and lane."""
+    """Failed access of one lane; the engine adds place and lane."""
 
     def __init__(self, message: str, lane: int) -> None:
         super().__init__(message, lane)
@@ -45,7 +39,7 @@ class BadAccess(Exception):
 
 @dataclass(slots=True)
 class ArenaRegion:
-    """One buffer in the arena."""
+    """A buffer in the arena."""
 
     name: str
     start: int
@@ -54,7 +48,7 @@ class ArenaRegion:
 
 @dataclass(slots=True)
 class Arena:
-    """Global memory: buffers side by side with gaps between them."""
+    """Global memory: buffers separated by gaps."""
 
     regions: list[ArenaRegion] = field(default_factory=list)
     data: Array = field(default_factory=lambda: np.zeros(0, np.uint8))
@@ -65,7 +59,7 @@ class Arena:
     _top: int = GAP
 
     def add(self, name: str, content: Array) -> int:
-        """Place a buffer's bytes; gives its address. `seal` must follow before use."""
+        """Adds a buffer and returns its address; `seal` must follow."""
         start = self._top
         self.regions.append(ArenaRegion(name, start, content.size))
         self._pending.append(content)
@@ -73,11 +67,11 @@ class Arena:
         return ARENA + start
 
     def fill(self, index: int, content: Array) -> None:
-        """Replace the bytes of a placed buffer before `seal`."""
+        """Replaces the bytes of a buffer before `seal`."""
         self._pending[index] = content
 
     def seal(self) -> None:
-        """Lay the buffers out."""
+        """Lays out the buffers."""
         self.data = np.zeros(self._top, np.uint8)
         for region, content in zip(self.regions, self._pending, strict=True):
             self.data[region.start : region.start + region.size] = content
@@ -86,7 +80,7 @@ class Arena:
         self.ends = np.array([r.start + r.size for r in self.regions], np.uint64)
 
     def offsets(self, address: Array, size: int) -> Array:
-        """Arena offsets of an access of `size` bytes at each address; raises BadAccess."""
+        """Arena offsets of `size`-byte accesses; raises BadAccess."""
         offset = address - np.uint64(ARENA)
         if offset.size == 0:
             return offset.view(np.int64)
@@ -113,7 +107,7 @@ class Arena:
         raise BadAccess(f"access of {size} bytes outside every buffer, at {where}", lane)
 
     def describe(self, address: int) -> str:
-        """An address in words: the nearest buffer and the distance from its first byte."""
+        """Nearest buffer and the distance from its start."""
         offset = address - ARENA
         if not self.regions or not 0 <= offset < WINDOW:
             return f"address {address:#x}"
@@ -133,7 +127,7 @@ class Arena:
         return loaded
 
     def store(self, address: Array, value: Array, size: int, mark: str = "w") -> None:
-        """Store unsigned integers of `size` bytes; of lanes with the same address the last one wins."""
+        """Stores unsigned integers of `size` bytes; the last lane with an address wins."""
         index = self.offsets(address, size) >> (size.bit_length() - 1)
         raw = np.dtype(f"u{size}")
         self.marks[mark].view(raw)[index] = _ONES[size]
@@ -142,12 +136,12 @@ class Arena:
 
 @dataclass(slots=True)
 class Strips:
-    """Memory that each block (shared) or lane (local, frames) has for itself: rows of equal length."""
+    """Memory per block (shared) or lane (local, frames): rows of equal length."""
 
     name: str
     rows: int
     size: int
-    base: int = 0  # the offset that a row's first byte has
+    base: int = 0  # offset of a row's first byte
     data: Array = field(init=False)
 
     def __post_init__(self) -> None:
@@ -155,7 +149,7 @@ class Strips:
         self.data = np.zeros(self.rows * self.size, np.uint8)
 
     def grow(self, size: int) -> None:
-        """Make every row at least `size` bytes long, keeping its content."""
+        """Extends rows to at least `size` bytes."""
         if size <= self.size:
             return
         old = self.data.reshape(self.rows, self.size)
@@ -181,12 +175,11 @@ class Strips:
         return loaded
 
     def store(self, row: Array, offset: Array, value: Array, size: int) -> None:
-        """Store unsigned integers of `size` bytes at each row's offset."""
+        """Stores unsigned integers of `size` bytes at each row's offset."""
         self.data.view(np.dtype(f"u{size}"))[self._index(row, offset, size)] = value
 
 
 def as_bytes(value: Any) -> Array:
-    """The bytes of an array, as a copy."""
     return np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)
 
 
@@ -197,7 +190,7 @@ _TOKEN = re.compile(
 
 @dataclass(slots=True)
 class SymbolLayout:
-    """Where symbols live."""
+    """Addresses of symbols."""
 
     symbols: dict[str, int] = field(default_factory=dict)
     spaces: dict[str, str] = field(default_factory=dict)
@@ -207,7 +200,7 @@ class SymbolLayout:
     variables: list[Variable] = field(default_factory=list)
 
     def initialise(self, arena: Arena) -> None:
-        """Write initial values; the arena is sealed by now."""
+        """Writes initial values into the sealed arena."""
         for variable in self.variables:
             if variable.initial:
                 start = self.symbols[variable.name] - ARENA
@@ -216,7 +209,7 @@ class SymbolLayout:
 
 
 def place_symbols(module: Module, arena: Arena, dynamic_bytes: int) -> SymbolLayout:
-    """Give every symbol of the module an address."""
+    """Assigns an address to every symbol."""
     layout = SymbolLayout(dynamic_bytes=0)
     shared = [v for v in module.variables if v.space == "shared"]
     for number, function in enumerate(module.functions):
@@ -242,7 +235,7 @@ def _place_shared(layout: SymbolLayout, shared: list[Variable], dynamic_bytes: i
             top += variable.size
     unsized = [v for v in shared if not v.size]
     if unsized:
-        align = max(1024, *(v.align for v in unsized))  # swizzled tiles rely on it
+        align = max(1024, *(v.align for v in unsized))  # needed by swizzled tiles
         top = -(-top // align) * align
         for variable in unsized:
             layout.symbols[variable.name] = top
@@ -253,7 +246,7 @@ def _place_shared(layout: SymbolLayout, shared: list[Variable], dynamic_bytes: i
 
 
 def initial_bytes(variable: Variable, layout: SymbolLayout) -> Array:
-    """The bytes of a variable's initial value; shorter than the variable when the rest is zero."""
+    """Bytes of an initial value; the rest of the variable is zero."""
     kind = TYPES[variable.type]
     out = bytearray()
     for match in _TOKEN.finditer(variable.initial):

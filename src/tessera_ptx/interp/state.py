@@ -1,6 +1,6 @@
-"""Decoded code, and the state that its steps work on: active lanes, frames of functions, the machine.
+"""Decoded code and execution state: active lanes, frames, machine.
 
-`load` and `store` serve the lanes of a frame in any state space, generic addresses included.
+`load` and `store` access any state space, including generic addresses.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from tessera_ptx.interp.memory import ARENA, FRAMES, LOCAL, PARAM, SHARED, Arena
 from tessera_ptx.interp.types import Array
 from tessera_ptx.syntax import Instruction
 
-# What one instruction does to the active lanes of a frame.
+# Effect of an instruction on the active lanes of a frame.
 Step = Callable[["Frame", "Active"], None]
 
 
 class Active:
-    """The lanes that execute a step."""
+    """Lanes that execute a step."""
 
     __slots__ = ("_index", "full", "mask")
 
@@ -28,7 +28,7 @@ class Active:
 
     @property
     def index(self) -> Array:
-        """The numbers of the active lanes, ascending."""
+        """Active lane numbers, ascending."""
         if self._index is None:
             self._index = np.flatnonzero(self.mask)
         return self._index
@@ -36,34 +36,31 @@ class Active:
 
 @dataclass(slots=True)
 class CodeBlock:
-    """Straight-line code; `end` is its last instruction when that moves control or waits."""
+    """Straight-line code; `end` is a last instruction that branches or waits."""
 
     first: int
     body: list[Instruction]
     end: Instruction | None = None
     kind: str = "plain"  # plain, collective, barrier, bra, brx, ret, exit, trap, call
-    next: int = -1  # the block behind this one; -1 when there is none
+    next: int = -1  # following block; -1 if none
     targets: tuple[int, ...] = ()
     rank: int = 0
-    # Filled by the decoder: (step, instruction, guard slot or -1, guard negated).
+    # (step, instruction, guard slot or -1, guard negated), set by the decoder.
     steps: list[tuple[Step, Instruction, int, bool]] = field(default_factory=list)
     guard: int = -1
     negated: bool = False
-    # Of a collective: getter of the member mask; of a branch table: getter of the index; of barriers and
-    # calls: a record of `engine`.
+    # Getter of the member mask (collective) or index (branch table), or a record of `engine` (barrier, call).
     info: Any = None
 
 
 @dataclass(slots=True)
 class DecodedFunction:
-    """A decoded function."""
-
     name: str
     blocks: list[CodeBlock]
-    # Register name -> (slot, type of its bits).
+    # Register name -> (slot, bit type).
     slots: dict[str, tuple[int, np.dtype[Any]]]
     dtypes: list[np.dtype[Any]]
-    # Formal parameters and results in order, and all variables of local or param space: name -> size, align.
+    # Formal parameters and results in order, and variables of local or param space: name -> size, align.
     params: tuple[str, ...]
     returns: tuple[str, ...]
     sizes: dict[str, tuple[int, int]]
@@ -73,35 +70,35 @@ class DecodedFunction:
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """One activation of a function, for all lanes that came along the same chain of calls."""
+    """Activation of a function for all lanes with the same call chain."""
 
     machine: "InterpState"
     code: DecodedFunction
     regs: list[Array]
     parent: "Frame | None"
     call_block: int
-    # Ranks of the call sites above: orders frames among one another.
+    # Ranks of the call sites above; orders frames.
     prefix: tuple[int, ...]
-    # Offsets of variables of local and param space in the lanes' strips; of the entry's parameters, in
-    # the parameter block.
+    # Offsets of local and param variables in the lanes' strips; for the entry's parameters, in the parameter
+    # block.
     places: dict[str, int]
 
 
 @dataclass(slots=True)
 class InterpState:
-    """One batch of blocks while it runs."""
+    """A running batch of blocks."""
 
     file: str
     arena: Arena
     shared: Strips
     frames: Strips
-    # The kernel's parameter block, the same for all lanes.
+    # Parameter block of the kernel.
     params: Array
     num_lanes: int
-    threads: int  # lanes of a block, padding to full warps included
-    exists: Array  # lanes that are threads, not padding
+    threads: int  # lanes of a block, padded to full warps
+    exists: Array  # lanes that are not padding
     special: dict[str, Array]
-    # Module symbols, functions and shared variables by name -> address in their own space.
+    # Symbols, functions and shared variables -> address in their space.
     symbols: dict[str, int]
     spaces: dict[str, str]
     functions: dict[int, str]
@@ -109,7 +106,7 @@ class InterpState:
     block_of: Array  # block (row of `shared`) of each lane
     alive: Array = field(init=False)
     top: int = 0  # first free byte of the lanes' strips
-    # Threads of a cluster: blocks per cluster and each lane's rank in it.
+    # Blocks per cluster, and each lane's rank in it.
     cluster: int = 1
     clock: int = 0
 
@@ -117,7 +114,7 @@ class InterpState:
         self.alive = self.exists.copy()
 
     def reserve(self, size: int, align: int) -> int:
-        """Room in every lane's strip; gives its offset."""
+        """Reserves bytes in every lane's strip; returns the offset."""
         at = -(-self.top // align) * align
         self.top = at + size
         self.frames.grow(self.top)
@@ -125,23 +122,23 @@ class InterpState:
 
 
 SPACES = ("global", "shared", "local", "const", "param")
-RANK_SHIFT = 24  # shared memory of rank r of a cluster begins at (r + 1) << RANK_SHIFT
+RANK_SHIFT = 24  # shared memory of cluster rank r begins at (r + 1) << RANK_SHIFT
 _WINDOWS = {SHARED >> 44: ("shared", SHARED), LOCAL >> 44: ("local", LOCAL), PARAM >> 44: ("param", PARAM),
             ARENA >> 44: ("global", 0)}  # fmt: skip
 
 
 def spaces_of(mods: tuple[str, ...]) -> list[str]:
-    """The state spaces among the qualifiers, in order."""
+    """State spaces among the qualifiers, in order."""
     return [m.split("::")[0] for m in mods if m.split("::")[0] in SPACES]
 
 
 def pick(value: Any, index: Array) -> Array:
-    """A value's elements of some lanes; a constant is repeated."""
+    """Elements of some lanes; a constant is repeated."""
     return value[index] if value.ndim else np.full(index.shape, value)
 
 
 def spread(value: Array, index: Array, num_lanes: int) -> Array:
-    """The inverse of `pick`: elements at their lanes, zeros elsewhere."""
+    """Inverse of `pick`: zeros elsewhere."""
     if index.size == num_lanes:
         return value
     out = np.zeros(num_lanes, value.dtype)
@@ -150,7 +147,7 @@ def spread(value: Array, index: Array, num_lanes: int) -> Array:
 
 
 def load(frame: Frame, space: str, lanes: Array, address: Array, size: int, mark: str = "r") -> Array:
-    """Unsigned integers of `size` bytes, one for each entry of `lanes`."""
+    """Unsigned integers of `size` bytes, one per entry of `lanes`."""
     machine = frame.machine
     if space in ("global", "const"):
         return machine.arena.load(address, size, mark)
@@ -169,7 +166,7 @@ def load(frame: Frame, space: str, lanes: Array, address: Array, size: int, mark
 def store(
     frame: Frame, space: str, lanes: Array, address: Array, value: Array, size: int, mark: str = "w"
 ) -> None:
-    """Store unsigned integers of `size` bytes."""
+    """Stores unsigned integers of `size` bytes."""
     machine = frame.machine
     if space == "global":
         machine.arena.store(address, value, size, mark)
@@ -185,7 +182,7 @@ def store(
 
 
 def shared_place(frame: Frame, lanes: Array, address: Array) -> tuple[Array, Array]:
-    """The block and the offset in its shared memory; `mapa` puts a rank of the cluster above the offset."""
+    """Block and offset in its shared memory; `mapa` puts a cluster rank above the offset."""
     block = frame.machine.block_of[lanes]
     remote = address >> np.uint64(RANK_SHIFT)
     if not remote.any():
@@ -210,7 +207,7 @@ def _load_param(frame: Frame, lanes: Array, address: Array, size: int) -> Array:
 
 
 def _split(address: Array) -> list[tuple[Any, str, int]]:
-    """Generic addresses by the window they fall into."""
+    """Generic addresses by window."""
     window = address >> np.uint64(44)
     found = np.unique(window)
     for bad in found:

@@ -1,10 +1,8 @@
-"""PTX types as NumPy sees them.
+"""PTX types in NumPy.
 
-A register is an array of unsigned integers, one element per lane, of the register's declared width
-(predicates: bool). An instruction reads it through its own type: `view` for types of the same width, the
-low bits for narrower ones. Writing widens by the instruction's type: signed types extend their sign, all
-others extend with zeros. bf16 and the packed pairs have no NumPy type; they are handled as bits and
-converted by `floats`.
+A register is an array of unsigned integers, one per lane, of its declared width (predicates: bool).
+Instructions read it as their own type: a `view`, or the low bits. Writes sign-extend signed types and
+zero-extend others. bf16 and packed pairs are bits, converted by `floats`.
 """
 
 from typing import Any, NamedTuple
@@ -16,19 +14,19 @@ Array = npt.NDArray[Any]
 
 
 class Type(NamedTuple):
-    """One PTX type."""
+    """A PTX type."""
 
     name: str
     bits: int
     kind: str  # u, s, f, b (bits), p (predicate)
-    dtype: np.dtype[Any]  # how an operand of this type is seen
-    raw: np.dtype[Any]  # the unsigned integer of the same width
+    dtype: np.dtype[Any]  # NumPy type of an operand
+    raw: np.dtype[Any]  # unsigned integer of the same width
 
 
 _RAW = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 _FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
-# Float formats without a NumPy type: seen as their bits.
+# Float formats without a NumPy type: handled as bits.
 _AS_BITS = {"bf16": 16, "f16x2": 32, "bf16x2": 32, "tf32": 32, "e4m3x2": 16, "e5m2x2": 16, "f32x2": 64}
 
 
@@ -54,12 +52,12 @@ PRED = TYPES["pred"]
 
 
 def types_of(mods: tuple[str, ...]) -> list[Type]:
-    """The types among an opcode's qualifiers, in order."""
+    """Types among the qualifiers, in order."""
     return [TYPES[m] for m in mods if m in TYPES]
 
 
 def narrow(value: Array, wanted: Type) -> Array:
-    """A register's bits seen as a type: the low bits of a wider one, zeros above a narrower one."""
+    """Register bits as a type: low bits of a wider one, zero-extended if narrower."""
     if wanted.bits == 1:
         return value if value.dtype.kind == "b" else value != 0
     if value.dtype.itemsize * 8 != wanted.bits:
@@ -68,7 +66,7 @@ def narrow(value: Array, wanted: Type) -> Array:
 
 
 def widen(value: Array, given: Type, raw: np.dtype[Any]) -> Array:
-    """A result as the bits of a register of type `raw`."""
+    """Result as bits of a register of type `raw`."""
     if raw.kind == "b":
         return value if value.dtype.kind == "b" else value != 0
     if value.dtype.kind == "b":

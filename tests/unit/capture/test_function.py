@@ -199,7 +199,9 @@ def test_replacing_a_buffer_is_refused_by_name() -> None:
             return torch.relu(self.fc(x))
 
     module = Replaces()
-    with pytest.raises(CaptureError, match=r"test_function\.py:\d+: .* in the place of 'calls'.*in place"):
+    with pytest.raises(
+        CaptureError, match=r"test_function\.py:\d+: .* replaces the tensor 'calls'.*in place"
+    ):
         tessera.capture(module, torch.ones(2, 4))
     assert 0.0 == float(module.calls)
 

@@ -191,7 +191,7 @@ def test_a_wrong_source_is_refused_with_the_compilers_words() -> None:
         (lambda k, x: k(x, x, 1.0, 8), r"needs a grid and a block"),
         (lambda k, x: k[1, 32](x, x, 1.0), r"has 4 parameters, 3 arguments"),
         (lambda k, x: k[1, 32](x, x, x, 8), r"argument 2 of kernel axpy is a tensor"),
-        (lambda k, x: k[0, 32](x, x, 1.0, 8), r"is no grid or block"),
+        (lambda k, x: k[0, 32](x, x, 1.0, 8), r"grid and block must be 1 to 3 sizes"),
         (lambda k, x: k[1, 32](x, "x", 1.0, 8), r"is a str"),
     ],
 )

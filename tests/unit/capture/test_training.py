@@ -155,7 +155,7 @@ def test_the_first_step_is_refused() -> None:
     model = a_model()
     train = a_step(model, OPTIMIZERS["momentum"](model.parameters()))
 
-    with pytest.raises(CaptureError, match=r"first to make .*Run one training step before"):
+    with pytest.raises(CaptureError, match=r"the call creates .*Run one training step before"):
         tessera.capture(train, *some_data(1)[0])
 
 

@@ -1,16 +1,15 @@
-"""The Inductor front end, record_inductor: Workload -> Trace of the launches of its compiled code.
+"""record_inductor: Workload -> Trace of the launches of its Inductor-compiled code.
 
-The step is compiled, called once so that autotuning ends, and called again while it is watched. The trace has
-the exact launches: Triton kernels with PTX, grid, block and arguments, and the operators that compiled code
-dispatches. Accesses of Triton launches are proved from their PTX; a launch without proof is immovable, with
-the reason, and may touch all of its buffers.
+The step is compiled, called once to finish autotuning, and observed in a second call. The trace has the exact
+launches: Triton kernels with PTX, grid, block and arguments, and dispatched operators. Accesses of Triton
+launches are proved from PTX; an unproved launch is immovable, with the reason, and may touch all its buffers.
 
 ExternCalls records dispatched operators (library products, attention, fallbacks). An operator is a launch iff
-it writes an argument or returns new storage. Allocations make a temporary; Inductor's own are seen when a
-launch first uses them. Draws read and write their device's generator (see `tessera.capture.rng`).
+it writes an argument or returns new storage. Inductor's allocations appear at their first use. Draws access
+their device's generator (see `tessera.capture.rng`).
 
 Compiled code has no module calls, so a launch's scope (`scoped`) is the module of a weight that only it
-reads, else that of the launch before.
+reads, else the previous launch's.
 """
 
 import contextlib
@@ -39,19 +38,19 @@ from tessera.ir import BufferKind, Step, Trace, verify
 
 @dataclass(frozen=True)
 class Recording:
-    """A trace, and what is needed to run it again in this process."""
+    """A trace, and what this process needs to run it."""
 
     trace: Trace
-    # Kernel of the trace -> the compiled Triton kernel.
+    # Kernel index -> compiled Triton kernel.
     relaunch: Mapping[int, Relaunch]
     code: CompiledStep
 
 
 def record_inductor(workload: Workload, portable: bool = True, **changes: Any) -> Recording:
-    """Compiles the step, runs it on its device and returns what was launched, verified.
+    """Compile the step, run it on its device and return the verified trace.
 
-    `portable`: attention that runs on every GPU, else what torch prefers on this one. `changes`: settings
-    of Inductor that differ from `compile.CONFIG`.
+    `portable`: attention for every GPU, else torch's choice here. `changes`: Inductor settings that differ
+    from `compile.CONFIG`.
     """
     weights, inputs, state = workload.weights(), workload.make_inputs(0), workload.make_state(0)
     if not all(t.is_cuda for t in inputs.values()):
@@ -59,21 +58,21 @@ def record_inductor(workload: Workload, portable: bool = True, **changes: Any) -
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     code = compile_step(workload, (weights, inputs, state), mode, portable, **changes)
     code.run(weights, inputs, state)
-    del state  # a card may have room for one state only
+    del state  # memory may hold one state only
     given = weights, workload.make_inputs(0), workload.make_state(0)
     return record_code(workload.step, code, given, str(next(iter(inputs.values())).device))
 
 
 def record_inductor_offline(workload: Workload) -> Trace:
-    """The trace that `record_inductor` would give on an H100, as far as a machine without one can tell.
+    """Predict without a GPU the trace that `record_inductor` gives on an H100.
 
-    Only shapes and types of the workload's tensors are looked at.
+    Only shapes and types of the workload's tensors matter.
     """
     weights = workload.weights()
     with offline() as mode, warnings.catch_warnings():
-        # Compiled code checks alignment of its inputs; that of a fake is always good.
+        # Compiled code checks input alignment; fakes are always aligned.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        # Inputs and state are made inside, so that they are fake from the start.
+        # Inputs and state are created inside, hence fake.
         made = weights, workload.make_inputs(0), workload.make_state(0)
         w, x, s = (fake.on_device(tensors) for tensors in made)
         code = compile_step(workload, (w, x, s), mode, **OFFLINE_CONFIG)
@@ -86,7 +85,6 @@ def record_code(
     given: tuple[Tensors, Tensors, Tensors],
     recorded_on: str = "cpu",
 ) -> Recording:
-    """Records one run of a compiled step on weights, inputs and state."""
     weights, inputs, state = given
     ledger = Ledger(recorded_on)
     ledger.declare(BufferKind.WEIGHT, weights)
@@ -118,7 +116,7 @@ ALLOCATORS = frozenset(
 
 
 class ExternCalls(TorchDispatchMode):
-    """While active, writes every operator that is dispatched into a ledger."""
+    """While active, adds every dispatched operator to a ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,14 +124,14 @@ class ExternCalls(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Dynamo must not take this mode for one of the program's."""
+        """Hides this mode from Dynamo."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks a fake tensor about itself
+        if func.namespace == "prim":  # fake tensor metadata
             return func(*args, **kwargs)
         check_operator(func, args, kwargs, lambda value: isinstance(value, torch.Tensor))
         if func._schema.name in ALLOCATORS:
@@ -152,7 +150,7 @@ class ExternCalls(TorchDispatchMode):
 
 
 def scoped(trace: Trace) -> Trace:
-    """Every launch with the module that it belongs to."""
+    """Launches with their modules."""
     readers = Counter(b for launch in trace.launches for b in {a.buffer for a in launch.accesses})
     scope, launches = "", []
     for launch in trace.launches:

@@ -1,18 +1,18 @@
 """A step compiled by Inductor, region by region.
 
-`trace_step` runs the step once on fake tensors and makes every dispatched operator a node of one torch.fx
-graph, without graph breaks; shapes come from `ShapeCache`. Linear layers become one matrix product over all
-rows: fakes keep old strides of dimensions of size 1, which would make a batched product that reads the weight
-once per row. Attention becomes the operator that every GPU can run, or with `portable=False` torch's choice.
+`trace_step` runs the step on fake tensors and makes every dispatched operator a node of one torch.fx graph,
+without graph breaks. Linear layers become one matrix product over all rows: fakes keep old strides of size-1
+dimensions, which would make a batched product that reads the weight once per row. Attention becomes the
+operator that every GPU runs, or torch's choice with `portable=False`.
 
-The graph is cut where the model's blocks begin, so that repeated blocks are compiled once. A cut moves back
-to behind the last library call before it, since Inductor fuses nothing across those, and is dropped if memory
-made before it is written behind it. Regions share compiled code only if they have equal operators
-(`GraphRegion.key`) and equal argument layouts and aliasing (`alike`).
+The graph is cut where the model's blocks begin, so that repeated blocks compile once. A cut moves back behind
+the last library call, since Inductor fuses nothing across those, and is dropped if memory created before is
+written behind it. Regions share code only with equal operators (`GraphRegion.key`), argument layouts and
+aliasing (`alike`).
 
 `CompiledStep.run` compiles a region at its first call. The static launcher is off (it drops PTX), caches are
-off (kernels may have been made with other settings), and memory is not reused (`allow_buffer_reuse`,
-`inplace_buffers`), which would tie unrelated launches together.
+off (kernels may come from other settings), and memory is not reused (`allow_buffer_reuse`,
+`inplace_buffers`), which would tie unrelated launches.
 """
 
 import contextlib
@@ -43,35 +43,35 @@ _LIBRARY = ("mm", "convolution", "attention", "addmv", "linear")
 
 @dataclass(frozen=True)
 class GraphRegion:
-    """A run of a step's operators as a graph of its own. Values are numbered over the whole step."""
+    """A run of operators as a graph. Values are numbered over the whole step."""
 
     module: torch.fx.GraphModule
     takes: tuple[int, ...]
     gives: tuple[int, ...]
-    # Values that no later region takes.
+    # Values no later region takes.
     frees: tuple[int, ...]
-    # (place among gives, place among takes): the result is memory of the argument.
+    # (index in gives, index in takes): the result is memory of the argument.
     views: tuple[tuple[int, int], ...]
     key: Any
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A step as a graph: its arguments are the tensors given, in order."""
+    """A step as a graph; its arguments are the given tensors in order."""
 
     graph: torch.fx.Graph
-    # Tensors that the step holds and nobody gave it, by the attribute that stands for them.
+    # Tensors the step holds, by graph attribute.
     constants: dict[str, torch.Tensor]
-    # What each node returned.
+    # Result of each node.
     values: dict[torch.fx.Node, Any]
-    # Nodes before which a block of the model begins or ends, as places in the graph's order.
+    # Node indices where a block of the model begins or ends.
     borders: tuple[int, ...]
-    # Results by name, as nodes.
+    # Result nodes by name.
     outputs: dict[str, torch.fx.Node]
 
 
 def cut(traced: Traced) -> tuple[list[GraphRegion], dict[str, int]]:
-    """The regions of a step, in order; together they are the whole of it. Also its results' numbers."""
+    """Regions of a step in order, and the numbers of its results."""
     nodes = [n for n in traced.graph.nodes if n.op != "output"]
     places = {node: place for place, node in enumerate(nodes)}
     last = {node: max((places.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
@@ -86,7 +86,7 @@ def cut(traced: Traced) -> tuple[list[GraphRegion], dict[str, int]]:
 
 
 def alike(args: Sequence[torch.Tensor]) -> Any:
-    """What compiled code may depend on of its arguments; equal where they can take each other's place."""
+    """Argument properties that compiled code depends on."""
     storages: dict[int, int] = {}
     return tuple(
         (
@@ -98,7 +98,7 @@ def alike(args: Sequence[torch.Tensor]) -> Any:
 
 
 def _cuts(traced: Traced, nodes: list[Node], first: int) -> list[int]:
-    """Places to cut at, in order: for each border the first behind a library call that may be cut."""
+    """Cut indices: for each border the first behind a library call that may be cut."""
     bound = {p for start, stop in _bound(traced, nodes) for p in range(start + 1, stop + 1)}
     found = set()
     libraries = [place + 1 for place, node in enumerate(nodes) if _is_library(node)]
@@ -115,7 +115,7 @@ def _is_library(node: Node) -> bool:
 
 
 def _bound(traced: Traced, nodes: list[Node]) -> list[tuple[int, int]]:
-    """(place where memory is made, place where it is written last), and results of one call with the call."""
+    """(index where memory is created, index of its last write); results of one call stay with it."""
     made: dict[int, int] = {}
     written: dict[int, int] = {}
     for place, node in enumerate(nodes):
@@ -167,7 +167,7 @@ def _region(
 
 
 def _key(traced: Traced, nodes: list[Node], num_takes: int, gives: list[Node]) -> Any:
-    """Equal for regions that do the same to their arguments."""
+    """Equal for regions with equal effect on their arguments."""
     numbers = {node: number for number, node in enumerate(nodes)}
 
     def plain(value: Any) -> Any:
@@ -175,7 +175,7 @@ def _key(traced: Traced, nodes: list[Node], num_takes: int, gives: list[Node]) -
             return Node, numbers[value]
         if isinstance(value, tuple | list):
             return type(value), *map(plain, value)
-        return type(value), value  # 1, 1.0 and True are equal, but not alike
+        return type(value), value  # 1, 1.0 and True are equal but differ in type
 
     def line(node: Node) -> Any:
         if node.op == "get_attr":
@@ -186,14 +186,14 @@ def _key(traced: Traced, nodes: list[Node], num_takes: int, gives: list[Node]) -
 
 
 def _contents(node: Node, tensor: torch.Tensor) -> Any:
-    """A constant by its bytes if it is only copied from, else by what it is."""
+    """A constant by its bytes if only copied from, else by identity."""
     is_copied = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
     if not is_copied or tensor.numel() > 1024:
         return id(tensor)
     return tensor.dtype, tuple(tensor.shape), str(tensor.tolist())
 
 
-# Set where this torch has them: the static launcher has had two names.
+# Set where this torch has them: the static launcher had two names.
 CONFIG: dict[str, Any] = {
     "use_static_triton_launcher": False,
     "use_static_cuda_launcher": False,
@@ -204,20 +204,20 @@ CONFIG: dict[str, Any] = {
     "triton.cudagraphs": False,
 }
 
-# Given the tensors that code holds and nobody gave it.
+# Called with the tensors that code holds.
 Around = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """What regions that are alike are compiled to."""
+    """Code of regions that are alike."""
 
     call: Callable[..., Sequence[torch.Tensor]]
     constants: tuple[torch.Tensor, ...]
 
 
 class CompiledStep:
-    """One step, compiled for the shapes of its example."""
+    """One step compiled for its example's shapes."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class CompiledStep:
     def run(
         self, weights: Tensors, inputs: Tensors, state: Tensors, around: Around = contextlib.nullcontext
     ) -> dict[str, torch.Tensor]:
-        """Calls the compiled step; `around(its constants)` is entered for each call of compiled code."""
+        """Run the step; `around(constants)` is entered for each call of compiled code."""
         groups = zip(self._names, (weights, inputs, state), strict=True)
         values = dict(enumerate(tensors[name] for names, tensors in groups for name in names))
         with torch.no_grad():
@@ -255,7 +255,7 @@ class CompiledStep:
 
 
 def inductor_config(**changes: Any) -> AbstractContextManager[Any]:
-    """Inductor's settings for a recording, with changes; unknown names are another version's."""
+    """Inductor's settings for a recording, with changes; skips names this version lacks."""
     from torch._inductor import config
 
     known: Any = config._config  # type: ignore[attr-defined]
@@ -272,7 +272,7 @@ def compile_step(
     portable: bool = True,
     **changes: Any,
 ) -> CompiledStep:
-    """A step for the shapes, types and device of its weights, inputs and state; `mode` is to trace it in."""
+    """Compile a step for the shapes, types and device of its tensors; `mode` traces it."""
     fakes = [{name: mode.from_tensor(t) for name, t in tensors.items()} for tensors in given]
     traced = trace_step(workload, fakes, mode, portable)
     return CompiledStep([list(tensors) for tensors in given], *cut(traced), changes)
@@ -299,7 +299,7 @@ def _compile(region: GraphRegion, args: Sequence[torch.Tensor], settings: dict[s
 
 
 def _check_views(region: GraphRegion, args: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-    """What is memory of an argument in the program must be so in the compiled code too."""
+    """Check that results aliasing an argument in the program do so in compiled code."""
     for result, source in region.views:
         if made[result].untyped_storage()._cdata != args[source].untyped_storage()._cdata:
             remedy = "Capture it with the torch front end."
@@ -309,7 +309,7 @@ def _check_views(region: GraphRegion, args: Sequence[torch.Tensor], made: Sequen
 def trace_step(
     workload: Workload, given: Sequence[Tensors], mode: FakeTensorMode, portable: bool = True
 ) -> Traced:
-    """Traces a step; `given` are the fake weights, inputs and state of `mode`."""
+    """Trace a step on `given`: fake weights, inputs and state of `mode`."""
     if any(map(is_wrapper, workload.module.parameters())):
         raise CaptureError("the model has weights that wrap others", "Capture it without --compiled.")
     tracer = _Tracer(fake.runner(mode))
@@ -338,14 +338,14 @@ def trace_step(
 
 
 def _folded_linear(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A linear layer over one matrix of rows, however many dimensions its input has."""
+    """A linear layer as one matrix product over all rows."""
     if x.dim() < 3:
         return linear(x, *args, **kwargs)
     return linear(x.reshape(-1, x.shape[-1]), *args, **kwargs).view(*x.shape[:-1], -1)
 
 
 class _Step(torch.nn.Module):
-    """The step as a module that holds the model, so that its weights can be given from outside."""
+    """The step as a module, so that weights can be passed in."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class _Step(torch.nn.Module):
 
 
 class _Tracer(TorchDispatchMode):
-    """While active, writes every operator into a graph."""
+    """While active, adds every operator to a graph."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -364,15 +364,14 @@ class _Tracer(TorchDispatchMode):
         self._nodes: dict[int, torch.fx.Node] = {}
         self.graph, self.length = torch.fx.Graph(), 0
         self.constants: dict[str, torch.Tensor] = {}
-        self.values: dict[torch.fx.Node, Any] = {}  # also keeps the tensors, hence their ids
+        self.values: dict[torch.fx.Node, Any] = {}  # keeps tensors and their ids alive
         self.borders: list[int] = []
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
-        """An argument of the graph."""
         self._know(self.graph.placeholder(name.replace(".", "_").replace(":", "_")), tensor)
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
-        """The node that stands for a tensor; one that nobody gave is a constant."""
+        """Node of a tensor; one not passed in is a constant."""
         known = self._nodes.get(id(tensor))
         if known is not None:
             return known
@@ -389,9 +388,9 @@ class _Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks a fake tensor about itself
+        if func.namespace == "prim":  # fake tensor metadata
             return func(*args, **kwargs)
-        if has_wrappers(types):  # their own code runs, and is seen here
+        if has_wrappers(types):  # traced from the inside
             return NotImplemented
         recorded = self._arg(args), {k: self._arg(v) for k, v in kwargs.items()}
         check_operator(func, args, kwargs, _is_unknown)
@@ -423,13 +422,13 @@ class _Tracer(TorchDispatchMode):
 
 
 def _is_unknown(value: Any) -> bool:
-    """True for a tensor without values; one made from Python's numbers has them."""
+    """True for a tensor without values; one made from Python numbers has them."""
     return isinstance(value, FakeTensor) and value.constant is None
 
 
 @contextlib.contextmanager
 def _borders(module: torch.nn.Module, tracer: _Tracer) -> Iterator[None]:
-    """While entered, the tracer notes where calls of the model's blocks begin and end."""
+    """While entered, notes where calls of the model's blocks begin and end."""
 
     def note(*_: Any) -> None:
         tracer.borders.append(tracer.length)
@@ -442,7 +441,7 @@ def _borders(module: torch.nn.Module, tracer: _Tracer) -> Iterator[None]:
 
 
 def _blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The outermost modules that are made of parts and stand in a list with others of their class."""
+    """Outermost composite modules in a list with others of their class."""
     is_list = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
     kinds = Counter(type(child) for child in module.children())
     for child in module.children():

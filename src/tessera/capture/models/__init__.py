@@ -1,13 +1,12 @@
 """Models of steps: a built-in name, a folder with a Hugging Face config.json, or module:callable.
 
 A name such as org/model means its folder in Hugging Face's local cache. `build` needs only the step, so a
-plan can be run from its file. New sizes of known families go into `catalog`; for another family, `register` a
-function from Step to Workload.
+plan can be run from its file. New sizes go into `catalog`; for another family, `register` a function from
+Step to Workload.
 
-module:callable is a user's model: the callable gets the Step and returns a `Workload`, or an nn.Module with
-example inputs (a dict of keyword arguments or a tuple, all tensors). Tensors that one call of the module
-writes in place (inputs or registered buffers) are state; other inputs are inputs; returned tensors are
-outputs, by key or place. The module is imported with the current folder on the path, as `python -m` does.
+The callable of module:callable gets the Step and returns a `Workload`, or an nn.Module with example inputs (a
+dict or tuple of tensors). Tensors that a call writes in place (inputs or registered buffers) are state;
+returned tensors are outputs, by key or index. The module is imported with the current folder on the path.
 """
 
 import importlib
@@ -43,12 +42,12 @@ __all__ = ["another", "build", "known_models", "place_of", "register", "steps_of
 
 Builder = Callable[[Step], Workload]
 
-# Name -> (builder, kinds of step, kinds of step that only serving needs).
+# Name -> (builder, step kinds, step kinds for serving only).
 _BUILDERS: dict[str, tuple[Builder, tuple[str, ...], tuple[str, ...]]] = {}
 
 
 def register(name: str, steps: tuple[str, ...], served: tuple[str, ...] = ()) -> Callable[[Builder], Builder]:
-    """Adds a model; `steps` are the kinds of step it has, `served` those that only serving needs."""
+    """Add a model with its step kinds; `served`: kinds for serving only."""
 
     def add(builder: Builder) -> Builder:
         if name in _BUILDERS:
@@ -60,12 +59,12 @@ def register(name: str, steps: tuple[str, ...], served: tuple[str, ...] = ()) ->
 
 
 def known_models() -> dict[str, tuple[str, ...]]:
-    """Model name -> kinds of step it has."""
+    """Model name -> step kinds."""
     return {name: steps for name, (_, steps, _) in sorted(_BUILDERS.items())}
 
 
 def steps_of_model(model: str) -> tuple[str, ...]:
-    """The kinds of step that a model has; of a function of the user's own, what is asked for."""
+    """Step kinds of a model; a user's callable decides itself."""
     if model in _BUILDERS:
         return _BUILDERS[model][1]
     folder = Path(place_of(model))
@@ -75,11 +74,12 @@ def steps_of_model(model: str) -> tuple[str, ...]:
 
 
 def build(step: Step) -> Workload:
-    """The workload that a step record describes. The same record gives the same weights."""
+    """Build a step's workload. Equal records give equal weights."""
     if step.batch < 1 or step.context < 1 or step.reserve < 0:
         raise CaptureError(
-            f"batch {step.batch}, context {step.context} and reserve {step.reserve} make no step",
-            "Use a batch and a context of at least 1.",
+            "batch and context must be at least 1, reserve at least 0, "
+            f"got {step.batch}, {step.context}, {step.reserve}",
+            "Correct the step's sizes.",
         )
     if step.model in _BUILDERS:
         builder, steps, served = _BUILDERS[step.model]
@@ -97,12 +97,12 @@ def build(step: Step) -> Workload:
         return from_callable(step)
     if checkpoint.REPOSITORY.fullmatch(step.model):
         remedy = f"Download it: hf download {step.model}"
-        raise CaptureError("is no folder, and not in Hugging Face's local cache", remedy, step.model)
+        raise CaptureError("is neither a folder nor in Hugging Face's local cache", remedy, step.model)
     raise UnknownName("model", step.model, _BUILDERS)
 
 
 def place_of(model: str) -> str:
-    """A folder by its full path, so that a step can be built again from elsewhere; others as they are."""
+    """Absolute path of a folder; other names unchanged."""
     if model in _BUILDERS:
         return model
     folder = Path(model) if Path(model).is_dir() else checkpoint.cached(model)
@@ -119,7 +119,6 @@ Call = Callable[[Tensors, Tensors], dict[str, torch.Tensor]]
 
 
 def from_callable(step: Step) -> Workload:
-    """Calls the user's function and makes a workload of what it returns."""
     made = _find(step.model)(step)
     if isinstance(made, Workload):
         return made
@@ -151,7 +150,6 @@ def _find(name: str) -> Callable[[Step], Any]:
 
 
 def module_workload(step: Step, module: torch.nn.Module, examples: Any) -> Workload:
-    """A workload of a module and its example inputs."""
     names = list(examples) if isinstance(examples, Mapping) else [f"input.{i}" for i in range(len(examples))]
     values = list(examples.values()) if isinstance(examples, Mapping) else list(examples)
     given = dict(zip(names, values, strict=True))
@@ -179,7 +177,7 @@ def module_workload(step: Step, module: torch.nn.Module, examples: Any) -> Workl
 
 
 def _written(module: torch.nn.Module, given: Tensors, by_name: bool) -> set[str]:
-    """Names of the inputs and buffers that a call writes; the buffers are put back."""
+    """Names of inputs and buffers that a call writes; buffers are restored."""
     copies = {name: tensor.detach().clone() for name, tensor in given.items()}
     buffers = dict(module.named_buffers())
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}

@@ -1,6 +1,6 @@
-"""Built-in models: published configurations in bfloat16, and tiny ones in float32 that run on a laptop.
+"""Built-in models: published configurations in bfloat16, and tiny ones in float32 for laptops.
 
-Tiny vocabularies are the bytes, a begin token and an end token.
+Tiny vocabularies are the bytes plus a begin and an end token.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 BYTES = 258
 
 # fmt: off
-# name -> (model_type of transformers, configuration, dtype)
+# name -> (transformers model_type, configuration, dtype)
 LANGUAGE: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "llama-3-8b": ("llama", {
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -66,7 +66,7 @@ LANGUAGE: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     }, torch.float32),
 }
 
-# name -> (class of diffusers, configuration, tokens of its text encoders, dtype)
+# name -> (diffusers class, configuration, text tokens, dtype)
 DENOISERS: dict[str, tuple[str, dict[str, Any], int, torch.dtype]] = {
     "sd3.5-medium": ("SD3Transformer2DModel", {
         "num_layers": 24, "num_attention_heads": 24, "attention_head_dim": 64, "caption_projection_dim": 1536,

@@ -6,9 +6,9 @@
     read_weights(folder)   tensors of its safetensors files, by name
     load(folder, ...)      a model with these weights, or random ones
 
-Weights come from *.safetensors inside the folder; links may lead only to the blobs of Hugging Face's cache. A
-model is measured on the meta device before memory is taken. Nothing is downloaded. Errors of libraries over a
-folder's numbers become one line with the folder. Not handled: files that change while they are read.
+Weights come from *.safetensors inside the folder; links may lead only to Hugging Face's cache. A model is
+measured on the meta device before memory is taken. Nothing is downloaded. Library errors become one line with
+the folder. Not handled: files that change while read.
 """
 
 import json
@@ -29,11 +29,11 @@ from torch.nn.modules import module as torch_module
 
 from tessera.errors import CaptureError, TesseraError, extra_module
 
-# Larger than any configuration, tokenizer or index that is published.
+# Larger than any published configuration, tokenizer or index.
 MAX_JSON_BYTES = 64 * 2**20
-# JSON has no such numbers: transformers writes {"__float__": "Infinity"}.
+# Not JSON numbers: transformers writes {"__float__": "Infinity"}.
 SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
-# Integers of a configuration: none is larger; those that count something are smaller, layers and heads most.
+# Upper bounds of a configuration's integers: any, counts, layers and heads.
 MAX_INT, MAX_NUM, MAX_COUNT = 2**53, 2**20, 2**12
 COUNTS = re.compile(r"layer|depth|block|group|expert|head|stage")
 NO_COUNTS = re.compile(r"size|dim|len|token|window|position")
@@ -42,11 +42,11 @@ POSITIVE = frozenset({
     "head_dim", "intermediate_size", "d_model", "n_embd", "n_layer", "n_layers", "n_head", "n_heads",
     "num_heads",
 })  # fmt: skip
-# Parameters and buffers of one model, and seconds to make it on the meta device.
+# Maximum tensors of one model, and seconds to create it on the meta device.
 MAX_TENSORS, MAX_SECONDS = 100_000, 60.0
-# A model is at most so many times as large as its files, which may hold four bits where it has 32.
+# Maximum ratio of model size to file size (files may hold 4 bits for 32).
 MAX_GROWTH = 16
-# What a configuration has no say in: code, kernels and files from elsewhere, and how attention is computed.
+# Settings a configuration may not choose: code, kernels, files, attention.
 IGNORED = frozenset({
     "auto_map", "custom_pipelines", "trust_remote_code", "_name_or_path", "_commit_hash",
     "transformers_weights", "adapter_kwargs", "_attn_implementation", "attn_implementation",
@@ -56,12 +56,12 @@ IGNORED = frozenset({
 })  # fmt: skip
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 REVISION = re.compile(r"[0-9a-f]{40}")
-# Where libraries keep a model's weights, in the order in which they are looked for.
+# Weight files in order of preference.
 STEMS = ("model", "diffusion_pytorch_model")
 AGAIN = "Download the model again."
 CODE_FILES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-# quant_method of config.json -> format that is not supported.
+# quant_method -> unsupported format.
 UNSUPPORTED = {"awq": "AWQ", "gptq": "GPTQ", "mxfp4": "MXFP4", "bitsandbytes": "bitsandbytes", "gguf": "GGUF"}
 CONVERT = "Convert the model to safetensors in bfloat16, or quantise it with torchao"
 
@@ -73,14 +73,14 @@ class Filled:
     """A module with weights, and what these did not cover."""
 
     module: Any
-    # Parameters that no tensor was found for.
+    # Parameters without a tensor.
     missing: tuple[str, ...] = ()
     # Parameters whose tensor has another shape.
     unlike: tuple[str, ...] = ()
 
 
 def cached(name: str) -> Path | None:
-    """The folder of "org/name" in Hugging Face's local cache, of the revision that its main refers to."""
+    """Folder of "org/name" in Hugging Face's local cache, at its main revision."""
     if not REPOSITORY.fullmatch(name) or "--" in name:
         return None
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
@@ -95,7 +95,7 @@ def cached(name: str) -> Path | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or one line that says what the file is instead."""
+    """A JSON object, or a one-line error."""
     try:
         if not path.is_file():
             raise CaptureError("is no file", AGAIN, str(path))
@@ -110,7 +110,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """config.json, cleaned and checked."""
     path = folder / "config.json"
     try:
         return {
@@ -123,7 +122,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _checked(value: Any, name: str, path: Path) -> Any:
-    """A setting without what is ignored; a number that no model can have is refused by its name."""
+    """A setting without ignored parts; impossible numbers are refused by name."""
     if isinstance(value, dict) and value.get("__float__") in SPECIAL_FLOATS:
         return float(value["__float__"])
     if isinstance(value, dict):
@@ -141,7 +140,7 @@ def _checked(value: Any, name: str, path: Path) -> Any:
 
 
 def check_format(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Refuses a quantised format that is not supported, by its name."""
+    """Refuse an unsupported quantised format by name."""
     quantised = settings.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     name = UNSUPPORTED.get(method) if isinstance(method, str) else None
@@ -151,7 +150,7 @@ def check_format(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def no_config(folder: Path) -> CaptureError:
-    """A folder without a config.json, and what it holds instead."""
+    """Error for a folder without config.json, with its contents."""
     if (folder / "adapter_config.json").exists():
         remedy = "Merge it into its base model (peft: merge_and_unload), and name that folder."
         return CaptureError("this folder holds a LoRA adapter, not a model", remedy, str(folder))
@@ -168,7 +167,7 @@ def _short(value: int) -> str:
 
 
 def read_weights(folder: Path) -> dict[str, Any]:
-    """Tensor name -> tensor that is read when it is used; empty if the folder holds no weights."""
+    """Lazily read tensors by name; empty without weights."""
     safetensors = extra_module("safetensors", "hf")
     index, names = _listed(folder)
     tensors: dict[str, Any] = {}
@@ -189,12 +188,12 @@ def read_weights(folder: Path) -> dict[str, Any]:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of a folder's weights; 0 if it holds none."""
+    """Bytes of a folder's weights; 0 without any."""
     return sum(_inside(folder, name).stat().st_size for name in _listed(folder)[1])
 
 
 def _listed(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Tensor -> file of the index, if there is one; and the files to read."""
+    """Tensor -> file from the index, if any; and the files to read."""
     for stem in STEMS:
         index = folder / f"{stem}.safetensors.index.json"
         if index.exists():
@@ -216,7 +215,7 @@ def _listed(folder: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A file of weights by its plain name: it lies in the folder, or in the cache that the folder is of."""
+    """Path of a weight file, which must lie in the folder or its cache."""
     path = folder / name
     if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
         remedy = (
@@ -226,7 +225,7 @@ def _inside(folder: Path, name: str) -> Path:
     home, real = folder.resolve(), path.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if real.parent not in (home, blobs):
-        raise CaptureError("is a link that leads out of the folder", "Copy the file itself there.", str(path))
+        raise CaptureError("is a link out of the folder", "Copy the file itself there.", str(path))
     if not path.is_file():
         message = "is no file" if path.exists() else "is missing"
         raise CaptureError(message, AGAIN, str(path))
@@ -234,7 +233,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _check_names(path: Path) -> None:
-    """Of a header that safetensors has checked: a name that is given twice."""
+    """Refuse duplicate tensor names in a header."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
@@ -256,9 +255,9 @@ def load(
     seed: int = 0,
     random_weights: bool = False,
 ) -> Any:
-    """The model of a folder: `make` makes it without its weights, `give` makes it with them.
+    """Model of a folder: `make` creates it without weights, `give` with them.
 
-    Where tensors have no values (fake ones, or the meta device) no weights are needed, nor looked for.
+    Without values (fake tensors, meta device) no weights are read.
     """
     with _bounded(folder, what):
         if not has_values():
@@ -299,9 +298,9 @@ def _no_weights(folder: Path) -> CaptureError:
 
 
 def give_transformers(build: Callable[..., Any], folder: Path | None, tensors: Tensors) -> Filled:
-    """The `give` of a class of transformers: `build` is its from_pretrained with its options.
+    """The `give` of a transformers class; `build` is its from_pretrained.
 
-    Quantised weights say in their files what they are, so they are read from there: `folder`; else None.
+    Quantised weights are read from `folder`, else None.
     """
     module, told = build(
         folder,
@@ -312,7 +311,7 @@ def give_transformers(build: Callable[..., Any], folder: Path | None, tensors: T
     )
     unlike = {name for name, *_ in told["mismatched_keys"]}
     for name, own in module.state_dict().items():
-        # Numbers of another kind are cast without a word.
+        # Other dtypes are cast silently.
         if name in tensors and own.is_floating_point() and _is_whole(tensors[name]) and _is_plain(module):
             unlike.add(name)
     return Filled(module, tuple(told["missing_keys"]), tuple(unlike))
@@ -327,14 +326,14 @@ def _is_whole(tensor: Any) -> bool:
 
 
 def has_values() -> bool:
-    """False where tensors have shapes only: fake ones, or the meta device."""
+    """False for fake tensors and the meta device."""
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return not is_fake and torch.empty(0).device.type != "meta"
 
 
 @contextmanager
 def _bounded(folder: Path, what: str) -> Iterator[None]:
-    """While a model is made: refuses more tensors, or more time, than any model takes."""
+    """While a model is created, limits its tensors and time."""
     num, started_s = 0, time.monotonic()
 
     def add(module: Any, name: str, tensor: Any) -> None:
@@ -362,7 +361,7 @@ def _check_memory(folder: Path, need: int) -> None:
 
 
 def memory_bytes() -> int:
-    """Memory of this machine that is free."""
+    """Free memory of this machine."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -372,13 +371,13 @@ def memory_bytes() -> int:
 
 @contextmanager
 def blamed(folder: Path, what: str = "a model cannot be built from it") -> Iterator[None]:
-    """Turns errors of libraries into one line about the folder."""
+    """Turn library errors into one line about the folder."""
     try:
         with _alone():
             yield
     except TesseraError:
         raise
-    except Exception as error:  # a stranger's numbers in a library's code: anything can come
+    except Exception as error:  # untrusted numbers in library code: any error
         message = f"{what}: {type(error).__name__}: {first_line(error)}"
         remedy = "Check config.json, or write a module:callable that returns a Workload."
         if isinstance(error, ImportError):
@@ -387,13 +386,13 @@ def blamed(folder: Path, what: str = "a model cannot be built from it") -> Itera
 
 
 def blamed_for_run(model: str) -> AbstractContextManager[None]:
-    """`blamed` while a step of a folder's model is run, which may show that its sizes do not fit together."""
+    """`blamed` for runs of a folder's model: its sizes may not fit."""
     return blamed(Path(model), "its step cannot be run") if Path(model).is_dir() else nullcontext()
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """While entered, Hugging Face's libraries are offline and print nothing."""
+    """While entered, Hugging Face's libraries are offline and silent."""
     try:
         from huggingface_hub import constants
         from transformers.utils import logging as bars
@@ -403,7 +402,7 @@ def _alone() -> Iterator[None]:
     log = logging.getLogger("transformers")
     with ExitStack() as stack, patch.object(constants, "HF_HUB_OFFLINE", True):
         stack.callback(log.setLevel, log.level)
-        log.setLevel(logging.CRITICAL)  # what matters is in an error
+        log.setLevel(logging.CRITICAL)
         if bars.is_progress_bar_enabled():
             stack.callback(bars.enable_progress_bar)
         bars.disable_progress_bar()
@@ -411,7 +410,7 @@ def _alone() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line that is not too long."""
+    """An error as one short line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
 

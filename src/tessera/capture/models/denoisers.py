@@ -1,10 +1,10 @@
 """Denoisers of diffusers: a pipeline's folder, a folder with a config.json, or a built-in size.
 
-The step `denoise` predicts once and moves the latents (the step's state) from one noise level to the next;
-`sigmas` holds both levels, so one trace serves the whole schedule. `context` is the number of patches per
-picture (of the smallest pixels, for a UNet); a video has `FRAMES` frames. Other inputs are random; their
-names come from the forward's parameters and their sizes from the configuration. A required input that is not
-known here is refused by name. Built-in models use classifier-free guidance: each row runs twice.
+The step `denoise` predicts once and moves the latents (state) from one noise level to the next; `sigmas`
+holds both levels, so one trace serves the whole schedule. `context` is the number of patches per picture
+(smallest pixels for a UNet); a video has `FRAMES` frames. Other inputs are random, named by the forward's
+parameters and sized by the configuration; unknown required ones are refused. Built-in models use
+classifier-free guidance: each row runs twice.
 """
 
 import inspect
@@ -33,12 +33,12 @@ WORDS, FRAMES = 77, 5
 # Classes with frames before channels.
 FRAMES_FIRST = ("CogVideoX", "ConsisID", "UNetSpatioTemporal")
 REMEDY = "Write a module:callable that returns the model and its example inputs."
-# Stable Diffusion 3.5's pipeline: steps of the schedule, its shift towards noise, guidance scale.
+# Stable Diffusion 3.5: schedule steps, shift towards noise, guidance scale.
 NUM_STEPS, SHIFT, GUIDANCE = 28, 3.0, 4.5
 
 
 def built_in(name: str, sizes: dict[str, Any], num_words: int, dtype: torch.dtype, step: Step) -> Workload:
-    """A class of diffusers at given sizes, with random weights and guidance."""
+    """A diffusers class at given sizes, with random weights and guidance."""
     kind = getattr(extra_module("diffusers", "diffusers"), name)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # fake parameters cannot be converted later
@@ -119,7 +119,7 @@ def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
 
 
 def _register(module: torch.nn.Module) -> None:
-    """Register tensors in plain attributes as buffers, so that they count as weights."""
+    """Register plain tensor attributes as buffers, hence weights."""
     for part in module.modules():
         for name, value in list(vars(part).items()):
             if isinstance(value, torch.Tensor):
@@ -128,7 +128,7 @@ def _register(module: torch.nn.Module) -> None:
 
 
 class Denoiser:
-    """One denoiser with its example inputs; with a `guidance` scale, each row runs with and without text."""
+    """One denoiser with example inputs; with `guidance`, each row runs with and without text."""
 
     def __init__(self, module: Any, step: Step, num_words: int = 0, guidance: float = 0.0) -> None:
         self._module, self._step, self._guidance = module, step, guidance
@@ -184,7 +184,7 @@ class Denoiser:
         return 2 if type(self._module).__name__.startswith(FRAMES_FIRST) else 1
 
     def _state(self, seed: int) -> dict[str, torch.Tensor]:
-        """Latents at the start of a schedule: noise."""
+        """Initial latents: noise."""
         batch, channels = self._step.batch, self._config["in_channels"]
         tall, wide = self._rows * self._fold, self._columns * self._fold
         if self._is_packed:
@@ -249,7 +249,7 @@ class Denoiser:
 
     @property
     def _makers(self) -> dict[str, Callable[[torch.Generator], torch.Tensor | None]]:
-        """Example inputs by parameter name; None where the configuration has no such input."""
+        """Example inputs by parameter; None where the configuration has none."""
         config, batch, words = self._config, self._num_rows, self._num_words
         width = next((config[name] for name in WIDTHS if config.get(name)), None)
         width = width[0] if isinstance(width, list | tuple) else width
@@ -304,6 +304,6 @@ class Denoiser:
 
 
 def sigmas(run: int) -> torch.Tensor:
-    """Noise before and after the run-th step; both are zero after the end of the schedule."""
+    """Noise before and after a run; zeros after the schedule's end."""
     levels = [1.0 - min(run + i, NUM_STEPS) / NUM_STEPS for i in (0, 1)]
     return torch.tensor([SHIFT * s / (1 + (SHIFT - 1) * s) for s in levels])

@@ -1,7 +1,7 @@
-"""Example inputs of a model: made from its description, or read from a file.
+"""Example inputs of a model, generated or read from a file.
 
-Names come from the model's forward, sizes from its configuration, values are random. Others can be given in a
-file (`--inputs`): named tensors in safetensors, npz or json. No format that can run code is read.
+Names come from the forward, sizes from the configuration, values are random. `--inputs` gives others: named
+tensors in safetensors, npz or json. No format that can run code is read.
 """
 
 import inspect
@@ -21,15 +21,15 @@ from tessera.errors import CaptureError, extra_module
 from tessera.ir import Step
 
 PIXELS = "pixel_values"
-# Beside the main input, what a model of text and something else is shown.
+# Further inputs of multimodal models.
 SHOWN = ("input_ids", PIXELS, "input_features", "input_values")
-# The side of a picture for a model that takes pictures of any size.
+# Side of a picture where any size is allowed.
 ANY_SIZE = 224
 REMEDY = "Give the inputs in a file: --inputs FILE (safetensors, npz or json)."
 
 
 def tokens(config: Any, size: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
-    """Ordinary tokens of a model's text: none that its configuration gives a meaning of its own."""
+    """Random text tokens without special ones."""
     text = config.get_text_config(decoder=True)
     count = text.vocab_size
     named = [*vars(config).items(), *vars(text).items()]
@@ -43,7 +43,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _widest(special: list[int], count: int) -> tuple[int, int]:
-    """The longest run of tokens without a special one."""
+    """Longest range of tokens without a special one."""
     edges = [-1, *special, count]
     first, stop = max(pairwise(edges), key=lambda pair: pair[1] - pair[0])
     return (first + 1, stop) if stop > first + 1 else (0, count)
@@ -55,24 +55,24 @@ def call_inputs(model: Any, step: Step, seed: int) -> dict[str, torch.Tensor]:
 
 
 def encoder_inputs(model: Any, step: Step, seed: int) -> dict[str, torch.Tensor]:
-    """For the encoder of an encoder-decoder: its main input."""
+    """Main input of an encoder-decoder's encoder."""
     random = torch.Generator().manual_seed(seed)
     return {model.main_input_name: _make(model, model.main_input_name, step, random)}
 
 
 def pictures(model: Any, step: Step, seed: int) -> torch.Tensor:
-    """One picture a row."""
+    """One picture per row."""
     return _make(model, PIXELS, step, torch.Generator().manual_seed(seed))
 
 
 def picture_token(config: Any) -> int | None:
-    """The token that stands for a part of a picture, if the model has one."""
+    """Placeholder token of pictures, if any."""
     found = getattr(config, "image_token_id", None)
     return getattr(config, "image_token_index", None) if found is None else found
 
 
 def _wanted(model: Any) -> list[str]:
-    """The main input, what has no default, and what models of two kinds of input are shown."""
+    """The main input, required ones, and those of multimodal models."""
     parameters = inspect.signature(model.forward).parameters
     named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     needed = [p.name for p in named if p.default is inspect.Parameter.empty]
@@ -106,7 +106,7 @@ def _pixels(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
 
 
 def _features(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
-    """A spectrogram: mel bins by frames (Whisper), or frames by bins."""
+    """Spectrogram: mel bins by frames (Whisper), or frames by bins."""
     bins = _setting(config, ("num_mel_bins", "input_feat_per_channel", "feature_size"), 80)
     frames = getattr(config, "max_source_positions", None)
     if config.model_type == "whisper" or (getattr(config, "num_mel_bins", None) and frames):
@@ -115,7 +115,7 @@ def _features(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
 
 
 def _samples(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
-    """Sound: as many samples as make `context` frames; a spectrogram where the model has one as input."""
+    """Audio samples for `context` frames, or a spectrogram."""
     bins, length = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
     if bins and length and not hasattr(config, "conv_stride"):
         return torch.randn((step.batch, length, bins), generator=random)
@@ -129,7 +129,7 @@ def _boxes(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
 
 
 def _setting(config: Any, names: Iterable[str], default: Any) -> Any:
-    """A number of the configuration or of one of its parts."""
+    """A number of the configuration or its parts."""
     parts = [
         getattr(config, n, None) for n in ("vision_config", "encoder", "backbone_config", "audio_config")
     ]
@@ -166,14 +166,13 @@ FILE_REMEDY = (
 
 
 def given_inputs(file: str, seed: int) -> dict[str, torch.Tensor]:
-    """The file's tensors for seed 0; for others, other values of the same kind (see `fresh`)."""
+    """The file's tensors for seed 0; `fresh` values for others."""
     tensors = read_inputs(file)
     return {name: t.clone() for name, t in tensors.items()} if seed == 0 else fresh(tensors, seed)
 
 
 @lru_cache(maxsize=4)
 def read_inputs(file: str) -> dict[str, torch.Tensor]:
-    """The tensors of a file by name."""
     path = Path(file)
     try:
         if path.stat().st_size > MAX_BYTES:

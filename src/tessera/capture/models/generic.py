@@ -1,18 +1,16 @@
-"""Steps of any model of transformers, and the one call (`forward`) of every decoder's step.
+"""Steps of transformers models, and the one call (`forward`) of every decoder's step.
 
     prefill  reads `context` tokens per row and leaves room for `context + reserve` positions
     decode   reads one token per row, at the row's own position if the model takes positions
-    encode   encoder of an encoder-decoder, over `context` tokens (or the model's length of sound)
+    encode   encoder of an encoder-decoder, over `context` tokens (or the model's audio length)
     call     the plain forward, without a cache
 
-State of prefill and decode are the tensors of the model's cache (`rows`, else what the model returns). It is
-found by reading a few tokens: the cache that they leave, with exchanged tensors, is the cache of later calls.
-If a decode changes shapes or plain values of its cache, cache tensors are inputs and outputs of a decode at
-one context instead.
+State of prefill and decode is the model's cache (`rows`, else what the model returns). Reading a few tokens
+finds it: later calls use that cache with other tensors. If a decode changes its cache's shapes or plain
+values, cache tensors are inputs and outputs at one context instead.
 
-Rows of a prefill may be shorter than it is wide: `last` is the index of each row's last token if every layer
-keeps keys by position; recurrent models have rows aligned at the end and a `mask`; models with both kinds of
-layer read full rows.
+Prefill rows may be shorter than the step: `last` is each row's last token if every layer keeps keys by
+position; recurrent models align rows at the end with a `mask`; models with both read full rows.
 """
 
 import copy
@@ -45,16 +43,16 @@ from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
 
-# What a model raises that is called in a way it does not know.
+# Errors of a model called in an unknown way.
 UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-# Tokens read to learn what a cache holds.
+# Tokens read to learn the cache's structure.
 NUM_LEARNED = 4
-# Under which names models take what they remember; the first two are caches of transformers.
+# Cache parameters of models; the first two are transformers caches.
 CACHES = ("past_key_values", "cache_params", "state", "mems")
 ENCODED = "encoder_hidden_states"
-# Before the names of a cache's tensors that are inputs or outputs.
+# Prefix of cache tensors that are inputs or outputs.
 BEFORE, AFTER = "before.", "after."
-# Where each row of an encoder-decoder goes on.
+# Next position of each row of an encoder-decoder.
 NEXT = "next_positions"
 
 
@@ -65,12 +63,12 @@ def newest(hidden: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
 
 
 def choose(logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The outputs of every language model here."""
+    """Outputs of every language model."""
     return {"logits": logits, "next_tokens": logits.argmax(-1)}
 
 
 def check_length(config: Any, step: Step) -> int:
-    """The positions of a step, which are no more than its model has."""
+    """Positions of a step, within the model's limit."""
     capacity, most = step.context + step.reserve, getattr(config, "max_position_embeddings", None)
     if most is not None and capacity > most:
         raise CaptureError(
@@ -95,7 +93,7 @@ def _plain(
     make_inputs: Callable[[int], dict[str, torch.Tensor]],
     name: Callable[[Any], dict[str, torch.Tensor]],
 ) -> Workload:
-    """A call of the model or a part of it, without state."""
+    """A stateless call of the model or a part."""
     options = {"use_cache": False} if takes(part, "use_cache") else {}
     if step.inputs:
         _check_taken(part, step)
@@ -111,7 +109,7 @@ def _plain(
 
 
 def _check_taken(part: Callable[..., Any], step: Step) -> None:
-    """Raises unless every tensor of the step's file is one that a module's forward takes."""
+    """Raise unless a forward takes every tensor of the step's file."""
     known = inspect.signature(getattr(part, "forward", part)).parameters
     for name in read_inputs(step.inputs):
         if name not in known:
@@ -123,12 +121,12 @@ def _encoded(made: Any) -> dict[str, torch.Tensor]:
 
 
 def takes(part: Callable[..., Any], name: str) -> bool:
-    """True if a module's forward has a parameter of that name."""
+    """True if the forward has that parameter."""
     return name in inspect.signature(getattr(part, "forward", part)).parameters
 
 
 def flatten(made: Any, name: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a result by the fields, keys and places that lead to them."""
+    """Tensors of a result by path."""
     if isinstance(made, torch.Tensor):
         return {name or "output": made}
     if isinstance(made, Mapping):
@@ -148,9 +146,9 @@ def flatten(made: Any, name: str = "") -> dict[str, torch.Tensor]:
 def attributes_kept(
     model: torch.nn.Module, given: Tensors | None = None
 ) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
-    """Puts back the tensors that a call leaves in attributes, so that no call sees those of another.
+    """Restore tensors that a call leaves in attributes.
 
-    Entered with those that an earlier call left (`given`); yields a function that tells what is there now.
+    Starts from those of an earlier call (`given`); yields a function returning the current ones.
     """
     parts = dict(model.named_modules())
     before = {path: dict(vars(part)) for path, part in parts.items()}
@@ -176,13 +174,13 @@ def attributes_kept(
 
 @contextmanager
 def apart(model: torch.nn.Module) -> Iterator[None]:
-    """A call that leaves nothing behind."""
+    """A call without side effects."""
     with torch.no_grad(), forked(), traced(), attributes_kept(model):
         yield
 
 
 def placed(model: Any, make: Callable[[], Tensors]) -> dict[str, torch.Tensor]:
-    """What is made on the CPU, where the model is."""
+    """Move tensors to the model's device."""
     with torch.device("cpu"):
         made = make()
     return {name: tensor.to(model.device) for name, tensor in made.items()}
@@ -196,9 +194,9 @@ def forward(
     is_pair: bool = False,
     **given: Any,
 ) -> Any:
-    """One call of a model's forward on a cache (name, value): the call of every step of a decoder.
+    """Call a model's forward on a cache (name, value), for every decoder step.
 
-    `pick` selects the hidden states that go through the head.
+    `pick` selects the hidden states for the head.
     """
     prefix, positions = "decoder_" if is_pair else "", inputs.get("positions")
     if "rotary" in inputs:
@@ -221,7 +219,7 @@ def forward(
 
 
 def embedded(model: Any, inputs: Tensors) -> torch.Tensor:
-    """Embeddings of tokens, with those of a picture in their places."""
+    """Token embeddings with a picture's inserted."""
     words: torch.Tensor = model.get_input_embeddings()(inputs["tokens"])
     if "is_image" in inputs:
         return torch.where(inputs["is_image"][..., None], inputs["image"], words)
@@ -233,7 +231,7 @@ def embedded(model: Any, inputs: Tensors) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """State between calls: the cache, and tensors in attributes of submodules."""
+    """State between calls: the cache, and tensors in submodule attributes."""
 
     cache: Any
     attributes: dict[str, torch.Tensor]
@@ -258,21 +256,21 @@ class CachedSteps:
         self._learn()
 
     def _taken(self, *names: str) -> str:
-        """The first of some parameters that the model has, or nothing."""
+        """The first parameter that the model has, or ""."""
         return next((name for name in names if takes(self._model, name)), "")
 
     def workload(self) -> Workload:
         return Workload(self._step, self._model, self._call, self._inputs, self.state, self._follow)
 
     def _encode(self) -> torch.Tensor:
-        """What the encoder returns, for its shape."""
+        """The encoder's result, for its shape."""
         inputs = placed(self._model, lambda: encoder_inputs(self._model, self._step, 0))
         with apart(self._model):
             found: torch.Tensor = self._model.get_encoder()(**inputs)[0]
         return found
 
     def _count_seen(self) -> int:
-        """Tokens a row that stand for a picture: as many as the model makes of one; 0 if it sees none."""
+        """Picture tokens per row; 0 without pictures."""
         self._picture = picture_token(self._model.config) if takes(self._model, PIXELS) else None
         if self._picture is None:
             return 0
@@ -291,10 +289,10 @@ class CachedSteps:
         return count
 
     def _learn(self) -> None:
-        """Reads a few tokens, and one more, to see what is remembered and how.
+        """Read a few tokens and one more to learn the memory's structure.
 
-        Tried in turn: a cache of ours, without and with a mask that hides nothing, which some models need
-        so as not to read the length on the host; then what the model remembers by itself.
+        Tried in turn: our cache, without and with a mask that hides nothing (some models otherwise read the
+        length on the host), then the model's own.
         """
         tries = [(True, False), (True, True), (False, False)]
         if self._cache not in CACHES[:2]:
@@ -340,7 +338,7 @@ class CachedSteps:
             raise ValueError("it holds no tensors")
 
     def _first_tokens(self, num: int) -> list[dict[str, torch.Tensor]]:
-        """Some tokens for each row, and one more, where the model is."""
+        """Tokens for each row, and one more, on the model's device."""
         random = torch.Generator().manual_seed(0)
         with torch.device("cpu"):
             start = torch.zeros((self._step.batch, 1), dtype=torch.long)
@@ -351,7 +349,7 @@ class CachedSteps:
     def _step_on(
         self, memory: ModelMemory, inputs: Tensors, last: torch.Tensor | None
     ) -> tuple[Any, ModelMemory]:
-        """One call: what it returns, and what is remembered after it."""
+        """One call: result, and memory after it."""
         cache = memory.cache
         with traced(), attributes_kept(self._model, memory.attributes) as left:
             made = self._forward(inputs, cache, last)
@@ -363,7 +361,7 @@ class CachedSteps:
         return made, ModelMemory(cache, attributes)
 
     def _forward(self, inputs: Tensors, cache: Any, last: torch.Tensor | None) -> Any:
-        """The model's own forward on a cache; only each row's newest token goes through the head."""
+        """The model's forward on a cache; only each row's newest token passes the head."""
         from tessera.capture.models.rows import row_masks
 
         if self._has_positions and hasattr(cache, "begin"):
@@ -404,7 +402,7 @@ class CachedSteps:
         return results
 
     def _following(self, inputs: Tensors, last: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Outputs that say where each row continues; an encoder-decoder's first inputs may be an encode's."""
+        """Outputs for each row's next position; an encoder-decoder's first inputs may come from encode."""
         has_next = self._is_pair and self._has_positions
         return {NEXT: newest(inputs["positions"][:, :, None], last) + 1} if has_next else {}
 
@@ -419,7 +417,7 @@ class CachedSteps:
         return made
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """Inputs by the model's description, replaced by those of the step's file."""
+        """Generated inputs, replaced by those of the step's file."""
         made = self._own_inputs(seed)
         if self._step.inputs:
             for name, tensor in given_inputs(self._step.inputs, seed).items():
@@ -435,7 +433,7 @@ class CachedSteps:
         return made
 
     def _own_inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """Rows of different lengths where the model allows it."""
+        """Rows of different lengths where allowed."""
         random = torch.Generator().manual_seed(seed)
         batch, context = self._step.batch, self._step.context
         lengths = torch.randint((context + 1) // 2, context + 1, (batch, 1), generator=random)
@@ -455,7 +453,7 @@ class CachedSteps:
     def _decode_inputs(self, lengths: torch.Tensor, random: torch.Generator) -> dict[str, torch.Tensor]:
         if not self._is_carried:
             lengths = torch.full_like(lengths, self._step.context)
-        elif not self._positions:  # where the rows stand is one number
+        elif not self._positions:  # rows share one position
             lengths = lengths[:1].expand(self._step.batch, 1)
         made = self._tokens_at(lengths - 1, 1, random)
         if not self._is_carried:
@@ -479,7 +477,7 @@ class CachedSteps:
         return made
 
     def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
-        """Each row reads the token it chose, one place further on; a prefill takes what was encoded."""
+        """Each row reads its chosen token at the next position; a prefill takes encoder results."""
         if ENCODED in last:
             return {**self._inputs(0), ENCODED: last[ENCODED].clone()}
         if "next_tokens" not in last or (not self._is_carried and not self._is_prefill):
@@ -493,13 +491,13 @@ class CachedSteps:
             begins_after = positions[:, -1] + 1 if positions.shape[1] > 1 else positions[:, 0]
             start = first["last"] + 1 if "last" in first else begins_after
             made["positions"] = (start + run)[:, None].clone()
-        if self._encoded is not None:  # a decode finds it in its cache
+        if self._encoded is not None:  # a decode has it in the cache
             made[ENCODED] = (first if ENCODED in first else self._inputs(0))[ENCODED].clone()
         return made
 
 
 def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:
-    """Logits and the greedy choice; of a model without logits, whatever it returns beside its cache."""
+    """Logits and the greedy choice, or whatever the model returns beside its cache."""
     logits = getattr(made, "logits", None)
     if isinstance(logits, torch.Tensor) and logits.dim() == 3:
         return choose(logits[:, -1])
@@ -508,7 +506,7 @@ def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) -> Iterator[bool]:
-    """While entered, the model's head reads what is picked; False if the model has no such module."""
+    """While entered, the head reads picked states; yields False without a head module."""
     head = model.get_output_embeddings()
     if pick is None or not isinstance(head, torch.nn.Module):
         yield False
@@ -521,7 +519,7 @@ def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) 
 
 
 class NoReads(TorchDispatchMode):
-    """While entered, a tensor that is read on the host is an error."""
+    """While entered, host reads of tensors are errors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -541,15 +539,15 @@ class NoReads(TorchDispatchMode):
 
 
 def call_on_meta(model: Any) -> None:
-    """Runs a model of text on two rows of three tokens that have shapes alone, on the meta device.
+    """Run a text model on two rows of three tokens on the meta device.
 
-    That is quick, and does not do where it has tensors that are neither parameters nor buffers.
+    Fast, but fails with tensors outside parameters and buffers.
     """
     _call_on(model, {name: t.to("meta") for name, t in _held(model).items()}, torch.device("meta"))
 
 
 def call_on_fakes(model: Any) -> None:
-    """The same on fake tensors of its own device."""
+    """The same on fake tensors of the model's device."""
     held = _held(model)
     mode = detect_fake_mode(list(held.values())) or FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
@@ -568,7 +566,7 @@ def _call_on(model: Any, held: Tensors, device: torch.device) -> None:
 
 
 def _leaves(value: Any, path: tuple[str, ...] = (), above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Tensors and plain values in an object, with the names that lead to them."""
+    """Tensors and plain values of an object, with paths."""
     items: list[tuple[Any, Any]]
     if isinstance(value, Mapping):
         items = list(value.items())
@@ -585,7 +583,7 @@ def _leaves(value: Any, path: tuple[str, ...] = (), above: tuple[int, ...] = ())
 
 
 def _short(path: tuple[str, ...]) -> str:
-    """ "keys.3" for the keys of layer 3, with "cross." before an encoder's; attributes by their own names."""
+    """ "keys.3" for layer 3's keys, "cross." before an encoder's; attribute names otherwise."""
     unnamed = ("cache", "attributes", "self_attention_cache")
     words = ["cross" if w == "cross_attention_cache" else w for w in path if w not in unnamed]
     if "layers" in words:
@@ -595,7 +593,7 @@ def _short(path: tuple[str, ...]) -> str:
 
 
 def tensors_of(cache: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that a cache holds, by name."""
+    """Tensors of a cache by name."""
     return [(name, leaf) for name, leaf in _leaves(cache) if isinstance(leaf, torch.Tensor)]
 
 
@@ -605,7 +603,7 @@ def exchanged(cache: Any, tensors: Tensors) -> Any:
 
 
 def describe(cache: Any) -> dict[str, Any]:
-    """Shapes of tensors, and plain values."""
+    """Tensor shapes and plain values."""
     return {
         name: (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
         for name, leaf in _leaves(cache)

@@ -1,12 +1,10 @@
-"""Models of transformers: from a configuration with random weights, or from a checkpoint folder.
+"""Models of transformers: from a configuration with random weights, or a checkpoint folder.
 
-The class is the one that the configuration names. Its steps are those of `generic`; pictures of qwen2_5_vl
-have a step of their own (`vision`), and serving has `paged`.
+The configuration names the class. Steps are those of `generic`; qwen2_5_vl has `vision`, serving has `paged`.
 
 `attend` reads the key/value cache once. Hugging Face repeats keys and values for every query head, which
-reads and writes the whole cache several times per decode; here query heads that share a key head are rows of
-one attention call. Attention sinks (`s_aux`) and bounded scores (`softcap`) have no kernel in torch, so the
-formula is written out.
+copies the cache several times per decode; here query heads that share a key head are rows of one attention
+call. Attention sinks (`s_aux`) and `softcap` have no torch kernel: the formula is written out.
 """
 
 import logging
@@ -25,12 +23,12 @@ from tessera.ir import Step
 
 CAUSAL_STEPS = ("prefill", "decode")
 STEPS = {"qwen2_5_vl": ("encode", "prefill", "decode")}
-# What a model has besides when it is served (see `paged`), and what needs no call to be built.
+# Step kinds for serving (see `paged`), and those built without a call.
 SERVED_STEPS = ("tokens", "call")
 
 
 def built_in(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> Callable[[Step], Workload]:
-    """A builder of one model family at one size."""
+    """Builder of one model size."""
 
     def builder(step: Step) -> Workload:
         config = _transformers().AutoConfig.for_model(family, **sizes)
@@ -40,7 +38,7 @@ def built_in(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> Callable
 
 
 def from_folder(step: Step) -> Workload:
-    """The model of a folder that holds config.json, with the folder's weights."""
+    """Model of a folder with config.json and weights."""
     folder = Path(step.model)
     config = config_of(folder)
     steps = steps_of(config)
@@ -54,7 +52,7 @@ def from_folder(step: Step) -> Workload:
 
 
 def config_of(folder: Path) -> Any:
-    """The configuration of a folder; no code that it names is run."""
+    """Configuration of a folder; runs none of its code."""
     settings = checkpoint.read_settings(folder)
     checkpoint.check_format(folder, settings)
     known = _transformers().CONFIG_MAPPING
@@ -66,11 +64,11 @@ def config_of(folder: Path) -> Any:
         )
     with checkpoint.blamed(folder):
         config = known[family].from_dict(settings)
-        steps_of(config)  # refuses what names no class
+        steps_of(config)  # refuses unknown classes
     return config
 
 
-# Where the class of a configuration that names none is looked for, in this order.
+# Auto classes to search if a configuration names none, in order.
 _AUTO = (
     "AutoModelForSeq2SeqLM",
     "AutoModelForSpeechSeq2Seq",
@@ -82,7 +80,7 @@ _AUTO = (
 
 
 def model_class(config: Any) -> Any:
-    """The class that a configuration names; if it names none, the one that transformers has for its type."""
+    """Class that a configuration names, else transformers' class for its type."""
     library = _transformers()
     for name in config.architectures or ():
         kind = getattr(library, name, None)
@@ -100,7 +98,6 @@ def model_class(config: Any) -> Any:
 
 
 def steps_of(config: Any) -> tuple[str, ...]:
-    """The kinds of step that a configuration's model has."""
     if config.model_type in STEPS:
         return (*STEPS[config.model_type], "call")
     if not model_class(config).can_generate():
@@ -110,7 +107,7 @@ def steps_of(config: Any) -> tuple[str, ...]:
 
 
 def attention_of(kind: Any) -> str:
-    """The attention that a class is built with: ours where it lets attention be chosen freely."""
+    """Attention implementation of a class: ours if it is selectable."""
 
     if kind._supports_attention_backend:
         return ATTENTION
@@ -118,7 +115,7 @@ def attention_of(kind: Any) -> str:
 
 
 def another(workload: Workload, step: Step) -> Workload:
-    """Another step of a workload's model, over the same weights."""
+    """Another step over the same weights."""
     return _maker(workload.module.config, step)(workload.module, step)
 
 
@@ -134,7 +131,7 @@ def _transformers() -> Any:
 
 
 def _is_about_the_model(record: logging.LogRecord) -> bool:
-    """False for advice to install faster kernels: a capture wants the operators of the reference."""
+    """False for advice to install faster kernels."""
     return not any(words in record.getMessage() for words in _ADVICE)
 
 
@@ -186,7 +183,7 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
             random_weights=step.random_weights,
         )
     if model._can_set_experts_implementation():
-        # Experts as grouped matrix products: the eager path reads the routing on the host.
+        # Experts as grouped products: the eager path reads the routing on the host.
         model.set_experts_implementation("grouped_mm")
     return model.eval()
 
@@ -195,7 +192,7 @@ ATTENTION = "tessera"
 
 
 def register_attention() -> None:
-    """Makes the attention known to transformers under its name; doing it again changes nothing."""
+    """Register the attention with transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -215,7 +212,7 @@ def attend(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Called by transformers: heads before positions in, positions before heads out."""
+    """Attention for transformers: heads first in, positions first out."""
     batch, heads, num, _width = query.shape
     groups = heads // key.shape[1]
     causal = num > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -233,7 +230,7 @@ def attend(
         out = scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
         out = out.reshape(batch, heads, 1, -1)
     else:
-        # Many queries: the mask has a row for each, and repeating keys costs little beside the products.
+        # Many queries: one mask row each; repeating keys costs little beside the products.
         key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
         out = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
     return out.transpose(1, 2).contiguous(), None

@@ -1,13 +1,12 @@
 """Joined products: linear layers that read the same tensor become one.
 
-`join_products(model, call)` runs an example. Layers called with the very same tensor (query, key and value;
-gate and up) form a group: their weights are concatenated, the first layer called multiplies by all, and each
-layer gets its columns. A layer called with another tensor multiplies by its own rows, so results are always
-right. Uncalled modules like one with a group (as unused experts) are joined likewise.
+`join_products(model, call)` runs an example. Layers called with the same tensor (query, key and value; gate
+and up) form a group: the first called multiplies by the concatenated weights, and each gets its columns. A
+layer called with another tensor uses its own rows, so results are always right. Similar uncalled modules
+(unused experts) are joined likewise.
 
-Not joined: subclasses of Linear (such as quantised ones); layers with hooks, called twice, or with shared
-weights; layers that differ in type, device or bias; columns that do not begin at multiples of 16 bytes; and
-kinds of layers with which the example fails.
+Not joined: subclasses of Linear; layers with hooks, called twice, or with shared weights; layers that differ
+in type, device or bias; columns not aligned to 16 bytes; and kinds with which the example fails.
 """
 
 from collections import Counter, defaultdict
@@ -24,14 +23,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tessera.capture.blocks import storage_key
 from tessera.capture.models.generic import UNFIT
 
-# Weights that are what they seem; in the make-believe of fake tensors, parameters are of their class.
+# Plain weight classes; fake mode gives parameters its own class.
 PLAIN = (torch.nn.Parameter, FakeTensor)
-# Columns begin where vectors of numbers may begin.
+# Column alignment in bytes.
 ALIGNED_BYTES = 16
 
 
 class JoinedLinear(torch.nn.Module):
-    """The first layer of a group: it has the weights of all, and multiplies for all."""
+    """First layer of a group: holds all weights and multiplies for all."""
 
     def __init__(self, layers: Sequence[torch.nn.Linear]) -> None:
         super().__init__()
@@ -39,7 +38,7 @@ class JoinedLinear(torch.nn.Module):
         self.joined_weight = _one_behind_the_other([layer.weight for layer in layers])
         biases = [layer.bias for layer in layers]
         self.joined_bias = None if biases[0] is None else _one_behind_the_other(biases)
-        # Input -> columns that the other layers have not asked for yet, by their number.
+        # Input -> columns not taken yet, by layer.
         self._waiting = WeakTensorKeyDictionary()
         self.train(layers[0].training)
 
@@ -51,7 +50,7 @@ class JoinedLinear(torch.nn.Module):
         return columns[0]
 
     def take(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """The columns of another layer; multiplied now if this one was not given that input."""
+        """Columns of another layer, multiplied now if this input is new."""
         waiting = self._waiting.get(x, {})
         columns = waiting.pop(number, None)
         if not waiting:
@@ -59,7 +58,6 @@ class JoinedLinear(torch.nn.Module):
         return linear(x, *self.rows(number)) if columns is None else columns
 
     def rows(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of one layer."""
         begin = sum(self.sizes[:number])
         rows = slice(begin, begin + self.sizes[number])
         return self.joined_weight[rows], None if self.joined_bias is None else self.joined_bias[rows]
@@ -76,7 +74,7 @@ class JoinedLinear(torch.nn.Module):
 class JoinedPart(torch.nn.Module):
     def __init__(self, first: JoinedLinear, number: int) -> None:
         super().__init__()
-        # In a tuple, so that it is no part of this module too.
+        # A tuple hides it from submodules.
         self._first, self._number = (first,), number
         self.train(first.training)
 
@@ -99,19 +97,19 @@ def _one_behind_the_other(tensors: Sequence[torch.Tensor]) -> torch.nn.Parameter
 
 @dataclass(frozen=True)
 class _Kind:
-    """Groups that are alike: what class of module has them, and where in it the layers are."""
+    """Similar groups: owner class and layer paths."""
 
     owner: type
-    # Paths from the owner, the first to be called first.
+    # Paths from the owner, in call order.
     paths: tuple[str, ...]
 
 
-# The path of an owner, and its kind.
+# Owner path and kind.
 _Group = tuple[str, _Kind]
 
 
 def join_products(model: torch.nn.Module, *calls: Callable[[], object]) -> int:
-    """Joins what an example, the first that runs, shows to read the same input; tells how many products."""
+    """Join layers that share inputs in the first example that runs; returns the number of products."""
     joinable = _joinable(model)
     for call in calls:
         with suppress(*UNFIT), _called(joinable) as inputs:
@@ -129,7 +127,7 @@ def join_products(model: torch.nn.Module, *calls: Callable[[], object]) -> int:
 
 
 def _joinable(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """Linear layers by path whose weights are theirs alone."""
+    """Linear layers with unshared weights, by path."""
     owners = Counter(storage_key(t) for _, t in model.named_parameters(remove_duplicate=False))
     owners.update(storage_key(t) for _, t in model.named_buffers(remove_duplicate=False))
     return {
@@ -145,7 +143,7 @@ def _joinable(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 
 @contextmanager
 def _called(layers: dict[str, torch.nn.Linear]) -> Iterator[list[tuple[str, torch.Tensor, int]]]:
-    """While entered, notes the calls of layers: path, input, and how often that had been changed."""
+    """While entered, notes layer calls: path, input, input version."""
     inputs: list[tuple[str, torch.Tensor, int]] = []
 
     def note(path: str) -> Callable[[torch.nn.Module, Any], None]:
@@ -162,7 +160,7 @@ def _groups(
     joinable: dict[str, torch.nn.Linear],
     inputs: Iterable[tuple[str, torch.Tensor, int]],
 ) -> list[_Group]:
-    """Groups of the example, and of what is like them and was not called."""
+    """Groups of the example and of similar uncalled modules."""
     calls: Counter[str] = Counter()
     readers: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for path, tensor, version in inputs:
@@ -188,13 +186,12 @@ def _groups(
 
 
 def _traits(layer: torch.nn.Linear) -> tuple[Any, ...]:
-    """What layers must have in common."""
     weight = layer.weight
     return layer.in_features, weight.dtype, weight.device, weight.requires_grad, layer.bias is None
 
 
 def _group(model: torch.nn.Module, members: Sequence[str]) -> _Group:
-    """The innermost module that has all members, and the kind of their group."""
+    """Innermost module with all members, and the group's kind."""
     parts = [member.split(".") for member in members]
     depth = next(i for i, names in enumerate(zip(*parts, strict=False)) if len(set(names)) > 1)
     owner = ".".join(parts[0][:depth])
@@ -202,7 +199,7 @@ def _group(model: torch.nn.Module, members: Sequence[str]) -> _Group:
 
 
 def _fitting(model: torch.nn.Module, first_of: dict[_Kind, str], call: Callable[[], object]) -> list[_Kind]:
-    """Kinds with which the example still runs: tried together, else one by one."""
+    """Kinds with which the example runs: tried together, else one by one."""
     kinds = list(first_of)
     if _runs(model, [(first_of[kind], kind) for kind in kinds], call):
         return kinds
@@ -210,7 +207,7 @@ def _fitting(model: torch.nn.Module, first_of: dict[_Kind, str], call: Callable[
 
 
 def _runs(model: torch.nn.Module, groups: Iterable[_Group], call: Callable[[], object]) -> bool:
-    """Whether the example runs with these groups joined; they are taken apart again."""
+    """True if the example runs with these groups joined; undone afterwards."""
     undo = [_join(model, path, kind) for path, kind in groups]
     try:
         call()
@@ -223,7 +220,7 @@ def _runs(model: torch.nn.Module, groups: Iterable[_Group], call: Callable[[], o
 
 
 def _join(model: torch.nn.Module, owner: str, kind: _Kind) -> Callable[[], None]:
-    """Replaces the layers of a group; gives what puts them back."""
+    """Replace a group's layers; returns the undo."""
     paths = [f"{owner}.{path}" if owner else path for path in kind.paths]
     layers: list[Any] = [model.get_submodule(path) for path in paths]
     first = JoinedLinear(layers)

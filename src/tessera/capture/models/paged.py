@@ -1,22 +1,22 @@
-"""The step of a served language model: tokens of several sequences, keys and values in pages.
+"""Step of a served language model: tokens of several sequences, keys and values in pages.
 
-At most `batch` sequences, `context` tokens, `reserve` positions in all pages. Inputs say which tokens belong
-to which sequence and where their keys and values go (see `kernels.paged`); page 0 takes what padding writes.
-So parts of prompts and single tokens of answers are one kind of step. The first layout that works is used:
+At most `batch` sequences, `context` tokens, `reserve` positions in all pages. Inputs assign tokens to
+sequences and slots (see `kernels.paged`); padding writes to page 0. Prompt parts and single answer tokens are
+one kind of step. The first layout that works is used:
 
     flat   all tokens in one row; attention is the paged operator
-    rows   one token per sequence, row i always the same sequence, for models with recurrent layers. Their
-           state has a row per sequence, zeroed where `fresh` is set. Or tokens of one sequence (`Parts`)
+    rows   one token per sequence, a fixed row each, for recurrent layers. Their state has a row per sequence,
+           zeroed where `fresh` is set. Or tokens of one sequence (`Parts`)
     dense  as rows, for models with their own attention: keys and values are gathered from pages, a fixed
            number per row, and masked (`num_dense`)
 
 Other models are refused. If every layer has a sliding window, pages behind the widest are not read
-(`StepLayout.window`). Outputs are the logits of each sequence's newest token; those of unused sequences are
-arbitrary finite numbers.
+(`StepLayout.window`). Outputs are logits of each sequence's newest token; unused sequences get arbitrary
+finite numbers.
 
-A negative token is one that the step before chose (-1: of its first sequence), kept in the state `newest`, so
-the next step can start before the host has seen it. `rotary`, `image` and `is_image` are inputs of models
-with pictures: positions in time, height and width, and embeddings in place of tokens.
+A negative token refers to the previous step's choice (-1: first sequence), kept in the state `newest`, so
+steps need not wait for the host. Models with pictures take `rotary` (positions in time, height and width),
+`image` and `is_image`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,53 +63,50 @@ from tessera.ir import Step
 from tessera.kernels import PAGE
 
 FLAT, ROWS, DENSE = "flat", "rows", "dense"
-# Sequences and positions with which a layout is tried.
+# Sequences and positions for trying a layout.
 NUM_TRIED, TRIED_POSITIONS = 3, NUM_FIRST_PAGES * PAGE
-# Of the examples: sequences with one new token, where others have more; tokens in whose place a picture is.
+# Example steps: sequences with one new token beside longer ones; picture tokens.
 SHARE_OF_ANSWERS, SHARE_OF_PICTURES = 0.5, 0.25
-# One of so many answers in the examples begins with a token that is known.
+# One in so many example answers starts with a known token.
 SHARE_OF_KNOWN = 3
-# The tokens that the step before has chosen, by sequence.
+# Tokens chosen by the previous step, by sequence.
 NEWEST = "newest"
-# Logits of the same tokens, read together and one by one, differ by less, relative to the largest.
+# Relative tolerance of logits read together and one by one.
 MAX_ERROR = 0.05
-# States of 32 bits that were reached in two ways differ by less.
+# Tolerance of 32-bit states reached in two ways.
 MAX_ROUNDING = 1e-3
-# Tokens of one sequence with a row that a call reads, at most: more of them are slow to compile, and what
-# some models make of them between operators is large. Of a model that loops over tokens, fewer.
+# Maximum tokens of one sequence per call in rows: more compile slowly and need large temporaries. Fewer for a
+# model that loops over tokens.
 MAX_PART, MAX_LOOPED_PART = 128, 16
-# Different pages in a state that looks used; the others are like them.
+# Distinct pages of an example state; others repeat them.
 NUM_USED_PAGES = 64
-# Where configurations say how many positions there are.
+# Configuration names of the number of positions.
 LIMITS = ("max_position_embeddings", "max_seq_len")
-
-
-# Layouts ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What one call reads of one sequence whose state has a row: found by calling the model so."""
+    """Tokens of one sequence that a call can read when state has rows."""
 
-    # Tokens, at most; 1: one by one.
+    # Maximum tokens per call.
     most: int = 1
-    # True if only a sequence's first tokens can be read so: the model begins anew in such a call.
+    # True if the model restarts in such a call: only a sequence's first tokens fit.
     is_first_only: bool = False
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """How a model is called, and what it remembers."""
+    """How a model is called, and its memory."""
 
     kind: str
-    # What was remembered after a first call; its tensors are exchanged in every later one.
+    # Memory after a first call; later calls replace its tensors.
     memory: ModelMemory
-    # name -> shape of one page, of one row; and dtype.
+    # name -> shape of one page or row; and dtype.
     pages: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    # Where state has rows.
+    # For state in rows.
     parts: Parts = Parts()
-    # Positions that a token sees, itself included, where every layer with pages has such a limit; else 0.
+    # Widest window in positions if every paged layer has one; else 0.
     window: int = 0
 
 
@@ -117,7 +114,7 @@ _LAYOUTS: "WeakKeyDictionary[torch.nn.Module, StepLayout]" = WeakKeyDictionary()
 
 
 def layout_of(model: Any) -> StepLayout:
-    """How a model is called; found once."""
+    """The model's layout, cached."""
     if model not in _LAYOUTS:
         _LAYOUTS[model] = _find_layout(model)
     return _LAYOUTS[model]
@@ -144,16 +141,16 @@ def _find_layout(model: Any) -> StepLayout:
 
 
 def _cache_name(model: Any) -> str:
-    """Under which name the model takes a cache of transformers."""
+    """Parameter for a transformers cache."""
     return next((name for name in CACHES[:2] if takes(model, name)), "")
 
 
 def _try(model: Any, kind: str) -> StepLayout:
-    """Calls the model twice on a few tokens; raises where it does not fit the layout."""
+    """Call the model twice on a few tokens; raises if the layout does not fit."""
     cache = PagedCache(model.config)
     has_positions = takes(model, "position_ids")
     if kind == FLAT and not (cache.is_flat and has_positions):
-        raise ValueError("a layer of it recurs, or it takes no positions")
+        raise ValueError("it has a recurrent layer or takes no positions")
     if kind == ROWS and cache.paged and not has_positions:
         raise ValueError("it takes no positions")
     num = 2 * NUM_TRIED if kind == FLAT else NUM_TRIED
@@ -167,9 +164,9 @@ def _try(model: Any, kind: str) -> StepLayout:
         again = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
         logits, after = _run(model, kind, step, again, following)
     if describe(left) != describe(after):
-        raise ValueError("what it remembers changes its shape with every token")
+        raise ValueError("its cache changes shape with every token")
     if logits.dim() != 2 or len(logits) != NUM_TRIED:
-        raise ValueError("it gives no logits for each sequence")
+        raise ValueError("it returns no logits per sequence")
     layout = _describe_layout(kind, left)
     if kind == FLAT or model.device.type == "meta" or isinstance(logits, FakeTensor):
         return layout
@@ -180,10 +177,10 @@ def _try(model: Any, kind: str) -> StepLayout:
 
 
 def _find_parts(model: Any, layout: StepLayout) -> Parts:
-    """Reads two tokens one by one and at once, of a new sequence and of one that goes on.
+    """Read two tokens one by one and at once, for a new and a continued sequence.
 
-    Both must leave the same state; where only what goes on differs, the model forgets in such a call what was
-    before it. The state at first looks used, so that what is forgotten, or not, is large.
+    Both must leave the same state; if only the continued one differs, the model restarts in such a call. The
+    initial state looks used, so that forgetting shows.
     """
     try:
         (one_by_one, _), (at_once, few), (_, many) = (
@@ -200,7 +197,7 @@ def _find_parts(model: Any, layout: StepLayout) -> Parts:
 def _read_part(
     model: Any, layout: StepLayout, num: int, each: int, is_new: bool
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """The state after some tokens of one sequence, so many a call; and operators of a call."""
+    """State after tokens of one sequence, several per call; and operators of a call."""
     step = Step("", "tokens", 1, each, reserve=TRIED_POSITIONS)
     workload = PagedSteps(model, step, layout).workload()
     state = placed(model, lambda: workload.make_state(0))
@@ -212,7 +209,7 @@ def _read_part(
 def _read(
     workload: Workload, num: int, each: int, state: Tensors, begin: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads tokens of all sequences of a step, so many of each a call: the tokens, and logits at last."""
+    """Read all sequences, several tokens per call; returns tokens and last logits."""
     model, step, first = workload.module, workload.step, torch.Generator().manual_seed(0)
     words = placed(model, lambda: {"tokens": make_tokens(model.config, (step.batch, num), first)})["tokens"]
 
@@ -229,7 +226,7 @@ def _read(
 
 
 def _alike(states: Tensors, others: Tensors) -> bool:
-    """True if two ways to the same state are, but for rounding."""
+    """True if two states are equal up to rounding."""
     for name, held in states.items():
         error = MAX_ERROR if held.dtype.itemsize < 4 else MAX_ROUNDING
         if float((held - others[name]).abs().max()) > error * float(held.abs().max()):
@@ -238,7 +235,7 @@ def _alike(states: Tensors, others: Tensors) -> bool:
 
 
 class OperatorCount(TorchDispatchMode):
-    """While entered, counts operators: those of a loop over tokens are more for more tokens."""
+    """Counts operators while entered; a loop over tokens shows as more."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -252,9 +249,8 @@ class OperatorCount(TorchDispatchMode):
 
 
 def _check_dense(model: Any, layout: StepLayout, step: Step) -> None:
-    """Raises unless a few tokens get the logits of the model's plain forward.
-
-    What attention of a model's own makes of masks and lengths is nowhere said.
+    """Raise unless a few tokens get the plain forward's logits: a model's own attention may treat masks and
+    lengths in any way.
     """
     workload = PagedSteps(model, step, layout).workload()
     state = {name: torch.zeros_like(t) for name, t in placed(model, lambda: workload.make_state(0)).items()}
@@ -263,7 +259,7 @@ def _check_dense(model: Any, layout: StepLayout, step: Step) -> None:
         plain = model(input_ids=words, use_cache=False).logits[:, -1].float()
     found = logits.float()
     if float((found - plain).abs().max()) > MAX_ERROR * float(plain.abs().max()):
-        raise ValueError("its attention cannot be told which keys are there")
+        raise ValueError("its attention ignores masks or lengths")
 
 
 def _describe_layout(kind: str, memory: ModelMemory) -> StepLayout:
@@ -275,18 +271,15 @@ def _describe_layout(kind: str, memory: ModelMemory) -> StepLayout:
             raise ValueError(f"its {name} has no row for each sequence")
         (pages if id(tensor) in in_pages else rows)[name] = (tuple(tensor.shape[1:]), tensor.dtype)
     if not pages and not rows:
-        raise ValueError("it remembers nothing")
+        raise ValueError("it keeps no cache")
     windows = memory.cache.windows
     return StepLayout(kind, memory, pages, rows, window=0 if 0 in windows else max(windows, default=0))
-
-
-# Calls -----------------------------------------------------------------------------------------------------
 
 
 def _run(
     model: Any, kind: str, step: Step, memory: ModelMemory, inputs: Tensors
 ) -> tuple[torch.Tensor, ModelMemory]:
-    """One call: logits, and what is remembered after it."""
+    """One call: logits, and memory after it."""
     cache = memory.cache
     with (
         traced(),
@@ -325,7 +318,7 @@ def _tables(model: Any, kind: str, step: Step, inputs: Tensors) -> PageTables:
 
 
 def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache) -> torch.Tensor:
-    """Logits of each sequence's newest token; only these go through the head."""
+    """Logits of each sequence's newest token; only these pass the head."""
     by_row = kind != FLAT and "row" not in inputs
     given = {name: inputs[name] for name in ("tokens", "positions", "is_image", "image") if name in inputs}
     given = {name: tensor[:, None] if by_row else tensor[None] for name, tensor in given.items()}
@@ -337,38 +330,34 @@ def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache) -> torch.
     return logits[:, -1] if by_row else logits[0]
 
 
-# The workload ----------------------------------------------------------------------------------------------
-
-
 def num_rows(step: Step) -> int:
-    """Sequences that the state has room for."""
+    """Sequences in the state."""
     return max(step.rows, step.batch)
 
 
 def expected_length(step: Step) -> int:
-    """Tokens that a sequence is expected to have."""
+    """Expected tokens per sequence."""
     return step.length or max(1, step.reserve // num_rows(step))
 
 
 def num_entries(step: Step) -> int:
-    """Entries of the list of pages: twice as many as there are pages, since sequences may share them."""
+    """Page list entries: twice the pages, since sequences may share them."""
     return 2 * (step.reserve // PAGE)
 
 
 def num_dense(model: Any, step: Step) -> int:
-    """Positions that a row can have with gathered keys and values: its share of all pages, twice over."""
+    """Positions per row with gathered keys and values: twice its share of all pages."""
     share = num_entries(step) // num_rows(step) * PAGE
     return min(share, max_positions(model) or share)
 
 
 def max_positions(model: Any) -> int:
-    """Positions that a model's configuration names, 0 if it does not."""
+    """Positions in a model's configuration; 0 if absent."""
     config = model.config.get_text_config(decoder=True)
     return next((n for name in LIMITS if (n := getattr(config, name, None))), 0)
 
 
 def paged_workload(model: Any, step: Step) -> Workload:
-    """Some tokens of some sequences."""
     _check_sizes(step)
     layout = layout_of(model)
     if layout.kind != FLAT and step.context != step.batch:
@@ -391,7 +380,8 @@ def paged_workload(model: Any, step: Step) -> Workload:
 def _check_sizes(step: Step) -> None:
     if step.context < step.batch:
         raise CaptureError(
-            f"{step.context} tokens cannot be of {step.batch} sequences", "Use at most one sequence a token."
+            f"a step of {step.context} tokens cannot serve {step.batch} sequences",
+            "Use at least one token per sequence.",
         )
     if step.reserve % PAGE or step.reserve < 2 * PAGE:
         raise CaptureError(
@@ -401,7 +391,7 @@ def _check_sizes(step: Step) -> None:
 
 
 class PagedSteps:
-    """The step of one model at one size."""
+    """One model's step at one size."""
 
     def __init__(self, model: Any, step: Step, layout: StepLayout) -> None:
         self._model, self._step, self._layout = model, step, layout
@@ -428,7 +418,7 @@ class PagedSteps:
         return chosen
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """Sequences of different lengths, half of them or more; in a larger step, parts of prompts too."""
+        """At least half of the sequences, of different lengths; larger steps include prompt parts."""
         parts = _example_parts(self._model, self._step, Random(seed))
         made = _make_inputs(self._model, self._step, self._layout.kind, parts, seed)
         firsts = accumulate((new for _, new in parts), initial=0)
@@ -449,7 +439,7 @@ class PagedSteps:
         return {NEWEST: make_tokens(self._model.config, (num_rows(self._step),), random), **used}
 
     def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
-        """Other tokens of other sequences; answers go on with what was chosen, pictures as encoded."""
+        """Tokens of other sequences; answers continue with chosen tokens, pictures with encoded ones."""
         seed = int(first["tokens"].sum()) if "tokens" in first else 0
         made = self._inputs(seed + run)
         chosen = last.get("next_tokens")
@@ -469,7 +459,7 @@ def _used(size: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) ->
 
 
 def _example_parts(model: Any, step: Step, chance: Random) -> list[tuple[int, int]]:
-    """(length, new tokens) of each sequence, within the tokens, pages and positions that there are."""
+    """(length, new tokens) of each sequence, within the step's limits."""
     num_pages = step.reserve // PAGE - 1
     num = min(chance.randint(-(-step.batch // 2), step.batch), num_pages)
     room = min(num_pages // num * PAGE, max_positions(model) or step.reserve)
@@ -489,7 +479,7 @@ def _example_parts(model: Any, step: Step, chance: Random) -> list[tuple[int, in
 def _make_inputs(
     model: Any, step: Step, kind: str, parts: Sequence[tuple[int, int]], seed: int
 ) -> dict[str, torch.Tensor]:
-    """The inputs of a step with new tokens of these sequences, in pages in any order."""
+    """Inputs for new tokens of these sequences, in shuffled pages."""
     random, free = torch.Generator().manual_seed(seed), list(range(1, step.reserve // PAGE))
     Random(seed).shuffle(free)
     used = sum(new for _, new in parts)
@@ -505,17 +495,17 @@ def _make_inputs(
         made["rotary"] = made["positions"].repeat(3, 1)
         made["image"] = torch.randn(size, generator=random).to(model.dtype)
         made["is_image"] = torch.rand(step.context, generator=random) < SHARE_OF_PICTURES
-        made["is_image"][used:] = False  # tokens that are not used share a slot: all of them write the same
+        made["is_image"][used:] = False  # unused tokens share a slot and write the same
     return made
 
 
 def _padded(parts: Sequence[tuple[int, int]], num: int) -> list[tuple[int, int]]:
-    """With sequences that are not used behind them."""
+    """Pad with unused sequences."""
     return [*parts, *[(0, 0)] * (num - len(parts))]
 
 
 def lay_out(step: Step, parts: Sequence[tuple[int, int]], free: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Positions, slots and tables for (length, new tokens) of each sequence, in the first free pages."""
+    """Positions, slots and tables for (length, new tokens) pairs, in the first free pages."""
     positions: list[int] = []
     slots: list[int] = []
     starts, firsts = [0], [0]

@@ -1,12 +1,12 @@
-"""A cache of transformers with keys and values in pages, and attention over them.
+"""A transformers cache with paged keys and values, and attention over it.
 
-The cache is the configuration's `StaticCache` with paged layers in place of those with keys and values; other
-layers (convolutions, recurrences) stay. A sliding-window layer keeps all positions; the windows are noted, so
-that pages behind all of them can be freed.
+The cache is the configuration's `StaticCache` with paged layers for keys and values; other layers
+(convolutions, recurrences) stay. A sliding-window layer keeps all positions; windows are noted, so that pages
+behind all of them can be freed.
 
-During a call every registered attention function is the paged operator. A mask is replaced by the model's
-rule of visibility (`PageMask`); a rule that is no window is refused. For a model with its own attention, each
-row's keys and values are gathered, newest last, and masks are made from the same rules.
+During a call every registered attention function is the paged operator, and a mask is the model's visibility
+rule (`PageMask`), which must be a window. For a model with its own attention, each row's keys and values are
+gathered, newest last, and masks follow the same rules.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,19 +24,19 @@ import tessera.kernels.paged  # noqa: F401 - registers the operator
 from tessera.capture.models.rows import additive, in_place_of, is_sliding
 from tessera.kernels import PAGE
 
-# Pages of a layer before it is given others.
+# Initial pages of a layer.
 NUM_FIRST_PAGES = 8
-# Tensors among the arguments of attention that change nothing about it.
+# Tensor arguments that do not change attention.
 HARMLESS = ("position_ids", "cache_position", "s_aux")
 
 
 @dataclass(frozen=True)
 class PageTables:
-    """Where the tokens of one call are."""
+    """Places of one call's tokens."""
 
     positions: torch.Tensor
-    # Where the keys and values of each go. Not as one number: a write through a view of the pages would be
-    # compiled into a copy of them all.
+    # Page and offset of each new key. Two numbers: a write through a flat view would compile into a copy of
+    # all pages.
     page: torch.Tensor
     place: torch.Tensor
     pages: torch.Tensor
@@ -45,12 +45,12 @@ class PageTables:
     query_starts: torch.Tensor
     one_each: bool
     expected_length: int
-    # Dense: which slots each row looks at, [sequences, positions].
+    # Dense: slots of each row, [sequences, positions].
     by_row: torch.Tensor | None = None
 
 
 class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """The keys and values of one layer: [pages, positions of a page, heads, width]."""
+    """Keys and values of one layer: [pages, page positions, heads, width]."""
 
     is_compileable = True
     is_sliding = False
@@ -58,17 +58,16 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, is_sliding: bool) -> None:
         super().__init__()
         self.is_sliding = is_sliding
-        # Of the call that runs: its tables, whether new keys wait for attention, and those that were stored.
+        # Current call: tables, whether new keys await attention, stored keys.
         self.tables: PageTables | None = None
         self.is_unread = False
         self.stored: tuple[torch.Tensor, ...] = ()
 
     def begin(self, tables: PageTables | None) -> None:
-        """A call; None when it has ended."""
+        """Begin a call; None ends it."""
         self.tables, self.is_unread, self.stored = tables, False, ()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """A few pages of zeros."""
         self.keys, self.values = (
             new.new_zeros((NUM_FIRST_PAGES, PAGE, new.shape[1], new.shape[3]))
             for new in (key_states, value_states)
@@ -78,7 +77,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the layer attends to: the new tokens, which attention stores; or all of its dense rows."""
+        """New tokens (attention stores them), or all dense rows."""
         tables = self.tables
         assert tables is not None
         self.is_unread = True
@@ -91,7 +90,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Puts the new tokens into their pages."""
+        """Store new tokens in their pages."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         tables = self.tables
@@ -101,11 +100,11 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.is_unread, self.stored = False, (key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys there are to look at, and where they begin."""
+        """Number of keys and their first position."""
         return self._num_dense or query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens before this one: dense rows are taken to be full."""
+        """Preceding tokens: dense rows count as full."""
         return max(0, self._num_dense - 1)
 
     def get_max_length(self) -> int:
@@ -118,9 +117,9 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
 
 class Layers(list[Any]):
-    """The layers of a cache. A recurrent state begins anew, where it is to, when a layer is first asked for.
+    """Layers of a cache; recurrent state is reset when a layer is first used.
 
-    So the zeros are written where the state is read next, and can be fused with that.
+    So zeros are written where the state is read next, and fuse with it.
     """
 
     def __init__(self, layers: Iterable[Any]) -> None:
@@ -129,7 +128,7 @@ class Layers(list[Any]):
         self._waiting: set[int] = set()
 
     def begin(self, fresh: torch.Tensor | None) -> None:
-        """A call; `fresh` says of which rows the state begins anew."""
+        """Begin a call; `fresh` marks rows to reset."""
         self.fresh = fresh
         self._waiting = set() if fresh is None else set(range(len(self)))
 
@@ -145,7 +144,6 @@ class Layers(list[Any]):
 
 
 def clear_rows(held: torch.Tensor, fresh: torch.Tensor) -> None:
-    """Zeros in some rows."""
     held.masked_fill_(fresh.view(-1, *[1] * (held.dim() - 1)), 0)
 
 
@@ -155,29 +153,28 @@ class PagedCache(StaticCache):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config=config, max_cache_len=PAGE)
         self.layers = Layers(in_place_of(x, PagedLayer, is_sliding(x)) for x in self.layers)
-        # Of attention over pages: how far back it looks, 0 for all positions.
+        # Window of attention over pages; 0 for all positions.
         self.windows: frozenset[int] = frozenset()
 
     @property
     def paged(self) -> list[PagedLayer]:
-        """Its layers that keep keys and values in pages."""
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     @property
     def is_flat(self) -> bool:
-        """True if all do, and nothing else."""
+        """True if all layers are paged."""
         return all(type(layer) is PagedLayer for layer in self.layers)
 
     def begin(self, tables: PageTables | None, fresh: torch.Tensor | None = None) -> None:
-        """A call, with rows whose recurrent state begins anew; None when it has ended."""
+        """Begin a call, with rows to reset; None ends it."""
         self.layers.begin(fresh)
         for layer in self.paged:
             layer.begin(tables)
 
     def attended(self, key: torch.Tensor, value: torch.Tensor) -> PagedLayer:
-        """The layer whose pages hold some keys and values; new ones are stored there now.
+        """Layer whose pages hold these keys and values; stores new ones.
 
-        So what is kept is what attention reads, also where a model expands what it put into its cache.
+        Pages thus hold what attention reads, even if a model expands what it cached.
         """
         for layer in self.paged:
             if layer.is_unread:
@@ -190,16 +187,16 @@ class PagedCache(StaticCache):  # type: ignore[misc]
 
 
 class PageMask:
-    """In the place of a mask that transformers asks for, up to the layers that it is for: a rule."""
+    """A visibility rule in place of a transformers mask."""
 
     def __init__(self, **given: Any) -> None:
         self._rule, self._window = given["mask_function"], given.get("local_size") or 0
 
     @cached_property
     def window(self) -> int:
-        """Positions that a token sees, 0 for all before it; a rule that hides anything else is refused.
+        """Window of the rule, 0 for all earlier positions; other rules are refused.
 
-        The rule is a function of two positions; it is asked for some that tell rules apart.
+        The rule is a function of two positions, sampled where rules differ.
         """
         window, reach = self._window, self._window or 64
         now = [0, 1, reach - 1, reach, reach + 1, 2 * reach + reach // 2, 7 * reach + 3]
@@ -226,7 +223,7 @@ def attend_pages(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it, over the pages of a layer: positions before heads out."""
+    """Attention for transformers over a layer's pages; positions first out."""
     strange = [n for n, v in others.items() if isinstance(v, torch.Tensor) and n not in HARMLESS]
     if isinstance(attention_mask, torch.Tensor) or strange:
         raise ValueError(f"its attention takes a {strange[0] if strange else 'mask'} of its own")
@@ -256,7 +253,7 @@ def attend_pages(
 
 @contextmanager
 def exchanged_attention(cache: PagedCache, is_dense: bool) -> Iterator[None]:
-    """While entered, registered attention reads pages and masks are rules; over dense rows, they are made."""
+    """While entered, attention reads pages and masks are rules (tensors for dense rows)."""
     attention, masks = (modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
 
     def attend(
@@ -279,7 +276,7 @@ def exchanged_attention(cache: PagedCache, is_dense: bool) -> Iterator[None]:
 
 
 def _dense_mask(tables: PageTables, rule: Any, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a row's token may look among its dense keys, the newest of which is its own; else -inf."""
+    """Additive mask of a row's dense keys, newest last."""
     assert tables.by_row is not None
     now = tables.positions[:, None, None, None]
     there = now - places_ago(tables.by_row.shape[1], now.device)
@@ -289,5 +286,5 @@ def _dense_mask(tables: PageTables, rule: Any, dtype: torch.dtype) -> torch.Tens
 
 
 def places_ago(num: int, device: torch.device) -> torch.Tensor:
-    """How many positions before the newest each of the dense keys is."""
+    """Distance of each dense key from the newest."""
     return torch.arange(num - 1, -1, -1, device=device)

@@ -1,9 +1,9 @@
-"""Caches of transformers with a fixed capacity and positions per row of the batch.
+"""Transformers caches with a fixed capacity and a position per row.
 
-The cache is the configuration's `StaticCache` with `RowLayer` where layers hold keys and values. A layer
-with full attention keeps every position; one with a window of w keeps the last w in a ring (position p in
-slot p % w). A prefill attends to its own keys and leaves each row's last w in the ring. Other layers
-(convolutions, recurrences) stay. Masks use the model's rule on the rows' positions (`row_mask`).
+The cache is the configuration's `StaticCache` with `RowLayer` for keys and values. Full attention keeps every
+position; a window of w keeps the last w in a ring (position p in slot p % w). A prefill attends to its own
+keys and leaves each row's last w in the ring. Other layers (convolutions, recurrences) stay. Masks apply the
+model's rule to row positions (`row_mask`).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,13 +15,11 @@ from unittest.mock import patch
 import torch
 from transformers import StaticCache, cache_utils, masking_utils
 
-# Masks are made this much wider than needed, to a multiple, so that no kernel has to pad them.
+# Mask widths are multiples of this, so that no kernel pads them.
 MASK_ALIGNMENT = 8
 
 
 class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """The keys and values of one layer."""
-
     is_compileable = True
     is_sliding = False
 
@@ -35,23 +33,23 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def begin(
         self, rows: torch.Tensor | None, positions: torch.Tensor | None, last: torch.Tensor | None
     ) -> None:
-        """A call with tokens at `positions`; `last` is the index of each row's last token in a prefill."""
+        """Begin a call at `positions`; `last` is each row's last token in a prefill."""
         self.rows, self.positions, self.last = rows, positions, last
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Zeros, of the shape that the first keys and values have."""
+        """Zeros shaped like the first keys and values."""
         self.hold(
             *(new.new_zeros((*new.shape[:2], self.slots, new.shape[3])) for new in (key_states, value_states))
         )
 
     def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keys and values lie in these tensors from now on."""
+        """Use these tensors for keys and values."""
         self.keys, self.values, self.is_initialized = keys, values, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the new keys and values; returns what the layer attends to."""
+        """Store new keys and values; returns those to attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, slots = self.rows, self.positions
@@ -59,7 +57,7 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         assert slots is not None
         if self.is_sliding and self.last is not None:
             ring = torch.arange(self.slots, device=slots.device)
-            # The newest position at or before `last` that lies in each slot; unused slots keep any.
+            # Newest position up to `last` in each slot; unused slots keep any.
             kept = (self.last[:, None] - (self.last[:, None] - ring) % self.slots).clamp_min(0)
             for held, new in ((self.keys, key_states), (self.values, value_states)):
                 held.copy_(new[rows, :, kept].transpose(1, 2))
@@ -71,11 +69,11 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys there are to look at, and where they begin."""
+        """Number of keys and their first position."""
         return (query_length if self.is_sliding and self.last is not None else self.slots), 0
 
     def get_seq_length(self) -> Any:
-        """Where the first row's tokens begin: a prefill begins at 0."""
+        """First position of row 0; 0 in a prefill."""
         if self.last is not None or self.positions is None:
             return 0
         return self.positions[0, 0]
@@ -86,17 +84,15 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
 @cache
 def recurrent(kind: Any) -> Any:
-    """The class of layers that are of a kind and hold a recurrent state too."""
+    """Layer class that also holds a recurrent state."""
 
     class Recurrent(cache_utils.LinearAttentionLayer, kind):  # type: ignore[misc]
-        """A layer that holds keys and values and a recurrent state."""
-
         def __init__(self, *args: Any, number_of_states: int) -> None:
             kind.__init__(self, *args)
             cache_utils.LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
         def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-            """Of keys and values by place, of the recurrent state by name."""
+            """Keys and values by position, recurrent state by name."""
             whose = kind if args else cache_utils.LinearAttentionLayer
             whose.lazy_initialization(self, *args, **kwargs)
 
@@ -108,7 +104,7 @@ def recurrent(kind: Any) -> Any:
 
 
 def in_place_of(layer: Any, kind: Any, *args: Any) -> Any:
-    """A layer of our kind in the place of one of transformers' static ones; others are as they are."""
+    """Our layer for a static one of transformers; others unchanged."""
     if type(layer) in (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer):
         return kind(*args)
     is_recurrent = isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
@@ -118,7 +114,7 @@ def in_place_of(layer: Any, kind: Any, *args: Any) -> Any:
 
 
 def is_sliding(layer: Any) -> bool:
-    """True for a layer of transformers that looks back some positions only."""
+    """True for a sliding-window layer."""
     return bool(getattr(layer, "is_sliding", False))
 
 
@@ -134,7 +130,7 @@ class RowCache(StaticCache):  # type: ignore[misc]
 
     @property
     def has_rows(self) -> bool:
-        """True if every layer keeps keys and values by position: rows may be of unequal length."""
+        """True if every layer keeps keys by position: rows may have unequal lengths."""
         return all(type(layer) is RowLayer for layer in self.layers)
 
     @property
@@ -143,7 +139,7 @@ class RowCache(StaticCache):  # type: ignore[misc]
         return any(isinstance(layer, RowLayer) for layer in self.layers)
 
     def begin(self, positions: torch.Tensor | None, last: torch.Tensor | None) -> None:
-        """A call with tokens at `positions`; None when it has ended."""
+        """Begin a call at `positions`; None ends it."""
         if not self.has_positions:
             return
         rows = positions if positions is None else torch.arange(len(positions), device=positions.device)
@@ -152,7 +148,7 @@ class RowCache(StaticCache):  # type: ignore[misc]
                 layer.begin(rows if rows is None else rows[:, None], positions, last)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Where each row's tokens begin, for `row_mask`."""
+        """First position of each row, for `row_mask`."""
         layers = [layer for layer in self.layers if isinstance(layer, RowLayer)]
         if not layers or layers[0].positions is None:
             return super().get_query_offset(layer_idx)
@@ -160,7 +156,7 @@ class RowCache(StaticCache):  # type: ignore[misc]
 
 
 class CrossLayer(RowLayer):
-    """The keys and values of what an encoder returned: written whole by a prefill, then only read."""
+    """Keys and values of an encoder's result: a prefill writes them."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -174,7 +170,7 @@ class CrossLayer(RowLayer):
 
 
 class RowPairCache(cache_utils.EncoderDecoderCache):  # type: ignore[misc]
-    """The cache of a decoder that looks at an encoder's results."""
+    """Cache of a decoder with cross attention."""
 
     def __init__(self, config: Any, capacity: int) -> None:
         own = RowCache(config, capacity)
@@ -190,11 +186,9 @@ class RowPairCache(cache_utils.EncoderDecoderCache):  # type: ignore[misc]
         return bool(self.self_attention_cache.has_positions)
 
     def begin(self, positions: torch.Tensor | None, last: torch.Tensor | None) -> None:
-        """A call with tokens at `positions`; None when it has ended."""
         self.self_attention_cache.begin(positions, last)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Where each row's tokens begin, for `row_mask`."""
         return self.self_attention_cache.get_query_offset(layer_idx)
 
 
@@ -210,16 +204,16 @@ def row_mask(
     device: Any = "cpu",
     **_: Any,
 ) -> torch.Tensor:
-    """0 where a token may look and minus infinity where not; the rule is the model's `mask_function`.
+    """Additive mask by the model's `mask_function`.
 
-    Not applied: `attention_mask`. Rows of a RowCache have no padding that later tokens could see.
+    `attention_mask` is not applied: rows have no padding that later tokens could see.
     """
     now = q_offset[:, None, None, None]
     if q_length > 1:
         now = now + torch.arange(q_length, device=device)[:, None]
     there = torch.arange(kv_length, device=device)
     is_ring = local_size is not None and q_length == 1
-    if is_ring:  # the newest position that lies in each slot
+    if is_ring:  # newest position in each slot
         there = now - (now - there) % kv_length
     rows = torch.arange(batch_size, device=device)[:, None, None, None]
     seen = mask_function(rows, torch.zeros_like(rows[:1]), now, there)
@@ -229,7 +223,7 @@ def row_mask(
 
 
 def additive(barred: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask to be added to scores: minus infinity where barred."""
+    """Additive mask: minus infinity where hidden."""
     width = barred.shape[-1]
     aligned = width + -width % MASK_ALIGNMENT
     mask = torch.zeros((*barred.shape[:-1], aligned), dtype=dtype, device=barred.device)[..., :width]
@@ -238,7 +232,7 @@ def additive(barred: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def row_masks() -> Iterator[None]:
-    """While entered, masks over the rows of a RowCache are made by `row_mask`, all others as ever."""
+    """While entered, `row_mask` makes the masks of a RowCache."""
     mapping = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
 
     def choose(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,11 @@
 """Qwen2.5-VL in three steps: encode an image, prefill with it, decode.
 
-encode returns `context` embeddings per row. prefill reads `context` tokens per row, the first half of them
-placeholders of the image, whose embeddings are an input. Positions are in time, height and width (multimodal
-rotary embedding). Prefill and decode return where each row continues.
+encode returns `context` embeddings per row. prefill reads `context` tokens per row; half are image
+placeholders whose embeddings are an input. Positions are in time, height and width (multimodal rotary
+embedding). Prefill and decode return where each row continues.
 
-Window boundaries depend on the image's size alone and are passed as plain numbers: the vision tower would
-read them from the device.
+Window boundaries depend on the image size alone and are plain numbers: the vision tower would read them from
+the device.
 """
 
 from typing import Any
@@ -17,25 +17,24 @@ from tessera.capture.workload import Tensors, Workload
 from tessera.errors import MismatchError
 from tessera.ir import Step
 
-# A picture in a prompt of a service is resized to a grid of 8 x 8 tokens: every one has the same shape.
+# Served pictures are resized to a grid of 8 x 8 tokens.
 PICTURE_TOKENS = 64
-# Text before the image: the marks that begin the conversation and the image.
+# Text tokens before the image.
 NUM_LEADING = 1
 
 
 def vision_workload(model: Any, step: Step) -> Workload:
-    """A step of the vision-language model."""
     return _encode(model, step) if step.kind == "encode" else PictureSteps(model, step).workload()
 
 
 def grid_of(num_tokens: int) -> tuple[int, int]:
-    """Height and width in merged patches of an image that makes so many tokens, as square as they allow."""
+    """Height and width in merged patches, as square as possible."""
     height = next(n for n in range(int(num_tokens**0.5), 0, -1) if num_tokens % n == 0)
     return height, num_tokens // height
 
 
 class _Boundaries(list[int]):
-    """Where pieces of a sequence begin, with the two things the tower does to them: subtract and list."""
+    """Sequence boundaries with the two operations of the tower: subtract and list."""
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
@@ -80,7 +79,7 @@ def _encode(model: Any, step: Step) -> Workload:
 
 
 def _patch_places(height: int, width: int, merge: int) -> torch.Tensor:
-    """Row and column of every patch, patches of one merged token together."""
+    """Row and column of each patch, grouped by merged token."""
     row, column = (
         axis.reshape(height, merge, width, merge).transpose(1, 2).flatten()
         for axis in torch.meshgrid(torch.arange(height * merge), torch.arange(width * merge), indexing="ij")
@@ -89,7 +88,7 @@ def _patch_places(height: int, width: int, merge: int) -> torch.Tensor:
 
 
 def _windows(height: int, width: int, side: int, batch: int) -> tuple[list[int], list[int]]:
-    """Merged tokens ordered window by window, and where each window begins in that order."""
+    """Merged tokens ordered by window, and each window's start."""
     order: list[int] = []
     begins = [0]
     for image in range(batch):
@@ -103,7 +102,7 @@ def _windows(height: int, width: int, side: int, batch: int) -> tuple[list[int],
 
 
 class PictureSteps(CachedSteps):
-    """Prefill and decode with positions in time, height and width (`rotary`) and an image's embeddings."""
+    """Prefill and decode with `rotary` positions and image embeddings."""
 
     def _count_seen(self) -> int:
         return 0
@@ -137,7 +136,7 @@ class PictureSteps(CachedSteps):
         }
 
     def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
-        """A prefill takes the image that an encode returned; a decode continues each row."""
+        """A prefill takes encode's image; a decode continues each row."""
         if self._step.kind == "decode":
             return {
                 "tokens": last["next_tokens"][:, None].clone(),
@@ -155,12 +154,12 @@ class PictureSteps(CachedSteps):
 
 
 def num_image_tokens(step: Step) -> int:
-    """How many of a prefill's tokens stand for the image: what an encode of that context returns."""
+    """Image tokens of a prefill: the result of an encode at that context."""
     return step.context // 2 if step.kind == "prefill" else 0
 
 
 def rotary_positions(width: int, num_image: int) -> torch.Tensor:
-    """Time, height and width of every token: text counts on in all three, the image spans its grid."""
+    """Time, height and width of each token: text advances all three, the image spans its grid."""
     text = torch.arange(width)
     positions = torch.stack([text, text, text])
     if num_image:

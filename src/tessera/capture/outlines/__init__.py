@@ -1,8 +1,8 @@
 """Outlines: compiled steps without code, for planning.
 
-Compiling a step takes tens of seconds. A plan needs its launches, buffers and dependencies only, so an
-outline leaves out PTX, source and grids. Outlines are kept in the user's cache; those of common built-in
-models come with the package (scripts/make_outlines.py).
+Compiling takes tens of seconds, but a plan needs launches, buffers and dependencies only: an outline omits
+PTX, source and grids. Outlines are cached per user; those of common built-in models ship with the package
+(scripts/make_outlines.py).
 """
 
 import gzip
@@ -19,7 +19,7 @@ from tessera.errors import ArtifactError, TesseraError
 from tessera.ir import Step, Trace
 from tessera.ir.files import chunks_of, parse, write_whole
 
-# Raised when the same step would be compiled differently: outlines made before are made again.
+# Raise when compilation of a step changes; invalidates older outlines.
 VERSION = 1
 
 
@@ -34,7 +34,7 @@ def outlined(trace: Trace) -> Trace:
 
 
 def name_of(step: Step) -> str:
-    """The file of a step's outline: what is not said of a step does not change its name."""
+    """File name of a step's outline; default fields do not change it."""
     plain = Step(step.model, step.kind, step.batch, step.context)
     said = [(f.name, getattr(step, f.name)) for f in fields(step)]
     others = [(name, value) for name, value in said if value != getattr(plain, name)]
@@ -43,7 +43,7 @@ def name_of(step: Step) -> str:
 
 
 def known(step: Step) -> Trace | None:
-    """The outline that comes with the package or was kept, if any."""
+    """The shipped or cached outline, if any."""
     packaged = files(__name__).joinpath(name_of(step))
     if packaged.is_file():
         with as_file(packaged) as path:
@@ -53,11 +53,11 @@ def known(step: Step) -> Trace | None:
 
 
 def made(step: Step, compiled: Callable[[Step], Trace]) -> Trace:
-    """The outline of a step, compiled now unless it is known, and kept."""
+    """The outline of a step, compiled and cached if new."""
     found = known(step)
     if found is None:
         found = outlined(compiled(step))
-        with suppress(OSError, ArtifactError):  # a cache that cannot be written is done without
+        with suppress(OSError, ArtifactError):  # an unwritable cache is skipped
             write(found, folder() / name_of(step))
     return found
 
@@ -71,13 +71,13 @@ def folder() -> Path:
 
 
 def write(trace: Trace, path: Path) -> None:
-    """One outline, whole or not at all."""
+    """Write one outline atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, [gzip.compress(b"".join(chunks_of(trace)), mtime=0)])
 
 
 def _read(path: Path) -> Trace | None:
-    """None where the file is of another version or broken: it is made again."""
+    """None for another version or a broken file."""
     try:
         return parse(Trace, gzip.decompress(path.read_bytes()), str(path))
     except (OSError, EOFError, TesseraError):

@@ -1,13 +1,12 @@
 """GpuDevice: one device of a cluster, opened on its GPU by this process.
 
 A device is a whole card, a part of one (`cuda:N/sm=K`), or a card with another GPU's times (`cuda:N/as=GPU`).
-Every process cuts the parts of a card in the same way, so that no two share an SM.
+Every process cuts a card in the same way, so that no two parts share an SM.
 
-The driver splits a card into groups of a fixed size (say 15 of 8 SMs) and a rest (12). A part consists of
-whole groups, and one part may take the rest too: 32 is 4 groups, 100 is 11 and the rest. A split cannot be
-split again, so there is one split for all parts. A part that cannot be had exactly is refused with the sizes
-that can. Parts share the card's memory, caches and bandwidth: they are a test bed for unlike devices and do
-not make one card faster.
+The driver splits a card once, into groups of a fixed size (say 15 of 8 SMs) and a rest (12). A part consists
+of groups, and one part may take the rest too: 32 is 4 groups, 100 is 11 and the rest. Other sizes are refused
+with the possible ones. Parts share the card's memory, caches and bandwidth: they are a test bed for unlike
+devices and do not make a card faster.
 
 Streams and partitions are kept for the whole process and lent to one `GpuDevice` at a time, because libraries
 keep a workspace per stream.
@@ -33,12 +32,12 @@ class Partition:
     context: ctypes.c_void_p
 
     def stream(self, priority: int = 0) -> torch.cuda.Stream:
-        """A new stream whose kernels run on these SMs only, in a graph as well."""
+        """A new stream whose kernels, also in graphs, run on these SMs only."""
         return driver.green_stream(self.ordinal, self.context, priority)
 
 
 class GpuDevice:
-    """The device, and every stream made for it; `close` gives the streams back."""
+    """An open device; `close` returns its streams."""
 
     def __init__(self, devices: Sequence[Device], number: int) -> None:
         self.record, self.number = devices[number], number
@@ -49,14 +48,14 @@ class GpuDevice:
         self._borrowed: list[tuple[Hashable, torch.cuda.Stream]] = []
 
     def compute_stream(self, priority: int = 0) -> torch.cuda.Stream:
-        """A stream for launches, which nobody else has."""
+        """A private stream for launches."""
         part = self._partition
         if part is None:
             return self.plain_stream(priority)
         return self._borrow((id(part), priority), lambda: part.stream(priority))
 
     def plain_stream(self, priority: int = 0) -> torch.cuda.Stream:
-        """A stream of the card, bound to no part of it, which nobody else has."""
+        """A private stream of the whole card."""
         return self._borrow(
             ("plain", self.ordinal, priority), lambda: driver.new_stream(self.ordinal, priority)
         )
@@ -76,7 +75,7 @@ class GpuDevice:
     def close(self) -> None:
         try:
             self.synchronize()
-        except RuntimeError:  # a GPU that has failed: its work is over, and its error was told already
+        except RuntimeError:  # the GPU has failed and reported it
             self._borrowed = []
         for key, stream in self._borrowed:
             _FREE.setdefault(key, []).append(stream)
@@ -89,7 +88,7 @@ class GpuDevice:
         return stream
 
 
-# Streams that no device has, by what they are bound to.
+# Unused streams, by what they are bound to.
 _FREE: dict[Hashable, list[torch.cuda.Stream]] = {}
 # Parts of cards by (ordinal, sizes).
 _PARTS: dict[tuple[int, tuple[int, ...]], list[Partition]] = {}
@@ -127,7 +126,7 @@ def cut(ordinal: int, sizes: Sequence[int]) -> list[Partition]:
 
 
 def divide(groups: Sequence[int], rest: int, sizes: Sequence[int], place: str) -> list[tuple[int, ...]]:
-    """For each size the pieces that make it up: indices of groups, and `len(groups)` for the rest."""
+    """Pieces of each size: indices of groups, and `len(groups)` for the rest."""
     whole = sum(groups) + rest
     if sum(sizes) > whole:
         message = f"parts of {', '.join(map(str, sizes))} SMs do not fit the {whole} of the card"
@@ -152,7 +151,7 @@ def divide(groups: Sequence[int], rest: int, sizes: Sequence[int], place: str) -
 
 
 def _in_need_of_rest(groups: Sequence[int], rest: int, sizes: Sequence[int]) -> int | None:
-    """The part that is made with the rest where groups alone are too few; the rest must fill groups then."""
+    """The part that takes the rest if groups alone are too few; the rest must then fill groups."""
     if rest == 0 or sum(sizes) <= sum(groups) or rest % groups[0]:
         return None
     return max(range(len(sizes)), key=lambda i: sizes[i])

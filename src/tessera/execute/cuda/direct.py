@@ -1,16 +1,13 @@
 """Transports by which GPUs reach one another's memory, and which transports this machine can use.
 
-`Ipc`: transfers between GPUs of one machine, from inside graphs: CUDA IPC memory with flags. Every worker has
-an inbox in its GPU's memory (`transport`) and publishes its handle in the engine's store. A send is a copy
-into the opened inbox and a write to its flag, both on the sender's stream. A restarted worker has another
-inbox, so graphs that send there are captured again.
+`Ipc`: GPUs of one machine. Every worker has an inbox in CUDA IPC memory (`transport`) and publishes its
+handle in the engine's store. A send is a copy into the opened inbox and a write to its flag, on the sender's
+stream. A restarted worker has another inbox, so graphs that send there are captured again.
 
-`Nvshmem`: put-with-signal on streams, from inside graphs, with the library that torch brings. Every worker is
-a processing element, numbered as its device; they meet by an identifier that the first one publishes in the
-store. The inboxes are one symmetric allocation. The same calls use NVLink, PCIe or InfiniBand.
-
-Elements cannot rejoin: when one worker is lost, all are restarted. Two elements on one card need CUDA MPS
-with `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` set to their share.
+`Nvshmem`: put-with-signal on streams (NVLink, PCIe or InfiniBand), with the library that torch brings. Every
+worker is a processing element, numbered as its device; the first publishes an identifier in the store. The
+inboxes are one symmetric allocation. Elements cannot rejoin: when one worker is lost, all are restarted. Two
+elements on one card need CUDA MPS with `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` set to their share.
 
 `transports` lists what is usable, and why others are not, by asking torch and the driver:
 
@@ -37,12 +34,12 @@ from tessera.execute.cuda.transport import WORD, GpuTransport, InboxSpot, Parcel
 from tessera.execute.driver import MemOp
 from tessera.execute.engine_connection import KeyStore, OwnerGone, key_of
 
-# A peer that has not told its handle after so long has failed.
+# Seconds to wait for a peer's handle.
 MEET_S = 120.0
 
 
 class PeerAway(WorkerError):
-    """A peer's memory cannot be opened: its worker is gone, and will be started again."""
+    """A peer's worker is gone and will be restarted."""
 
     def __init__(self, message: str, device: int) -> None:
         super().__init__(message)
@@ -59,16 +56,16 @@ class Ipc(GpuTransport):
         store: KeyStore,
         epochs: Sequence[int],
     ) -> None:
-        """`epochs`: how often every device's worker was started before."""
+        """`epochs`: earlier starts of every device's worker."""
         super().__init__(device, ordinal, num_devices, microbatches)
         self._store, self._epochs = store, list(epochs)
-        # This device's inboxes, and (device, inbox) -> address of a peer's in this process.
+        # Own inboxes, and (device, inbox) -> address of a peer's inbox in this process.
         self._own: list[driver.IpcMemory] = []
         self._opened: dict[tuple[int, int], int] = {}
         self._side = driver.new_stream(ordinal)
 
     def _allocate(self) -> None:
-        """Those of the peers are opened when they are first sent to."""
+        """Peers' inboxes are opened on first use."""
         for layout in self._inboxes.layouts[self._device][len(self._own) :]:
             memory = driver.IpcMemory(self._ordinal, layout.total_bytes)
             self._own.append(memory)
@@ -92,7 +89,7 @@ class Ipc(GpuTransport):
         driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
 
     def reset(self, microbatch: int, program: int) -> None:
-        """On a stream of its own, for those of the graphs wait; then what it has set in other inboxes."""
+        """Uses a separate stream, since those of the graphs wait; also clears flags set in other inboxes."""
         super().reset(microbatch, program)
         for number, transfer in enumerate(self._inboxes.programs[program].transfers):
             layout = self._inboxes.layout(program, transfer.dst)
@@ -111,7 +108,7 @@ class Ipc(GpuTransport):
         return True
 
     def close(self) -> None:
-        """Peers' inboxes; this worker's own go with its process, for peers may still write to them."""
+        """Closes peers' inboxes; the own ones end with the process, since peers may still write to them."""
         for address in self._opened.values():
             driver.close_shared(address)
         self._opened = {}
@@ -120,7 +117,7 @@ class Ipc(GpuTransport):
         for memory, layout in zip(self._own, self._inboxes.layouts[self._device], strict=True):
             start, size = layout.flags(microbatch)
             ops = [MemOp(memory.address + start + at, value) for at in range(0, size, WORD)]
-            for first in range(0, len(ops), 128):  # a call takes no more than 256
+            for first in range(0, len(ops), 128):  # limit of one call
                 driver.mem_ops(self._side.cuda_stream, ops[first : first + 128])
         self._side.synchronize()
 
@@ -172,7 +169,7 @@ class _Attributes(ctypes.Structure):
 
 @functools.cache
 def library_path() -> Path | None:
-    """Where torch's own copy of the library lies; None if it brought none."""
+    """Path of torch's copy of the library; None if it has none."""
     folder = Path(torch.__file__).parent.parent / "nvidia" / "nvshmem" / "lib"
     return next(iter(sorted(folder.glob("libnvshmem_host.so*"))), None)
 
@@ -193,7 +190,7 @@ class Nvshmem(GpuTransport):
     ) -> None:
         super().__init__(device, ordinal, num_devices, microbatches)
         self._num = num_devices
-        # Of the inboxes, by (device, inbox): addresses in symmetric memory, the same objects everywhere.
+        # (device, inbox) -> address in symmetric memory, the same everywhere.
         self._bases: dict[tuple[int, int], int] = {}
         self._side = driver.new_stream(ordinal)
         self._join(store, f"nvshmem/{epoch}")
@@ -220,7 +217,7 @@ class Nvshmem(GpuTransport):
         self._ask(library.nvshmemx_hostlib_init_attr(ctypes.c_uint(_BY_ID), pointer), "join its group")
 
     def _allocate(self) -> None:
-        """Symmetric memory, as large as the largest new inbox; all workers must add the same."""
+        """Symmetric memory as large as the largest new inbox; all workers must add the same."""
         new = [
             (device, layout)
             for device, layouts in enumerate(self._inboxes.layouts)
@@ -269,7 +266,7 @@ class Nvshmem(GpuTransport):
         driver.mem_ops(stream, [MemOp(flag, 0, is_long=True), marks[1]])
 
     def _fill(self, microbatch: int, value: int) -> None:
-        """After a loss all workers are started again, so none is set elsewhere."""
+        """A loss restarts all workers, so no flag is set elsewhere."""
         for layout in self._inboxes.layouts[self._device]:
             start, size = layout.flags(microbatch)
             first = self._bases[self._device, layout.number] + start
@@ -294,10 +291,10 @@ MPS_PIPE, MPS_SHARE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENT
 @dataclass(frozen=True, slots=True)
 class TransportState:
     name: str
-    # What it joins, in words.
+    # Devices that it joins, for people.
     joins: str
     is_present: bool
-    # Whether it can really be used with what this machine has.
+    # True if usable on this machine.
     is_usable: bool
     why: str
 
@@ -313,7 +310,7 @@ def transports() -> tuple[TransportState, ...]:
 
 
 def chosen(found: tuple[TransportState, ...]) -> dict[str, str | None]:
-    """What `--transport auto` takes, by what is joined."""
+    """The choice of `--transport auto`."""
     has_gpus = any(state.name == "ipc" and state.is_present for state in found)
     gpus = "ipc" if any(state.name == "ipc" and state.is_usable for state in found) else "host"
     return {

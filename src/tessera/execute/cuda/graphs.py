@@ -1,23 +1,21 @@
-"""Graphs: what one device holds for some programs: weights, and memory and CUDA graphs per microbatch.
+"""Graphs: one device's weights for some programs, and memory and CUDA graphs per microbatch.
 
-`ShareGraph` is one device's share of one program, captured for one microbatch as one CUDA graph. Launches,
-sends and waits are inside it (see `transport`), so a run is one call without the CPU. The capture begins on
-the microbatch's stream and forks: launches go to a compute stream in program order, sends to a stream per
-destination.
+`ShareGraph` is one device's share of one program, captured for one microbatch as one CUDA graph with
+launches, sends and waits (see `transport`), so a run is one call. The capture forks from the microbatch's
+stream: launches go to a compute stream in program order, sends to a stream per destination.
 
     a send waits for the launches issued before it, its producer among them;
     a receive makes the compute stream wait for the flag, right before the first launch that reads it;
     a launch waits for the sends whose bytes it overwrites.
 
 Memory that a send reads is kept until the whole program is issued. The launches of a program run once before
-its first capture, without sends and waits, so that libraries and kernels initialise. In this rehearsal state
-is separate zeroed memory, since a microbatch may be running under another plan; zeros are valid indices.
+its first capture, without transfers, so that libraries and kernels initialise. This rehearsal has separate,
+zeroed state, since a microbatch may be running under another plan; zeros are valid indices.
 
 `DeviceGraphs`: every microbatch has one graph per program, over the same weights and its own state; equal
 programs without transfers share a graph. Graphs are captured by `prepare` or on first use. Memory is checked
-before anything is allocated; temporaries come on top, inside the graphs' pools.
-
-Used by a worker with a transport, and without one to measure steps on one device.
+before anything is allocated; temporaries come on top, in the graphs' pools. Without a transport it measures
+steps on one device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,17 +48,17 @@ from tessera.ir import BufferKind, Cluster, Free, Program, Recv, Region, Run, Se
 
 @dataclass
 class MicrobatchBuffers:
-    """Memory and streams of a microbatch on one device; they outlive its graphs."""
+    """Memory and streams of a microbatch on one device, shared by its graphs."""
 
     number: int
     origin: Any
-    # Whether for short steps -> stream.
+    # Is it for short steps -> stream.
     compute: Mapping[bool, Any]
     # Destination -> stream.
     sends: Mapping[int, Any]
-    # Shared by the microbatch's graphs, which never run at the same time.
+    # Shared by the microbatch's graphs, which never run concurrently.
     pool: Any
-    # Address of the pinned word with the position of its graph.
+    # Address of the pinned word with its graph's position.
     mark: int = 0
     state: dict[str, Storage] = field(default_factory=dict)
     # (step, name)
@@ -103,7 +101,7 @@ class ShareGraph:
         self._graph = self._capture()
 
     def replay(self) -> dict[str, torch.Tensor]:
-        """Launches the graph on the current stream; outputs and state are overwritten."""
+        """Launches the graph; outputs and state are overwritten."""
         self._graph.replay()
         return self.outputs
 
@@ -185,7 +183,7 @@ class _Issue:
                 self._memory.free(buffer)
 
     def _put_zero_state(self, launch: int) -> list[int]:
-        """Puts zeros in place of the state that a launch names."""
+        """Replaces the state that a launch names by zeros."""
         trace = self._share.trace
         named = {view.buffer for view in trace.launches[launch].views}
         named |= {access.buffer for access in trace.launches[launch].accesses}
@@ -227,7 +225,7 @@ class _Issue:
             self._arrivals.append(number)
         if is_move_of_state(self._program, number):
             home = self._room.state[self._share.trace.buffers[transfer.buffer].name]
-            if not self._is_rehearsal:  # its contents are somebody's
+            if not self._is_rehearsal:  # its contents are needed
                 with torch.cuda.stream(self._compute):
                     bytes_of(home, 0, size).copy_(bytes_of(place, 0, size), non_blocking=True)
                 self._kept.append(place)
@@ -267,7 +265,7 @@ class _Issue:
         return found
 
     def _due(self) -> torch.Tensor | None:
-        """Record of the last launch, which must end before a send begins; None: it has ended.
+        """Record of the last launch if it must end before a send begins; None if it has ended.
 
         The compute stream does not wait, so that a launch behind a send keeps its turn.
         """
@@ -303,12 +301,12 @@ def _handle(stream: Any) -> int:
 
 @contextmanager
 def own_workspaces() -> Iterator[None]:
-    """cuBLAS workspaces of a capture come from the graph's own pool.
+    """Allocates cuBLAS workspaces of a capture from the graph's own pool.
 
-    torch keeps one workspace per cuBLAS handle and stream in common memory, which captured products name.
-    Clearing them (torch.compile with CUDA graphs does) frees memory that the graph still writes to. So they
-    are cleared before a capture, which then allocates them in its pool, and again after it. The captured
-    streams must be idle. Not handled: other CUDA graphs that use a common workspace.
+    torch keeps one workspace per cuBLAS handle and stream, which captured products name. Clearing it
+    (torch.compile with CUDA graphs does) frees memory that the graph still writes to. So workspaces are
+    cleared before and after a capture, while the captured streams are idle. Not handled: other CUDA graphs
+    that use a common workspace.
     """
     clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is None:  # a torch without CUDA
@@ -328,7 +326,7 @@ MIB = 1 << 20
 
 
 class DeviceGraphs:
-    """The graphs of one device; `close` gives everything back."""
+    """Graphs of one device; `close` frees everything."""
 
     def __init__(
         self,
@@ -362,12 +360,12 @@ class DeviceGraphs:
             cluster, number, us, num_microbatches, scale, is_profiled, card, keeps_links
         )
         self._programs: list[Program] = []
-        # Contents of a program -> the first such program; program -> the one whose graph it shares.
+        # Contents of a program -> first such program; program -> the one whose graph it shares.
         self._numbers: dict[object, int] = {}
         self._shared: list[int] = []
         self._buffers: list[MicrobatchBuffers] = []
-        # Position of each microbatch's graph, written by the graph: 1 + the receive it waits at, then
-        # 2 + the receive it has passed.
+        # Position of each microbatch's graph, written by the graph: 1 + the receive it waits at, 2 + the
+        # receive it passed.
         self.marks = driver.pinned((num_microbatches,), torch.int32)
         # (microbatch, program)
         self._graphs: dict[tuple[int, int], ShareGraph] = {}
@@ -380,7 +378,7 @@ class DeviceGraphs:
         first = len(self._programs)
         self._programs += programs
         for number, program in enumerate(programs, first):
-            # Programs without transfers that do the same share a graph; the first of them has it.
+            # Equal programs without transfers share the first one's graph.
             key = (program.step, program.instructions, program.weights, program.homes, program.outputs)
             self._shared.append(number if program.transfers else self._numbers.setdefault(key, number))
         if self.transport is not None:
@@ -397,7 +395,7 @@ class DeviceGraphs:
         return self._buffers[microbatch]
 
     def graph(self, microbatch: int, number: int) -> ShareGraph | None:
-        """Graph of a program in a microbatch; None if this device has no share in it."""
+        """Graph of a program in a microbatch; None if this device has no share."""
         key = (microbatch, self._shared[number])
         if key not in self._graphs and self._has_share(self._programs[number]):
             self._graphs[key] = self._capture(self._buffers[microbatch], number)
@@ -407,13 +405,13 @@ class DeviceGraphs:
         """Captures missing graphs of the programs from number `first` on."""
         for microbatch in range(self.num_microbatches):
             for number in range(first, len(self._programs)):
-                with suppress(PeerAway):  # captured when it is back, and asked for
+                with suppress(PeerAway):  # captured on first use after the peer is back
                     self.graph(microbatch, number)
         self.device.synchronize()
         torch.cuda.empty_cache()  # of rehearsals
 
     def forget(self, microbatch: int, first: int) -> None:
-        """Drops a microbatch's graphs that no program from number `first` on shares."""
+        """Drops a microbatch's graphs that no program from number `first` on uses."""
         kept = set(self._shared[first:])
         for key in [k for k in self._graphs if k[0] == microbatch and k[1] < first and k[1] not in kept]:
             del self._graphs[key]
@@ -457,7 +455,6 @@ class DeviceGraphs:
         return bool(totals) and 2 * totals[step] < max(totals)
 
     def _base(self, room: MicrobatchBuffers, program: Program) -> dict[int, Storage]:
-        """Buffers that exist before the first launch."""
         number, trace = self.device.number, self.traces[program.step]
         base = {b: self._weight(program.step, b) for b in program.weights[number]}
         for buffer in trace.buffers_of(BufferKind.INPUT):
@@ -470,7 +467,7 @@ class DeviceGraphs:
         return base
 
     def _state_buffers(self, program: Program) -> list[int]:
-        """State that lives here in a program, or moves from or to here."""
+        """State that lives on this device in a program, or moves from or to it."""
         number = self.device.number
         found = {buffer for buffer, home in program.homes if home == number}
         for at, transfer in enumerate(program.transfers):
@@ -506,7 +503,7 @@ class DeviceGraphs:
         )
 
     def _allocate_for(self, room: MicrobatchBuffers, program: Program) -> None:
-        """Allocates zeros: a first run on them reads no index out of bounds."""
+        """Allocates zeros, which are valid indices."""
         trace, card = self.traces[program.step], self.device.card
         for buffer in self._state_buffers(program):
             name, size = trace.buffers[buffer].name, trace.buffers[buffer].size_bytes
@@ -551,7 +548,7 @@ class DeviceGraphs:
 
 
 def refuse_generators(trace: Trace) -> None:
-    """Raises for random numbers, whose generator's state would have to live in the graph."""
+    """Raises for random numbers: the generator's state would have to live in the graph."""
     drawn = [b.name for b in trace.buffers if b.is_generator]
     if drawn:
         message = f"the {trace.step.kind} step draws random numbers ({', '.join(drawn)})"
@@ -561,8 +558,8 @@ def refuse_generators(trace: Trace) -> None:
 def priority(microbatch: int, is_short: bool, least: int, greatest: int) -> int:
     """Stream priority of a microbatch's launches: short steps first, then by microbatch.
 
-    With equal priorities a GPU advances all microbatches in step, so that the devices of a pipeline take
-    turns instead of overlapping.
+    With equal priorities all microbatches advance in step, and the devices of a pipeline take turns instead
+    of overlapping.
     """
     levels = least - greatest + 1
     short = levels // 2

@@ -1,10 +1,9 @@
 """Host: transfers through pinned memory and the worker's links, over any network.
 
-To send, a graph copies to pinned memory and sets a flag there. A thread per link polls the flags of its
-destination and sends what is flagged (see `execute.links`). Arriving bytes are copied to pinned memory and
-their flag is set; the receiver's graph waits for that flag, clears it and copies to the GPU. Both sides use
-the layout of the receiver's inbox. A transfer that arrives before the order of its run is kept until the run
-begins.
+A sending graph copies to pinned memory and sets a flag there. A thread per link polls the flags of its
+destination and sends what is flagged. Arriving bytes are read into pinned memory and their flag is set; the
+receiver's graph waits for that flag, clears it and copies to the GPU. Both sides use the layout of the
+receiver's inbox. A transfer that arrives before its run begins is kept.
 """
 
 import threading
@@ -22,11 +21,11 @@ from tessera.execute.messages import LinkFrame
 from tessera.execute.transport import Gone
 from tessera.ir import Program, Trace, Transfer
 
-# How long a link's thread looks away between two looks at the flags of runs in flight.
+# Seconds between two looks at the flags of runs in flight.
 LOOK_S = 20e-6
-# Transfers that are kept for runs that have not begun.
+# Most runs with transfers that arrived before the run began.
 MAX_EARLY = 4096
-# Cancelled runs that are remembered, for what still comes for them.
+# Cancelled runs remembered, to drop their late transfers.
 REMEMBERED = 4096
 
 
@@ -62,11 +61,11 @@ class Host(GpuTransport):
         self._mirrors: list[list[_Mirror]] = [[] for _ in range(num_devices)]
         self._places: list[torch.Tensor] = []
         self._largest: dict[int, int] = {}
-        # Run -> (microbatch, program); microbatch -> its run, also when that has ended on this device: what
-        # its graph has flagged may be still to be sent.
+        # Run -> (microbatch, program); microbatch -> its last run, whose flagged transfers may still have to
+        # be sent.
         self._runs: dict[int, tuple[int, int]] = {}
         self._current: dict[int, int] = {}
-        # Runs in flight, and how many have ended: after each end the flags are looked at once more.
+        # Runs in flight, and runs ended: after each end the flags are checked once more.
         self._in_flight: set[int] = set()
         self._num_ended = 0
         self._cancelled: dict[int, None] = {}
@@ -127,7 +126,7 @@ class Host(GpuTransport):
             self._land(frame, contents)
 
     def end(self, run: int, is_cancelled: bool) -> None:
-        """Of a cancelled one nothing is sent any more, and what comes is thrown away."""
+        """Transfers of a cancelled run are neither sent nor received any more."""
         with self._changed:
             self._in_flight.discard(run)
             self._num_ended += 1
@@ -142,12 +141,12 @@ class Host(GpuTransport):
             self._changed.notify_all()
 
     def reset(self, microbatch: int, program: int) -> None:
-        """Flags of this device, and what was to be sent."""
+        """Clears flags of this device and of its sends."""
         for device in range(len(self._mirrors)):
             self._fill(microbatch, 0, device)
 
     def relink(self, device: int, epoch: int, address: str) -> bool:
-        """The links do that; graphs name this process's own memory only."""
+        """The links reconnect; graphs name this process's memory only."""
         self._links.relink(device, epoch, address)
         return False
 
@@ -157,7 +156,7 @@ class Host(GpuTransport):
             self._changed.notify_all()
         self._links.close()
 
-    # links.Receiver -----------------------------------------------------------------------------------
+    # Methods of `links.Receiver`.
 
     def arrived(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
         with self._changed:
@@ -188,7 +187,7 @@ class Host(GpuTransport):
     def gone(self, peer: int, why: str) -> None:
         self._post(Gone(peer, why, self._links.epochs[peer]))
 
-    # Sending ------------------------------------------------------------------------------------------
+    # Sending.
 
     def _send_all(self, dst: int) -> None:
         seen = 0
@@ -204,15 +203,15 @@ class Host(GpuTransport):
                 time.sleep(LOOK_S)
 
     def _send_flagged(self, mirror: _Mirror, dst: int) -> bool:
-        """Sends what graphs have flagged, of older runs first; True if there was something."""
-        found = np.flatnonzero(mirror.flags.copy())  # graphs set flags while it looks
+        """Sends what graphs have flagged, older runs first; True if there was something."""
+        found = np.flatnonzero(mirror.flags.copy())  # graphs set flags meanwhile
         flagged = []
         for word in found.tolist():
             microbatch, number = divmod(word, mirror.layout.flags_each)
             mirror.flags[word] = 0
             with self._changed:
                 run = self._current.get(microbatch)
-                if run is not None:  # else it was cancelled
+                if run is not None:  # else cancelled
                     flagged.append((run, number, self._runs[run][1], microbatch))
         for run, number, program, microbatch in sorted(flagged):
             spot = InboxSpot(microbatch, program, number)

@@ -2,11 +2,10 @@
 
 A step runs on one device, once plain and once with a stamp before and after every launch. A stamp costs the
 same everywhere: launch = max(stamped - b, FLOOR), with b chosen so that the launches add up to the plain step
-(`without_stamps`). Caches are as in the real step. Figures are medians; the error is half the interquartile
-range, at least 1 %.
+(`without_stamps`). Figures are medians; the error is half the interquartile range, at least 1 %.
 
-Parts of one card share its bandwidth and caches, so a part is timed while the others repeat the same work, as
-in a plan that keeps every device busy. Everything runs in one process.
+Parts of one card share its bandwidth and caches, so a part is timed while the others repeat the same work.
+Everything runs in one process.
 """
 
 import math
@@ -44,7 +43,7 @@ REPEATS = 15
 BESIDE = 9
 # Between two timed replays.
 PAUSE_US = 2000.0
-# The GPU sleeps before a timed replay, so that the launch is queued when the clock starts.
+# Sleep of the GPU before a timed replay, so that the launch is queued when the clock starts.
 SLEEP_CYCLES = 200_000
 
 
@@ -68,7 +67,7 @@ def whole_plan(unit: WorkUnit, cluster: Cluster, device: int) -> Plan:
 
 
 class UnitOnDevice:
-    """A work unit on one device, in this process; use it in a `with` statement."""
+    """A work unit on one device, in this process; a context manager."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class UnitOnDevice:
         return graph
 
     def run(self, request: Request) -> list[dict[str, torch.Tensor]]:
-        """One request from start to end, which fills the memory for timing."""
+        """Runs one request, which fills the memory for timing."""
         room, found = self._graphs.buffers(0), list[dict[str, torch.Tensor]]()
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name, tensor in request.state().items():
@@ -143,7 +142,7 @@ def measure(
     request: Request,
     kernels: Kernels | None = None,
 ) -> tuple[tuple[Costs, ...], list[list[StepTimes]]]:
-    """Costs of every step, and times[device][step] behind them. Devices must not be dilated."""
+    """Costs of every step, and times[device][step]. Devices must not be dilated."""
     devices = range(len(cluster.devices))
     alone, whole, samples = _timed(unit, cluster, weights, request, kernels)
     steps = range(len(unit.graphs))
@@ -233,7 +232,7 @@ def _timed(
 
 
 class CardLoad:
-    """Keeps the other devices of a card busy with requests of their own."""
+    """Keeps the other devices of a card busy."""
 
     def __init__(
         self, all_devices: Sequence[UnitOnDevice], device: int, alone_us: Sequence[Sequence[float]]

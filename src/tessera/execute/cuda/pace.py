@@ -3,12 +3,12 @@
 A dilated device (`cuda:N/as=GPU`) runs each launch for real and lets it end when it would have ended on
 another GPU. It serves launches one at a time, in the order of `execute.schedule`; a throttled link serves
 first come, first served. In a profiled graph everything else is stamped: a hold of zero, without a queue.
-Each sender keeps its own links' time, so links of a group share a bus only among one device's sends.
+Links of a group share a bus only among one device's sends.
 
-A launch that is due before the card itself is done cannot keep its time. Then the whole run is slowed by one
-factor, the time scale: the least factor at which launches of 99 % of the modelled time are met while every
-device of the card is busy, that is, with the card's own time multiplied by the number of devices on it.
-Modelled rate = measured rate x scale.
+A launch that is due before the card itself is done cannot keep its time. The whole run is then slowed by the
+time scale: the least factor at which launches of 99 % of the modelled time are met while every device of the
+card is busy, that is, with the card's own time multiplied by the number of devices on it. Modelled rate =
+measured rate x scale.
 
 `PaceKernel` is a one-thread kernel before and after every launch. A record is four words: start, due time and
 real end (nanoseconds of the GPU's %globaltimer), and one spare. One call does two things, each optional:
@@ -18,15 +18,13 @@ real end (nanoseconds of the GPU's %globaltimer), and one spare. One call does t
             end = start + hold, and the device is taken until then. Without a queue, start is now.
 
 A queue is a word that says until when it is taken and, for a device, one word per microbatch: the key of the
-launch that waits there, or zero. The least key goes first: the segment of launches that ends soonest, then
-the one that came first. (First come, first served alone would advance all requests in step, so that the
-devices of a pipeline take turns instead of overlapping.) The arrival time is the middle of the key, in units
-of 1,024 ns; it wraps every 17 s, when a launch may overtake its equal once. A launch that follows another at
-once sets its key before that one ends, so that it is not overtaken in between.
+launch that waits there, or zero. The least key goes first: the segment that ends soonest, then the one that
+came first. (First come, first served alone would advance all requests in step.) The arrival time is the
+middle of the key, in units of 1,024 ns; it wraps every 17 s, when a launch may overtake its equal once. A
+launch that directly follows another sets its key before that one ends, so that it is not overtaken.
 
-So launches of several requests pass a device one at a time without a lock. A kernel waits only for the clock
-and for running kernels with smaller keys, so every wait ends. The kernel touches its records and its queue
-only, which `tests/unit/execute/test_cuda_pace_kernel.py` has the analyzer prove.
+A kernel waits only for the clock and for running kernels with smaller keys, so every wait ends. It touches
+its records and its queue only, which `tests/unit/execute/test_cuda_pace_kernel.py` has the analyzer prove.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,38 +39,38 @@ from tessera.kernels.launch import PtxKernel
 
 # Share of the modelled time whose launches must be met.
 COVERED = 0.99
-# What the two pace kernels around a launch cost by themselves, in microseconds.
+# Cost of the two pace kernels around a launch, in microseconds.
 TURN_US = 3.0
-# A pace kernel is this late by itself; taken off every wait.
+# Delay of a pace kernel, subtracted from every wait.
 SLACK_NS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class TimeScale:
-    """The common time scale of a run, and what it cannot keep."""
+    """The common time scale of a run, and what does not keep it."""
 
     factor: float
-    # Share of the modelled time whose launches are met at this factor.
+    # Share of the modelled time that is met at this factor.
     covered: float
-    # Launches times devices that are not.
+    # (Launch, device) pairs that are not met.
     num_missed: int
     num_launches: int
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """How long a launch or copy occupies what it runs on, and how much later it is done."""
+    """How long a launch or copy occupies its device or link, and its latency."""
 
     hold_ns: int
     extra_ns: int = 0
-    # Of a launch: how long its device is at work until it must wait for a transfer, or the step ends there.
+    # Launches: time until the device must wait for a transfer or the step ends there.
     left_ns: int = 0
 
 
 def choose_scale(
     targets_us: Sequence[Sequence[float]], own_us: Sequence[float], num_sharing: int
 ) -> TimeScale:
-    """The least factor for targets_us[launch][device] of launches that take own_us[launch] on the card."""
+    """The least factor for targets_us[launch][device], where own_us[launch] is the card's own time."""
     wanted = []
     for row, own in zip(targets_us, own_us, strict=True):
         for target in row:
@@ -95,12 +93,12 @@ def launch_hold(us: float, scale: float, left_us: float = 0.0) -> Hold:
 
 
 def link_hold(link: Link, num_bytes: int, scale: float) -> Hold:
-    """A message holds its wire while its bytes pass, and arrives a latency later."""
+    """A message occupies its wire while its bytes pass, and arrives a latency later."""
     return Hold(round(link.wire_us(num_bytes) * scale * 1e3), round(link.latency_us * scale * 1e3))
 
 
 def throttled_links(cluster: Cluster) -> Mapping[tuple[int, int], Link]:
-    """Links that must be slowed down: those that touch a dilated device. Others are what they are."""
+    """Links that touch a dilated device."""
     found = {}
     for a, src in enumerate(cluster.devices):
         for b, dst in enumerate(cluster.devices):
@@ -115,19 +113,16 @@ STAMP = Hold(0)
 
 @dataclass(frozen=True)
 class Pace:
-    """How long things take in one program where that is not left to the card. Missing: no pace kernel.
-
-    A hold without a queue stamps: nothing waits for anything but its own end.
-    """
+    """Holds of one program; without one there is no pace kernel. A hold without a queue only stamps."""
 
     # launch -> hold
     launches: Mapping[int, Hold] = field(default_factory=dict)
-    # transfer -> hold of its link; also of those that arrive here, for their latency
+    # transfer -> hold of its link; also of arriving ones, for their latency
     transfers: Mapping[int, Hold] = field(default_factory=dict)
 
 
 class Clockwork:
-    """The times of one device: its queue, those of the links it sends on, and the pace of its programs."""
+    """Queues of one device and the links it sends on, and the pace of its programs."""
 
     def __init__(
         self,
@@ -140,16 +135,16 @@ class Clockwork:
         card: torch.device,
         keeps_links: bool = True,
     ) -> None:
-        """`us[step][launch]`: modelled time on this device; empty where it keeps its own.
+        """`us[step][launch]`: modelled time on this device; empty: real time.
 
-        `keeps_links`: links take their modelled time; else what their transport takes.
+        `keeps_links`: links take their modelled time.
         """
         self._device, self._us, self._scale, self._is_profiled = device, us, scale, is_profiled
         self._is_dilated = cluster.devices[device].is_dilated
         self._links: Mapping[tuple[int, int], Link] = throttled_links(cluster) if keeps_links else {}
-        # Until when the device is taken, and a place for each microbatch that waits for it.
+        # Until when the device is taken, and a word per waiting microbatch.
         self.queue = _words(1 + num_microbatches, card) if self._is_dilated else None
-        # Destination -> until when the link there is taken.
+        # Destination -> until when its link is taken.
         self.wires: dict[int, torch.Tensor] = {}
         groups: dict[str, torch.Tensor] = {}
         for (src, dst), link in self._links.items():
@@ -188,16 +183,16 @@ def _words(num: int, card: torch.device) -> torch.Tensor:
 
 
 RECORD_WORDS = 4
-# Which of them is when it was let in, when it may end, and when it ended.
+# Words of a record: entered, due, ended.
 STARTED, DUE, ENDED = 0, 1, 2
 ENTRY = "tessera_pace"
 SIGNATURE = (
     ("previous", "*u64"), ("extra_ns", "u64"), ("queue", "*u64"), ("next", "*u64"), ("hold_ns", "u64"),
     ("slack_ns", "u64"), ("places", "u64"), ("place", "u64"), ("key", "u64"), ("lead_ns", "u64"),
 )  # fmt: skip
-# A turn is taken this long before the device is free: what the launch needs to get going, in nanoseconds.
+# A turn is taken this many nanoseconds before the device is free: the start-up of a launch.
 LEAD_NS = 2000
-# Of a key: when the launch came, below the time that is left; the last bit is always set.
+# Bits of a key: arrival below the time left; the last bit is always set.
 _CAME_BITS = 24
 _CAME_SHIFT = 10
 _MAX_LEFT_NS = 1 << 38
@@ -319,7 +314,7 @@ def kernel() -> Kernel:
     return Kernel(ENTRY, Origin.PTX, ptx=PTX, signature=SIGNATURE)
 
 
-# (microbatches that may wait for a device, which of them this is, key); none: first come, first served.
+# (microbatches that may wait, this microbatch, key); none: first come, first served.
 Turn = tuple[int, int, int]
 NO_TURN = (0, 0, 0)
 
@@ -339,7 +334,7 @@ class PaceKernel:
         hold_ns: int,
         turn: Turn = NO_TURN,
     ) -> None:
-        """On the current stream: leaves one record, enters another."""
+        """Leaves one record and enters another, on the current stream."""
         slack = SLACK_NS if queue is not None else 0
         self._kernel(
             (1, 1, 1), [leave, extra_ns, queue, enter, hold_ns, slack, *turn, LEAD_NS if turn[0] else 0]
@@ -347,25 +342,25 @@ class PaceKernel:
 
 
 class Chain:
-    """The records of one stream of one graph, in the order of its launches.
+    """Records of one stream of one graph, in launch order.
 
-    Leaving is put off until the next launch enters, so that one kernel does both and the next launch is in
-    the queue before the last has ended; whoever must see the end before that calls `settle`, or waits for
-    `open` on another stream.
+    A record is left when the next launch enters, so that one kernel does both and the next launch is queued
+    before the last has ended. `settle`, or waiting for `open` on another stream, waits for the end before
+    that.
     """
 
     def __init__(self, pace_kernel: Any, queue: torch.Tensor | None, place: int = 0) -> None:
-        """`place`: the microbatch that the stream belongs to."""
+        """`place`: the microbatch of the stream."""
         self._pace_kernel, self._queue, self._place = pace_kernel, queue, place
-        # A queue of one word has no places to wait at.
+        # A queue of one word has no waiting places.
         self._places = queue.numel() - 1 if queue is not None else 0
-        # The record that was not left yet.
+        # The record not left yet.
         self.open: torch.Tensor | None = None
         self._extra_ns = 0
 
     @property
     def keeps_time(self) -> bool:
-        """False if its records are stamps: then each is left at once, for the time that it took."""
+        """False if records are stamps, which are left at once."""
         return self._queue is not None
 
     def enter(self, record: torch.Tensor, hold: Hold) -> None:
@@ -379,12 +374,12 @@ class Chain:
         self.open, self._extra_ns = record, extra_ns
 
     def settle(self) -> None:
-        """Nothing issued after this on the stream starts before the last launch is due."""
+        """Later work on the stream starts when the last launch is due."""
         if self.open is not None:
             self._pace_kernel(self.open, self._extra_ns, None, None, 0, NO_TURN)
             self.open = None
 
 
 def key_of(hold: Hold) -> int:
-    """What decides whose turn it is, the least first; never zero. The kernel adds when the launch came."""
+    """Key of a turn, the least first; never zero. The kernel adds the arrival time."""
     return (min(hold.left_ns, _MAX_LEFT_NS) << (_CAME_BITS + 1)) + 1

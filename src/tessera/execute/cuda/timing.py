@@ -1,12 +1,11 @@
 """CudaTimer: how long each launch of a trace takes on a GPU, or a part of one, inside a CUDA graph.
 
 Two graphs are captured per launch, one that runs it once and one that runs it several times more; a sample is
-the difference of their times, divided. So the cost of starting a graph drops out. Before each replay memory
+the difference of their times, divided, so the cost of starting a graph drops out. Before each replay memory
 larger than the cache is read (not written: dirty lines would be written back during the launch), and the
 queue is held until the replay is submitted, so that the CPU is never part of the time.
 
 Buffers that a real step finds outside the cache are another copy at each repeat; all others stay cached.
-Memory that a launch returns goes back to the graph's pool at once.
 
 Not handled: launches that read results on the host, which no graph can hold. They are refused by name.
 """
@@ -38,15 +37,15 @@ from tessera.execute.timing import (
 )
 from tessera.ir import Trace
 
-# The larger graph of a launch takes about this long.
+# Target duration of the larger graph of a launch.
 GRAPH_US = 200.0
 MIN_EXTRA, MAX_EXTRA = 2, 24
 # Pairs of replays between two checks of the spread.
 BATCH = 8
 WARMUPS = 3
-# Load until an idle GPU's clocks have risen.
+# Duration of load that raises an idle GPU's clocks.
 WARM_UP_S = 0.3
-# The queue is held for this many cycles, longer than it takes to submit a replay.
+# Cycles for which the queue is held, longer than submitting a replay.
 GATE_CYCLES = 150_000
 CLOCK_CYCLES = 1_500_000
 # State up to this size (counters, positions) is restored before each run of the whole step.
@@ -59,8 +58,6 @@ Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class CudaTimer(LaunchTimer):
-    """A stream of one CUDA device."""
-
     def __init__(
         self,
         trace: Trace,
@@ -69,7 +66,7 @@ class CudaTimer(LaunchTimer):
         stream: torch.cuda.Stream | None = None,
         num_sms: int = 0,
     ) -> None:
-        """`stream` and `num_sms`: of a part of the card, if it is one."""
+        """`stream` and `num_sms`: set for a part of a card."""
         super().__init__(trace, torch.device("cuda", ordinal), own)
         self._num_sms = num_sms
         torch.cuda.set_device(self._device)
@@ -102,7 +99,7 @@ class CudaTimer(LaunchTimer):
         }
 
     def clock_mhz(self) -> float | None:
-        """Cycles of a kernel that counts them, over the time it took; the best of three."""
+        """Cycles over time of a counting kernel; the best of three."""
 
         def spin() -> float:
             times = self._timed(lambda: torch.cuda._sleep(CLOCK_CYCLES))
@@ -115,7 +112,7 @@ class CudaTimer(LaunchTimer):
             return max(spin() for _ in range(3))
 
     def _warm_up(self) -> None:
-        """Works until the clocks have risen from idle."""
+        """Runs load until the clocks have risen."""
         began = time.perf_counter()
         while time.perf_counter() - began < WARM_UP_S:
             for _ in range(BATCH):
@@ -141,7 +138,7 @@ class CudaTimer(LaunchTimer):
         return repeat(sample, enough)
 
     def _extra(self, launch: int, memory: Memory) -> int:
-        """How many repeats fill the larger graph, found by running the launch."""
+        """Repeats that fill the larger graph, found by running the launch."""
         for _ in range(WARMUPS):
             self._repeat(launch, [memory], 1)
         with no_host_reads():
@@ -195,7 +192,7 @@ class CudaTimer(LaunchTimer):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """On the timer's stream; tells a launch that cannot be timed from a device that is gone."""
+        """Tells a launch that cannot be timed from a lost device."""
         try:
             with torch.cuda.stream(self._stream), torch.no_grad():
                 yield
@@ -238,9 +235,9 @@ def _driver() -> str:
 class GraphPool:
     """Many small CUDA graphs on one stream, captured quickly.
 
-    Not by `torch.cuda.graph`, which collects garbage and empties torch's cache at every capture. All graphs
-    share one memory pool, kept alive by a first graph, so they must not be replayed concurrently. A failed
-    capture costs its own pool and nothing else.
+    `torch.cuda.graph` would collect garbage and empty torch's cache at every capture. All graphs share one
+    memory pool, kept alive by a first graph, so they must not be replayed concurrently. A failed capture
+    costs its own pool only.
     """
 
     def __init__(self, stream: torch.cuda.Stream, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What each instruction does: a rule for every family of opcodes, in the table of `decode`."""
+"""Rules of all opcode families, in the table of `decode`."""
 
 from tessera_ptx.interp.rules import arith, atomic, bulk, matrix, memory, move, warp
 

@@ -1,6 +1,6 @@
-"""Arithmetic: integers and their bits, opcodes that serve integers and floats alike, functions of floats.
+"""Integer and float arithmetic.
 
-Packed and small formats (bf16, f16x2, bf16x2) are lifted: split into elements, computed, packed again.
+Packed and small formats (bf16, f16x2, bf16x2) are split into elements, computed and packed again.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _WIDE = {16: 32, 32: 64}
 
 
 def high_product(a: Any, b: Any, kind: Type) -> Any:
-    """The upper half of a product of two integers of the type."""
+    """Upper half of an integer product."""
     if kind.bits < 64:
         wide = TYPES[f"{'s' if kind.kind == 's' else 'u'}{kind.bits * 2}"]
         product = a.astype(wide.dtype) * b.astype(wide.dtype)
@@ -46,13 +46,13 @@ def divide(a: Any, b: Any) -> Any:
 
 
 def remainder(a: Any, b: Any) -> Any:
-    """What `divide` leaves; by zero, all bits set."""
+    """Remainder; by zero, all bits set."""
     safe = np.where(b == 0, b.dtype.type(1), b)
     return np.where(b == 0, ~a.dtype.type(0), a - divide(a, safe) * safe)
 
 
 def saturated(function: Function, kind: Type) -> Function:
-    """The same function computed wide and clamped to the type (`.sat` on s32)."""
+    """Computed wide and clamped to the type (`.sat` on s32)."""
     limits = np.iinfo(kind.dtype)
 
     def clamped(*values: Any) -> Any:
@@ -63,7 +63,7 @@ def saturated(function: Function, kind: Type) -> Function:
 
 
 def integer_rule(ins: Instruction, decoder: Decoder, function: Function, sources: int) -> Step:
-    """A plain rule: every operand and the result have the instruction's type."""
+    """Rule with one type for operands and result."""
     kind = only(types_of(ins.op.mods), ins)
     if "sat" in ins.op.mods:
         function = saturated(function, kind)
@@ -72,7 +72,7 @@ def integer_rule(ins: Instruction, decoder: Decoder, function: Function, sources
 
 
 def with_carry(ins: Instruction, decoder: Decoder, function: Function) -> Step:
-    """Extended-precision arithmetic, on arrays of Python integers: exact and rare."""
+    """Extended-precision arithmetic on Python integers."""
     kind = only(types_of(ins.op.mods), ins)
     unsigned = TYPES[f"u{kind.bits}"]
     gets = [decoder.get(o, unsigned) for o in ins.operands[1:]]
@@ -98,7 +98,7 @@ def _part(exact: Any, high: bool, bits: int) -> Any:
 
 @rule("addc", "subc", "madc")
 def carried(ins: Instruction, decoder: Decoder) -> Step:
-    """add, subtract, multiply-add with the carry of the instruction before."""
+    """add, subtract, multiply-add with the previous carry."""
     high, bits = "hi" in ins.op.mods, only(types_of(ins.op.mods), ins).bits
     if ins.op.name == "addc":
         return with_carry(ins, decoder, lambda a, b, c: a + b + c)
@@ -110,7 +110,7 @@ def carried(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def carry_out(ins: Instruction, decoder: Decoder) -> Step:
-    """`add.cc`, `sub.cc`, `mad.cc`: start a chain."""
+    """`add.cc`, `sub.cc`, `mad.cc`: start of a chain."""
     high, bits = "hi" in ins.op.mods, only(types_of(ins.op.mods), ins).bits
     if ins.op.name == "add":
         return with_carry(ins, decoder, lambda a, b, c: a + b)
@@ -120,7 +120,7 @@ def carry_out(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def multiply(ins: Instruction, decoder: Decoder) -> Step:
-    """mul and mad on integers: low half, high half or the whole product."""
+    """Integer mul and mad: low half, high half or wide."""
     kind = only(types_of(ins.op.mods), ins)
     fused = ins.op.name in ("mad", "mad24")
     if ins.op.name in ("mul24", "mad24"):
@@ -196,7 +196,7 @@ def _leading_zeros(a: Any) -> Any:
 
 
 def _length(a: Any) -> Any:
-    """Number of bits up to the highest one that is set."""
+    """Bit length."""
     spread = a.copy()
     shift = 1
     while shift < a.dtype.itemsize * 8:
@@ -216,7 +216,7 @@ def _reverse(a: Any) -> Any:
 
 @rule("bfind")
 def find_bit(ins: Instruction, decoder: Decoder) -> Step:
-    """Position of the highest bit that differs from the sign; -1 when there is none."""
+    """Highest bit that differs from the sign, or -1."""
     kind = only(types_of(ins.op.mods), ins)
     shifted = "shiftamt" in ins.op.mods
 
@@ -231,7 +231,7 @@ def find_bit(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("shl", "shr")
 def shift(ins: Instruction, decoder: Decoder) -> Step:
-    """Shifts clamp their amount: beyond the width everything is shifted out."""
+    """Shifts beyond the width shift everything out."""
     kind = only(types_of(ins.op.mods), ins)
     left, bits = ins.op.name == "shl", kind.bits
 
@@ -248,7 +248,7 @@ def shift(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("shf")
 def funnel(ins: Instruction, decoder: Decoder) -> Step:
-    """A 32-bit window of two registers."""
+    """32-bit window of two registers."""
     left, wrap = "l" in ins.op.mods, "wrap" in ins.op.mods
 
     def moved(low: Any, high: Any, amount: Any) -> Any:
@@ -264,7 +264,7 @@ def funnel(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("bfe")
 def extract(ins: Instruction, decoder: Decoder) -> Step:
-    """A bit field, extended by its sign for signed types."""
+    """Bit field, sign-extended for signed types."""
     kind = only(types_of(ins.op.mods), ins)
     top = np.uint32(kind.bits)
 
@@ -287,7 +287,7 @@ def extract(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _ones(length: Any, kind: Type) -> Any:
-    """The lowest `length` bits set."""
+    """Mask of the lowest `length` bits."""
     full = np.uint32(kind.bits)
     partial = (kind.raw.type(1) << np.minimum(length, full - np.uint32(1)).astype(kind.raw)) - kind.raw.type(
         1
@@ -297,7 +297,7 @@ def _ones(length: Any, kind: Type) -> Any:
 
 @rule("bfi")
 def insert(ins: Instruction, decoder: Decoder) -> Step:
-    """Put the low bits of one operand into another."""
+    """Inserts the low bits of one operand into another."""
     kind = only(types_of(ins.op.mods), ins)
 
     def placed(a: Any, b: Any, start: Any, length: Any) -> Any:
@@ -315,7 +315,7 @@ def insert(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("lop3")
 def logic3(ins: Instruction, decoder: Decoder) -> Step:
-    """Any Boolean function of three operands, given as its truth table."""
+    """Boolean function of three operands by truth table."""
     if len(ins.operands) != 5:
         raise Unknown("lop3 with a predicate")
     table = int(decoder.get(ins.operands[4], U32)(None))  # type: ignore[arg-type]
@@ -334,7 +334,7 @@ def logic3(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("prmt")
 def permute(ins: Instruction, decoder: Decoder) -> Step:
-    """Pick four bytes out of eight; the high bit of a selector spreads the byte's sign."""
+    """Selects four bytes of eight; a selector's high bit replicates the sign."""
     modes = {"f4e", "b4e", "rc8", "ecl", "ecr", "rc16"} & set(ins.op.mods)
     if modes:
         raise Unknown(f"prmt.{modes.pop()}")
@@ -379,7 +379,7 @@ def dot_bytes(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("vabsdiff4")
 def video(ins: Instruction, decoder: Decoder) -> Step:
-    """Absolute differences of bytes, as CUDA's `__vabsdiffu4` uses it."""
+    """Absolute differences of bytes (`__vabsdiffu4`)."""
     if set(ins.op.mods) != {"u32"}:
         raise Unknown("only the plain unsigned form")
 
@@ -395,12 +395,12 @@ def video(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def mode_of(ins: Instruction) -> str:
-    """The rounding direction; to nearest when none is given."""
+    """Rounding direction; nearest by default."""
     return next((floats.MODES[m] for m in ins.op.mods if m in floats.MODES), "n")
 
 
 def lift(function: Function, kind: Type) -> Function:
-    """A function of floats as a function of the type's bit patterns."""
+    """Applies a float function to bit patterns of the type."""
     if kind.name == "bf16":
         return lambda *a: floats.single_to_bf16(
             np.asarray(function(*map(floats.bf16_to_single, a)), np.float32)
@@ -419,7 +419,7 @@ _BF16 = types_of(("bf16",))[0]
 
 
 def float_rule(ins: Instruction, decoder: Decoder, function: Function, sources: int) -> Step:
-    """A rule on floats with the modifiers `.ftz`, `.sat`, `.relu` applied."""
+    """Float rule with `.ftz`, `.sat` and `.relu`."""
     kind = only(types_of(ins.op.mods), ins)
     if kind.name in ("f32x2", "tf32"):
         raise Unknown(kind.name)
@@ -437,13 +437,11 @@ def float_rule(ins: Instruction, decoder: Decoder, function: Function, sources: 
 
 
 def is_float(ins: Instruction) -> bool:
-    """Whether the instruction works on floats."""
     return only(types_of(ins.op.mods), ins).kind == "f"
 
 
 @rule("add", "sub")
 def add(ins: Instruction, decoder: Decoder) -> Step:
-    """Sum and difference."""
     minus = ins.op.name == "sub"
     if is_float(ins):
         mode = mode_of(ins)
@@ -455,7 +453,6 @@ def add(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("mul", "mul24")
 def mul(ins: Instruction, decoder: Decoder) -> Step:
-    """Product."""
     if is_float(ins):
         mode = mode_of(ins)
         return float_rule(ins, decoder, lambda a, b: floats.multiply(a, b, mode), 2)
@@ -464,7 +461,7 @@ def mul(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("mad", "fma", "mad24")
 def fma(ins: Instruction, decoder: Decoder) -> Step:
-    """Product and sum; on floats rounded once."""
+    """Multiply-add; floats are rounded once."""
     if is_float(ins):
         mode = mode_of(ins)
         return float_rule(ins, decoder, lambda a, b, c: floats.fused(a, b, c, mode), 3)
@@ -475,7 +472,6 @@ def fma(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("div")
 def div(ins: Instruction, decoder: Decoder) -> Step:
-    """Quotient."""
     if is_float(ins):
         mode = mode_of(ins)
         return float_rule(ins, decoder, lambda a, b: floats.divide(a, b, mode), 2)
@@ -484,7 +480,7 @@ def div(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("abs", "neg")
 def sign(ins: Instruction, decoder: Decoder) -> Step:
-    """Magnitude and negation."""
+    """abs and neg."""
     function = np.abs if ins.op.name == "abs" else np.negative
     if is_float(ins):
         return float_rule(ins, decoder, function, 1)
@@ -492,7 +488,7 @@ def sign(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _with_xor_sign(pick: Function) -> Function:
-    """`.xorsign.abs`: of the magnitudes, with the exclusive or of the signs."""
+    """`.xorsign.abs`: extreme magnitude with the xor of the signs."""
 
     def picked(a: Any, b: Any) -> Any:
         size = pick(np.abs(a), np.abs(b))
@@ -503,7 +499,7 @@ def _with_xor_sign(pick: Function) -> Function:
 
 @rule("min", "max")
 def extreme(ins: Instruction, decoder: Decoder) -> Step:
-    """Smaller and larger; of a number and not-a-number the number, unless `.NaN` is given."""
+    """min and max; NaN loses unless `.NaN` is given."""
     low, mods = ins.op.name == "min", ins.op.mods
     if not is_float(ins):
         if "relu" in mods:
@@ -519,7 +515,7 @@ def extreme(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _keep_type(function: Function) -> Function:
-    """Computed in double precision, rounded once to the operand's type."""
+    """Computed in double and rounded once."""
     return lambda a: np.asarray(function(a.astype(np.float64))).astype(a.dtype)
 
 
@@ -537,7 +533,7 @@ def unary(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("sqrt", "rcp")
 def rounded(ins: Instruction, decoder: Decoder) -> Step:
-    """Square root and reciprocal, which take rounding modes."""
+    """Square root and reciprocal with rounding modes."""
     mode = mode_of(ins)
     if ins.op.name == "sqrt":
         return float_rule(ins, decoder, lambda a: floats.root(a, mode), 1)
@@ -546,5 +542,5 @@ def rounded(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("copysign")
 def copysign(ins: Instruction, decoder: Decoder) -> Step:
-    """The sign of the first operand on the magnitude of the second."""
+    """Sign of the first operand, magnitude of the second."""
     return float_rule(ins, decoder, lambda a, b: np.copysign(b, a), 2)

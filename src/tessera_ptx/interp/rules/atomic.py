@@ -1,4 +1,4 @@
-"""atom and red: lanes that meet at one address take turns, in the order of their numbers."""
+"""atom and red: lanes at one address run in lane order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ UPDATES: dict[str, Function] = {
 
 @rule("atom", "red")
 def atomic(ins: Instruction, decoder: Decoder) -> Step:
-    """Read, change, write back; `atom` gives the old value."""
+    """Read-modify-write; `atom` returns the old value."""
     name = next((m for m in ins.op.mods if m in UPDATES), "")
     kinds = types_of(ins.op.mods)
     if not name or not kinds or ins.op.mods[:1] == ("async",):
@@ -62,7 +62,7 @@ def atomic(ins: Instruction, decoder: Decoder) -> Step:
 def take_turns(
     frame: Frame, act: Active, space: str, where: Array, kind: Type, update: Function, gets: list[Get]
 ) -> Array:
-    """Update memory lane by lane, all lanes with different addresses at once; gives the old values."""
+    """Updates memory in lane order, distinct addresses together; returns the old values."""
     index, size = act.index, kind.bits // 8
     values = [pick(np.asarray(get(frame)), index) for get in gets]
     old = np.zeros(index.shape, kind.dtype)
@@ -75,10 +75,10 @@ def take_turns(
 
 
 def turns(frame: Frame, space: str, where: Array, lanes: Array) -> list[Array]:
-    """Positions grouped so that no group has a place twice, and each place's lanes come in order."""
+    """Positions grouped without repeated places, in lane order per place."""
     owner = np.zeros(where.shape, np.int64)
     if space != "global":
-        # The same shared address in two blocks is two places.
+        # A shared address in two blocks is two places.
         private = np.ones(where.shape, bool) if space else where >> np.uint64(44) == np.uint64(SHARED >> 44)
         owner = np.where(private, frame.machine.block_of[lanes], 0)
     order = np.lexsort((owner, where))

@@ -1,24 +1,21 @@
-"""Bulk copies, the barriers that count their bytes, and shared memory of other blocks of a cluster.
+"""Bulk and tensor copies, mbarriers, and shared memory of a cluster.
 
-A copy is done when it is issued; its bytes are counted at its barrier at the same time. An mbarrier is
-one 64-bit word in shared memory, with a layout of our own (PTX leaves it open):
+Copies complete when issued and count their bytes at the barrier. An mbarrier is one 64-bit word in shared
+memory; PTX leaves the layout open, here:
 
     bit 0 phase | 20 bits arrivals expected per phase | 20 bits arrivals pending | 22 bits bytes pending
 
-The bytes pending are kept with 2**21 added, because a copy may arrive before it is expected.
+Pending bytes are biased by 2**21, since a copy may arrive before it is expected.
 
-Tensor maps and the copies that use them.
-
-A tensor map is opaque in PTX; here its 128 bytes have a layout of our own, which `tensor_map` writes
-for arguments and `tensormap.replace` edits field by field:
+A tensor map is opaque in PTX; here its 128 bytes, written by `tensor_map` and edited by `tensormap.replace`,
+are
 
     0 address | 8 five sizes | 32 four strides in bytes | 64 five box sizes | 84 five element strides
     104 rank - 1 | 108 element type | 112 interleave | 116 swizzle | 120 fill mode
 
-Sizes run from the innermost dimension outwards. Elements outside the tensor read as zeros and are not
-written. Swizzles exchange 16-byte pieces within rows of 128 bytes by the row's number; the tile must
-lie on 1,024 bytes. Not handled: interleaved layouts, element strides other than 1, im2col, fills other
-than zeros.
+Sizes start with the innermost dimension. Elements outside the tensor read as zeros and are not written.
+Swizzles exchange 16-byte pieces within 128-byte rows; tiles are aligned to 1,024 bytes. Not handled:
+interleaved layouts, element strides other than 1, im2col, non-zero fills.
 """
 
 from collections.abc import Callable
@@ -38,14 +35,14 @@ _BIAS, _COUNT = 1 << 21, (1 << 20) - 1
 
 
 class Word:
-    """One mbarrier."""
+    """An mbarrier."""
 
     def __init__(self, word: int) -> None:
         self.phase, self.expected = word & 1, word >> 1 & _COUNT
         self.pending, self.bytes = word >> 21 & _COUNT, (word >> 41) - _BIAS
 
     def packed(self) -> int:
-        """The word, after the phase has ended if nothing is pending."""
+        """The word, after ending the phase if nothing is pending."""
         if self.pending == 0 and self.bytes == 0:
             self.phase ^= 1
             self.pending = self.expected
@@ -53,7 +50,7 @@ class Word:
 
 
 def change(frame: Frame, lane: int, address: int, edit: Callable[[Word], None]) -> int:
-    """Edit a barrier in place; gives the word before."""
+    """Edits a barrier and returns the old word."""
     one, at = np.array([lane]), np.array([address & (SHARED - 1)], np.uint64)
     before = int(load(frame, "shared", one, at, 8)[0])
     word = Word(before)
@@ -63,7 +60,7 @@ def change(frame: Frame, lane: int, address: int, edit: Callable[[Word], None]) 
 
 
 def count_bytes(frame: Frame, lane: int, address: int, size: int) -> None:
-    """A copy of `size` bytes has arrived at a barrier."""
+    """Counts the bytes of a finished copy."""
 
     def edit(word: Word) -> None:
         word.bytes -= size
@@ -72,7 +69,7 @@ def count_bytes(frame: Frame, lane: int, address: int, size: int) -> None:
 
 
 def scalar(get: Get, frame: Frame, lane: int) -> int:
-    """An operand's value in one lane."""
+    """Operand's value in one lane."""
     return int(pick(np.asarray(get(frame)), np.array([lane]))[0])
 
 
@@ -146,7 +143,7 @@ def _wait(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def bulk_copy(ins: Instruction, decoder: Decoder) -> Step:
-    """`cp.async.bulk` and `cp.reduce.async.bulk`: one lane moves many bytes."""
+    """`cp.async.bulk` and `cp.reduce.async.bulk`: one lane copies many bytes."""
     found = spaces_of(ins.op.mods)
     reduces = ins.op.mods[0] == "reduce"
     if sorted(found[:2]) != ["global", "shared"]:
@@ -179,7 +176,7 @@ Combiner = tuple[Callable[[Array, Array], Array], int]
 
 
 def combiner(ins: Instruction) -> Combiner:
-    """How a reducing copy joins an element with what is there, on bit patterns, and the element's size."""
+    """Reduction on bit patterns of a reducing copy, and its element size."""
     name = next((m for m in ins.op.mods if m in UPDATES), "")
     kind = only(types_of(ins.op.mods), ins)
     if name not in ("add", "min", "max", "and", "or", "xor"):
@@ -194,7 +191,7 @@ def combiner(ins: Instruction) -> Combiner:
 
 
 def update(frame: Frame, lanes: Array, address: Array, value: Array, combine: Combiner) -> None:
-    """Join elements with global memory; the addresses of one copy are all different."""
+    """Reduces elements into global memory; addresses are distinct."""
     join, size = combine
     old = load(frame, "global", lanes, address, size, "a")
     store(frame, "global", lanes, address, join(old, value), size, "a")
@@ -202,7 +199,7 @@ def update(frame: Frame, lanes: Array, address: Array, value: Array, combine: Co
 
 @rule("mapa")
 def map_address(ins: Instruction, decoder: Decoder) -> Step:
-    """The address of the same variable in another block of the cluster."""
+    """Address of the same variable in another block of the cluster."""
     kind = only(types_of(ins.op.mods), ins)
     put, a, rank = decoder.put(ins.operands[0], kind), decoder.get(ins.operands[1], U64), ins.operands[2]
     to = decoder.get(rank, U32)
@@ -219,7 +216,7 @@ def map_address(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("getctarank")
 def rank_of_address(ins: Instruction, decoder: Decoder) -> Step:
-    """Which block of the cluster a shared address belongs to."""
+    """Cluster rank of a shared address."""
     put, a = decoder.put(ins.operands[0], U32), decoder.get(ins.operands[1], U64)
 
     def step(frame: Frame, act: Active) -> None:
@@ -231,7 +228,7 @@ def rank_of_address(ins: Instruction, decoder: Decoder) -> Step:
 
 
 TENSOR_MAP_BYTES = 128
-# Field -> (offset, bytes of one entry).
+# Field -> (offset, entry bytes).
 FIELDS = {
     "global_address": (0, 8), "global_dim": (8, 4), "global_stride": (32, 8), "box_dim": (64, 4),
     "element_stride": (84, 4), "rank": (104, 4), "elemtype": (108, 4), "interleave_layout": (112, 4),
@@ -242,18 +239,18 @@ ELEMENTS = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f32", "f64",
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """A tensor map, read."""
+    """A decoded tensor map."""
 
     address: int
     sizes: tuple[int, ...]
-    strides: tuple[int, ...]  # bytes; of the innermost dimension the element's size
+    strides: tuple[int, ...]  # bytes; innermost: element size
     box: tuple[int, ...]
     element: str
     swizzle: int
 
     @staticmethod
     def of(raw: Array) -> "Map":
-        """From its bytes; refuses what is not handled."""
+        """Decodes a map; refuses unsupported ones."""
         word = raw.view(np.uint32)
         rank = int(word[26]) + 1
         if not 1 <= rank <= 5 or int(word[27]) >= len(ELEMENTS) or word[28] or word[30] or int(word[29]) > 3:
@@ -268,11 +265,10 @@ class Map:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element."""
         return self.strides[0]
 
     def places(self, corner: tuple[int, ...]) -> tuple[Array, Array]:
-        """Global addresses of a box's elements, innermost first, and which of them lie inside the tensor."""
+        """Global addresses of a box's elements, innermost first, and those inside the tensor."""
         address = np.full((1,) * len(self.box), self.address, np.int64)
         inside: Array = np.ones((1,) * len(self.box), bool)
         for axis, (first, count, size, stride) in enumerate(
@@ -289,7 +285,7 @@ class Map:
 
 
 def swizzled(address: Array, mode: int) -> Array:
-    """Shared addresses with 16-byte pieces exchanged: mode 1, 2, 3 within 32, 64, 128 bytes."""
+    """Swizzled shared addresses: mode 1, 2, 3 within 32, 64, 128 bytes."""
     if mode == 0:
         return address
     bits = np.uint64((1 << mode) - 1)
@@ -307,7 +303,7 @@ def edit(ins: Instruction, decoder: Decoder) -> Step:
         into, out_of = (decoder.address(o) for o in ins.operands[:2])
 
         def step(frame: Frame, act: Active) -> None:
-            # Issued by a whole warp, done once for each.
+            # Issued by a whole warp, executed once per warp.
             for lane in act.index[np.unique(act.index // 32, return_index=True)[1]]:
                 pieces = np.arange(0, TENSOR_MAP_BYTES, 8, dtype=np.uint64)
                 lanes = np.full(pieces.size, lane)
@@ -321,7 +317,7 @@ def edit(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _bare(address: int, space: str) -> np.uint64:
-    """A shared address without the generic window."""
+    """Shared address without the generic window."""
     return np.uint64(address & (SHARED - 1) if space == "shared" else address)
 
 
@@ -384,7 +380,7 @@ def tensor_copy(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def read_map(frame: Frame, lane: int, where: Get) -> Map:
-    """The map at an address that is generic, or lies in parameter space."""
+    """Map at a generic or parameter address."""
     pieces = np.arange(0, TENSOR_MAP_BYTES, 8, dtype=np.uint64)
     address = np.uint64(scalar(where, frame, lane))
     return Map.of(load(frame, "", np.full(pieces.size, lane), address + pieces, 8).view(np.uint8))
@@ -414,7 +410,7 @@ def _store(frame: Frame, lane: int, described: Map, corner: tuple[int, ...], sta
     if not name:
         store(frame, "global", lanes[inside], address[inside], value[inside], size)
         return
-    # The copy names the operation, the map names the type.
+    # The copy has the operation, the map the type.
     op = Op(f"red.{name}.{described.element}", "red", (name, described.element))
     like = Instruction(op, None, (), 0, 0)
     update(frame, lanes[inside], address[inside], value[inside], combiner(like))

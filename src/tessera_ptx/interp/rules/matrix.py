@@ -1,28 +1,24 @@
-"""Tensor-core instructions: ldmatrix, stmatrix, mma.sync and wmma, a warp at a time.
+"""Tensor-core instructions: ldmatrix, stmatrix, mma.sync, wmma and wgmma.
 
-Layouts of mma fragments, with g = lane / 4, t = lane % 4 and n elements to a 32-bit register:
+mma fragments, with g = lane / 4, t = lane % 4 and n elements per 32-bit register:
 
     A   register r holds row g + 8 (r % 2), columns 4n (r / 2) + n t + 0 .. n-1
     B   register r holds column g, rows 4n r + n t + 0 .. n-1
     C   register pair p holds row g + 8 p, columns 2 t and 2 t + 1
 
-wmma leaves its layout to the implementation; here element e of lane l is number (elements of a lane) l +
-e of the matrix, counted around. Products are summed in double precision and rounded once: hardware sums
-in an order and width that PTX leaves open, so results agree to the accuracy of the accumulator's type,
-not to the bit.
+wmma: element e of lane l is number (elements of a lane) l + e of the matrix, modulo its size. Products are
+summed in double and rounded once, so results match hardware within the accumulator's accuracy, not bit for
+bit.
 
-wgmma: products of 64 x N tiles by four warps, operands in shared memory or, for A, in registers.
-
-Warp w of the four works on rows 16 w to 16 w + 15 with fragments as those of mma, so a warp needs no
-other one. An operand in shared memory is given by a descriptor: start address, two strides, swizzle.
-With e elements to 16 bytes, and rows of S = 1, 2, 4, 8 pieces of 16 bytes for no swizzle, 32, 64, 128
-bytes:
+wgmma multiplies 64 x N tiles by four warps; warp w has rows 16 w to 16 w + 15 in mma fragments. Operands are
+in shared memory, A also in registers. A descriptor has start address, two strides and swizzle. With e
+elements per 16 bytes and rows of S = 1, 2, 4, 8 pieces of 16 bytes for swizzle 0, 32, 64, 128:
 
     K-major      element (m, k): (m / 8) stride + (m % 8) 16 S bytes + k; without swizzle, (k / e) leading
     MN-major     element (m, k): (m / eS) leading + (k / 8) stride + (k % 8) 16 S bytes + (m % eS)
 
-Products are done at once, so fences and waits mean nothing. Not handled: sparse products, other types
-than f16 and bf16 with single accumulators.
+Products complete immediately, so fences and waits are empty. Not handled: sparse products, types other than
+f16 and bf16 with single accumulators.
 """
 
 import re
@@ -43,13 +39,13 @@ _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)$")
 
 
 def warps(act: Active) -> Array:
-    """The warps that take part."""
+    """Participating warps."""
     there: Array = np.flatnonzero(act.mask.reshape(-1, 32).any(axis=1))
     return there
 
 
 def rows(value: Any, frame: Frame, where: Array) -> Array:
-    """A register as one row of 32 per taking-part warp."""
+    """Register as one row of 32 per participating warp."""
     full: Array = np.broadcast_to(value, frame.machine.num_lanes).reshape(-1, 32)[where]
     return full
 
@@ -63,7 +59,7 @@ def back(value: Array, frame: Frame, where: Array) -> Array:
 
 @rule("ldmatrix")
 def load_matrix(ins: Instruction, decoder: Decoder) -> Step:
-    """1, 2 or 4 matrices of 8 x 8 halves; lane 8 m + i gives the address of row i of matrix m."""
+    """1, 2 or 4 matrices of 8 x 8 halves; lane 8 m + i has the address of row i of matrix m."""
     if "m8n8" not in ins.op.mods or "b16" not in ins.op.mods:
         raise Unknown("this shape")
     count, trans = _count(ins), "trans" in ins.op.mods
@@ -91,7 +87,7 @@ def _count(ins: Instruction) -> int:
 
 @rule("stmatrix")
 def store_matrix(ins: Instruction, decoder: Decoder) -> Step:
-    """The inverse of ldmatrix."""
+    """Inverse of ldmatrix."""
     if "m8n8" not in ins.op.mods or "b16" not in ins.op.mods:
         raise Unknown("this shape")
     count, trans = _count(ins), "trans" in ins.op.mods
@@ -114,7 +110,7 @@ def store_matrix(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def elements(words: Array, name: str) -> Array:
-    """32-bit words (..., 32) as numbers (..., 32, elements in a word)."""
+    """32-bit words (..., 32) as numbers (..., 32, elements per word)."""
     parts = np.ascontiguousarray(words)[..., None]
     if name == "f16":
         return parts.view(np.float16).astype(np.float64)
@@ -166,7 +162,7 @@ def multiply(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def fragment_a(words: list[Array], name: str, depth: int) -> Array:
-    """The 16 x depth matrix that the A registers of each warp hold."""
+    """16 x depth matrix in the A registers of each warp."""
     matrix = np.zeros((words[0].shape[0], 16, depth))
     for r, word in enumerate(words):
         part = elements(word, name)
@@ -187,7 +183,7 @@ def _fragment_b(words: list[Array], name: str, depth: int) -> Array:
 
 
 def _results(product: Array, added: list[Array], out: str) -> list[Array]:
-    """The accumulators' registers: product plus what they held."""
+    """Accumulator registers: product plus old value."""
     places = [(GROUP + 8 * (i // 2), 2 * PLACE + i % 2) for i in range(4)]
     tiles = [product[:, row, column] for row, column in places]
     if out == "f16":
@@ -198,9 +194,6 @@ def _results(product: Array, added: list[Array], out: str) -> list[Array]:
         return results
     kind = np.float32 if out == "f32" else np.int32
     return [(tile + word.astype(np.float64)).astype(kind) for tile, word in zip(tiles, added, strict=True)]
-
-
-# ---- wmma ------------------------------------------------------------------------------------------
 
 
 @rule("wmma")
@@ -219,7 +212,7 @@ def wmma(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _tile_address(address: Any, stride: Any, frame: Frame, where: Array, row_major: bool, size: int) -> Array:
-    """Addresses of a tile's 16 x 16 elements for each warp; the stride is in elements."""
+    """Addresses of a tile's 16 x 16 elements per warp; the stride is in elements."""
     start = rows(address, frame, where)[:, :1, None]
     pitch = rows(stride, frame, where)[:, :1, None].astype(np.uint64)
     outer, inner = np.arange(16, dtype=np.uint64)[:, None], np.arange(16, dtype=np.uint64)[None, :]
@@ -293,7 +286,7 @@ def _wmma_store(ins: Instruction, decoder: Decoder) -> Step:
 
 
 _WG_SHAPE = re.compile(r"m64n(\d+)k16$")
-_SWIZZLE = {0: 0, 1: 3, 2: 2, 3: 1}  # the descriptor's code -> log2 of 16-byte pieces to a row
+_SWIZZLE = {0: 0, 1: 3, 2: 2, 3: 1}  # descriptor code -> log2 of 16-byte pieces per row
 
 
 @rule("wgmma")

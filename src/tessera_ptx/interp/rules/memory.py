@@ -1,7 +1,6 @@
 """Loads, stores, asynchronous copies and cache hints.
 
-Asynchronous copies are done at once: a schedule in which every copy finishes immediately is one that the
-hardware may choose, and waits for it are then no-ops.
+Asynchronous copies complete immediately, which hardware may also do; waits are no-ops.
 """
 
 import numpy as np
@@ -21,7 +20,7 @@ _NOTHING = (
 
 @rule(*_NOTHING)
 def nothing(ins: Instruction, decoder: Decoder) -> Step:
-    """Order, hints and pauses mean nothing to lanes that run one after the other."""
+    """Fences, hints and pauses do nothing here."""
     return lambda frame, act: None
 
 
@@ -33,13 +32,13 @@ def policy(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def space_of(ins: Instruction) -> str:
-    """The state space of a load or store; '' is generic."""
+    """State space of a load or store; '' is generic."""
     found = spaces_of(ins.op.mods)
     return found[0] if found else ""
 
 
 def aligned(address: Array, size: int) -> None:
-    """Vectors must be aligned as a whole."""
+    """Checks alignment of a whole vector."""
     wrong = address & np.uint64(size - 1)
     if np.any(wrong):
         raise BadAccess(f"misaligned vector access of {size} bytes", int(np.flatnonzero(wrong)[0]))
@@ -47,7 +46,7 @@ def aligned(address: Array, size: int) -> None:
 
 @rule("ld", "ldu")
 def read(ins: Instruction, decoder: Decoder) -> Step:
-    """Load one element or a vector."""
+    """Loads an element or a vector."""
     kind = only(types_of(ins.op.mods), ins)
     space, size = space_of(ins), kind.bits // 8
     source = ins.operands[1]
@@ -68,7 +67,7 @@ def read(ins: Instruction, decoder: Decoder) -> Step:
         if len(puts) > 1:
             aligned(where, size * len(puts))
         lanes = frame.machine.num_lanes
-        # All elements are read before the first is put: a destination may hold the address.
+        # All elements are read first: a destination may hold the address.
         values = [load(frame, space, index, where + np.uint64(k * size), size) for k in range(len(puts))]
         for put, value in zip(puts, values, strict=True):
             put(frame, act, spread(value.view(kind.dtype), index, lanes))
@@ -77,7 +76,7 @@ def read(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _read_parameter(ins: Instruction, decoder: Decoder) -> Step | None:
-    """A kernel parameter at a fixed place: the same for all lanes."""
+    """Kernel parameter at a fixed place, equal for all lanes."""
     kind = only(types_of(ins.op.mods), ins)
     source = ins.operands[1]
     assert isinstance(source, Mem)
@@ -101,7 +100,7 @@ def _read_parameter(ins: Instruction, decoder: Decoder) -> Step | None:
 
 @rule("st")
 def write(ins: Instruction, decoder: Decoder) -> Step:
-    """Store one element or a vector."""
+    """Stores an element or a vector."""
     kind = only(types_of(ins.op.mods), ins)
     if ins.op.mods[:1] in (("async",), ("bulk",)):
         raise Unknown("asynchronous stores")
@@ -122,7 +121,7 @@ def write(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("discard")
 def discard(ins: Instruction, decoder: Decoder) -> Step:
-    """The bytes lose their content: they are written (with zeros here)."""
+    """Discarded bytes are written as zeros."""
     address, size = decoder.address(ins.operands[0]), decoder.get(ins.operands[1], U32)
 
     def step(frame: Frame, act: Active) -> None:
@@ -136,7 +135,7 @@ def discard(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("cp")
 def copy(ins: Instruction, decoder: Decoder) -> Step:
-    """cp.async and its groups, bulk copies, tensor copies."""
+    """cp.async and its groups, bulk and tensor copies."""
     mods = ins.op.mods
     if {"commit_group", "wait_group", "wait_all", "prefetch"} & set(mods):
         return lambda frame, act: None

@@ -72,7 +72,7 @@ def convert_address(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("isspacep")
 def is_space(ins: Instruction, decoder: Decoder) -> Step:
-    """Whether a generic address lies in a space."""
+    """True if a generic address is in a space."""
     space = ins.op.mods[0].split("::")[0]
     base = np.uint64({"global": ARENA, **{k: v for k, v in _BASES.items() if v}}.get(space, 0))
     if not base:
@@ -90,7 +90,7 @@ _JOIN: dict[str, Function] = {"and": np.logical_and, "or": np.logical_or, "xor":
 
 
 def comparison(name: str, kind: Type) -> Function:
-    """A comparison by its PTX name; a trailing `u` is true when an operand is not a number."""
+    """Comparison by PTX name; a trailing `u` is true for NaN."""
     to_float: Function = floats.bf16_to_single if kind.name == "bf16" else (lambda a: a)
 
     def unordered(a: Any, b: Any) -> Any:
@@ -113,7 +113,7 @@ def comparison(name: str, kind: Type) -> Function:
 
 @rule("setp", "set")
 def compare(ins: Instruction, decoder: Decoder) -> Step:
-    """Compare, join with a third predicate, set one predicate or two, or a number."""
+    """Compares, combines with a third predicate, sets one or two predicates or a number."""
     kinds, mods = types_of(ins.op.mods), ins.op.mods
     kind = only(kinds, ins)
     if kind.name.endswith("x2"):
@@ -142,7 +142,7 @@ def compare(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def simple_join(function: Function, join: Function | None) -> Function:
-    """A comparison followed by a join with a third operand."""
+    """Comparison combined with a third operand."""
     if join is None:
         return function
     return lambda a, b, c: join(function(a, b), c)
@@ -156,7 +156,6 @@ def _set(ins: Instruction, decoder: Decoder, result: Type, function: Function, g
 
 @rule("selp")
 def select(ins: Instruction, decoder: Decoder) -> Step:
-    """One of two by a predicate."""
     kind = only(types_of(ins.op.mods), ins)
     gets = decoder.predicate(ins.operands[3]), *(decoder.get(o, kind) for o in ins.operands[1:3])
     return simple(decoder.put(ins.operands[0], kind), np.where, *gets)
@@ -164,18 +163,15 @@ def select(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("slct")
 def select_by_sign(ins: Instruction, decoder: Decoder) -> Step:
-    """One of two by the sign of a third."""
+    """Selects by the sign of a third operand."""
     kinds = types_of(ins.op.mods)
     gets = decoder.get(ins.operands[3], kinds[1]), *(decoder.get(o, kinds[0]) for o in ins.operands[1:3])
     return simple(decoder.put(ins.operands[0], kinds[0]), lambda c, a, b: np.where(c >= 0, a, b), *gets)
 
 
-# ---- conversions -----------------------------------------------------------------------------------
-
-
 @rule("cvt")
 def convert(ins: Instruction, decoder: Decoder) -> Step:
-    """Between any two types."""
+    """Converts between any two types."""
     kinds = types_of(ins.op.mods)
     if "pack" in ins.op.mods or len(kinds) != 2:
         raise Unknown("this conversion")
@@ -240,9 +236,9 @@ def _to_float(value: Any, target: Type, mode: str, sat: bool, relu: bool) -> Any
 
 
 def _to_integer(value: Any, target: Type, wide: bool) -> Any:
-    """Floats to integers: truncated, clamped to the range.
+    """Floats to integers: truncated and clamped.
 
-    Not-a-number becomes 0, or the highest bit alone where either side has 64 bits: so it does on hardware.
+    NaN becomes 0, or only the highest bit if either side has 64 bits, as on hardware.
     """
     unknown = (
         np.array(1 << (target.bits - 1), target.raw).view(target.dtype) if wide else target.dtype.type(0)

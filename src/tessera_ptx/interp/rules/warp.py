@@ -1,7 +1,7 @@
-"""Exchanges within a warp: shuffles, votes, matches, reductions.
+"""Warp shuffles, votes, matches and reductions.
 
-The engine brings the lanes of the member mask together before such a step runs. A value read from a lane
-that does not take part is whatever its register holds, as on the hardware.
+The engine gathers the lanes of the member mask before such a step. Reading a lane that does not participate
+gives its register, as on hardware.
 """
 
 from typing import Any
@@ -15,18 +15,18 @@ from tessera_ptx.syntax import Instruction, Operand, Pair
 
 
 def warp_bits(mask: Array) -> Array:
-    """A mask over lanes as one 32-bit word per warp."""
+    """Lane mask as one 32-bit word per warp."""
     words: Array = np.packbits(mask.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32).ravel()
     return words
 
 
 def per_lane(words: Array) -> Array:
-    """A word per warp repeated for its lanes."""
+    """A word per warp, repeated for its lanes."""
     return np.repeat(words, 32)
 
 
 def member_operand(ins: Instruction) -> Operand | None:
-    """The operand that holds a collective instruction's member mask; None means the whole warp."""
+    """Operand with the member mask; None means the whole warp."""
     name, mods = ins.op.name, ins.op.mods
     if name == "shfl" or name in ("vote", "match", "redux") or (name == "elect"):
         return ins.operands[-1]
@@ -37,7 +37,7 @@ def member_operand(ins: Instruction) -> Operand | None:
 
 @rule("bar", "barrier")
 def warp_barrier(ins: Instruction, decoder: Decoder) -> Step:
-    """`bar.warp.sync`: by the time it runs, the lanes are together. Block barriers never get here."""
+    """`bar.warp.sync`: the lanes are already together."""
     if "warp" not in ins.op.mods:
         raise Unknown("a barrier in this place")
     return lambda frame, act: None
@@ -45,14 +45,14 @@ def warp_barrier(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("activemask")
 def activemask(ins: Instruction, decoder: Decoder) -> Step:
-    """The lanes of the warp that run together now."""
+    """Lanes of the warp that run together now."""
     put = decoder.put(ins.operands[0], U32)
     return lambda frame, act: put(frame, act, per_lane(warp_bits(act.mask)))
 
 
 @rule("shfl")
 def shuffle(ins: Instruction, decoder: Decoder) -> Step:
-    """A register of another lane."""
+    """Register of another lane."""
     mode = next(m for m in ins.op.mods if m in ("up", "down", "bfly", "idx"))
     target = ins.operands[0]
     put = decoder.put(target.first if isinstance(target, Pair) else target, U32)
@@ -73,7 +73,7 @@ def shuffle(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _source(mode: str, lane: Array, b: Array, c: Array) -> tuple[Array, Array]:
-    """The lane to read from and whether it lies in the lane's segment."""
+    """Source lane, and whether it is in the lane's segment."""
     segment, limit = (c >> 8) & 31, c & 31
     low, high = lane & segment, (lane & segment) | (limit & ~segment & 31)
     if mode == "up":
@@ -108,7 +108,7 @@ def vote(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("match")
 def match(ins: Instruction, decoder: Decoder) -> Step:
-    """Lanes that hold the same value."""
+    """Lanes with the same value."""
     kind = only(types_of(ins.op.mods), ins)
     if "any" not in ins.op.mods:
         raise Unknown("match.all")
@@ -135,7 +135,7 @@ _REDUCE: dict[str, Any] = {
 
 @rule("redux")
 def reduce(ins: Instruction, decoder: Decoder) -> Step:
-    """One value out of all members'."""
+    """Reduction over all members."""
     kind = only(types_of(ins.op.mods), ins)
     function = _REDUCE[next(m for m in ins.op.mods if m in _REDUCE)]
     get, put = decoder.get(ins.operands[1], kind), decoder.put(ins.operands[0], kind)
@@ -171,6 +171,6 @@ def elect(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def member_getter(ins: Instruction, decoder: Decoder) -> Get | None:
-    """A getter of the member mask, or None for the whole warp."""
+    """Getter of the member mask, or None for the whole warp."""
     operand = member_operand(ins)
     return None if operand is None else decoder.get(operand, U32)
