@@ -207,9 +207,9 @@ def test_missing_extra_names_the_line_to_install(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--seqs", "0"), "Invalid value for '--seqs': 0 is not in the range x>=1"),
-        (("--max-batch-tokens", "0"), "Invalid value for '--max-batch-tokens': 0 is not in the range x>=1"),
-        (("--memory-share", "1.5"), "'--memory-share': 1.5 is not in the range"),
+        (("--seqs", "0"), "Invalid value for '--seqs'"),
+        (("--max-batch-tokens", "0"), "Invalid value for '--max-batch-tokens'"),
+        (("--memory-share", "1.5"), "Invalid value for '--memory-share'"),
         (("--policy", "fastest"), "unknown policy 'fastest'; known: auto, latency, throughput"),
         (("--api-key", "short"), "--api-key: a key needs"),
         (("--devices", "emu:nothing"), "nothing"),

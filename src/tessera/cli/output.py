@@ -83,8 +83,6 @@ class Illustrated(Generic[R_co]):
 def printed(function: Callable[..., Any]) -> Callable[..., None]:
     """A command of typer: `function` with `--json`, its record printed."""
     signature = inspect.signature(function)
-    if "as_json" in signature.parameters:
-        return function
 
     @functools.wraps(function)
     def command(*args: Any, as_json: bool, **kwargs: Any) -> None:
