@@ -18,7 +18,7 @@ from rich.console import Console
 
 from tessera.cli.capture import RandomWeights
 from tessera.cli.output import HIDDEN, Record, finite, progress
-from tessera.cli.plan import LINK_HELP
+from tessera.cli.plan import LINK_HELP, EffortOption
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, gathered, work
 from tessera.cli.run import TransportOption
 from tessera.errors import MissingExtra
@@ -127,6 +127,7 @@ def serve(
     plan_cache: PlanCache = True,
     random_weights: RandomWeights = False,
     policy: PolicyOption = "auto",
+    effort: EffortOption = "full",
     max_waiting: MaxWaiting = 1024,
     max_requests: MaxRequests = 2048,
     max_body: MaxBody = 4 * 2**20,
@@ -157,7 +158,7 @@ def serve(
     with gathered(devices or _own_devices(), model, meeting, ray) as (gathered_devices, hub):
         cluster = _wired(gathered_devices, link)
         sizes = (microbatches, seqs, max_model_len, max_batch_tokens)
-        spec = _spec(cluster, *sizes, memory_share, policy, random_weights)
+        spec = _spec(cluster, *sizes, memory_share, policy, random_weights, effort)
         options = ServeOptions(
             served_model_name or "", spec, transport, max_waiting, prefix_caching, keys, is_loopback(host),
             limits, default_folder() if plan_cache else None,
@@ -174,6 +175,7 @@ def _spec(
     memory_share: float,
     policy: str,
     random_weights: bool,
+    effort: str,
 ) -> "ServeSpec":
     from tessera.serve.planning import objectives_of
     from tessera.serve.records import ServeSpec, sizes_for
@@ -187,6 +189,7 @@ def _spec(
         memory_share=memory_share,
         policies=objectives_of(policy),
         random_weights=random_weights,
+        effort=effort,
     )
 
 
