@@ -91,7 +91,7 @@ def test_verify_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     code = _main(["verify", str(tmp_path / "own.trace"), "--orders", "4", "--json"])
     found = json.loads(capsys.readouterr().out)
 
-    necessary = {row["name"]: row["necessary"] for row in found["classes"]}
+    necessary = {row["hazard"]: row["necessary"] for row in found["classes"]}
     assert (0, 4, "yes") == (code, found["legal"]["equal"], necessary["raw"])
 
 
