@@ -66,6 +66,8 @@ def server() -> Iterator[Started]:
         "4",
         "--max-model-len",
         "256",
+        "--effort",
+        "quick",
         "--json",
     )
     process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, text=True)

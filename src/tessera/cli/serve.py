@@ -18,7 +18,7 @@ from rich.console import Console
 
 from tessera.cli.capture import RandomWeights
 from tessera.cli.output import console, progress
-from tessera.cli.plan import LINK_HELP
+from tessera.cli.plan import LINK_HELP, EffortOption
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, gathered, work
 from tessera.errors import MissingExtra, TesseraError
 
@@ -91,6 +91,7 @@ def serve(
     plan_cache: PlanCache = True,
     random_weights: RandomWeights = False,
     policy: Annotated[str, typer.Option(help="auto, throughput or latency.")] = "auto",
+    effort: EffortOption = "full",
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait.")] = 1024,
     max_requests: Annotated[int, typer.Option(help="Requests at once, waiting ones included.")] = 2048,
     max_body: Annotated[int, typer.Option(help="Bytes of a request's body.")] = 4 * 2**20,
@@ -113,8 +114,7 @@ def serve(
     _check_counts(
         {"--microbatches": microbatches, "--seqs": seqs, "--max-model-len": max_model_len,
          "--max-batch-tokens": max_batch_tokens, "--max-waiting": max_waiting, "--max-requests": max_requests,
-         "--max-body": max_body}, drain, memory_share,
-    )  # fmt: skip
+         "--max-body": max_body}, drain, memory_share)  # fmt: skip
     from tessera.execute.processes import warm_up
 
     limits = _http_limits(max_body, max_requests, drain)
@@ -122,8 +122,8 @@ def serve(
         warm_up()  # which imports torch beside this process, under the same limit of files
     sizes = _Sizes(microbatches, seqs, max_model_len, max_batch_tokens, memory_share)
     options = _options(
-        served_model_name, sizes, random_weights, policy, transport, max_waiting, prefix_caching, api_key,
-        host, limits, plan_cache,
+        served_model_name, sizes, random_weights, policy, effort, transport, max_waiting, prefix_caching,
+        api_key, host, limits, plan_cache,
     )  # fmt: skip
     with gathered(devices or _own_devices(), model, meeting, ray) as (found, hub):
         cluster = _wired(found, link)
@@ -154,6 +154,7 @@ def _options(
     sizes: _Sizes,
     random_weights: bool,
     policy: str,
+    effort: str,
     transport: str,
     max_waiting: int,
     prefix_caching: bool,
@@ -176,6 +177,7 @@ def _options(
         memory_share=sizes.memory_share,
         policies=objectives_of(policy),
         random_weights=random_weights,
+        effort=effort,
     )
     return ServeOptions(
         name or "",
