@@ -260,10 +260,21 @@ def make_load_plan(
     """
     counts = [target.output_tokens if len(steps) > 1 and step.kind == "decode" else 1 for step in steps]
     recorded = LoadSteps(steps, counts, anchors_of(config.batches), config.advance, is_compiled)
+    return plan_recorded(recorded, cluster, target, config, prefill_batch)
+
+
+def plan_recorded(
+    recorded: LoadSteps,
+    cluster: Cluster,
+    target: Target,
+    config: LoadConfig,
+    prefill_batch: int | None = None,
+) -> LoadPlan:
+    """As `make_load_plan`, from steps that are recorded."""
     while True:
-        found = plan_steps(recorded, cluster, target, config, prefill_batch)
-        if recorded.matches_recording(found.plan):
-            return found
+        planned = plan_steps(recorded, cluster, target, config, prefill_batch)
+        if recorded.matches_recording(planned.plan):
+            return planned
 
 
 def plan_steps(
