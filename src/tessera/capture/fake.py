@@ -328,7 +328,7 @@ class ShapeCache:
     def _make(self, known: tuple[Any, tuple[_Result, ...]], tensors: list[FakeTensor]) -> Any:
         kind, results = known
         outputs = [self._tensor(result, tensors) for result in results]
-        return outputs[0] if issubclass(kind, torch.Tensor) else kind(results_made)
+        return outputs[0] if issubclass(kind, torch.Tensor) else kind(outputs)
 
     def _tensor(self, result: _Result, tensors: list[FakeTensor]) -> FakeTensor:
         with in_kernel_invocation_manager(self._mode):

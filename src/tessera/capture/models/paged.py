@@ -215,7 +215,7 @@ def _read(
         parts = [(begin + at + each, each)] * step.batch
         step_inputs = lay_out(step, parts, range(1, step.reserve // PAGE))
         step_inputs["fresh"] = torch.full((step.batch,), begin + at == 0)
-        return step_inputs if each == 1 else inputs_made | {"row": torch.zeros(1, dtype=torch.long)}
+        return step_inputs if each == 1 else step_inputs | {"row": torch.zeros(1, dtype=torch.long)}
 
     for at in range(0, num, each):
         inputs = {"tokens": words[:, at : at + each].flatten(), **placed(model, partial(tables, at))}
