@@ -1,6 +1,9 @@
 """Records of `advise`: the load, the market, and the answer. Importable without torch."""
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import msgspec
 
 from tessera.ir import Cluster, Plan
 from tessera.plan import FULL, SearchConfig, Target
@@ -9,6 +12,8 @@ from tessera.profile import gpu, make_cluster, parse_devices
 
 # Milliseconds to the first token and per token after it; None without tokens.
 Times = tuple[float | None, float | None]
+# Only in the JSON of a command.
+HIDDEN = msgspec.Meta(extra={"hidden": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +99,15 @@ class Candidate:
     requests_per_s: float
     # Whether that is the rate with its margin.
     is_enough: bool
-    # Of an image: its whole time.
+    # For an image: None, and the time of the whole image.
     ttft_ms: float | None
     tpot_ms: float | None
     # Relative error of the prices of its launches.
     cost_error: float
     # Rows of a microbatch on each device.
-    batch: dict[str, int]
-    microbatches: int
-    policy: str
+    batch: Annotated[dict[str, int], HIDDEN]
+    microbatches: Annotated[int, HIDDEN]
+    policy: Annotated[str, HIDDEN]
     provider: str = ""
     usd_per_hour: float | None = None
     usd_per_1k_requests: float | None = None

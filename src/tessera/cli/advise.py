@@ -92,10 +92,6 @@ class AdviceRecord(Record, frozen=True):
     files: tuple[str, ...]
     seconds: Annotated[float, HIDDEN]
 
-    @property
-    def advised(self) -> Candidate:
-        return next(candidate for candidate in self.candidates if candidate.is_advised)
-
 
 def advise(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
@@ -214,7 +210,7 @@ def _record(advice: Advice, files: tuple[str, ...], seconds: float) -> AdviceRec
 def _rent(advice: Advice, plan: PlanFigures) -> list[str]:
     choice, load = advice.advised, advice.load
     carries = f"carries {choice.requests_per_s:.4g} {load.unit}/s"
-    cards = ", ".join(choice.gpus)
+    cards = f"{', '.join(choice.gpus)} (batch {text_of(choice.batch.values())})"
     return [
         f"Rent {cards}: {choice.usd_per_hour:.2f} USD an hour at {choice.provider}, {carries}",
         plan.headline,
