@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from tessera.ir import Cluster, Plan
+from tessera.ir import Cluster
 from tessera.plan import FULL, SearchConfig, Target
 from tessera.plan.rent import Basket
 from tessera.profile import gpu, make_cluster, parse_devices
@@ -127,19 +127,17 @@ class Regime:
 class Advice:
     """Which cards carry the load."""
 
-    load: Load
+    load: Annotated[Load, HIDDEN]
     # rent: cheapest first; have: from the coarsest way.
     candidates: tuple[Candidate, ...]
-    # rent: of each candidate; have: of the finest way.
-    plans: tuple[Plan, ...]
     price_source: str
     # Why there may be something cheaper, and why launches are not compiled.
     notes: tuple[str, ...]
-    is_compiled: bool
+    is_compiled: Annotated[bool, HIDDEN]
     # rent only: GPU -> why it was not considered; sets that were looked at, and that were planned.
     skipped: dict[str, str] = field(default_factory=dict)
-    num_sets: int = 0
-    num_planned: int = 0
+    num_sets: Annotated[int, HIDDEN] = 0
+    num_planned: Annotated[int, HIDDEN] = 0
     # have only.
     have: tuple[str, ...] = ()
     by_tpot: tuple[Regime, ...] = ()
