@@ -34,6 +34,7 @@ AUTO, SHM, HOST, IPC, NVSHMEM = "auto", "shm", "host", "ipc", "nvshmem"
 NAMES = (AUTO, SHM, HOST, IPC, NVSHMEM)
 # Transports whose workers hold one another's memory: all restart when one is lost.
 RESTART_TOGETHER = frozenset({NVSHMEM})
+Post = Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,6 @@ class Gone:
     device: int
     message: str
     epoch: int
-
-
-Post = Callable[[Any], None]
 
 
 def check_name(name: str) -> None:
