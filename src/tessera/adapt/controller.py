@@ -102,13 +102,11 @@ class Controller:
                 self._choose(self._monitor)
 
     def stepped(self, lane: PlannedLane, step: int, busy_s: Mapping[str, float]) -> None:
-        """Record the busy times of devices in a step of a current plan."""
         if self._monitor is not None and self._planner is not None and busy_s:
             with self._lock:
                 self._monitor.stepped(lane, step, busy_s)
 
     def lost(self, device: str, why: str, is_lasting: bool) -> None:
-        """A device is lost; plan around it if it fails for good."""
         self._note(DecisionKind.LOSE, why)
         if is_lasting and device not in self._without:
             self._plan_without(self._without | {device})

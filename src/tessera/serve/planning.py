@@ -101,7 +101,6 @@ class KeptModel:
 
     @classmethod
     def of(cls, model: ServableModel) -> "KeptModel | None":
-        """The part worth keeping; None for large models and vision models."""
         weights = model.weights()
         if sum(tensor.nbytes for tensor in weights.values()) > MAX_WEIGHT_BYTES or model.senses():
             return None
@@ -128,7 +127,6 @@ class Prepared:
     capture_s: float = 0.0
 
     def workers(self, transport: str = "auto", hub: MakeHub | None = None) -> WorkerStepper:
-        """A stepper over one worker per device, local or through `hub`; not started."""
         return WorkerStepper(
             self.plans,
             self.model.weights(),
@@ -159,8 +157,6 @@ class Prepared:
 
 
 class StepBackend(Protocol):
-    """Builds, captures and prices steps on one kind of device."""
-
     # True if the throughput plan is rehearsed against `RIVALS`.
     rehearses: bool
 
@@ -180,8 +176,6 @@ class StepBackend(Protocol):
 
 @dataclass(frozen=True)
 class CpuBackend:
-    """Devices that compute on this CPU."""
-
     cluster: Cluster
     microbatches: int
     store: Path | None = None
@@ -206,7 +200,6 @@ class CpuBackend:
             return [record(workload) for workload in model.workloads]
 
     def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]:
-        """CPU devices are measured unless the store has their times; others are modelled."""
         from tessera import flow
         from tessera.profile.measured import combine, measure, needs_measuring
         from tessera.profile.store import Clocks, Store, default_store
@@ -302,7 +295,6 @@ def _plan(
     )
 
     def others(names: Sequence[str]) -> Iterator[Plan]:
-        """Plans by policy name, where they exist for this work."""
         for name in names:
             with contextlib.suppress(PlanInfeasible):
                 yield flow.make_plan(unit, costs, cluster, Objective.THROUGHPUT, spec.microbatches, name)
@@ -369,8 +361,6 @@ def key_of(place: str, *given: object) -> str:
 
 
 class _More(msgspec.Struct):
-    """Facts kept beside the plans."""
-
     num_plans: int
     scale: float
     rehearsed: dict[str, float]
@@ -380,7 +370,6 @@ class _More(msgspec.Struct):
 
 
 def find(key: str, folder: Path, build: Callable[[], ServableModel]) -> Prepared | None:
-    """Kept plans with their model, which is built if it was not kept."""
     own = folder / key
     try:
         more = msgspec.json.decode((own / _MORE).read_bytes(), type=_More)
@@ -429,7 +418,6 @@ def _drop_old(folder: Path) -> None:
 
 @cache
 def _code() -> str:
-    """Hash of this package's source."""
     root = Path(tessera.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):

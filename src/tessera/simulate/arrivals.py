@@ -44,7 +44,6 @@ LENGTHS = ("fixed", "uniform", "geometric", "lognormal")
 def make_arrivals(
     text: str, num: int | None = None, seed: int = 0, lengths: str | None = None, speed: float = 1.0
 ) -> Arrivals:
-    """Arrivals from a user's text, `speed` times as fast."""
     if not speed > 0.0:
         raise ArrivalsError(f"a speed of {speed:g} is none", "Use a number above zero.", "--speed")
     kind, colon, rest = text.partition(":")

@@ -70,7 +70,6 @@ def parse_limits(text: str) -> tuple[LatencyLimit, ...]:
 
 
 def measured(served: SimulatedRun) -> dict[str, Floats]:
-    """Metric -> seconds by request; NaN where undefined."""
     first = np.array(served.ledger.first_us)
     done = np.array(served.ledger.done_us)
     came = np.array(served.requests.times_us)
@@ -184,17 +183,14 @@ def _joules(
 
 
 def like(requests: RequestLoad, num: int, times_us: Sequence[float]) -> RequestLoad:
-    """Requests with repeated lengths at new times."""
     return requests.chosen(islice(cycle(range(len(requests))), num), times_us)
 
 
 def house(plan: Plan, requests: RequestLoad) -> int:
-    """Number of requests a plan has seats for."""
     return plan.microbatches * requests.rows
 
 
 def capacity_per_s(plan: Plan, requests: RequestLoad, truth: Truth | None = None) -> float:
-    """Requests per second of a saturated plan."""
     num = house(plan, requests) * (TURNS + 1)
     served = SimulatedServer([plan], like(requests, num, [0.0] * num), truth).run()
     done = np.sort(np.array(served.ledger.done_us)) * 1e-6
@@ -204,7 +200,6 @@ def capacity_per_s(plan: Plan, requests: RequestLoad, truth: Truth | None = None
 
 
 def point(plan: Plan, requests: RequestLoad, rate_per_s: float, seed: int) -> Point:
-    """A plan under Poisson arrivals."""
     num = max(LEAST, house(plan, requests) * TURNS)
     times = [t * 1e6 for t in poisson(rate_per_s, num, seed).times_s]
     found = measured(SimulatedServer([plan], like(requests, num, times)).run())
@@ -256,7 +251,6 @@ def alone(plan: Plan, requests: RequestLoad, truth: Truth | None = None) -> dict
 def check_limits(
     plans: Sequence[Plan], requests: RequestLoad, limits: Sequence[LatencyLimit], truth: Truth
 ) -> None:
-    """Refuse a limit that a request misses even on an idle system."""
     if not limits:
         return
     found = [alone(plan, requests, truth) for plan in plans]
