@@ -178,7 +178,7 @@ class Controller:
         try:
             self._system.load(plans)
         except TesseraError as error:  # the old plans run on
-            self._adopted((), f"plans cannot be taken up: {error}")
+            self._adopted((), f"plans cannot be loaded: {error}")
         else:
             self._adopted(plans, why)
 

@@ -31,7 +31,7 @@ from tessera.serve.sight import Sight
 
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."
 FAILED = "the engine failed; the log says why. Restart the service."
-NO_NUMBERS = "the model gave no numbers for this request. Check its weights and dtype."
+NO_NUMBERS = "the model's logits for this request are NaN. Check its weights and dtype."
 # Maximum waiting requests.
 MAX_WAITING = 1024
 # Maximum restarts of a request. Devices may be lost together and reported one by one.

@@ -58,7 +58,9 @@ def check_gpus(cluster: Cluster) -> None:
     dilated = [d.name for d in cluster.devices if d.is_dilated]
     if dilated and len(dilated) < len(cluster.devices):
         remedy = "Dilate all devices or none."
-        raise TesseraError(f"{', '.join(dilated)} keep other times than the rest", remedy, PLACE)
+        raise TesseraError(
+            f"dilated devices ({', '.join(dilated)}) cannot serve beside others", remedy, PLACE
+        )
 
 
 @dataclass(frozen=True)

@@ -75,32 +75,16 @@ def objectives_of(policy: str) -> tuple[Objective, ...]:
     return OBJECTIVES[policy]
 
 
-class ServableModel(Protocol):
-    """A model as a service needs it: built (`steps.ServedModel`), or kept from an earlier start."""
-
-    @property
-    def shape(self) -> Shape:
-        """Sizes of the steps."""
-
-    @property
-    def state_bytes(self) -> int:
-        """State of one microbatch."""
-
-    def weights(self) -> "dict[str, torch.Tensor]":
-        """Weights by name."""
-
-    def senses(self) -> "tuple[Sight, Eyes] | None":
-        """Picture handling; None for text-only models."""
-
-
 @dataclass(frozen=True)
 class KeptModel:
+    """What a service needs of a small model, kept from an earlier start in place of `ServedModel`."""
+
     shape: Shape
     state_bytes: int
     tensors: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, model: ServableModel) -> "KeptModel | None":
+    def of(cls, model: "ServedModel | KeptModel") -> "KeptModel | None":
         weights = model.weights()
         if sum(tensor.nbytes for tensor in weights.values()) > MAX_WEIGHT_BYTES or model.senses():
             return None
@@ -117,7 +101,7 @@ class KeptModel:
 class Prepared:
     """A model and its plans, which share one cluster, unit and costs."""
 
-    model: ServableModel
+    model: "ServedModel | KeptModel"
     plans: tuple[Plan, ...]
     # Measured time = modelled time x scale; 1 where no device is dilated.
     scale: float = 1.0
@@ -369,7 +353,7 @@ class _More(msgspec.Struct):
     state_bytes: int
 
 
-def find(key: str, folder: Path, build: Callable[[], ServableModel]) -> Prepared | None:
+def find(key: str, folder: Path, build: Callable[[], "ServedModel"]) -> Prepared | None:
     own = folder / key
     try:
         more = msgspec.json.decode((own / _MORE).read_bytes(), type=_More)

@@ -64,7 +64,9 @@ def parse_limits(text: str) -> tuple[LatencyLimit, ...]:
             message = f"'{value}' is not a time"
             raise ArrivalsError(message, "Write ttft=500ms,tpot=50ms.", "--slo") from None
         if not 0.0 < seconds < math.inf:
-            raise ArrivalsError(f"a limit of {value} is none", "Use a time above zero.", "--slo")
+            raise ArrivalsError(
+                f"a limit must be above zero, got {value}", "Write ttft=500ms,tpot=50ms.", "--slo"
+            )
         found.append(LatencyLimit(name, seconds))
     return tuple(found)
 
