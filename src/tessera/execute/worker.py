@@ -1,12 +1,7 @@
-"""worker: one process, one device.
+"""CpuWorker: one process, one CPU device; and the entry of every worker process.
 
-The loop takes news (orders from the engine, arrivals from other workers), asks the queue what can go on, and
-runs it until it must wait. Beside it a thread reads the engine's orders, and answers at once what needs no
-loop: where the worker is, and what other workers have told the store. A worker ends when the engine hangs up,
-so no worker outlives its engine.
-
-Which loop it is depends on the kind of the device: the one here for CPUs, `cuda.worker` for GPUs. Memory is
-taken when a program first runs in a microbatch, and kept; see `memory`.
+After each launch the queue says which run goes on. Memory is allocated when a program first runs in a
+microbatch, and kept; see `memory`. A worker ends when the engine hangs up, so no worker outlives its engine.
 """
 
 import contextlib
@@ -20,34 +15,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Pipe
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tessera.errors import TesseraError
-from tessera.execute import messages
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher
-from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import ProgramMemory, WorkerMemory, bind_storages, bytes_of, tensor_of
-from tessera.execute.messages import (
-    Begin,
-    Cancel,
-    Cancelled,
-    Clear,
-    Done,
-    Failed,
-    LoadLanes,
-    PeerLost,
-    Relink,
-    Setup,
-    WorkerReady,
-    pack,
-    unpack,
-)
+from tessera.execute.messages import Begin, Done, Failed, Setup, pack, unpack
 from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
-from tessera.execute.transport import Gone, RunTransfer, TransferArrived, open_transport
+from tessera.execute.transport import RunTransfer, TransferArrived, open_transport
+from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Program, Recv, Run, Send
 
 # A file in the session's folder that the engine holds as long as it lives.
@@ -55,19 +35,6 @@ LOCK = "lock"
 # A process that exits, as Linux says it; how long its lock is waited for, in tries.
 PF_EXITING = 0x4
 LEAVING_TRIES, LEAVING_S = 200, 0.05
-
-
-class Backend(Protocol):
-    """What runs the programs of one kind of device."""
-
-    # Where it is: (microbatch, run, position), for the message of an error.
-    at: tuple[int, int, int]
-
-    def loop(self) -> None:
-        """Says Ready, then works until the engine hangs up."""
-
-    def close(self) -> None:
-        """Lets go of memory and connections."""
 
 
 @dataclass
@@ -78,11 +45,9 @@ class _Active:
     busy_s: float = 0.0
 
 
-class Worker:
-    """A CPU's memory and its loop."""
-
+class CpuWorker(DeviceWorker):
     def __init__(self, setup: Setup, engine: EngineConnection) -> None:
-        self._setup, self._engine = setup, engine
+        super().__init__(setup, engine)
         self._queue = Queue()
         self._active: dict[int, _Active] = {}
         # Orders of microbatches whose run before is not over, oldest first.
@@ -90,65 +55,45 @@ class Worker:
         self._cancelled: set[int] = set()
         # Run -> (transfer, start, arrival) of what has come; a run's transfers may come before its order.
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
-        self._programs: list[Sequence[Program]] = list(setup.programs)
+        self._programs += setup.programs
         self._launchers = [Launcher(t, torch.device("cpu")) for t in setup.traces]
         kinds = (BufferKind.WEIGHT,)
         weights = [bind_storages(t, kinds, setup.weights, is_partial=True) for t in setup.traces]
         self._memory = WorkerMemory(setup.traces, setup.device, weights)
         # (microbatch, lane, index)
         self._programs_memory: dict[tuple[int, int, int], ProgramMemory] = {}
-        # The first lane of the plans that were loaded last.
-        self._newest = 0
         progress = setup.progress
         if progress is None:
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64)
         self._progress = progress.numpy().reshape(-1).data
-        self.at = (-1, -1, -1)
-        engine.where = self._where
         self._transport = open_transport(setup, engine.mailbox, engine.post)
 
-    def loop(self) -> None:
-        self._engine.tell(WorkerReady(time.monotonic(), os.getpid(), self._transport.address))
-        while True:
-            job = self._queue.pick()
-            news = self._engine.take(block=job is None)
-            if news is not None:
-                if not self._handle(news):
-                    return
-            elif job is not None:
-                self._go_on(job)
+    @property
+    def address(self) -> str:
+        return self._transport.address
 
     def close(self) -> None:
         self._transport.close()
 
-    def _handle(self, news: Any) -> bool:
-        """Takes in one message; False when the engine is gone."""
-        match news:
-            case Hangup():
-                return False
-            case Begin():
-                self._begin(news)
-            case Cancel(run):
-                self._cancel(run)
-                self._engine.tell(Cancelled(run))
-            case Clear(microbatch, lane):
-                self._clear(microbatch, lane)
-            case LoadLanes(first_lane, packed):
-                programs = messages.unpack_programs(packed)
-                self._programs[first_lane:] = programs
-                self._newest = first_lane
-                self._transport.load(programs)
-            case Relink(device, epoch, address):
-                self._transport.relink(device, epoch, address)
-            case TransferArrived(run, number, start, stop):
-                if run not in self._cancelled:
-                    self._queue.deliver(run, number)
-                    self._arrivals.setdefault(run, []).append((number, start, stop))
-            case Gone(device, message, epoch):
-                self._engine.tell(PeerLost(device, message, epoch))
-            case _:
-                raise TesseraError(f"a worker was sent {type(news).__name__}")
-        return True
+    def _handle(self, news: Any) -> None:
+        if not isinstance(news, TransferArrived):
+            super()._handle(news)
+        elif news.run not in self._cancelled:
+            self._queue.deliver(news.run, news.number)
+            self._arrivals.setdefault(news.run, []).append((news.number, news.start_s, news.stop_s))
+
+    def _advance(self) -> bool:
+        job = self._queue.pick()
+        if job is not None:
+            self._go_on(job)
+        return job is not None
+
+    def _load(self, programs: Sequence[Sequence[Program]]) -> None:
+        self._programs += programs
+        self._transport.load(programs)
+
+    def _relink(self, device: int, epoch: int, address: str) -> None:
+        self._transport.relink(device, epoch, address)
 
     def _where(self) -> list[tuple[int, int, int]]:
         """Read by another thread, while the loop goes on."""
@@ -316,7 +261,7 @@ def serve(setup: Setup, engine: EngineConnection) -> None:
     """One worker until its engine hangs up; an error goes to the engine, which tells the user."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    backend: Backend | None = None
+    backend: DeviceWorker | None = None
     try:
         backend = _backend(setup, engine)
         backend.loop()
@@ -333,14 +278,14 @@ def serve(setup: Setup, engine: EngineConnection) -> None:
         engine.close()
 
 
-def _backend(setup: Setup, engine: EngineConnection) -> Backend:
+def _backend(setup: Setup, engine: EngineConnection) -> DeviceWorker:
     if setup.cluster.devices[setup.device].kind is DeviceKind.CUDA:
         from tessera.execute.cuda.worker import CudaWorker
 
         return CudaWorker(setup, engine)
-    return Worker(setup, engine)
+    return CpuWorker(setup, engine)
 
 
-def _tell_failure(engine: EngineConnection, backend: Backend | None, message: str, remedy: str) -> None:
+def _tell_failure(engine: EngineConnection, backend: DeviceWorker | None, message: str, remedy: str) -> None:
     with contextlib.suppress(OSError):  # the engine is gone
         engine.tell(Failed(message, remedy, *(backend.at if backend is not None else (-1, -1, -1))))

@@ -45,6 +45,7 @@ from tessera.serve.pages import modest_bytes
 from tessera.serve.records import POLICIES, Average, ServeSpec, Shape, step_name
 
 if TYPE_CHECKING:
+    from tessera.plan import SearchConfig
     from tessera.serve.sight import Eyes, Sight
     from tessera.serve.steps import ServedModel
 
@@ -122,7 +123,7 @@ class Prepared:
             scale=self.scale,
         )
 
-    def replanner(self) -> Replanner:
+    def replanner(self, effort: str = "full") -> Replanner:
         """Replans with the same settings; compares plans by rehearsal (latency: one client)."""
         from tessera.serve.rehearse import rehearse
 
@@ -130,7 +131,11 @@ class Prepared:
         average = Average(min(Average().prompt, half), min(Average().output, half))
 
         def make(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...]) -> Plan:
-            return plan_policies(shape, cluster, plan.unit, costs, (plan.objective,))[0]
+            from tessera.plan import search_config
+
+            return plan_policies(shape, cluster, plan.unit, costs, (plan.objective,), search_config(effort))[
+                0
+            ]
 
         def gain(old: Plan, new: Plan) -> float:
             clients = 1 if old.objective is Objective.LATENCY else None
@@ -263,8 +268,10 @@ def _plan(
     advance: Listener,
 ) -> Prepared:
     from tessera import flow
+    from tessera.plan import search_config
     from tessera.serve.rehearse import best_served
 
+    search = search_config(spec.effort)
     advance(f"capturing {len(model.workloads)} steps")
     begun_s = time.perf_counter()
     traces = backend.capture(model)
@@ -275,13 +282,15 @@ def _plan(
     advance("planning")
     is_single = len(cluster.devices) == 1
     plans = plan_policies(
-        model.shape, cluster, unit, costs, spec.policies[:1] if is_single else spec.policies
+        model.shape, cluster, unit, costs, spec.policies[:1] if is_single else spec.policies, search
     )
 
     def others(names: Sequence[str]) -> Iterator[Plan]:
         for name in names:
             with contextlib.suppress(PlanInfeasible):
-                yield flow.make_plan(unit, costs, cluster, Objective.THROUGHPUT, spec.microbatches, name)
+                yield flow.make_plan(
+                    unit, costs, cluster, Objective.THROUGHPUT, spec.microbatches, name, search=search
+                )
 
     rehearsed: dict[str, float] = {}
     if backend.rehearses and not is_single and plans[0].objective is Objective.THROUGHPUT:
@@ -312,12 +321,19 @@ def counts_of(shape: Shape, average: Average, sees: bool = False) -> tuple[int, 
 
 
 def plan_policies(
-    shape: Shape, cluster: Cluster, unit: WorkUnit, costs: tuple[Costs, ...], policies: tuple[Objective, ...]
+    shape: Shape,
+    cluster: Cluster,
+    unit: WorkUnit,
+    costs: tuple[Costs, ...],
+    policies: tuple[Objective, ...],
+    search: "SearchConfig",
 ) -> tuple[Plan, ...]:
     from tessera import flow
 
     try:
-        plans = tuple(flow.make_plan(unit, costs, cluster, x, shape.microbatches) for x in policies)
+        plans = tuple(
+            flow.make_plan(unit, costs, cluster, x, shape.microbatches, search=search) for x in policies
+        )
         check_fits(plans, footprints(plans, [ready_programs(plan) for plan in plans]))
     except (PlanInfeasible, DeviceMemoryError) as error:
         now = f"now {shape.microbatches}, {shape.rows}, {shape.capacity} and {shape.sizes[-1]}"

@@ -101,6 +101,8 @@ class ServeSpec:
     random_weights: bool = False
     # True to join products of the same input.
     joined: bool = True
+    # Planning effort: full or quick; see `plan.config`.
+    effort: str = "full"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ import numpy as np
 from tessera.execute.lanes import LaneShares, shares_of
 from tessera.execute.schedule import Job
 from tessera.ir import Plan, Recv
-from tessera.plan.config import FULL, SearchConfig
 from tessera.simulate.columns import LaunchSegment, Script, Scripts
 from tessera.simulate.core import Core, Flight, Work
 
@@ -45,6 +44,10 @@ class WindowExtent:
 
     warm_up: float
     window: float
+
+
+# Verdict, quick estimate, and the long run, in which microbatches fall into step.
+FULL_WINDOW, SHORT_WINDOW, LONG_WINDOW = WindowExtent(4, 10), WindowExtent(2, 4), WindowExtent(56, 28)
 
 
 def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
@@ -317,8 +320,8 @@ Effort = Callable[[Lanes], tuple[type[Window], WindowExtent]]
 class SteadyRates:
     """Work units per second of plans with full microbatches; plans of one unit share results."""
 
-    def __init__(self, config: SearchConfig = FULL) -> None:
-        self._config = config
+    def __init__(self, long_window: tuple[float, float] | None = None) -> None:
+        self._long_window = LONG_WINDOW if long_window is None else WindowExtent(*long_window)
         # One per variant.
         self._scripts: tuple[Scripts, ...] = ()
         # Simulated input -> rate per microsecond.
@@ -360,14 +363,13 @@ class SteadyRates:
 
     def _short(self, lanes: Lanes) -> tuple[type[Window], WindowExtent]:
         longest = max(sum(script.num_items for script in lane) for lane in lanes)
-        return Fluid if longest > QUICK_LISTS else Window, WindowExtent(*self._config.short_window)
+        return Fluid if longest > QUICK_LISTS else Window, SHORT_WINDOW
 
     def _full(self, lanes: Lanes) -> tuple[type[Window], WindowExtent]:
         each = max(sum(script.count * script.num_items for script in lane) for lane in lanes)
-        full, short = WindowExtent(*self._config.full_window), WindowExtent(*self._config.short_window)
         if each > VERY_LONG_REQUESTS:
-            return Fluid, full
-        return Window, short if each > LONG_REQUESTS else full
+            return Fluid, FULL_WINDOW
+        return Window, SHORT_WINDOW if each > LONG_REQUESTS else FULL_WINDOW
 
     def _long(self, lanes: Lanes) -> tuple[type[Window], WindowExtent]:
-        return self._full(lanes)[0], WindowExtent(*self._config.long_window)
+        return self._full(lanes)[0], self._long_window

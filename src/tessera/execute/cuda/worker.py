@@ -13,7 +13,6 @@ How long the device was at work is measured for runs that wait for nobody; of ot
 costs say, times the scale.
 """
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessera.errors import TesseraError, WorkerError
+from tessera.errors import WorkerError
 from tessera.execute import driver
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.direct import Ipc, Nvshmem, PeerAway
@@ -33,24 +32,9 @@ from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED
 from tessera.execute.cuda.transport import GpuTransport
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links, Receiver
-from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import bytes_of
-from tessera.execute.messages import (
-    Begin,
-    Cancel,
-    Cancelled,
-    Clear,
-    Done,
-    LoadLanes,
-    PackedTensor,
-    PeerLost,
-    Relink,
-    Setup,
-    WorkerReady,
-    pack,
-    unpack_programs,
-)
-from tessera.execute.transport import Gone
+from tessera.execute.messages import Begin, Done, PackedTensor, PeerLost, Setup, pack
+from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
 
 # How long the CPU looks away between two looks at runs that were launched.
@@ -76,17 +60,12 @@ class _Running:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-class CudaWorker:
+class CudaWorker(DeviceWorker):
     def __init__(self, setup: Setup, engine: EngineConnection) -> None:
-        self._setup, self._engine = setup, engine
-        # Where the worker is: (microbatch, run, position), for the message of an error.
-        self.at = (-1, -1, -1)
+        super().__init__(setup, engine)
         torch.cuda.set_device(setup.cluster.devices[setup.device].ordinal)
-        # By lane, and by their place in it; numbers as `DeviceGraphs` counts them.
-        self._programs: list[Sequence[Program]] = []
+        # numbers[lane][index], as `DeviceGraphs` counts programs.
         self._numbers: list[Sequence[int]] = []
-        # The first lane of the plans that were loaded last.
-        self._newest = 0
         self._graphs = DeviceGraphs(
             setup.cluster,
             setup.device,
@@ -108,19 +87,14 @@ class CudaWorker:
         self._staged: dict[tuple[int, int, str], deque[tuple[torch.Tensor, Any]]] = {}
         self._load(setup.programs)
 
-    def loop(self) -> None:
-        self._engine.where = self._where
-        transport = self._graphs.transport
-        address = transport.address if transport is not None else ""
-        self._engine.tell(WorkerReady(time.monotonic(), os.getpid(), address))
-        while True:
-            news = self._engine.take(block=not self._running)
-            if news is not None:
-                if isinstance(news, Hangup):
-                    return
-                self._handle(news)
-            elif not self._end_runs():
-                time.sleep(LOOK_S)
+    @property
+    def address(self) -> str:
+        return self._graphs.transport.address if self._graphs.transport is not None else ""
+
+    def _advance(self) -> bool:
+        if self._running and not self._end_runs():
+            time.sleep(LOOK_S)
+        return bool(self._running)
 
     def close(self) -> None:
         """Releases the weights, which are the engine's memory, before the process ends."""
@@ -128,24 +102,6 @@ class CudaWorker:
             return
         self._graphs.close()
         self._setup = replace(self._setup, weights={})
-
-    def _handle(self, news: Any) -> None:
-        match news:
-            case Begin():
-                self._begin(news)
-            case Cancel(run):
-                self._cancel(run)
-            case Clear(microbatch, lane):
-                self._clear(microbatch, lane)
-            case LoadLanes():
-                self._newest = len(self._programs)
-                self._load(unpack_programs(news.programs))
-            case Relink(device, epoch, address):
-                self._relink(device, epoch, address)
-            case Gone(device, message, epoch):
-                self._engine.tell(PeerLost(device, message, epoch))
-            case _:
-                raise TesseraError(f"a worker was sent {type(news).__name__}")
 
     def _load(self, programs: Sequence[Sequence[Program]]) -> None:
         self._numbers += [self._graphs.add(lane) for lane in programs]
@@ -279,7 +235,6 @@ class CudaWorker:
         order = running.order if running is not None else self._refused.pop(run, None)
         if order is not None and self._graphs.transport is not None:
             self._graphs.transport.reset(order.microbatch, self._numbers[order.lane][order.index])
-        self._engine.tell(Cancelled(run))
 
     def _end_stuck(self, running: _Running) -> None:
         deadline, transport = time.monotonic() + CANCEL_S, self._graphs.transport
