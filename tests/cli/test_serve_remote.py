@@ -31,6 +31,8 @@ SMALL = [
     "8",
     "--policy",
     "latency",
+    "--effort",
+    "quick",
 ]
 SERVE = ["serve", "tiny-llama", "--devices", "emu:a100,emu:l40s", *SMALL, "--port", "0", "--json"]
 ASK = {"model": "tiny-llama", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}

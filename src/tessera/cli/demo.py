@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from tessera.cli.output import HIDDEN, Illustrated, Record, progress, shown
+from tessera.cli.plan import EffortOption
 from tessera.cli.plan_load import (
     BASELINES,
     PlannedLoad,
@@ -149,6 +150,7 @@ def demo(
     link: Annotated[str, typer.Option(help="What joins them.")] = "pcie4",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each request.")] = 16,
     microbatches: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 4,
+    effort: EffortOption = "full",
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for what is written.")] = Path(
         "tessera-demo"
     ),
@@ -163,8 +165,8 @@ def demo(
         progress("importing torch", 8 + 4 * len(PROMPTS)) as advance,
         ProcessPoolExecutor(1, spawn) as second,
     ):
-        full = second.submit(plan_full, FULL)
-        policies = _run(cluster, tokens, microbatches, output, advance)
+        full = second.submit(plan_full, replace(FULL, effort=effort))
+        policies = _run(cluster, tokens, microbatches, effort, output, advance)
         advance(f"planning {FULL.model}, in a second process since the start")
         found = full.result()
     files = _write(found, policies, output)
@@ -189,12 +191,18 @@ def _cluster(devices: str, link: str) -> Cluster:
 
 
 def _run(
-    cluster: Cluster, tokens: int, microbatches: int, output: Path, advance: Callable[[str], None]
+    cluster: Cluster,
+    tokens: int,
+    microbatches: int,
+    effort: str,
+    output: Path,
+    advance: Callable[[str], None],
 ) -> list[Policy]:
     from tessera.capture import build, record
     from tessera.execute.stepper import SpanLog
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference
+    from tessera.plan import search_config
 
     steps = (
         Step(MODEL, "prefill", 1, PROMPT_TOKENS, reserve=tokens),
@@ -212,7 +220,9 @@ def _run(
     plans = []
     for objective, policy in POLICIES:
         advance(f"planning for {policy or objective.value}")
-        plans.append(make_plan(unit, costs, cluster, objective, microbatches, policy))
+        plans.append(
+            make_plan(unit, costs, cluster, objective, microbatches, policy, search=search_config(effort))
+        )
         save(plans[-1], output / f"{plans[-1].policy}.plan")
     requests = [UnitRequest(workloads, _prompt_inputs(prompt), seed) for seed, prompt in enumerate(PROMPTS)]
     reference = []

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -98,7 +98,7 @@ ExplainOption = Annotated[
     bool, typer.Option("--explain", callback=TRACES, help="Say why: utilisation and every kernel.")
 ]
 EffortOption = Annotated[
-    str, typer.Option(help="How much is tried: full, or quick for a rougher plan sooner.")
+    Literal["full", "quick"], typer.Option(help="Planning effort; quick: a rougher plan sooner.")
 ]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan")

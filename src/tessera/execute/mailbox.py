@@ -201,16 +201,18 @@ class Mailbox:
 
     def pump(self, timeout_s: float | None) -> None:
         """Waits up to so long for news, and delivers all there is."""
-        ready: dict[int, _End] = {}
+        # End -> whether its monitor has news. Reading a monitor that has none costs as much as a message.
+        ready: dict[_End, bool] = {}
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
-                ready |= {id(end): end for end in list(self._ends)}
+                ready |= dict.fromkeys(list(self._ends), True)
             else:
-                ready[id(key.data)] = key.data
-        for end in ready.values():
-            self._drain(end)
+                end, is_monitor = key.data
+                ready[end] = ready.get(end, False) or is_monitor
+        for end, has_events in ready.items():
+            self._drain(end, has_events)
         while self._broken:
             self._hang_up(self._broken.popleft(), Hangup())
 
@@ -282,8 +284,9 @@ class Mailbox:
     def _add(self, end: _End) -> None:
         with self._lock:
             self._ends.append(end)
-            for each in (end.socket, end.monitor):
-                self._selector.register(each.getsockopt(zmq.FD), selectors.EVENT_READ, end)  # type: ignore[arg-type]
+            for each, is_monitor in ((end.socket, False), (end.monitor, True)):
+                fd: Any = each.getsockopt(zmq.FD)
+                self._selector.register(fd, selectors.EVENT_READ, (end, is_monitor))
         self.wake()
 
     def _close_end(self, end: _End, linger_s: float) -> None:
@@ -311,18 +314,20 @@ class Mailbox:
 
         threading.Thread(target=answer, name="tessera-keys", daemon=True).start()
 
-    def _drain(self, end: _End) -> None:
+    def _drain(self, end: _End, has_events: bool) -> None:
         """Closed connections are told after the messages that came over them."""
-        closed = self._read_monitor(end)
-        while True:
-            try:
-                with self._lock:
-                    frames = end.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError:  # nothing is left, or another thread closed it
-                break
+        closed = self._read_monitor(end) if has_events else []
+        while (frames := self._receive(end)) is not None:
             self._deliver(end, frames)
         for connection, hangup in closed:
             self._hang_up(connection, hangup)
+
+    def _receive(self, end: _End) -> "list[zmq.Frame] | None":
+        """The next message; None if nothing is left, or another thread closed the socket."""
+        with self._lock, contextlib.suppress(zmq.ZMQError):
+            if end.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
+                return end.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        return None
 
     def _deliver(self, end: _End, frames: "list[zmq.Frame]") -> None:
         connection = end.connection

@@ -1,12 +1,7 @@
-"""worker: one process, one device.
+"""CpuWorker: one process, one CPU device; and the entry of every worker process.
 
-The loop takes news (orders from the engine, arrivals from other workers), asks the queue what can go on, and
-runs it until it must wait. Beside it a thread reads the engine's orders, and answers at once what needs no
-loop: where the worker is, and what other workers have told the store. A worker ends when the engine hangs up,
-so no worker outlives its engine.
-
-Which loop it is depends on the kind of the device: the one here for CPUs, `cuda.worker` for GPUs. Memory is
-taken when a program first runs in a microbatch, and kept; see `memory`.
+After each launch the queue says which run goes on. Memory is allocated when a program first runs in a
+microbatch, and kept; see `memory`. A worker ends when the engine hangs up, so no worker outlives its engine.
 """
 
 import contextlib
@@ -20,54 +15,26 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Pipe
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tessera.errors import TesseraError
-from tessera.execute import messages
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher
-from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import ProgramMemory, WorkerMemory, bind_storages, bytes_of, tensor_of
-from tessera.execute.messages import (
-    Begin,
-    Cancel,
-    Cancelled,
-    Clear,
-    Done,
-    Failed,
-    LoadLanes,
-    PeerLost,
-    Relink,
-    Setup,
-    WorkerReady,
-    pack,
-    unpack,
-)
+from tessera.execute.messages import Begin, Done, Failed, Setup, pack, unpack
 from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
-from tessera.execute.transport import Gone, RunTransfer, TransferArrived, open_transport
+from tessera.execute.transport import RunTransfer, TransferArrived, open_transport
+from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Program, Recv, Run, Send
 
-# A file in the session's folder that the engine holds as long as it lives.
+# File in the session's folder that the engine locks while it lives.
 LOCK = "lock"
-# A process that exits, as Linux says it; how long its lock is waited for, in tries.
+# Linux flag of an exiting process; tries for its lock, and seconds between them.
 PF_EXITING = 0x4
 LEAVING_TRIES, LEAVING_S = 200, 0.05
-
-
-class Backend(Protocol):
-    """What runs the programs of one kind of device."""
-
-    # Where it is: (microbatch, run, position), for the message of an error.
-    at: tuple[int, int, int]
-
-    def loop(self) -> None:
-        """Says Ready, then works until the engine hangs up."""
-
-    def close(self) -> None:
-        """Lets go of memory and connections."""
 
 
 @dataclass
@@ -78,89 +45,67 @@ class _Active:
     busy_s: float = 0.0
 
 
-class Worker:
-    """A CPU's memory and its loop."""
-
+class CpuWorker(DeviceWorker):
     def __init__(self, setup: Setup, engine: EngineConnection) -> None:
-        self._setup, self._engine = setup, engine
+        super().__init__(setup, engine)
         self._queue = Queue()
         self._active: dict[int, _Active] = {}
-        # Orders of microbatches whose run before is not over, oldest first.
+        # Orders of microbatches whose previous run has not ended, oldest first.
         self._waiting: list[Begin] = []
         self._cancelled: set[int] = set()
-        # Run -> (transfer, start, arrival) of what has come; a run's transfers may come before its order.
+        # Run -> (transfer, start, arrival); transfers may arrive before the order of their run.
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
-        self._programs: list[Sequence[Program]] = list(setup.programs)
+        self._programs += setup.programs
         self._launchers = [Launcher(t, torch.device("cpu")) for t in setup.traces]
         kinds = (BufferKind.WEIGHT,)
         weights = [bind_storages(t, kinds, setup.weights, is_partial=True) for t in setup.traces]
         self._memory = WorkerMemory(setup.traces, setup.device, weights)
         # (microbatch, lane, index)
         self._programs_memory: dict[tuple[int, int, int], ProgramMemory] = {}
-        # The first lane of the plans that were loaded last.
-        self._newest = 0
         progress = setup.progress
         if progress is None:
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64)
         self._progress = progress.numpy().reshape(-1).data
-        self.at = (-1, -1, -1)
-        engine.where = self._where
         self._transport = open_transport(setup, engine.mailbox, engine.post)
 
-    def loop(self) -> None:
-        self._engine.tell(WorkerReady(time.monotonic(), os.getpid(), self._transport.address))
-        while True:
-            job = self._queue.pick()
-            news = self._engine.take(block=job is None)
-            if news is not None:
-                if not self._handle(news):
-                    return
-            elif job is not None:
-                self._go_on(job)
+    @property
+    def address(self) -> str:
+        return self._transport.address
 
     def close(self) -> None:
         self._transport.close()
 
-    def _handle(self, news: Any) -> bool:
-        """Takes in one message; False when the engine is gone."""
-        match news:
-            case Hangup():
-                return False
-            case Begin():
-                self._begin(news)
-            case Cancel(run):
-                self._cancel(run)
-                self._engine.tell(Cancelled(run))
-            case Clear(microbatch, lane):
-                self._clear(microbatch, lane)
-            case LoadLanes(first_lane, packed):
-                programs = messages.unpack_programs(packed)
-                self._programs[first_lane:] = programs
-                self._newest = first_lane
-                self._transport.load(programs)
-            case Relink(device, epoch, address):
-                self._transport.relink(device, epoch, address)
-            case TransferArrived(run, number, start, stop):
-                if run not in self._cancelled:
-                    self._queue.deliver(run, number)
-                    self._arrivals.setdefault(run, []).append((number, start, stop))
-            case Gone(device, message, epoch):
-                self._engine.tell(PeerLost(device, message, epoch))
-            case _:
-                raise TesseraError(f"a worker was sent {type(news).__name__}")
-        return True
+    def _handle(self, news: Any) -> None:
+        if not isinstance(news, TransferArrived):
+            super()._handle(news)
+        elif news.run not in self._cancelled:
+            self._queue.deliver(news.run, news.number)
+            self._arrivals.setdefault(news.run, []).append((news.number, news.start_s, news.stop_s))
+
+    def _advance(self) -> bool:
+        job = self._queue.pick()
+        if job is not None:
+            self._go_on(job)
+        return job is not None
+
+    def _load(self, programs: Sequence[Sequence[Program]]) -> None:
+        self._programs += programs
+        self._transport.load(programs)
+
+    def _relink(self, device: int, epoch: int, address: str) -> None:
+        self._transport.relink(device, epoch, address)
 
     def _where(self) -> list[tuple[int, int, int]]:
-        """Read by another thread, while the loop goes on."""
+        """Called by another thread."""
         found = [int(value) for value in self._progress]
         return [(m, found[2 * m], found[2 * m + 1]) for m in range(len(found) // 2) if found[2 * m] >= 0]
 
     def _go_on(self, job: Job) -> None:
-        """Runs one launch of a job and what goes with it, and more while nothing else could be picked."""
+        """Runs one launch of a job and its transfers, and more while the queue has no choice."""
         active = self._active[job.ticket]
         while True:
             for instruction in job.turn():
-                if not isinstance(instruction, Free):  # what is here stays; see `memory`
+                if not isinstance(instruction, Free):  # places are kept; see `memory`
                     self._note(active.order, job.position - 1)
                     self._issue(instruction, active)
             if len(self._queue) > 1 or not self._engine.is_empty or not job.is_ready:
@@ -168,13 +113,13 @@ class Worker:
         if job.is_done:
             self._queue.drop(job.ticket)
             self._finish(self._active.pop(job.ticket))
-        else:  # what it waits for is behind this
+        else:  # the next instruction waits
             self._note(active.order, job.position - 1)
 
     def _note(self, order: Begin, position: int) -> None:
-        """The instruction that was issued last; -1: none yet."""
+        """Records the last issued instruction; -1: none yet."""
         self.at = (order.microbatch, order.run, position)
-        # In this order a reader never sees an old run at a new place.
+        # This order never shows an old run at a new position.
         self._progress[2 * order.microbatch + 1] = position
         self._progress[2 * order.microbatch] = order.run
 
@@ -213,14 +158,14 @@ class Worker:
         instructions = here.program.instructions[self._setup.device]
         job = Job(order.microbatch, order.run, instructions, until_wait_us=here.until_wait_us)
         self._queue.add(job)
-        if job.is_done:  # holds an output or takes state in, and runs nothing
+        if job.is_done:  # only holds an output or receives state
             self._queue.drop(order.run)
             self._finish(self._active.pop(order.run))
 
     def _memory_of(self, microbatch: int, lane: int, index: int) -> ProgramMemory:
         key = (microbatch, lane, index)
         if key not in self._programs_memory:
-            if lane >= self._newest:  # it never goes back to the plans before
+            if lane >= self._newest:  # it never returns to earlier plans
                 gone = [k for k in self._programs_memory if k[0] == microbatch and k[1] < self._newest]
                 for old in gone:
                     del self._programs_memory[old]
@@ -262,16 +207,16 @@ class Worker:
 
 
 def main(pipe: Pipe, folder: str) -> None:
-    """Entry of a process of the engine's machine, which inherits a pipe to its setup."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the engine acts on it
-    # Streams that share a hardware queue wait for one another; read when CUDA starts, with the first weight.
+    """Entry of a local process, which inherits a pipe to its setup."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the engine handles it
+    # Streams that share a hardware queue wait for one another. Read when CUDA starts, with the first weight.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     with contextlib.suppress(EOFError, OSError):  # the engine is gone
         _serve_inherited(pipe)
-    # Gives shared CUDA tensors back: the engine's torch warns at exit about tensors that are still held.
+    # Releases shared CUDA tensors: the engine's torch warns at exit about held ones.
     gc.collect()
     _clean_up(folder)
-    os._exit(0)  # threads may still wait for peers that are gone
+    os._exit(0)  # threads may still wait for lost peers
 
 
 def _serve_inherited(pipe: Pipe) -> None:
@@ -282,14 +227,14 @@ def _serve_inherited(pipe: Pipe) -> None:
 
 
 def _follow(pipe: Pipe, engine: EngineConnection) -> None:
-    """The pipe ends with the engine, even if the connection was never opened."""
+    """Ends with the pipe, even if the connection was never opened."""
     with contextlib.suppress(EOFError, OSError):
         pipe.recv_bytes()
     engine.end()
 
 
 def _clean_up(folder: str) -> None:
-    """Removes the session's folder if the engine was killed; one that lives holds the lock, and does it."""
+    """Removes the session's folder if the engine was killed; a living engine holds the lock."""
     with contextlib.suppress(OSError), open(os.path.join(folder, LOCK), "rb") as lock:
         for _ in range(LEAVING_TRIES):
             try:
@@ -304,7 +249,7 @@ def _clean_up(folder: str) -> None:
 
 
 def _is_leaving(pid: int) -> bool:
-    """A process that is killed closes its pipes before it lets go of its locks; by then it says so."""
+    """True if a process is exiting: it closes its pipes before it releases its locks."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return bool(int(stat.read().rpartition(")")[2].split()[6]) & PF_EXITING)
@@ -313,10 +258,10 @@ def _is_leaving(pid: int) -> bool:
 
 
 def serve(setup: Setup, engine: EngineConnection) -> None:
-    """One worker until its engine hangs up; an error goes to the engine, which tells the user."""
+    """Runs one worker until its engine hangs up; errors are sent to the engine."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    backend: Backend | None = None
+    backend: DeviceWorker | None = None
     try:
         backend = _backend(setup, engine)
         backend.loop()
@@ -328,19 +273,19 @@ def serve(setup: Setup, engine: EngineConnection) -> None:
         _tell_failure(engine, backend, f"{type(error).__name__}: {error}", "")
     finally:
         if backend is not None:
-            with contextlib.suppress(TesseraError, RuntimeError, OSError):  # a device that has failed
+            with contextlib.suppress(TesseraError, RuntimeError, OSError):  # the device has failed
                 backend.close()
         engine.close()
 
 
-def _backend(setup: Setup, engine: EngineConnection) -> Backend:
+def _backend(setup: Setup, engine: EngineConnection) -> DeviceWorker:
     if setup.cluster.devices[setup.device].kind is DeviceKind.CUDA:
         from tessera.execute.cuda.worker import CudaWorker
 
         return CudaWorker(setup, engine)
-    return Worker(setup, engine)
+    return CpuWorker(setup, engine)
 
 
-def _tell_failure(engine: EngineConnection, backend: Backend | None, message: str, remedy: str) -> None:
+def _tell_failure(engine: EngineConnection, backend: DeviceWorker | None, message: str, remedy: str) -> None:
     with contextlib.suppress(OSError):  # the engine is gone
         engine.tell(Failed(message, remedy, *(backend.at if backend is not None else (-1, -1, -1))))

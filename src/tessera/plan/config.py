@@ -132,11 +132,8 @@ class SearchConfig:
     timed_launches: int = 400_000
     min_trials: int = 8
 
-    # Simulated windows, in requests' worth of work: (before the clock counts, while it does). Verdict, quick
-    # estimate, and the long run, in which microbatches fall into step.
-    full_window: tuple[float, float] = (4.0, 10.0)
-    short_window: tuple[float, float] = (2.0, 4.0)
-    long_window: tuple[float, float] = (56.0, 28.0)
+    # (warm-up, measured) requests of a long simulation; None: the simulator's own.
+    long_window: tuple[float, float] | None = None
 
 
 FULL = SearchConfig()

@@ -1,1 +1,1 @@
-"""serve: from a model to an endpoint: continuous batching over microbatches, and HTTP in front of it."""
+"""serve: from a model to an HTTP endpoint, with continuous batching over microbatches."""

@@ -1,11 +1,9 @@
 """ActiveRequest and Answer: one ask in progress, and the delivery of its pieces to readers on any event loop.
 
-A buffer holds what its reader has not taken; the reader takes all of it as one piece. So a slow reader costs
-at most the memory of its own answer and blocks nobody. Waiting readers are woken together, once per loop and
-step, because a wake-up costs a system call.
+A reader takes everything buffered as one piece, so a slow reader costs at most the memory of its own answer.
+Waiting readers are woken together, once per loop and step, because a wake-up is a system call.
 
-No locks: the engine adds and then looks for a waiter, the reader sets its waiter and then looks for news; one
-of them sees the other. Only the reader writes the waiter.
+No locks: the engine adds and then looks for a waiter; the reader sets its waiter and then looks for news.
 """
 
 import asyncio
@@ -24,7 +22,7 @@ from tessera.serve.text import Reader, StopWatch
 
 
 class AnswerBuffer:
-    """One answer in progress. The engine's thread calls `put` and `finish`, the reader's thread the rest."""
+    """The engine's thread calls `put` and `finish`, the reader's thread the rest."""
 
     __slots__ = ("_finish", "_news", "waiter")
 
@@ -34,7 +32,6 @@ class AnswerBuffer:
         self.waiter: asyncio.Future[None] | None = None
 
     def put(self, text: str, token: Token | None) -> None:
-        """Adds final text and its token, if any."""
         self._news.append((text, token))
 
     def finish(self, finish: Finish) -> None:
@@ -58,13 +55,12 @@ class AnswerBuffer:
 
 
 class WakeUps:
-    """Wakes readers, those of one event loop with one call. For the engine's thread."""
+    """Wakes readers, with one call per event loop. For the engine's thread."""
 
     def __init__(self) -> None:
         self._by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
 
     def add(self, buffer: AnswerBuffer) -> None:
-        """The next `flush` wakes its reader, if it waits."""
         waiter = buffer.waiter
         if waiter is not None and not waiter.done():
             self._by_loop.setdefault(waiter.get_loop(), []).append(waiter)
@@ -103,7 +99,7 @@ class Answer(AsyncGenerator[Event, None]):
         return event
 
     async def athrow(self, kind: Any, value: Any = None, tb: TracebackType | None = None) -> Event:
-        """Cancels the request; its row is free after the current step."""
+        """Cancel the request; its row is free after the current step."""
         self._close()
         raise value or kind
 
@@ -120,7 +116,7 @@ class Holder(Protocol):
     """The microbatch that a request is in."""
 
     def leave(self, request: "ActiveRequest") -> None:
-        """Removes the request."""
+        """Remove the request."""
 
 
 class ActiveRequest:
@@ -129,16 +125,13 @@ class ActiveRequest:
     def __init__(self, ask: Ask, reader: Reader, end: Sequence[int]) -> None:
         self.ask, self.reader = ask, reader
         self.sequence = list(ask.prompt)
-        # Generated tokens.
         self.num_out = 0
         self.watch = StopWatch(ask.stop)
         self.buffer = AnswerBuffer()
-        # How the next token is chosen.
         self.pick = Pick.of(ask, end)
         self._keys: list[bytes] = []
         # Logprobs of the prompt's tokens after its first, if requested.
         self.prompt_notes: list[Token] = []
-        # The microbatch that it is in.
         self.batch: Holder | None = None
         self.is_cancelled = self.is_over = False
         self.arrived_s = time.monotonic()
@@ -157,7 +150,6 @@ class ActiveRequest:
         self.pick.add(number)
 
     def keys(self, num_pages: int) -> Sequence[bytes]:
-        """Keys of its first pages, which are full."""
         keys = self._keys
         while len(keys) < num_pages:
             start = len(keys) * PAGE
@@ -167,14 +159,12 @@ class ActiveRequest:
         return keys[:num_pages]
 
     def text_of(self, number: int) -> str:
-        """The final text that a token adds."""
         text = self.reader.feed(number)
         if not self.ask.stop:
             return text
         return self.watch.skip(text) if self.num_out < self.ask.min_tokens else self.watch.feed(text)
 
     def rest_of_text(self) -> str:
-        """The rest at the end of the answer."""
         if self.watch.is_stopped:
             return ""
         return self.watch.feed(self.reader.flush()) + self.watch.flush()

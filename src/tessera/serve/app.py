@@ -3,18 +3,18 @@
     /v1/chat/completions, /v1/completions, /v1/models    as OpenAI's
     /v1/embeddings, /v1/images/generations               as OpenAI's, for encoders and picture pipelines
     /tokenize, /detokenize                               as vLLM's
-    /v1/plan       the plans, which one is in force, and why
+    /v1/plan       the plans, the current one, and why
     /v1/state      what the service is doing now
     /              the live page, which shows these two
-    /health        200 while requests are taken, 503 during shutdown; needs no key
+    /health        200 while requests are accepted, 503 during shutdown; needs no key
     /metrics       for Prometheus
     /version, /openapi.json
 
-`start` makes the endpoint, `server` listens. Bodies are read by `reading`, not by FastAPI, and only as
-application/json, which a page of another site cannot send unasked.
+`start` makes the endpoint, `server` listens. `reading` reads bodies, only as application/json, which another
+site's page cannot send unasked.
 
-The live page is one HTML file without external resources. Utilisation in the state is measured; figures of a
-plan are modelled. The Content-Security-Policy names the page's script and style by their hashes.
+The live page is one HTML file without external resources; its script and style are in the
+Content-Security-Policy by hash. Utilisation in the state is measured; figures of a plan are modelled.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ from tessera.serve.records import ImageDraft, Snapshot, step_name
 
 
 class BodyRoute(NamedTuple):
-    """A path that takes a body: its reader (`reading.READERS`), and which kinds of model it is for."""
+    """A path with a body: its reader (`reading.READERS`), and the kinds of model it is for."""
 
     path: str
     kind: str
@@ -101,7 +101,7 @@ ROUTES = (
     ),
     BodyRoute("/detokenize", "detokenize", DetokenizeRequest, ("text", "vectors"), "The text of tokens."),
 )  # fmt: skip
-# Kind of model -> the error for other requests.
+# Kind of model -> error for other requests.
 DOES = {
     "text": "generates text only",
     "vectors": "makes embeddings only; use /v1/embeddings",
@@ -142,7 +142,7 @@ def create_app(
     keys: Sequence[str] = (),
     is_local: bool = False,
 ) -> FastAPI:
-    """The application of one served model. The caller closes `app.state.reading`."""
+    """The caller closes `app.state.reading`."""
     app = FastAPI(title="Tessera", version=__version__, docs_url=None, redoc_url=None)
     limits = limits or HttpLimits()
     app.state.limiter, app.state.reading = RequestLimiter(limits), Reading(endpoint.card)
@@ -157,8 +157,6 @@ def create_app(
 
 
 class BodyResponse(Response):
-    """The answer to a body, generated while it is sent."""
-
     def __init__(self, app: FastAPI, route: BodyRoute, endpoint: Endpoint, limits: HttpLimits) -> None:
         super().__init__()
         self._state, self._route, self._endpoint, self._limits = app.state, route, endpoint, limits
@@ -169,7 +167,7 @@ class BodyResponse(Response):
             limiter.check_open()
             with HeldBody(self._limits, limiter) as body:
                 await body.receive(scope, receive)
-                # With a complete body only: a slow sender takes no place.
+                # Only after a complete body: a slow sender takes no place.
                 with limiter.entered():
                     await while_connected(receive, self._respond(body, scope, send))
         except ClientGone:
@@ -200,7 +198,7 @@ class BodyResponse(Response):
 
 
 def _add_route(app: FastAPI, route: BodyRoute, endpoint: Endpoint, limits: HttpLimits) -> None:
-    """Adds a path, and for the OpenAPI page its body and answers, which FastAPI does not read."""
+    """Add a path with its OpenAPI body and answers, which FastAPI does not know."""
 
     async def respond() -> Response:
         return BodyResponse(app, route, endpoint, limits)
@@ -296,7 +294,6 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def live_page() -> tuple[str, str]:
-    """The page and its Content-Security-Policy."""
     html = files("tessera.serve").joinpath("page.html").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
@@ -321,7 +318,6 @@ def state_document(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """One plan: placement of every step, predicted rates, and reasons."""
     from tessera.plan import explain  # slow to import
 
     explained = explain(plan, is_brief=True)
@@ -348,7 +344,6 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 
 
 def _layer(plan: Plan) -> dict[str, Any]:
-    """Placement of one layer, in the most frequent step and the main lane."""
     from tessera.report import layer_picture, main_lane
 
     step = max(range(len(plan.unit.counts)), key=plan.unit.counts.__getitem__)
@@ -365,7 +360,6 @@ def _layer(plan: Plan) -> dict[str, Any]:
 
 
 def _steps(plan: Plan, lane: Lane, names: Sequence[str]) -> list[dict[str, Any]]:
-    """By step of a lane: the number of launches of every device."""
     steps = []
     for graph, runs, placed in zip(plan.unit.graphs, plan.unit.counts, lane.placement.devices, strict=True):
         launches = {name: placed.count(i) for i, name in enumerate(names)}

@@ -1,14 +1,14 @@
 """Grammars: which tokens may come next, so that an answer has the requested form.
 
-    compiler = GrammarCompiler(text, vocab_size)       once per service: takes a second for 128,000 tokens
-    grammar = await compiler.compiled(source, place)   in a thread; the latest ones are kept
+    compiler = GrammarCompiler(text, vocab_size)       once per service: a second for 128,000 tokens
+    grammar = await compiler.compiled(source, place)   in a thread; the latest ones are cached
     grammar.start() -> Guide                           follows the tokens of one answer
 
-A source is a grammar in llguidance's dialect of Lark, which has JSON schemas as `%json`. The library bounds
-the work of a grammar. Tokens are known by their bytes, so any tokenizer will do. An answer ends where its
-grammar does, with or without an end token.
+A source is in llguidance's dialect of Lark, which has JSON schemas as `%json`. The library bounds the work of
+a grammar. Tokens are known by their bytes, so any tokenizer works. An answer ends with its grammar, with or
+without an end token.
 
-Not handled: keywords of JSON schema that the library does not know; such a schema is refused by name.
+Not handled: JSON schema keywords unknown to the library; such a schema is refused by name.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera.serve")
 
-# Characters of a source.
+# Maximum characters of a source.
 MAX_CHARS = 2**17
-# Grammars kept, and compiled at once.
+# Cached grammars, and concurrent compilations.
 MAX_KEPT, THREADS = 32, 4
-# States of a grammar's lexer, each one or two kilobytes.
+# Maximum lexer states, each one or two kilobytes.
 MAX_STATES = 20_000
 
 
 class Guide:
-    """Follows one answer. For one thread at a time."""
+    """Follows one answer. Not thread-safe."""
 
     __slots__ = ("_mask", "_matcher")
 
@@ -65,8 +65,6 @@ class Guide:
 
 
 class Grammar:
-    """A compiled grammar; any thread may start guides."""
-
     __slots__ = ("_mask", "_matcher")
 
     def __init__(self, matcher: "LLMatcher", mask: bytes) -> None:
@@ -87,7 +85,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
 
     async def compiled(self, source: str, place: str) -> Grammar:
-        """As `compile`, in a thread; kept grammars are reused. For one event loop."""
+        """`compile` in a thread, with a cache. For one event loop."""
         grammar = self._kept.get(source)
         if grammar is None:
             loop = asyncio.get_running_loop()
@@ -99,7 +97,7 @@ class GrammarCompiler:
         return grammar
 
     def compile(self, source: str, place: str) -> Grammar:
-        """A grammar, or AskError about its field. From any thread."""
+        """A grammar, or `AskError` about its field. Thread-safe."""
         if len(source) > MAX_CHARS:
             raise AskError(f"its grammar has {len(source):,} characters", f"Use up to {MAX_CHARS:,}.", place)
         matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
@@ -112,7 +110,7 @@ class GrammarCompiler:
 
 
 def open_grammars(text: Text, vocab_size: int) -> GrammarCompiler | None:
-    """The compiler of a model's grammars; None if the extra 'grammar' is missing or does not work."""
+    """None if the extra 'grammar' is missing or does not work."""
     try:
         return GrammarCompiler(text, vocab_size)
     except MissingExtra:
@@ -123,14 +121,12 @@ def open_grammars(text: Text, vocab_size: int) -> GrammarCompiler | None:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance expects it."""
-
     bos_token_id = None
 
     def __init__(self, text: Text, vocab_size: int) -> None:
         self.tokens = [text.token_bytes(number) for number in range(vocab_size)]
         self.ends = [number for number in text.end if number < vocab_size]
-        if not self.ends:  # the library needs one; such answers end with their grammar
+        if not self.ends:  # required by the library; such answers end with their grammar
             self.ends.append(vocab_size)
             self.tokens.append(b"")
         self.eos_token_id = self.ends[0]
@@ -138,7 +134,7 @@ class _Vocabulary:
         self._by_byte = {raw[0]: number for number, raw in enumerate(self.tokens) if len(raw) == 1}
 
     def __call__(self, raw: bytes) -> list[int]:
-        """Only called for texts that a grammar forces, which are not used."""
+        """Called only for texts that a grammar forces, which are not used."""
         return [self._by_byte[byte] for byte in raw if byte in self._by_byte]
 
 

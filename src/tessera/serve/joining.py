@@ -1,14 +1,12 @@
-"""Joining: remote worker processes that connect to the engine, and connect again when a session ends.
+"""Joining: remote worker processes that connect to the engine, and reconnect when a session ends.
 
 A session is one process: it connects, receives its configuration, builds its weights and works until the
-engine ends it. Weights it cannot build are requested from the engine (`execute.messages`). When a device is
-lost, by whatever fault, the engine takes the next worker that connects, so a worker that is left, one that
-was killed and one on a new machine are the same. `keep_working` runs session after session until no engine
-answers any more: soon if the engine's machine says that nobody listens, patiently if the network says
-nothing.
+engine ends it. Weights it cannot build are requested from the engine (`execute.messages`). After any loss the
+engine takes the next worker that connects, so old, killed and new workers are treated alike. `keep_working`
+runs sessions until no engine answers: soon if connections are refused, patiently if the network is silent.
 
-The engine names the model. Built-in names and folders are built; a name that would import code is not,
-because another machine must not choose code to run here: its weights are sent instead.
+The engine names the model. Built-in names and folders are built here; a name that would import code is not,
+because another machine must not choose code to run: its weights are sent instead.
 """
 
 import multiprocessing
@@ -49,22 +47,20 @@ from tessera.execute.messages import (
 from tessera.execute.processes import FORKSERVER, hidden_main
 from tessera.ir import Step
 
-# From the step of a trace to the weights of its model; raises TesseraError if it cannot be built here.
+# Step of a trace -> weights of its model; `TesseraError` if it cannot be built here.
 MakeWeights = Callable[[Step], Mapping[str, torch.Tensor]]
 Say = Callable[[str], None]
-# After a session, the worker leaves when the engine's machine has said for this long that nobody listens.
+# After a session, the worker leaves when connections were refused for this long.
 AGAIN_S = 5.0
-# Imports of the server process that sessions are forked from; a missing transformers is skipped.
+# Imports of the process that sessions are forked from; a missing transformers is skipped.
 PRELOADED = ["tessera.serve.joining", "tessera.flow", "transformers.modeling_utils"]
 
 
 @dataclass(frozen=True)
 class ModelHere:
-    """Builds weights of the engine's model on this machine."""
-
-    # A name or folder in place of the engine's.
+    # Name or folder in place of the engine's.
     model: str = ""
-    # True if the user of this machine named the model: it may import code.
+    # True if this machine's user named the model: it may import code.
     may_import: bool = False
 
     def __call__(self, step: Step) -> Mapping[str, torch.Tensor]:
@@ -86,7 +82,7 @@ def keep_working(
     again_s: float = AGAIN_S,
     say: Say = lambda line: None,
 ) -> int:
-    """Session after session until no engine answers; returns their number."""
+    """Run sessions until no engine answers; return their number."""
     sessions = 0
     while True:
         error, code = _session(engine, rank, make, patience_s, again_s if sessions else None)
@@ -100,7 +96,7 @@ def keep_working(
 
 
 def _session(*arguments: Any) -> tuple[TesseraError | None, int]:
-    """One process from connection to hang-up: the error it ended with, and its exit code."""
+    """One process from connection to hang-up: its error and exit code."""
     context = multiprocessing.get_context(FORKSERVER)
     context.set_forkserver_preload(PRELOADED)
     mine, theirs = context.Pipe(duplex=False)
@@ -132,7 +128,7 @@ def _session(*arguments: Any) -> tuple[TesseraError | None, int]:
 
 
 def _session_main(outcome: Pipe, *arguments: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent acts on it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
         join(*(*arguments, lambda line: print(line, file=sys.stderr, flush=True)))
@@ -141,11 +137,10 @@ def _session_main(outcome: Pipe, *arguments: Any) -> None:
         name = WorkerError.__name__ if is_gone else MismatchError.__name__
         outcome.send((name, error.message, error.remedy, error.place))
         outcome.close()
-    os._exit(0)  # threads may still wait for peers that are gone
+    os._exit(0)  # threads may still wait for lost peers
 
 
 def _follow_parent() -> None:
-    """A session does not outlive the process that runs it, even if that was killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -162,11 +157,11 @@ def join(
 ) -> None:
     """One session; `patience_s` and `again_s` as in `connect_engine`."""
     engine = connect_engine(address, patience_s, again_s)
-    # A worker that computes without end does not notice a hang-up.
+    # A worker in an endless computation does not notice a hang-up.
     engine.ended = lambda: _later(STOP_TIMEOUT_S, lambda: os._exit(1))
     try:
         engine.tell(Hello(rank, address.digest, own_version()))
-        answer = engine.take(block=True)  # a worker that is not needed waits here until it is
+        answer = engine.take(block=True)  # a spare worker waits here until it is needed
         if isinstance(answer, Hangup):
             return
         if isinstance(answer, Refused):
@@ -198,7 +193,7 @@ def _later(seconds: float, deed: Callable[[], object]) -> None:
 def _weights(
     config: WorkerConfig, make: MakeWeights, engine: EngineConnection, say: Say
 ) -> dict[str, torch.Tensor]:
-    """Built from as many steps as needed, since steps of one model share most; the rest is requested."""
+    """Build from as few steps as needed, since steps share weights; request the rest."""
     weights: dict[str, torch.Tensor] = {}
     wanted = {record.name for record in config.weight_records}
     for step in dict.fromkeys(trace.step for trace in config.traces):

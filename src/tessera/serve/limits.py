@@ -1,17 +1,14 @@
-"""Limits: who may use the server, and how much one client, and all of them, may take.
+"""Limits: who may use the server, and how much.
 
-    a body       a maximum size, a time in which it must arrive, and no flood of tiny chunks; large ones share
-                 a budget until they are read
-    requests     a maximum number at once; none while the server shuts down
-    a client     that disconnects has its generation cancelled
+    body         maximum size and arrival time, no flood of tiny chunks; large ones share a budget
+    requests     maximum number at once; none during shutdown
+    disconnect   cancels the client's generation
 
-`server` limits connections and clients that do not read; `openai.bodies` limits what a body contains.
+`server` limits connections and slow readers; `openai.bodies` limits what a body contains.
 
-With at least one key, every path needs `Authorization: Bearer KEY` except `OPEN`: /health, for load
-balancers, and the live page, which holds no figures and asks for the key. The key is checked before the body
-is read; all keys are compared, in constant time.
-
-Without a key, a server on loopback answers to this machine's names only (protection against DNS rebinding).
+With keys, every path except `OPEN` needs `Authorization: Bearer KEY`: /health is for load balancers, and the
+live page holds no figures. The key is checked before the body is read, in constant time. Without keys, a
+server on loopback accepts only local host names (DNS rebinding).
 """
 
 import asyncio
@@ -30,12 +27,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tessera.errors import TesseraError
 from tessera.serve.openai.errors import TINY_CHUNKS, ApiError
 
-# Bytes of every body that do not count for the shared budget: large bodies never keep out small ones.
+# Bytes of each body outside the shared budget: large bodies never keep out small ones.
 FREE_BYTES = 64 * 2**10
-# Bytes of a request's head, and of chunk headers beyond the size of their body.
+# Maximum bytes of a request head, and of chunk headers beyond the body's size.
 HEAD_BYTES = 64 * 2**10
 OPEN = frozenset({"/", "/health"})
-# Keys of the ASGI scope: the client's name, by which clients take turns; in its state, the connection.
+# Keys of the ASGI scope: the client's name, for fair turns, and its connection.
 CLIENT, CONNECTION = "tessera.client", "tessera.connection"
 MIN_KEY_CHARS = 8
 
@@ -44,42 +41,40 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Limits of one server; every one is an option of `tessera serve` or a documented constant."""
+    """Every limit is an option of `tessera serve` or a documented constant."""
 
     body_bytes: int = 4 * 2**20
-    # All bodies being read, without the first FREE_BYTES of each.
+    # Bytes of all bodies being read, without the first FREE_BYTES of each.
     bodies_bytes: int = 256 * 2**20
-    # Seconds in which a body must arrive.
+    # Seconds for a body to arrive.
     body_s: float = 30.0
-    # Requests being answered or waiting in the queue.
+    # Requests running or waiting.
     requests: int = 2048
-    # Seconds after which a client that does not read is cut off.
+    # Seconds before a client that does not read is disconnected.
     stall_s: float = 60.0
     # Open connections; the oldest idle one is closed for a new one.
     connections: int = 16384
-    # Seconds after which a connection without a complete request head is closed.
+    # Seconds for a complete request head.
     idle_s: float = 75.0
     # Seconds for running requests to finish at shutdown.
     drain_s: float = 30.0
 
 
 class ClientGone(Exception):
-    """The client has closed its connection; nobody reads an answer."""
+    """The client has disconnected."""
 
 
 class RequestLimiter:
-    """Counts the requests inside, and admits no more than allowed."""
-
     def __init__(self, limits: HttpLimits) -> None:
         self._limits, self.inside, self.is_closed = limits, 0, False
-        # Bytes of large bodies that are being read.
+        # Bytes of large bodies being read.
         self.held_bytes = 0
         self._empty = asyncio.Event()
         self._empty.set()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Counts one request; raises 429 above the limit and 503 during shutdown."""
+        """Count one request; 429 above the limit, 503 during shutdown."""
         self.check_open()
         if self.inside >= self._limits.requests:
             message = f"{self.inside} requests are being served, the most at once. Try again later."
@@ -98,7 +93,7 @@ class RequestLimiter:
             raise ApiError(503, "The server is shutting down and takes no new request.", code="shutting_down")
 
     def hold(self, num_bytes: int) -> None:
-        """Counts bytes of a large body; raises 429 if all large bodies together are too many."""
+        """Count bytes of a large body; 429 above the shared budget."""
         if num_bytes > 0 and self.held_bytes + num_bytes > self._limits.bodies_bytes:
             raise ApiError(
                 429, "too many large requests at once. Try again later.", None, "rate_limit_exceeded"
@@ -106,7 +101,6 @@ class RequestLimiter:
         self.held_bytes += num_bytes
 
     async def emptied(self, timeout_s: float) -> bool:
-        """Waits until no request is inside; False after the time-out."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
@@ -116,7 +110,7 @@ class RequestLimiter:
 
 
 class HeldBody:
-    """The body of one request, which counts for the shared budget until it is dropped."""
+    """A request's body; it counts for the shared budget until dropped."""
 
     def __init__(self, limits: HttpLimits, limiter: RequestLimiter) -> None:
         self._limits, self._limiter = limits, limiter
@@ -135,7 +129,6 @@ class HeldBody:
         self._held = 0
 
     async def receive(self, scope: Scope, receive: Receive) -> None:
-        """Waits for a complete JSON body; raises 415, 413, 408, 429 or 400."""
         headers, most = Headers(scope=scope), self._limits.body_bytes
         if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             message = "the body must be application/json: send the header 'Content-Type: application/json'"
@@ -172,7 +165,7 @@ def _content_length(headers: Headers) -> int:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Runs work; cancels it and raises ClientGone when the client disconnects."""
+    """Run work; cancel it and raise `ClientGone` when the client disconnects."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -193,7 +186,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class AccessMiddleware:
-    """ASGI middleware: checks key and host on the headers, names the client, and marks connections busy."""
+    """ASGI middleware: checks key and host, names the client, and marks connections busy."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], is_local: bool) -> None:
         self._app, self._is_local = app, is_local
@@ -254,7 +247,6 @@ def _bearer(headers: Headers) -> bytes:
 
 
 def is_local_name(host: str) -> bool:
-    """True if a Host header names this machine; HTTP/1.0 sends none."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     name = name.lower().rstrip(".")
     if name in {"", "localhost"} or name.endswith(".localhost"):
@@ -266,7 +258,7 @@ def is_local_name(host: str) -> bool:
 
 
 def read_keys(given: Iterable[str]) -> tuple[str, ...]:
-    """Keys from the command line: each is a key, or @FILE with one key per line."""
+    """Keys from the command line, or with @FILE one per line."""
     keys: list[str] = []
     for word in given:
         keys += _keys_of_file(Path(word[1:])) if word.startswith("@") else [word]

@@ -1,21 +1,17 @@
 """Load generator: `measure` sends requests to a server; `figures` are named as in `vllm bench serve`.
 
-The server tells its model and context length. There is no tokenizer here: two short requests find the tokens
-of its template and of a word. Words have five letters, so lengths are exact where a token is a byte; the
-reported prompt lengths are the server's.
+The server reports its model and context length. Without a tokenizer, two short requests measure the tokens of
+its template and of a word; words have five letters. Reported prompt lengths are the server's.
 
-With verification a few distinct prompts are sent alone first; under load each answer must be the same text,
-as generation is greedy. At most `concurrency` requests are in flight, in the order of their times; how late
-each was sent is recorded.
+Verification sends a few distinct prompts alone first; under load each greedy answer must be the same text. At
+most `concurrency` requests are in flight; the delay of each is recorded.
 
-    ttfb  from sending a request to the first byte of its answer's body
-    ttft  to its first text                       tpot  (end - first text) / (tokens - 1)
-    itl   between two events with text            e2el  to its end
+    ttfb  sending to the first byte of the body
+    ttft  to the first text                       tpot  (end - first text) / (tokens - 1)
+    itl   between two events with text            e2el  to the end
 
-All are measured by the client, over answered requests. The first token is the first event with text. A stream
-counts as answered if it came to `[DONE]` with a finish reason; everything else is a LoadError of some kind.
-
-Not handled: redirects, proxies and HTTP/2.
+Times are measured by the client, over answered requests: streams that reach `[DONE]` with a finish reason.
+Everything else is a `LoadError`. Not handled: redirects, proxies and HTTP/2.
 """
 
 import asyncio
@@ -39,15 +35,15 @@ from tessera.ir import Arrivals
 # Default tokens of a request, if they fit.
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
 NO_LIMIT = 1 << 30
-# Words of the two requests that find the tokens of a word; letters of a word.
+# Words of the two measuring requests; letters of a word.
 FEW, MANY = 1, 5
 WORD = 5
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 QUANTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0}
-# A connection that idled longer is not reused: the server may be closing it.
+# Idle connections are not reused after this time: the server may be closing them.
 MAX_IDLE_S = 1.0
 MAX_BODY_BYTES = 64 << 20
-# Shown part of a server's message.
+# Maximum shown characters of a server's message.
 SHOWN_CHARS = 300
 
 Api = Literal["chat", "completions"]
@@ -55,14 +51,12 @@ Api = Literal["chat", "completions"]
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Base URL and headers of all requests."""
-
     base: str
     headers: tuple[tuple[str, str], ...] = ()
 
 
 def parse_address(url: str, api_key: str | None = None) -> ServerAddress:
-    """Reads `http://host:port`, with or without a trailing `/v1`."""
+    """Parse `http://host:port`, with or without a trailing `/v1`."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         is_wrong = parts.port == 0
@@ -78,8 +72,6 @@ def parse_address(url: str, api_key: str | None = None) -> ServerAddress:
 
 
 class Reply:
-    """One response, parsed as it arrives."""
-
     def __init__(self, status: int = 200, is_events: bool = False) -> None:
         self.status, self._is_events = status, is_events
         self.body = bytearray()
@@ -89,7 +81,7 @@ class Reply:
         self.first_s: float | None = None
 
     def take(self, data: bytes, now_s: float) -> None:
-        """Adds bytes; complete events leave the body."""
+        """Add bytes; complete events leave the body."""
         if self.first_s is None:
             self.first_s = now_s
         self.body += data
@@ -106,7 +98,6 @@ class Reply:
 
     @property
     def message(self) -> str:
-        """The error message, from OpenAI's form if it has that."""
         try:
             message = _error_message(msgspec.json.decode(self.body, type=_Event).error)
         except msgspec.DecodeError:
@@ -115,13 +106,12 @@ class Reply:
 
 
 class Client:
-    """Sends requests to one server, each on a connection of its own; see `connected`."""
+    """Sends requests to one server, each on its own connection; see `connected`."""
 
     def __init__(self, session: aiohttp.ClientSession, address: ServerAddress) -> None:
         self._session, self._address = session, address
 
     async def ask(self, method: str, path: str, body: bytes | None = None) -> Reply:
-        """The complete answer, or LoadError."""
         kind = {} if body is None else {"Content-Type": "application/json"}
         reply: Reply | None = None
         try:
@@ -152,7 +142,6 @@ class Client:
 
 @asynccontextmanager
 async def connected(address: ServerAddress, timeout_s: float) -> AsyncIterator[Client]:
-    """A client; its connections are closed at the end."""
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=MAX_IDLE_S),
         headers=dict(address.headers),
@@ -169,11 +158,9 @@ def _no_http(error: Exception) -> LoadError:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A complete answer. Times count from sending the request."""
-
     text: str
     finish_reason: str
-    # As reported by the server, if at all.
+    # Reported by the server, if at all.
     prompt_tokens: int | None
     output_tokens: int | None
     # Until the first byte of the body, the first text, and the end.
@@ -185,14 +172,12 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Reported tokens, or events with text."""
         return len(self.gaps_s) + 1 if self.output_tokens is None else self.output_tokens
 
 
 async def generate(
     client: Client, api: Api, model: str, prompt: str, max_tokens: int, ignores_end: bool
 ) -> Generation:
-    """Requests one greedy, streamed answer."""
     asked: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
     asked["stream_options"] = {"include_usage": True}
     if ignores_end:
@@ -277,7 +262,6 @@ def _event(data: bytes) -> _Event:
 
 
 def _error_message(error: Any) -> str:
-    """From OpenAI's form, or as it is."""
     message = error.get("message") if isinstance(error, dict) else error
     return str(message)[:SHOWN_CHARS] if message else ""
 
@@ -288,8 +272,6 @@ def _short(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What requests to send, and how many at once."""
-
     num_requests: int = 200
     concurrency: int = 32
     # Requests per second; None: as fast as `concurrency` allows. Gaps are gamma distributed: burstiness 1 is
@@ -304,7 +286,7 @@ class LoadOptions:
     # None: the server's first.
     model: str | None = None
     ignores_end: bool = True
-    # Distinct prompts, each sent alone first; None: no verification, all prompts differ.
+    # Distinct prompts, sent alone first; None: no verification, all prompts differ.
     num_distinct: int | None = None
     seed: int = 0
     timeout_s: float = 600.0
@@ -314,7 +296,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One request to send; equal `prompt_number` means equal prompt."""
+    """Equal `prompt_number` means equal prompt."""
 
     number: int
     prompt_number: int
@@ -340,14 +322,11 @@ class Ruler:
         return cls(few[1] - few[0] * per_word, per_word)
 
     def words(self, tokens: int) -> int:
-        """Words that make at most this many tokens; at least one."""
         return max(1, int((tokens - self.fixed) / self.per_word + 1e-6))
 
 
 @dataclass(frozen=True, slots=True)
 class QueryOutcome:
-    """The outcome of one query. Times count from the start of the load."""
-
     query: Query
     sent_s: float
     answer: Generation | LoadError
@@ -359,14 +338,14 @@ class LoadRun:
     model: str
     outcomes: tuple[QueryOutcome, ...]
     duration_s: float
-    # Requests of a recorded log that were cut to fit.
+    # Logged requests cut to fit.
     num_cut: int
-    # Verification: the answer to each distinct prompt alone.
+    # Verification: answers to the distinct prompts alone.
     alone: tuple[Generation, ...] = ()
 
 
 async def measure(address: ServerAddress, options: LoadOptions, on_done: Callable[[str], None]) -> LoadRun:
-    """Runs a load; calls `on_done` after every answer. LoadError if the server does not answer at all."""
+    """Run a load; `on_done` is called after every answer. `LoadError` if the server does not answer."""
     async with connected(address, options.timeout_s) as client:
         model, length = await _served(client, options.model)
         ruler = await _ruler(client, options, model)
@@ -414,7 +393,6 @@ class _ModelCards(msgspec.Struct):
 
 
 async def _served(client: Client, wanted: str | None) -> tuple[str, int | None]:
-    """The model, and its context length if the server tells it."""
     reply = await client.ask("GET", "/v1/models")
     if reply.status != 200:
         if wanted is not None and reply.status == 404:
@@ -434,7 +412,6 @@ async def _served(client: Client, wanted: str | None) -> tuple[str, int | None]:
 
 
 async def _ruler(client: Client, options: LoadOptions, model: str) -> Ruler:
-    """Tokens per word; 1 if the server reports no usage."""
     tokens = []
     for words in (FEW, MANY):
         prompt = make_prompts([words], options.seed)[0]
@@ -444,7 +421,7 @@ async def _ruler(client: Client, options: LoadOptions, model: str) -> Ruler:
 
 
 def _queries(options: LoadOptions, length: int | None, ruler: Ruler) -> tuple[list[Query], int]:
-    """The queries, and how many of a log were cut to the server's context length."""
+    """The queries, and how many of a log were cut to the context length."""
     half = max(1, length // 2) if length is not None else PROMPT_TOKENS
     usual_prompt = options.prompt_tokens or min(PROMPT_TOKENS, half)
     usual_output = options.output_tokens or min(OUTPUT_TOKENS, half)
@@ -479,7 +456,6 @@ def make_prompts(num_words: Sequence[int], seed: int) -> list[str]:
 
 
 def send_times(options: LoadOptions) -> tuple[float, ...]:
-    """Seconds from the start; all zero without a rate."""
     num, rate_per_s, burstiness = options.num_requests, options.rate_per_s, options.burstiness
     if rate_per_s is None:
         return (0.0,) * num
@@ -546,7 +522,6 @@ def _latencies(answers: Sequence[Generation]) -> dict[str, float | None]:
 
 
 def _verified(run: LoadRun) -> dict[str, Any]:
-    """Compares answers under load with those alone."""
     texts = [answer.text for answer in run.alone]
     compared = [(x.query, x.answer.text) for x in run.outcomes if isinstance(x.answer, Generation)]
     mixed = [
@@ -556,7 +531,7 @@ def _verified(run: LoadRun) -> dict[str, Any]:
     ]
     return {
         "prompts": len(texts),
-        # If these are few, mixed-up requests may have equal answers.
+        # Few distinct answers may hide mixed-up requests.
         "distinct_answers": len(set(texts)),
         "compared": len(compared),
         "mixed_up": len(mixed),

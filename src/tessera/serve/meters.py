@@ -1,7 +1,7 @@
 """Meters: totals since the start, and shares of the last seconds.
 
-The engine's thread writes, so it must be quick; any thread may read totals. Only the latest times of single
-requests are kept; `Metrics` adds histograms.
+The engine's thread writes; any thread reads. Only the latest request times are kept; `Metrics` adds
+histograms.
 """
 
 import math
@@ -15,7 +15,7 @@ from tessera.serve.records import Counts, Finish, Latency
 
 # Seconds between two samples, and the window of shares and rates.
 LOOK_S, WINDOW_S = 0.5, 5.0
-# Latest times kept.
+# Number of latest times kept.
 NUM_FIRST, NUM_BETWEEN = 500, 5000
 
 
@@ -38,12 +38,10 @@ class _Look(NamedTuple):
 
 
 class Meters(Counts):
-    """Counters, and a window of samples."""
-
     def __init__(self) -> None:
         super().__init__()
         self.finished: Counter[str] = Counter()
-        # By device: number of losses, and its last status.
+        # By device: losses, and last status.
         self.losses: Counter[str] = Counter()
         self.status: Mapping[str, DeviceStatus] = {}
         # Latest seconds to first token, and between tokens.
@@ -52,29 +50,27 @@ class Meters(Counts):
         self._looks: deque[_Look] = deque([_Look(time.monotonic(), 0, {}, {})])
 
     def seated(self, queued_s: float) -> None:
-        """A request has got a row after this wait."""
+        """A request got a row after this wait."""
 
     def first_token(self, prompt_tokens: int, seconds: float) -> None:
-        """The first token came this long after arrival."""
         self.prompt_tokens += prompt_tokens
         self.first_s.append(seconds)
 
     def next_tokens(self, seconds: Sequence[float]) -> None:
-        """Seconds since the previous token, for the other tokens of a step."""
+        """Gaps of the other tokens of a step."""
         self.between_s.extend(seconds)
 
     def stepped(self, kind: str, seconds: float) -> None:
         """A step has ended; its kind includes its size."""
 
     def ended(self, finish: Finish, times: Times) -> None:
-        """A request has ended, for any reason."""
         self.finished[finish.reason] += 1
 
     def is_due(self) -> bool:
         return time.monotonic() - self._looks[-1].at_s >= LOOK_S
 
     def look(self, use: DeviceUse) -> None:
-        """Takes a sample, and drops those older than the window."""
+        """Take a sample, and drop those older than the window."""
         now = time.monotonic()
         looks = self._looks
         looks.append(_Look(now, self.output_tokens, dict(use.busy_s), dict(use.moved)))
@@ -93,7 +89,6 @@ class Meters(Counts):
         return (last.output_tokens - first.output_tokens) / (last.at_s - first.at_s or 1.0)
 
     def busy(self) -> dict[str, float]:
-        """Device -> busy share of the window."""
         first, last = self._ends()
         span_s = last.at_s - first.at_s or 1.0
         return {name: _share(s - first.busy_s.get(name, 0.0), span_s) for name, s in last.busy_s.items()}
@@ -116,7 +111,6 @@ class Meters(Counts):
 
 
 def quantile(ascending: Sequence[float], share: float) -> float | None:
-    """Nearest-rank quantile; None if there are no values."""
     return ascending[max(0, math.ceil(share * len(ascending)) - 1)] if ascending else None
 
 

@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: vLLM's names under `tessera:`, and those of heterogeneous devices.
+"""Prometheus metrics: vLLM's names under `tessera:`, and those of heterogeneous devices.
 
-Gauges and counters are read from the service's snapshot on request. The engine feeds the histograms. Every
-series has the label model_name; the registry is the service's own.
+Gauges and counters come from the service's snapshot, histograms from the engine. Every series has the label
+model_name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,7 +78,7 @@ class Metrics(Meters):
         self._step.labels(self._model, kind).observe(seconds)
 
     def ended(self, finish: Finish, times: Times) -> None:
-        """A request cancelled in the queue has a total time only."""
+        """A request cancelled in the queue has only a total time."""
         super().ended(finish, times)
         self._observe("e2e_request_latency_seconds", times.whole_s)
         self._observe("request_prompt_tokens", finish.prompt_tokens)
@@ -95,7 +95,6 @@ class Metrics(Meters):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry: series of the snapshot."""
         for kind, name, text, labels, values in _families(self._snapshot()):
             family = kind(f"tessera:{name}", text, labels=["model_name", *labels])
             for words, value in values.items():

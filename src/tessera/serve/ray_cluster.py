@@ -1,15 +1,12 @@
-"""Workers that Ray places: one actor per device, in one placement group with a bundle per device.
+"""Workers placed by Ray: one actor per device, in one placement group with a bundle per device.
 
-Ray chooses the nodes, starts the processes, and starts them anew: an actor that is lost, also with its node,
-is restarted where its bundle finds room again, for as long as the service lasts. The actor does what `tessera
-worker` does (`joining.keep_working`): it is told where the engine's gate is, its rank and a secret that is
-fresh for this service, calls, and calls again whenever the engine has hung up. So what Ray itself pickles is
-an address, a number, a secret and the model's name, and the secret is as safe as the Ray cluster.
+Ray chooses nodes, starts actors, and restarts lost ones where their bundle fits, as long as the service runs.
+An actor does what `tessera worker` does (`joining.keep_working`) with the engine's address, its rank and a
+secret of this service. Ray pickles only these and the model's name; the secret is as safe as the Ray cluster.
 
-A device of another machine's GPU (`away:a100`) asks for a GPU of that accelerator type, as Ray names it;
-`away:a100*` is as many of them as the cluster has. Other devices ask for a CPU, and for one of the custom
-resource that has the GPU's name, if any node has that: `ray start --resources '{"l40s": 1}'`. GPUs are packed
-onto few nodes, for the sake of their links; CPUs are spread.
+A GPU of another machine (`away:a100`) requests that accelerator type; `away:a100*` means all that the cluster
+has. Other devices request a CPU, and one of the custom resource with the GPU's name, if a node has it: `ray
+start --resources '{"l40s": 1}'`. GPUs are packed onto few nodes, CPUs are spread.
 """
 
 import contextlib
@@ -28,24 +25,23 @@ from tessera.ir import Device, DeviceKind
 if TYPE_CHECKING:
     from tessera.execute.worker_stepper import MakeHub
 
-# ray.init starts a cluster of this machine for this word, and takes one that runs for the other.
+# Addresses of `ray.init`: start a cluster on this machine, or join a running one.
 LOCAL, RUNNING = "local", "auto"
-# What Ray calls the kind of a node's GPUs; a bundle that wants one asks for a little of it.
+# Ray's resource prefix of GPU types, and the amount a bundle requests.
 ACCELERATOR, A_LITTLE = "accelerator_type:", 0.001
-# How long an actor that is there may take to say how it is.
+# Time-out of an actor's status.
 SAY_S = 2.0
 
 Resources = Mapping[str, float]
 
 
 def ray_module() -> Any:
-    """Ray, or the line that installs it."""
     return extra_module("ray", "ray")
 
 
 @contextlib.contextmanager
 def joined(address: str) -> Iterator[str]:
-    """Is part of a Ray cluster meanwhile; yields this machine's address as the nodes know it."""
+    """Join a Ray cluster; yields this machine's address in it."""
     ray = ray_module()
     if address.startswith("ray://"):
         message = "a Ray client is no part of the cluster, and workers could not call it"
@@ -71,7 +67,7 @@ def nodes() -> list[Resources]:
 
 
 def counted(text: str, there: Sequence[Resources]) -> str:
-    """A list of devices with a number in place of every `*`: how many GPUs of that kind these nodes have."""
+    """Device list with every `*` replaced by the number of such GPUs."""
     words = []
     for word in (word.strip() for word in text.split(",")):
         if not word.endswith("*"):
@@ -88,12 +84,10 @@ def counted(text: str, there: Sequence[Resources]) -> str:
 
 
 def _accelerator(gpu: str, there: Resources) -> str:
-    """Ray's name of a kind of GPU; empty if it is not there."""
     return next((name for name in there if name.lower() == f"{ACCELERATOR}{gpu}"), "")
 
 
 def demands(device: Device, there: Sequence[Resources]) -> dict[str, float]:
-    """Resources of a device's bundle, by Ray's names, in a cluster of these nodes."""
     if device.kind is DeviceKind.CUDA:
         names = {_accelerator(device.gpu, node) for node in there} - {""}
         kind = next(iter(names), f"{ACCELERATOR}{device.gpu.upper()}")
@@ -103,7 +97,7 @@ def demands(device: Device, there: Sequence[Resources]) -> dict[str, float]:
 
 
 def check_room(devices: Sequence[Device], there: Sequence[Resources]) -> None:
-    """Raises TesseraError if the cluster has too little for all workers, now and when all else has left."""
+    """Raise `TesseraError` if the cluster is too small for all workers, now or when empty."""
     wanted: Counter[str] = Counter()
     for device in devices:
         bundle = demands(device, there)
@@ -124,7 +118,7 @@ def check_room(devices: Sequence[Device], there: Sequence[Resources]) -> None:
 def placed(
     host: str, devices: Sequence[Device], model: str = "", complain: Callable[[str], None] = lambda line: None
 ) -> "Iterator[MakeHub]":
-    """Has Ray start a worker for every device, in the cluster that was joined; yields the way to them."""
+    """Start a worker per device in the joined cluster; yields the connection to them."""
     check_room(devices, nodes())
     secret = secrets.token_bytes(32)
     rendezvous = Rendezvous(host, 0, secret, complain)
@@ -148,7 +142,7 @@ class Seats:
         self.actors = [self._start(rank) for rank in range(len(devices))]
 
     def about(self, rank: int) -> str:
-        """How Ray and the actor say that a device's worker is; one that has ended is started anew."""
+        """Status of a device's worker; an ended one is restarted."""
         ray = ray_module()
         try:
             said = ray.get(self.actors[rank].said.remote(), timeout=SAY_S)
@@ -165,7 +159,6 @@ class Seats:
         return f"it said: {said}; Ray starts it anew"
 
     def close(self) -> None:
-        """Ends all actors and gives the bundles back."""
         ray = ray_module()
         for actor in self.actors:
             ray.kill(actor)
@@ -186,14 +179,12 @@ class Seats:
 
 
 class Seat:
-    """The actor: a worker of one device, session after session."""
-
     def __init__(self, engine: EngineAddress, rank: int, model: str) -> None:
         self._said = ""
         threading.Thread(target=self._work, args=(engine, rank, model), daemon=True).start()
 
     def said(self) -> str:
-        """Why it does not work any more; empty while it does."""
+        """Why it stopped; empty while it works."""
         return self._said
 
     def _work(self, engine: EngineAddress, rank: int, model: str) -> None:

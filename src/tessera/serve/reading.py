@@ -1,11 +1,10 @@
-"""Reading: request bodies are parsed and tokenised in threads, beside the event loop.
+"""Reading: request bodies are parsed and tokenised in threads.
 
-No body delays other clients: the number of parts of a body is bounded before it is decoded
-(`openai.bodies.check_parts`), decoding takes milliseconds, and the tokenizer releases Python's interpreter
-lock. Large bodies are read one at a time in a thread of their own, so small ones never wait for them. Within
-each kind, clients that wait take turns.
+No body delays other clients: the parts of a body are bounded before decoding (`openai.bodies.check_parts`),
+which takes milliseconds, and the tokenizer releases the interpreter lock. Large bodies have one thread of
+their own; clients take turns.
 
-Not handled: stopping a thread whose client has gone; its turn ends when it has read the body.
+Not handled: stopping a thread whose client has gone.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ from tessera.serve.records import ImageDraft
 SMALL_BYTES = 2**19
 SMALL_THREADS, LARGE_THREADS = 4, 1
 
-# What a body becomes: a draft for the engine, or the document that answers it.
+# A draft for the engine, or the answer itself.
 ReadBody = Draft | EmbeddingDraft | ImageDraft | bytes
 READERS: dict[str, Callable[[bytes, ModelCard], ReadBody]] = {
     "chat": read_chat,
@@ -48,7 +47,7 @@ Result = TypeVar("Result")
 
 
 class FairPool(Generic[Result]):
-    """Runs jobs in a fixed number of threads; clients with waiting jobs take turns. For one event loop."""
+    """Runs jobs in a fixed number of threads; clients take turns. For one event loop."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads, self._free = ThreadPoolExecutor(num_threads, name), num_threads
@@ -88,15 +87,12 @@ class FairPool(Generic[Result]):
 
 
 class Reading:
-    """Reads the bodies of one endpoint."""
-
     def __init__(self, card: ModelCard) -> None:
         self._card = card
         self._small: FairPool[ReadBody] = FairPool(SMALL_THREADS, "tessera-reading")
         self._large: FairPool[ReadBody] = FairPool(LARGE_THREADS, "tessera-reading-large")
 
     async def read(self, kind: str, raw: bytes, client: str = "") -> ReadBody:
-        """The draft of a body, or its answer; ApiError or AskError names what is wrong."""
         pool = self._small if len(raw) <= SMALL_BYTES else self._large
         try:
             return await pool.run(client, partial(READERS[kind], raw, self._card))

@@ -1,13 +1,12 @@
-"""HttpServer: uvicorn behind connections with limits, and an orderly shutdown.
+"""HttpServer: uvicorn with limited connections and an orderly shutdown.
 
-A `Connection` passes bytes to uvicorn's own parser (httptools). It is closed when it brings no complete
-request head in time or size, and when its client does not read. Above the limit of connections the oldest
-idle one is closed for a new one; the new one is refused only if all are busy. So idle and half-open sockets
-never keep out a client with a request. Bytes are read in small pieces, so that no client's pieces (one-byte
-chunks, pipelined requests) hold the event loop for long.
+A `Connection` passes bytes to uvicorn's parser (httptools). It is closed if its request head is late or too
+large, or its client does not read. At the limit of connections the oldest idle one is closed for a new one;
+the new one is refused only if all are busy, so idle sockets never keep out a request. Bytes are read in small
+pieces, so that no client holds the event loop for long.
 
-SIGTERM or SIGINT begins the shutdown: new requests get 503, running ones have some seconds to finish, then
-they end with an error of their own. A second signal ends the server at once.
+SIGTERM or SIGINT begins the shutdown: new requests get 503, running ones have some seconds to finish and then
+end with an error. A second signal ends the server at once.
 """
 
 import asyncio
@@ -29,13 +28,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tessera.errors import TesseraError
 from tessera.serve.limits import CONNECTION, HEAD_BYTES, HttpLimits
 
-# File descriptors that are not connections: workers, files, the loop itself.
+# File descriptors besides connections: workers, files, the loop.
 OWN_FILES = 256
-# Connections that the system queues, and those accepted in one go of the event loop.
+# Connections queued by the system, and accepted at once.
 BACKLOG, ACCEPTED_AT_ONCE = 4096, 64
-# Bytes of one connection that are parsed in one go of the event loop.
+# Bytes of one connection parsed at once.
 READ_BYTES = 2**14
-# Seconds after the drain in which cancelled streams may still send their error.
+# Seconds after the drain for cancelled streams to send their error.
 LAST_WORDS_S = 2.0
 TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -43,22 +42,19 @@ TOO_MANY = (
 
 
 class ConnectionTable:
-    """The connections of one server."""
-
     def __init__(self, limits: HttpLimits) -> None:
         self.limits, self.num_open = limits, 0
-        # Connections without a request, the oldest first.
+        # Connections without a request, oldest first.
         self.idle: dict[Connection, None] = {}
-        # Shared: a read is parsed before the next one begins.
+        # Shared: a read is parsed before the next begins.
         self.buffer = memoryview(bytearray(READ_BYTES))
 
     def make(self, **options: Any) -> "Connection":
-        """A protocol, as uvicorn makes one for every connection."""
         return Connection(self, options)
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection within limits; uvicorn's protocol parses and answers."""
+    """One limited connection; uvicorn's protocol parses and answers."""
 
     _transport: asyncio.Transport
 
@@ -67,7 +63,7 @@ class Connection(asyncio.BufferedProtocol):
         self._http = HttpToolsProtocol(**(options | {"app_state": {CONNECTION: self}}))
         self._idle_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
-        # Requests in progress: the next one may begin before the last one has returned.
+        # Requests in progress: the next may begin before the last has returned.
         self._num_requests = 0
         # Bytes since the last request ended.
         self.received = 0
@@ -90,7 +86,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         is_idle = self in self._table.idle
-        if is_idle and not self.received:  # a request head has as long as an idle connection
+        if is_idle and not self.received:  # a request head has the idle time-out
             self._start_idle_timer()
         self.received += nbytes
         self._http.data_received(bytes(self._table.buffer[:nbytes]))
@@ -153,15 +149,12 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server with an orderly shutdown."""
-
     def __init__(
         self,
         app: FastAPI,
         limits: HttpLimits,
         stop: Callable[[], Awaitable[None]],
         say: Callable[[str], None] = lambda text: None,
-        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -178,7 +171,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients are told their own errors
         self._limiter, self._limits, self._stop, self._say = app.state.limiter, limits, stop, say
-        self._on_ready = on_ready
+        self._ready = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -187,10 +180,20 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         for bound in sockets or ():
             bound.listen(BACKLOG)
-        self._on_ready()
+        self._ready.set()
+
+    def serving(self, bound: socket.socket) -> Iterator[None]:
+        """Yields once, when the server answers; ends after its shutdown."""
+        with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
+            loop = runner.get_loop()
+            serving, ready = loop.create_task(self.serve([bound])), loop.create_task(self._ready.wait())
+            loop.run_until_complete(asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED))
+            if ready.done():
+                yield
+            loop.run_until_complete(serving)
 
     def end(self) -> None:
-        """Begins the shutdown; the second call ends at once. From any thread."""
+        """Begin the shutdown; a second call ends at once. Thread-safe."""
         if self._loop is None:
             self.should_exit = True
         elif not self._loop.is_closed():
@@ -215,7 +218,7 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM begin the shutdown; afterwards the old handlers are back."""
+        """SIGINT and SIGTERM begin the shutdown; the old handlers are restored after."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -251,14 +254,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """The URL for clients on this machine."""
     host, port = bound.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{shown}:{port}"
 
 
 def raise_file_limit(wanted: int) -> tuple[int, str]:
-    """Connections that the process may have, at most `wanted`, and a remark if fewer."""
+    """Possible connections of the process, at most `wanted`, and a remark if fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = wanted + OWN_FILES
     if soft < need:

@@ -1,13 +1,12 @@
 """Sight: pictures in prompts of a vision-language model.
 
-A picture is encoded by a step of its own before its tokens are read; its embeddings replace theirs. Every
-token has rotary positions (time, height, width): a picture spans its grid, and text continues after its
-longer side. So every picture shifts the text after it by the same amount.
+An encode step runs before a picture's tokens are read; its embeddings replace theirs. Tokens have rotary
+positions (time, height, width): a picture spans its grid, and text continues after its longer side, so every
+picture shifts the text after it by the same amount.
 
-A picture comes as a data URL; nothing is fetched, because a server could reach what its clients cannot. It is
-decoded within limits, resized to the grid that the model was captured for (proportions are not kept), and cut
-into patches as Qwen2-VL's processor does. A mark stands for a picture in a turn's text; its tokens are
-replaced by those of the picture. A client cannot write the mark.
+Pictures are data URLs; nothing is fetched, because a server could reach what its clients cannot. They are
+decoded within limits, resized to the captured grid (proportions are not kept), and cut into patches as
+Qwen2-VL's processor does. A mark, which clients cannot write, stands for a picture in a turn's text.
 """
 
 import base64
@@ -28,14 +27,14 @@ from tessera.execute.stepper import Tensors
 from tessera.serve.records import PromptPicture
 
 GRID = grid_of(PICTURE_TOKENS)
-# Shift of the text after a picture, which counts as many positions as its longer side.
+# Position shift of the text after a picture.
 SHIFT = max(GRID) - PICTURE_TOKENS
-# A character of no language.
+# A private-use character.
 MARK = "\U0010fff1"
 # Module, extra and package.
 PILLOW = ("PIL.Image", "serve", "pillow")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-# Decoded, a picture takes three bytes a pixel.
+# A decoded picture takes three bytes per pixel.
 MAX_PIXELS = 32 << 20
 # Normalisation of each colour.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -55,7 +54,7 @@ def rotary(positions: npt.NDArray[np.int64], starts: Sequence[int]) -> npt.NDArr
 
 
 class SeenPictures:
-    """The pictures of one sequence, and the embeddings of those that were encoded."""
+    """The pictures of one sequence, with embeddings once encoded."""
 
     def __init__(self, pictures: Sequence[PromptPicture]) -> None:
         self._pictures = pictures
@@ -75,23 +74,22 @@ class SeenPictures:
         return None if self._number is None else self._pictures[self._number].patches
 
     def take(self, image: torch.Tensor) -> None:
-        """Stores the embeddings of the patches last requested."""
+        """Store the embeddings of the patches last requested."""
         assert self._number is not None, "patches_after was called"
         self.images[self._number] = image.reshape(PICTURE_TOKENS, -1)
 
     def bounded(self, read: int, count: int) -> int:
-        """How many of the next `count` tokens can be read now."""
+        """Number of the next `count` tokens that can be read now."""
         number = self._next(read)
         return count if number is None else max(0, min(count, self.starts[number] - read))
 
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """What a vision model needs besides pictures."""
+    """Vision inputs of steps besides pictures."""
 
     # Inputs of encode besides the patches.
     fixed: Tensors
-    # Length of an embedding.
     width: int
     dtype: torch.dtype
 
@@ -123,8 +121,6 @@ def sight_of(encode: Workload, tokens: Workload) -> Sight:
 
 @dataclass(frozen=True)
 class Eyes:
-    """Turns pictures into a model's patches."""
-
     # Pixels per patch side, patches per token side, and frames per still picture.
     patch: int
     merge: int
@@ -141,11 +137,11 @@ class Eyes:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width in pixels of a resized picture."""
+        """(height, width) in pixels of a resized picture."""
         return GRID[0] * self.merge * self.patch, GRID[1] * self.merge * self.patch
 
     def look(self, url: str) -> torch.Tensor:
-        """The patches of a picture; AskError if it cannot be read."""
+        """Patches of a picture; `AskError` if it cannot be read."""
         image = _decoded(url).resize(self.size[::-1], resample=3)  # 3: bicubic
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         values = pixels.reshape(*self.size, 3).permute(2, 0, 1).to(torch.float32) / 255.0

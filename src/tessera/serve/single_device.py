@@ -1,9 +1,7 @@
 """Models on one device: encoders for embeddings, and diffusers pipelines for images.
 
-    with EmbeddingService(Encoder.open(folder), name) as service:
-        vectors = await service.embed(inputs)
-    with ImageService(TextToImage.open(folder), name) as service:
-        pictures = await service.generate(draft)
+    with SingleDeviceService(Encoder.open(folder), name) as service:
+        vectors = await service.compute(inputs)
 
 They run on the first device, on a thread of this process, without plans and workers.
 
@@ -19,19 +17,17 @@ step. `tessera run` places a denoiser on several devices. Not handled: image edi
 import asyncio
 import inspect
 import io
-import json
-import re
 import threading
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Protocol, Self
 
+import msgspec
 import torch
 
 from tessera.capture import build, place_of
@@ -50,47 +46,46 @@ MAX_INPUTS, MAX_REQUESTS = 2**16, 64
 # Larger values mean that a tokenizer has no limit.
 NO_LIMIT = 2**20
 POOLINGS = ("mean", "cls", "max", "lasttoken")
-# Module folders of sentence-transformers.
-MODULE = re.compile(r"\d+_\w+")
-
-Given = TypeVar("Given")
-Made = TypeVar("Made")
 
 
 @dataclass(slots=True, eq=False)
-class Waiting(Generic[Given, Made]):
-    given: Given
-    future: "Future[Made]" = field(default_factory=Future)
+class WaitingInput:
+    value: Any
+    future: "Future[Any]" = field(default_factory=Future)
     # True if the client has gone.
     is_gone: bool = False
 
 
-class SingleDeviceService(ABC, Generic[Given, Made]):
-    """Batches waiting inputs on one thread; callable from any event loop. Use in a `with` statement.
+class SingleDeviceModel(Protocol):
+    """An encoder or a pipeline."""
 
-    makes     output kind and its path, for the refusal of asks
-    max_rows  maximum batch size
-    """
+    device: str
+    makes: str
+    max_waiting: int
+
+    def length(self, value: Any) -> int:
+        """Tokens of an input; inputs of one request are sorted by it."""
+
+    def fits(self, batch: Sequence[Any]) -> bool:
+        """True if these inputs can be one batch."""
+
+    def run(self, batch: Sequence[Any], is_gone: Callable[[], bool]) -> Sequence[Any]:
+        """One output per input."""
+
+
+class SingleDeviceService:
+    """Batches waiting inputs on one thread; callable from any event loop. Use in a `with` statement."""
 
     failure = ""
 
-    def __init__(self, model: str, device: str, makes: str, max_waiting: int, max_rows: int = 1) -> None:
-        self._model, self._device, self._makes = model, device, makes
-        self._max_waiting, self._max_rows = max_waiting, max_rows
-        self._waiting: deque[Waiting[Given, Made]] = deque()
+    def __init__(self, model: SingleDeviceModel, name: str) -> None:
+        self.model, self._name = model, name
+        self._waiting: deque[WaitingInput] = deque()
         self._lock, self._is_closed = threading.Lock(), False
         self._thread = ThreadPoolExecutor(1, "tessera-single-device")
         self._running = self._tokens = 0
         self._busy_s, self._begun_s = 0.0, time.monotonic()
         self._finished = dict.fromkeys(("stop", "cancelled"), 0)
-
-    @abstractmethod
-    def _make(self, batch: Sequence[Waiting[Given, Made]]) -> Sequence[Made]:
-        """Outputs of a batch; runs on the thread."""
-
-    def _fits(self, batch: Sequence[Waiting[Given, Made]], more: Given) -> bool:
-        """True if a non-empty batch can take one more."""
-        return len(batch) < self._max_rows
 
     def __enter__(self) -> Self:
         return self
@@ -110,44 +105,43 @@ class SingleDeviceService(ABC, Generic[Given, Made]):
     def num_waiting(self) -> int:
         return sum(not one.is_gone for one in list(self._waiting))
 
-    async def _made_of(
-        self, inputs: Sequence[Given], order: Callable[[Given], int] = lambda one: 0
-    ) -> list[Made]:
-        """One output per input. Cancelling drops inputs that are not running yet."""
-        waiting = [Waiting[Given, Made](one) for one in inputs]
+    async def compute(self, inputs: Sequence[Any]) -> list[Any]:
+        """One output per input. Cancelling drops waiting inputs and stops an image at its next step."""
+        added, most = [WaitingInput(value) for value in inputs], self.model.max_waiting
         with self._lock:
             if self._is_closed:
                 raise ServiceClosing("the service is stopping", "Ask another one.")
-            if len(self._waiting) + len(waiting) > self._max_waiting < self.num_waiting + len(waiting):
-                raise ServiceBusy(f"{self.num_waiting} inputs wait", "Try again later.")
-            self._waiting.extend(sorted(waiting, key=lambda one: order(one.given)))
+            if len(self._waiting) + len(added) > most < self.num_waiting + len(added):
+                raise ServiceBusy(f"the queue is full: {self.num_waiting} inputs wait", "Try again later.")
+            self._waiting.extend(sorted(added, key=lambda one: self.model.length(one.value)))
             self._thread.submit(self._compute)
         try:
-            return [await asyncio.wrap_future(one.future) for one in waiting]
+            return [await asyncio.wrap_future(one.future) for one in added]
         finally:
-            for one in waiting:
+            for one in added:
                 one.is_gone = True
                 one.future.cancel()
 
     def _compute(self) -> None:
         while batch := self._next():
             begun_s, self._running = time.monotonic(), len(batch)
+            values, outputs = [one.value for one in batch], list[Any]()
             try:
-                made = self._make(batch)
-            except Exception as error:  # noqa: BLE001 - refused, a bug, or memory: these are told, others go on
+                outputs = list(self.model.run(values, lambda: all(one.is_gone for one in batch)))
+                self._tokens += sum(map(self.model.length, values))
+            except Exception as error:  # noqa: BLE001 - refused, a bug, or memory: other batches go on
                 for one in batch:
                     one.future.set_exception(error)
-                made = ()
-            self._finished["stop" if made else "cancelled"] += len(batch)
+            self._finished["stop" if outputs else "cancelled"] += len(batch)
             self._running, self._busy_s = 0, self._busy_s + time.monotonic() - begun_s
-            for one, value in zip(batch, made, strict=False):
-                one.future.set_result(value)
+            for one, output in zip(batch, outputs, strict=False):
+                one.future.set_result(output)
 
-    def _next(self) -> list[Waiting[Given, Made]]:
+    def _next(self) -> list[WaitingInput]:
         """Next batch, without inputs of clients that have gone."""
-        batch: list[Waiting[Given, Made]] = []
+        batch: list[WaitingInput] = []
         with self._lock:
-            while self._waiting and (not batch or self._fits(batch, self._waiting[0].given)):
+            while self._waiting and self.model.fits([one.value for one in (*batch, self._waiting[0])]):
                 one = self._waiting.popleft()
                 if one.future.set_running_or_notify_cancel():
                     batch.append(one)
@@ -156,21 +150,32 @@ class SingleDeviceService(ABC, Generic[Given, Made]):
         return batch
 
     def answer(self, ask: Ask) -> Events:
-        raise AskError(f"this model makes {self._makes}.", place="model")
+        raise AskError(f"this model makes {self.model.makes} only", place="model")
 
     def snapshot(self) -> Snapshot:
         share = self._busy_s / max(1e-9, time.monotonic() - self._begun_s)
         return Snapshot(
-            model=self._model,
+            model=self._name,
             policy="single-device",
             policies=("single-device",),
-            devices=(DeviceView(self._device, share, 0),),
+            devices=(DeviceView(self.model.device, share, 0),),
             links=(),
             running=self._running,
             waiting=self.num_waiting,
             prompt_tokens=self._tokens,
             finished=dict(self._finished),
         )
+
+
+class PoolingModule(msgspec.Struct):
+    """One entry of modules.json."""
+
+    type: str
+    path: Annotated[str, msgspec.Meta(pattern=r"^(\d+_\w+)?$")]
+
+    @property
+    def kind(self) -> str:
+        return self.type.rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,66 +195,57 @@ class Pooling:
     def of(cls, folder: Path) -> "Pooling":
         """Settings of a folder; `ArtifactError` for what is not handled."""
         mode, is_normal = "mean", False
-        for kind, path in _modules(folder)[1:]:
-            if kind == "Pooling":
-                mode = _mode(path)
-            elif kind == "Normalize":
+        for module in _modules(folder)[1:]:
+            if module.kind == "Pooling":
+                mode = _mode(folder / module.path)
+            elif module.kind == "Normalize":
                 is_normal = True
             else:
-                raise ArtifactError(f"its module {kind} is not supported", "Use another model.", str(folder))
-        settings = _read(folder / "config.json")
-        sizes = settings.get("matryoshka_dimensions") or ([0] if settings.get("is_matryoshka") else [])
+                message = f"its module {module.kind} is not supported"
+                raise ArtifactError(message, "Use another model.", str(folder))
+        config = _read(folder / "config.json")
+        sizes = config.get("matryoshka_dimensions") or ([0] if config.get("is_matryoshka") else [])
         most = _read(folder / "sentence_bert_config.json").get("max_seq_length")
-        told = _read(folder / "config_sentence_transformers.json")
-        prompt = (told.get("prompts") or {}).get(told.get("default_prompt_name") or "", "")
-        return cls(mode, is_normal, most, str(prompt), tuple(int(size) for size in sizes))
+        texts = _read(folder / "config_sentence_transformers.json")
+        prompt = (texts.get("prompts") or {}).get(texts.get("default_prompt_name") or "", "")
+        return cls(mode, is_normal, most, str(prompt), tuple(map(int, sizes)))
 
     def pooled(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Vectors [inputs, size] of states [inputs, tokens, size]; the mask is 0 for padding."""
-        there = mask[:, :, None].to(states.dtype)
+        real = mask[:, :, None].to(states.dtype)
         if self.mode == "cls":
-            found = states[:, 0]
+            vectors = states[:, 0]
         elif self.mode == "lasttoken":
-            found = states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
+            vectors = states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
         elif self.mode == "max":
-            found = states.masked_fill(there == 0, -torch.inf).amax(1)
+            vectors = states.masked_fill(real == 0, -torch.inf).amax(1)
         else:
-            found = (states * there).sum(1) / there.sum(1)
-        return torch.nn.functional.normalize(found, dim=-1) if self.is_normal else found
+            vectors = (states * real).sum(1) / real.sum(1)
+        return torch.nn.functional.normalize(vectors, dim=-1) if self.is_normal else vectors
 
 
-def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """(kind, folder) of each module; a plain encoder has only itself."""
+def _modules(folder: Path) -> list[PoolingModule]:
+    """Modules of a folder; a plain encoder has only itself."""
     path = folder / "modules.json"
     if not path.exists():
-        return [("Transformer", folder)]
-    found = []
+        return [PoolingModule("Transformer", "")]
     try:
-        for module in json.loads(path.read_text()):
-            place = str(module["path"])
-            if place and not MODULE.fullmatch(place):
-                raise ValueError(f"no folder is called {place!r}")
-            found.append((str(module["type"]).rpartition(".")[2], folder / place))
-    except (ValueError, KeyError, TypeError) as error:
+        modules = msgspec.json.decode(path.read_bytes(), type=list[PoolingModule])
+    except msgspec.DecodeError as error:
         raise ArtifactError(f"cannot be read: {error}", "Download the model again.", str(path)) from error
-    if not found or found[0][0] != "Transformer":
-        raise ArtifactError("its first module is no Transformer", "Use another model.", str(path))
-    return found
+    if not modules or modules[0].kind != "Transformer":
+        raise ArtifactError("its first module is not a Transformer", "Use another model.", str(path))
+    return modules
 
 
 def _mode(folder: Path) -> str:
-    settings = _read(folder / "config.json")
-    named = settings.get("pooling_mode")
-    flags = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True]
-    words = [
-        name.removeprefix("pooling_mode_").removesuffix("_token").removesuffix("_tokens") for name in flags
-    ]
-    modes = [named] if named else words
+    config = _read(folder / "config.json")
+    named, prefix = config.get("pooling_mode"), "pooling_mode_"
+    flags = [key.removeprefix(prefix) for key, value in config.items() if key.startswith(prefix) and value]
+    modes = [named] if named else [flag.removesuffix("s").removesuffix("_token") for flag in flags]
     if len(modes) != 1 or modes[0] not in POOLINGS:
-        remedy = f"One of {', '.join(POOLINGS)} is."
-        raise ArtifactError(
-            f"pooling by {' and '.join(map(str, modes))} is not supported", remedy, str(folder)
-        )
+        message = f"pooling by {' and '.join(map(str, modes))} is not supported"
+        raise ArtifactError(message, f"Supported: {', '.join(POOLINGS)}.", str(folder))
     return str(modes[0])
 
 
@@ -258,6 +254,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class Encoder:
+    makes, max_waiting = "vectors", MAX_INPUTS
+
     def __init__(self, module: Any, pooling: Pooling, device: str = "cpu") -> None:
         self._module, self.pooling, self.device = module.to(device), pooling, device
         config = module.config
@@ -270,10 +268,10 @@ class Encoder:
         """The encoder of a folder, without its head."""
         folder = place_of(model)
         module = build(Step(folder, "call", 1, 8, random_weights=random_weights)).module.base_model
-        made = cls(module, Pooling.of(Path(folder)), device)
+        encoder = cls(module, Pooling.of(Path(folder)), device)
         with blamed_for_run(folder):  # at full length, so that no input fails later
-            made.encode([(0,) * made.max_tokens])
-        return made
+            encoder.encode([(0,) * encoder.max_tokens])
+        return encoder
 
     def _positions(self, config: Any) -> int:
         """Number of positions; some models start counting after the padding index."""
@@ -282,14 +280,24 @@ class Encoder:
         skipped = getattr(layer, "padding_idx", None)
         return most if skipped is None else most - skipped - 1
 
+    def length(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
+
+    def fits(self, batch: Sequence[Sequence[int]]) -> bool:
+        padded = len(batch) * max(map(len, batch))
+        return len(batch) == 1 or (len(batch) <= MAX_ROWS and padded <= MAX_PADDED)
+
+    def run(self, batch: Sequence[Sequence[int]], is_gone: Callable[[], bool]) -> Sequence[torch.Tensor]:
+        return list(self.encode(batch))
+
     def encode(self, inputs: Sequence[Sequence[int]]) -> torch.Tensor:
         longest = max(map(len, inputs))
         rows = [[*tokens, *[self._pad] * (longest - len(tokens))] for tokens in inputs]
         mask = [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in inputs]
-        tokens, there = (torch.tensor(x, device=self.device) for x in (rows, mask))
+        tokens, real = (torch.tensor(x, device=self.device) for x in (rows, mask))
         with torch.inference_mode():
-            states = self._module(input_ids=tokens, attention_mask=there).last_hidden_state
-            return self.pooling.pooled(states, there).float().cpu()
+            states = self._module(input_ids=tokens, attention_mask=real).last_hidden_state
+            return self.pooling.pooled(states, real).float().cpu()
 
 
 def cut(vector: torch.Tensor, size: int | None) -> torch.Tensor:
@@ -305,30 +313,13 @@ def embeds(model: str) -> bool:
     return hasattr(config_of(folder), "vocab_size")
 
 
-class EmbeddingService(SingleDeviceService[Sequence[int], torch.Tensor]):
-    def __init__(self, encoder: Encoder, model: str) -> None:
-        makes = "embeddings and says nothing. Use /v1/embeddings"
-        super().__init__(model, encoder.device, makes, MAX_INPUTS, MAX_ROWS)
-        self.encoder = encoder
-
-    async def embed(self, inputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        return await self._made_of(inputs, len)
-
-    def _fits(self, batch: Sequence[Waiting[Sequence[int], torch.Tensor]], more: Sequence[int]) -> bool:
-        longest = max(len(more), *(len(one.given) for one in batch))
-        return super()._fits(batch, more) and (len(batch) + 1) * longest <= MAX_PADDED
-
-    def _make(self, batch: Sequence[Waiting[Sequence[int], torch.Tensor]]) -> Sequence[torch.Tensor]:
-        vectors = self.encoder.encode([one.given for one in batch])
-        self._tokens += sum(len(one.given) for one in batch)
-        return list(vectors)
-
-
 class _Gone(Exception):
     """The client has gone."""
 
 
 class TextToImage:
+    makes, max_waiting = "pictures", MAX_REQUESTS
+
     def __init__(self, pipeline: Any, device: str = "cpu") -> None:
         self._pipeline, self.device = pipeline.to(device), device
         self._pipeline.set_progress_bar_config(disable=True)
@@ -350,12 +341,23 @@ class TextToImage:
             )
         return cls(pipeline, device)
 
+    def length(self, draft: ImageDraft) -> int:
+        return 0
+
+    def fits(self, batch: Sequence[ImageDraft]) -> bool:
+        return len(batch) == 1
+
+    def run(self, batch: Sequence[ImageDraft], is_gone: Callable[[], bool]) -> Sequence[list[bytes]]:
+        return [self.generate(draft, is_gone) for draft in batch]
+
     def generate(self, draft: ImageDraft, is_gone: Callable[[], bool]) -> list[bytes]:
         """Images of a request, one after another; `AskError` for unsupported options."""
         options: dict[str, Any] = {name: value for name, value in draft.options.items() if value is not None}
         for name in options:
             if name not in self._takes:
-                raise AskError(f"{type(self._pipeline).__name__} takes none", "Leave it out.", name)
+                raise AskError(
+                    f"{type(self._pipeline).__name__} does not support this option", "Leave it out.", name
+                )
         if "callback_on_step_end" in self._takes:
             options["callback_on_step_end"] = _watch(is_gone)
         pictures = []
@@ -401,17 +403,3 @@ def check_parts(folder: Path) -> None:
     if missing:
         remedy = "Download the whole pipeline; `tessera run` runs a denoiser alone."
         raise ArtifactError(f"it lacks its parts {', '.join(missing)}", remedy, str(folder))
-
-
-class ImageService(SingleDeviceService[ImageDraft, list[bytes]]):
-    def __init__(self, pipeline: TextToImage, model: str) -> None:
-        super().__init__(model, pipeline.device, "pictures. Use /v1/images/generations", MAX_REQUESTS)
-        self.pipeline = pipeline
-
-    async def generate(self, draft: ImageDraft) -> list[bytes]:
-        """Encoded images. Cancelling drops the request or stops it at its next step."""
-        return (await self._made_of([draft]))[0]
-
-    def _make(self, batch: Sequence[Waiting[ImageDraft, list[bytes]]]) -> Sequence[list[bytes]]:
-        (one,) = batch
-        return [self.pipeline.generate(one.given, lambda: one.is_gone)]

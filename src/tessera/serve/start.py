@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tessera.serve.metrics import Metrics
     from tessera.serve.openai.read import Endpoint
-    from tessera.serve.single_device import EmbeddingService, ImageService
+    from tessera.serve.single_device import SingleDeviceService
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ServeOptions:
 class RunningService:
     # Name, and output kind if not text.
     title: str
-    service: "Service | EmbeddingService | ImageService"
+    service: "Service | SingleDeviceService"
     app: "FastAPI"
     # Three lines for planned models: choice, expected rate, gain of one more device.
     summary: tuple[str, ...]
@@ -122,7 +122,7 @@ def _planned(
         prefix_caching=options.prefix_caching,
         meters=metrics,
         sight=sight,
-        planner=prepared.replanner(),
+        planner=prepared.replanner(options.spec.effort),
     )
     card = ModelCard(name, text, shape.max_tokens, shape.vocab_size, eyes.mark if eyes else "")
     grammars = open_grammars(text, shape.vocab_size)
@@ -154,22 +154,21 @@ def _single_device(
 ) -> RunningService:
     from tessera.serve.metrics import Metrics
     from tessera.serve.openai.read import Endpoint, ModelCard
-    from tessera.serve.single_device import EmbeddingService, Encoder, ImageService, TextToImage, makes_images
+    from tessera.serve.single_device import Encoder, SingleDeviceService, TextToImage, makes_images
     from tessera.serve.text import ByteText
 
     first = cluster.devices[0]
     device = f"cuda:{first.ordinal}" if first.kind is DeviceKind.CUDA else "cpu"
     facts: dict[str, Any] = {"model": name, "devices": [device]}
-    service: EmbeddingService | ImageService
     if makes_images(model):
-        service, makes = ImageService(TextToImage.open(model, device), name), "pictures from words"
+        service, makes = SingleDeviceService(TextToImage.open(model, device), name), "pictures from words"
         card = ModelCard(name, ByteText(), 0, 0, makes="pictures")
     else:
         encoder = Encoder.open(model, device, options.spec.random_weights)
-        service, makes = EmbeddingService(encoder, name), f"embeddings of {encoder.size} numbers"
-        most, how = min(encoder.max_tokens, options.spec.capacity or encoder.max_tokens), encoder.pooling
-        text = open_text(place_of(model))
-        card = ModelCard(name, text, most, encoder.vocab_size, "", how.prompt, how.sizes, "vectors")
+        service, makes = SingleDeviceService(encoder, name), f"embeddings of {encoder.size} numbers"
+        most, pooling = min(encoder.max_tokens, options.spec.capacity or encoder.max_tokens), encoder.pooling
+        text, sizes = open_text(place_of(model)), pooling.sizes
+        card = ModelCard(name, text, most, encoder.vocab_size, "", pooling.prompt, sizes, "vectors")
         facts |= {"max_len": most, "dimensions": encoder.size}
     stack.enter_context(service)
     app = _app(Endpoint(card, service, int(time.time())), Metrics(name, service.snapshot), options, stack)

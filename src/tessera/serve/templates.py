@@ -1,14 +1,12 @@
 """ChatTemplate: a checkpoint's chat template, rendered in a sandbox process with limits.
 
-A template is a program of whoever made the checkpoint: it may loop for ever or fill the memory, and a thread
-cannot be stopped. So jinja2's sandbox runs in one process (this file as a program) with a memory limit. A
-conversation that exceeds the wall-clock limit kills the process; the next conversation starts another. The
-process inherits no environment and no open files, and imports nothing of Tessera.
+A template is untrusted code that may loop or fill the memory, and a thread cannot be stopped. So jinja2's
+sandbox runs in one process (this file as a program) with a memory limit. A conversation over the time limit
+kills the process; the next one starts another. The process inherits no environment and no open files, and
+imports nothing of Tessera.
 
-The process receives JSON messages: first the template, then the variables of one conversation each. It
-answers each conversation with {"text": ...} or {"error": ...}.
-
-Not handled: templates that need documents; they see none.
+It receives JSON messages: the template, then the variables of each conversation; it answers {"text": ...} or
+{"error": ...}. Not handled: templates that need documents.
 """
 
 import json
@@ -29,25 +27,24 @@ from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Wall-clock limit of one conversation. Common templates take a millisecond.
+# Time limit of one conversation; common templates take a millisecond.
 LIMIT_S = 5.0
-# Memory limit of the process, of which Python and jinja2 take a tenth.
+# Memory limit of the process; Python and jinja2 take a tenth.
 MEMORY_BYTES = 768 * 2**20
 MAX_CHARS = 8 * 2**20
 ERROR_CHARS = 500
-# Variables that the loader may need to find Python's own libraries.
+# Variables for the loader to find Python's libraries.
 KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 
 
 class ChatTemplate:
-    """Thread-safe; conversations are rendered one at a time."""
+    """Thread-safe; renders one conversation at a time."""
 
     def __init__(self, template: str) -> None:
         self._template, self._lock = template, threading.Lock()
         self._child, self._pipe = self._start()
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text of a conversation, or AskError."""
         import msgspec
 
         from tessera.errors import AskError
@@ -141,7 +138,7 @@ def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """The environment that templates of Hugging Face models expect."""
+    """The environment that Hugging Face templates expect."""
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
@@ -152,7 +149,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Without the HTML escapes of jinja2's own filter."""
+    """Without the HTML escapes of jinja2's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

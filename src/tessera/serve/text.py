@@ -1,17 +1,17 @@
 """Text: conversion between text and tokens.
 
-    text.encode, text.chat        a prompt, a conversation -> tokens; one that is too long is cut short
+    text.encode, text.chat        prompt or conversation -> tokens; cut if too long
     text.reader()                 tokens one by one -> final text
-    open_text(model)              the text of a folder, or bytes for a built-in model
+    open_text(model)              text of a folder, or bytes for a built-in model
 
-Built-in models have no tokenizer: their tokens are the 256 bytes, a begin (256) and an end (257), and
-conversations have a plain template. A token of a larger vocabulary is shown as its number.
+Built-in models have no tokenizer: their tokens are the 256 bytes, begin (256) and end (257); other tokens
+show as their number.
 
-The tokenizer and chat template of a checkpoint folder are read with transformers, from local files only; no
-code of a folder is run. A client's text cannot become a special token: the words of one (such as
-"<|im_end|>") are tokenised as plain text. Special tokens do not show in an answer. A token's text can depend
-on those before it, so a short window of the newest tokens is decoded. Text that may still change is held
-back: at most three U+FFFD at the end, the beginning of a character.
+A folder's tokenizer and chat template are read with transformers, from local files only, without running its
+code. A client's text cannot become a special token: words such as "<|im_end|>" are tokenised as plain text.
+Special tokens do not show in an answer. A token's text can depend on those before it, so a window of the
+newest tokens is decoded; text that may still change is held back (at most three U+FFFD, the beginning of a
+character).
 """
 
 import codecs
@@ -27,25 +27,25 @@ from tessera.errors import ArtifactError, AskError, TesseraError, extra_module
 from tessera.serve.templates import ChatTemplate
 
 BEGIN, END = 256, 257
-# Turns in the form of chat templates: "role", "content", "tool_calls" and "tool_call_id".
+# Turns of chat templates: "role", "content", "tool_calls" and "tool_call_id".
 Messages = Sequence[Mapping[str, Any]]
 # Tools in OpenAI's form.
 Tools = Sequence[Mapping[str, Any]]
-# Longer texts are first tokenised in pieces: one that is far too long is not read to its end.
+# Longer texts are tokenised in pieces first, so that one far too long is not read to its end.
 PIECE_CHARS = 2**14
 NO_LIMIT = 2**62
 UNSURE = "\ufffd"
-# Incomplete characters of UTF-8 have up to three bytes.
+# Maximum U+FFFD of an incomplete UTF-8 character.
 MAX_UNSURE = 3
 # Tokens decoded without releasing the interpreter lock.
 FEW_TOKENS = 1024
-# Maximum tokens of a window that does not end in a complete character.
+# Maximum tokens of a window without a complete character at its end.
 MAX_WINDOW = 32
-# Private-use characters that mark the words of special tokens while a template is rendered.
+# Private-use characters in place of special tokens while a template is rendered.
 FIRST, LAST = "\U00100000", "\U0010fffd"
 MARKS = re.compile(f"[{FIRST}-{LAST}]")
 MAX_WORDS = ord(LAST) - ord(FIRST) + 1
-# How tokenizers with byte fallback write a byte, and how some write a space.
+# Byte fallback tokens, and the space of some tokenizers.
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 SPACE = "\u2581"
 # Letter -> byte of byte-level tokenizers: itself if printable, else from 256 on.
@@ -71,10 +71,10 @@ class Text(Protocol):
     end: tuple[int, ...]
 
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
-        """A prompt, with the begin token if `adds`. Beyond `most` tokens the rest may be left out."""
+        """Tokens of a prompt, with the begin token if `adds`; the rest beyond `most` may be left out."""
 
     def chat(self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT) -> list[int]:
-        """A conversation and the beginning of its answer; `most` as above."""
+        """Tokens of a conversation up to its answer; `most` as above."""
 
     def reader(self) -> Reader:
         """A reader for one answer."""
@@ -83,7 +83,7 @@ class Text(Protocol):
         """The text of all tokens."""
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token; they need not be complete characters."""
+        """Bytes of one token, possibly incomplete characters."""
 
 
 class ByteText:
@@ -146,9 +146,9 @@ def _bytes(text: str) -> bytes:
 
 
 def within(encode: Callable[[str], list[int]], text: str, most: int) -> list[int]:
-    """The tokens of a text; if it has certainly more than `most`, those of its beginning.
+    """Tokens of a text, or of its beginning if it certainly has more than `most`.
 
-    Cutting a text into pieces adds a few tokens.
+    Cutting adds a few tokens.
     """
     if len(text) > max(PIECE_CHARS, most):
         tokens: list[int] = []
@@ -160,10 +160,10 @@ def within(encode: Callable[[str], list[int]], text: str, most: int) -> list[int
 
 
 class StopWatch:
-    """Finds stop strings in the text of one answer, piece by piece.
+    """Finds stop strings in an answer, piece by piece.
 
-    An answer ends where the first stop string is complete; of several that end there, the longest counts. The
-    stop string is not part of the answer. Text that may become one is held back.
+    An answer ends where the first stop string is complete; the longest one counts and is not part of the
+    answer. Text that may become one is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -172,7 +172,7 @@ class StopWatch:
         self.is_stopped = False
 
     def feed(self, text: str) -> str:
-        """The text that is now part of the answer."""
+        """Text that is now part of the answer."""
         if not self._stops:
             return text
         if self.is_stopped or not text:
@@ -188,7 +188,7 @@ class StopWatch:
         return seen[:cut]
 
     def skip(self, text: str) -> str:
-        """Text that is not searched, after held-back text."""
+        """Text after held-back text, without a search."""
         held, self._held = self._held, ""
         return held + text
 
@@ -205,7 +205,7 @@ def overlap(text: str, stop: str) -> int:
 
 
 class FolderText:
-    """Text by a checkpoint folder's own tokenizer and chat template; no code of the folder is run."""
+    """Text by a folder's tokenizer and chat template."""
 
     def __init__(self, folder: Path) -> None:
         with _reported(folder):
@@ -219,13 +219,12 @@ class FolderText:
             template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
         self._template = ChatTemplate(template) if template else None
         self._variables = {"tools": None, "documents": None, "add_generation_prompt": True, **named}
-        # The words of special tokens, the longest first, and the character that marks each.
+        # Words of special tokens, longest first, and their marks.
         self._words = words[:MAX_WORDS]
         self._marks = {word: chr(ord(FIRST) + number) for number, word in enumerate(self._words)}
         self._marked = _marked(self._words)
 
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
-        """Tokens of a prompt; no word in it becomes a special token."""
         return self._ids(text, adds=adds, plain=True, most=most)
 
     def chat(self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT) -> list[int]:
@@ -243,7 +242,7 @@ class FolderText:
         return tokens
 
     def _mark(self, value: Any) -> Any:
-        """Replaces the words of special tokens in all texts, each by its own character."""
+        """Replace words of special tokens by their marks."""
         if isinstance(value, str):
             return self._marked.sub(lambda match: self._marks.get(match.group(), UNSURE), value)
         if isinstance(value, Mapping):
@@ -266,7 +265,7 @@ class FolderText:
         return WindowReader(self)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        # A model's vocabulary is often rounded up: its last rows have no token.
+        # Vocabularies are often padded: the last rows have no token.
         size = self._tokenizer.size
         return self._tokenizer.decode([token for token in tokens if token < size])
 
@@ -277,11 +276,11 @@ class FolderText:
 
 
 class FastTokenizer:
-    """A tokenizer of the library `tokenizers`. Thread-safe."""
+    """A tokenizer of `tokenizers`. Thread-safe."""
 
     def __init__(self, written: str) -> None:
-        # The batch methods release the interpreter lock. Whether special words are tokens is a setting of a
-        # whole tokenizer, so there is one tokenizer for each.
+        # Batch methods release the interpreter lock. Special words are a setting of a whole tokenizer, so
+        # there are two.
         self._special, self._plain = self._read(written), self._read(written)
         self._plain.encode_special_tokens = True
         self.size = self._special.get_vocab_size(with_added_tokens=True)
@@ -299,14 +298,14 @@ class FastTokenizer:
         return tokenizer
 
     def encode(self, text: str, adds: bool, plain: bool) -> list[int]:
-        """Tokens of a text; `adds` the begin token, `plain`: no word is a special token."""
-        text.encode()  # the library's own message about half a surrogate pair is no better
+        """Tokens of a text; `adds` the begin token; `plain`: no special tokens."""
+        text.encode()  # the library's message about half a surrogate pair is no better
         tokenizer = self._plain if plain else self._special
         ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=adds)[0].ids
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        if len(tokens) <= FEW_TOKENS:  # the usual window of an answer: quicker with the lock
+        if len(tokens) <= FEW_TOKENS:  # the usual window of an answer: faster with the lock
             return str(self._special.decode(tokens))
         return str(self._special.decode_batch([tokens])[0])
 
@@ -351,7 +350,7 @@ class WindowReader:
     def __init__(self, text: FolderText) -> None:
         self._text = text
         self._window: list[int] = []
-        # Tokens of the window that only give context; characters of its text already returned.
+        # Context tokens of the window; characters of its text already returned.
         self._num_old = self._given = 0
 
     def feed(self, token: int) -> str:
@@ -383,7 +382,7 @@ def _read(folder: Path) -> Any:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Splits a text at its marks, one by one: `re.split` would hold the interpreter lock."""
+    """Split a text at its marks one by one: `re.split` would hold the interpreter lock."""
     start = 0
     for match in MARKS.finditer(text):
         yield text[start : match.start()]
@@ -393,7 +392,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _marked(words: Sequence[str]) -> re.Pattern[str]:
-    """Matches special words and mark characters; quick where there are none."""
+    """Matches special words and marks; fast where there are none."""
     stand_in = f"{FIRST}-{LAST}"
     first = stand_in + "".join(re.escape(letter) for letter in sorted({word[0] for word in words}))
     return re.compile(f"(?=[{first}])(?:{'|'.join([f'[{stand_in}]', *map(re.escape, words)])})")
@@ -401,7 +400,7 @@ def _marked(words: Sequence[str]) -> re.Pattern[str]:
 
 @contextmanager
 def _reported(folder: Path) -> Iterator[None]:
-    """Reports any error of a library about the folder's files in one line."""
+    """Report any library error about the folder's files in one line."""
     try:
         yield
     except TesseraError:
@@ -417,7 +416,7 @@ def _reported(folder: Path) -> Iterator[None]:
 
 
 def _ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """End tokens of the tokenizer, and of generation_config.json or else config.json."""
+    """End tokens of the tokenizer and of generation_config.json, else config.json."""
     ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     for name in ("generation_config.json", "config.json"):
         listed = _listed(folder / name)
@@ -435,7 +434,7 @@ def _listed(path: Path) -> list[int]:
 
 
 def open_text(model: str) -> Text:
-    """For a built-in name, or a folder with a tokenizer."""
+    """Text of a built-in name, or of a folder with a tokenizer."""
     if Path(model).is_dir():
         return FolderText(Path(model))
     return ByteText()

@@ -1,5 +1,6 @@
 """Faults on real worker processes: killed, stopped, failing or cut off at any moment; all come back."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -89,7 +90,8 @@ def kill(stepper: WorkerStepper, device: int, number: int = signal.SIGKILL) -> N
     """Sends a signal to a device's worker, if there is one."""
     pid = stepper.use().devices[f"d{device}"].pid
     if pid is not None:
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):  # an earlier kill that was not noticed yet
+            os.kill(pid, number)
 
 
 def until_back(stepper: WorkerStepper, limit_s: float = 60.0) -> list[object]:

@@ -25,7 +25,7 @@ from tessera.serve.openai.read import (  # noqa: E402
     ModelCard,
     read_embedding,
 )
-from tessera.serve.single_device import EmbeddingService, Encoder, Pooling, embeds  # noqa: E402
+from tessera.serve.single_device import Encoder, Pooling, SingleDeviceService, embeds  # noqa: E402
 from tessera.serve.text import ByteText, open_text  # noqa: E402
 from text_factory import make_text_folder  # noqa: E402
 
@@ -123,7 +123,7 @@ def test_modules_that_are_not_handled_are_refused(tmp_path: Path, more: str) -> 
     (tmp_path / "config.json").write_text("{}")
     say_pooling(tmp_path, "pooling_mode_cls_token", more)
 
-    with pytest.raises(ArtifactError, match=r"Dense is not supported|no folder is called"):
+    with pytest.raises(ArtifactError, match=r"Dense is not supported|matching regex"):
         Pooling.of(tmp_path)
 
 
@@ -152,20 +152,20 @@ def test_only_encoders_embed(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingService]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SingleDeviceService]:
     """One that can be cut to any size."""
     path = tmp_path_factory.mktemp("encoder")
     make_encoder(path, is_matryoshka=True)
-    with EmbeddingService(Encoder.open(str(path)), MODEL) as found:
+    with SingleDeviceService(Encoder.open(str(path)), MODEL) as found:
         found.folder = path  # type: ignore[attr-defined]
         yield found
 
 
 @pytest.fixture(scope="module")
-def server(service: EmbeddingService) -> Iterator[Running]:
+def server(service: SingleDeviceService) -> Iterator[Running]:
     text = open_text(str(service.folder))  # type: ignore[attr-defined]
-    sizes = (service.encoder.max_tokens, service.encoder.vocab_size)
-    card = ModelCard(MODEL, text, *sizes, vector_sizes=service.encoder.pooling.sizes, makes="vectors")
+    sizes = (service.model.max_tokens, service.model.vocab_size)
+    card = ModelCard(MODEL, text, *sizes, vector_sizes=service.model.pooling.sizes, makes="vectors")
     endpoint = Endpoint(card, service, 1_700_000_000)
     with serving(endpoint, Metrics(MODEL, service.snapshot)) as found:
         yield found
@@ -177,11 +177,11 @@ def client(server: Running) -> Iterator[Any]:
         yield found
 
 
-def test_the_official_client_gets_vectors(client: Any, service: EmbeddingService) -> None:
+def test_the_official_client_gets_vectors(client: Any, service: SingleDeviceService) -> None:
     """Of one text, several, or tokens, in their order, as numbers or in base64, and counts tokens."""
     text = open_text(str(service.folder))  # type: ignore[attr-defined]
     tokens = [text.encode(x) for x in INPUTS]
-    expected = service.encoder.encode(tokens)
+    expected = service.model.encode(tokens)
     several = client.embeddings.create(model=MODEL, input=INPUTS)
     listed = client.embeddings.create(model=MODEL, input=INPUTS, encoding_format="float")
     ids = client.embeddings.create(model=MODEL, input=tokens)
@@ -250,27 +250,27 @@ def test_sizes_that_a_model_was_not_made_for_are_refused(tmp_path: Path) -> None
         assert "dimensions" == told.value.param
 
 
-def test_many_clients_are_computed_together(service: EmbeddingService) -> None:
+def test_many_clients_are_computed_together(service: SingleDeviceService) -> None:
     """Each gets its own vectors, those that it gets alone."""
     asks = [[(n, n + 1), (n,) * (1 + n % 40)] for n in range(3, 60)]
 
     async def all_of_them() -> list[list[torch.Tensor]]:
-        return list(await asyncio.gather(*(service.embed(x) for x in asks)))
+        return list(await asyncio.gather(*(service.compute(x) for x in asks)))
 
     for inputs, vectors in zip(asks, asyncio.run(all_of_them()), strict=True):
         for tokens, vector in zip(inputs, vectors, strict=True):
-            torch.testing.assert_close(service.encoder.encode([tokens])[0], vector, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(service.model.encode([tokens])[0], vector, atol=1e-5, rtol=1e-4)
 
 
-def test_a_client_that_goes_is_not_computed(server: Running, service: EmbeddingService) -> None:
+def test_a_client_that_goes_is_not_computed(server: Running, service: SingleDeviceService) -> None:
     """What waits is left out; what comes afterwards is computed."""
-    gate, slow = threading.Event(), service.encoder.encode
+    gate, slow = threading.Event(), service.model.encode
 
     def held(inputs: Sequence[Sequence[int]]) -> torch.Tensor:
         gate.wait(10)
         return slow(inputs)
 
-    service.encoder.encode = held  # type: ignore[method-assign]
+    service.model.encode = held  # type: ignore[method-assign]
     before = service.snapshot().finished["cancelled"]
     raw = json.dumps({"input": ["x" * 20] * 1000}).encode()
     head = f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n"
@@ -282,7 +282,7 @@ def test_a_client_that_goes_is_not_computed(server: Running, service: EmbeddingS
         wait_until(lambda: limiter.inside == 0)
     finally:
         gate.set()
-        service.encoder.encode = slow  # type: ignore[method-assign]
+        service.model.encode = slow  # type: ignore[method-assign]
     wait_until(lambda: service.snapshot().finished["cancelled"] - before > 900)
     answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": "x"})
 

@@ -22,7 +22,7 @@ from http_factory import Running, serving, wait_until  # noqa: E402
 from tessera.errors import ArtifactError  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.read import Endpoint, ModelCard  # noqa: E402
-from tessera.serve.single_device import ImageService, TextToImage, makes_images  # noqa: E402
+from tessera.serve.single_device import SingleDeviceService, TextToImage, makes_images  # noqa: E402
 from tessera.serve.start import is_single_device, started  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
 
@@ -83,13 +83,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(folder: Path) -> Iterator[ImageService]:
-    with ImageService(TextToImage.open(str(folder)), MODEL) as found:
+def service(folder: Path) -> Iterator[SingleDeviceService]:
+    with SingleDeviceService(TextToImage.open(str(folder)), MODEL) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def server(service: ImageService) -> Iterator[Running]:
+def server(service: SingleDeviceService) -> Iterator[Running]:
     endpoint = Endpoint(ModelCard(MODEL, ByteText(), 0, 0, makes="pictures"), service, 1_700_000_000)
     with serving(endpoint, Metrics(MODEL, service.snapshot)) as found:
         yield found
@@ -159,7 +159,7 @@ def test_a_pipeline_says_nothing(server: Running) -> None:
         assert (400, "unsupported_model") == (answer.status_code, answer.json()["error"]["code"])
 
 
-def test_a_client_that_goes_stops_its_picture(server: Running, service: ImageService) -> None:
+def test_a_client_that_goes_stops_its_picture(server: Running, service: SingleDeviceService) -> None:
     """At its next step, and those that wait begin."""
     before = service.snapshot().finished["cancelled"]
     raw = json.dumps({"prompt": "x", "n": 10, "size": "64x64", "num_inference_steps": 200}).encode()

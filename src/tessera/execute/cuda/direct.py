@@ -20,7 +20,7 @@ elements on one card need CUDA MPS with `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` set 
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,20 @@ from tessera.execute.engine_connection import KeyStore, OwnerGone, key_of
 
 # Seconds to wait for a peer's handle.
 MEET_S = 120.0
+# Writes to flags in one call of the driver, which takes at most 256.
+MAX_OPS = 128
+ID_BYTES = 128
+_BY_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
+_SET, _AT_LEAST = 9, 5  # NVSHMEM_SIGNAL_SET, NVSHMEM_CMP_GE
+NO_GPU = "no CUDA device"
+MPS_PIPE, MPS_SHARE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+_ADDRESS, _SIZE, _INT, _WORD = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint64
+SIGNATURES = {
+    "nvshmem_malloc": (_SIZE,),
+    "nvshmemx_putmem_on_stream": (_ADDRESS, _ADDRESS, _SIZE, _INT, _ADDRESS),
+    "nvshmemx_putmem_signal_on_stream": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _WORD, _INT, _INT, _ADDRESS),
+    "nvshmemx_signal_wait_until_on_stream": (_ADDRESS, _INT, _WORD, _ADDRESS),
+}
 
 
 class PeerAway(WorkerError):
@@ -46,7 +60,30 @@ class PeerAway(WorkerError):
         self.device = device
 
 
-class Ipc(GpuTransport):
+class DirectTransport(GpuTransport):
+    """Writes to peers' inboxes without the host."""
+
+    is_long = False
+
+    def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int) -> None:
+        super().__init__(device, ordinal, num_devices, microbatches)
+        # Not a stream of the graphs, which wait.
+        self._side = driver.new_stream(ordinal)
+
+    def _target(self, program: int, device: int) -> int:
+        return self._bases[device, self._inboxes.layout(program, device).number]
+
+    def _fill(self, microbatch: int, value: int) -> None:
+        for layout in self._inboxes.layouts[self._device]:
+            start, size = layout.flags(microbatch)
+            first = self._bases[self._device, layout.number] + start
+            ops = [MemOp(at, value, is_long=self.is_long) for at in range(first, first + size, WORD)]
+            for done in range(0, len(ops), MAX_OPS):
+                driver.mem_ops(self._side.cuda_stream, ops[done : done + MAX_OPS])
+        self._side.synchronize()
+
+
+class Ipc(DirectTransport):
     def __init__(
         self,
         device: int,
@@ -59,41 +96,26 @@ class Ipc(GpuTransport):
         """`epochs`: earlier starts of every device's worker."""
         super().__init__(device, ordinal, num_devices, microbatches)
         self._store, self._epochs = store, list(epochs)
-        # Own inboxes, and (device, inbox) -> address of a peer's inbox in this process.
-        self._own: list[driver.IpcMemory] = []
-        self._opened: dict[tuple[int, int], int] = {}
-        self._side = driver.new_stream(ordinal)
 
     def _allocate(self) -> None:
         """Peers' inboxes are opened on first use."""
-        for layout in self._inboxes.layouts[self._device][len(self._own) :]:
-            memory = driver.IpcMemory(self._ordinal, layout.total_bytes)
-            self._own.append(memory)
-            self._store.set(self._key(self._device, layout.number), memory.handle)
+        for layout in self._inboxes.layouts[self._device]:
+            key = (self._device, layout.number)
+            if key not in self._bases:
+                memory = driver.IpcMemory(self._ordinal, layout.total_bytes)
+                self._bases[key] = memory.address
+                self._store.set(self._key(*key), memory.handle)
 
     def meet(self, program: int) -> None:
         transfers = self._inboxes.programs[program].transfers
         for dst in {t.dst for t in transfers if t.src == self._device}:
-            self._address(dst, program)
-
-    def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
-        base, layout = self._address(parcel.dst, spot.program), self._inboxes.layout(spot.program, parcel.dst)
-        place = self._inboxes.place(spot, parcel.dst) + parcel.start
-        driver.copy(stream, base + place, parcel.source, parcel.num_bytes)
-        if parcel.record:
-            driver.copy(stream, base + layout.record(spot), parcel.record, WORD * RECORD_WORDS)
-        driver.mem_ops(stream, [MemOp(base + layout.flag(spot), 1)])
-
-    def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
-        flag = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).flag(spot)
-        driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
+            self._target(program, dst)
 
     def reset(self, microbatch: int, program: int) -> None:
-        """Uses a separate stream, since those of the graphs wait; also clears flags set in other inboxes."""
         super().reset(microbatch, program)
         for number, transfer in enumerate(self._inboxes.programs[program].transfers):
             layout = self._inboxes.layout(program, transfer.dst)
-            base = self._opened.get((transfer.dst, layout.number))
+            base = self._bases.get((transfer.dst, layout.number))
             if transfer.src == self._device and base is not None:
                 flag = layout.flag(InboxSpot(microbatch, program, number))
                 driver.mem_ops(self._side.cuda_stream, [MemOp(base + flag, 0)])
@@ -103,30 +125,20 @@ class Ipc(GpuTransport):
         if epoch == self._epochs[device]:
             return False
         self._epochs[device] = epoch
-        for key in [k for k in self._opened if k[0] == device]:
-            driver.close_shared(self._opened.pop(key))
+        self._close({device})
         return True
 
     def close(self) -> None:
         """Closes peers' inboxes; the own ones end with the process, since peers may still write to them."""
-        for address in self._opened.values():
-            driver.close_shared(address)
-        self._opened = {}
+        self._close({device for device, _ in self._bases if device != self._device})
 
-    def _fill(self, microbatch: int, value: int) -> None:
-        for memory, layout in zip(self._own, self._inboxes.layouts[self._device], strict=True):
-            start, size = layout.flags(microbatch)
-            ops = [MemOp(memory.address + start + at, value) for at in range(0, size, WORD)]
-            for first in range(0, len(ops), 128):  # limit of one call
-                driver.mem_ops(self._side.cuda_stream, ops[first : first + 128])
-        self._side.synchronize()
+    def _close(self, devices: Collection[int]) -> None:
+        for key in [k for k in self._bases if k[0] in devices]:
+            driver.close_shared(self._bases.pop(key))
 
-    def _base(self, program: int) -> int:
-        return self._own[self._inboxes.layout(program, self._device).number].address
-
-    def _address(self, device: int, program: int) -> int:
+    def _target(self, program: int, device: int) -> int:
         key = (device, self._inboxes.layout(program, device).number)
-        if key not in self._opened:
+        if key not in self._bases:
             try:
                 handle = self._store.get(self._key(*key), MEET_S)
             except OwnerGone as error:
@@ -134,18 +146,13 @@ class Ipc(GpuTransport):
             if len(handle) != driver.IPC_HANDLE_BYTES:
                 raise WorkerError(f"device {device} told no handle of its memory", "Update both sides.")
             try:
-                self._opened[key] = driver.open_shared(self._ordinal, handle)
+                self._bases[key] = driver.open_shared(self._ordinal, handle)
             except WorkerError as error:
                 raise PeerAway(error.message, device) from error
-        return self._opened[key]
+        return self._bases[key]
 
     def _key(self, device: int, number: int) -> str:
         return key_of(f"ipc/{number}", device, self._epochs[device])
-
-
-ID_BYTES = 128
-_BY_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
-_SET, _AT_LEAST = 9, 5  # NVSHMEM_SIGNAL_SET, NVSHMEM_CMP_GE
 
 
 class _IdArgs(ctypes.Structure):
@@ -181,18 +188,19 @@ def _library() -> Any:
         raise WorkerError("this torch brought no NVSHMEM", "Use --transport ipc or host.")
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     library.nvshmem_malloc.restype = ctypes.c_void_p
+    for name, types in SIGNATURES.items():
+        getattr(library, name).argtypes = types
     return library
 
 
-class Nvshmem(GpuTransport):
+class Nvshmem(DirectTransport):
+    is_long = True
+
     def __init__(
         self, device: int, ordinal: int, num_devices: int, microbatches: int, store: KeyStore, epoch: int = 0
     ) -> None:
         super().__init__(device, ordinal, num_devices, microbatches)
         self._num = num_devices
-        # (device, inbox) -> address in symmetric memory, the same everywhere.
-        self._bases: dict[tuple[int, int], int] = {}
-        self._side = driver.new_stream(ordinal)
         self._join(store, f"nvshmem/{epoch}")
 
     def _join(self, store: KeyStore, key: str) -> None:
@@ -225,7 +233,7 @@ class Nvshmem(GpuTransport):
             if (device, layout.number) not in self._bases
         ]
         size = max(WORD, *(layout.total_bytes for _, layout in new))
-        base = _library().nvshmem_malloc(ctypes.c_size_t(size))
+        base = _library().nvshmem_malloc(size)
         if not base:
             remedy = "Use fewer microbatches (--microbatches), or raise NVSHMEM_SYMMETRIC_SIZE."
             raise WorkerError(f"NVSHMEM has no {size / 1e6:,.0f} MB of symmetric memory", remedy)
@@ -235,57 +243,27 @@ class Nvshmem(GpuTransport):
         self._bases |= {(device, layout.number): base for device, layout in new}
 
     def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
-        layout = self._inboxes.layout(spot.program, parcel.dst)
-        base = self._bases[parcel.dst, layout.number]
-        handle, pe = ctypes.c_void_p(stream), ctypes.c_int(parcel.dst)
+        base, layout = self._target(spot.program, parcel.dst), self._inboxes.layout(spot.program, parcel.dst)
+        library, place = _library(), base + self._inboxes.place(spot, parcel.dst) + parcel.start
         if parcel.record:
-            _library().nvshmemx_putmem_on_stream(
-                ctypes.c_void_p(base + layout.record(spot)),
-                ctypes.c_void_p(parcel.record),
-                ctypes.c_size_t(WORD * RECORD_WORDS),
-                pe,
-                handle,
-            )
-        _library().nvshmemx_putmem_signal_on_stream(
-            ctypes.c_void_p(base + self._inboxes.place(spot, parcel.dst) + parcel.start),
-            ctypes.c_void_p(parcel.source),
-            ctypes.c_size_t(parcel.num_bytes),
-            ctypes.c_void_p(base + layout.flag(spot)),
-            ctypes.c_uint64(1),
-            ctypes.c_int(_SET),
-            pe,
-            handle,
+            record = (base + layout.record(spot), parcel.record, WORD * RECORD_WORDS)
+            library.nvshmemx_putmem_on_stream(*record, parcel.dst, stream)
+        signal = (base + layout.flag(spot), 1, _SET)
+        library.nvshmemx_putmem_signal_on_stream(
+            place, parcel.source, parcel.num_bytes, *signal, parcel.dst, stream
         )
 
     def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         flag = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).flag(spot)
         driver.mem_ops(stream, [marks[0]])
-        _library().nvshmemx_signal_wait_until_on_stream(
-            ctypes.c_void_p(flag), ctypes.c_int(_AT_LEAST), ctypes.c_uint64(1), ctypes.c_void_p(stream)
-        )
+        _library().nvshmemx_signal_wait_until_on_stream(flag, _AT_LEAST, 1, stream)
         driver.mem_ops(stream, [MemOp(flag, 0, is_long=True), marks[1]])
-
-    def _fill(self, microbatch: int, value: int) -> None:
-        """A loss restarts all workers, so no flag is set elsewhere."""
-        for layout in self._inboxes.layouts[self._device]:
-            start, size = layout.flags(microbatch)
-            first = self._bases[self._device, layout.number] + start
-            for at in range(first, first + size, WORD):
-                driver.mem_ops(self._side.cuda_stream, [MemOp(at, value, is_long=True)])
-        self._side.synchronize()
-
-    def _base(self, program: int) -> int:
-        return self._bases[self._device, self._inboxes.layout(program, self._device).number]
 
     @staticmethod
     def _ask(status: int, what: str) -> None:
         if status:
             remedy = "Use --transport ipc or host; `tessera doctor` says what this machine can use."
             raise WorkerError(f"NVSHMEM could not {what} (error {status})", remedy)
-
-
-NO_GPU = "no CUDA device"
-MPS_PIPE, MPS_SHARE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tessera.execute import driver
-from tessera.execute.cuda.transport import WORD, GpuTransport, InboxLayout, InboxSpot, Parcel
+from tessera.execute.cuda.transport import WORD, GpuTransport, InboxLayout, InboxSpot
 from tessera.execute.driver import MemOp
 from tessera.execute.links import Links
 from tessera.execute.messages import LinkFrame
@@ -96,23 +96,17 @@ class Host(GpuTransport):
         card = driver.card(self._ordinal)
         for layout in self._inboxes.layouts[self._device][len(self._places) :]:
             self._places.append(torch.zeros(max(1, layout.total_bytes), dtype=torch.uint8, device=card))
+            self._bases[self._device, layout.number] = self._places[-1].data_ptr()
 
-    def _base(self, program: int) -> int:
-        return self._places[self._inboxes.layout(program, self._device).number].data_ptr()
-
-    def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
-        mirror = self._mirror(spot.program, parcel.dst)
-        place = mirror.address + self._inboxes.place(spot, parcel.dst) + parcel.start
-        driver.copy(stream, place, parcel.source, parcel.num_bytes)
-        driver.mem_ops(stream, [MemOp(mirror.address + mirror.layout.flag(spot), 1)])
+    def _target(self, program: int, device: int) -> int:
+        return self._mirror(program, device).address
 
     def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
-        mirror = self._mirror(spot.program, self._device)
-        transfer, flag = self._transfer(spot), mirror.address + mirror.layout.flag(spot)
+        super().wait(spot, stream, marks)
+        transfer = self._transfer(spot)
         place = self._inboxes.place(spot, self._device) + transfer.start
-        driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
-        target = self._places[mirror.layout.number].data_ptr() + place
-        driver.copy(stream, target, mirror.address + place, transfer.num_bytes)
+        source = self._target(spot.program, self._device) + place
+        driver.copy(stream, self._base(spot.program) + place, source, transfer.num_bytes)
 
     def begin(self, microbatch: int, run: int, program: int) -> None:
         with self._changed:

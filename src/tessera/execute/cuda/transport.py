@@ -148,6 +148,8 @@ class GpuTransport(ABC):
     def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int) -> None:
         self._device, self._ordinal = device, ordinal
         self._inboxes = Inboxes(num_devices, microbatches)
+        # (device, inbox) -> address in this process.
+        self._bases: dict[tuple[int, int], int] = {}
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
         """Adds a lane's programs; every worker adds lanes in the same order."""
@@ -177,17 +179,28 @@ class GpuTransport(ABC):
         start = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).record(spot)
         return driver.bytes_at(start, WORD * RECORD_WORDS, self._ordinal).view(torch.int64)
 
-    @abstractmethod
     def _base(self, program: int) -> int:
         """Address of this device's inbox for a program."""
+        return self._bases[self._device, self._inboxes.layout(program, self._device).number]
 
     @abstractmethod
+    def _target(self, program: int, device: int) -> int:
+        """Address at which bytes and flags for a device's inbox are written."""
+
     def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
         """Issues the copy and the flag."""
+        base, layout = self._target(spot.program, parcel.dst), self._inboxes.layout(spot.program, parcel.dst)
+        place = base + self._inboxes.place(spot, parcel.dst) + parcel.start
+        driver.copy(stream, place, parcel.source, parcel.num_bytes)
+        if parcel.record and self.carries_records:
+            driver.copy(stream, base + layout.record(spot), parcel.record, WORD * RECORD_WORDS)
+        driver.mem_ops(stream, [MemOp(base + layout.flag(spot), 1)])
 
-    @abstractmethod
     def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """Issues the wait for the flag and its clearing, between writes of this device's position."""
+        layout = self._inboxes.layout(spot.program, self._device)
+        flag = self._target(spot.program, self._device) + layout.flag(spot)
+        driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
 
     def begin(self, microbatch: int, run: int, program: int) -> None:
         """Called before a run of a program is launched."""

@@ -1,1 +1,1 @@
-"""OpenAI's API: bodies, what is asked by them, and the documents that answer."""
+"""OpenAI's API: request bodies, drafts, and answers."""

@@ -1,9 +1,9 @@
 """Request bodies of OpenAI's routes, decoded strictly by msgspec: an error names the field.
 
-"5" is not a number. An unknown field of a body is refused, because ignoring it could change the answer;
-`IGNORED` names those that cannot. Fields in `REFUSED` are known but not supported: only the values listed
-there, which ask for nothing, are accepted. Unknown fields inside messages and tools are ignored, as clients
-send back what other servers gave them. None is the same as a missing field.
+Unknown fields of a body are refused, because ignoring one could change the answer; `IGNORED` names harmless
+ones. Fields in `REFUSED` are accepted only with the listed values, which have no effect. Unknown fields
+inside messages and tools are ignored, as clients send back what other servers gave them. null is the same as
+a missing field.
 """
 
 import re
@@ -14,20 +14,20 @@ from msgspec import Meta, Raw, Struct
 
 from tessera.serve.openai.errors import ApiError
 
-# OpenAI's limits: choices of one request, alternatives of a token, tools.
+# OpenAI's limits of choices, alternatives of a token, and tools.
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 128
-# More stop strings than OpenAI's four; each is searched for after every token.
+# OpenAI allows four stop strings; each is searched for after every token.
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
-# Tokens with a bias, and tokens that end the answer, each.
+# Maximum tokens with a bias, and of stop tokens.
 MAX_MARKED = 1024
 MAX_MESSAGES = 4096
 MAX_INT = 2**63 - 1
-# No model has so many positions; the model's own limit is checked later.
+# Above any model's positions; the model's limit is checked later.
 MAX_TOKENS = 2**31 - 1
-# Lists, objects and texts of one body, and values of any kind: so decoding takes well under 100 ms.
+# Maximum lists, objects and texts of a body, and values of any kind: decoding takes well under 100 ms.
 MAX_PARTS, MAX_VALUES = 2**14, 2**19
 
 # Fields without effect here.
@@ -37,7 +37,7 @@ IGNORED = frozenset(
         *("quality", "request_id", "safety_identifier", "service_tier", "store", "style"),
     }
 )
-# Field -> values that ask for nothing.
+# Field -> values without effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
     name: (None, *harmless)
     for names, harmless in (
@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 PROMPTS = "a text, a list of texts, a list of token ids, or a list of such lists; none of them empty"
-# The place and the missing field in a message of msgspec.
+# Place and missing field in a message of msgspec.
 PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*?)`$")
 MISSING = re.compile(r"missing required field `(\w+)`")
 
@@ -82,7 +82,7 @@ class ImageUrl(Struct):
 
 
 class MessagePart(Struct):
-    """A part of a message: text, or a picture where the model sees."""
+    """Text, or a picture for vision models."""
 
     type: str
     text: str | None = None
@@ -96,16 +96,12 @@ class CalledFunction(Struct):
 
 
 class ToolCall(Struct):
-    """A call of a tool by the assistant."""
-
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] = "function"
 
 
 class Message(Struct):
-    """One turn of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[MessagePart] | None = None
     name: str | None = None
@@ -124,7 +120,7 @@ class Message(Struct):
 class ToolFunction(Struct):
     name: ToolName
     description: str | None = None
-    # The JSON schema of the arguments.
+    # JSON schema of the arguments.
     parameters: dict[str, Any] | None = None
 
 
@@ -169,7 +165,7 @@ class _Body(Struct, kw_only=True):
 
 
 class _GenerationRequest(_Body, kw_only=True):
-    """Fields of both endpoints; top_k, min_p and those with other names than OpenAI's are vLLM's."""
+    """Fields of both endpoints; names that OpenAI does not have are vLLM's."""
 
     n: Choices | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -199,8 +195,6 @@ class _GenerationRequest(_Body, kw_only=True):
 
 
 class ChatRequest(_GenerationRequest, kw_only=True):
-    """Body of /v1/chat/completions."""
-
     messages: Conversation
     max_tokens: SomeTokens | None = None
     max_completion_tokens: SomeTokens | None = None
@@ -225,7 +219,6 @@ class ChatRequest(_GenerationRequest, kw_only=True):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that the answer may call."""
         choice = self.tool_choice
         if choice == "none":
             return []
@@ -239,8 +232,6 @@ class ChatRequest(_GenerationRequest, kw_only=True):
 
 
 class CompletionRequest(_GenerationRequest, kw_only=True):
-    """Body of /v1/completions."""
-
     prompt: Prompts
     max_tokens: NumTokens | None = None
     logprobs: NumTop | None = None
@@ -258,8 +249,6 @@ class CompletionRequest(_GenerationRequest, kw_only=True):
 
 
 class TokenizeRequest(_Body, kw_only=True):
-    """Body of /tokenize: a prompt or a conversation."""
-
     prompt: str | None = None
     messages: Conversation | None = None
     tools: Tools | None = None
@@ -272,26 +261,22 @@ class TokenizeRequest(_Body, kw_only=True):
 
 
 class DetokenizeRequest(_Body, kw_only=True):
-    """Body of /detokenize."""
-
     tokens: list[TokenId]
 
 
 class EmbeddingRequest(_Body, kw_only=True):
-    """Body of /v1/embeddings."""
-
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: SomeTokens | None = None
 
 
 class ImageRequest(_Body, kw_only=True):
-    """Body of /v1/images/generations; the fields after output_format are diffusers'."""
+    """The fields after output_format are diffusers'."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=32_000)]
     n: Annotated[int, Meta(ge=1, le=10)] | None = None
     size: Annotated[str, Meta(pattern="^(auto|[1-9][0-9]{1,3}x[1-9][0-9]{1,3})$")] | None = None
-    # "url" is refused: no picture is kept to link to.
+    # "url" is refused: pictures are not kept.
     response_format: Literal["b64_json"] | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
     negative_prompt: Annotated[str, Meta(max_length=32_000)] | None = None
@@ -304,7 +289,6 @@ Body = TypeVar("Body", bound=_Body)
 
 
 def parse(kind: type[Body], raw: bytes, served: str) -> Body:
-    """The body, or an error about the first thing that is wrong with it."""
     check_parts(raw)
     request = _decode(kind, raw)
     if request.model not in (None, served):
@@ -314,7 +298,7 @@ def parse(kind: type[Body], raw: bytes, served: str) -> Body:
 
 def _decode(kind: type[Body], raw: bytes) -> Body:
     try:
-        if raw.lstrip()[:1] == b"{":  # else the second line says what is expected
+        if raw.lstrip()[:1] == b"{":  # else the second line has the expectation
             _check_names(msgspec.json.decode(raw, type=dict[str, Raw]), kind.__struct_fields__)
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -333,7 +317,6 @@ def _check_names(given: dict[str, Raw], known: tuple[str, ...]) -> None:
 
 
 def _explained(message: str) -> ApiError:
-    """A message of msgspec in OpenAI's form."""
     place = match.group(1) if (match := PLACE.search(message)) else ""
     text, missing = PLACE.sub("", message), MISSING.search(message)
     param = re.split(r"[.\[]", place)[0] or (missing.group(1) if missing else None)
@@ -346,7 +329,7 @@ def _explained(message: str) -> ApiError:
 
 
 def check_parts(body: bytes) -> None:
-    """Refuses JSON of more parts than any request has, before they are decoded."""
+    """Refuse JSON with too many parts before it is decoded."""
     if sum(map(body.count, (b'"', b"[", b"{"))) <= MAX_PARTS and body.count(b",") <= MAX_VALUES:
         return  # nearly every body
     texts = body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', 2 * MAX_PARTS)
@@ -363,7 +346,7 @@ def no_such_model(name: str, served: str) -> ApiError:
 
 
 def apart(given: Prompts, name: str) -> list[str] | list[list[int]]:
-    """The prompts of a field: a list of numbers is one prompt, any other list several."""
+    """Prompts of a field: a list of numbers is one prompt, any other list several."""
     if isinstance(given, str):
         return [given]
     kinds = set(map(type, given))

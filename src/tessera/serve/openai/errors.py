@@ -1,7 +1,7 @@
 """Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}.
 
-Every refusal is an `ApiError`. A `TesseraError` of the engine or the tokenizer gets its status by its class,
-an error of HTTP itself keeps its own. A bug gives a 500 without details; its traceback goes to the log.
+Every refusal is an `ApiError`. A `TesseraError` gets its status by its class; HTTP errors keep theirs. A bug
+gives a 500 without details; its traceback goes to the log.
 """
 
 import logging

@@ -4,10 +4,8 @@
     tokenize, detokenize                                      (raw body, card) -> the answer itself
     make_asks                                                 (draft, endpoint, client) -> asks
 
-All but the last run in threads (`reading`). `make_asks` decodes pictures and compiles grammars, also in
-threads. Prompts and choices multiply: two prompts with n = 3 are six asks, in OpenAI's order.
-
-A message's parts are joined; a mark stands for a picture until the prompt is in tokens.
+All run in threads (`reading`) but `make_asks`, which decodes pictures and compiles grammars in threads. Two
+prompts with n = 3 are six asks, in OpenAI's order. A mark stands for a picture until the prompt is in tokens.
 """
 
 import asyncio
@@ -48,13 +46,13 @@ from tessera.serve.text import Text
 if TYPE_CHECKING:
     from tessera.serve.sight import Eyes
 
-# Per request: pictures, answers (each takes a place in the queue), and texts to embed.
+# Maximum pictures, answers and texts to embed per request.
 MAX_PICTURES, MAX_ASKS, MAX_INPUTS = 16, 128, 2048
-# Pixels of a generated picture.
+# Maximum pixels of a generated picture.
 MAX_PIXELS = 2**22
-# OpenAI's default for /v1/completions; a chat's answer may fill the context.
+# OpenAI's default of /v1/completions; a chat's answer may fill the context.
 COMPLETION_TOKENS = 16
-# Prompt logprobs of one request.
+# Maximum prompt logprobs of a request.
 MAX_NOTED = 2**19
 UNKNOWN = "\ufffd"
 # Schema of a tool without parameters.
@@ -71,17 +69,15 @@ SAMPLED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What reading a body needs to know of the model."""
-
     # Its name for clients.
     model: str
     text: Text
-    # Maximum tokens of a prompt and its answer; number of tokens.
+    # Maximum tokens of prompt and answer; vocabulary size.
     capacity: int
     vocab_size: int
     # Mark of a picture in a conversation; empty: text only.
     mark: str = ""
-    # Encoder: prefix of every text, and lengths that vectors may be cut to (0: any).
+    # Encoder: prefix of every text, and allowed vector lengths (0: any).
     prefix: str = ""
     vector_sizes: tuple[int, ...] = ()
     # text, vectors or pictures.
@@ -90,22 +86,20 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What the HTTP application serves."""
-
     card: ModelCard
     service: AnswerService
-    # Whole seconds since 1970.
+    # Unix time.
     created: int
-    # The current plans of the policies; empty if there are none.
+    # Current plans; may be empty.
     plans: Callable[[], Sequence[Plan]] = tuple
-    # For a model that reads pictures.
+    # Vision models only.
     eyes: "Eyes | None" = None
     # None: the extra 'grammar' is not installed.
     grammars: GrammarCompiler | None = None
 
 
 class Draft(msgspec.Struct, frozen=True, tag=True):
-    """One request in tokens; a prompt that is far too long is cut short."""
+    """One request in tokens; a prompt far too long is cut."""
 
     prompts: tuple[tuple[int, ...], ...]
     # Answers per prompt.
@@ -120,11 +114,11 @@ class Draft(msgspec.Struct, frozen=True, tag=True):
     is_chat: bool
     is_stream: bool
     includes_usage: bool
-    # By ask: the prompt's text before the answer; empty without `echo`.
+    # By ask: the prompt's text; empty without `echo`.
     echoes: tuple[str, ...] = ()
     # Alternatives per token of the prompt after its first; None: no logprobs.
     prompt_logprobs: int | None = None
-    # The pictures that marks stand for, as data URLs.
+    # Pictures as data URLs, in the order of their marks.
     urls: tuple[str, ...] = ()
     # Grammar of the answer, and the field that requested it; empty: any text.
     grammar: str = ""
@@ -135,7 +129,6 @@ class Draft(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def echoes_logprobs(self) -> bool:
-        """True if the prompt is echoed with logprobs."""
         return bool(self.echoes) and self.sampling.logprobs is not None
 
 
@@ -177,7 +170,7 @@ def read_completion(raw: bytes, card: ModelCard) -> Draft:
 
 
 def _tokens(given: str | list[int], card: ModelCard, field: str) -> tuple[int, ...]:
-    """A prompt in tokens; one that is far too long is cut short, above the capacity."""
+    """Tokens of a prompt; one far too long is cut above the capacity."""
     if isinstance(given, str):
         found = tuple(card.text.encode(given, card.capacity))
         if not found:
@@ -226,7 +219,6 @@ def read_image(raw: bytes, card: ModelCard) -> ImageDraft:
 
 
 def tokenize(raw: bytes, card: ModelCard) -> bytes:
-    """The answer of /tokenize."""
     request = parse(TokenizeRequest, raw, card.model)
     if request.messages is not None:
         turns, _ = _turns(request.messages, card.mark)
@@ -244,7 +236,6 @@ def tokenize(raw: bytes, card: ModelCard) -> bytes:
 
 
 def detokenize(raw: bytes, card: ModelCard) -> bytes:
-    """The answer of /detokenize."""
     request = parse(DetokenizeRequest, raw, card.model)
     if request.tokens and (wrong := max(request.tokens)) >= card.vocab_size:
         raise invalid("tokens", f"token {wrong} is not below the vocabulary size {card.vocab_size}")
@@ -252,7 +243,6 @@ def detokenize(raw: bytes, card: ModelCard) -> bytes:
 
 
 def _form(request: ChatRequest | CompletionRequest, tools: Sequence[Tool]) -> tuple[str, str]:
-    """Grammar of the answer and the field that requested it; empty if any text will do."""
     form = request.response_format
     schema = None if form is None else form.schema_of_answer
     answer = "" if schema is None else answer_form(schema)
@@ -274,7 +264,7 @@ def _shown_tool(tool: Tool) -> dict[str, Any]:
 
 
 def _turns(messages: Sequence[Message], mark: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The conversation in the form of templates, with a mark per picture, and the pictures' URLs."""
+    """Conversation for templates with a mark per picture, and the pictures' URLs."""
     turns: list[dict[str, Any]] = []
     urls: list[str] = []
     for number, message in enumerate(messages):
@@ -296,7 +286,7 @@ def _wrong(number: int, what: str, code: str = "unsupported_value") -> ApiError:
 
 
 def _call(call: ToolCall, number: int) -> dict[str, Any]:
-    """A call in the form of templates: with its arguments as an object."""
+    """Call for templates, with its arguments as an object."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
@@ -308,7 +298,7 @@ def _call(call: ToolCall, number: int) -> dict[str, Any]:
 
 
 def _part(part: MessagePart, mark: str, urls: list[str], number: int) -> str:
-    """Text without marks of the client's own; or the mark of a picture, whose URL goes to `urls`."""
+    """Text without the client's own marks; or the mark of a picture, whose URL goes to `urls`."""
     if part.type == "text" and part.text is not None:
         return part.text.replace(mark, UNKNOWN) if mark else part.text
     if part.type != "image_url" or not mark:
@@ -357,14 +347,11 @@ def _sampling(request: ChatRequest | CompletionRequest, logprobs: int | None) ->
 
 @dataclass(frozen=True, slots=True)
 class AskBatch:
-    """The asks of one request, `n` per prompt."""
-
     asks: tuple[Ask, ...]
     draft: Draft
 
     @property
     def prompts(self) -> tuple[Ask, ...]:
-        """The first ask of every prompt."""
         return self.asks[:: self.draft.n]
 
     @property
@@ -373,14 +360,13 @@ class AskBatch:
 
 
 async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
-    """The asks of a request; ApiError or AskError if the model cannot answer them."""
     prompts, pictures = draft.prompts, tuple[PromptPicture, ...]()
     if draft.urls:
         prompt, pictures = await _seen(draft, endpoint)
         prompts = (prompt,)
     most = _max_tokens(draft, endpoint, prompts)
     grammar = await _grammar(draft, endpoint) if draft.grammar else None
-    # Every choice has its own seed, the same every time.
+    # Every choice has its own reproducible seed.
     seed = draft.sampling.seed
     seeds = [None if seed is None else (seed + choice) & MAX_INT for choice in range(draft.n)]
     samplings = [replace(draft.sampling, seed=own) for own in seeds]
@@ -410,7 +396,7 @@ async def _grammar(draft: Draft, endpoint: Endpoint) -> Grammar:
 
 
 def _prompt_logprobs(draft: Draft, prompts: Sequence[Sequence[int]]) -> int | None:
-    """Alternatives per token of a prompt, for its first answer only; None: no logprobs."""
+    """Alternatives per prompt token, for the first answer only; None: no logprobs."""
     wanted = [draft.prompt_logprobs, draft.sampling.logprobs if draft.echoes_logprobs else None]
     listed = [number for number in wanted if number is not None]
     if not listed:
@@ -424,11 +410,10 @@ def _prompt_logprobs(draft: Draft, prompts: Sequence[Sequence[int]]) -> int | No
 
 
 def _max_tokens(draft: Draft, endpoint: Endpoint, prompts: Sequence[Sequence[int]]) -> int:
-    """Maximum tokens of an answer; ApiError if prompt and answer do not fit."""
     longest = max(map(len, prompts))
     most = draft.max_tokens
     if most is None:
-        room = max(1, endpoint.card.capacity - longest)  # if 0 are left, the prompt is refused below
+        room = max(1, endpoint.card.capacity - longest)  # 0 left: the prompt is refused below
         most = room if draft.is_chat else min(COMPLETION_TOKENS, room)
     if draft.min_tokens > most:
         message = f"min_tokens: must be at most max_tokens ({most}), got {draft.min_tokens}"

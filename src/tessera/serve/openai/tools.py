@@ -2,14 +2,13 @@
 
     answer_form, calls_form   schemas and tools -> rules of a grammar (see `grammar`)
     ForcedCalls               parses output that must be calls, while it streams
-    FoundCalls                parses output that may hold calls, each when it is complete
+    FoundCalls                parses output that may hold calls, each when complete
 
-Forced calls have one form for all models: [{"name": "f", "arguments": {...}}, ...]. Otherwise the model
-writes as it was trained to: a call stands between <tool_call> and </tool_call>, or the complete answer is a
-JSON object, or a list of them, that name known tools ("parameters" may stand for "arguments"). Anything else
-is text. Text that may become a call is held back.
+Forced calls have one form: [{"name": "f", "arguments": {...}}, ...]. Otherwise a call stands between
+<tool_call> and </tool_call>, or the whole answer is a JSON object or list that names known tools
+("parameters" may replace "arguments"). Anything else is text. Text that may become a call is held back.
 
-Not handled: other formats, such as calls written as Python.
+Not handled: other formats, such as Python calls.
 """
 
 import json
@@ -19,16 +18,16 @@ from typing import Any
 
 from tessera.serve.text import overlap
 
-# JSON on one line, so that no answer is filled up with spaces.
+# JSON on one line, so that answers are not padded with spaces.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Calls of one answer.
+# Maximum calls of one answer.
 MAX_CALLS = 32
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """Text of the answer; or the name of call number `call` (once, first); or more of its arguments."""
+    """Text; or the name of call number `call` (once, first); or more of its arguments."""
 
     text: str = ""
     call: int | None = None
@@ -36,7 +35,6 @@ class OutputPart:
 
 
 def answer_form(schema: Mapping[str, Any]) -> str:
-    """The rule of JSON of this schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE})}"
 
 
@@ -55,8 +53,6 @@ def _head(name: str) -> str:
 
 
 class ForcedCalls:
-    """Parses output in the form of `calls_form`, piece by piece."""
-
     def __init__(self, names: Iterable[str]) -> None:
         self._heads = {_head(name): name for name in names}
         self.num_calls = 0
@@ -88,7 +84,6 @@ class ForcedCalls:
         return [OutputPart(text, self.num_calls - 1)] if text else []
 
     def _is_end(self, letter: str) -> bool:
-        """True for the brace after the arguments."""
         if self._in_text:
             is_over = letter == '"' and not self._is_escaped
             self._is_escaped = letter == "\\" and not self._is_escaped
@@ -103,7 +98,7 @@ class ForcedCalls:
 
 
 class FoundCalls:
-    """Finds calls in any output, piece by piece. Spaces around calls are left out."""
+    """Finds calls in any output, piece by piece. Spaces around calls are dropped."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
@@ -111,7 +106,7 @@ class FoundCalls:
         self._held = ""
         # True if only spaces came since the beginning or the last call.
         self._is_blank = True
-        # True if the answer begins like JSON: parsed at its end. None: no output yet.
+        # True if the answer begins like JSON, which is parsed at its end; None: no output yet.
         self._is_json: bool | None = None
 
     def feed(self, text: str) -> list[OutputPart]:
@@ -134,7 +129,7 @@ class FoundCalls:
         return parts + self._release(len(self._held) - overlap(self._held, OPEN))
 
     def _release(self, end: int) -> list[OutputPart]:
-        """Releases held text up to `end`, unless it is only spaces before a call."""
+        """Release held text up to `end`, unless it is only spaces before a call."""
         self._is_blank = self._is_blank and not self._held[:end].strip()
         if self._is_blank:
             return []
@@ -142,14 +137,12 @@ class FoundCalls:
         return _text(text)
 
     def finish(self) -> list[OutputPart]:
-        """The rest, at the end of the answer."""
         held, self._held = self._held, ""
         inside = held.strip()
         calls = self._calls(inside.removeprefix(OPEN)) if self._is_json or inside.startswith(OPEN) else []
         return [] if self.num_calls and not inside else calls or _text(held)
 
     def _calls(self, text: str) -> list[OutputPart]:
-        """The calls of a text; empty if it is anything else."""
         try:
             document = json.loads(text)
         except (ValueError, RecursionError):
@@ -166,7 +159,6 @@ class FoundCalls:
 
 
 def _call(document: object, names: frozenset[str]) -> tuple[str, str] | None:
-    """Name and arguments of a call of a known tool."""
     if not isinstance(document, dict):
         return None
     name = document.get("name")

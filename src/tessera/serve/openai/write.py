@@ -1,8 +1,8 @@
 """Answers in OpenAI's forms: one document, or a stream of server-sent events.
 
 The head of a stream is sent with its first event, so that a refusal keeps its status. A later error is an
-event of its own, as OpenAI's clients expect. When the client disconnects, closing the answers cancels them.
-Documents with many logprobs are encoded in a thread, in parts, so that others do not wait.
+event, as OpenAI's clients expect. A disconnect closes the answers, which cancels them. Documents with many
+logprobs are encoded in a thread, in parts.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from tessera.serve.openai.errors import ApiError, api_error
 from tessera.serve.openai.read import AskBatch, EmbeddingDraft, Endpoint, ModelCard
 from tessera.serve.openai.tools import ForcedCalls, FoundCalls, OutputPart
 from tessera.serve.records import AnswerPiece, AnswerService, Ask, Event, Events, Finish, ImageDraft, Token
-from tessera.serve.single_device import EmbeddingService, ImageService, cut
+from tessera.serve.single_device import SingleDeviceService, cut
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +35,9 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-# Larger documents are sent in parts of this size.
+# Part size of larger documents.
 PART_BYTES = 2**18
-# Tokens and alternatives encoded on the event loop; more are encoded in a thread.
+# Maximum tokens and alternatives encoded on the event loop.
 FEW_LOGPROBS = 512
 
 Document = dict[str, Any]
@@ -45,7 +45,7 @@ _encode = msgspec.json.encode
 
 
 def _encoded(part: Any) -> msgspec.Raw:
-    """A part of a larger document: the interpreter lock is free between two of them."""
+    """Part of a document: the interpreter lock is free between two."""
     return msgspec.Raw(_encode(part))
 
 
@@ -62,14 +62,13 @@ class Writer:
             "model": card.model,
             "system_fingerprint": FINGERPRINT,
         }
-        # By choice of a completion: characters of the tokens so far.
+        # By choice: characters of the tokens so far.
         self._offsets: Counter[int] = Counter()
         # One parser per choice of a chat with tools.
         reader = ForcedCalls if self._draft.is_forced else FoundCalls
         self._readers = [reader(self._draft.tools) for _ in batch.asks] if self._draft.tools else []
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> bytes:
-        """The document of all choices, from the events of their answers."""
         finishes = [event for events in answers for event in events if isinstance(event, Finish)]
         firsts = zip(self._batch.prompts, finishes[:: self._draft.n], strict=True)
         # A prompt's first token has no logprob.
@@ -101,7 +100,6 @@ class Writer:
         return self._draft.max_tokens == 0
 
     def _prompt_notes(self, prompt: Sequence[Token]) -> Document:
-        """vLLM's field prompt_logprobs, if requested."""
         most = self._draft.prompt_logprobs
         if most is None:
             return {}
@@ -121,7 +119,6 @@ class Writer:
         return {"prompt_logprobs": noted}
 
     def _message(self, index: int, text: str) -> Document:
-        """The assistant's message with its calls."""
         parts = [OutputPart(text)]
         if self._readers:
             parts = self._readers[index].feed(text) + self._readers[index].finish()
@@ -139,13 +136,11 @@ class Writer:
         return "tool_calls" if has_calls and reason == "stop" else reason
 
     def begin(self, index: int) -> bytes:
-        """The first chunk: the role, or the echoed prompt."""
         if self._draft.is_chat:
             return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
         return self._chunk(index, {"text": self._draft.echoes[index]}) if self._draft.echoes else b""
 
     def piece(self, index: int, piece: AnswerPiece) -> bytes:
-        """Chunks of text and of calls; may be empty."""
         parts = self._readers[index].feed(piece.text) if self._readers else [OutputPart(piece.text)]
         return self._chunks(index, parts, piece.tokens)
 
@@ -165,13 +160,11 @@ class Writer:
         return {"delta": {"tool_calls": [{"index": part.call, **call}]}}
 
     def end(self, index: int, reason: str) -> bytes:
-        """Held-back text, and the chunk with the finish reason."""
         rest = self._chunks(index, self._readers[index].finish(), ()) if self._readers else b""
         shown: Document = {"delta": {}} if self._draft.is_chat else {"text": ""}
         return rest + self._chunk(index, shown, None, self._reason(index, reason))
 
     def usage_chunk(self, output_tokens: int) -> bytes:
-        """The last chunk: usage without choices."""
         return _event({**self._head, "choices": [], "usage": self._usage(output_tokens)})
 
     def _chunk(
@@ -243,7 +236,6 @@ async def answer_whole(service: AnswerService, batch: AskBatch, writer: Writer) 
 
 
 async def _beside(num_tokens: int, batch: AskBatch, write: Callable[[], bytes]) -> bytes:
-    """Encodes, in a thread if there are many logprobs."""
     ask = batch.asks[0]
     listed = [-1 if number is None else number for number in (ask.sampling.logprobs, ask.prompt_logprobs)]
     is_few = num_tokens * (1 + max(listed)) < FEW_LOGPROBS
@@ -251,9 +243,8 @@ async def _beside(num_tokens: int, batch: AskBatch, write: Callable[[], bytes]) 
 
 
 async def answer_embedding(endpoint: Endpoint, draft: EmbeddingDraft) -> bytes:
-    """The document of all vectors, encoded in a thread."""
-    assert isinstance(endpoint.service, EmbeddingService), "only an encoder is asked for vectors"
-    vectors = await endpoint.service.embed(draft.inputs)
+    assert isinstance(endpoint.service, SingleDeviceService), "the route requires an encoder"
+    vectors = await endpoint.service.compute(draft.inputs)
     return await asyncio.to_thread(_vectors, endpoint.card.model, draft, vectors)
 
 
@@ -269,8 +260,8 @@ def _vectors(model: str, draft: EmbeddingDraft, vectors: "Sequence[torch.Tensor]
 
 
 async def answer_image(endpoint: Endpoint, draft: ImageDraft) -> bytes:
-    assert isinstance(endpoint.service, ImageService), "only a pipeline is asked for pictures"
-    pictures = await endpoint.service.generate(draft)
+    assert isinstance(endpoint.service, SingleDeviceService), "the route requires a pipeline"
+    (pictures,) = await endpoint.service.compute([draft])
     shown = [{"b64_json": b64encode(picture).decode()} for picture in pictures]
     return _encode({"created": int(time.time()), "output_format": draft.form, "data": shown})
 
@@ -286,10 +277,10 @@ async def send_document(document: bytes, send: Any) -> None:
 
 
 async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: Any) -> None:
-    """Sends head and events; raises ApiError only before the head."""
+    """Send head and events; `ApiError` only before the head."""
 
     async def body(data: bytes, is_last: bool = False) -> None:
-        """Waits while the connection is full; `server` cuts off a client that does not read."""
+        """Wait while the connection is full; `server` disconnects slow readers."""
         await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async with aclosing(_events(service, batch.asks)) as events:
@@ -317,7 +308,7 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
 
 
 async def _events(service: AnswerService, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Events of all asks as they come, with the ask's number; one event per ask is buffered."""
+    """Events of all asks as they come, with the ask's number; buffers one event per ask."""
     if not asks[0].max_tokens:  # only the prompt is wanted back
         for index, ask in enumerate(asks):
             yield index, Finish("length", len(ask.prompt), 0)

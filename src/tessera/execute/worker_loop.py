@@ -1,0 +1,103 @@
+"""DeviceWorker: the loop that workers of every kind of device share.
+
+The loop takes news (orders from the engine, arrivals from other workers) and otherwise advances the device.
+`worker.CpuWorker` runs instructions itself; `cuda.worker.CudaWorker` launches graphs and looks whether they
+have ended.
+"""
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from tessera.errors import TesseraError
+from tessera.execute.engine_connection import EngineConnection
+from tessera.execute.mailbox import Hangup
+from tessera.execute.messages import (
+    Begin,
+    Cancel,
+    Cancelled,
+    Clear,
+    LoadLanes,
+    PeerLost,
+    Relink,
+    Setup,
+    WorkerReady,
+    unpack_programs,
+)
+from tessera.execute.transport import Gone
+from tessera.ir import Program
+
+
+class DeviceWorker(ABC):
+    def __init__(self, setup: Setup, engine: EngineConnection) -> None:
+        self._setup, self._engine = setup, engine
+        # Last instruction issued, as (microbatch, run, position), for the message of an error.
+        self.at = (-1, -1, -1)
+        # programs[lane], and the first lane of the current plans.
+        self._programs: list[Sequence[Program]] = []
+        self._newest = 0
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Address of its links; empty: it has none."""
+
+    def loop(self) -> None:
+        """Reports that it is ready, then works until the engine hangs up."""
+        self._engine.where = self._where
+        self._engine.tell(WorkerReady(time.monotonic(), os.getpid(), self.address))
+        is_idle = False
+        while True:
+            news = self._engine.take(block=is_idle)
+            if isinstance(news, Hangup):
+                return
+            if news is not None:
+                self._handle(news)
+            is_idle = news is None and not self._advance()
+
+    def _handle(self, news: Any) -> None:
+        match news:
+            case Begin():
+                self._begin(news)
+            case Cancel(run):
+                self._cancel(run)
+                self._engine.tell(Cancelled(run))
+            case Clear(microbatch, lane):
+                self._clear(microbatch, lane)
+            case LoadLanes(first_lane, packed):
+                self._newest = first_lane
+                self._load(unpack_programs(packed))
+            case Relink(device, epoch, address):
+                self._relink(device, epoch, address)
+            case Gone(device, message, epoch):
+                self._engine.tell(PeerLost(device, message, epoch))
+            case _:
+                raise TesseraError(f"a worker was sent {type(news).__name__}")
+
+    @abstractmethod
+    def _advance(self) -> bool:
+        """Continues running work; False if only news can continue it."""
+
+    def _begin(self, order: Begin) -> None:
+        """Starts a run, or queues it."""
+
+    def _cancel(self, run: int) -> None:
+        """Ends a run that will never be complete."""
+
+    def _clear(self, microbatch: int, lane: int) -> None:
+        """Sets the state of a microbatch to zeros."""
+
+    def _load(self, programs: Sequence[Sequence[Program]]) -> None:
+        """Adds the programs of new lanes."""
+
+    def _relink(self, device: int, epoch: int, address: str) -> None:
+        """Reopens the link to a peer."""
+
+    @abstractmethod
+    def _where(self) -> list[tuple[int, int, int]]:
+        """(microbatch, run, position) of every run in progress; called by another thread."""
+
+    def close(self) -> None:
+        """Releases memory and connections."""
