@@ -36,12 +36,12 @@ from torch.utils._mode_utils import no_dispatch
 
 from tessera.capture.blocks import part_of, raw
 from tessera.capture.offline import compiling_for
-from tessera.capture.operators import fail, view_of
+from tessera.capture.operators import fail
 from tessera.capture.reads import reads_allowed
 from tessera.errors import CaptureError
-from tessera.ir import Buffer, BufferKind, Kernel, Launch, Origin
+from tessera.ir import Kernel, Origin
 from tessera.kernels.launch import Grid, run_kernel
-from tessera.kernels.ptx import tables_of, triton_accesses
+from tessera.kernels.ptx import tables_of
 
 # (grid, arguments of the PTX entry) -> launch on the current stream.
 Relaunch = Callable[[Grid, Sequence[Any]], None]
@@ -64,6 +64,10 @@ class OwnLaunch:
     # Tensors passed as tables, by index; and why some could not be read.
     tables: tuple[tuple[int, torch.Tensor], ...] = ()
     unread: str = ""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for arg in self.args for t in tensors_in(arg)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +143,11 @@ def _launch(
     mutated: frozenset[str],
 ) -> TritonLaunch:
     params = [n for n, kind in signature.items() if kind != "constexpr"]
+
+    def relaunch(grid: Grid, args: Sequence[Any]) -> None:
+        values = iter(args)
+        compiled[grid](*(constants[n] if n in constants else next(values) for n in signature))
+
     kernel = _kernel(compiled, function, signature, constants)
     return TritonLaunch(
         kernel,
@@ -146,7 +155,7 @@ def _launch(
         (int(grid[0]), int(grid[1]), int(grid[2])),
         block_of(kernel),
         mutated=frozenset(i for i, n in enumerate(params) if n in mutated),
-        relaunch=_relaunch(compiled, tuple(signature), dict(constants)),
+        relaunch=relaunch,
     )
 
 
@@ -182,14 +191,6 @@ def block_of(kernel: Kernel) -> Grid:
     return x, y, z
 
 
-def _relaunch(compiled: Any, names: tuple[str, ...], constants: dict[str, Any]) -> Relaunch:
-    def relaunch(grid: Grid, args: Sequence[Any]) -> None:
-        given = iter(args)
-        compiled[grid](*(constants[n] if n in constants else next(given) for n in names))
-
-    return relaunch
-
-
 # Compute capability for Triton without a GPU: every GPU since Ampere runs its PTX.
 TARGET = 80
 # Called before a launch; may return a function to call afterwards.
@@ -197,28 +198,6 @@ See = Callable[[OwnLaunch], Callable[[], None] | None]
 
 
 _seeing: list[See | None] = []
-
-
-def touched(seen: OwnLaunch) -> list[tuple[torch.Tensor, bool]]:
-    """Tensors of a launch and whether each may be written; unproved means yes."""
-    tensors = [t for arg in seen.args for t in tensors_in(arg)]
-    numbers: dict[int, int] = {}
-    for tensor in tensors:
-        numbers.setdefault(tensor.untyped_storage()._cdata, len(numbers))
-    sizes = {numbers[t.untyped_storage()._cdata]: t.untyped_storage().nbytes() for t in tensors}
-    buffers = [Buffer(str(i), BufferKind.TEMPORARY, sizes[i]) for i in range(len(numbers))]
-
-    def recorded(arg: Any) -> Any:
-        if isinstance(arg, tuple):
-            return tuple(map(recorded, arg))
-        is_tensor = isinstance(arg, torch.Tensor)
-        return view_of(arg, numbers[arg.untyped_storage()._cdata]) if is_tensor else arg
-
-    args = tuple(map(recorded, seen.args))
-    launch = Launch(0, args, (), (), (), grid=seen.grid, block=seen.block)
-    accesses, why = triton_accesses(seen.kernel, launch, buffers)
-    changed = {a.buffer for a in accesses if a.write or a.atomic}
-    return [(t, bool(why) or numbers[t.untyped_storage()._cdata] in changed) for t in tensors]
 
 
 def tensors_in(arg: Any) -> list[torch.Tensor]:
@@ -230,7 +209,7 @@ def tensors_in(arg: Any) -> list[torch.Tensor]:
 def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
     """Show a launch to the recorder and run it; `native` launches it on a GPU."""
     see = _seeing[-1] if _seeing else None
-    tensors = [t for arg in seen.args for t in tensors_in(arg)]
+    tensors = seen.tensors
     if see is not None or not any(t.is_cuda for t in tensors):
         seen = _with_tables(seen)
     after = see(seen) if see is not None else None

@@ -24,7 +24,7 @@ A command is a function that returns one frozen record; `printed` makes a comman
 
 import functools
 import inspect
-import json
+import math
 import os
 import sys
 import tempfile
@@ -52,13 +52,13 @@ from tessera.cli.render import HIDDEN, render, shown
 from tessera.errors import TesseraError
 
 __all__ = [
-    "HIDDEN", "AsJson", "Illustrated", "Record", "console", "excludes", "needs", "only_if", "print_json",
-    "print_record", "printed", "progress", "record_types", "shared_folder", "shown", "warning",
+    "HIDDEN", "Illustrated", "JsonOption", "Record", "console", "excludes", "finite", "needs", "only_if",
+    "positive", "print_record", "printed", "progress", "record_types", "shared_folder", "shown", "warning",
 ]  # fmt: skip
 
 # Before the first plain line, and between two about many things.
 QUIET_S, PAUSE_S = 2.0, 10.0
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +83,6 @@ class Illustrated(Generic[R_co]):
 def printed(function: Callable[..., Any]) -> Callable[..., None]:
     """A command of typer: `function` with `--json`, its record printed."""
     signature = inspect.signature(function)
-    if "as_json" in signature.parameters:
-        return function
 
     @functools.wraps(function)
     def command(*args: Any, as_json: bool, **kwargs: Any) -> None:
@@ -95,11 +93,13 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
         elif made is not None:
             print_record(made, as_json)
 
-    option = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=AsJson)
+    option = inspect.Parameter(
+        "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption
+    )
     parameters = [*signature.parameters.values(), option]
     command.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
     command.__annotations__ = {k: v for k, v in function.__annotations__.items() if k != "return"}
-    command.__annotations__["as_json"] = AsJson
+    command.__annotations__["as_json"] = JsonOption
     return command
 
 
@@ -152,14 +152,23 @@ def excludes(other: str, why: str) -> Callable[..., Any]:
     return only_if(lambda given: not given.get(other), why)
 
 
+def finite(param: typer.CallbackParam, value: float | None) -> float | None:
+    """Callback of an option: neither infinite nor not a number. `min` and `max` let NaN pass."""
+    if value is not None and not math.isfinite(value):
+        raise TesseraError(f"must be a finite number, got {value:g}", place=max(param.opts, key=len))
+    return value
+
+
+def positive(param: typer.CallbackParam, value: float | None) -> float | None:
+    """Callback of an option: finite and above zero."""
+    if value is not None and not value > 0:
+        raise TesseraError(f"must be above 0, got {value:g}", place=max(param.opts, key=len))
+    return finite(param, value)
+
+
 def console() -> Console:
     """Where people read."""
     return Console(highlight=False)
-
-
-def print_json(document: Any) -> None:
-    """Where machines read."""
-    typer.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
 def warning() -> Callable[[str], None]:

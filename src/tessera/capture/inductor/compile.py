@@ -238,7 +238,10 @@ class CompiledStep:
         with torch.no_grad():
             for region in self._regions:
                 args = [values[number] for number in region.takes]
-                compiled = self._compile(region, args)
+                key = region.key, alike(args)
+                if key not in self._compiled:
+                    self._compiled[key] = _compile(region, args, self._settings)
+                compiled = self._compiled[key]
                 with around(compiled.constants):
                     made = compiled.call(*args)
                 _check_views(region, args, made)
@@ -246,12 +249,6 @@ class CompiledStep:
                 for number in region.frees:
                     del values[number]
         return {name: values[number] for name, number in self._outputs.items()}
-
-    def _compile(self, region: GraphRegion, args: Sequence[torch.Tensor]) -> _Compiled:
-        key = region.key, alike(args)
-        if key not in self._compiled:
-            self._compiled[key] = _compile(region, args, self._settings)
-        return self._compiled[key]
 
 
 def inductor_config(**changes: Any) -> AbstractContextManager[Any]:

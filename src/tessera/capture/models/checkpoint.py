@@ -312,13 +312,10 @@ def give_transformers(build: Callable[..., Any], folder: Path | None, tensors: T
     unlike = {name for name, *_ in told["mismatched_keys"]}
     for name, own in module.state_dict().items():
         # Other dtypes are cast silently.
-        if name in tensors and own.is_floating_point() and _is_whole(tensors[name]) and _is_plain(module):
+        is_plain = getattr(module.config, "quantization_config", None) is None
+        if name in tensors and own.is_floating_point() and _is_whole(tensors[name]) and is_plain:
             unlike.add(name)
     return Filled(module, tuple(told["missing_keys"]), tuple(unlike))
-
-
-def _is_plain(module: Any) -> bool:
-    return getattr(module.config, "quantization_config", None) is None
 
 
 def _is_whole(tensor: Any) -> bool:

@@ -33,13 +33,9 @@ def tokens(config: Any, size: tuple[int, ...], random: torch.Generator) -> torch
     text = config.get_text_config(decoder=True)
     count = text.vocab_size
     named = [*vars(config).items(), *vars(text).items()]
-    special = [v for k, v in named if k.endswith(("_token_id", "_token_index")) and _is_id(v)]
+    special = [v for k, v in named if k.endswith(("_token_id", "_token_index")) and type(v) is int]
     first, stop = _widest(sorted(v for v in special if 0 <= v < count), count)
     return torch.randint(first, stop, size, generator=random)
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _widest(special: list[int], count: int) -> tuple[int, int]:

@@ -82,7 +82,13 @@ def generic_workload(model: Any, step: Step) -> Workload:
         return _plain(model, step, model, lambda seed: call_inputs(model, step, seed), flatten)
     if step.kind == "encode":
         encoder = model.get_encoder()
-        return _plain(model, step, encoder, lambda seed: encoder_inputs(model, step, seed), _encoded)
+        return _plain(
+            model,
+            step,
+            encoder,
+            lambda seed: encoder_inputs(model, step, seed),
+            lambda made: {ENCODED: made[0]},
+        )
     return CachedSteps(model, step).workload()
 
 
@@ -114,10 +120,6 @@ def _check_taken(part: Callable[..., Any], step: Step) -> None:
     for name in read_inputs(step.inputs):
         if name not in known:
             raise CaptureError(f"the model takes no '{name}'", f"It takes: {', '.join(known)}.", step.inputs)
-
-
-def _encoded(made: Any) -> dict[str, torch.Tensor]:
-    return {ENCODED: made[0]}
 
 
 def takes(part: Callable[..., Any], name: str) -> bool:
@@ -237,6 +239,21 @@ class ModelMemory:
     attributes: dict[str, torch.Tensor]
 
 
+def learn_memory(
+    model: Any,
+    call: Callable[[ModelMemory, Tensors], tuple[Any, ModelMemory]],
+    empty: ModelMemory,
+    first: Tensors,
+    following: Tensors,
+) -> tuple[Any, ModelMemory, ModelMemory]:
+    """Call a model twice; returns the last result, and the memory after each call."""
+    with apart(model), NoReads():
+        _, left = call(empty, first)
+        copied = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
+        made, after = call(copied, following)
+    return made, left, after
+
+
 class CachedSteps:
     """Prefill and decode of one model."""
 
@@ -294,13 +311,16 @@ class CachedSteps:
         Tried in turn: our cache, without and with a mask that hides nothing (some models otherwise read the
         length on the host), then the model's own.
         """
+        from tessera.capture.models.rows import RowCache, RowPairCache
+
         tries = [(True, False), (True, True), (False, False)]
         if self._cache not in CACHES[:2]:
             tries = tries[2:]
         errors = []
         for has_rows, self._has_mask in tries:
             try:
-                self._learn_with(self._row_cache() if has_rows else None)
+                kind = RowPairCache if self._is_pair else RowCache
+                self._learn_with(kind(self._model.config, self._capacity) if has_rows else None)
             except UNFIT as error:
                 errors.append(error)
             else:
@@ -312,21 +332,14 @@ class CachedSteps:
             self._step.model,
         ) from errors[0]
 
-    def _row_cache(self) -> Any:
-        from tessera.capture.models.rows import RowCache, RowPairCache
-
-        return (RowPairCache if self._is_pair else RowCache)(self._model.config, self._capacity)
-
     def _learn_with(self, cache: Any) -> None:
         self._has_rows = cache is not None and cache.has_rows
         self._only_recurs = cache is not None and not cache.has_positions and bool(self._mask)
         self._has_positions = bool(self._positions) or (cache is not None and cache.has_positions)
         num = min(NUM_LEARNED, self._step.context) if cache is not None else max(1, self._step.context - 1)
         first, following = self._first_tokens(num)
-        with apart(self._model), NoReads():
-            _, left = self._step_on(ModelMemory(cache, {}), first, first["last"])
-            again = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
-            _, after = self._step_on(again, following, None)
+        empty = ModelMemory(cache, {})
+        _, left, after = learn_memory(self._model, self._step_on, empty, first, following)
         self._is_carried = describe(left) == describe(after)
         self._has_rows = self._has_rows and not left.attributes
         self._held, self._template = tensors_of(left), left
@@ -346,13 +359,11 @@ class CachedSteps:
             following = self._tokens_at(start + num, 1, random)
         return [{n: t.to(self._model.device) for n, t in made.items()} for made in (first, following)]
 
-    def _step_on(
-        self, memory: ModelMemory, inputs: Tensors, last: torch.Tensor | None
-    ) -> tuple[Any, ModelMemory]:
+    def _step_on(self, memory: ModelMemory, inputs: Tensors) -> tuple[Any, ModelMemory]:
         """One call: result, and memory after it."""
         cache = memory.cache
         with traced(), attributes_kept(self._model, memory.attributes) as left:
-            made = self._forward(inputs, cache, last)
+            made = self._forward(inputs, cache)
             attributes = left()
         if hasattr(cache, "begin"):
             cache.begin(None, None)
@@ -360,10 +371,11 @@ class CachedSteps:
             cache = getattr(made, self._cache)
         return made, ModelMemory(cache, attributes)
 
-    def _forward(self, inputs: Tensors, cache: Any, last: torch.Tensor | None) -> Any:
+    def _forward(self, inputs: Tensors, cache: Any) -> Any:
         """The model's forward on a cache; only each row's newest token passes the head."""
         from tessera.capture.models.rows import row_masks
 
+        last = inputs.get("last")
         if self._has_positions and hasattr(cache, "begin"):
             cache.begin(inputs["positions"], last)
         given: dict[str, Any] = {}
@@ -388,12 +400,11 @@ class CachedSteps:
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         given = state if self._is_carried else {n.removeprefix(BEFORE): t for n, t in inputs.items()}
         memory = exchanged(self._template, given)
-        last = inputs.get("last")
-        if self._is_prefill and last is None and self._has_positions:
-            last = torch.full_like(inputs["tokens"][:, 0], self._step.context - 1)
-        made, memory = self._step_on(memory, inputs, last)
+        if self._is_prefill and "last" not in inputs and self._has_positions:
+            inputs = {**inputs, "last": torch.full_like(inputs["tokens"][:, 0], self._step.context - 1)}
+        made, memory = self._step_on(memory, inputs)
         after = dict(tensors_of(memory))
-        results = _results(made, self._cache) | self._following(inputs, last)
+        results = _results(made, self._cache) | self._following(inputs, inputs.get("last"))
         if not self._is_carried:
             return results | {AFTER + name: tensor for name, tensor in after.items()}
         for name, tensor in after.items():

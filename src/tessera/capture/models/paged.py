@@ -36,13 +36,13 @@ from tessera.capture.models.generic import (
     CACHES,
     UNFIT,
     ModelMemory,
-    NoReads,
     apart,
     attributes_kept,
     choose,
     describe,
     exchanged,
     forward,
+    learn_memory,
     placed,
     takes,
     tensors_of,
@@ -159,10 +159,8 @@ def _try(model: Any, kind: str) -> StepLayout:
         placed(model, partial(_make_inputs, model, step, kind, [(length, 1)] * NUM_TRIED, 0))
         for length in (1, 2)
     )
-    with torch.no_grad(), forked(), attributes_kept(model), NoReads():
-        _, left = _run(model, kind, step, ModelMemory(cache, {}), first)
-        again = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
-        logits, after = _run(model, kind, step, again, following)
+    call = partial(_run, model, kind, step)
+    logits, left, after = learn_memory(model, call, ModelMemory(cache, {}), first, following)
     if describe(left) != describe(after):
         raise ValueError("its cache changes shape with every token")
     if logits.dim() != 2 or len(logits) != NUM_TRIED:
