@@ -51,6 +51,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 # Batches at which a step is recorded; others are interpolated.
 ANCHORS = (16, 48)
+# Limit for building a model on the CPU to get its inputs.
+MAX_BUILT_BYTES = 4 << 30
 
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:
@@ -260,10 +262,21 @@ def make_load_plan(
     """
     counts = [target.output_tokens if len(steps) > 1 and step.kind == "decode" else 1 for step in steps]
     recorded = LoadSteps(steps, counts, anchors_of(config.batches), config.advance, is_compiled)
+    return plan_recorded(recorded, cluster, target, config, prefill_batch)
+
+
+def plan_recorded(
+    recorded: LoadSteps,
+    cluster: Cluster,
+    target: Target,
+    config: LoadConfig,
+    prefill_batch: int | None = None,
+) -> LoadPlan:
+    """As `make_load_plan`, from steps that are recorded."""
     while True:
-        found = plan_steps(recorded, cluster, target, config, prefill_batch)
-        if recorded.matches_recording(found.plan):
-            return found
+        planned = plan_steps(recorded, cluster, target, config, prefill_batch)
+        if recorded.matches_recording(planned.plan):
+            return planned
 
 
 def plan_steps(
@@ -392,10 +405,6 @@ def run_reference(unit: WorkUnit, request: UnitRequest) -> ReferenceRun:
             inputs = request.inputs(step, run, outputs[-1] if outputs else {})
             outputs.append(request.workloads[step].run(inputs, state))
     return ReferenceRun(outputs, state)
-
-
-# Limit for building a model on the CPU to get its inputs.
-MAX_BUILT_BYTES = 4 << 30
 
 
 def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:
