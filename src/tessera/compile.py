@@ -53,6 +53,16 @@ from tessera.ir import BufferKind, Cluster, Objective, Origin, Plan, Trace
 from tessera.plan import PLANNERS, search_config
 from tessera.profile import make_cluster, parse_devices
 
+# Graphs that keep their workers; the least recently used one stops its workers and restarts them on use.
+MAX_ENGINES = 8
+# Consecutive failures of a worker before its device is given up.
+MAX_FAILURES = 3
+Tensors = Mapping[str, torch.Tensor]
+# Operators that every worker has; others are registered by code that it does not import.
+TORCH_OPERATORS = ("aten.", "prims.")
+# Calls that draw random numbers take turns: each continues the generator.
+_TURN = threading.Lock()
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -92,14 +102,6 @@ class Options:
             if isinstance(error, UnknownName):
                 raise
             raise TesseraError(error.message, error.remedy, "options['devices']") from error
-
-
-# Graphs that keep their workers; the least recently used one stops its workers and restarts them on use.
-MAX_ENGINES = 8
-# Consecutive failures of a worker before its device is given up.
-MAX_FAILURES = 3
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -218,11 +220,6 @@ def close_all() -> None:
 
 
 __all__ = ["MAX_ENGINES", "Compiled", "Options", "backend", "close_all"]
-
-# Operators that every worker has; others are registered by code that it does not import.
-TORCH_OPERATORS = ("aten.", "prims.")
-# Calls that draw random numbers take turns: each continues the generator.
-_TURN = threading.Lock()
 
 
 def backend(

@@ -51,6 +51,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 # Batches at which a step is recorded; others are interpolated.
 ANCHORS = (16, 48)
+# Limit for building a model on the CPU to get its inputs.
+MAX_BUILT_BYTES = 4 << 30
 
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:
@@ -403,10 +405,6 @@ def run_reference(unit: WorkUnit, request: UnitRequest) -> ReferenceRun:
             inputs = request.inputs(step, run, outputs[-1] if outputs else {})
             outputs.append(request.workloads[step].run(inputs, state))
     return ReferenceRun(outputs, state)
-
-
-# Limit for building a model on the CPU to get its inputs.
-MAX_BUILT_BYTES = 4 << 30
 
 
 def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:

@@ -33,7 +33,7 @@ def advised(*words: object, capsys: pytest.CaptureFixture[str]) -> dict[str, Any
     code, out, err = run("tiny-llama", *SMALL, *words, "--json", capsys=capsys)
     assert 0 == code, err
     found: dict[str, Any] = json.loads(out)
-    return found
+    return found["advice"] | {name: found[name] for name in ("plans", "headline", "files")}
 
 
 def test_cheapest_set_that_carries_the_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +152,7 @@ def test_never_dearer_than_the_cheapest_card_that_carries_the_load(
 
     assert 0 == code, err
     assert rents
-    assert json.loads(out)["candidates"][0]["usd_per_hour"] <= min(rents.values()) + 1e-9
+    assert json.loads(out)["advice"]["candidates"][0]["usd_per_hour"] <= min(rents.values()) + 1e-9
 
 
 def test_answers_are_shown_as_they_come(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +185,7 @@ def test_diffusion_is_counted_in_images(capsys: pytest.CaptureFixture[str]) -> N
         capsys=capsys,
     )  # fmt: skip
     assert 0 == code, err
-    found = json.loads(out)
+    found = json.loads(out)["advice"]
 
     assert (True, 40) == (found["load"]["is_image"], found["load"]["output"])
     assert found["candidates"][0]["ttft_ms"] is None

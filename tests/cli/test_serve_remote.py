@@ -150,7 +150,7 @@ def test_processes_of_torchrun_find_the_rendezvous(monkeypatch: pytest.MonkeyPat
         (["serve", "tiny-llama", "--rendezvous", "10.1.2.3:4"], "--secret-file"),
         (["serve", "tiny-llama", "--rendezvous", "127.0.0.1:0", "--ray", "local"], "one way only"),
         (["serve", "tiny-llama", "--ray", "ray://10.1.2.3:10001"], "--ray auto"),
-        (["serve", "tiny-llama", "--devices", "away:a100*"], "known to Ray only"),
+        (["serve", "tiny-llama", "--devices", "away:a100*"], "only Ray knows"),
         (
             ["serve", "tiny-llama", "--devices", "emu:a100", "--transport", "pigeon"],
             "unknown transport 'pigeon'",

@@ -1,14 +1,19 @@
 """Records of `advise`: the load, the market, and the answer. Importable without torch."""
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
-from tessera.ir import Cluster, Plan
+import msgspec
+
+from tessera.ir import Cluster
 from tessera.plan import FULL, SearchConfig, Target
 from tessera.plan.rent import Basket
 from tessera.profile import gpu, make_cluster, parse_devices
 
 # Milliseconds to the first token and per token after it; None without tokens.
 Times = tuple[float | None, float | None]
+# Only in the JSON of a command.
+HIDDEN = msgspec.Meta(extra={"hidden": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +99,15 @@ class Candidate:
     requests_per_s: float
     # Whether that is the rate with its margin.
     is_enough: bool
-    # Of an image: its whole time.
+    # For an image: None, and the time of the whole image.
     ttft_ms: float | None
     tpot_ms: float | None
     # Relative error of the prices of its launches.
     cost_error: float
     # Rows of a microbatch on each device.
-    batch: dict[str, int]
-    microbatches: int
-    policy: str
+    batch: Annotated[dict[str, int], HIDDEN]
+    microbatches: Annotated[int, HIDDEN]
+    policy: Annotated[str, HIDDEN]
     provider: str = ""
     usd_per_hour: float | None = None
     usd_per_1k_requests: float | None = None
@@ -122,19 +127,17 @@ class Regime:
 class Advice:
     """Which cards carry the load."""
 
-    load: Load
+    load: Annotated[Load, HIDDEN]
     # rent: cheapest first; have: from the coarsest way.
     candidates: tuple[Candidate, ...]
-    # rent: of each candidate; have: of the finest way.
-    plans: tuple[Plan, ...]
     price_source: str
     # Why there may be something cheaper, and why launches are not compiled.
     notes: tuple[str, ...]
-    is_compiled: bool
+    is_compiled: Annotated[bool, HIDDEN]
     # rent only: GPU -> why it was not considered; sets that were looked at, and that were planned.
     skipped: dict[str, str] = field(default_factory=dict)
-    num_sets: int = 0
-    num_planned: int = 0
+    num_sets: Annotated[int, HIDDEN] = 0
+    num_planned: Annotated[int, HIDDEN] = 0
     # have only.
     have: tuple[str, ...] = ()
     by_tpot: tuple[Regime, ...] = ()

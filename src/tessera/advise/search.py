@@ -60,16 +60,16 @@ def advise(
     have: Sequence[str] = (),
     advance: Advance = lambda what: None,
     show: Advance = lambda text: None,
-) -> Advice:
-    """What to rent, or what to do with the cards of `have`; `show` gets answers as they come.
+) -> tuple[Advice, tuple[Plan, ...]]:
+    """What to rent, with a plan of each candidate; or how to use `have`, with the plan of the finest way.
 
-    PlanInfeasible says how far the best falls short.
+    `show` gets answers as they come. PlanInfeasible says how far the best falls short.
     """
     if load.is_image and (load.ttft_ms is not None or load.tpot_ms is not None):
         raise TesseraError("an image has no tokens to wait for", "Leave --slo-ttft-ms and --slo-tpot-ms out.")
     names = tuple(gpu(name).name for name in (*have, *market.gpus))  # an unknown name is refused at once
     priced = PricedCards(load, market, names[: len(have)], advance)
-    return _Have(priced).advice() if have else _Rent(priced, show).advice()
+    return _use(priced) if have else _Rent(priced, show).advice()
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,58 +234,50 @@ def _steps_of(load: Load) -> tuple[list[Step], list[int]]:
     return [prefill, Step(load.model, "decode", 1, load.prompt + load.output)], [1, load.output]
 
 
-@dataclass
-class _Have:
+def _use(priced: PricedCards) -> tuple[Advice, tuple[Plan, ...]]:
     """What to do with given cards, and which one to rent next."""
+    market, target = priced.market, priced.load.target
+    prices = [dict(gpu(name).prices) for name in priced.have]
+    rents = [p.get(market.provider) if market.provider else min(p.values(), default=None) for p in prices]
+    usd = 0.0 if None in rents else sum(rent or 0.0 for rent in rents)
+    basket = Basket(priced.have, market.provider, usd)
+    config = LoadConfig(priced.batches, max_microbatches=market.microbatches, search=market.search)
+    config = replace(config, advance=priced.advance)
+    planned = plan_recorded(priced.recorded, market.cluster(basket), target, config)
+    error = sureness(planned.plan).rel_error
+    best = _best_of_each((*planned.baselines, planned.chosen))
+    ways = [priced.candidate(basket, best[way], best[way].policy, error) for way in WAYS if way in best]
+    most = max(way.requests_per_s for way in ways)
+    advised = next(n for n, way in enumerate(ways) if way.requests_per_s * (1 + error) >= most)
+    ways[advised] = replace(ways[advised], is_advised=True)
+    advice = Advice(
+        load=priced.load,
+        candidates=tuple(ways),
+        price_source=gpu(priced.have[0]).price_source,
+        notes=(priced.note,) if priced.note else (),
+        is_compiled=priced.is_compiled,
+        have=priced.have,
+        by_tpot=tuple(_regimes(planned, error, target.output_tokens)),
+        next_cards=_next_cards(priced, ways[advised].requests_per_s),
+    )
+    return advice, (planned.plan,)
 
-    priced: PricedCards
 
-    def advice(self) -> Advice:
-        priced, market = self.priced, self.priced.market
-        prices = [dict(gpu(name).prices) for name in priced.have]
-        rents = [p.get(market.provider) if market.provider else min(p.values(), default=None) for p in prices]
-        usd = 0.0 if None in rents else sum(rent or 0.0 for rent in rents)
-        basket = Basket(priced.have, market.provider, usd)
-        config = LoadConfig(
-            priced.batches,
-            max_microbatches=market.microbatches,
-            advance=priced.advance,
-            search=market.search,
-        )
-        planned = plan_recorded(priced.recorded, market.cluster(basket), priced.load.target, config)
-        error = sureness(planned.plan).rel_error
-        best = _best_of_each(o for o in (*planned.baselines, planned.chosen))
-        ways = [priced.candidate(basket, best[way], best[way].policy, error) for way in WAYS if way in best]
-        most = max(way.requests_per_s for way in ways)
-        advised = next(n for n, way in enumerate(ways) if way.requests_per_s * (1 + error) >= most)
-        ways[advised] = replace(ways[advised], is_advised=True)
-        return Advice(
-            load=priced.load,
-            candidates=tuple(ways),
-            plans=(planned.plan,),
-            price_source=gpu(priced.have[0]).price_source,
-            notes=(priced.note,) if priced.note else (),
-            is_compiled=priced.is_compiled,
-            have=priced.have,
-            by_tpot=tuple(_regimes(planned, error, priced.load.target.output_tokens)),
-            next_cards=self._next_cards(ways[advised].requests_per_s),
-        )
+def _next_cards(priced: PricedCards, there_per_s: float) -> tuple[Candidate, ...]:
+    """A copy of the model on one more card of each kind; what carries the rate cheapest comes first."""
+    needed = priced.load.needed_per_s
+    sizes = priced.sizes(max(priced.market.memory_bytes(offer.gpu) for offer in priced.offers))
+    cards = []
+    for basket in baskets(priced.offers, 1, priced.market.provider):
+        if size := priced.best_alone(sizes, basket.gpus[0]):
+            card = priced.copies(basket, [size], basket.gpus)
+            cards.append(replace(card, is_enough=there_per_s + card.requests_per_s >= needed))
 
-    def _next_cards(self, there_per_s: float) -> tuple[Candidate, ...]:
-        """A copy of the model on one more card of each kind; what carries the rate cheapest comes first."""
-        priced, needed = self.priced, self.priced.load.needed_per_s
-        sizes = priced.sizes(max(priced.market.memory_bytes(offer.gpu) for offer in priced.offers))
-        cards = []
-        for basket in baskets(priced.offers, 1, priced.market.provider):
-            if size := priced.best_alone(sizes, basket.gpus[0]):
-                card = priced.copies(basket, [size], basket.gpus)
-                cards.append(replace(card, is_enough=there_per_s + card.requests_per_s >= needed))
+    def order(card: Candidate) -> tuple[bool, float]:
+        is_wanted = card.is_enough and there_per_s < needed
+        return not is_wanted, (card.usd_per_hour if is_wanted else card.usd_per_1k_requests) or 0.0
 
-        def order(card: Candidate) -> tuple[bool, float]:
-            is_wanted = card.is_enough and there_per_s < needed
-            return not is_wanted, (card.usd_per_hour if is_wanted else card.usd_per_1k_requests) or 0.0
-
-        return tuple(sorted(cards, key=order)[:NUM_NEXT])
+    return tuple(sorted(cards, key=order)[:NUM_NEXT])
 
 
 def _best_of_each(options: Iterable[Option]) -> dict[str, Option]:
@@ -322,7 +314,7 @@ class _Rent:
         # The largest share of its bound that a plan has reached.
         self._reached = 0.0
 
-    def advice(self) -> Advice:
+    def advice(self) -> tuple[Advice, tuple[Plan, ...]]:
         self._search()
         if not self._choices:
             raise self._shortfall()
@@ -331,10 +323,9 @@ class _Rent:
             f"{self._num_left} cheaper sets that might carry it together were not planned, for lack of time."
         )
         notes = (cheaper if self._num_left else "", self._priced.note)
-        return Advice(
+        advice = Advice(
             load=self._load,
             candidates=(replace(listed[0], is_advised=True), *listed[1:]),
-            plans=plans,
             price_source=gpu(self._priced.offers[0].gpu).price_source,
             notes=tuple(note for note in notes if note),
             is_compiled=self._priced.is_compiled,
@@ -342,6 +333,7 @@ class _Rent:
             num_sets=len(self._listed),
             num_planned=self._num_planned,
         )
+        return advice, plans
 
     def _search(self) -> None:
         began, last_s = time.perf_counter(), 0.0  # the next plan may take as long as the last one

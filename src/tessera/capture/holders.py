@@ -303,13 +303,13 @@ def refuse_change(value: PyValue, call: Callable[[], object]) -> None:
 
 def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
     """Run a call line by line; return the line that changed the value."""
-    before, last, found = seen(value.read()), [""], [""]
+    before, last, place = seen(value.read()), [""], [""]
 
     def look(frame: types.FrameType, event: str, arg: Any) -> Any:
         if not is_program(frame.f_code.co_filename):
             return None
-        if not found[0] and last[0] and seen(value.read()) != before:
-            found[0] = last[0]
+        if not place[0] and last[0] and seen(value.read()) != before:
+            place[0] = last[0]
         if event == "line":
             last[0] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         return look
@@ -320,7 +320,7 @@ def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
         call()
     finally:
         sys.settrace(tracer)
-    return found[0] or (last[0] if seen(value.read()) != before else "")
+    return place[0] or (last[0] if seen(value.read()) != before else "")
 
 
 class _Same:

@@ -184,10 +184,10 @@ def _kernel(
 
 def block_of(kernel: Kernel) -> Grid:
     """Threads per block: required by the PTX, else from the warps."""
-    found = _REQNTID.search(kernel.ptx)
-    if found is None:
+    required = _REQNTID.search(kernel.ptx)
+    if required is None:
         return 32 * kernel.num_warps, 1, 1
-    x, y, z = (int(n or 1) for n in found.groups())
+    x, y, z = (int(n or 1) for n in required.groups())
     return x, y, z
 
 
@@ -370,10 +370,10 @@ def read_table(table: torch.Tensor) -> tuple[torch.Tensor | int, ...] | str:
         entries: list[torch.Tensor | int] = []
         size = table.untyped_storage().nbytes() // _ENTRY_BYTES * _ENTRY_BYTES
         for number, address in enumerate(raw(table, 0, size).cpu().view(torch.int64).tolist()):
-            found = _entry(address, memory)
-            if found is None:
+            entry = _entry(address, memory)
+            if entry is None:
                 return f"its entry {number} is not an address in a tensor"
-            entries.append(found)
+            entries.append(entry)
     return tuple(entries)
 
 
@@ -392,14 +392,14 @@ def _entry(address: int, memory: Sequence[tuple[int, int, torch.Tensor]]) -> tor
 
 def _memory() -> list[tuple[int, int, torch.Tensor]]:
     """(address, bytes, tensor) of every storage in this process."""
-    found: dict[int, tuple[int, int, torch.Tensor]] = {}
+    storages: dict[int, tuple[int, int, torch.Tensor]] = {}
     kinds = _with_subclasses(torch.Tensor) - _with_subclasses(FakeTensor)
     for item in gc.get_objects():
         if type(item) in kinds:  # a million objects: must be fast
             with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse tensors have no storage
                 storage = item.untyped_storage()
-                found[storage.data_ptr()] = storage.data_ptr(), storage.nbytes(), item
-    return list(found.values())
+                storages[storage.data_ptr()] = storage.data_ptr(), storage.nbytes(), item
+    return list(storages.values())
 
 
 def _with_subclasses(kind: type) -> set[type]:

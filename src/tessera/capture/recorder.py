@@ -80,8 +80,8 @@ class Ledger:
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """Buffer of a tensor; None if its storage is new."""
-        known = self.storages.get(tensor.untyped_storage()._cdata)
-        return None if known is None else known[1]
+        entry = self.storages.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
 
     def index(self, tensor: torch.Tensor) -> int:
         """Buffer of a tensor that has one."""
@@ -344,8 +344,8 @@ class Recorder(TorchDispatchMode):
 
     def trace(self, step: Step, outputs: Mapping[str, torch.Tensor]) -> Trace:
         self._draws.check()
-        made = {b for b in self._varying if self._ledger.buffers[b].kind is BufferKind.TEMPORARY}
-        keep_apart({key: held for key, (held, b) in self._ledger.storages.items() if b in made})
+        computed = {b for b in self._varying if self._ledger.buffers[b].kind is BufferKind.TEMPORARY}
+        keep_apart({key: held for key, (held, b) in self._ledger.storages.items() if b in computed})
         return self._ledger.trace(step, outputs, self._num_views, tuple(sorted(self._aliases.items())))
 
     def __torch_dispatch__(

@@ -2,20 +2,21 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from tessera.advise import Advice, Candidate, Load, Market, Regime
+from tessera.advise import Advice, Candidate, Load, Market
 from tessera.cli.capture import MODEL_HELP, Launches, checked_launches
 from tessera.cli.output import HIDDEN, Record, finite, needs, positive, progress, shown
 from tessera.cli.plan import EffortOption
 from tessera.cli.plan_text import PlanFigures, plan_figures
 from tessera.cli.render import text_of
 from tessera.errors import TesseraError
-from tessera.ir import save
+from tessera.ir import Plan, save
 
 # Steps of the progress bar when renting: recordings, batches, and plans.
 NUM_STEPS = 16
@@ -74,27 +75,12 @@ RegimesOption = Annotated[
 class AdviceRecord(Record, frozen=True):
     """Which cards carry the load; every figure is modelled."""
 
-    load: Annotated[Load, HIDDEN]
-    have: tuple[str, ...]
-    candidates: Annotated[tuple[Candidate, ...], shown("candidates (modelled)")]
-    by_tpot: Annotated[tuple[Regime, ...], shown("best way by time per token (modelled)")]
-    next_cards: Annotated[tuple[Candidate, ...], shown("one more card, with a copy of the model (modelled)")]
-    # GPU -> why it was not considered.
-    skipped: Annotated[dict[str, str], shown("not considered")]
-    # Sets of cards that were looked at, and that were planned.
-    num_sets: Annotated[int, HIDDEN]
-    num_planned: Annotated[int, HIDDEN]
-    launches: Annotated[str, HIDDEN]
+    advice: Annotated[Advice, shown("advice (modelled)")]
     plans: Annotated[tuple[PlanFigures, ...], HIDDEN]
-    price_source: Annotated[str, shown("prices")]
     headline: str
     notes: tuple[str, ...]
     files: tuple[str, ...]
     seconds: Annotated[float, HIDDEN]
-
-    @property
-    def advised(self) -> Candidate:
-        return next(candidate for candidate in self.candidates if candidate.is_advised)
 
 
 def advise(
@@ -141,12 +127,22 @@ def advise(
             _names(gpus), max_devices, provider, link, microbatches, listed, memory_share,
             checked_launches(launches), search_config(effort),
         )  # fmt: skip
-        advice = search(load, market, _names(have), advance, _say)
-    files = _save(advice, folder) if folder else ()
-    record = _record(advice, (*files, str(page)) if page else files, time.perf_counter() - started_s)
+        advice, plans = search(load, market, _names(have), advance, _say)
+    files = _save(plans, bool(have), folder) if folder else ()
+    figures = tuple(plan_figures(plan) for plan in plans)
+    answer = _use(advice) if have else _rent(advice, figures[0])
+    remarks = (*advice.notes, f"Costs: {figures[0].costs.sentence}")
     if page is not None:
-        _write_page(page, record, advice, cells)
-    return record
+        _write_page(page, advice, answer, plans[0], remarks, cells)
+        files = (*files, str(page))
+    return AdviceRecord(
+        advice=advice,
+        plans=figures,
+        headline=answer[0],
+        notes=(*answer[1:], remarks[-1]),
+        files=files,
+        seconds=time.perf_counter() - started_s,
+    )
 
 
 def _say(text: str) -> None:
@@ -180,41 +176,19 @@ def _regimes(folder: Path | None) -> list[dict[str, Any]]:
     return cells
 
 
-def _save(advice: Advice, folder: Path) -> tuple[str, ...]:
+def _save(plans: Sequence[Plan], is_have: bool, folder: Path) -> tuple[str, ...]:
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("have.plan",) if advice.have else ("choice.plan", "runner-up.plan")
-    paths = [folder / name for name in names[: len(advice.plans)]]
-    for plan, path in zip(advice.plans, paths, strict=True):
+    names = ("have.plan",) if is_have else ("choice.plan", "runner-up.plan")
+    paths = [folder / name for name in names[: len(plans)]]
+    for plan, path in zip(plans, paths, strict=True):
         save(plan, path)
     return tuple(map(str, paths))
-
-
-def _record(advice: Advice, files: tuple[str, ...], seconds: float) -> AdviceRecord:
-    plans = tuple(plan_figures(plan) for plan in advice.plans)
-    answer = _use(advice) if advice.have else _rent(advice, plans[0])
-    return AdviceRecord(
-        load=advice.load,
-        have=advice.have,
-        candidates=advice.candidates,
-        by_tpot=advice.by_tpot,
-        next_cards=advice.next_cards,
-        skipped=advice.skipped,
-        num_sets=advice.num_sets,
-        num_planned=advice.num_planned,
-        launches="compiled" if advice.is_compiled else "eager",
-        plans=plans,
-        price_source=advice.price_source,
-        headline=answer[0],
-        notes=(*answer[1:], *advice.notes, f"Costs: {plans[0].costs.sentence}"),
-        files=files,
-        seconds=seconds,
-    )
 
 
 def _rent(advice: Advice, plan: PlanFigures) -> list[str]:
     choice, load = advice.advised, advice.load
     carries = f"carries {choice.requests_per_s:.4g} {load.unit}/s"
-    cards = ", ".join(choice.gpus)
+    cards = f"{', '.join(choice.gpus)} (batch {text_of(choice.batch.values())})"
     return [
         f"Rent {cards}: {choice.usd_per_hour:.2f} USD an hour at {choice.provider}, {carries}",
         plan.headline,
@@ -266,37 +240,35 @@ def _next(advice: Advice) -> str:
     return f"Rent {what}: it adds {adds}, {'enough' if card.is_enough else 'not enough yet'}."
 
 
-def _write_page(path: Path, record: AdviceRecord, advice: Advice, cells: list[dict[str, Any]]) -> None:
+def _write_page(
+    path: Path,
+    advice: Advice,
+    answer: Sequence[str],
+    plan: Plan,
+    remarks: Sequence[str],
+    cells: list[dict[str, Any]],
+) -> None:
     from tessera.report import AdviceBar, AdviceTable, write_advice
 
-    unit = f"{record.load.unit}/s"
-    bars = [
-        AdviceBar(
-            c.way if record.have else ", ".join(c.gpus),
-            c.policy,
-            c.requests_per_s,
-            unit,
-            _facts(c, record.load.unit),
-            c.is_advised,
-        )
-        for c in record.candidates
-    ]
-    regimes = [(f"{r.tpot_ms:g} ms", text_of(r.requests_per_s), r.best) for r in record.by_tpot]
+    unit = advice.load.unit
+    bars = []
+    for c in advice.candidates:
+        name = c.way if advice.have else ", ".join(c.gpus)
+        bars.append(AdviceBar(name, c.policy, c.requests_per_s, f"{unit}/s", _facts(c, unit), c.is_advised))
+    regimes = [(f"{r.tpot_ms:g} ms", text_of(r.requests_per_s), r.best) for r in advice.by_tpot]
     cards = [
-        (c.gpus[0], f"{c.requests_per_s:.4g}", _facts(c, record.load.unit), text_of(c.is_enough))
-        for c in record.next_cards
+        (c.gpus[0], f"{c.requests_per_s:.4g}", _facts(c, unit), text_of(c.is_enough))
+        for c in advice.next_cards
     ]
     note = "The advice is the coarsest way within the error of the prices."
     beside = "A copy of the model at its best batch, beside the cards you have (modelled)."
-    tables = [
-        AdviceTable("Best way by time per token", note, ("at most", unit, "advised"), regimes),
-        AdviceTable("One more card", beside, ("card", f"adds {unit}", "", "enough then"), cards),
-    ]
-    on = f", on {', '.join(record.have)}" if record.have else ""
-    remarks = [*record.notes[3 if record.have else 1 :], f"Prices: {record.price_source}."]
-    answer = [record.headline, *record.notes[: 3 if record.have else 1]]
-    shown_tables = tables if record.have else []
-    write_advice(path, record.load.title + on, answer, bars, shown_tables, advice.plans[0], remarks, cells)
+    tables = (
+        AdviceTable("Best way by time per token", note, ("at most", f"{unit}/s", "advised"), regimes),
+        AdviceTable("One more card", beside, ("card", f"adds {unit}/s", "", "enough then"), cards),
+    )
+    title = ", on ".join((advice.load.title, *([", ".join(advice.have)] if advice.have else [])))
+    remarks = (*remarks, f"Prices: {advice.price_source}.")
+    write_advice(path, title, answer, bars, tables if advice.have else (), plan, remarks, cells)
 
 
 def _facts(c: Candidate, unit: str) -> str:

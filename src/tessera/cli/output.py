@@ -56,7 +56,7 @@ __all__ = [
     "positive", "print_record", "printed", "progress", "record_types", "shared_folder", "shown", "warning",
 ]  # fmt: skip
 
-# Before the first plain line, and between two about many things.
+# Seconds before the first plain line, and between two lines of a counted job.
 QUIET_S, PAUSE_S = 2.0, 10.0
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
@@ -167,12 +167,12 @@ def positive(param: typer.CallbackParam, value: float | None) -> float | None:
 
 
 def console() -> Console:
-    """Where people read."""
+    """Standard output, for people."""
     return Console(highlight=False)
 
 
 def warning() -> Callable[[str], None]:
-    """Says on standard error that something is done without, the first time it is called."""
+    """A function that prints its first message as a warning on standard error."""
     said: list[str] = []
 
     def warn(what: str) -> None:
@@ -186,13 +186,13 @@ def warning() -> Callable[[str], None]:
 
 
 def cache_folder() -> Path:
-    """Where results that can be made again are kept between commands."""
+    """Folder for results that can be computed again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
 
 
 @contextmanager
 def shared_folder(name: str) -> Iterator[Path]:
-    """A folder of the cache that can be written; where it cannot be, one that is gone after the command."""
+    """A writable folder of the cache; a temporary one if the cache cannot be written."""
     folder = cache_folder() / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,10 +208,9 @@ def shared_folder(name: str) -> Iterator[Path]:
 
 @contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error; the yielded function names what is being done and moves it on by one.
+    """A progress bar on standard error; the yielded function sets its text and advances it by one.
 
-    Where standard error is no terminal: plain lines after the first seconds, one for each thing, or of many
-    the latest now and then.
+    Without a terminal: plain lines after the first seconds; for a counted job, the latest now and then.
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     screen = Console(stderr=True)
@@ -232,7 +231,7 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], N
 
 
 class _Lines:
-    """Says on standard error what is being done, a line each; nothing of what is over at once."""
+    """Progress as plain lines on standard error; nothing for short jobs."""
 
     def __init__(self, label: str, total: int | None) -> None:
         self._total, self._num_done, self._next_s = total, 0, 0.0
@@ -244,18 +243,16 @@ class _Lines:
         self._timer.start() if QUIET_S else self._begin()
 
     def advance(self, what: str) -> None:
-        """It goes on with this."""
         with self._lock:
             self._num_done += 1
             self._what = what
             self._say()
 
     def end(self) -> None:
-        """It is done."""
         self._timer.cancel()
 
     def _begin(self) -> None:
-        """It takes long enough for people to wonder."""
+        """Start printing: the job takes long."""
         with self._lock:
             self._is_late = True
             self._say()

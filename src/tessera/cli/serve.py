@@ -1,4 +1,4 @@
-"""tessera serve: from a model to an OpenAI-compatible endpoint, in one command."""
+"""tessera serve: an OpenAI-compatible endpoint for a model."""
 
 import asyncio
 import logging
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from tessera.serve.records import ServeSpec
     from tessera.serve.start import ServeOptions
 
-# The engine wants the interpreter right after every step, while HTTP writes what the step before gave: with
-# Python's own 5 ms it waited that long, a fifth of the tokens a second at steps of 10 ms.
+# Python's default of 5 ms delays the engine after each step while HTTP writes: a fifth of the tokens per
+# second at steps of 10 ms.
 SWITCH_S = 5e-4
 MODEL_HELP = "A built-in model, a folder with a checkpoint, or its name in the local Hugging Face cache."
 
@@ -245,7 +245,7 @@ def _serve(
 
 
 def _http_limits(body_bytes: int, requests: int, drain_s: float) -> "HttpLimits":
-    """With fewer connections where the shell allows fewer open files."""
+    """Limits, with fewer connections where the shell allows fewer open files."""
     from tessera.serve.limits import HttpLimits
     from tessera.serve.server import raise_file_limit
 
@@ -258,7 +258,7 @@ def _http_limits(body_bytes: int, requests: int, drain_s: float) -> "HttpLimits"
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Until the server handles it itself, SIGTERM ends the command as Ctrl-C does, and workers with it."""
+    """SIGTERM ends the command like Ctrl-C until the server handles it, so that workers end too."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -271,7 +271,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def _log_access() -> None:
-    """uvicorn's own lines; its logger stays silent while it has no handler."""
+    """Give uvicorn's access log a handler; it has none by default."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log = logging.getLogger("uvicorn.access")

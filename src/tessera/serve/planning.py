@@ -76,33 +76,16 @@ def objectives_of(policy: str) -> tuple[Objective, ...]:
     return OBJECTIVES[policy]
 
 
-class ServableModel(Protocol):
-    """A model as a service needs it: built (`steps.ServedModel`), or kept from an earlier start."""
-
-    @property
-    def shape(self) -> Shape:
-        """Sizes of the steps."""
-
-    @property
-    def state_bytes(self) -> int:
-        """State of one microbatch."""
-
-    def weights(self) -> "dict[str, torch.Tensor]":
-        """Weights by name."""
-
-    def senses(self) -> "tuple[Sight, Eyes] | None":
-        """Picture handling; None for text-only models."""
-
-
 @dataclass(frozen=True)
 class KeptModel:
+    """What a service needs of a small model, kept from an earlier start in place of `ServedModel`."""
+
     shape: Shape
     state_bytes: int
     tensors: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, model: ServableModel) -> "KeptModel | None":
-        """The part worth keeping; None for large models and vision models."""
+    def of(cls, model: "ServedModel | KeptModel") -> "KeptModel | None":
         weights = model.weights()
         if sum(tensor.nbytes for tensor in weights.values()) > MAX_WEIGHT_BYTES or model.senses():
             return None
@@ -119,7 +102,7 @@ class KeptModel:
 class Prepared:
     """A model and its plans, which share one cluster, unit and costs."""
 
-    model: ServableModel
+    model: "ServedModel | KeptModel"
     plans: tuple[Plan, ...]
     # Measured time = modelled time x scale; 1 where no device is dilated.
     scale: float = 1.0
@@ -129,7 +112,6 @@ class Prepared:
     capture_s: float = 0.0
 
     def workers(self, transport: str = "auto", hub: MakeHub | None = None) -> WorkerStepper:
-        """A stepper over one worker per device, local or through `hub`; not started."""
         return WorkerStepper(
             self.plans,
             self.model.weights(),
@@ -164,8 +146,6 @@ class Prepared:
 
 
 class StepBackend(Protocol):
-    """Builds, captures and prices steps on one kind of device."""
-
     # True if the throughput plan is rehearsed against `RIVALS`.
     rehearses: bool
 
@@ -185,8 +165,6 @@ class StepBackend(Protocol):
 
 @dataclass(frozen=True)
 class CpuBackend:
-    """Devices that compute on this CPU."""
-
     cluster: Cluster
     microbatches: int
     store: Path | None = None
@@ -211,7 +189,6 @@ class CpuBackend:
             return [record(workload) for workload in model.workloads]
 
     def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]:
-        """CPU devices are measured unless the store has their times; others are modelled."""
         from tessera import flow
         from tessera.profile.measured import combine, measure, needs_measuring
         from tessera.profile.store import Clocks, Store, default_store
@@ -309,7 +286,6 @@ def _plan(
     )
 
     def others(names: Sequence[str]) -> Iterator[Plan]:
-        """Plans by policy name, where they exist for this work."""
         for name in names:
             with contextlib.suppress(PlanInfeasible):
                 yield flow.make_plan(
@@ -385,8 +361,6 @@ def key_of(place: str, *given: object) -> str:
 
 
 class _More(msgspec.Struct):
-    """Facts kept beside the plans."""
-
     num_plans: int
     scale: float
     rehearsed: dict[str, float]
@@ -395,8 +369,7 @@ class _More(msgspec.Struct):
     state_bytes: int
 
 
-def find(key: str, folder: Path, build: Callable[[], ServableModel]) -> Prepared | None:
-    """Kept plans with their model, which is built if it was not kept."""
+def find(key: str, folder: Path, build: Callable[[], "ServedModel"]) -> Prepared | None:
     own = folder / key
     try:
         more = msgspec.json.decode((own / _MORE).read_bytes(), type=_More)
@@ -445,7 +418,6 @@ def _drop_old(folder: Path) -> None:
 
 @cache
 def _code() -> str:
-    """Hash of this package's source."""
     root = Path(tessera.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):

@@ -50,7 +50,6 @@ class ConnectionTable:
         self.buffer = memoryview(bytearray(READ_BYTES))
 
     def make(self, **options: Any) -> "Connection":
-        """A protocol per connection, for uvicorn."""
         return Connection(self, options)
 
 
@@ -255,7 +254,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """The URL for clients on this machine."""
     host, port = bound.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{shown}:{port}"

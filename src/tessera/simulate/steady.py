@@ -51,7 +51,6 @@ FULL_WINDOW, SHORT_WINDOW, LONG_WINDOW = WindowExtent(4, 10), WindowExtent(2, 4)
 
 
 def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
-    """Window of a plan: shorter with few microbatches."""
     few, num_runs = min(1.0, plan.microbatches / MANY_MICROBATCHES), sum(plan.unit.counts)
     each = mean_weight(plan)
     return WindowExtent(
@@ -112,7 +111,6 @@ class Window(Core):
         return (until - since) / (until_us - since_us) if until_us > since_us else 0.0
 
     def _until(self, work: float) -> tuple[float, float]:
-        """Run until this much work is done: (time, work done)."""
         self._target = work
         now: float | None = 0.0
         while self._done < work and now is not None:
@@ -130,7 +128,6 @@ class Window(Core):
         return at + self._skipped_us, self._so_far(at)[0]
 
     def _admit(self, microbatch: int, now: float, skipped: float = 0.0) -> None:
-        """Begin a request; the first ones skip a share of their runs."""
         lane = self._table.take()
         runs, per_us = runs_of(self._lanes[lane], self._weights[lane], skipped)
         flight = Flight(0, microbatch, lane, runs, per_us=per_us)
@@ -178,7 +175,6 @@ class Cuts:
 
     @cached_property
     def done_us(self) -> list[float]:
-        """[launches done]: busy time so far, over all devices."""
         lists = [
             next((x.ends_us for x in c.items if isinstance(x, LaunchSegment)), None)
             for c in self.script.columns
@@ -206,7 +202,6 @@ class Cuts:
         return max(0, bisect_right(self.done_us, busy_us) - 1)
 
     def job(self, device: int, cut: int, microbatch: int, ticket: int) -> Job | None:
-        """A device's work after the cut; None if nothing."""
         column = self.script.columns[device]
         stops, places = self._segments[device]
         first = bisect_right(stops, cut)
@@ -251,7 +246,6 @@ class Fluid(Window):
         self._count, self._mark, self._due = 0, None, self._settled
 
     def _watch(self, now: float) -> None:
-        """Begin a sample, or end it in a skip."""
         if self._mark is None:
             done, run_us = self._so_far(now)
             self._mark, self._due = (now, done, run_us), self._sampled
@@ -287,7 +281,6 @@ class Fluid(Window):
             self._look(device, now)
 
     def _left_us(self, microbatch: int) -> float:
-        """Busy time from the beginning of the run to the end of its step."""
         script = self._script[microbatch]
         same = 0
         for other, _ in reversed(self._flights[microbatch].left):
@@ -362,7 +355,6 @@ class SteadyRates:
         return rate
 
     def _shares(self, plan: Plan) -> bool:
-        """True if the plan has the cached unit, costs and cluster."""
         known, wanted = self._scripts, plan.every_variant
         return len(known) == len(wanted) and all(
             one.unit is other.unit and one.costs is other.costs and one.cluster is plan.cluster

@@ -92,7 +92,7 @@ def test_verify_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     found = json.loads(capsys.readouterr().out)
 
     necessary = {row["hazard"]: row["necessary"] for row in found["classes"]}
-    assert (0, 4, "yes") == (code, found["legal"]["equal"], necessary["raw"])
+    assert (0, 4, "yes") == (code, found["legal"]["equal"], necessary["RAW"])
 
 
 def test_kernels_divided_over_two_workers_give_the_reference_bits() -> None:

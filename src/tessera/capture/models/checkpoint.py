@@ -236,10 +236,12 @@ def _check_names(path: Path) -> None:
     """Refuse duplicate tensor names in a header."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(items)
-        if len(found) < len(items):
-            raise ValueError(f"{_some(sorted(k for k in found if [x for x, _ in items].count(k) > 1))} twice")
-        return found
+        tensors = dict(items)
+        if len(tensors) < len(items):
+            raise ValueError(
+                f"{_some(sorted(k for k in tensors if [x for x, _ in items].count(k) > 1))} twice"
+            )
+        return tensors
 
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))

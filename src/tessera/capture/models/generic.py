@@ -116,10 +116,12 @@ def _plain(
 
 def _check_taken(part: Callable[..., Any], step: Step) -> None:
     """Raise unless a forward takes every tensor of the step's file."""
-    known = inspect.signature(getattr(part, "forward", part)).parameters
+    parameters = inspect.signature(getattr(part, "forward", part)).parameters
     for name in read_inputs(step.inputs):
-        if name not in known:
-            raise CaptureError(f"the model takes no '{name}'", f"It takes: {', '.join(known)}.", step.inputs)
+        if name not in parameters:
+            raise CaptureError(
+                f"the model takes no '{name}'", f"It takes: {', '.join(parameters)}.", step.inputs
+            )
 
 
 def takes(part: Callable[..., Any], name: str) -> bool:
@@ -138,10 +140,10 @@ def flatten(made: Any, name: str = "") -> dict[str, torch.Tensor]:
     else:
         fields = getattr(made, "__dataclass_fields__", ())
         items = [(key, getattr(made, key)) for key in fields]
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, value in items:
-        found |= flatten(value, f"{name}.{key}" if name else key)
-    return found
+        tensors |= flatten(value, f"{name}.{key}" if name else key)
+    return tensors
 
 
 @contextmanager
@@ -184,8 +186,8 @@ def apart(model: torch.nn.Module) -> Iterator[None]:
 def placed(model: Any, make: Callable[[], Tensors]) -> dict[str, torch.Tensor]:
     """Move tensors to the model's device."""
     with torch.device("cpu"):
-        made = make()
-    return {name: tensor.to(model.device) for name, tensor in made.items()}
+        tensors = make()
+    return {name: tensor.to(model.device) for name, tensor in tensors.items()}
 
 
 def forward(
@@ -213,11 +215,11 @@ def forward(
     if cache[0]:
         given[cache[0]] = cache[1]
     with head_reads(model, pick) as is_picked:
-        made = model(**given, use_cache=True)
-    logits = getattr(made, "logits", None)
+        result = model(**given, use_cache=True)
+    logits = getattr(result, "logits", None)
     if pick is not None and not is_picked and isinstance(logits, torch.Tensor) and logits.dim() == 3:
-        made.logits = pick(logits)
-    return made
+        result.logits = pick(logits)
+    return result
 
 
 def embedded(model: Any, inputs: Tensors) -> torch.Tensor:
@@ -250,8 +252,8 @@ def learn_memory(
     with apart(model), NoReads():
         _, left = call(empty, first)
         copied = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
-        made, after = call(copied, following)
-    return made, left, after
+        result, after = call(copied, following)
+    return result, left, after
 
 
 class CachedSteps:
@@ -283,8 +285,8 @@ class CachedSteps:
         """The encoder's result, for its shape."""
         inputs = placed(self._model, lambda: encoder_inputs(self._model, self._step, 0))
         with apart(self._model):
-            found: torch.Tensor = self._model.get_encoder()(**inputs)[0]
-        return found
+            encoded: torch.Tensor = self._model.get_encoder()(**inputs)[0]
+        return encoded
 
     def _count_seen(self) -> int:
         """Picture tokens per row; 0 without pictures."""
@@ -294,9 +296,9 @@ class CachedSteps:
         pixels = placed(self._model, lambda: {PIXELS: pictures(self._model, self._step, 0)})
         with apart(self._model):
             features = self._model.get_image_features(**pixels)
-        found = flatten(getattr(features, "pooler_output", features)).values()
+        embeddings = flatten(getattr(features, "pooler_output", features)).values()
         size = self._config.hidden_size * self._step.batch
-        count = int(sum(tensor.numel() for tensor in found) // size)
+        count = int(sum(tensor.numel() for tensor in embeddings) // size)
         if count + 2 > self._step.context:
             raise CaptureError(
                 f"a picture is {count} tokens, which a context of {self._step.context} does not hold",
@@ -363,13 +365,13 @@ class CachedSteps:
         """One call: result, and memory after it."""
         cache = memory.cache
         with traced(), attributes_kept(self._model, memory.attributes) as left:
-            made = self._forward(inputs, cache)
+            result = self._forward(inputs, cache)
             attributes = left()
         if hasattr(cache, "begin"):
             cache.begin(None, None)
         elif self._cache:
-            cache = getattr(made, self._cache)
-        return made, ModelMemory(cache, attributes)
+            cache = getattr(result, self._cache)
+        return result, ModelMemory(cache, attributes)
 
     def _forward(self, inputs: Tensors, cache: Any) -> Any:
         """The model's forward on a cache; only each row's newest token passes the head."""
@@ -402,9 +404,9 @@ class CachedSteps:
         memory = exchanged(self._template, given)
         if self._is_prefill and "last" not in inputs and self._has_positions:
             inputs = {**inputs, "last": torch.full_like(inputs["tokens"][:, 0], self._step.context - 1)}
-        made, memory = self._step_on(memory, inputs)
+        result, memory = self._step_on(memory, inputs)
         after = dict(tensors_of(memory))
-        results = _results(made, self._cache) | self._following(inputs, inputs.get("last"))
+        results = _results(result, self._cache) | self._following(inputs, inputs.get("last"))
         if not self._is_carried:
             return results | {AFTER + name: tensor for name, tensor in after.items()}
         for name, tensor in after.items():
@@ -419,29 +421,29 @@ class CachedSteps:
 
     def _tokens_at(self, start: torch.Tensor, width: int, random: torch.Generator) -> dict[str, torch.Tensor]:
         size = (self._step.batch, width)
-        made = {"tokens": tokens(self._model.config, size, random)}
+        inputs = {"tokens": tokens(self._model.config, size, random)}
         if self._has_positions:
-            made["positions"] = start + torch.arange(width)
+            inputs["positions"] = start + torch.arange(width)
         if self._encoded is not None:
             noise = torch.randn(self._encoded.shape, generator=random)
-            made[ENCODED] = noise.to(self._encoded.dtype)
-        return made
+            inputs[ENCODED] = noise.to(self._encoded.dtype)
+        return inputs
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
         """Generated inputs, replaced by those of the step's file."""
-        made = self._own_inputs(seed)
+        inputs = self._own_inputs(seed)
         if self._step.inputs:
             for name, tensor in given_inputs(self._step.inputs, seed).items():
                 place = "tokens" if name == self._tokens else name
-                if place not in made or made[place].shape != tensor.shape:
-                    takes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in made.items())
+                if place not in inputs or inputs[place].shape != tensor.shape:
+                    takes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in inputs.items())
                     raise CaptureError(
                         f"'{name}' of shape {tuple(tensor.shape)} is no input of this step",
                         f"It takes: {takes}.",
                         self._step.inputs,
                     )
-                made[place] = tensor.to(made[place].dtype)
-        return made
+                inputs[place] = tensor.to(inputs[place].dtype)
+        return inputs
 
     def _own_inputs(self, seed: int) -> dict[str, torch.Tensor]:
         """Rows of different lengths where allowed."""
@@ -450,33 +452,33 @@ class CachedSteps:
         lengths = torch.randint((context + 1) // 2, context + 1, (batch, 1), generator=random)
         if not self._is_prefill:
             return self._decode_inputs(lengths, random)
-        made = self._tokens_at(torch.zeros_like(lengths), context, random)
+        inputs = self._tokens_at(torch.zeros_like(lengths), context, random)
         if self._picture is not None:
-            made["tokens"][:, 1 : 1 + self._num_seen] = self._picture
-            made[PIXELS] = pictures(self._model, self._step, seed)
+            inputs["tokens"][:, 1 : 1 + self._num_seen] = self._picture
+            inputs[PIXELS] = pictures(self._model, self._step, seed)
             lengths = lengths.clamp_min(self._num_seen + 2)
         if self._has_rows:
-            return {**made, "last": lengths[:, 0] - 1}
+            return {**inputs, "last": lengths[:, 0] - 1}
         if self._only_recurs:
-            made["mask"] = (torch.arange(context) >= context - lengths).to(self._model.dtype)
-        return made
+            inputs["mask"] = (torch.arange(context) >= context - lengths).to(self._model.dtype)
+        return inputs
 
     def _decode_inputs(self, lengths: torch.Tensor, random: torch.Generator) -> dict[str, torch.Tensor]:
         if not self._is_carried:
             lengths = torch.full_like(lengths, self._step.context)
         elif not self._positions:  # rows share one position
             lengths = lengths[:1].expand(self._step.batch, 1)
-        made = self._tokens_at(lengths - 1, 1, random)
+        inputs = self._tokens_at(lengths - 1, 1, random)
         if not self._is_carried:
-            made |= {BEFORE + name: tensor for name, tensor in self._remembered(random).items()}
-        return made
+            inputs |= {BEFORE + name: tensor for name, tensor in self._remembered(random).items()}
+        return inputs
 
     def state(self, seed: int) -> dict[str, torch.Tensor]:
         """Zeros for a prefill; random state for a decode."""
         return self._remembered(torch.Generator().manual_seed(seed)) if self._is_carried else {}
 
     def _remembered(self, random: torch.Generator) -> dict[str, torch.Tensor]:
-        made = {}
+        state = {}
         for name, held in self._held:
             value = torch.zeros(held.shape, dtype=held.dtype)
             if not self._is_prefill:
@@ -484,8 +486,8 @@ class CachedSteps:
                     value.copy_(held)
                 if value.is_floating_point():
                     value += torch.randn(value.shape, generator=random).to(value.dtype)
-            made[name] = value
-        return made
+            state[name] = value
+        return state
 
     def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
         """Each row reads its chosen token at the next position; a prefill takes encoder results."""
@@ -494,17 +496,17 @@ class CachedSteps:
         if "next_tokens" not in last or (not self._is_carried and not self._is_prefill):
             is_own = first.keys() == self._inputs(0).keys()
             return {name: tensor.clone() for name, tensor in (first if is_own else self._inputs(0)).items()}
-        made = {"tokens": last["next_tokens"][:, None].clone()}
+        inputs = {"tokens": last["next_tokens"][:, None].clone()}
         if NEXT in last:
-            made["positions"] = last[NEXT].clone()
+            inputs["positions"] = last[NEXT].clone()
         elif self._has_positions:
             positions = first["positions"]
             begins_after = positions[:, -1] + 1 if positions.shape[1] > 1 else positions[:, 0]
             start = first["last"] + 1 if "last" in first else begins_after
-            made["positions"] = (start + run)[:, None].clone()
+            inputs["positions"] = (start + run)[:, None].clone()
         if self._encoded is not None:  # a decode has it in the cache
-            made[ENCODED] = (first if ENCODED in first else self._inputs(0))[ENCODED].clone()
-        return made
+            inputs[ENCODED] = (first if ENCODED in first else self._inputs(0))[ENCODED].clone()
+        return inputs
 
 
 def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:
