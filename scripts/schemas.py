@@ -18,6 +18,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from tessera.cli import COMMANDS
+from tessera.cli.bench import bench_serve
 from tessera.cli.output import record_types
 from tessera.ir.files import FORMAT_VERSION, KINDS, Header
 
@@ -39,13 +40,14 @@ def schemas() -> dict[str, Schema]:
 def of_commands() -> dict[str, Schema]:
     """What each command prints with `--json`."""
     made = {}
-    for function in COMMANDS:
+    for function in (*COMMANDS, bench_serve):
+        name = function.__name__.replace("_", "-")
         if records := record_types(function):
             roots, parts = msgspec.json.schema_components(
                 records, schema_hook=_path, ref_template="#/$defs/{name}"
             )
-            head = {"$schema": DRAFT, "title": f"The JSON of `tessera {function.__name__}`."}
-            made[f"command-{function.__name__}.json"] = {**head, "anyOf": roots, "$defs": parts}
+            head = {"$schema": DRAFT, "title": f"The JSON of `tessera {name.replace('-', ' ')}`."}
+            made[f"command-{name}.json"] = {**head, "anyOf": roots, "$defs": parts}
     plain: dict[str, Schema] = json.loads(json.dumps(made))  # tuples become lists, as in the file
     return plain
 

@@ -11,6 +11,7 @@ from tessera import flow
 from tessera.execute.stepper import StepDone, Stepper
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Objective, Plan
+from tessera.plan import QUICK
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import Prepared, prepare
 from tessera.serve.records import POLICIES, Average, ServeSpec
@@ -31,7 +32,15 @@ def prepared(model: str = "tiny-llama", policies: tuple[Objective, ...] = POLICI
     return prepare(
         model,
         make_cluster(parse_devices(DEVICES), "pcie4"),
-        ServeSpec(2, ROWS, CAPACITY, SIZES[-1], average=Average(prompt=12, output=8), policies=policies),
+        ServeSpec(
+            2,
+            ROWS,
+            CAPACITY,
+            SIZES[-1],
+            average=Average(prompt=12, output=8),
+            policies=policies,
+            effort="quick",
+        ),
     )
 
 
@@ -40,7 +49,9 @@ def plan_by(policy: str, model: str = "tiny-llama") -> Plan:
     """A coarser policy's plan of the same unit."""
     made = prepared() if model == "tiny-llama" else prepared(model, (Objective.THROUGHPUT,))
     first = made.plans[0]
-    return flow.make_plan(first.unit, first.costs, first.cluster, Objective.THROUGHPUT, 2, policy)
+    return flow.make_plan(
+        first.unit, first.costs, first.cluster, Objective.THROUGHPUT, 2, policy, search=QUICK
+    )
 
 
 def over_both() -> Prepared:

@@ -16,7 +16,7 @@ from benchmarks.paper.summary import summary
 from benchmarks.paper.tables import tables
 
 from tessera.cli import run_app
-from tessera.cli.output import AsJson, console, print_json, progress, shared_folder
+from tessera.cli.output import JsonOption, console, progress, shared_folder
 from tessera.errors import MissingExtra, TesseraError
 from tessera.report.ratios import check_matplotlib
 
@@ -62,7 +62,7 @@ def paper(
     arrivals: ArrivalsOption = None,
     output: OutputOption = None,
     dry_run: DryRunOption = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Make the published evaluation again on modelled GPUs: all baselines by the same code, no GPU needed.
 
@@ -78,7 +78,7 @@ def paper(
     named = [tuple(x.split("+")) for x in _words(pairs)]
     scale = narrowed(QUICK if quick else FULL, _words(models), named, logs)
     if dry_run:
-        print_json({"figures": [figure.name for figure in figures], "scale": dataclasses.asdict(scale)})
+        _print_json({"figures": [figure.name for figure in figures], "scale": dataclasses.asdict(scale)})
         return
     with shared_folder("paper") as folder:
         num = jobs or len(os.sched_getaffinity(0))
@@ -87,7 +87,11 @@ def paper(
         with progress("evaluation", len(steps) + len(tasks)) as advance:
             found = evaluate(figures, scale, library, num, advance, minutes and 60 * minutes)
     files = _write(figures, found, output) if output is not None else []
-    print_json(found | {"files": files}) if as_json else _show_figures(figures, found, files)
+    _print_json(found | {"files": files}) if as_json else _show_figures(figures, found, files)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    typer.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
 def _words(text: str) -> list[str]:

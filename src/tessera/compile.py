@@ -11,6 +11,7 @@ Options (defaults in parentheses):
   objective     "latency" or "throughput" ("latency": a call returns before the next one starts)
   microbatches  calls in flight of a throughput plan (1); calls of several threads share them
   policy        a coarser policy such as "layer-pipeline" in place of the objective's own (None)
+  effort        "full", or "quick" for a rougher plan sooner ("full")
   verify        also run every call on one device and raise unless both agree bit for bit (False)
 
 Results equal those of the same model on one CPU thread bit for bit. Tensors that the model changes in place
@@ -49,8 +50,18 @@ from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.reference import same_bits
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import BufferKind, Cluster, Objective, Origin, Plan, Trace
-from tessera.plan import PLANNERS
+from tessera.plan import PLANNERS, search_config
 from tessera.profile import make_cluster, parse_devices
+
+# Graphs that keep their workers; the least recently used one stops its workers and restarts them on use.
+MAX_ENGINES = 8
+# Consecutive failures of a worker before its device is given up.
+MAX_FAILURES = 3
+Tensors = Mapping[str, torch.Tensor]
+# Operators that every worker has; others are registered by code that it does not import.
+TORCH_OPERATORS = ("aten.", "prims.")
+# Calls that draw random numbers take turns: each continues the generator.
+_TURN = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,7 @@ class Options:
     microbatches: int = 1
     policy: str | None = None
     verify: bool = False
+    effort: str = "full"
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Options":
@@ -77,6 +89,7 @@ class Options:
             raise UnknownName("objective", str(options.objective), tuple(Objective))
         if options.policy is not None and options.policy not in PLANNERS:
             raise UnknownName("policy", str(options.policy), PLANNERS)
+        search_config(str(options.effort))
         if type(options.microbatches) is not int or options.microbatches < 1:
             message = f"microbatches must be an integer of at least 1, got {options.microbatches!r}"
             raise TesseraError(message, "Use 1 or more.", "options['microbatches']")
@@ -89,14 +102,6 @@ class Options:
             if isinstance(error, UnknownName):
                 raise
             raise TesseraError(error.message, error.remedy, "options['devices']") from error
-
-
-# Graphs that keep their workers; the least recently used one stops its workers and restarts them on use.
-MAX_ENGINES = 8
-# Consecutive failures of a worker before its device is given up.
-MAX_FAILURES = 3
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -216,11 +221,6 @@ def close_all() -> None:
 
 __all__ = ["MAX_ENGINES", "Compiled", "Options", "backend", "close_all"]
 
-# Operators that every worker has; others are registered by code that it does not import.
-TORCH_OPERATORS = ("aten.", "prims.")
-# Calls that draw random numbers take turns: each continues the generator.
-_TURN = threading.Lock()
-
 
 def backend(
     graph: torch.fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any] | None = None
@@ -332,7 +332,10 @@ def make_plan(trace: Trace, cluster: Cluster, options: Options) -> Plan:
     unit = flow.make_unit([trace], [1])
     costs = flow.price(unit, cluster)
     objective = Objective(options.objective)
-    return flow.make_plan(unit, costs, cluster, objective, options.microbatches, options.policy)
+    search = search_config(options.effort)
+    return flow.make_plan(
+        unit, costs, cluster, objective, options.microbatches, options.policy, search=search
+    )
 
 
 class Session:

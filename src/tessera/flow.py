@@ -51,6 +51,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 # Batches at which a step is recorded; others are interpolated.
 ANCHORS = (16, 48)
+# Limit for building a model on the CPU to get its inputs.
+MAX_BUILT_BYTES = 4 << 30
 
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:
@@ -108,12 +110,14 @@ def make_plan(
 ) -> Plan:
     """A plan for one objective (or by one named policy), its figures checked by simulation."""
     config = PlanConfig(objective, microbatches, policy, constraints, is_served, search=search)
-    return solve(unit, tuple(costs), cluster, config, SteadyRates(search))
+    return solve(unit, tuple(costs), cluster, config, SteadyRates(search.long_window))
 
 
-def replan(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...]) -> Plan:
+def replan(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...], search: SearchConfig = FULL) -> Plan:
     """A plan for the same work and objective on other devices or at other costs; see `adapt.replan`."""
-    return make_plan(plan.unit, costs, cluster, plan.objective, plan.microbatches, is_served=True)
+    return make_plan(
+        plan.unit, costs, cluster, plan.objective, plan.microbatches, is_served=True, search=search
+    )
 
 
 def make_batched_plan(
@@ -123,7 +127,7 @@ def make_batched_plan(
     advance: Callable[[str], None] = lambda text: None,
 ) -> Batched:
     """A plan over the same steps at several batches; its lanes may have different batches."""
-    return solve_batches(variants, cluster, config, partial(SteadyRates, config.search), advance)
+    return solve_batches(variants, cluster, config, partial(SteadyRates, config.search.long_window), advance)
 
 
 def record_compiled(step: Step) -> Trace:
@@ -235,7 +239,7 @@ def plan_for(
     in_parts: Callable[[int, int], Variant] | None = None,
 ) -> LoadPlan:
     """Batch, microbatches and placement for a load, rated by simulation."""
-    simulator = partial(SteadyRates, config.search)
+    simulator = partial(SteadyRates, config.search.long_window)
     return plan_load(PricedLoad(variant_at, cluster, target, simulator, in_parts), config)
 
 
@@ -258,10 +262,21 @@ def make_load_plan(
     """
     counts = [target.output_tokens if len(steps) > 1 and step.kind == "decode" else 1 for step in steps]
     recorded = LoadSteps(steps, counts, anchors_of(config.batches), config.advance, is_compiled)
+    return plan_recorded(recorded, cluster, target, config, prefill_batch)
+
+
+def plan_recorded(
+    recorded: LoadSteps,
+    cluster: Cluster,
+    target: Target,
+    config: LoadConfig,
+    prefill_batch: int | None = None,
+) -> LoadPlan:
+    """As `make_load_plan`, from steps that are recorded."""
     while True:
-        found = plan_steps(recorded, cluster, target, config, prefill_batch)
-        if recorded.matches_recording(found.plan):
-            return found
+        planned = plan_steps(recorded, cluster, target, config, prefill_batch)
+        if recorded.matches_recording(planned.plan):
+            return planned
 
 
 def plan_steps(
@@ -390,10 +405,6 @@ def run_reference(unit: WorkUnit, request: UnitRequest) -> ReferenceRun:
             inputs = request.inputs(step, run, outputs[-1] if outputs else {})
             outputs.append(request.workloads[step].run(inputs, state))
     return ReferenceRun(outputs, state)
-
-
-# Limit for building a model on the CPU to get its inputs.
-MAX_BUILT_BYTES = 4 << 30
 
 
 def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:

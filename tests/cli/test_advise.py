@@ -10,7 +10,6 @@ import pytest
 from browser import PHONE, browser, width_of
 from sampling import is_whole
 from tessera.advise import search
-from tessera.advise.search import in_ms
 from tessera.cli import main
 from tessera.flow import make_load_plan
 from tessera.ir import Plan, Step, load
@@ -34,52 +33,56 @@ def advised(*words: object, capsys: pytest.CaptureFixture[str]) -> dict[str, Any
     code, out, err = run("tiny-llama", *SMALL, *words, "--json", capsys=capsys)
     assert 0 == code, err
     found: dict[str, Any] = json.loads(out)
-    return found
+    return found["advice"] | {name: found[name] for name in ("plans", "headline", "files")}
 
 
 def test_cheapest_set_that_carries_the_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The choice carries the rate with its margin, the runner-up too and for more; plans are written."""
     names = ("--gpus", "l40s,l4,h20", "--max-devices", "2")
     found = advised("--rate", "50", *names, "--save", tmp_path, capsys=capsys)
-    choice, second = found["choice"], found["runner_up"]
+    choice, second = found["candidates"]
 
-    assert choice["capacity"] >= 50 * 1.1
-    assert second["capacity"] >= 50 * 1.1
+    assert (True, False) == (choice["is_advised"], second["is_advised"])
+    assert choice["requests_per_s"] >= 50 * 1.1
+    assert second["requests_per_s"] >= 50 * 1.1
     assert choice["usd_per_hour"] <= second["usd_per_hour"]
     assert choice["gpus"] != second["gpus"]
     assert ["l4"] == choice["gpus"]
-    assert [{"gpu": "h20", "why": "no price is known"}] == found["skipped"]
+    assert {"h20": "no price is known"} == found["skipped"]
     assert "2026-08-22" in found["price_source"]
     assert "RunPod" == choice["provider"]
-    assert choice["plan"]["simulated"] * choice["batch"] == pytest.approx(choice["capacity"], rel=0.02)
+    plan = found["plans"][0]
+    assert plan["simulated"] * plan["batch"] == pytest.approx(choice["requests_per_s"], rel=0.02)
+    assert 0 < choice["cost_error"] < 1
+    assert choice["ttft_ms"] > 0
     assert 0.9 * 24e9 == load(Plan, tmp_path / "choice.plan").cluster.devices[0].memory_bytes
 
 
 def test_higher_rate_costs_more(capsys: pytest.CaptureFixture[str]) -> None:
     """More work needs more or dearer GPUs."""
     names = ("--gpus", "l40s,l4", "--max-devices", "3", "--batches", "2")
-    low = advised("--rate", "50", *names, capsys=capsys)["choice"]
-    high = advised("--rate", 1.2 * low["capacity"], *names, capsys=capsys)["choice"]
+    low = advised("--rate", "50", *names, capsys=capsys)["candidates"][0]
+    high = advised("--rate", 1.2 * low["requests_per_s"], *names, capsys=capsys)["candidates"][0]
 
     assert high["usd_per_hour"] > low["usd_per_hour"]
-    assert high["capacity"] >= 1.2 * low["capacity"]
+    assert high["requests_per_s"] >= 1.2 * low["requests_per_s"]
 
 
 def test_latency_asked_for_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """With a tight limit a token the batch is as small as it has to be."""
     names = ("--gpus", "a100,l40s", "--max-devices", "1")
-    free = advised("--rate", "20", *names, capsys=capsys)["choice"]["tpot_ms"]
-    found = advised("--rate", "20", "--slo-tpot-ms", 1.01 * free, *names, capsys=capsys)["choice"]
+    free = advised("--rate", "20", *names, capsys=capsys)["candidates"][0]["tpot_ms"]
+    found = advised("--rate", "20", "--slo-tpot-ms", 1.01 * free, *names, capsys=capsys)["candidates"][0]
 
     assert found["tpot_ms"] <= 1.01 * free
 
 
 BAD: list[tuple[list[str], str]] = [
-    (["--rate", "0"], "--rate: 0.0 is no load"),
-    (["--rate", "inf"], "--rate: inf is no load"),
-    (["--rate", "5", "--margin", "nan"], "--margin: nan is no margin"),
-    (["--rate", "5", "--microbatches", "0"], "--microbatches: 0 batches in flight carry nothing"),
-    (["--rate", "5", "--slo-ttft-ms", "inf"], "--slo-ttft-ms: inf ms is no objective"),
+    (["--rate", "0"], "--rate: must be above 0, got 0"),
+    (["--rate", "inf"], "--rate: must be a finite number, got inf"),
+    (["--rate", "5", "--margin", "nan"], "--margin"),
+    (["--rate", "5", "--microbatches", "0"], "Invalid value for '--microbatches'"),
+    (["--rate", "5", "--slo-ttft-ms", "inf"], "--slo-ttft-ms: must be a finite number, got inf"),
     (["--rate", "1e9", "--gpus", "l4", "--max-devices", "1"], "even with free transfers"),
     (["--rate", "5", "--gpus", "h20"], "no GPU is left to rent (h20: no price is known)"),
     (["--rate", "5", "--gpus", "gtx"], "unknown GPU 'gtx'"),
@@ -109,7 +112,9 @@ def test_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     flat = " ".join(out.split())
 
     assert 0 == code
-    assert "choice" in flat
+    assert "Rent l4" in flat
+    assert "TTFT" in flat
+    assert "cost error" in flat
     assert "RunPod" in flat
     assert "skypilot-catalog" in flat
     assert "One device: there is nothing to divide" in flat
@@ -118,9 +123,9 @@ def test_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_smallest_batch_that_carries_the_rate_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     """Without an objective of latency a larger batch only makes requests wait for one another."""
-    found = advised("--rate", "5", "--gpus", "l4", "--max-devices", "1", capsys=capsys)["choice"]
+    found = advised("--rate", "5", "--gpus", "l4", "--max-devices", "1", capsys=capsys)["candidates"][0]
 
-    assert {"emu:l4": 1} == found["batches"]
+    assert {"emu:l4": 1} == found["batch"]
 
 
 def test_never_dearer_than_the_cheapest_card_that_carries_the_load(
@@ -147,7 +152,7 @@ def test_never_dearer_than_the_cheapest_card_that_carries_the_load(
 
     assert 0 == code, err
     assert rents
-    assert json.loads(out)["choice"]["usd_per_hour"] <= min(rents.values()) + 1e-9
+    assert json.loads(out)["advice"]["candidates"][0]["usd_per_hour"] <= min(rents.values()) + 1e-9
 
 
 def test_answers_are_shown_as_they_come(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,12 +169,13 @@ def test_a_search_that_has_no_time_left_says_so(
 ) -> None:
     """The cheapest set whose cards carry the rate apart is advised, and what was not tried is counted."""
     monkeypatch.setattr(search, "SEARCH_S", -1.0)
-    one = advised("--rate", "1", "--gpus", "l4", "--max-devices", "1", capsys=capsys)["choice"]["capacity"]
+    found = advised("--rate", "1", "--gpus", "l4", "--max-devices", "1", capsys=capsys)
+    one = found["candidates"][0]["requests_per_s"]
     names = ("--gpus", "l4,l40s", "--max-devices", "4")
     found = advised("--rate", 3.3 * one, *names, capsys=capsys)
 
-    assert found["choice"]["capacity"] >= 3.3 * one
-    assert not found["caveat"] or "lack of time" in found["caveat"]
+    assert found["candidates"][0]["requests_per_s"] >= 3.3 * one
+    assert all("lack of time" in note for note in found["notes"] if "cheaper sets" in note)
 
 
 def test_diffusion_is_counted_in_images(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,15 +185,10 @@ def test_diffusion_is_counted_in_images(capsys: pytest.CaptureFixture[str]) -> N
         capsys=capsys,
     )  # fmt: skip
     assert 0 == code, err
-    found = json.loads(out)
+    found = json.loads(out)["advice"]
 
-    assert ("images", 40) == (found["unit"], found["output"])
-    assert found["choice"]["ttft_ms"] is None
-
-
-def test_milliseconds_have_no_exponent() -> None:
-    """Four digits where that is enough, all of them where it is not."""
-    assert ("0.9361 ms", "1453 ms", "12990 ms") == tuple(map(in_ms, (0.93611, 1453.4, 12990.2)))
+    assert (True, 40) == (found["load"]["is_image"], found["load"]["output"])
+    assert found["candidates"][0]["ttft_ms"] is None
 
 
 def test_cards_that_are_there_are_told_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,20 +197,19 @@ def test_cards_that_are_there_are_told_what_to_do(tmp_path: Path, capsys: pytest
     words = ("--rate", "50", "--have", "a100,l40s", "--gpus", "l4,l40s", "--page", page_file)
     found = advised(*words, "--save", tmp_path, "--batches", "8", "--microbatches", "1", capsys=capsys)
 
-    ways = {way["name"]: way for way in found["ways"]}
-    assert found["advice"]["name"] in ways
-    best = max(way["tokens_per_s"] for way in ways.values())
-    assert found["advice"]["tokens_per_s"] * (1 + found["rel_error"]) >= best
-    assert ways["data-parallel"]["requests_per_s"] * 4 == pytest.approx(ways["data-parallel"]["tokens_per_s"])
-    assert {"l4", "l40s"} == {card["gpu"] for card in found["next"]}
+    ways = {way["way"]: way for way in found["candidates"]}
+    (advice,) = (way for way in ways.values() if way["is_advised"])
+    best = max(way["requests_per_s"] for way in ways.values())
+    assert advice["requests_per_s"] * (1 + advice["cost_error"]) >= best
+    assert "data-parallel" in ways
+    assert {"l4", "l40s"} == {card["gpus"][0] for card in found["next_cards"]}
     rent = gpu("a100").usd_per_hour, gpu("l40s").usd_per_hour
-    assert found["usd_per_hour"] <= sum(x for x in rent if x is not None)
-    assert 4 == len(found["answer"])
+    assert advice["usd_per_hour"] <= sum(x for x in rent if x is not None)
     assert [str(tmp_path / "have.plan"), str(page_file)] == found["files"]
     with browser() as opened:
         page = opened.new_page(viewport=PHONE)
         page.goto(page_file.as_uri())
-        assert found["answer"][0] == page.inner_text(".headline")
+        assert found["headline"] == page.inner_text(".headline")
         assert PHONE["width"] >= width_of(page)
         assert "One more card" in page.inner_text("body")
 
@@ -219,5 +219,5 @@ def test_a_map_goes_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "paper.json").write_text("{}")
     asked = ("tiny-llama", *SMALL, "--rate", "5", "--regimes", tmp_path)
 
-    assert "--regimes: the map goes on a page" in run(*asked, capsys=capsys)[2]
+    assert "--regimes: needs --page" in run(*asked, capsys=capsys)[2]
     assert "it has no map of regimes" in run(*asked, "--page", tmp_path / "x.html", capsys=capsys)[2]

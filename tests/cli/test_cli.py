@@ -181,7 +181,7 @@ BAD = [
     (["plan", "{decode.trace}", "--devices", "emu:a100,emu:l40s", "--link", "rope"], "unknown link 'rope'"),
     (
         ["plan", "{decode.trace}", "--costs", "{decode.costs}", "--objective", "joy"],
-        "unknown objective 'joy'",
+        "'joy' is not one of 'throughput', 'latency', 'cost', 'energy'",
     ),
     (["plan", "{decode.costs}", "--devices", "emu:a100"], "this is a costs file; a trace is expected"),
     (["plan", "{decode.trace}", "--costs", "{decode.costs}", "--counts", "two"], "not a list of counts"),

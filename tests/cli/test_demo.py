@@ -48,7 +48,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
         patch.setattr("tessera.cli.demo.PROMPTS", PROMPTS[:3])
         if not is_whole():
             patch.setattr("tessera.cli.demo.ProcessPoolExecutor", Here)
-        assert 0 == _main(["demo", "--json", "--tokens", "4"])
+        assert 0 == _main(["demo", "--json", "--tokens", "4", "--effort", "quick"])
     return json.loads(out.getvalue()), folder
 
 

@@ -66,6 +66,8 @@ def server() -> Iterator[Started]:
         "4",
         "--max-model-len",
         "256",
+        "--effort",
+        "quick",
         "--json",
     )
     process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, text=True)
@@ -207,9 +209,9 @@ def test_missing_extra_names_the_line_to_install(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--seqs", "0"), "--seqs: 0 is too few"),
-        (("--max-batch-tokens", "0"), "--max-batch-tokens: 0 is too few"),
-        (("--memory-share", "1.5"), "--memory-share: 1.5 is no share"),
+        (("--seqs", "0"), "Invalid value for '--seqs'"),
+        (("--max-batch-tokens", "0"), "Invalid value for '--max-batch-tokens'"),
+        (("--memory-share", "1.5"), "Invalid value for '--memory-share'"),
         (("--policy", "fastest"), "unknown policy 'fastest'; known: auto, latency, throughput"),
         (("--api-key", "short"), "--api-key: a key needs"),
         (("--devices", "emu:nothing"), "nothing"),

@@ -31,6 +31,8 @@ SMALL = [
     "8",
     "--policy",
     "latency",
+    "--effort",
+    "quick",
 ]
 SERVE = ["serve", "tiny-llama", "--devices", "emu:a100,emu:l40s", *SMALL, "--port", "0", "--json"]
 ASK = {"model": "tiny-llama", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -148,7 +150,7 @@ def test_processes_of_torchrun_find_the_rendezvous(monkeypatch: pytest.MonkeyPat
         (["serve", "tiny-llama", "--rendezvous", "10.1.2.3:4"], "--secret-file"),
         (["serve", "tiny-llama", "--rendezvous", "127.0.0.1:0", "--ray", "local"], "one way only"),
         (["serve", "tiny-llama", "--ray", "ray://10.1.2.3:10001"], "--ray auto"),
-        (["serve", "tiny-llama", "--devices", "away:a100*"], "known to Ray only"),
+        (["serve", "tiny-llama", "--devices", "away:a100*"], "only Ray knows"),
         (
             ["serve", "tiny-llama", "--devices", "emu:a100", "--transport", "pigeon"],
             "unknown transport 'pigeon'",

@@ -14,6 +14,7 @@ from tessera.cli.online import with_other
 from tessera.errors import PlanInfeasible
 from tessera.flow import replan
 from tessera.ir import Objective, save
+from tessera.plan import QUICK
 
 LOG = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 USUAL = ("--seqs", "2", "--lengths", "geometric:1,20")
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """Exit code, standard output and standard error."""
-    code = _main(["simulate", *(str(w) for w in words)])
+    code = _main(["simulate", *(str(w) for w in words), "--effort", "quick"])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -120,7 +121,7 @@ def test_a_device_can_be_lost_and_another_slow(folder: Path, capsys: pytest.Capt
 def test_the_other_policy_is_made_where_one_plan_is_given() -> None:
     """A throughput plan gets a latency plan for the same work, costs and devices, or the other way round."""
     for given, other in ((split_plan(), Objective.LATENCY), (alone_plan(), Objective.THROUGHPUT)):
-        first, (name, made) = with_other([(given.policy, given)])
+        first, (name, made) = with_other([(given.policy, given)], QUICK)
 
         assert given is first[1]
         assert (other.value, other) == (name, made.objective)

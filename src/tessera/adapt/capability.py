@@ -28,8 +28,6 @@ ALONE, ENOUGH = 1e-3, 0.99
 
 
 class Point(NamedTuple):
-    """A policy under one load."""
-
     rate_per_s: float
     # Latency per answer token.
     normalised_s: float
@@ -117,7 +115,6 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def better(policies: tuple[Capability, ...], rate_per_s: float) -> Capability:
-    """The best policy for a load; the first of equals."""
     return min(policies, key=lambda policy: policy.badness(rate_per_s))
 
 

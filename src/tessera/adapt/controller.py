@@ -102,13 +102,11 @@ class Controller:
                 self._choose(self._monitor)
 
     def stepped(self, lane: PlannedLane, step: int, busy_s: Mapping[str, float]) -> None:
-        """Record the busy times of devices in a step of a current plan."""
         if self._monitor is not None and self._planner is not None and busy_s:
             with self._lock:
                 self._monitor.stepped(lane, step, busy_s)
 
     def lost(self, device: str, why: str, is_lasting: bool) -> None:
-        """A device is lost; plan around it if it fails for good."""
         self._note(DecisionKind.LOSE, why)
         if is_lasting and device not in self._without:
             self._plan_without(self._without | {device})
@@ -180,7 +178,7 @@ class Controller:
         try:
             self._system.load(plans)
         except TesseraError as error:  # the old plans run on
-            self._adopted((), f"plans cannot be taken up: {error}")
+            self._adopted((), f"plans cannot be loaded: {error}")
         else:
             self._adopted(plans, why)
 

@@ -38,7 +38,6 @@ class Factors:
         return self.by_kernel.get((device, kernel), self.by_device.get(device, 1.0))
 
     def apply(self, unit: WorkUnit, costs: Sequence[Costs]) -> tuple[Costs, ...]:
-        """Corrected costs; their sources and errors stay."""
         return scaled_costs(unit, costs, self.of)
 
 

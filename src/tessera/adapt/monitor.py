@@ -33,8 +33,6 @@ Planned = tuple[tuple[str, float], ...]
 
 
 class PlannedLane(Protocol):
-    """A lane of a loaded plan."""
-
     @property
     def number(self) -> int:
         """Unique among all lanes."""
@@ -48,8 +46,6 @@ class PlannedLane(Protocol):
 
 
 class MeasuredSteps:
-    """Busy times of devices by step."""
-
     def __init__(self) -> None:
         # (lane, step) -> device -> (seconds, runs), and the planned times.
         self._seen: dict[tuple[int, int], dict[str, tuple[float, int]]] = {}
@@ -146,7 +142,6 @@ class Monitor:
         self._meter.set(self.window_s, self.crossing_per_s or 0.0)
 
     def begin(self, now_s: float) -> None:
-        """Start watching."""
         if self._start_s is None:
             self._start_s = self._costs_since_s = now_s
             self._meter.start(now_s)
@@ -156,11 +151,9 @@ class Monitor:
         self._meter.arrived(now_s)
 
     def stepped(self, lane: PlannedLane, step: int, busy_s: Mapping[str, float]) -> None:
-        """Record the busy times of devices in a step of a current plan."""
         self._times.add(lane, step, busy_s)
 
     def load(self, now_s: float) -> tuple[float, float]:
-        """Requests per second, and their standard error."""
         num_came = self._meter.count(now_s)
         error = math.sqrt(self._meter.dispersion * num_came)
         return num_came / self.window_s, error / self.window_s
@@ -211,7 +204,6 @@ class Monitor:
         return (factors, error) if self.is_replanning else None
 
     def adopt(self, now_s: float, capabilities: Sequence[Capability]) -> None:
-        """Replace the capabilities of the same names; drop times measured before."""
         self._policies |= {policy.name: policy for policy in capabilities}
         self.is_replanning = False
         self._times = MeasuredSteps()

@@ -1,11 +1,5 @@
-"""Advise: a load in, the cheapest GPUs that carry it out, or what to do with GPUs that are there.
+"""Advise: which cards carry a load, at what rate, price and latency; see `search` (which imports torch)."""
 
-Read `search` for the first, `owned` for the second.
-"""
+from tessera.advise.records import Advice, Candidate, Load, Market, Regime
 
-from tessera.advise.owned import NextCard, OwnedAdvice, Regime, Way, use
-from tessera.advise.search import Advice, Choice, Load, Market, advise
-
-__all__ = [
-    "Advice", "Choice", "Load", "Market", "NextCard", "OwnedAdvice", "Regime", "Way", "advise", "use",
-]  # fmt: skip
+__all__ = ["Advice", "Candidate", "Load", "Market", "Regime"]

@@ -1,224 +1,80 @@
-"""advise: a load in, the cheapest GPUs that carry it out, on a machine without any.
+"""advise: which cards carry a load, at what rate, price and latency. No GPU is needed; all is modelled.
 
-The model's steps are recorded at two batches without weights, written down for the others, and every launch
-is priced on every GPU that has a rent. Then, from what is known at once to what takes seconds:
+The steps of a request are recorded without weights at two batches, interpolated at others, and priced on
+every GPU. Two questions share this:
 
-  apart      every basket of GPUs, each serving requests of its own at its own best batch: sums of times that
-             are known, so all baskets are looked at. The cheapest is an answer before anything is planned
-  together   baskets cheaper than that, in which GPUs share the launches of a request. Those that cannot carry
-             the rate even with free transfers are discarded, the others (pairs, unless nothing is known yet)
-             planned as `tessera plan MODEL` does, cheapest first, while there is time
+  rent   The cheapest cards that carry the load. First every set of cards with a copy of the model on each,
+         which needs only sums; then cheaper sets that share the launches of a request, as far as their bound
+         carries the rate, planned cheapest first while there is time. So the advice never costs more than
+         the cheapest set of copies within the same limits.
+  have   What to do with given cards: the best plan of each policy. The advice is the coarsest one within the
+         error of the prices; and for each card that can be rented, what a copy of the model on it would add.
 
-So the advice is never dearer than the cheapest card, or set of cards, that carries the load by itself, at the
-same limits of memory and latency. All figures are modelled. Not modelled: prompts of unlike lengths, and
-arrivals in bursts, for which `margin` is kept free.
-
-`offers_of`: the GPUs that can be rented for a model; a `Size` is the work at one batch, priced on one device
-of each, and what each makes of it by itself.
+Not modelled: prompts of different lengths, and bursts, for which `Load.margin` is kept free.
 """
 
-import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from tessera.advise.records import Advice, Candidate, Load, Market, Regime, Times
 from tessera.capture.models import steps_of_model
 from tessera.errors import PlanInfeasible, TesseraError
-from tessera.flow import ANCHORS, LoadSteps, choose_launches, make_batched_plan, plan_for
-from tessera.ir import Cluster, Costs, Objective, Plan, Step, Trace, Variant, WorkUnit
-from tessera.plan import BATCHES, FULL, LoadConfig, LoadPlan, PlanConfig, SearchConfig, Target
+from tessera.flow import LoadSteps, anchors_of, choose_launches, make_batched_plan, plan_for, plan_recorded
+from tessera.ir import Cluster, Costs, Objective, Plan, Step, Variant, WorkUnit
+from tessera.plan import BATCHES, LoadConfig, LoadPlan, Option, PlanConfig
 from tessera.plan.rent import Basket, Limit, Offer, alone_bytes, baskets, limit_of, shortest_us
-from tessera.profile import Gpu, estimate, gpu, known_gpus, make_cluster, parse_devices
+from tessera.profile import (
+    Gpu,
+    estimate,
+    gpu,
+    known_gpus,
+    make_cluster,
+    parse_devices,
+    sureness,
+    sureness_of,
+    works,
+)
+from tessera.report import round_limits
 
-# Milliseconds to the first token, and of a token after it; None where there are no tokens.
-Times = tuple[float | None, float | None]
+Advance = Callable[[str], None]
 
-# What is asked of a model where nothing is said: tokens of a prompt and of an answer; of a diffusion model
-# the tokens of an image of 1024 x 1024 pixels, and the steps that its makers recommend.
-TOKENS = (1024, 256)
-IMAGE = (4096, 40)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What is to be served."""
-
-    model: str
-    rate_per_s: float
-    # Tokens of a prompt and of an answer; of a diffusion model, tokens of an image and denoising steps.
-    prompt: int
-    output: int
-    # Objectives of latency; None: any.
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    # Share of the rate that is kept free above it.
-    margin: float = 0.1
-    # Is a request an image?
-    is_image: bool = False
-
-    @property
-    def needed_per_s(self) -> float:
-        """The rate with its margin."""
-        return self.rate_per_s * (1 + self.margin)
-
-    @property
-    def unit(self) -> str:
-        """What is counted, for people."""
-        return "images" if self.is_image else "requests"
-
-    @property
-    def words(self) -> str:
-        """What one of them is."""
-        if self.is_image:
-            return f"images of {self.prompt} tokens in {self.output} steps"
-        return f"{self.prompt} + {self.output} tokens"
-
-    def excess(self, times_ms: Times) -> float:
-        """The largest part of an objective that (first token, a token after it) take; above one: missed."""
-        pairs = zip((self.ttft_ms, self.tpot_ms), times_ms, strict=True)
-        return max((ms / slo for slo, ms in pairs if slo is not None and ms is not None), default=0.0)
-
-    def is_kept(self, times_ms: Times) -> bool:
-        """Do these times keep the objectives of latency?"""
-        return self.excess(times_ms) <= 1.0
+# Ways to use cards, from the coarsest; policies that are not named are splits.
+WAYS = ("one card", "data-parallel", "split", "kernel level")
+KINDS = {"single": "one card", "data-parallel": "data-parallel", "plan": "kernel level"}
+NUM_NEXT = 5
+# Sets of cards that are advised: the choice and the runner-up.
+NUM_ADVISED = 2
+# Seconds after which no further set is planned; the longer where nothing carries the load yet.
+SEARCH_S, LONGEST_S = 20.0, 120.0
+# Cards that are planned together while copies carry the load: more take too long.
+MAX_TOGETHER = 2
+# After so many plans, a set is skipped that would have to come this much nearer to its bound than any before.
+NUM_LEARNED, CHANCE = 2, 1.05
 
 
-@dataclass(frozen=True, slots=True)
-class Market:
-    """What may be rented, and how it is used."""
+def advise(
+    load: Load,
+    market: Market,
+    have: Sequence[str] = (),
+    advance: Advance = lambda what: None,
+    show: Advance = lambda text: None,
+) -> tuple[Advice, tuple[Plan, ...]]:
+    """What to rent, with a plan of each candidate; or how to use `have`, with the plan of the finest way.
 
-    # Names of GPUs; empty: all that have a price.
-    gpus: tuple[str, ...] = ()
-    max_devices: int = 4
-    provider: str = ""
-    link: str = "pcie4"
-    # Microbatches in flight, at most; None: as many as help.
-    microbatches: int | None = None
-    # Batches to choose among; empty: powers of two, as far as memory goes.
-    batches: tuple[int, ...] = ()
-    # Share of a GPU's memory that the model may fill; the rest is the driver's and the allocator's.
-    memory_share: float = 0.9
-    # "compiled", "eager", or empty: compiled where they are known.
-    launches: str = ""
-    search: SearchConfig = FULL
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A basket that carries the load, with its plan."""
-
-    basket: Basket
-    # Rows of a microbatch on each device, by the device's name.
-    batch: dict[str, int]
-    microbatches: int
-    plan: Plan
-    # Requests per second that it could carry.
-    capacity_per_s: float
-    ttft_ms: float | None
-    tpot_ms: float | None
-
-    @property
-    def times_ms(self) -> Times:
-        """To the first token, and a token after it."""
-        return self.ttft_ms, self.tpot_ms
-
-    @property
-    def usd_per_1k_requests(self) -> float:
-        """Rent while a thousand requests are served at full load."""
-        return self.basket.usd_per_hour / 3.6 / self.capacity_per_s
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What to rent, and what was passed over."""
-
-    choices: tuple[Choice, ...]
-    # (GPU, why it was not considered)
-    skipped: tuple[tuple[str, str], ...]
-    num_baskets: int
-    num_planned: int
-    price_source: str
-    # Empty, or why there may be something cheaper.
-    caveat: str = ""
-    is_compiled: bool = False
-    # Why launches are not compiled ones, if that was not asked for.
-    note: str = ""
-
-
-def in_ms(ms: float) -> str:
-    """For people: four digits, and never an exponent."""
-    return f"{ms:.4g} ms" if ms < 1e4 else f"{ms:.0f} ms"
-
-
-def check(load: Load, market: Market) -> None:
-    """Refuses what is no load or no market."""
-    for name, value in (("--rate", load.rate_per_s), ("--prompt", load.prompt), ("--output", load.output)):
-        if not 0 < value < math.inf:
-            raise TesseraError(f"{value} is no load", "Give a number above zero.", name)
-    for name, slo in (("--slo-ttft-ms", load.ttft_ms), ("--slo-tpot-ms", load.tpot_ms)):
-        if slo is not None and not 0 < slo < math.inf:
-            raise TesseraError(
-                f"{slo} ms is no objective", "Give a number above zero, or leave it out.", name
-            )
+    `show` gets answers as they come. PlanInfeasible says how far the best falls short.
+    """
     if load.is_image and (load.ttft_ms is not None or load.tpot_ms is not None):
-        raise TesseraError("an image has no tokens to wait for", "Leave the objectives of latency out.")
-    if market.max_devices < 1:
-        raise TesseraError(f"{market.max_devices} devices carry nothing", "Allow one.", "--max-devices")
-    if market.microbatches is not None and market.microbatches < 1:
-        raise TesseraError(
-            f"{market.microbatches} batches in flight carry nothing", "Allow one.", "--microbatches"
-        )
-    if market.batches and min(market.batches) < 1:
-        raise TesseraError("a batch has at least one request", "Write them as 1,4,16.", "--batches")
-    if not 0 < market.memory_share <= 1:
-        raise TesseraError(f"{market.memory_share} is no share", "Give 0 to 1.", "--memory-share")
-    if not 0 <= load.margin < math.inf:
-        raise TesseraError(f"{load.margin} is no margin", "Give zero or more, as 0.1.", "--margin")
-
-
-def offers_of(market: Market, traces: Sequence[Trace]) -> tuple[list[Offer], list[tuple[str, str]]]:
-    """GPUs that can be rented and can run the model, and the others with the reason."""
-    wanted = [gpu(name) for name in market.gpus] or list(known_gpus())
-    providers = {p for g in known_gpus() for p, _ in g.prices}
-    if market.provider and market.provider not in providers:
-        known = ", ".join(sorted(providers))
-        raise TesseraError(f"no price of '{market.provider}' is known", f"Known: {known}.", "--provider")
-    offers, skipped = [], []
-    for one in wanted:
-        why = _unfit(one, market, traces)
-        if why:
-            skipped.append((one.name, why))
-        else:
-            offers.append(Offer(one.name, one.vendor, one.prices))
-    if not offers:
-        reasons = "; ".join(f"{name}: {why}" for name, why in skipped[:4])
-        raise PlanInfeasible(f"no GPU is left to rent ({reasons})", "Name others with --gpus.")
-    return offers, skipped
-
-
-def _unfit(one: Gpu, market: Market, traces: Sequence[Trace]) -> str:
-    if not one.prices:
-        return "no price is known"
-    if market.provider and market.provider not in dict(one.prices):
-        return f"{market.provider} does not quote it"
-    if one.bf16_tflops is None and _uses_bf16(traces):
-        return "it has no units for bfloat16"
-    return ""
-
-
-def _uses_bf16(traces: Sequence[Trace]) -> bool:
-    return any(
-        view is not None and view.dtype == "bfloat16"
-        for trace in traces
-        for launch in trace.launches
-        for view in launch.outputs
-    )
+        raise TesseraError("an image has no tokens to wait for", "Leave --slo-ttft-ms and --slo-tpot-ms out.")
+    names = tuple(gpu(name).name for name in (*have, *market.gpus))  # an unknown name is refused at once
+    priced = PricedCards(load, market, names[: len(have)], advance)
+    return _use(priced) if have else _Rent(priced, show).advice()
 
 
 @dataclass(frozen=True, eq=False)
 class Size:
-    """The work at one batch."""
+    """The work at one batch, priced on one device of each GPU."""
 
     batch: int
     unit: WorkUnit
@@ -226,123 +82,151 @@ class Size:
 
     @cached_property
     def limit(self) -> Limit:
-        """What no placement can exceed."""
+        """A bound of any placement."""
         return limit_of(self.unit, self.costs)
 
     @cached_property
     def needs_bytes(self) -> float:
-        """Weights, and state and temporaries of one batch, on one device."""
+        """Weights, state and temporaries of one batch on one device."""
         first = make_cluster(self.costs[0].devices[:1], "pcie4")
-        return alone_bytes(self.unit, self.on(first), first)
+        return alone_bytes(self.unit, self.on(first).costs, first)
 
-    @cached_property
-    def _step_us(self) -> dict[str, list[float]]:
-        """GPU -> microseconds of each step."""
-        devices = self.costs[0].devices
-        return {
-            device.gpu: [costs.total_us(place) for costs in self.costs]
-            for place, device in enumerate(devices)
-        }
-
-    def fits(self, name: str, market: Market) -> bool:
-        """Does one GPU hold the model and a batch?"""
-        return self.needs_bytes <= int(gpu(name).memory_bytes * market.memory_share)
+    def step_us(self, name: str) -> list[float]:
+        """Microseconds of each step on one GPU."""
+        return [costs.total_us(self.limit.column_of[name]) for costs in self.costs]
 
     def alone_per_s(self, name: str) -> float:
-        """Requests per second of one GPU by itself."""
-        taken = sum(us * n for us, n in zip(self._step_us[name], self.unit.counts, strict=True))
-        return self.batch * 1e6 / taken
+        """Requests per second of one GPU with a copy of the model."""
+        us = sum(us * n for us, n in zip(self.step_us(name), self.unit.counts, strict=True))
+        return self.batch * 1e6 / us
 
     def times_ms(self, name: str) -> Times:
-        """(to the first token, a token after it) of one GPU by itself."""
-        steps = self._step_us[name]
-        if len(steps) < 2:
-            return None, None
-        return steps[0] / 1e3, steps[-1] / 1e3
+        steps = self.step_us(name)
+        return (steps[0] / 1e3, steps[-1] / 1e3) if len(steps) > 1 else (None, None)
 
-    def keeps(self, load: Load, name: str, market: Market) -> bool:
-        """May one GPU serve this batch by itself?"""
-        return self.fits(name, market) and load.is_kept(self.times_ms(name))
+    def cost_error(self, name: str) -> float:
+        """Relative error of the time of a request on one GPU."""
+        column = self.limit.column_of[name]
+        return sureness_of(
+            (work, name, row[column], count)
+            for graph, costs, count in zip(self.unit.graphs, self.costs, self.unit.counts, strict=True)
+            for work, row in zip(works(graph.trace), costs.costs, strict=True)
+        ).rel_error
 
-    def on(self, cluster: Cluster) -> tuple[Costs, ...]:
-        """The prices of the devices of a cluster."""
-        column_of = {device.gpu: n for n, device in enumerate(self.costs[0].devices)}
-        at = [column_of[d.gpu] for d in cluster.devices]
-        return tuple(
-            Costs(c.trace_digest, cluster.devices, tuple(tuple(row[i] for i in at) for row in c.costs))
-            for c in self.costs
+    def on(self, cluster: Cluster) -> Variant:
+        """The same work on the devices of a cluster."""
+        at = [self.limit.column_of[d.gpu] for d in cluster.devices]
+        return Variant(
+            self.unit,
+            tuple(
+                Costs(c.trace_digest, cluster.devices, tuple(tuple(row[i] for i in at) for row in c.costs))
+                for c in self.costs
+            ),
         )
 
 
-def apart(load: Load, market: Market, sizes: Sequence[Size], gpus: Sequence[str]) -> tuple[float, list[int]]:
-    """(requests per second, batch of each GPU) if every GPU serves requests of its own, at its best batch.
+class PricedCards:
+    """The steps of a request at every batch, priced on every card in question."""
 
-    Of the batches that carry the load together, the smallest: they make nobody wait longer.
-    """
-    per_s, chosen = 0.0, [0] * len(gpus)
-    best = [0.0] * len(gpus)
-    for size in sizes:
-        for place, name in enumerate(gpus):
-            rate = size.alone_per_s(name)
-            if rate > best[place] and size.keeps(load, name, market):
-                best[place], chosen[place] = rate, size.batch
-        per_s = sum(best)
-        if per_s >= load.needed_per_s:
-            break
-    return per_s, chosen
+    def __init__(self, load: Load, market: Market, have: tuple[str, ...], advance: Advance) -> None:
+        self.load, self.market, self.have, self.advance = load, market, have, advance
+        steps, counts = _steps_of(load)
+        self.batches = market.batches or BATCHES
+        anchors = anchors_of(self.batches)
+        self.is_compiled, self.note = choose_launches(steps, anchors, market.launches)
+        self.recorded = LoadSteps(steps, counts, anchors, advance, self.is_compiled)
+        self.offers, self.skipped = self._offers()
+
+    def sizes(self, most_bytes: float) -> list[Size]:
+        """The work at each batch, up to the first that needs more memory."""
+        devices = parse_devices(",".join(f"emu:{offer.gpu}" for offer in self.offers))
+        sizes: list[Size] = []
+        for batch in self.batches:
+            self.advance(f"pricing batch {batch} on {len(devices)} GPUs")
+            unit = self.recorded.at(batch)
+            size = Size(batch, unit, tuple(estimate(g.trace, devices) for g in unit.graphs))
+            if sizes and size.needs_bytes > most_bytes:
+                break
+            sizes.append(size)
+        return sizes
+
+    def keeps(self, size: Size, name: str) -> bool:
+        """Whether one GPU holds the model and a batch, within the limits of latency."""
+        fits = size.needs_bytes <= int(self.market.memory_bytes(name))
+        return fits and self.load.excess(size.times_ms(name)) <= 1
+
+    def best_alone(self, sizes: Iterable[Size], name: str) -> Size | None:
+        """The batch at which one GPU with a copy of the model serves most requests."""
+        kept = (size for size in sizes if self.keeps(size, name))
+        return max(kept, key=lambda size: size.alone_per_s(name), default=None)
+
+    def candidate(self, basket: Basket, option: Option, policy: str, cost_error: float) -> Candidate:
+        """The figures of a plan on a set of cards."""
+        usd = basket.usd_per_hour or None
+        per_s = option.tokens_per_s / self.load.target.output_tokens
+        return Candidate(
+            gpus=basket.gpus,
+            way="one card" if len(basket.gpus) == 1 else KINDS.get(policy, "split"),
+            requests_per_s=per_s,
+            is_enough=per_s >= self.load.needed_per_s * (1 - 1e-9),
+            ttft_ms=None if self.load.is_image else option.ttft_ms,
+            tpot_ms=option.tpot_ms,
+            cost_error=cost_error,
+            batch=option.batch,
+            microbatches=option.microbatches,
+            policy=policy,
+            provider=basket.provider,
+            usd_per_hour=usd,
+            usd_per_1k_requests=None if usd is None else usd / 3.6 / per_s,
+        )
+
+    def copies(self, basket: Basket, sizes: Sequence[Size], names: Sequence[str]) -> Candidate:
+        """The figures of copies of the model, one on each card at its batch; `names`: of the devices."""
+        pairs = list(zip(sizes, basket.gpus, strict=True))
+        times = zip(*(size.times_ms(name) for size, name in pairs), strict=True)
+        first, each = (max((ms for ms in column if ms is not None), default=0.0) for column in times)
+        per_s = sum(size.alone_per_s(name) for size, name in pairs)
+        tokens_per_s = per_s * self.load.target.output_tokens
+        policy = "data-parallel" if len(pairs) > 1 else "single"
+        batch = {device: size.batch for device, (size, _) in zip(names, pairs, strict=True)}
+        option = Option(policy, tokens_per_s, each, first, batch, len(pairs))
+        error = max(size.cost_error(name) for size, name in pairs)
+        made = self.candidate(basket, option, option.policy, error)
+        return replace(made, tpot_ms=None) if self.load.is_image else made
+
+    def _offers(self) -> tuple[list[Offer], dict[str, str]]:
+        """GPUs that can be rented and can run the model, and the others with the reason."""
+        market = self.market
+        providers = sorted({p for g in known_gpus() for p, _ in g.prices})
+        if market.provider and market.provider not in providers:
+            message = f"no price of '{market.provider}' is known"
+            raise TesseraError(message, f"Known: {', '.join(providers)}.", "--provider")
+        views = (
+            view
+            for graph in self.recorded.at(self.recorded.anchors[0]).graphs
+            for launch in graph.trace.launches
+            for view in launch.outputs
+        )
+        uses_bf16 = any(view is not None and view.dtype == "bfloat16" for view in views)
+        listed = [gpu(name) for name in market.gpus] or list(known_gpus())
+        reasons = {one.name: _unfit(one, market.provider, uses_bf16) for one in listed}
+        offers = [Offer(g.name, g.vendor, g.prices) for g in listed if not reasons[g.name]]
+        skipped = {name: why for name, why in reasons.items() if why}
+        if not offers:
+            named = "; ".join(f"{name}: {why}" for name, why in list(skipped.items())[:4])
+            raise PlanInfeasible(f"no GPU is left to rent ({named})", "Name others with --gpus.")
+        return offers, skipped
 
 
-# Seconds after which no further basket is planned; where nothing carries the load yet, the longer.
-SEARCH_S, LONGEST_S = 20.0, 120.0
-# Cards that are planned together while sets that carry the load apart are known: more take too long.
-MAX_TOGETHER = 2
-# Batches at which one basket is planned.
-MAX_BATCHES = 1
-# Plans after which a basket is passed over that would have to come nearer to its limit, by a twentieth, than
-# any before it.
-NUM_LEARNED, CHANCE = 2, 1.05
-# Sets that are advised: the choice and the runner-up.
-NUM_ADVISED = 2
-
-Advance = Callable[[str], None]
-# A basket that carries the load, as soon as it is known: what is known of it, in words.
-Show = Callable[[str], None]
+def _unfit(one: Gpu, provider: str, uses_bf16: bool) -> str:
+    if not one.prices:
+        return "no price is known"
+    if provider and provider not in dict(one.prices):
+        return f"{provider} does not quote it"
+    return "it has no units for bfloat16" if one.bf16_tflops is None and uses_bf16 else ""
 
 
-def advise(
-    load: Load, market: Market, advance: Advance = lambda what: None, show: Show = lambda text: None
-) -> Advice:
-    """The cheapest baskets that carry the load; PlanInfeasible says how far the best falls short."""
-    check(load, market)
-    for name in market.gpus:
-        gpu(name)  # a name that nobody knows is told before anything is recorded
-    steps, counts = steps_of(load)
-    batches = market.batches or BATCHES
-    anchors = market.batches or ANCHORS
-    is_compiled, note = choose_launches(steps, anchors, market.launches)
-    recorded = LoadSteps(steps, counts, anchors, advance, is_compiled)
-    offers, skipped = offers_of(market, [g.trace for g in recorded.at(recorded.anchors[0]).graphs])
-    devices = parse_devices(",".join(f"emu:{offer.gpu}" for offer in offers))
-    listed = baskets(offers, market.max_devices, market.provider)
-    most = max(_memory(basket, market) for basket in listed)
-    search = _BasketSearch(load, market, [], advance, show)
-    for batch in batches:
-        advance(f"pricing batch {batch} on {len(offers)} GPUs")
-        unit = recorded.at(batch)
-        size = Size(batch, unit, tuple(estimate(g.trace, devices) for g in unit.graphs))
-        if search.sizes and size.needs_bytes > most:
-            break
-        search.sizes.append(size)
-    search.run(listed)
-    if not search.choices:
-        raise search.shortfall(listed)
-    source = gpu(offers[0].gpu).price_source
-    made = tuple(search.choices)
-    figures = len(listed), search.num_planned
-    return Advice(made, tuple(skipped), *figures, source, search.caveat, is_compiled, note)
-
-
-def steps_of(load: Load) -> tuple[list[Step], list[int]]:
+def _steps_of(load: Load) -> tuple[list[Step], list[int]]:
     """The steps of one request at any batch, and how often each runs."""
     if load.is_image:
         return [Step(load.model, steps_of_model(load.model)[0], 1, load.prompt)], [load.output]
@@ -350,93 +234,168 @@ def steps_of(load: Load) -> tuple[list[Step], list[int]]:
     return [prefill, Step(load.model, "decode", 1, load.prompt + load.output)], [1, load.output]
 
 
-def _memory(basket: Basket, market: Market) -> float:
-    return sum(gpu(name).memory_bytes for name in basket.gpus) * market.memory_share
+def _use(priced: PricedCards) -> tuple[Advice, tuple[Plan, ...]]:
+    """What to do with given cards, and which one to rent next."""
+    market, target = priced.market, priced.load.target
+    prices = [dict(gpu(name).prices) for name in priced.have]
+    rents = [p.get(market.provider) if market.provider else min(p.values(), default=None) for p in prices]
+    usd = 0.0 if None in rents else sum(rent or 0.0 for rent in rents)
+    basket = Basket(priced.have, market.provider, usd)
+    config = LoadConfig(priced.batches, max_microbatches=market.microbatches, search=market.search)
+    config = replace(config, advance=priced.advance)
+    planned = plan_recorded(priced.recorded, market.cluster(basket), target, config)
+    error = sureness(planned.plan).rel_error
+    best = _best_of_each((*planned.baselines, planned.chosen))
+    ways = [priced.candidate(basket, best[way], best[way].policy, error) for way in WAYS if way in best]
+    most = max(way.requests_per_s for way in ways)
+    advised = next(n for n, way in enumerate(ways) if way.requests_per_s * (1 + error) >= most)
+    ways[advised] = replace(ways[advised], is_advised=True)
+    advice = Advice(
+        load=priced.load,
+        candidates=tuple(ways),
+        price_source=gpu(priced.have[0]).price_source,
+        notes=(priced.note,) if priced.note else (),
+        is_compiled=priced.is_compiled,
+        have=priced.have,
+        by_tpot=tuple(_regimes(planned, error, target.output_tokens)),
+        next_cards=_next_cards(priced, ways[advised].requests_per_s),
+    )
+    return advice, (planned.plan,)
 
 
-@dataclass
-class _BasketSearch:
-    load: Load
-    market: Market
-    # By batch, ascending.
-    sizes: list[Size]
-    advance: Advance
-    show: Show
-    choices: list[Choice] = field(default_factory=list)
-    num_planned: int = 0
-    # Cheaper baskets that might carry the load and were not planned.
-    num_left: int = 0
-    # The best that was planned and does not carry the load.
-    near: Choice | None = None
-    # The largest share of its limit that a basket has reached.
-    reached: float = 0.0
+def _next_cards(priced: PricedCards, there_per_s: float) -> tuple[Candidate, ...]:
+    """A copy of the model on one more card of each kind; what carries the rate cheapest comes first."""
+    needed = priced.load.needed_per_s
+    sizes = priced.sizes(max(priced.market.memory_bytes(offer.gpu) for offer in priced.offers))
+    cards = []
+    for basket in baskets(priced.offers, 1, priced.market.provider):
+        if size := priced.best_alone(sizes, basket.gpus[0]):
+            card = priced.copies(basket, [size], basket.gpus)
+            cards.append(replace(card, is_enough=there_per_s + card.requests_per_s >= needed))
 
-    def run(self, listed: Sequence[Basket]) -> None:
-        """Finds the choice and the runner-up."""
-        began, taken = time.perf_counter(), 0.0  # the last plan, as the next one may
-        sure = self._sure(listed)
-        if sure:
-            per_s, basket = sure[0]
-            self.show(f"{basket} at {basket.usd_per_hour:.2f} USD an hour carries {per_s:.4g}/s apart")
-        dearest = sure[0][1].usd_per_hour if sure else float("inf")
-        for basket in listed:
-            if basket.usd_per_hour >= dearest or len(self.choices) == NUM_ADVISED:
+    def order(card: Candidate) -> tuple[bool, float]:
+        is_wanted = card.is_enough and there_per_s < needed
+        return not is_wanted, (card.usd_per_hour if is_wanted else card.usd_per_1k_requests) or 0.0
+
+    return tuple(sorted(cards, key=order)[:NUM_NEXT])
+
+
+def _best_of_each(options: Iterable[Option]) -> dict[str, Option]:
+    best: dict[str, Option] = {}
+    for option in options:
+        way = KINDS.get(option.policy, "split")
+        best[way] = max(best.get(way, option), option, key=lambda o: o.tokens_per_s)
+    return best
+
+
+def _regimes(planned: LoadPlan, error: float, tokens: int) -> Iterable[Regime]:
+    most = max(planned.options, key=lambda o: (o.tokens_per_s, -o.tpot_ms))
+    for limit in round_limits(min(o.tpot_ms for o in planned.options), most.tpot_ms):
+        within = _best_of_each(option for option in planned.options if option.tpot_ms <= limit)
+        rates = {way: within[way].tokens_per_s / tokens for way in WAYS if way in within}
+        best = max(rates.values())
+        yield Regime(limit, rates, next(way for way in rates if rates[way] * (1 + error) >= best))
+
+
+class _Rent:
+    """The search for the cheapest sets of cards that carry the load."""
+
+    def __init__(self, priced: PricedCards, show: Advance) -> None:
+        self._priced, self._load, self._market, self._show = priced, priced.load, priced.market, show
+        self._listed = baskets(priced.offers, self._market.max_devices, self._market.provider)
+        self._most_bytes = max(map(self._memory_bytes, self._listed))
+        self._sizes = priced.sizes(self._most_bytes)
+        self._choices: list[tuple[Candidate, Plan]] = []
+        # The best that was planned and does not carry the load.
+        self._near: Candidate | None = None
+        self._num_planned = 0
+        # Cheaper sets that might carry the load and were not planned.
+        self._num_left = 0
+        # The largest share of its bound that a plan has reached.
+        self._reached = 0.0
+
+    def advice(self) -> tuple[Advice, tuple[Plan, ...]]:
+        self._search()
+        if not self._choices:
+            raise self._shortfall()
+        listed, plans = zip(*sorted(self._choices, key=lambda x: x[0].usd_per_hour or 0.0), strict=True)
+        cheaper = (
+            f"{self._num_left} cheaper sets that might carry it together were not planned, for lack of time."
+        )
+        notes = (cheaper if self._num_left else "", self._priced.note)
+        advice = Advice(
+            load=self._load,
+            candidates=(replace(listed[0], is_advised=True), *listed[1:]),
+            price_source=gpu(self._priced.offers[0].gpu).price_source,
+            notes=tuple(note for note in notes if note),
+            is_compiled=self._priced.is_compiled,
+            skipped=self._priced.skipped,
+            num_sets=len(self._listed),
+            num_planned=self._num_planned,
+        )
+        return advice, plans
+
+    def _search(self) -> None:
+        began, last_s = time.perf_counter(), 0.0  # the next plan may take as long as the last one
+        copies = self._copies()
+        dearest = float("inf")
+        if copies:
+            dearest = copies[0][1].usd_per_hour
+            self._tell(*copies[0], " apart")
+        for basket in self._listed:
+            if basket.usd_per_hour >= dearest or len(self._choices) == NUM_ADVISED:
                 break
-            if len(basket.gpus) < 2 or not (promising := self._promising(basket)):
+            size = self._promising(basket) if len(basket.gpus) > 1 else None
+            if size is None:
                 continue
-            now = time.perf_counter()
-            has_one = bool(sure or self.choices)
-            is_late = now + taken - began > (SEARCH_S if has_one else LONGEST_S)
+            now, has_one = time.perf_counter(), bool(copies or self._choices)
+            is_late = now + last_s - began > (SEARCH_S if has_one else LONGEST_S)
             if is_late or (has_one and len(basket.gpus) > MAX_TOGETHER):
-                self.num_left += 1
+                self._num_left += 1
                 continue
-            self._try(basket, promising)
-            taken = time.perf_counter() - now
-        for _, basket in sure[: NUM_ADVISED - len(self.choices)]:
-            self.advance(f"planning {basket}")
-            self.choices.append(self._apart(basket))
-        self.choices.sort(key=lambda choice: choice.basket.usd_per_hour)
+            self._plan(basket, size)
+            last_s = time.perf_counter() - now
+        for _, basket in copies[: NUM_ADVISED - len(self._choices)]:
+            self._priced.advance(f"planning {basket}")
+            self._choices.append(self._plan_copies(basket))
 
-    @property
-    def caveat(self) -> str:
-        """Why there may be something cheaper; empty if there is no such reason."""
-        if not self.num_left:
-            return ""
-        return f"{self.num_left} cheaper sets that might carry it together were not planned, for lack of time"
+    def _tell(self, per_s: float, basket: Basket, how: str = "") -> None:
+        self._show(f"{basket} at {basket.usd_per_hour:.2f} USD an hour carries {per_s:.4g}/s{how}")
 
-    def _sure(self, listed: Sequence[Basket]) -> list[tuple[float, Basket]]:
-        """(requests per second, basket) of the cheapest baskets that carry the load each card by itself."""
-        found = []
-        best = {name: self._alone(name) for name in {n for basket in listed for n in basket.gpus}}
-        for basket in listed:
-            per_s = sum(best[name] for name in basket.gpus)
-            # A card that can do nothing by itself is not rented.
-            if per_s >= self.load.needed_per_s and all(best[name] > 0 for name in basket.gpus):
-                found.append((per_s, basket))
-                if len(found) == NUM_ADVISED:
-                    break
-        return found
+    def _memory_bytes(self, basket: Basket) -> float:
+        return sum(map(self._market.memory_bytes, basket.gpus))
 
-    def _alone(self, name: str) -> float:
-        rates = (s.alone_per_s(name) for s in self.sizes if s.keeps(self.load, name, self.market))
-        return max(rates, default=0.0)
+    def _copies(self) -> list[tuple[float, Basket]]:
+        """(requests per second, set) of the cheapest sets that carry the load with a copy on each card."""
+        best = {}
+        for name in {name for basket in self._listed for name in basket.gpus}:
+            size = self._priced.best_alone(self._sizes, name)
+            best[name] = size.alone_per_s(name) if size else 0.0
+        rated = ((sum(best[name] for name in basket.gpus), basket) for basket in self._listed)
+        enough = (
+            (per_s, basket)
+            for per_s, basket in rated
+            if per_s >= self._load.needed_per_s and all(best[name] > 0 for name in basket.gpus)
+        )
+        return [x for x, _ in zip(enough, range(NUM_ADVISED), strict=False)]
 
-    def _promising(self, basket: Basket) -> list[int]:
-        """The batches at which the basket might carry the load, the most hopeful few."""
-        memory, hopes = _memory(basket, self.market), []
-        share = min(1.0, CHANCE * self.reached) if self.num_planned >= NUM_LEARNED and self.reached else 1.0
-        for size in self.sizes:
+    def _promising(self, basket: Basket) -> Size | None:
+        """The batch with the highest bound at which a set might carry the load; None if there is none."""
+        memory, best, best_per_s = self._memory_bytes(basket), None, 0.0
+        has_learned = self._num_planned >= NUM_LEARNED and self._reached
+        needed = self._load.needed_per_s / (min(1.0, CHANCE * self._reached) if has_learned else 1.0)
+        for size in self._sizes:
             if size.needs_bytes > memory:
                 break
-            if size.batch * size.limit.upper_bound_per_s(basket.gpus) * share < self.load.needed_per_s:
+            if size.batch * size.limit.upper_bound_per_s(basket.gpus) < needed:
                 continue
             limit = size.batch * size.limit.per_s(basket.gpus)
-            if limit * share >= self.load.needed_per_s and self._is_quick(size, basket):
-                hopes.append((limit, size.batch))
-        return sorted(batch for _, batch in sorted(hopes, reverse=True)[:MAX_BATCHES])
+            if limit >= max(needed, best_per_s) and self._may_keep(size, basket):
+                best, best_per_s = size, limit
+        return best
 
-    def _is_quick(self, size: Size, basket: Basket) -> bool:
-        """False where no plan keeps the limits even for a batch alone and with free transfers."""
+    def _may_keep(self, size: Size, basket: Basket) -> bool:
+        """False if no plan keeps the limits of latency even for one batch with free transfers."""
         if len(size.costs) < 2:
             return True
         columns = sorted({size.limit.column_of[name] for name in basket.gpus})
@@ -444,111 +403,77 @@ class _BasketSearch:
             shortest_us(graph, costs, columns, len(basket.gpus)) / 1e3
             for graph, costs in zip(size.unit.graphs, size.costs, strict=True)
         )
-        return self.load.is_kept((first, each))
+        return self._load.excess((first, each)) <= 1
 
-    def _try(self, basket: Basket, batches: Sequence[int]) -> None:
-        """Plans a basket; it is a choice if it carries the load."""
-        self.advance(f"planning {basket} at batch {', '.join(map(str, batches))}")
-        self.num_planned += 1
+    def _plan(self, basket: Basket, size: Size) -> None:
+        """Plan a set at one batch; it is a choice if it carries the load."""
+        priced, cluster = self._priced, self._market.cluster(basket)
+        priced.advance(f"planning {basket} at batch {size.batch}")
+        self._num_planned += 1
+        variants = {x.batch: x for x in self._sizes}
+        config = LoadConfig(
+            (size.batch,), max_microbatches=self._market.microbatches, search=self._market.search
+        )
         try:
-            choice = self._planned(basket, batches)
+            planned = plan_for(lambda b: variants[b].on(cluster), cluster, self._load.target, config)
         except PlanInfeasible:
             return
-        limit = max(s.batch * s.limit.per_s(basket.gpus) for s in self.sizes if s.batch in batches)
-        self.reached = max(self.reached, choice.capacity_per_s / limit)
-        if choice.capacity_per_s >= self.load.needed_per_s * (1 - 1e-9):
-            self.choices.append(choice)
-            self.show(
-                f"{basket} at {basket.usd_per_hour:.2f} USD an hour carries {choice.capacity_per_s:.4g}/s"
-            )
-        elif self.near is None or choice.capacity_per_s > self.near.capacity_per_s:
-            self.near = choice
+        chosen, error = planned.chosen, sureness(planned.plan).rel_error
+        candidate = priced.candidate(basket, chosen, chosen.policy, error)
+        per_s = candidate.requests_per_s
+        self._reached = max(self._reached, per_s / size.batch / size.limit.per_s(basket.gpus))
+        if candidate.is_enough:
+            self._choices.append((candidate, planned.plan))
+            self._tell(per_s, basket)
+        elif self._near is None or per_s > self._near.requests_per_s:
+            self._near = candidate
 
-    def _apart(self, basket: Basket) -> Choice:
-        """Every card with requests of its own: its figures are known, and its plan is the coarse policy's."""
-        cluster = cluster_of(basket.gpus, self.market, basket.provider)
-        per_s, chosen = apart(self.load, self.market, self.sizes, basket.gpus)
-        sizes = {size.batch: size for size in self.sizes}
-        variants = [Variant(sizes[b].unit, sizes[b].on(cluster)) for b in sorted({*chosen})]
+    def _plan_copies(self, basket: Basket) -> tuple[Candidate, Plan]:
+        """Copies at the smallest batches that carry the load together, with the plan of that policy."""
+        best: dict[str, Size] = {}
+        for number in range(1, len(self._sizes) + 1):
+            sizes = {name: self._priced.best_alone(self._sizes[:number], name) for name in basket.gpus}
+            best = {name: size for name, size in sizes.items() if size}
+            per_s = sum(best[name].alone_per_s(name) for name in basket.gpus if name in best)
+            if len(best) == len(sizes) and per_s >= self._load.needed_per_s:
+                break
+        chosen, cluster = [best[name] for name in basket.gpus], self._market.cluster(basket)
+        by_batch = {size.batch: size.on(cluster) for size in chosen}
         policy = "data-parallel" if len(chosen) > 1 else None
+        search = self._market.search
         config = PlanConfig(
-            Objective.THROUGHPUT, len(chosen), policy=policy, shown_microbatches=(), search=self.market.search
+            Objective.THROUGHPUT, len(chosen), policy=policy, shown_microbatches=(), search=search
         )
-        made = make_batched_plan(variants, cluster, config).plan
-        times = [sizes[b].times_ms(name) for b, name in zip(chosen, basket.gpus, strict=True)]
-        first, each = (
-            None if self.load.is_image else max(ms for ms in column if ms is not None)
-            for column in zip(*times, strict=True)
-        )
-        batch = dict(zip(cluster.names, chosen, strict=True))
-        return Choice(basket, batch, len(chosen), made, per_s, first, each)
+        plan = make_batched_plan([by_batch[b] for b in sorted(by_batch)], cluster, config).plan
+        return self._priced.copies(basket, chosen, cluster.names), plan
 
-    def _planned(self, basket: Basket, batches: Sequence[int]) -> Choice:
-        cluster, load = cluster_of(basket.gpus, self.market, basket.provider), self.load
-        sizes = {size.batch: size for size in self.sizes}
-
-        def variant_at(batch: int) -> Variant:
-            return Variant(sizes[batch].unit, sizes[batch].on(cluster))
-
-        target = Target(1 if load.is_image else load.output, load.tpot_ms, load.ttft_ms)
-        found: LoadPlan | None = None
-        for batch in batches:  # each by itself: what lies between was not priced
-            config = LoadConfig(
-                (batch,), max_microbatches=self.market.microbatches, search=self.market.search
-            )
-            made = plan_for(variant_at, cluster, target, config)
-            if found is None or made.chosen.tokens_per_s > found.chosen.tokens_per_s:
-                found = made
-        assert found is not None
-        option = found.chosen
-        times = (None, None) if load.is_image else (option.ttft_ms, option.tpot_ms)
-        per_s = option.tokens_per_s / target.output_tokens
-        return Choice(basket, option.batch, option.microbatches, found.plan, per_s, *times)
-
-    def shortfall(self, listed: Sequence[Basket]) -> PlanInfeasible:
-        """Which constraint, and by how much."""
-        load, market = self.load, self.market
-        needed = f"{load.needed_per_s:.4g} {load.unit}/s"
-        what = f"no set of up to {market.max_devices} of these GPUs carries {needed}"
+    def _shortfall(self) -> PlanInfeasible:
+        """Which constraint is missed, and by how much."""
+        load, smallest = self._load, self._sizes[0]
+        rate = f"{load.needed_per_s:.4g} {load.unit}/s"
+        what = f"no set of up to {self._market.max_devices} of these GPUs carries {rate}"
         remedy = "Raise --max-devices, or lower the rate or the margin."
-        most = max(_memory(basket, market) for basket in listed)
-        if self.sizes[0].needs_bytes > most:
-            have = f"the largest set has {most / 1e9:.3g} GB that may be filled"
-            memory = f"the model needs {self.sizes[0].needs_bytes / 1e9:.3g} GB at the smallest batch; {have}"
-            return PlanInfeasible(memory, "Raise --max-devices, or allow larger GPUs.")
-        if self.near is not None:
-            near = f"{self.near.basket} carries {self.near.capacity_per_s:.4g}"
+        if smallest.needs_bytes > self._most_bytes:
+            needs = f"the model needs {smallest.needs_bytes / 1e9:.3g} GB at the smallest batch"
+            holds = f"the largest set has {self._most_bytes / 1e9:.3g} GB"
+            return PlanInfeasible(f"{needs}; {holds}", "Raise --max-devices, or allow larger GPUs.")
+        if self._near is not None:
+            near = f"{' + '.join(self._near.gpus)} carries {self._near.requests_per_s:.4g}"
             return PlanInfeasible(f"{what}: {near}", remedy)
-        if load.ttft_ms is not None or load.tpot_ms is not None:
-            names = {name for basket in listed for name in basket.gpus}
-            fastest = min(names, key=lambda name: load.excess(self.sizes[0].times_ms(name)))
-            first, each = self.sizes[0].times_ms(fastest)
-            if first is not None and each is not None and load.excess((first, each)) > 1:
-                slow = (
-                    f"{fastest} takes {in_ms(first)} to the first token and {in_ms(each)} a token by itself"
-                )
-                return PlanInfeasible(
-                    f"{what} within the latency asked for; {slow}", f"Loosen it, or: {remedy}"
-                )
-        hopes = (
-            (s.batch * s.limit.upper_bound_per_s(b.gpus), str(b)) for s in self.sizes for b in listed[-64:]
+        has_slo = (load.ttft_ms, load.tpot_ms) != (None, None)
+        names = {name for basket in self._listed for name in basket.gpus}
+        fastest = min(names, key=lambda name: load.excess(smallest.times_ms(name)))
+        first, each = smallest.times_ms(fastest)
+        bounds = (
+            (size.batch * size.limit.upper_bound_per_s(basket.gpus), str(basket))
+            for size in self._sizes
+            for basket in self._listed[-64:]
         )
-        limit, name = max(hopes)
-        if limit >= load.needed_per_s and (load.ttft_ms, load.tpot_ms) != (None, None):
-            slow = f"at any latency, and with free transfers, {name} carries {limit:.4g}"
-            return PlanInfeasible(f"{what} within the latency asked for; {slow}", f"Loosen it, or: {remedy}")
-        return PlanInfeasible(f"{what}: even with free transfers {name} carries {limit:.4g}", remedy)
-
-
-def cluster_of(gpus: Sequence[str], market: Market, provider: str = "") -> Cluster:
-    """Cards to plan for, at the rents of a provider if one is named."""
-    devices = parse_devices(",".join(f"emu:{name}" for name in gpus))
-    usable = tuple(
-        replace(
-            d,
-            memory_bytes=int(d.memory_bytes * market.memory_share),
-            usd_per_hour=dict(gpu(d.gpu).prices)[provider] if provider else d.usd_per_hour,
-        )
-        for d in devices
-    )
-    return make_cluster(usable, market.link)
+        limit, name = max(bounds)
+        if has_slo and load.excess((first, each)) > 1:
+            why = f"{fastest} takes {first:.4g} ms to the first token and {each:.4g} ms a token by itself"
+        elif has_slo and limit >= load.needed_per_s:
+            why = f"at any latency, and with free transfers, {name} carries {limit:.4g}"
+        else:
+            return PlanInfeasible(f"{what}: even with free transfers {name} carries {limit:.4g}", remedy)
+        return PlanInfeasible(f"{what} within the latency asked for; {why}", f"Loosen it, or: {remedy}")

@@ -73,7 +73,7 @@ def blocks_of(tensors: Sequence[torch.Tensor]) -> tuple[MemoryBlock, ...]:
     parts: dict[int, list[tuple[int, BlockPart]]] = {}
     for number, tensor in enumerate(tensors):
         parts.setdefault(storage_key(tensor), []).append((number, part_of(tensor)))
-    return tuple(_block(tuple(found)) for found in parts.values())
+    return tuple(_block(tuple(blocks)) for blocks in parts.values())
 
 
 def _block(parts: tuple[tuple[int, BlockPart], ...]) -> MemoryBlock:
@@ -165,14 +165,14 @@ def path(keys: Sequence[Any]) -> str:
 
 def unique(names: Sequence[str]) -> list[str]:
     taken: set[str] = set()
-    found = []
+    counts = []
     for name in names:
         candidate, number = name, 1
         while candidate in taken:
             candidate, number = f"{name}_{number}", number + 1
         taken.add(candidate)
-        found.append(candidate)
-    return found
+        counts.append(candidate)
+    return counts
 
 
 def open_dataclasses(value: Any) -> None:

@@ -127,12 +127,12 @@ def _parameters(ptx: str, name: str) -> list[str]:
         )
     types = []
     for text in filter(None, (part.strip() for part in entries[name].split(","))):
-        found = _PARAM.match(text)
-        if found is None or found.group(3) is not None or not _WIDTH.fullmatch(found.group(1)):
+        match = _PARAM.match(text)
+        if match is None or match.group(3) is not None or not _WIDTH.fullmatch(match.group(1)):
             raise CaptureError(
                 f"parameter '{text}' is neither a pointer nor a number", "Pass its parts one by one.", name
             )
-        types.append(found.group(1))
+        types.append(match.group(1))
     return types
 
 

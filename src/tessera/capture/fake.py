@@ -130,16 +130,16 @@ def _attend(
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if kind == "cudnn" and attn_mask is not None:
         # Request the softmax sums: without them the operator returns None there on a GPU only.
-        made = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        results = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, _additive(attn_mask, query), True, dropout_p, is_causal, False, scale=scale
         )
-        return made[0]  # type: ignore[no-any-return]
+        return results[0]  # type: ignore[no-any-return]
     if kind == "efficient":
         mask = None if attn_mask is None else _prepare_mask(attn_mask, query, key)
-        made = torch.ops.aten._scaled_dot_product_efficient_attention(
+        results = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, False, dropout_p, is_causal, scale=scale
         )
-        return made[0]  # type: ignore[no-any-return]
+        return results[0]  # type: ignore[no-any-return]
     return scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -184,10 +184,10 @@ def _flash(
     if missing:
         query, key, value = (torch.nn.functional.pad(t, (0, missing)) for t in (query, key, value))
     chosen = scale if scale is not None else 1.0 / math.sqrt(width)
-    made = torch.ops.aten._scaled_dot_product_flash_attention(
+    results = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, is_causal, False, scale=chosen
     )
-    out: torch.Tensor = made[0]
+    out: torch.Tensor = results[0]
     return out[..., :width] if missing else out
 
 
@@ -244,10 +244,10 @@ def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on fake tensors, corrected where torch's fake differs from the real one."""
     if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
         return _grouped_product(func, args, kwargs)
-    made = func(*args, **kwargs)
-    if func in VIEWS and 1 in (*args[0].shape, *made.shape):
-        return _as_viewed(made, *args)
-    return made
+    result = func(*args, **kwargs)
+    if func in VIEWS and 1 in (*args[0].shape, *result.shape):
+        return _as_viewed(result, *args)
+    return result
 
 
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -258,8 +258,8 @@ def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     halves = [
         torch.empty_strided(t.size(), t.stride(), dtype=torch.bfloat16, device=t.device) for t in args[:2]
     ]
-    made = func(*halves, *args[2:], **kwargs)
-    return torch.empty_strided(made.size(), made.stride(), dtype=args[0].dtype, device=made.device)
+    product = func(*halves, *args[2:], **kwargs)
+    return torch.empty_strided(product.size(), product.stride(), dtype=args[0].dtype, device=product.device)
 
 
 def _as_viewed(made: torch.Tensor, source: torch.Tensor, shape: Any) -> torch.Tensor:
@@ -316,19 +316,19 @@ class ShapeCache:
             key = (func, _key(args, tensors), _key(tuple(kwargs.items()), tensors))
         except _Unkeyed:
             return self._run(func, args, kwargs)
-        known = self._known.get(key)
-        if known is not None:
-            return self._make(known, tensors)
-        made = self._run(func, args, kwargs)
-        results = _results(made, tensors)
+        cached = self._known.get(key)
+        if cached is not None:
+            return self._make(cached, tensors)
+        result = self._run(func, args, kwargs)
+        results = _results(result, tensors)
         if results is not None:
-            self._known[key] = (type(made), results)
-        return made
+            self._known[key] = (type(result), results)
+        return result
 
     def _make(self, known: tuple[Any, tuple[_Result, ...]], tensors: list[FakeTensor]) -> Any:
         kind, results = known
-        made = [self._tensor(result, tensors) for result in results]
-        return made[0] if issubclass(kind, torch.Tensor) else kind(made)
+        outputs = [self._tensor(result, tensors) for result in results]
+        return outputs[0] if issubclass(kind, torch.Tensor) else kind(outputs)
 
     def _tensor(self, result: _Result, tensors: list[FakeTensor]) -> FakeTensor:
         with in_kernel_invocation_manager(self._mode):
@@ -358,7 +358,7 @@ def _results(made: Any, tensors: list[FakeTensor]) -> tuple[_Result, ...] | None
     items = made if isinstance(made, tuple | list) else (made,)
     if type(made) not in (FakeTensor, tuple, list) or not items:
         return None
-    found = []
+    results = []
     for item in items:
         if not isinstance(item, FakeTensor) or item.constant is not None or any(item is t for t in tensors):
             return None
@@ -371,5 +371,7 @@ def _results(made: Any, tensors: list[FakeTensor]) -> tuple[_Result, ...] | None
         if source is None and not is_whole:
             return None
         offset = int(item.storage_offset())
-        found.append(_Result(tuple(item.shape), item.stride(), offset, item.dtype, item.fake_device, source))
-    return tuple(found)
+        results.append(
+            _Result(tuple(item.shape), item.stride(), offset, item.dtype, item.fake_device, source)
+        )
+    return tuple(results)

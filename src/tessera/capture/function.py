@@ -104,9 +104,9 @@ class FunctionCall:
         named, self._spec = flatten(fn, args, kwargs)
         self._places = [i for i, (_, leaf) in enumerate(named) if isinstance(leaf, torch.Tensor)]
         self._fixed = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for _, leaf in named]
-        found = find(fn, named)
-        self._held = found.tensors
-        self.module = root(found.modules)
+        finder = find(fn, named)
+        self._held = finder.tensors
+        self.module = root(finder.modules)
         self._num_args = len(self._places)
         tensors = self._tensors([leaf for _, leaf in named])
         names = unique([*(named[i][0] for i in self._places), *(h.name for h in self._held)])
@@ -117,7 +117,7 @@ class FunctionCall:
         self._first = {i: tensors[block.parts[0][0]] for i, block in enumerate(self.blocks)}
         # Tensors the call may differentiate by: they change memory, not identity.
         self._leaves = {i: t for i, t in enumerate(tensors) if t.is_leaf and t.requires_grad}
-        self.trains = torch.is_grad_enabled() and bool(found.optimizers)
+        self.trains = torch.is_grad_enabled() and bool(finder.optimizers)
         try:
             self._learn(named, tensors)
         except RuntimeError as error:
@@ -166,7 +166,7 @@ class FunctionCall:
 
         A gradient may be replaced if the call has not read the old one.
         """
-        made = {h.name for h in self._held if h.is_grad and storage_key(h.tensor) not in touched}
+        replaceable = {h.name for h in self._held if h.is_grad and storage_key(h.tensor) not in touched}
         before = {h.name: h.tensor for h in self._held}
         before |= {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
         after = {h.name: h.tensor for h in find(self.fn, named).tensors}
@@ -176,7 +176,7 @@ class FunctionCall:
             if name not in before and self.trains:
                 remedy = "Run one training step before the capture, and give the step zero_grad()."
                 raise CaptureError(f"the call creates '{name}'", remedy)
-            if before.get(name) is not after.get(name) and name not in made:
+            if before.get(name) is not after.get(name) and name not in replaceable:
                 raise CaptureError(
                     f"the call replaces the tensor '{name}'",
                     "Change it in place (copy_, index_copy_), so that it is the same memory for every call.",
@@ -236,7 +236,7 @@ class FunctionCall:
         return self._held[number - self._num_args] if number >= self._num_args else None
 
     def _shape_results(self, result: Any, keys: list[int]) -> None:
-        known = {key: block.parts[0][0] for key, block in zip(keys, self.blocks, strict=True)}
+        given = {key: block.parts[0][0] for key, block in zip(keys, self.blocks, strict=True)}
         open_dataclasses(result)
         leaves, self._result_spec = pytree.tree_flatten_with_path(result)
         self._results: list[Made | Alias | Fixed] = []
@@ -245,8 +245,8 @@ class FunctionCall:
         for name, (_, leaf) in zip(names, leaves, strict=True):
             if not isinstance(leaf, torch.Tensor):
                 self._results.append(Fixed(leaf))
-            elif storage_key(leaf) in known:
-                self._results.append(Alias(known[storage_key(leaf)], part_of(leaf)))
+            elif storage_key(leaf) in given:
+                self._results.append(Alias(given[storage_key(leaf)], part_of(leaf)))
             else:
                 storage = storages.setdefault(storage_key(leaf), len(storages))
                 size = leaf.untyped_storage().nbytes()
@@ -271,12 +271,12 @@ class FunctionCall:
 
     def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
         """New values for the tensors in the step's blocks, with the same layout."""
-        made = {name: tensor.clone() for name, tensor in tensors.items()}
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
         for index in (*self._inputs, *self._state):
             name = self._names[index]
-            for number, view in spread(self.blocks[index], made[name]) if name in made else ():
+            for number, view in spread(self.blocks[index], copies[name]) if name in copies else ():
                 fill(view, fresh_tensor(view, seed * 1_000 + number, is_mild))
-        return made
+        return copies
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """Bind the tensors of another call, in place; MismatchError if the structure differs."""
@@ -321,15 +321,15 @@ class FunctionCall:
         return self._outputs(pytree.tree_leaves(result), state)
 
     def _outputs(self, leaves: list[Any], state: Tensors) -> dict[str, torch.Tensor]:
-        made = {
+        outputs = {
             kind.name: leaf
             for kind, leaf in zip(self._results, leaves, strict=True)
             if isinstance(kind, Made)
         }
-        if not made and state:  # a step needs an output: the smallest state
+        if not outputs and state:  # a step needs an output: the smallest state
             name = min(state, key=lambda n: state[n].numel())
             return {f"{name}.after": state[name]}
-        return made
+        return outputs
 
     @contextmanager
     def _exchanged(self, numbered: Mapping[int, torch.Tensor]) -> Iterator[None]:

@@ -112,10 +112,10 @@ def place_of(node: torch.fx.Node) -> str:
 
 def _source(node: torch.fx.Node) -> Path:
     """Origin of a graph argument as a path; empty if unknown."""
-    known = getattr(node.meta.get("grapharg"), "source", None) or getattr(node, "_dynamo_source", None)
-    if known is None:
+    source = getattr(node.meta.get("grapharg"), "source", None) or getattr(node, "_dynamo_source", None)
+    if source is None:
         return ()
-    name = known.name() if callable(known.name) else known.name
+    name = source.name() if callable(source.name) else source.name
     return _words(str(name))
 
 

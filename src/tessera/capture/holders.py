@@ -119,20 +119,14 @@ class Finder:
         self.look_at_grad(name, tensor)
 
     def _look_module(self, name: str, module: torch.nn.Module) -> None:
-        self.modules[name.replace(".", "_")] = module
+        root = name.replace(".", "_")
+        self.modules[root] = module
         for path, part in module.named_modules():
             self._seen[id(part)] = part
-            attributes = {k: v for k, v in vars(part).items() if isinstance(v, torch.Tensor)}
-            for key in attributes:
-                self._add(name, path, key, vars(part))
-            for holder in (part._parameters, part._buffers):
-                for key in holder:
-                    self._add(name, path, key, holder)
-
-    def _add(self, name: str, path: str, key: str, holder: Any) -> None:
-        if isinstance(holder[key], torch.Tensor):
-            full = _join(_join(name.replace(".", "_"), path), key)
-            self._hold(full, holder[key], holder, key)
+            for holder in (vars(part), part._parameters, part._buffers):
+                for key, value in list(holder.items()):
+                    if isinstance(value, torch.Tensor):
+                        self._hold(_join(_join(root, path), key), value, holder, key)
 
 
 def _join(one: str, other: str) -> str:
@@ -154,7 +148,12 @@ def items_of(value: Any) -> Iterator[Item]:
             yield "", value.__self__, None, None
             yield "", value.__func__, None, None
         case types.FunctionType():
-            yield from _variables(value)
+            named = [(name, read()) for name, read in variables(value)]
+            yield from [
+                (n, v, None, None) for n, v in named if v is not _MISSING and not is_foreign(v, value)
+            ]
+            defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            yield from [("default", v, None, None) for v in defaults]
         case functools.partial():
             yield from [("", v, None, None) for v in (value.func, value.args, value.keywords)]
         case dict():
@@ -167,21 +166,12 @@ def items_of(value: Any) -> Iterator[Item]:
             yield from [(k, v, vars(value), k) for k, v in list(vars(value).items())]
 
 
-def _variables(function: types.FunctionType) -> Iterator[Item]:
-    """A function's closure, defaults and named globals."""
+def variables(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Closure and global variables of a function, with their readers."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # unassigned
-            continue
-        if not is_foreign(value, function):
-            yield name, value, None, None
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    yield from [("default", value, None, None) for value in defaults]
+        yield name, partial(_contents, cell)
     for name in sorted(globals_of(function.__code__)):
-        value = function.__globals__.get(name)
-        if not is_foreign(value, function):
-            yield name, value, None, None
+        yield name, partial(function.__globals__.get, name, _MISSING)
 
 
 def is_foreign(value: Any, function: types.FunctionType) -> bool:
@@ -250,8 +240,7 @@ class PyState:
 
     @property
     def without_tensors(self) -> list[PyValue]:
-        own = [value for value in self.values if not value.is_global]
-        return [value for value in own if not isinstance(value.read(), torch.Tensor)]
+        return [v for v in self.values if not v.is_global and not isinstance(v.read(), torch.Tensor)]
 
     def refuse_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse an array over a varying tensor's memory: its reads are invisible."""
@@ -269,15 +258,15 @@ class PyState:
 
 def python_state(*roots: Any) -> PyState:
     """Python state that the roots (modules, callables) hold."""
-    walk = _PySearch()
+    search = _PySearch()
     for root in roots:
-        walk.look("", root, 0)
+        search.look("", root, 0)
     numbers = [
         PyValue("Python's random numbers", random.getstate, is_global=True),
         PyValue("NumPy's random numbers", lambda: np.random.get_state(legacy=False), is_global=True),
         PyValue("the environment", lambda: dict(os.environ), is_global=True),
     ]
-    return PyState([*walk.values, *numbers], walk.arrays)
+    return PyState([*search.values, *numbers], search.arrays)
 
 
 def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
@@ -314,13 +303,13 @@ def refuse_change(value: PyValue, call: Callable[[], object]) -> None:
 
 def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
     """Run a call line by line; return the line that changed the value."""
-    before, last, found = seen(value.read()), [""], [""]
+    before, last, place = seen(value.read()), [""], [""]
 
     def look(frame: types.FrameType, event: str, arg: Any) -> Any:
         if not is_program(frame.f_code.co_filename):
             return None
-        if not found[0] and last[0] and seen(value.read()) != before:
-            found[0] = last[0]
+        if not place[0] and last[0] and seen(value.read()) != before:
+            place[0] = last[0]
         if event == "line":
             last[0] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         return look
@@ -331,7 +320,7 @@ def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
         call()
     finally:
         sys.settrace(tracer)
-    return found[0] or (last[0] if seen(value.read()) != before else "")
+    return place[0] or (last[0] if seen(value.read()) != before else "")
 
 
 class _Same:
@@ -454,12 +443,12 @@ class _PySearch:
 
     def _look_function(self, name: str, function: types.FunctionType, depth: int) -> None:
         """Search closure and globals; objects of other files are skipped."""
-        for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._look_variable(word, partial(_contents, cell), function, depth)
-        for word in sorted(globals_of(function.__code__)):
-            self._look_variable(word, partial(function.__globals__.get, word, _MISSING), function, depth)
+        for word, read in variables(function):
+            self._look_variable(word, read, function, depth)
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.values.append(PyValue(f"a default of '{function.__name__}'", partial(_itself, item)))
+            self.values.append(
+                PyValue(f"a default of '{function.__name__}'", partial((item,).__getitem__, 0))
+            )
 
     def _look_variable(
         self, name: str, read: Callable[[], Any], function: types.FunctionType, depth: int
@@ -494,10 +483,6 @@ class _PySearch:
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     groups = optimizer.param_groups
     return [{k: v for k, v in group.items() if not isinstance(v, list | torch.Tensor)} for group in groups]
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _contents(cell: types.CellType) -> Any:

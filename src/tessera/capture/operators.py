@@ -78,11 +78,11 @@ def symbol_of(value: Any) -> Symbol | None:
 
 def contents(tensor: torch.Tensor) -> str:
     """A constant's bytes in hexadecimal; empty for a fake of unknown value."""
-    known = tensor.constant if isinstance(tensor, FakeTensor) else tensor
-    if known is None:
+    value = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    if value is None:
         return ""
     with unset_fake_temporarily():
-        return bytes(raw(known, 0, known.untyped_storage().nbytes()).tolist()).hex()
+        return bytes(raw(value, 0, value.untyped_storage().nbytes()).tolist()).hex()
 
 
 def given(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -115,15 +115,15 @@ def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) 
 
     Weights are written only where `mutated`, the compiler's declaration, says so.
     """
-    found: dict[int, Access] = {}
+    accesses: dict[int, Access] = {}
     for place, arg in enumerate(launch.args):
         for view in arg_views(arg):
             buffer = buffers[view.buffer]
             if buffer.size_bytes:
                 writes = place in mutated or buffer.kind is not BufferKind.WEIGHT
                 all_bytes = Region(0, buffer.size_bytes)
-                found[view.buffer] = Access(view.buffer, all_bytes, read=True, write=writes)
-    return tuple(found.values())
+                accesses[view.buffer] = Access(view.buffer, all_bytes, read=True, write=writes)
+    return tuple(accesses.values())
 
 
 def is_wrapper(tensor: Any) -> bool:
@@ -284,10 +284,10 @@ def _deciding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
     if name == "aten::repeat_interleave" and given(func, "output_size", args, kwargs) is not None:
         return ()
-    found = [given(func, which, args, kwargs) for which in DECIDERS.get(name, ())]
+    deciders = [given(func, which, args, kwargs) for which in DECIDERS.get(name, ())]
     if name == "aten::index":
-        return [t for t in found[0] if t is not None and t.dtype in (torch.bool, torch.uint8)]
-    return found if name in DECIDERS else (args, kwargs)
+        return [t for t in deciders[0] if t is not None and t.dtype in (torch.bool, torch.uint8)]
+    return deciders if name in DECIDERS else (args, kwargs)
 
 
 def _any_varies(value: Any, varies: Callable[[Any], bool]) -> bool:

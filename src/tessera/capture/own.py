@@ -36,12 +36,12 @@ from torch.utils._mode_utils import no_dispatch
 
 from tessera.capture.blocks import part_of, raw
 from tessera.capture.offline import compiling_for
-from tessera.capture.operators import fail, view_of
+from tessera.capture.operators import fail
 from tessera.capture.reads import reads_allowed
 from tessera.errors import CaptureError
-from tessera.ir import Buffer, BufferKind, Kernel, Launch, Origin
+from tessera.ir import Kernel, Origin
 from tessera.kernels.launch import Grid, run_kernel
-from tessera.kernels.ptx import tables_of, triton_accesses
+from tessera.kernels.ptx import tables_of
 
 # (grid, arguments of the PTX entry) -> launch on the current stream.
 Relaunch = Callable[[Grid, Sequence[Any]], None]
@@ -64,6 +64,10 @@ class OwnLaunch:
     # Tensors passed as tables, by index; and why some could not be read.
     tables: tuple[tuple[int, torch.Tensor], ...] = ()
     unread: str = ""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for arg in self.args for t in tensors_in(arg)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +143,11 @@ def _launch(
     mutated: frozenset[str],
 ) -> TritonLaunch:
     params = [n for n, kind in signature.items() if kind != "constexpr"]
+
+    def relaunch(grid: Grid, args: Sequence[Any]) -> None:
+        values = iter(args)
+        compiled[grid](*(constants[n] if n in constants else next(values) for n in signature))
+
     kernel = _kernel(compiled, function, signature, constants)
     return TritonLaunch(
         kernel,
@@ -146,7 +155,7 @@ def _launch(
         (int(grid[0]), int(grid[1]), int(grid[2])),
         block_of(kernel),
         mutated=frozenset(i for i, n in enumerate(params) if n in mutated),
-        relaunch=_relaunch(compiled, tuple(signature), dict(constants)),
+        relaunch=relaunch,
     )
 
 
@@ -175,19 +184,11 @@ def _kernel(
 
 def block_of(kernel: Kernel) -> Grid:
     """Threads per block: required by the PTX, else from the warps."""
-    found = _REQNTID.search(kernel.ptx)
-    if found is None:
+    required = _REQNTID.search(kernel.ptx)
+    if required is None:
         return 32 * kernel.num_warps, 1, 1
-    x, y, z = (int(n or 1) for n in found.groups())
+    x, y, z = (int(n or 1) for n in required.groups())
     return x, y, z
-
-
-def _relaunch(compiled: Any, names: tuple[str, ...], constants: dict[str, Any]) -> Relaunch:
-    def relaunch(grid: Grid, args: Sequence[Any]) -> None:
-        given = iter(args)
-        compiled[grid](*(constants[n] if n in constants else next(given) for n in names))
-
-    return relaunch
 
 
 # Compute capability for Triton without a GPU: every GPU since Ampere runs its PTX.
@@ -199,28 +200,6 @@ See = Callable[[OwnLaunch], Callable[[], None] | None]
 _seeing: list[See | None] = []
 
 
-def touched(seen: OwnLaunch) -> list[tuple[torch.Tensor, bool]]:
-    """Tensors of a launch and whether each may be written; unproved means yes."""
-    tensors = [t for arg in seen.args for t in tensors_in(arg)]
-    numbers: dict[int, int] = {}
-    for tensor in tensors:
-        numbers.setdefault(tensor.untyped_storage()._cdata, len(numbers))
-    sizes = {numbers[t.untyped_storage()._cdata]: t.untyped_storage().nbytes() for t in tensors}
-    buffers = [Buffer(str(i), BufferKind.TEMPORARY, sizes[i]) for i in range(len(numbers))]
-
-    def recorded(arg: Any) -> Any:
-        if isinstance(arg, tuple):
-            return tuple(map(recorded, arg))
-        is_tensor = isinstance(arg, torch.Tensor)
-        return view_of(arg, numbers[arg.untyped_storage()._cdata]) if is_tensor else arg
-
-    args = tuple(map(recorded, seen.args))
-    launch = Launch(0, args, (), (), (), grid=seen.grid, block=seen.block)
-    accesses, why = triton_accesses(seen.kernel, launch, buffers)
-    changed = {a.buffer for a in accesses if a.write or a.atomic}
-    return [(t, bool(why) or numbers[t.untyped_storage()._cdata] in changed) for t in tensors]
-
-
 def tensors_in(arg: Any) -> list[torch.Tensor]:
     """Tensors of an argument, including a table's entries."""
     items = arg if isinstance(arg, tuple) else (arg,)
@@ -230,7 +209,7 @@ def tensors_in(arg: Any) -> list[torch.Tensor]:
 def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
     """Show a launch to the recorder and run it; `native` launches it on a GPU."""
     see = _seeing[-1] if _seeing else None
-    tensors = [t for arg in seen.args for t in tensors_in(arg)]
+    tensors = seen.tensors
     if see is not None or not any(t.is_cuda for t in tensors):
         seen = _with_tables(seen)
     after = see(seen) if see is not None else None
@@ -391,10 +370,10 @@ def read_table(table: torch.Tensor) -> tuple[torch.Tensor | int, ...] | str:
         entries: list[torch.Tensor | int] = []
         size = table.untyped_storage().nbytes() // _ENTRY_BYTES * _ENTRY_BYTES
         for number, address in enumerate(raw(table, 0, size).cpu().view(torch.int64).tolist()):
-            found = _entry(address, memory)
-            if found is None:
+            entry = _entry(address, memory)
+            if entry is None:
                 return f"its entry {number} is not an address in a tensor"
-            entries.append(found)
+            entries.append(entry)
     return tuple(entries)
 
 
@@ -413,14 +392,14 @@ def _entry(address: int, memory: Sequence[tuple[int, int, torch.Tensor]]) -> tor
 
 def _memory() -> list[tuple[int, int, torch.Tensor]]:
     """(address, bytes, tensor) of every storage in this process."""
-    found: dict[int, tuple[int, int, torch.Tensor]] = {}
+    storages: dict[int, tuple[int, int, torch.Tensor]] = {}
     kinds = _with_subclasses(torch.Tensor) - _with_subclasses(FakeTensor)
     for item in gc.get_objects():
         if type(item) in kinds:  # a million objects: must be fast
             with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse tensors have no storage
                 storage = item.untyped_storage()
-                found[storage.data_ptr()] = storage.data_ptr(), storage.nbytes(), item
-    return list(found.values())
+                storages[storage.data_ptr()] = storage.data_ptr(), storage.nbytes(), item
+    return list(storages.values())
 
 
 def _with_subclasses(kind: type) -> set[type]:

@@ -165,7 +165,7 @@ def _asking(varies: Varies | None) -> Iterator[None]:
 
 def _exchange(way: _Way) -> Callable[[], None]:
     """Replace a function by a checking one; returns the undo."""
-    own = vars(way.owner).get(way.name)
+    attribute = vars(way.owner).get(way.name)
     held = getattr(way.owner, way.name)
     original: Any = held.fget if isinstance(held, property) else held
 
@@ -176,9 +176,9 @@ def _exchange(way: _Way) -> Callable[[], None]:
         return original(*args, **kwargs)
 
     setattr(way.owner, way.name, property(ask) if isinstance(held, property) else ask)
-    if own is None:
+    if attribute is None:
         return lambda: delattr(way.owner, way.name)
-    return lambda: setattr(way.owner, way.name, own)
+    return lambda: setattr(way.owner, way.name, attribute)
 
 
 @contextmanager

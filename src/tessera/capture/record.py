@@ -124,9 +124,9 @@ def check_device(device: str) -> None:
         return
     if kind != "cuda" or not (index.isdecimal() or device == "cuda"):
         raise UnknownName("capture device", device, ["cpu", "fake", "cuda:N"])
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(index or 0) >= found:
-        have = f"only {found} CUDA devices" if found else "no CUDA device"
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= num_devices:
+        have = f"only {num_devices} CUDA devices" if num_devices else "no CUDA device"
         remedy = "Use --device fake to record the same launches without a GPU."
         raise CaptureError(f"{device} is not there: this machine has {have}", remedy, "--device")
 

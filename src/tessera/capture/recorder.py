@@ -56,7 +56,7 @@ from tessera.capture.operators import (
     view_of,
     whole_buffers,
 )
-from tessera.capture.own import OwnLaunch, inside_operator, tensors_in, touched, unchanged
+from tessera.capture.own import OwnLaunch, inside_operator, tensors_in, unchanged
 from tessera.capture.reads import reads_refused
 from tessera.capture.rng import Draws, generator_of, size_of
 from tessera.errors import CaptureError
@@ -80,8 +80,8 @@ class Ledger:
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """Buffer of a tensor; None if its storage is new."""
-        known = self.storages.get(tensor.untyped_storage()._cdata)
-        return None if known is None else known[1]
+        entry = self.storages.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
 
     def index(self, tensor: torch.Tensor) -> int:
         """Buffer of a tensor that has one."""
@@ -337,15 +337,15 @@ class Recorder(TorchDispatchMode):
     def varies(self, value: Any) -> bool:
         """True if values of a tensor or storage depend on the request."""
         if isinstance(value, torch.Tensor):
-            return value.layout is torch.strided and self._find(value) in self._varying
+            return value.layout is torch.strided and self._ledger.find(value) in self._varying
         if isinstance(value, torch.UntypedStorage):
             return self._ledger.storages.get(value._cdata, (None, -1))[1] in self._varying
         return False
 
     def trace(self, step: Step, outputs: Mapping[str, torch.Tensor]) -> Trace:
         self._draws.check()
-        storages = self._ledger.storages.items()
-        keep_apart({key: held for key, (held, buffer) in storages if self._is_made(buffer)})
+        computed = {b for b in self._varying if self._ledger.buffers[b].kind is BufferKind.TEMPORARY}
+        keep_apart({key: held for key, (held, b) in self._ledger.storages.items() if b in computed})
         return self._ledger.trace(step, outputs, self._num_views, tuple(sorted(self._aliases.items())))
 
     def __torch_dispatch__(
@@ -360,7 +360,8 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         given = _tensors((args, kwargs))
         check_operator(func, args, kwargs, self.varies)
-        recorded = tuple(self._arg(a) for a in args), tuple((k, self._arg(v)) for k, v in kwargs.items())
+        named = tuple((k, self._ledger.arg(v, self._argument)) for k, v in kwargs.items())
+        recorded = tuple(self._ledger.arg(a, self._argument) for a in args), named
         generator = generator_of(func, args, kwargs)
         if generator:
             self._draws.before(generator)
@@ -371,7 +372,7 @@ class Recorder(TorchDispatchMode):
         tensors = _tensors(results)
         if self._carries_constant(func, given, tensors):
             self._ledger.know(tensors[0], self._ledger.index(given[0]))
-        if func._schema.is_mutable or any(self._find(t) is None for t in tensors):
+        if func._schema.is_mutable or any(self._ledger.find(t) is None for t in tensors):
             for one, made in split(func, recorded, results):
                 self._launch(func, one, made, generator)
         else:
@@ -381,15 +382,11 @@ class Recorder(TorchDispatchMode):
 
     def _carries_constant(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
         """True if a constant only changed device or became fake."""
-        if func._schema.name not in CARRIERS or len(given) != 1 or self._find(made[0]) is not None:
+        if func._schema.name not in CARRIERS or len(given) != 1 or self._ledger.find(made[0]) is not None:
             return False
         source = self._ledger.buffers[self._ledger.index(given[0])]
         size = made[0].untyped_storage().nbytes()
         return bool(source.constant_hex) and size == source.size_bytes and made[0].dtype is given[0].dtype
-
-    def _is_made(self, buffer: int) -> bool:
-        """True for values computed from a request."""
-        return buffer in self._varying and self._ledger.buffers[buffer].kind is BufferKind.TEMPORARY
 
     def _note_alias(self, func: Any, results: Results) -> None:
         """Count an operator with an undeclared alias."""
@@ -415,8 +412,8 @@ class Recorder(TorchDispatchMode):
             if self.varies(table):
                 fail(f"{what} depends on the request", "Pass a list of the tensors as the table.")
             for tensor in tensors_in(seen.args[place]):
-                found = self._find(tensor)
-                kind = BufferKind.WEIGHT if found is None else self._ledger.buffers[found].kind
+                buffer = self._ledger.find(tensor)
+                kind = BufferKind.WEIGHT if buffer is None else self._ledger.buffers[buffer].kind
                 if kind not in (BufferKind.WEIGHT, BufferKind.STATE):
                     fail(
                         f"{what} leads to a tensor of one request", "Pass a list of the tensors as the table."
@@ -439,13 +436,10 @@ class Recorder(TorchDispatchMode):
         self._ledger.launch(launch)
         self.places.append(program_line())
 
-    def _arg(self, value: Any) -> Arg:
-        return self._ledger.arg(value, self._argument)
-
     def _argument(self, tensor: torch.Tensor) -> View:
         """An undeclared tensor is a constant."""
         storage = tensor.untyped_storage()
-        is_new = self._find(tensor) is None
+        is_new = self._ledger.find(tensor) is None
         if is_new and storage._cdata in _earlier and not _earlier[storage._cdata].expired():
             fail(
                 "the step uses a tensor left by an earlier call",
@@ -454,9 +448,6 @@ class Recorder(TorchDispatchMode):
         if is_new:
             self._ledger.declare_constant(tensor)
         return self._ledger.view(tensor)
-
-    def _find(self, tensor: torch.Tensor) -> int | None:
-        return self._ledger.find(tensor)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -532,11 +523,14 @@ class Watch(TorchDispatchMode):
                 self._varying.setdefault(key, held)
 
     def own_launch(self, seen: OwnLaunch) -> None:
-        given = touched(seen)
-        for tensor, writes in given:
-            self._note(tensor, writes)
-        if any(self.varies(tensor) for tensor, _ in given):
-            self._follow([tensor for tensor, writes in given if writes])
+        ledger = Ledger()
+        launch = ledger.kernel_launch(seen)
+        written = {a.buffer for a in launch.accesses if a.write or a.atomic}
+        changed = [t for t in seen.tensors if launch.immovable or ledger.find(t) in written]
+        for tensor in seen.tensors:
+            self._note(tensor, any(tensor is other for other in changed))
+        if any(map(self.varies, seen.tensors)):
+            self._follow(changed)
 
     def _note(self, tensor: torch.Tensor, writes: bool) -> None:
         block = self._known.get(storage_key(tensor))

@@ -36,17 +36,15 @@ def generator_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         return ""
     if given(func, "generator", args, kwargs) is not None:
         fail(f"{func} draws from a generator of its own", "Draw from the default one: torch.manual_seed.")
-    device = kwargs.get("device") or _device_of((*args, *kwargs.values()))
+    device = kwargs.get("device") or next(
+        (v.device for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), torch.device("cpu")
+    )
     return f"{GENERATOR}{device.type}" + (f":{device.index or 0}" if device.type != "cpu" else "")
 
 
 @functools.cache
 def _may_draw(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _device_of(values: tuple[Any, ...]) -> torch.device:
-    return next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
 
 
 def size_of(name: str) -> int:

@@ -158,30 +158,30 @@ def fresh_tensor(example: torch.Tensor, seed: int, is_mild: bool = False) -> tor
         return example.detach().clone()
     if old.dtype is torch.bool:
         share = float(old.float().mean())
-        made = torch.rand(old.shape, generator=random) < min(max(share, 0.25), 0.75)
+        values = torch.rand(old.shape, generator=random) < min(max(share, 0.25), 0.75)
     elif old.is_floating_point():
-        made = _floats(old, random)
+        values = _floats(old, random)
     else:
-        made = _integers(old.long(), random, is_mild)
-    return made.to(old.dtype).to(example.device)
+        values = _integers(old.long(), random, is_mild)
+    return values.to(old.dtype).to(example.device)
 
 
 def _floats(old: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     wide = old.float()
     is_finite = wide.isfinite()
-    known = wide[is_finite]
-    if not known.numel():
+    finite = wide[is_finite]
+    if not finite.numel():
         return old.clone()
-    if set(known.unique().tolist()) == {0.0, 1.0}:  # a mask
-        made = _integers(wide.nan_to_num(0, 0, 0).long(), random, False).float()
+    if set(finite.unique().tolist()) == {0.0, 1.0}:  # a mask
+        values = _integers(wide.nan_to_num(0, 0, 0).long(), random, False).float()
     else:
-        low, high = float(known.min()), float(known.max())
+        low, high = float(finite.min()), float(finite.max())
         share = torch.rand(old.shape, generator=random)
         if low < high:
-            made = low + (high - low) * share
+            values = low + (high - low) * share
         else:
-            made = low * (0.5 + share) if low else torch.randn(old.shape, generator=random)
-    return torch.where(is_finite, made, wide).to(old.dtype)
+            values = low * (0.5 + share) if low else torch.randn(old.shape, generator=random)
+    return torch.where(is_finite, values, wide).to(old.dtype)
 
 
 def _integers(old: torch.Tensor, random: torch.Generator, is_mild: bool) -> torch.Tensor:
@@ -190,14 +190,14 @@ def _integers(old: torch.Tensor, random: torch.Generator, is_mild: bool) -> torc
         if is_mild:
             return old.clone()
         low, high = min(low, 0), max(high, 1)
-    made = torch.randint(low, high + 1, old.shape, generator=random)
+    values = torch.randint(low, high + 1, old.shape, generator=random)
     if old.dim() == 0 or old.shape[-1] < 2:
-        return made
+        return values
     steps = old.diff(dim=-1)
     falls, rises = bool((steps <= 0).all()), bool((steps >= 0).all())
     if falls or rises:
-        made = made.sort(-1, descending=falls).values
-        made[..., 0] = old[..., 0]
+        values = values.sort(-1, descending=falls).values
+        values[..., 0] = old[..., 0]
         if not falls:
-            made[..., -1] = old[..., -1]
-    return made
+            values[..., -1] = old[..., -1]
+    return values

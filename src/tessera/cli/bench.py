@@ -1,117 +1,249 @@
-"""tessera bench serve: load a running server and report how it did.
+"""tessera bench serve: load a running server and report throughput, latencies and errors.
 
-Works with any server that speaks OpenAI's protocol with streaming. Everything is measured by the client.
+Works with any server that speaks OpenAI's protocol with streaming. The client takes all measurements.
 """
 
 import asyncio
-from collections.abc import Mapping
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from tessera.cli.output import AsJson, console, print_json, progress
-from tessera.errors import LoadError, MissingExtra, UnknownName
+from tessera.cli.output import (
+    HIDDEN,
+    Illustrated,
+    Record,
+    excludes,
+    needs,
+    positive,
+    printed,
+    progress,
+    shown,
+)
+from tessera.errors import LoadError, MissingExtra, TesseraError
 
-if TYPE_CHECKING:
-    from tessera.serve.load import LoadOptions
+NUM_DISTINCT = 20
+NUM_REQUESTS = 200
+STATISTICS = ("mean", "std", "median", "p90", "p99")
+# Metric of `vllm bench serve` -> its name for people.
+METRICS = {
+    "ttfb": "time to first byte",
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "between two events",
+    "e2el": "whole request",
+}
+COLUMNS = [
+    (f"{statistic}_{metric}_ms", Annotated[float | None, HIDDEN])
+    for metric in METRICS
+    for statistic in STATISTICS
+]
 
-ENDPOINTS = ("chat", "completions")
-DISTINCT = 20
+
+class LatencyLine(Record, frozen=True):
+    """Statistics of one metric."""
+
+    mean_ms: float | None
+    median_ms: float | None
+    p90_ms: float | None
+    p99_ms: float | None
+
+
+class LatencyTable(Record, frozen=True):
+    """All metrics, for people; the JSON has them under the names of `vllm bench serve`."""
+
+    latencies: Annotated[dict[str, LatencyLine], shown("latencies, measured by the client")]
+
+
+class ErrorKind(Record, frozen=True):
+    """Failed requests of one kind."""
+
+    count: int
+    first: str
+
+
+class WrongAnswer(Record, frozen=True):
+    """A request whose answer under load differs from the answer alone."""
+
+    request: int
+    prompt: str
+    alone: str
+    in_the_crowd: str
+
+
+class VerifiedAnswers(Record, frozen=True):
+    """Answers under load, compared with the answers alone."""
+
+    prompts: int
+    distinct_answers: int
+    compared: int
+    mixed_up: int
+    first: WrongAnswer | None
+
+
+Columns = msgspec.defstruct("Columns", COLUMNS, bases=(Record,), frozen=True, kw_only=True)
+
+
+class BenchServe(Columns, frozen=True):  # type: ignore[call-arg, misc, valid-type]
+    """The result of a load test, under the names of `vllm bench serve`."""
+
+    model_id: Annotated[str, shown("model")]
+    completed: Annotated[int, shown("completed requests")]
+    errors: int
+    errors_by_kind: dict[str, ErrorKind]
+    duration: Annotated[float, shown("duration", "s")]
+    max_concurrency: Annotated[int, shown("requests in flight, at most")]
+    request_throughput: Annotated[float, shown("requests/s")]
+    output_throughput: Annotated[float, shown("output tokens/s")]
+    total_token_throughput: Annotated[float | None, shown("tokens/s, prompts included")]
+    total_input_tokens: Annotated[int | None, HIDDEN]
+    total_output_tokens: Annotated[int, HIDDEN]
+    mean_late_ms: Annotated[float | None, shown("sent late by")]
+    finish_reasons: Annotated[dict[str, int], HIDDEN]
+    tokens_counted_by: Annotated[str | None, HIDDEN]
+    endpoint: Annotated[str, HIDDEN]
+    num_prompts: Annotated[int, HIDDEN]
+    # Requests of a log that were shortened to the lengths allowed.
+    num_cut: Annotated[int, shown("requests of the log that were cut")]
+    request_rate: Annotated[float | None, HIDDEN]
+    burstiness: Annotated[float, HIDDEN]
+    arrivals: Annotated[str | None, HIDDEN]
+    seed: Annotated[int, HIDDEN]
+    verify: Annotated[VerifiedAnswers | None, shown("answers compared with those given alone")]
+
+    def problem(self) -> TesseraError | None:
+        """Failed requests, or answers that differ from those given alone."""
+        if self.errors:
+            kind, errors = next(iter(self.errors_by_kind.items()))
+            many = f"{self.errors} of {self.num_prompts} requests failed"
+            return LoadError("failed", f"{many}; the first ({kind}): {errors.first}")
+        if self.verify and self.verify.mixed_up:
+            many = f"{self.verify.mixed_up} of {self.verify.compared} answers"
+            return LoadError("mixed up", f"{many} are not those given when asked alone")
+        return None
+
+
+class EndpointName(StrEnum):
+    """Which of OpenAI's endpoints gets the requests."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
 
 
 RequestsOption = Annotated[
-    int | None, typer.Option(help="Requests to send. [default: 200, or all of a file]")
+    int | None,
+    typer.Option(min=1, help="Number of requests.", show_default="200, or all of a log"),
 ]
 RateOption = Annotated[
-    float | None, typer.Option(help="Send so many a second. [default: as fast as they are answered]")
+    float | None,
+    typer.Option(
+        is_eager=True,
+        callback=positive,
+        help="Requests per second.",
+        show_default="as fast as they are answered",
+    ),
 ]
 BurstinessOption = Annotated[
-    float, typer.Option(help="With --rate: 1 for a Poisson stream, less for bursts, more for even gaps.")
+    float,
+    typer.Option(
+        callback=needs("rate"), min=1e-3, max=1e3, help="1: Poisson arrivals; less: bursts; more: even gaps."
+    ),
 ]
-SendOption = Annotated[
+ArrivalsOption = Annotated[
     str | None,
-    typer.Option(help="In place of --rate: what `tessera simulate --arrivals` takes, such as a CSV log."),
+    typer.Option(
+        is_eager=True,
+        callback=excludes("rate", "--rate and --arrivals both say when to send; give one of them"),
+        help="Arrival times as in `tessera simulate --arrivals`, for example a CSV log.",
+    ),
+]
+SpeedOption = Annotated[
+    float, typer.Option(callback=needs("arrivals"), min=1e-6, max=1e6, help="Speed-up of the arrivals.")
 ]
 PromptTokensOption = Annotated[
-    int | None, typer.Option(help="Tokens of a prompt, about. With a log: at most. [default: 64]")
+    int | None, typer.Option(min=1, help="Tokens per prompt, about; with a log: at most.", show_default="64")
 ]
 PrefixTokensOption = Annotated[
-    int | None, typer.Option(help="Of the tokens of a prompt, those that all begin with. [default: none]")
+    int | None, typer.Option(min=1, help="Tokens of a prefix common to all prompts.", show_default="none")
 ]
 OutputTokensOption = Annotated[
-    int | None, typer.Option(help="Tokens of an answer. With a log: at most. [default: 32]")
+    int | None, typer.Option(min=1, help="Tokens per answer; with a log: at most.", show_default="32")
 ]
-IgnoreEosOption = Annotated[
-    bool, typer.Option(help="Ask for answers of full length; servers other than vLLM's kind may refuse.")
-]
+ModelOption = Annotated[str | None, typer.Option(help="Model name.", show_default="the server's first")]
+KeyOption = Annotated[str | None, typer.Option(help="API key of the server, or @FILE.")]
+IgnoreEosOption = Annotated[bool, typer.Option(help="Ask for answers of full length, as vLLM allows.")]
 VerifyOption = Annotated[
-    bool, typer.Option("--verify", help="Compare every answer with the one given when asked alone.")
+    bool, typer.Option("--verify", is_eager=True, help="Compare each answer with the answer given alone.")
 ]
 DistinctOption = Annotated[
-    int | None, typer.Option(help="With --verify: so many different prompts. [default: 20]")
+    int | None,
+    typer.Option(callback=needs("verify"), min=1, help="Number of distinct prompts.", show_default="20"),
+]
+TimeoutOption = Annotated[
+    float, typer.Option(min=1e-3, max=86_400, help="Seconds after which a request counts as failed.")
 ]
 
 
-def serve(
-    url: Annotated[str, typer.Option(help="Where the server is: http://127.0.0.1:8000.")],
+def bench_serve(
+    url: Annotated[str, typer.Option(help="URL of the server, such as http://127.0.0.1:8000.")],
     requests: RequestsOption = None,
-    concurrency: Annotated[int, typer.Option(help="At most so many in flight.")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = 32,
     rate: RateOption = None,
     burstiness: BurstinessOption = 1.0,
-    arrivals: SendOption = None,
-    speed: Annotated[float, typer.Option(help="Arrivals so many times as fast.")] = 1.0,
+    arrivals: ArrivalsOption = None,
+    speed: SpeedOption = 1.0,
     prompt_tokens: PromptTokensOption = None,
     prefix_tokens: PrefixTokensOption = None,
     output_tokens: OutputTokensOption = None,
-    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
-    model: Annotated[str | None, typer.Option(help="Which model. [default: the server's first]")] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's key, or @FILE with it.")] = None,
+    endpoint: Annotated[EndpointName, typer.Option(help="Endpoint.")] = EndpointName.CHAT,
+    model: ModelOption = None,
+    api_key: KeyOption = None,
     ignore_eos: IgnoreEosOption = True,
     verify: VerifyOption = False,
     distinct: DistinctOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request counts as failed.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and times.")] = 0,
-    as_json: AsJson = False,
-) -> None:
-    """Load a server with streaming requests; report throughput, latencies and errors as clients see them."""
-    _check({"--requests": requests, "--concurrency": concurrency, "--prompt-tokens": prompt_tokens,
-            "--prefix-tokens": prefix_tokens, "--output-tokens": output_tokens, "--distinct": distinct,
-            "--timeout": timeout, "--rate": rate, "--burstiness": burstiness})  # fmt: skip
-    if endpoint not in ENDPOINTS:
-        raise UnknownName("endpoint", endpoint, ENDPOINTS)
-    if rate is not None and arrivals is not None:
-        raise LoadError("option", "--rate and --arrivals both say when to send", "Give one of them.")
-    _refuse("--burstiness", "--rate", burstiness != 1.0 and rate is None)
-    _refuse("--speed", "--arrivals", speed != 1.0 and arrivals is None)
-    _refuse("--distinct", "--verify", distinct is not None and not verify)
+    timeout: TimeoutOption = 600.0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
+) -> Illustrated[BenchServe]:
+    """Load a server with streaming requests; report throughput, latencies and errors."""
     if find_spec("aiohttp") is None:
         raise MissingExtra("aiohttp", "load")
-    from tessera.serve.load import LoadOptions
+    from tessera.serve.load import LoadOptions, figures, measure, parse_address
+    from tessera.simulate.arrivals import make_arrivals
 
     options = LoadOptions(
-        requests or 200, concurrency, rate, burstiness, _arrivals(arrivals, requests, seed, speed),
-        prompt_tokens, output_tokens, cast(Literal["chat", "completions"], endpoint), model, ignore_eos,
-        (distinct or DISTINCT) if verify else None, seed, timeout, prefix_tokens or 0,
-    )  # fmt: skip
-    found = _run(url, _key(api_key), options)
-    print_json(found) if as_json else _show_load(found)
-    _complain(found)
+        num_requests=requests or NUM_REQUESTS,
+        concurrency=concurrency,
+        rate_per_s=rate,
+        burstiness=burstiness,
+        arrivals=make_arrivals(arrivals, requests, seed, speed=speed) if arrivals is not None else None,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        api=endpoint.value,
+        model=model,
+        ignores_end=ignore_eos,
+        num_distinct=(distinct or NUM_DISTINCT) if verify else None,
+        seed=seed,
+        timeout_s=timeout,
+        prefix_tokens=prefix_tokens or 0,
+    )
+    address = parse_address(url, _key(api_key))
+    total = len(options.arrivals.times_s) if options.arrivals else options.num_requests
+    total += min(total, options.num_distinct or 0)
+    with progress("asking the server for its model", total) as advance:
+        columns = figures(asyncio.run(measure(address, options, advance)))
+    return Illustrated(msgspec.convert(columns, BenchServe), (_latencies(columns),))
 
 
-def _check(counts: Mapping[str, float | None]) -> None:
-    for name, value in counts.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise LoadError("option", f"{value:g} is none", "Use a number above zero.", name)
-
-
-def _refuse(option: str, other: str, is_idle: bool) -> None:
-    """An option that would do nothing is a mistake."""
-    if is_idle:
-        raise LoadError(
-            "option", f"{option} needs {other}", "Leave it out, or see: tessera bench serve --help."
-        )
+def _latencies(columns: dict[str, Any]) -> LatencyTable:
+    lines = {}
+    for metric, words in METRICS.items():
+        mean, _, *quantiles = (columns[f"{statistic}_{metric}_ms"] for statistic in STATISTICS)
+        median, p90, p99 = quantiles
+        lines[words] = LatencyLine(mean_ms=mean, median_ms=median, p90_ms=p90, p99_ms=p99)
+    return LatencyTable(latencies=lines)
 
 
 def _key(word: str | None) -> str | None:
@@ -123,87 +255,10 @@ def _key(word: str | None) -> str | None:
         raise LoadError("option", "no key can be read from this file", place=f"--api-key {word}") from None
 
 
-def _arrivals(text: str | None, requests: int | None, seed: int, speed: float) -> Any:
-    if text is None:
-        return None
-    from tessera.simulate.arrivals import make_arrivals
-
-    return make_arrivals(text, requests, seed, speed=speed)
-
-
-def _run(url: str, api_key: str | None, options: "LoadOptions") -> dict[str, Any]:
-    from tessera.serve.load import figures, measure, parse_address
-
-    total = len(options.arrivals.times_s) if options.arrivals else options.num_requests
-    total += min(total, options.num_distinct or 0)
-    with progress("looking at the server", total) as advance:
-        return figures(asyncio.run(measure(parse_address(url, api_key), options, advance)))
-
-
-def _complain(found: dict[str, Any]) -> None:
-    """A run with failures ends as an error, after its figures."""
-    if found["errors"]:
-        kind, first = next(iter(found["errors_by_kind"].items()))
-        many = f"{found['errors']} of {found['num_prompts']} requests failed"
-        raise LoadError("failed", f"{many}; the first ({kind}): {first['first']}")
-    verified = found["verify"]
-    if verified and verified["mixed_up"]:
-        message = (
-            f"{verified['mixed_up']} of {verified['compared']} answers are not those given when asked alone"
-        )
-        raise LoadError("mixed up", message)
-
-
-HEADS = ("mean", "median", "p90", "p99")
-NAMES = {
-    "ttfb": "time to first byte",
-    "ttft": "time to first token",
-    "tpot": "time per output token",
-    "itl": "between two events",
-    "e2el": "whole request",
-}
-
-
-def _show_load(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{found['model_id']}: {found['completed']:,} answers", title_justify="left")
-    table.add_column("measured by the client")
-    for head in HEADS:
-        table.add_column(head, justify="right")
-    for name, words in NAMES.items():
-        cells = (found[f"{head}_{name}_ms"] for head in HEADS)
-        table.add_row(words, *("" if x is None else f"{x:,.1f} ms" for x in cells))
-    out = console()
-    out.print(table)
-    total = found["total_token_throughput"]
-    with_prompts = "" if total is None else f", {total:,.1f} with the prompts'"
-    out.print(
-        f"{found['request_throughput']:,.2f} requests/s, {found['output_throughput']:,.1f} tokens/s"
-        f"{with_prompts}; {found['duration']:,.1f} s with at most {found['max_concurrency']} in flight; "
-        f"errors: {found['errors']}"
-    )
-    if found["num_cut"]:
-        out.print(f"{found['num_cut']:,} requests of the log were cut to the lengths allowed")
-    for kind, row in found["errors_by_kind"].items():
-        out.print(f"{kind}: {row['count']}; the first: {row['first']}", markup=False)
-    verified = found["verify"]
-    if not verified:
-        return
-    out.print(
-        f"verified: {verified['compared']:,} answers to {verified['prompts']} prompts "
-        f"({verified['distinct_answers']} different answers), mixed up: {verified['mixed_up']}"
-    )
-    if first := verified["first"]:
-        out.print(f"request {first['request']}: {first['prompt']!r}", markup=False)
-        out.print(f"  alone:        {first['alone']!r}", markup=False)
-        out.print(f"  in the crowd: {first['in_the_crowd']!r}", markup=False)
-
-
 app = typer.Typer(
-    help="Measure a running server, or make the published evaluation again.",
+    help="Measure a running server.",
     no_args_is_help=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("serve")(serve)
+app.command("serve")(printed(bench_serve))

@@ -141,7 +141,7 @@ def _measured(trace: Trace, device: Device, kept: Keeping, only: frozenset[int])
 
 
 def _share(costs: list[Cost]) -> float:
-    """Of the time, in launches that were measured."""
+    """Share of the time in measured launches."""
     measured = sum(cost.us for cost in costs if cost.source is Source.MEASURED)
     return measured / sum(cost.us for cost in costs)
 

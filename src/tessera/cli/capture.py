@@ -21,8 +21,7 @@ MODEL_HELP = (
 )
 
 LAUNCHES_HELP = (
-    "How a model's launches are recorded: compiled, as people serve it, or eager. Compiling takes a minute "
-    "where the kernels are not known yet."
+    "Launches to record: compiled or eager. Compiling takes a minute unless the kernels are cached."
 )
 
 
@@ -33,7 +32,7 @@ Launches = Annotated[str, typer.Option(help=LAUNCHES_HELP, show_default="compile
 StepOption = Annotated[
     str | None,
     typer.Option(
-        help="What to run: prefill, decode, encode, denoise, call (the plain forward), "
+        help="Step to run: prefill, decode, encode, denoise, call (the plain forward), "
         "or a served model's tokens.",
         show_default=False,
     ),

@@ -1,9 +1,8 @@
-"""tessera demo: what Tessera gains, the proof that it changes nothing, and where it does not pay.
+"""tessera demo: the gain of a plan, the proof that results do not change, and a case without gain.
 
-The gain is of a full-size model on two cards nobody has to own: planned from its outlines, without weights,
-by a process of its own. The proof is a four-layer Llama-style model with random weights: captured, analyzed,
-priced for two GPUs, planned three times, run for real on one worker process per device, and compared bit for
-bit with the model itself. So small a model is also the case that gains nothing.
+Gain: a full-size model on two cards, planned from its outlines without weights or GPUs, in its own process.
+Proof: a small Llama with random weights, planned three times for two GPUs, run on one worker process per
+device, and compared bit for bit with the model itself. Such a small model gains nothing.
 """
 
 import multiprocessing
@@ -11,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +20,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from tessera.cli.output import HIDDEN, Illustrated, Record, progress, shown
+from tessera.cli.plan import EffortOption
 from tessera.cli.plan_load import (
     BASELINES,
     PlannedLoad,
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from tessera.flow import ReferenceRun, UnitRequest
     from tessera.plan import LoadPlan
 
-# The gain: a model whose outlines are shipped, decodes alone, ten tokens a second for everyone at least; and
-# two cards of opposite strength.
+# Gain: a model with shipped outlines, decodes only, at least ten tokens per second for each user, on two
+# cards of opposite strength.
 FULL = PlannedLoad("llama-3-8b", prompt_tokens=1024, output_tokens=0, tpot_ms=100.0)
 FULL_DEVICES, FULL_LINK = "emu:h20,emu:l40s", "pcie4"
 # The proof.
@@ -60,11 +60,11 @@ PROMPTS = (
     "No gain: use one GPU",
 )
 PROMPT_TOKENS = 48
-# Its tokens are bytes, a begin and an end.
+# Tokens of the small model are bytes, a begin and an end.
 BEGIN, END = 256, 257
 SIMULATED_REQUESTS = 12
-# Both objectives, and a policy that always divides every layer: whether the best plan divides so small a
-# model hangs on a per cent, and the comparison of bits should not.
+# Two objectives, and a policy that always divides each layer, so that the bit comparison never depends on
+# whether dividing such a small model pays.
 POLICIES = (
     (Objective.THROUGHPUT, None),
     (Objective.LATENCY, None),
@@ -94,7 +94,7 @@ class DemoGain(Record, frozen=True):
 
 
 class DemoRun(Record, frozen=True):
-    """What the demo found; people read it as a story, printed before."""
+    """The results of the demo; people read the text printed before."""
 
     headline: Annotated[DemoGain, HIDDEN]
     verified: bool
@@ -120,7 +120,7 @@ class DemoRun(Record, frozen=True):
 
 
 class DemoPolicies(Record, frozen=True):
-    """The table of the story's first part."""
+    """The table of the first part."""
 
     policies: Annotated[dict[str, PolicyFigures], shown("each policy at its own best (simulated)")]
 
@@ -146,9 +146,10 @@ def demo(
     devices: Annotated[
         str, typer.Option(help="Two or more devices that divide the small model.")
     ] = "emu:a100,emu:l40s",
-    link: Annotated[str, typer.Option(help="What joins them.")] = "pcie4",
+    link: Annotated[str, typer.Option(help="Link between the devices.")] = "pcie4",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each request.")] = 16,
     microbatches: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 4,
+    effort: EffortOption = "full",
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for what is written.")] = Path(
         "tessera-demo"
     ),
@@ -163,8 +164,8 @@ def demo(
         progress("importing torch", 8 + 4 * len(PROMPTS)) as advance,
         ProcessPoolExecutor(1, spawn) as second,
     ):
-        full = second.submit(plan_full, FULL)
-        policies = _run(cluster, tokens, microbatches, output, advance)
+        full = second.submit(plan_full, replace(FULL, effort=effort))
+        policies = _run(cluster, tokens, microbatches, effort, output, advance)
         advance(f"planning {FULL.model}, in a second process since the start")
         found = full.result()
     files = _write(found, policies, output)
@@ -189,12 +190,18 @@ def _cluster(devices: str, link: str) -> Cluster:
 
 
 def _run(
-    cluster: Cluster, tokens: int, microbatches: int, output: Path, advance: Callable[[str], None]
+    cluster: Cluster,
+    tokens: int,
+    microbatches: int,
+    effort: str,
+    output: Path,
+    advance: Callable[[str], None],
 ) -> list[Policy]:
     from tessera.capture import build, record
     from tessera.execute.stepper import SpanLog
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference
+    from tessera.plan import search_config
 
     steps = (
         Step(MODEL, "prefill", 1, PROMPT_TOKENS, reserve=tokens),
@@ -212,7 +219,9 @@ def _run(
     plans = []
     for objective, policy in POLICIES:
         advance(f"planning for {policy or objective.value}")
-        plans.append(make_plan(unit, costs, cluster, objective, microbatches, policy))
+        plans.append(
+            make_plan(unit, costs, cluster, objective, microbatches, policy, search=search_config(effort))
+        )
         save(plans[-1], output / f"{plans[-1].policy}.plan")
     requests = [UnitRequest(workloads, _prompt_inputs(prompt), seed) for seed, prompt in enumerate(PROMPTS)]
     reference = []

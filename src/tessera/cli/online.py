@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -16,6 +17,9 @@ from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.metrics import parse_limits
 from tessera.simulate.stepper import Faults, Loss
 from tessera.simulate.study import Setting, adapt, compare
+
+if TYPE_CHECKING:
+    from tessera.plan import SearchConfig
 
 
 class ServingFigures(Record, frozen=True):
@@ -86,6 +90,7 @@ class OnlineOptions:
     slo: str | None = None
     window_s: float | None = None
     threshold: float | None = None
+    effort: str = "full"
 
     def monitor(self) -> MonitorConfig:
         usual = MonitorConfig(window_s=self.window_s)
@@ -145,10 +150,12 @@ def run_online(paths: Sequence[Path], options: OnlineOptions, has_monitor: bool)
     with progress("planning") as advance:
         if has_monitor:
             from tessera.flow import replan
+            from tessera.plan import search_config
 
-            plans = with_other(plans)
+            search = search_config(options.effort)
+            plans = with_other(plans, search)
             advance("simulating with the monitor")
-            adaptive, known = adapt(plans, setting, options.monitor(), replan)
+            adaptive, known = adapt(plans, setting, options.monitor(), partial(replan, search=search))
         advance("simulating each plan alone")
         fixed = compare(plans, setting)
     return _result(fixed, adaptive, known, setting)
@@ -162,7 +169,7 @@ def _distinct(plans: list[tuple[str, Plan]], paths: Sequence[Path]) -> list[tupl
     return [(path.stem, plan) for path, (_, plan) in zip(paths, plans, strict=True)]
 
 
-def with_other(plans: Sequence[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
+def with_other(plans: Sequence[tuple[str, Plan]], search: "SearchConfig") -> list[tuple[str, Plan]]:
     """Two plans to choose among: where one was given, that of the other objective is made."""
     if len(plans) > 1:
         return list(plans)
@@ -173,7 +180,15 @@ def with_other(plans: Sequence[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
     is_latency = plan.objective is Objective.LATENCY
     other = Objective.THROUGHPUT if is_latency else Objective.LATENCY
     made = make_plan(
-        plan.unit, plan.costs, plan.cluster, other, plan.microbatches, None, constraints_of(plan), True
+        plan.unit,
+        plan.costs,
+        plan.cluster,
+        other,
+        plan.microbatches,
+        None,
+        constraints_of(plan),
+        True,
+        search,
     )
     return [(name, plan), (other.value, made)]
 

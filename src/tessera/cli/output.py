@@ -24,7 +24,7 @@ A command is a function that returns one frozen record; `printed` makes a comman
 
 import functools
 import inspect
-import json
+import math
 import os
 import sys
 import tempfile
@@ -52,13 +52,13 @@ from tessera.cli.render import HIDDEN, render, shown
 from tessera.errors import TesseraError
 
 __all__ = [
-    "HIDDEN", "AsJson", "Illustrated", "Record", "console", "excludes", "needs", "only_if", "print_json",
-    "print_record", "printed", "progress", "record_types", "shared_folder", "shown", "warning",
+    "HIDDEN", "Illustrated", "JsonOption", "Record", "console", "excludes", "finite", "needs", "only_if",
+    "positive", "print_record", "printed", "progress", "record_types", "shared_folder", "shown", "warning",
 ]  # fmt: skip
 
-# Before the first plain line, and between two about many things.
+# Seconds before the first plain line, and between two lines of a counted job.
 QUIET_S, PAUSE_S = 2.0, 10.0
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +83,6 @@ class Illustrated(Generic[R_co]):
 def printed(function: Callable[..., Any]) -> Callable[..., None]:
     """A command of typer: `function` with `--json`, its record printed."""
     signature = inspect.signature(function)
-    if "as_json" in signature.parameters:
-        return function
 
     @functools.wraps(function)
     def command(*args: Any, as_json: bool, **kwargs: Any) -> None:
@@ -95,11 +93,13 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
         elif made is not None:
             print_record(made, as_json)
 
-    option = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=AsJson)
+    option = inspect.Parameter(
+        "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption
+    )
     parameters = [*signature.parameters.values(), option]
     command.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
     command.__annotations__ = {k: v for k, v in function.__annotations__.items() if k != "return"}
-    command.__annotations__["as_json"] = AsJson
+    command.__annotations__["as_json"] = JsonOption
     return command
 
 
@@ -152,18 +152,27 @@ def excludes(other: str, why: str) -> Callable[..., Any]:
     return only_if(lambda given: not given.get(other), why)
 
 
+def finite(param: typer.CallbackParam, value: float | None) -> float | None:
+    """Callback of an option: neither infinite nor not a number. `min` and `max` let NaN pass."""
+    if value is not None and not math.isfinite(value):
+        raise TesseraError(f"must be a finite number, got {value:g}", place=max(param.opts, key=len))
+    return value
+
+
+def positive(param: typer.CallbackParam, value: float | None) -> float | None:
+    """Callback of an option: finite and above zero."""
+    if value is not None and not value > 0:
+        raise TesseraError(f"must be above 0, got {value:g}", place=max(param.opts, key=len))
+    return finite(param, value)
+
+
 def console() -> Console:
-    """Where people read."""
+    """Standard output, for people."""
     return Console(highlight=False)
 
 
-def print_json(document: Any) -> None:
-    """Where machines read."""
-    typer.echo(json.dumps(document, indent=2, allow_nan=False))
-
-
 def warning() -> Callable[[str], None]:
-    """Says on standard error that something is done without, the first time it is called."""
+    """A function that prints its first message as a warning on standard error."""
     said: list[str] = []
 
     def warn(what: str) -> None:
@@ -177,13 +186,13 @@ def warning() -> Callable[[str], None]:
 
 
 def cache_folder() -> Path:
-    """Where results that can be made again are kept between commands."""
+    """Folder for results that can be computed again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
 
 
 @contextmanager
 def shared_folder(name: str) -> Iterator[Path]:
-    """A folder of the cache that can be written; where it cannot be, one that is gone after the command."""
+    """A writable folder of the cache; a temporary one if the cache cannot be written."""
     folder = cache_folder() / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -199,10 +208,9 @@ def shared_folder(name: str) -> Iterator[Path]:
 
 @contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error; the yielded function names what is being done and moves it on by one.
+    """A progress bar on standard error; the yielded function sets its text and advances it by one.
 
-    Where standard error is no terminal: plain lines after the first seconds, one for each thing, or of many
-    the latest now and then.
+    Without a terminal: plain lines after the first seconds; for a counted job, the latest now and then.
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     screen = Console(stderr=True)
@@ -223,7 +231,7 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], N
 
 
 class _Lines:
-    """Says on standard error what is being done, a line each; nothing of what is over at once."""
+    """Progress as plain lines on standard error; nothing for short jobs."""
 
     def __init__(self, label: str, total: int | None) -> None:
         self._total, self._num_done, self._next_s = total, 0, 0.0
@@ -235,18 +243,16 @@ class _Lines:
         self._timer.start() if QUIET_S else self._begin()
 
     def advance(self, what: str) -> None:
-        """It goes on with this."""
         with self._lock:
             self._num_done += 1
             self._what = what
             self._say()
 
     def end(self) -> None:
-        """It is done."""
         self._timer.cancel()
 
     def _begin(self) -> None:
-        """It takes long enough for people to wonder."""
+        """Start printing: the job takes long."""
         with self._lock:
             self._is_late = True
             self._say()

@@ -1,10 +1,10 @@
-"""tessera plan: traces and costs -> which device runs which launch."""
+"""tessera plan: which device runs which launch, from traces and costs or from a model's name."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from tessera.plan import Constraint, PlanConfig, Tried
 
 LINK_HELP = (
-    "What joins the devices: pcie4, pcie5, nvlink, ib100, ib200, ib400 or measured. Repeat for single pairs: "
+    "Link between devices: pcie4, pcie5, nvlink, ib100, ib200, ib400 or measured. May be repeated for pairs: "
     "emu:a100-emu:l40s=nvlink."
 )
 PIN_HELP = "Launches that must run there: attention=emu:a100, 'model.layers.0=emu:l40s', mm=..., decode=..."
-BATCH_HELP = "The traces are of several batches of the same steps: choose the batch, lane by lane."
+BATCH_HELP = "The traces have several batches of the same steps: choose the batch of each lane."
 
 
 def is_model(words: Sequence[str]) -> bool:
@@ -98,7 +98,7 @@ ExplainOption = Annotated[
     bool, typer.Option("--explain", callback=TRACES, help="Say why: utilisation and every kernel.")
 ]
 EffortOption = Annotated[
-    str, typer.Option(help="How much is tried: full, or quick for a rougher plan sooner.")
+    Literal["full", "quick"], typer.Option(help="Planning effort; quick: a rougher plan sooner.")
 ]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan")
@@ -111,7 +111,7 @@ def plan(
     devices: Annotated[str | None, typer.Option(help="Devices to price, instead of --costs.")] = None,
     link: Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")] = None,
     bus: BusOption = None,
-    objective: Annotated[Objective, typer.Option(help="What to optimise.")] = Objective.THROUGHPUT,
+    objective: Annotated[Objective, typer.Option(help="Objective.")] = Objective.THROUGHPUT,
     microbatches: MicrobatchesOption = None,
     batch: BatchOption = None,
     prefill_batch: PrefillBatchOption = None,
@@ -179,7 +179,7 @@ def _plan_traces(
     prices: "_Prices",
     config: "PlanConfig",
 ) -> "tuple[Plan, tuple[Tried, ...]]":
-    """The plan, and what each batch by itself gives."""
+    """The plan, and the figures of each batch alone."""
     traces = [load(Trace, name) for name in names]
     known = {trace.digest for trace in traces}
     units = by_batch(traces) if is_by_batch else [traces]
@@ -211,7 +211,7 @@ def by_batch(traces: Sequence[Trace]) -> list[list[Trace]]:
 
 
 def _words(traces: Sequence[Trace], others: Sequence[Trace]) -> str:
-    """Kinds of steps; where those are the same, all that is known of them."""
+    """Kinds of the steps; full descriptions where kinds are equal."""
     kinds = [t.step.kind for t in traces]
     if kinds != [t.step.kind for t in others]:
         return ", ".join(kinds)
@@ -243,7 +243,7 @@ def _counts(text: str | None) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class _Prices:
-    """Costs from the files given, or made from the best source present."""
+    """Costs from files, or from the best source."""
 
     files: list[Path]
     devices: str | None
@@ -251,7 +251,7 @@ class _Prices:
     buses: list[str]
 
     def of(self, unit: WorkUnit, known: set[str]) -> tuple[Cluster, tuple[Costs, ...]]:
-        """Of a unit's traces; known: digests of all traces that were given."""
+        """Costs of a unit's traces; `known`: digests of all given traces."""
         from tessera.flow import price
         from tessera.profile import wire
 

@@ -1,4 +1,4 @@
-"""tessera plan MODEL: batch, microbatches and placement for a load, from a model's name alone."""
+"""tessera plan MODEL: batch, microbatches and placement for a load, from a model's name."""
 
 import math
 import time
@@ -23,20 +23,18 @@ WIDTH = 40
 
 @dataclass(frozen=True)
 class PlannedLoad:
-    """What is to be planned."""
-
     model: str
     prompt_tokens: int
-    # 0: decodes alone, at a context of the prompt.
+    # 0: decodes only, with the prompt as context.
     output_tokens: int
     tpot_ms: float | None = None
     ttft_ms: float | None = None
-    # None: the best.
+    # None: chosen by the planner.
     batch: int | None = None
     prefill_batch: int | None = None
     microbatches: int | None = None
     random_weights: bool = False
-    # compiled, eager, or empty for what is known.
+    # compiled, eager, or empty: compiled where cached.
     launches: str = ""
     objective: Objective = Objective.THROUGHPUT
     effort: str = "full"
@@ -65,7 +63,7 @@ class MemoryFigures(Record, frozen=True):
 
 
 class LoadFigures(Record, frozen=True):
-    """A plan for a load, with every coarser policy beside it."""
+    """A plan for a load, with each coarser policy."""
 
     source: str
     objective: Objective
@@ -118,7 +116,7 @@ def plan_for_load(load: PlannedLoad, cluster: Cluster, output: Path | None) -> I
 def planned(
     load: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]
 ) -> tuple[LoadPlan, bool, str]:
-    """The plan, whether it is of compiled launches, and one line why not."""
+    """The plan, whether its launches are compiled, and why not."""
     _check(load)
     from tessera.flow import anchors_of, choose_launches, make_load_plan
 

@@ -98,7 +98,7 @@ class PlanFigures(Record, frozen=True):
     baseline_usd_per_1k_units: Annotated[dict[str, float | None], HIDDEN]
     baseline_joules_per_unit: Annotated[dict[str, float | None], HIDDEN]
     costs: Annotated[CostFigures, HIDDEN]
-    # Of latency plans only.
+    # Latency plans only.
     latency_bound_us: Annotated[float | None, HIDDEN] = None
     latency_gap: float | None = None
     # With --batch-choices only.

@@ -1,7 +1,7 @@
-"""tessera profile: a trace and devices -> what every launch costs on each.
+"""tessera profile: the cost of every launch of a trace on each device.
 
-What can be measured here is measured, one device after the other, into a store. With --links what joins the
-devices is measured, every two of them.
+Devices of this machine are measured one after the other, into a store; --links measures the links between
+them.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ class MeasuredDevice(Record, frozen=True):
     distinct: int
     timed_now: int
     launches_measured: int
-    # Sum of the launches, time of the whole step, and the factor that joins them.
+    # Sum of the launches, time of the whole step, and their ratio.
     sum_us: float
     whole_us: float | None
     scale: float
@@ -290,11 +290,11 @@ def _check(devices: Sequence[Device]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Where measurements are kept, and what is done with those made at other clocks."""
+    """Where measurements are stored, and whether those at other clocks are used."""
 
     path: Path
     clocks: "Clocks"
-    # Where nobody named the store: hears why it is done without, if it is.
+    # Default store only: gets the reason if it cannot be used.
     spare: Callable[[str], None] | None = None
 
     def open(self, machine: "Machine") -> "Store":
@@ -305,7 +305,7 @@ class Keeping:
 
 
 def keeping(store: Path | None, clocks: str) -> Keeping:
-    """What the options say."""
+    """From the options."""
     from tessera.profile.measured import clocks_named
     from tessera.profile.store import default_store
 
@@ -313,7 +313,7 @@ def keeping(store: Path | None, clocks: str) -> Keeping:
 
 
 def measure_devices(trace: Trace, devices: Sequence[Device], kept: Keeping) -> dict[str, "Measured"]:
-    """What the devices that keep their own time take, by name."""
+    """Device -> measured costs, for devices that are measured."""
     from tessera.profile.measured import needs_measuring
 
     wanted = [d for d in devices if needs_measuring(d)]

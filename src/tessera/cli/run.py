@@ -192,11 +192,11 @@ PlainOption = Annotated[
     bool, typer.Option("--plain", help="One request at a time, so that nothing overlaps.")
 ]
 TransportOption = Annotated[
-    str, typer.Option(help="How workers pass bytes on: auto, shm, ipc, nvshmem or host.")
+    str, typer.Option(help="Transport of tensors between workers: auto, shm, ipc, nvshmem or host.")
 ]
 TimeoutOption = Annotated[
     float | None,
-    typer.Option(help="Seconds after which who holds a step up counts as lost."),
+    typer.Option(help="Seconds after which a worker that blocks a step counts as lost."),
 ]
 PickOption = Annotated[
     bool, typer.Option("--pick", help="Try the plans out on these devices and run the fastest.")
@@ -205,7 +205,7 @@ PickOption = Annotated[
 
 def run(
     plan: PlanArgument,
-    requests: Annotated[int, typer.Option(min=1, help="How many requests to run.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests to run.")] = 8,
     verify: VerifyOption = False,
     devices: Annotated[str | None, typer.Option(help="Devices that must be the plan's own.")] = None,
     trace: TraceOption = None,

@@ -7,6 +7,7 @@ import typer
 
 from tessera.cli.online import OnlineOptions, OnlineRun, run_online
 from tessera.cli.output import Record, excludes, needs, progress
+from tessera.cli.plan import EffortOption
 from tessera.ir import Clock, Plan, Timeline, load, save
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -121,6 +122,7 @@ def simulate(
     max_waiting: WaitingOption = None,
     window: WindowOption = None,
     threshold: ThresholdOption = None,
+    effort: EffortOption = "full",
     trace: TraceOption = None,
     page: PageOption = None,
     output: OutputOption = None,
@@ -134,7 +136,7 @@ def simulate(
         return _offline(plan, requests or NUM_REQUESTS, trace, page, output)
     options = OnlineOptions(
         arrivals, requests, lengths, speed, seqs, seed, noise, jitter, max_waiting,
-        tuple(lose or ()), tuple(slow or ()), slo, window, threshold,
+        tuple(lose or ()), tuple(slow or ()), slo, window, threshold, effort,
     )  # fmt: skip
     return run_online([plan] if other is None else [plan, other], options, monitor)
 

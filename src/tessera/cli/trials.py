@@ -1,8 +1,7 @@
-"""Trials: the orders that `tessera verify` tries on one graph, and how each came out.
+"""Trials: the orders that `tessera verify` tries on one graph, and their results.
 
-An order is legal if every edge points forward in it. A broken order keeps all but one thing: one class of
-edges is taken away, and for one pair that nothing else keeps in order the later launch runs first.
-A class none of whose pairs can be turned round is implied by the other classes: no order breaks it alone.
+A legal order keeps every edge. A broken order drops one class of edges and reverses one pair of launches that
+only this class orders. A class without such a pair is implied by the other classes.
 """
 
 import heapq
@@ -22,26 +21,25 @@ from tessera.ir import Edge, Graph, Hazard
 
 Pair = tuple[int, int]
 
-# How strongly orders prefer launches that come late in the program, one order after the other: 1 runs
-# ahead as far as edges let it, 0 is pure chance.
+# Preference of each order for launches late in the program: 1 runs them as early as edges allow, 0 is random.
 EAGERNESS = (1.0, 0.0, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeClass:
-    """One class of hazards, and what is left without it."""
+    """One class of hazards, and the pairs of the other classes."""
 
     hazard: Hazard
     # Every pair of launches with a hazard of this class.
     pairs: tuple[Pair, ...]
     # Pairs of the other classes.
     others: tuple[Pair, ...]
-    # Pairs of this class that no path of the others keeps in order.
+    # Pairs of this class that no path of the others orders.
     open: tuple[Pair, ...]
 
 
 def legal_order(num_launches: int, pairs: Iterable[Pair], rng: random.Random, number: int = 1) -> list[int]:
-    """A random order in which every pair points forward; `number` picks how eager it is."""
+    """A random order that keeps every pair; `number` selects its eagerness."""
     waits = [0] * num_launches
     after: list[list[int]] = [[] for _ in range(num_launches)]
     for src, dst in set(pairs):
@@ -65,12 +63,12 @@ def legal_order(num_launches: int, pairs: Iterable[Pair], rng: random.Random, nu
 
 
 def edge_pairs(graph: Graph) -> list[Pair]:
-    """What must precede what on shared memory."""
+    """Order constraints on shared memory."""
     return [(e.src, e.dst) for e in graph.edges]
 
 
 def value_pairs(graph: Graph) -> list[Pair]:
-    """What must precede what where every version of a buffer has memory of its own: makers before readers."""
+    """Order constraints if every version of a buffer has its own memory: producers before readers."""
     return [(v.producer, r) for v in graph.values if v.producer is not None for r in v.readers]
 
 
@@ -89,19 +87,19 @@ def edge_classes(direct: Sequence[Edge], num_launches: int) -> tuple[EdgeClass, 
 def order_without(
     edges: EdgeClass, num_launches: int, rng: random.Random, number: int
 ) -> tuple[Pair, list[int]]:
-    """An order that the other classes allow and that turns one pair of this class round; and that pair."""
+    """A reversed pair of this class, and an order with it that keeps the other classes."""
     src, dst = rng.choice(edges.open)
     return (src, dst), legal_order(num_launches, [*edges.others, (dst, src)], rng, number)
 
 
 def order_against(graph: Graph, edge: Edge, rng: random.Random, number: int) -> list[int]:
-    """An order that turns one edge round and keeps all others: legal but for that edge."""
+    """An order that reverses one edge and keeps all others."""
     kept = [pair for pair in edge_pairs(graph) if pair != (edge.src, edge.dst)]
     return legal_order(len(graph.trace.launches), [*kept, (edge.dst, edge.src)], rng, number)
 
 
 def _ancestors(pairs: Iterable[Pair], num_launches: int) -> list[int]:
-    """ancestors[launch]: one bit for every launch from which a path leads to it."""
+    """ancestors[launch]: a bit for each launch with a path to it."""
     sources: list[list[int]] = [[] for _ in range(num_launches)]
     for src, dst in pairs:
         sources[dst].append(src)
@@ -115,12 +113,12 @@ def _ancestors(pairs: Iterable[Pair], num_launches: int) -> list[int]:
 
 
 Tensors = Mapping[str, torch.Tensor]
-# Seed of the request that capture records first: a trace may hold for that one alone.
+# Seed of the recorded request.
 RECORDED = 0
 
 
 class Trials:
-    """One request of one graph: the model's own run, and any number of replays compared with it."""
+    """One request of a graph: the model's own run, and replays compared with it."""
 
     def __init__(self, graph: Graph, num_orders: int, seed: int, advance: Callable[[str], None]) -> None:
         self._graph, self._num_orders, self._advance = graph, num_orders, advance
@@ -135,18 +133,18 @@ class Trials:
         advance("replaying in program order")
         first = self._replay.run_in_program_order()
         self._own = Replayed(outputs, mine, first.memory)
-        # What already differs in program order: then no other order can be right.
+        # Differences already in program order: then no order can be right.
         self._differs = differing(self._own, first)
-        # Buffers whose bytes at the end do not depend on the order; known once legal orders have run.
+        # Buffers whose final bytes do not depend on the order, known after the legal orders.
         self._settled = set(first.memory)
 
     def _run_model(self, inputs: Tensors, state: Tensors) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the model itself returns, and the state it leaves."""
+        """Outputs of the model itself, and its state afterwards."""
         mine = {name: t.clone() for name, t in state.items()}
         return dict(self._workload.run({name: t.clone() for name, t in inputs.items()}, mine)), mine
 
     def fresh(self, num: int) -> FreshRequests:
-        """Other requests: the launches in the trace's order against the model itself, on the same inputs."""
+        """Other requests: launches in program order against the model itself, on the same inputs."""
         weights, equal, differs = self._workload.weights(), 0, dict[str, None]()
         for seed in range(RECORDED + 1, RECORDED + 1 + num):
             inputs, state = self._workload.make_inputs(seed), self._workload.make_state(seed)
@@ -182,7 +180,7 @@ class Trials:
         )
 
     def classes(self) -> tuple[ClassTrial, ...]:
-        """Orders that break each class of edges; after `legal`."""
+        """Orders that break each class of edges; call after `legal`."""
         direct = direct_hazards(self._graph.trace)
         return tuple(self._class(edges) for edges in edge_classes(direct, self._num))
 
@@ -214,7 +212,7 @@ class Trials:
         )
 
     def _count(self, orders: Iterable[list[int]], what: str) -> tuple[int, int]:
-        """How many orders give other results, and how many leave anything different in memory."""
+        """Number of orders with other results, and with any difference in memory."""
         differed = damaged = 0
         for number, order in enumerate(orders):
             results, memory = self._compare(order)

@@ -39,6 +39,9 @@ ENOUGH = 0.95
 # opened. On an 8B model half of it gives 72 ms a token instead of 51 at 0.95 of capacity; twice as much makes
 # requests wait too long.
 PER_SEATED = 0.4
+T = TypeVar("T")
+# A step may take this many times as long as alone.
+PATIENCE = 2.0
 
 
 class Occupancy(Protocol):
@@ -147,9 +150,6 @@ def choose(
     return opened() if is_worth_it else False
 
 
-T = TypeVar("T")
-
-
 class FairQueue(Generic[T]):
     """Waiting requests: clients take turns, each client's requests in order. Thread-safe.
 
@@ -218,10 +218,6 @@ class FairQueue(Generic[T]):
             if not items:
                 del self._by_client[client]
             return True
-
-
-# A step may take this many times as long as alone.
-PATIENCE = 2.0
 
 
 @dataclass(slots=True, eq=False)

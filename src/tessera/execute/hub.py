@@ -124,7 +124,7 @@ class _Member:
     setup: Setup | None = None
     process: WorkerProcess | None = None
     connection: PeerConnection | None = None
-    # Of a remote worker while it is configured.
+    # Remote worker while it is configured.
     pieces: Pieces | None = None
     num_configured: int = 0
     pid: int | None = None

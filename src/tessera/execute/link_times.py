@@ -62,22 +62,10 @@ def time_transfers(
     lanes = [Lane(Placement((place,) * len(sizes)), 1.0) for place in ((0,) * LAUNCHES, turns)]
     links = tuple(Link(x.name, y.name, "measured", 1.0, 1.0) for x, y in ((a, b), (b, a)))
     unit, cluster = WorkUnit(graphs, (1,) * len(sizes)), Cluster((a, b), links)
-    plan = Plan(
-        unit,
-        cluster,
-        (),
-        Objective.LATENCY,
-        "links",
-        tuple(lanes),
-        4,
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-        lane_table=WHOLE_OR_NOT,
-    )
+    work = (unit, cluster, (), Objective.LATENCY, "links", tuple(lanes))
+    plan = Plan(*work, len(WHOLE_OR_NOT), 0.0, 0.0, 0.0, 0.0, lane_table=WHOLE_OR_NOT)
     alone, both = list[tuple[int, float]](), list[tuple[int, float]]()
-    made = WorkerStepper([plan], {}, microbatches=4, transport=transport, timeout_s=TIMEOUT_S)
+    made = WorkerStepper([plan], {}, transport=transport, timeout_s=TIMEOUT_S)
     with hidden_main(), made as stepper:
         for microbatch, lane in enumerate(WHOLE_OR_NOT):
             stepper.open(microbatch, lane)

@@ -116,9 +116,9 @@ class _End:
     monitor: "zmq.Socket[bytes]"
     hear: Hear
     max_bytes: Callable[[PeerConnection], int]
-    # Of a connecting end.
+    # Connecting end.
     connection: PeerConnection | None = None
-    # Of a listener: peers by routing id and by file descriptor; descriptors that were closed.
+    # Listener: peers by routing id and by file descriptor; descriptors that were closed.
     by_name: dict[bytes, PeerConnection] = field(default_factory=dict)
     by_fd: dict[int, PeerConnection] = field(default_factory=dict)
     closed_fds: set[int] = field(default_factory=set)

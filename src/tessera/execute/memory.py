@@ -34,6 +34,8 @@ GIVEN = (BufferKind.INPUT, BufferKind.STATE)
 # Torch's own alignment.
 ALIGN = 64
 REMEDY = "Give every tensor in the shape that was captured, or capture the trace again with this program."
+Storage = torch.UntypedStorage
+Make = Callable[[int], Storage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +146,20 @@ def _aligned(size_bytes: int) -> int:
 def check_fits(plans: Sequence[Plan], found: Sequence[Footprint]) -> None:
     """Raises DeviceMemoryError for the first device whose memory is too small, with a remedy."""
     for device, footprint in zip(plans[0].cluster.devices, found, strict=True):
-        over = footprint.peak_bytes - device.memory_bytes
-        if over <= 0:
-            continue
-        message = (
-            f"{_gb(footprint.peak_bytes)} are needed ({_gb(footprint.weight_bytes)} of weights and "
-            f"{footprint.microbatches} microbatches of {_gb(footprint.microbatch_bytes)}), "
-            f"{_gb(over)} more than its {_gb(device.memory_bytes)}"
-        )
-        raise DeviceMemoryError(message, _remedy(footprint, device.memory_bytes), f"device {device.name}")
+        check_memory(footprint, device.memory_bytes)
+
+
+def check_memory(footprint: Footprint, memory_bytes: int, what: str = "") -> None:
+    """Raises DeviceMemoryError if a device has less memory than its footprint."""
+    over = footprint.peak_bytes - memory_bytes
+    if over <= 0:
+        return
+    message = (
+        f"{_gb(footprint.peak_bytes)} are needed ({_gb(footprint.weight_bytes)} of weights and "
+        f"{footprint.microbatches} microbatches of {_gb(footprint.microbatch_bytes)}), "
+        f"{_gb(over)} more than its {_gb(memory_bytes)}{what}"
+    )
+    raise DeviceMemoryError(message, _remedy(footprint, memory_bytes), f"device {footprint.device}")
 
 
 def landing(program: Program, src: int, dst: int) -> tuple[dict[int, int], int]:
@@ -191,10 +198,6 @@ def _remedy(footprint: Footprint, memory_bytes: int) -> str:
 
 def _gb(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e7 else f"{size_bytes / 1e6:.3f} MB"
-
-
-Storage = torch.UntypedStorage
-Make = Callable[[int], Storage]
 
 
 def tensor_of(storage: Storage, view: View) -> torch.Tensor:

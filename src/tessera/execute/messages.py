@@ -236,7 +236,7 @@ class Done(_Message, frozen=True):
     spans: list[tuple[Index, Number, Number, Number]] = []
     # (transfer, start by the sender's clock, arrival by this worker's).
     transfers: list[tuple[Index, Number, Number]] = []
-    # Of all launches, whether they are reported one by one or not.
+    # Busy time of all launches, reported one by one or not.
     busy_s: Number = 0.0
 
 
@@ -347,7 +347,7 @@ class WorkerConfig:
     is_profiled: bool = False
     # us[step][launch]: modelled time on this device, for priorities; see `schedule`.
     us: tuple[tuple[float, ...], ...] = ()
-    # Of a remote worker: the weights its device reads.
+    # Remote workers: the weights that the device reads.
     weight_records: tuple[WeightRecord, ...] = ()
 
     @property

@@ -24,6 +24,11 @@ from tessera.ir import Plan, Timeline
 
 # Seconds to wait for running steps after an interruption.
 DRAIN_S = 5.0
+ROUNDS = 2
+# A plan must be this much faster to be picked over the first.
+MARGIN = 0.02
+# Requests per microbatch in every round.
+EACH = 5
 
 
 class Request(Protocol):
@@ -246,13 +251,6 @@ def check_batches(plan: Plan, requests: Sequence[Request | AnyBatch]) -> None:
         batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
         message = f"the plan has lanes of batch {batches}, and a request says what it is at one batch only"
         raise MismatchError(message, "Give requests that have `at(variant)`, or plan for one batch.")
-
-
-ROUNDS = 2
-# A plan must be this much faster to be picked over the first.
-MARGIN = 0.02
-# Requests per microbatch in every round.
-EACH = 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """One device, launches in order: the definition of correct.
 
-`TraceRunner` is the one in-order runner of a trace: the reference, replays and timing use it.
+`TraceRunner` is the one in-order runner of a trace: the reference and replays use it.
 
 `ReferenceStepper` is a stepper without workers. A step is a function `run(step, inputs, state) -> outputs`
 that changes the state in place: the model's own code, or a trace's launches (`InOrder`). Steps run while

@@ -1,15 +1,14 @@
-"""Runs: the microbatches that are open, and the programs that workers are at for them.
+"""Runs: open microbatches, and the programs that workers run for them.
 
-A step is one run of one program, ordered from all devices that take part in it. Where the plan moves state
-between two steps, the programs that do it run before the later step. A run that is cancelled goes on until
-its devices say that it is over; orders of its microbatch wait for that.
+A step is one run of one program on all devices that take part in it. Programs that move state between two
+steps run before the later step. A cancelled run continues until its devices report its end; orders of its
+microbatch wait for that.
 
-On a lane of one device a step may be ordered while the one before it runs: the worker begins it when that has
-ended, without a word from here. Over several devices the second could overtake the first on a link.
+On a lane of one device a step may be ordered while another runs: the worker queues it. Over several devices
+the second could overtake the first on a link.
 
-What a worker says it has done is held against the program it was given: one that answers for a run it has no
-part in, leaves an output out, or hands over one of another shape is lost, with the reason. Wrong values in
-tensors of the right shape are not found.
+Answers are checked against the program: a worker that answers for a run it has no part in, omits an output,
+or returns another shape is lost, with the reason. Wrong values in the right shape are not detected.
 """
 
 import time
@@ -31,11 +30,11 @@ from tessera.ir import BufferKind, Plan, Program, Run, Trace
 @dataclass
 class OngoingStep:
     call: StepCall
-    # Indexes of the programs that are still to be ordered for it.
+    # Indexes of the programs still to be ordered.
     left: deque[int]
-    # When it was ordered, or when the one before it ended.
+    # When it was ordered, or when the previous step ended.
     began_s: float
-    # What has come of it.
+    # Results so far.
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     final: dict[str, torch.Tensor] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
@@ -45,9 +44,9 @@ class OngoingStep:
 class OpenMicrobatch:
     number: int
     lane: LoadedLane
-    # State that no run has used yet, by name.
+    # State not sent yet, by name.
     state: dict[str, torch.Tensor]
-    # Index of the program that was ordered last; -1: none.
+    # Index of the last ordered program; -1: none.
     at: int = -1
     # Oldest first.
     steps: deque[OngoingStep] = field(default_factory=deque)
@@ -59,29 +58,29 @@ class Running:
     step: OngoingStep
     program: Program
     missing: set[int]
-    # By when it must be over.
+    # Deadline.
     until_s: float
 
 
 class Runs:
-    """What is ordered from workers, and what comes back."""
+    """Orders to workers, and their results."""
 
     def __init__(self, plan: Plan, hub: Hub, timeout_s: float | None) -> None:
         self._plan, self.hub, self._timeout_s = plan, hub, timeout_s  # all plans have the same steps
         self._names = plan.cluster.names
-        # By the lane's number; of every program, the inputs that each device looks at.
+        # By lane number; for every program, the inputs that each device reads.
         self.programs: list[Sequence[Program]] = []
         self._inputs: list[list[list[frozenset[str]]]] = []
         self._steps: list[dict[int, int]] = []
         self.opened: dict[int, OpenMicrobatch] = {}
-        # Ended because of a loss that is not told yet.
+        # Closed by a loss that was not reported yet.
         self.dead: set[int] = set()
         self.running: dict[int, Running] = {}
         self._num_runs = 0
-        # Microbatch -> (run, device) that was told to stop and has not said that it did; orders that wait.
+        # Microbatch -> (run, device) cancelled and not ended; orders that wait for it.
         self._ending: dict[int, set[tuple[int, int]]] = {}
         self._held: dict[int, list[tuple[int, bytes]]] = {}
-        # Where set, workers report every launch and transfer.
+        # If set, workers report every launch and transfer.
         self.spans: SpanLog | None = None
         self.busy_s = dict.fromkeys(self._names, 0.0)
         self.moved: Counter[tuple[str, str]] = Counter()
@@ -93,7 +92,7 @@ class Runs:
         self._steps += [_steps_of(lane) for lane in lanes]
 
     def _open(self, microbatch: int, lane: LoadedLane, state: Tensors | None) -> None:
-        """Its state is sent with the first program that has it at home, or is zeros."""
+        """State is sent with the first program that holds it, else it is zeros."""
         self.opened[microbatch] = OpenMicrobatch(microbatch, lane, dict(state or {}))
         if state is None:
             for device, name in enumerate(self._names):
@@ -101,7 +100,7 @@ class Runs:
                     self._order(microbatch, device, Clear(microbatch, lane.number))
 
     def close(self, microbatch: int) -> None:
-        """Frees a microbatch that runs nothing."""
+        """Closes a microbatch that runs nothing."""
         if microbatch in self.dead:
             return
         if self.opened[microbatch].steps:
@@ -109,12 +108,11 @@ class Runs:
         del self.opened[microbatch]
 
     def can_queue(self, microbatch: int) -> bool:
-        """On a lane of one device."""
+        """True on a lane of one device."""
         opened = self.opened.get(microbatch)
         return opened is not None and len(opened.lane.devices) == 1
 
     def start(self, call: StepCall) -> None:
-        """Starts a step on every device that takes part in it."""
         if call.microbatch in self.dead:
             return
         opened = self.opened[call.microbatch]
@@ -125,9 +123,9 @@ class Runs:
         self._run_next(opened, step)
 
     def collect(self, device: int, done: Done) -> StepDone | str | None:
-        """A device's share of a run: the step, when it was its last; or what is wrong with it."""
+        """Adds a device's share of a run; returns the step if it is complete, or a problem."""
         running = self.running.get(done.run)
-        if running is None:  # its microbatch was lost in the meantime
+        if running is None:  # its microbatch was lost
             return None
         opened, step, program = running.microbatch, running.step, running.program
         is_step = not step.left
@@ -156,7 +154,7 @@ class Runs:
             self.hub.healthy(one)
         opened.steps.remove(step)
         now_s = time.monotonic()
-        for other in self.running.values():  # what waited for this one begins now
+        for other in self.running.values():  # the queued step begins now
             if other.microbatch is opened:
                 other.step.began_s, other.until_s = now_s, self._due_s()
         seconds = now_s - step.began_s
@@ -170,13 +168,13 @@ class Runs:
         self._over(lambda of, at: (of, at) == (run, device))
 
     def end(self, microbatches: Collection[int], gone: Collection[int]) -> None:
-        """Closes microbatches; whoever still works for one is told to stop."""
+        """Closes microbatches and cancels their runs."""
         held = {number for number in microbatches if self._held.pop(number, None) is not None}
         for run in [r for r, running in self.running.items() if running.microbatch.number in microbatches]:
             running = self.running.pop(run)
             number = running.microbatch.number
             if number in held:
-                continue  # nobody has heard of it
+                continue  # its order was never sent
             for other in running.missing - set(gone):
                 self._ending.setdefault(number, set()).add((run, other))
                 self.hub.order(other, Cancel(run))
@@ -186,7 +184,7 @@ class Runs:
         self.dead.update(microbatches)
 
     def _path(self, opened: OpenMicrobatch, step: int) -> list[int]:
-        """Programs that lead from where a microbatch is to a step, the step's own last."""
+        """Programs from a microbatch's position to a step, ending with the step's own."""
         steps = self._steps[opened.lane.number]
         if step not in steps:
             raise MismatchError(f"lane {opened.lane.number} has no step {step}")
@@ -199,7 +197,7 @@ class Runs:
         return [*(i for i in range(first, index) if i in moves), index]
 
     def _run_next(self, opened: OpenMicrobatch, step: OngoingStep) -> None:
-        """Orders the next program of a step from every device that takes part in it."""
+        """Orders the next program of a step from its devices."""
         index = opened.at = step.left.popleft()
         program = self.programs[opened.lane.number][index]
         is_step, call = not step.left, step.call
@@ -220,15 +218,15 @@ class Runs:
             self._order(opened.number, device, order)
 
     def _order(self, microbatch: int, device: int, order: Message) -> None:
-        """Sends an order of a microbatch; those of one whose cancelled run is not over everywhere wait."""
+        """Sends an order; holds it back while a cancelled run of the microbatch has not ended everywhere."""
         data = encode(order)
         if self._ending.get(microbatch):
             self._held.setdefault(microbatch, []).append((device, data))
         else:
-            self.hub.send(device, data)  # one that is gone is heard of as a hang-up
+            self.hub.send(device, data)  # a lost worker is reported as a hang-up
 
     def _over(self, is_over: Callable[[int, int], bool]) -> None:
-        """Some cancelled runs (by run and device) are over; orders that waited for the last one go out."""
+        """Ends cancelled runs by (run, device); sends orders that waited for the last one."""
         for microbatch, ending in list(self._ending.items()):
             ending -= {pair for pair in ending if is_over(*pair)}
             if not ending:
@@ -237,7 +235,7 @@ class Runs:
                     self.hub.send(device, data)
 
     def _take_state(self, opened: OpenMicrobatch, program: Program) -> dict[int, dict[str, PackedTensor]]:
-        """Device -> the state that lives there and that this run is the first to use."""
+        """Device -> its state that this run is the first to use."""
         buffers = self._plan.graphs[program.step].trace.buffers
         found: dict[int, dict[str, PackedTensor]] = {}
         for buffer, device in program.homes:
@@ -248,20 +246,20 @@ class Runs:
 
 
 def _inputs_of(program: Program, trace: Trace) -> list[frozenset[str]]:
-    """For each device the names of the step's inputs that its launches touch, or that it hands out."""
+    """Per device, the names of inputs that its launches read or that it returns."""
     names = {b: trace.buffers[b].name for b in trace.buffers_of(BufferKind.INPUT)}
     named = [named_on(trace, program, device) for device in range(len(program.instructions))]
     return [frozenset(names[b] for b in here & names.keys()) for here in named]
 
 
 def participants(program: Program, taking: Collection[int]) -> list[int]:
-    """Devices with something to do: instructions, an output to hand over, or state to take in or hand out."""
+    """Devices with instructions, an output to return, or state to receive or return."""
     holding = {device for _, device in program.outputs} | set(taking)
     return [d for d, column in enumerate(program.instructions) if column or d in holding]
 
 
 def _steps_of(programs: Sequence[Program]) -> dict[int, int]:
-    """Step -> index of its program; the others only move state."""
+    """Step -> index of its program; other programs only move state."""
     return {
         program.step: index
         for index, program in enumerate(programs)
@@ -278,7 +276,7 @@ def problem_of(
     skips: Collection[str] = (),
     wants_state: bool = False,
 ) -> str:
-    """What is wrong with an answer to a run that the `missing` have not answered yet; empty if nothing is."""
+    """Problem of an answer to a run that `missing` devices have not answered yet; empty if none."""
     if device not in missing:
         return "it answered a run that it has no part in, or answered twice"
     here = {name for name, at in program.outputs if at == device and name not in skips}

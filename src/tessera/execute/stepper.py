@@ -25,6 +25,7 @@ from tessera.execute.lanes import Lanes
 from tessera.ir import Clock, Plan, Program, Span, Timeline
 
 Tensors = Mapping[str, Any]
+DeviceState = Literal["starting", "ready", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,6 @@ class DeviceBack:
 
 
 Event = StepDone | DeviceLost | DeviceBack
-DeviceState = Literal["starting", "ready", "lost"]
 
 
 @dataclass(frozen=True, slots=True)

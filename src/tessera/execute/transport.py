@@ -1,13 +1,12 @@
 """Transport: how the bytes of a transfer get from one worker process to another.
 
-One interface, several ways, chosen by name:
-  shm      CPU workers of one machine: bytes in shared memory, news of them over a link. Their default.
-  host     workers of any machines: bytes over the link, which is TCP.
-  ipc      GPUs of one machine; see `cuda`.
-  nvshmem  GPUs of any machines; see `cuda`.
+  shm      CPU workers of one machine (their default): bytes in shared memory, notices over a link
+  host     workers of any machines: bytes over the link, which is TCP
+  ipc      GPUs of one machine; see `cuda`
+  nvshmem  GPUs of any machines; see `cuda`
 
-A transport owns the threads it needs and never keeps the worker's thread waiting. It tells the worker two
-things: a transfer has arrived, a peer is lost.
+A transport owns its threads and never blocks the worker's thread. It reports arrived transfers and lost
+peers.
 """
 
 import mmap
@@ -33,8 +32,9 @@ from tessera.ir import Device, DeviceKind, Program
 
 AUTO, SHM, HOST, IPC, NVSHMEM = "auto", "shm", "host", "ipc", "nvshmem"
 NAMES = (AUTO, SHM, HOST, IPC, NVSHMEM)
-# Transports whose workers hold one another's memory: when one is lost, all are started again.
+# Transports whose workers hold one another's memory: all restart when one is lost.
 RESTART_TOGETHER = frozenset({NVSHMEM})
+Post = Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class RunTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferArrived:
-    """News: the bytes of a transfer are here; sent and arrived at these times."""
+    """The bytes of a transfer are here; times when sent and arrived."""
 
     run: int
     number: int
@@ -57,14 +57,11 @@ class TransferArrived:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """News: the link to another worker was cut."""
+    """The link to another worker was cut."""
 
     device: int
     message: str
     epoch: int
-
-
-Post = Callable[[Any], None]
 
 
 def check_name(name: str) -> None:
@@ -73,7 +70,7 @@ def check_name(name: str) -> None:
 
 
 def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
-    """The transport that `auto` means; raises WorkerError where these workers cannot use the one given."""
+    """The transport that `auto` means; raises WorkerError if these workers cannot use the given one."""
     check_name(name)
     kinds = {device.kind is DeviceKind.CUDA for device in devices}
     if name == AUTO:
@@ -90,7 +87,7 @@ def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
 
 
 class Transport(ABC):
-    """One worker's end of all its links; implements `links.Receiver`. `post` hears the news."""
+    """One worker's end of all its links; implements `links.Receiver` and reports by `post`."""
 
     def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
         self._device, self._post = setup.device, post
@@ -103,7 +100,6 @@ class Transport(ABC):
 
     @property
     def address(self) -> str:
-        """Where the links of this worker listen."""
         return self._links.address
 
     @abstractmethod
@@ -112,13 +108,13 @@ class Transport(ABC):
 
     @abstractmethod
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
-        """Copies the bytes of a transfer that has arrived to where they belong; once only."""
+        """Copies an arrived transfer to its place; once only."""
 
     def forget(self, run: int) -> None:
         """Bytes of this run will not be fetched."""
 
     def load(self, programs: Sequence[Sequence[Program]]) -> None:
-        """There are more lanes; transfers may be larger from now on."""
+        """Adds lanes, whose transfers may be larger."""
         for transfer in (t for lane in programs for p in lane for t in p.transfers if t.dst == self._device):
             self._largest[transfer.src] = max(self._largest[transfer.src], transfer.num_bytes)
 
@@ -133,29 +129,27 @@ class Transport(ABC):
         self._post(TransferArrived(frame.run, frame.transfer, frame.sent_s, time.monotonic()))
 
     def gone(self, peer: int, why: str) -> None:
-        """Tells the worker, which tells the engine."""
         self._post(Gone(peer, why, self._links.epochs[peer]))
 
 
 class SharedMemory(Transport):
-    """Transport `shm`: a send copies into memory that both see, and writes the news to the link.
+    """Transport `shm`: a send copies into shared memory and sends a notice over the link.
 
-    For each microbatch there is a fixed place for each transfer of a program, in a file of the session's
-    folder that the workers of a pair share, also one that was started again. A place is used again only by
-    the microbatch's next run, which starts when all devices have finished or forgotten the last one. All
-    programs that need as much, up to the next power of two, share a file, so plans can be replaced for ever.
+    Each transfer of a program has a fixed place per microbatch, in a file of the session's folder that the
+    workers of a pair share, also after a restart. A place is reused only by the microbatch's next run, which
+    starts when all devices have finished or forgotten the last one. Programs that need as much, up to the
+    next power of two, share a file, so plans can be replaced any number of times.
     """
 
     def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
         self._folder, self._microbatches = setup.folder, setup.microbatches
-        # (source, destination, bytes a microbatch)
+        # (source, destination, bytes per microbatch)
         self._arenas: dict[tuple[int, int, int], torch.Tensor] = {}
-        # (source, destination, program's identity) -> transfer -> offset, and bytes a microbatch
+        # (source, destination, program's identity) -> transfer -> offset, and bytes per microbatch
         self._places: dict[tuple[int, int, int], tuple[dict[int, int], int]] = {}
         super().__init__(setup, mailbox, post)
 
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
-        """Copies the bytes over and tells the other end."""
         start_s = time.monotonic()
         self._place(transfer).copy_(contents)
         dst = transfer.program.transfers[transfer.number].dst
@@ -165,7 +159,7 @@ class SharedMemory(Transport):
         into.copy_(self._place(transfer))
 
     def _place(self, transfer: RunTransfer) -> torch.Tensor:
-        """The bytes of the shared memory that belong to one transfer of one microbatch."""
+        """Shared memory of one transfer of one microbatch."""
         found = transfer.program.transfers[transfer.number]
         key = (found.src, found.dst, id(transfer.program))
         if key not in self._places:
@@ -181,7 +175,7 @@ class SharedMemory(Transport):
             size = stride * self._microbatches
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                os.posix_fallocate(fd, 0, size)  # an error now, and no fault of the bus later
+                os.posix_fallocate(fd, 0, size)  # raises here rather than faulting later
                 shared = mmap.mmap(fd, size)
             except OSError as error:
                 what = f"could not take {size:,} bytes of shared memory: {error.strerror}"
@@ -193,7 +187,7 @@ class SharedMemory(Transport):
 
 
 class OverHost(Transport):
-    """Transport `host`: the bytes follow the frame over the link, and wait here until they are fetched."""
+    """Transport `host`: the bytes follow the frame over the link, and are held until fetched."""
 
     def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
         self._lock = threading.Lock()
@@ -215,7 +209,7 @@ class OverHost(Transport):
             into.numpy()[:] = np.frombuffer(held, dtype=np.uint8)
 
     def forget(self, run: int) -> None:
-        """Drops what arrived for a run that has ended."""
+        """Drops what arrived for an ended run."""
         with self._lock:
             self._forgotten.add(run)
             for key in [k for k in self._held if k[0] == run]:

@@ -30,9 +30,9 @@ from tessera.execute.transport import RunTransfer, TransferArrived, open_transpo
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Program, Recv, Run, Send
 
-# A file in the session's folder that the engine holds as long as it lives.
+# File in the session's folder that the engine locks while it lives.
 LOCK = "lock"
-# A process that exits, as Linux says it; how long its lock is waited for, in tries.
+# Linux flag of an exiting process; tries for its lock, and seconds between them.
 PF_EXITING = 0x4
 LEAVING_TRIES, LEAVING_S = 200, 0.05
 
@@ -50,10 +50,10 @@ class CpuWorker(DeviceWorker):
         super().__init__(setup, engine)
         self._queue = Queue()
         self._active: dict[int, _Active] = {}
-        # Orders of microbatches whose run before is not over, oldest first.
+        # Orders of microbatches whose previous run has not ended, oldest first.
         self._waiting: list[Begin] = []
         self._cancelled: set[int] = set()
-        # Run -> (transfer, start, arrival) of what has come; a run's transfers may come before its order.
+        # Run -> (transfer, start, arrival); transfers may arrive before the order of their run.
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
         self._programs += setup.programs
         self._launchers = [Launcher(t, torch.device("cpu")) for t in setup.traces]
@@ -96,16 +96,16 @@ class CpuWorker(DeviceWorker):
         self._transport.relink(device, epoch, address)
 
     def _where(self) -> list[tuple[int, int, int]]:
-        """Read by another thread, while the loop goes on."""
+        """Called by another thread."""
         found = [int(value) for value in self._progress]
         return [(m, found[2 * m], found[2 * m + 1]) for m in range(len(found) // 2) if found[2 * m] >= 0]
 
     def _go_on(self, job: Job) -> None:
-        """Runs one launch of a job and what goes with it, and more while nothing else could be picked."""
+        """Runs one launch of a job and its transfers, and more while the queue has no choice."""
         active = self._active[job.ticket]
         while True:
             for instruction in job.turn():
-                if not isinstance(instruction, Free):  # what is here stays; see `memory`
+                if not isinstance(instruction, Free):  # places are kept; see `memory`
                     self._note(active.order, job.position - 1)
                     self._issue(instruction, active)
             if len(self._queue) > 1 or not self._engine.is_empty or not job.is_ready:
@@ -113,13 +113,13 @@ class CpuWorker(DeviceWorker):
         if job.is_done:
             self._queue.drop(job.ticket)
             self._finish(self._active.pop(job.ticket))
-        else:  # what it waits for is behind this
+        else:  # the next instruction waits
             self._note(active.order, job.position - 1)
 
     def _note(self, order: Begin, position: int) -> None:
-        """The instruction that was issued last; -1: none yet."""
+        """Records the last issued instruction; -1: none yet."""
         self.at = (order.microbatch, order.run, position)
-        # In this order a reader never sees an old run at a new place.
+        # This order never shows an old run at a new position.
         self._progress[2 * order.microbatch + 1] = position
         self._progress[2 * order.microbatch] = order.run
 
@@ -158,14 +158,14 @@ class CpuWorker(DeviceWorker):
         instructions = here.program.instructions[self._setup.device]
         job = Job(order.microbatch, order.run, instructions, until_wait_us=here.until_wait_us)
         self._queue.add(job)
-        if job.is_done:  # holds an output or takes state in, and runs nothing
+        if job.is_done:  # only holds an output or receives state
             self._queue.drop(order.run)
             self._finish(self._active.pop(order.run))
 
     def _memory_of(self, microbatch: int, lane: int, index: int) -> ProgramMemory:
         key = (microbatch, lane, index)
         if key not in self._programs_memory:
-            if lane >= self._newest:  # it never goes back to the plans before
+            if lane >= self._newest:  # it never returns to earlier plans
                 gone = [k for k in self._programs_memory if k[0] == microbatch and k[1] < self._newest]
                 for old in gone:
                     del self._programs_memory[old]
@@ -207,16 +207,16 @@ class CpuWorker(DeviceWorker):
 
 
 def main(pipe: Pipe, folder: str) -> None:
-    """Entry of a process of the engine's machine, which inherits a pipe to its setup."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the engine acts on it
-    # Streams that share a hardware queue wait for one another; read when CUDA starts, with the first weight.
+    """Entry of a local process, which inherits a pipe to its setup."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the engine handles it
+    # Streams that share a hardware queue wait for one another. Read when CUDA starts, with the first weight.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     with contextlib.suppress(EOFError, OSError):  # the engine is gone
         _serve_inherited(pipe)
-    # Gives shared CUDA tensors back: the engine's torch warns at exit about tensors that are still held.
+    # Releases shared CUDA tensors: the engine's torch warns at exit about held ones.
     gc.collect()
     _clean_up(folder)
-    os._exit(0)  # threads may still wait for peers that are gone
+    os._exit(0)  # threads may still wait for lost peers
 
 
 def _serve_inherited(pipe: Pipe) -> None:
@@ -227,14 +227,14 @@ def _serve_inherited(pipe: Pipe) -> None:
 
 
 def _follow(pipe: Pipe, engine: EngineConnection) -> None:
-    """The pipe ends with the engine, even if the connection was never opened."""
+    """Ends with the pipe, even if the connection was never opened."""
     with contextlib.suppress(EOFError, OSError):
         pipe.recv_bytes()
     engine.end()
 
 
 def _clean_up(folder: str) -> None:
-    """Removes the session's folder if the engine was killed; one that lives holds the lock, and does it."""
+    """Removes the session's folder if the engine was killed; a living engine holds the lock."""
     with contextlib.suppress(OSError), open(os.path.join(folder, LOCK), "rb") as lock:
         for _ in range(LEAVING_TRIES):
             try:
@@ -249,7 +249,7 @@ def _clean_up(folder: str) -> None:
 
 
 def _is_leaving(pid: int) -> bool:
-    """A process that is killed closes its pipes before it lets go of its locks; by then it says so."""
+    """True if a process is exiting: it closes its pipes before it releases its locks."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return bool(int(stat.read().rpartition(")")[2].split()[6]) & PF_EXITING)
@@ -258,7 +258,7 @@ def _is_leaving(pid: int) -> bool:
 
 
 def serve(setup: Setup, engine: EngineConnection) -> None:
-    """One worker until its engine hangs up; an error goes to the engine, which tells the user."""
+    """Runs one worker until its engine hangs up; errors are sent to the engine."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     backend: DeviceWorker | None = None
@@ -273,7 +273,7 @@ def serve(setup: Setup, engine: EngineConnection) -> None:
         _tell_failure(engine, backend, f"{type(error).__name__}: {error}", "")
     finally:
         if backend is not None:
-            with contextlib.suppress(TesseraError, RuntimeError, OSError):  # a device that has failed
+            with contextlib.suppress(TesseraError, RuntimeError, OSError):  # the device has failed
                 backend.close()
         engine.close()
 

@@ -1,12 +1,11 @@
-"""WorkerStepper: steps on one worker process per device; keeps `stepper.Stepper`.
+"""WorkerStepper: a `stepper.Stepper` over one worker process per device.
 
-Orders of steps go out in one order, the same on every device; see `runs` for what they are.
+Orders go out in the same order on every device; see `runs`.
 
-When a device is lost, the microbatches whose lane uses it are closed and told with one message that names the
-device and the instruction it was at; the hub starts its worker again. A run that takes too long is looked
-into: the workers are asked where they are, and the one that is silent, or that the others wait for, is lost.
-Where all answer, and one has sent what another waits for, it is the link between them that was cut: it is
-opened again, and only the runs over it have to start again.
+When a device is lost, the microbatches whose lane uses it are closed, with one message that names the device
+and its last instruction; the hub restarts its worker. When a run is late, the workers are asked for their
+positions: one that is silent, or that the others wait for, is lost. If all answer and one has sent what
+another waits for, the link between them was cut: it is reopened, and only runs over it restart.
 """
 
 import time
@@ -39,27 +38,27 @@ from tessera.ir import Plan, Program, Recv, Send
 
 __all__ = ["FORKSERVER", "MakeHub", "WorkerStepper", "hidden_main", "make_setups"]
 
-# Makes the way to workers that are not processes of this machine.
+# Makes the hub of workers that are not local processes.
 MakeHub = Callable[[Sequence[Setup]], Hub]
-# A worker that is asked where it is has this long to answer; it does so beside its work.
+# Seconds that a worker has to report its position; a separate thread answers.
 ANSWER_S = 3.0
-# Workers that are lost so often in a row before all are ready end the start.
+# Consecutive losses during the start that end it.
 MAX_STARTS = 3
-# A link that is cut so often in a row, without a step over it between, counts against the requests.
+# Consecutive cuts of a link, without a step over it, after which losses count against requests.
 MAX_CUTS = 2
 REMEDY = "Check the memory of this machine, then run again."
-# Run -> position of the instruction that a worker has issued last; -1: none yet.
+# Run -> position of the last issued instruction; -1: none yet.
 Positions = Mapping[int, int]
 
 
 @dataclass
 class _Inquiry:
-    """Workers that were asked where they are, because a run is late or a link was cut."""
+    """Workers asked for their positions because a run is late or a link was cut."""
 
     asked: set[int]
-    # -1: no run, but a link.
+    # -1: about a link.
     run: int = -1
-    # The two ends of the link, and what was said of it.
+    # Ends of the link, and the complaint.
     ends: tuple[int, int] | None = None
     why: str = ""
     told: dict[int, Positions] = field(default_factory=dict)
@@ -67,13 +66,12 @@ class _Inquiry:
 
 
 class WorkerStepper(Runs):
-    """A stepper over worker processes; in a `with` statement, which returns when all are ready.
+    """A stepper over worker processes; a context manager, ready when all workers are.
 
-    microbatches  how many can be open at once; by default as many as the plans have microbatches
-    transport     how bytes travel between workers; see `transport`
-    timeout_s     a step that takes longer counts the device that holds it up as lost; None: never
-    hub           makes the way to the workers; by default processes of this machine
-    max_failures  after so many failures in a row a device is given up for good; None: never
+    microbatches most open at once; default: as many as the plans have transport how bytes travel between
+    workers; see `transport` timeout_s limit of a step, after which the device that blocks it is lost; None:
+    none hub makes the hub; default: local processes max_failures consecutive failures after which a device is
+    given up; None: never
     """
 
     def __init__(
@@ -102,10 +100,10 @@ class WorkerStepper(Runs):
         self.add(lanes)
         self._inquiries: list[_Inquiry] = []
         self._events: deque[Event] = deque()
-        # Link -> (run, device) of what was cancelled when it was opened again: until that is done, a device's
-        # complaints are about the old link.
+        # Link -> (run, device) cancelled when it was reopened: until they end, complaints are about the old
+        # link.
         self._stale: dict[tuple[int, int], set[tuple[int, int]]] = {}
-        # Link -> how often it was cut without a step over it between.
+        # Link -> consecutive cuts without a step over it.
         self._cuts: Counter[tuple[int, int]] = Counter()
 
     def __enter__(self) -> "WorkerStepper":
@@ -121,7 +119,7 @@ class WorkerStepper(Runs):
         self.hub.stop()
 
     def load(self, plans: Sequence[Plan]) -> None:
-        """Sends the programs of other plans to the workers; what is open goes on."""
+        """Sends the programs of other plans to the workers; open microbatches continue."""
         if max(plan.microbatches for plan in plans) > self.microbatches:
             raise MismatchError(
                 f"there are {self.microbatches} microbatches only", "Plan with fewer (--microbatches)."
@@ -133,7 +131,7 @@ class WorkerStepper(Runs):
         self.hub.load(new[0].number, lanes)
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
-        """Opens a microbatch; its state is sent with the first program that has it at home, or is zeros."""
+        """Opens a microbatch; state is sent with the first program that holds it, else it is zeros."""
         if microbatch in self.opened or not 0 <= microbatch < self.microbatches:
             raise TesseraError(f"microbatch {microbatch} is open already, or not one of {self.microbatches}")
         self._open(microbatch, self.lanes.all[lane], state)
@@ -169,7 +167,7 @@ class WorkerStepper(Runs):
         return time.monotonic()
 
     def _await_all(self) -> None:
-        """Until all workers are ready; one that says why it cannot start ends the start."""
+        """Waits until all workers are ready; raises if one reports that it cannot start."""
         waiting = set(range(len(self._names)))
         while waiting:
             news = self.hub.take(None)
@@ -233,7 +231,7 @@ class WorkerStepper(Runs):
         return None if not times or min(times) == float("inf") else min(times)
 
     def _look_at_clock(self) -> None:
-        """Asks about runs that are late, and judges where nobody answers any more."""
+        """Asks about late runs, and decides inquiries whose time is over."""
         next_s = self._next_s()
         if next_s is None or time.monotonic() < next_s:
             return
@@ -259,10 +257,10 @@ class WorkerStepper(Runs):
                     self._decide(inquiry)
 
     def _decide(self, inquiry: _Inquiry) -> None:
-        """Who is silent is lost; else who holds up the run, or the link."""
+        """Loses silent devices; else the device or link that blocks the run."""
         self._inquiries.remove(inquiry)
         running = self.running.get(inquiry.run)
-        if inquiry.ends is None and running is None:  # it has ended meanwhile
+        if inquiry.ends is None and running is None:  # it has ended
             return
         silent = sorted(inquiry.asked - inquiry.told.keys())
         for device in silent:
@@ -281,7 +279,7 @@ class WorkerStepper(Runs):
                 self._lose(verdict.device, what, is_certain=verdict.is_certain)
 
     def _cut(self, device: int, peer: int, why: str) -> None:
-        """Opens a link again; the runs that use it are over, since nobody knows what was lost with it."""
+        """Reopens a link; ends the runs over it, whose transfers may be lost."""
         pair = _pair(device, peer)
         going = self.running
         uses = [x for x in going.values() if any(_pair(t.src, t.dst) == pair for t in x.program.transfers)]
@@ -302,7 +300,7 @@ class WorkerStepper(Runs):
         self._events.append(DeviceBack(one))
 
     def _lose(self, device: int, what: str, remedy: str = "", is_certain: bool = True) -> None:
-        """Ends a worker, closes the microbatches whose lane uses its device, and has another started."""
+        """Ends a worker and closes the microbatches whose lane uses its device; the hub restarts it."""
         where = self._whereabouts(device)
         lost = self.hub.lose(device)
         place = f"device {self._names[device]}"
@@ -328,7 +326,7 @@ class WorkerStepper(Runs):
         )
 
     def _whereabouts(self, device: int) -> str:
-        """What a device was at, as far as it is known."""
+        """What a device was doing, as far as known."""
         known = dict(self.hub.progress(device).values())
         for inquiry in self._inquiries:
             known |= inquiry.told.get(device, {})
@@ -343,7 +341,7 @@ class WorkerStepper(Runs):
 
 
 def _ready(plans: Sequence[Plan]) -> tuple[list[Sequence[Program]], tuple[Footprint, ...]]:
-    """The programs of all lanes, and what devices must hold for them; raises if one cannot."""
+    """Programs of all lanes, and footprints; raises if a device lacks memory."""
     programs = [ready_programs(plan) for plan in plans]
     needed = footprints(plans, programs)
     check_fits(plans, needed)
@@ -356,28 +354,28 @@ def _pair(one: int, two: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a late run waits for."""
+    """What blocks a late run."""
 
-    # The device that holds it up; of a link, the one that waits at its end.
+    # The blocking device; for a link, the one that waits at its end.
     device: int
-    # Where the other has sent what this one waits for: it is lost on the way.
+    # Source of a transfer that was sent and has not arrived: the link is cut.
     source: int | None = None
-    # False if nobody's words say who it is.
+    # False if no report identifies the device.
     is_certain: bool = True
 
 
 def judge(program: Program, run: int, missing: Collection[int], told: Mapping[int, Positions]) -> Verdict:
-    """From waiting to awaited until one has no excuse.
+    """Follows the wait-for chain to the device or link that blocks the run.
 
-    missing  devices that have not finished their share
-    told     device -> what its worker says of itself; all that are missing have said something
+    missing devices that have not finished their share told device -> positions that its worker reports;
+    complete for `missing`
     """
     device = min(missing)
     seen: set[int] = set()
     while device not in seen:
         seen.add(device)
         position = told[device].get(run)
-        if position is None:  # its loop has not come to this run: it is at something else
+        if position is None:  # its loop is busy with something else
             return Verdict(device)
         column = program.instructions[device]
         behind = column[position + 1] if position + 1 < len(column) else None

@@ -94,6 +94,11 @@ def write_whole(
         raise ArtifactError(f"cannot write: {error.strerror}", remedy, str(path)) from error
 
 
+def cache_folder(name: str = "") -> Path:
+    """`$XDG_CACHE_HOME/tessera` or a folder in it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / name
+
+
 def load(cls: type[T], path: str | Path) -> T:
     """Reads and verifies one artifact of the given kind."""
     try:

@@ -1,8 +1,7 @@
-"""Plan: a work unit, its costs and a cluster in; which device runs which launch out.
+"""Plan: assigns each launch of a work unit to a device.
 
-In the order of the flow: `config` (how much is tried), `arrays`, `constraints` and `problem` (work, costs
-and devices as arrays), `pricing` (the linear program over placements), `latency`, `baselines` (the coarse
-policies that every plan is compared with), `search` (candidates and their judge), `solve`, `batches` and
+In order: `config`, `arrays`, `constraints`, `problem` (the inputs as arrays), `pricing` (linear program over
+placements), `latency`, `baselines` (coarse policies), `search` (candidates and judge), `solve`, `batches` and
 `load` (entry points), `explain`.
 """
 

@@ -1,11 +1,10 @@
-"""A work unit as arrays: nodes, values, resident buffers, liveness of temporaries; and checks of the inputs.
+"""A work unit as arrays: nodes, values, resident buffers, liveness of temporaries; and input checks.
 
-Buffers of one name are one buffer in all steps. A device runs its launches in trace order. A temporary is
-held from the first launch of that device that touches it to the last, an input from the start of the step,
-an output to its end; a buffer that two devices touch is held by both. Every microbatch may be at its peak
-at once, since a request that waits for a transfer keeps what it holds.
+Buffers with one name are one buffer in all steps. A device runs its launches in trace order. It holds a
+temporary from its first to its last touch, an input from the start of the step, an output to its end. All
+microbatches may peak at once.
 
-Not counted: workspace inside kernels, fragmentation, copies in flight on a link, driver memory.
+Not counted: workspace inside kernels, fragmentation, copies in flight, driver memory.
 """
 
 import math
@@ -27,19 +26,18 @@ Labels = npt.NDArray[np.int64]
 # Producer node, bytes, runs, reading nodes.
 Flow = tuple[int, int, int, list[int]]
 
-# Buffers that are held for a part of a step.
 TRANSIENT = (ir.BufferKind.TEMPORARY, ir.BufferKind.INPUT, ir.BufferKind.OUTPUT)
 
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """Hyperedges in columns; pins list the reading nodes, without repeats and without the producer."""
+    """Hyperedges in columns; pins are reading nodes, unique and without the producer."""
 
     producer: Ints
     num_bytes: Floats
-    # How often one request pays it.
+    # Runs per request.
     runs: Floats
-    # Pin i: value pin_value[i] is read by node pin_node[i]; ascending in pin_value.
+    # Pin i: node pin_node[i] reads value pin_value[i]; sorted by value.
     pin_value: Ints
     pin_node: Ints
 
@@ -49,7 +47,7 @@ class Values:
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """Named buffers that stay on the devices where their nodes run: weights, or state."""
+    """Buffers that stay where their nodes run: weights, or state."""
 
     num_bytes: Floats
     pin_item: Ints
@@ -57,18 +55,17 @@ class Holdings:
     names: tuple[str, ...] = ()
 
     def present(self, labels: Labels, num_devices: int) -> Bools:
-        """[item, device]: does the device hold the item?"""
+        """[item, device] -> held?"""
         held = np.zeros((len(self.num_bytes), num_devices), dtype=np.bool_)
         held[self.pin_item, labels[self.pin_node]] = True
         return held
 
     def bytes_on(self, labels: Labels, num_devices: int) -> Floats:
-        """Bytes held by each device."""
         return np.asarray(self.num_bytes @ self.present(labels, num_devices), dtype=np.float64)
 
 
 def contract(unit: ir.WorkUnit) -> tuple[tuple[Ints, ...], int]:
-    """Launches -> nodes, numbered in trace order; in a served unit, state ties launches across steps."""
+    """Launch -> node, in trace order; in a served unit, state ties launches across steps."""
     starts = np.cumsum([0, *(len(g.trace.launches) for g in unit.graphs)])
     parent = list(range(int(starts[-1])))
 
@@ -115,7 +112,7 @@ def wires(cluster: ir.Cluster) -> tuple[Floats, Floats]:
 
 
 def link_rows(cluster: ir.Cluster) -> Ints:
-    """[source x devices + destination] -> the row that counts the link's time; one row for a bus."""
+    """[source x devices + destination] -> row of busy time; a bus has one row."""
     num = len(cluster.devices)
     place = {name: index for index, name in enumerate(cluster.names)}
     rows = np.arange(num * num)
@@ -151,7 +148,6 @@ def values_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Values:
 
 
 def _flows(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
-    """Values inside the steps: (producer node, bytes, runs, reading nodes)."""
     for graph, nodes, count in zip(unit.graphs, node_of, unit.counts, strict=True):
         node = nodes.tolist()
         for value in graph.values:
@@ -163,18 +159,15 @@ def _flows(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
 
 @dataclass(frozen=True, slots=True)
 class Transit:
-    """State that one step leaves and a later one uses."""
-
-    # As the later step has it, and as the earlier one does, which may leave it in parts.
+    # The state as the later step names it, and its parts as the earlier step leaves them.
     num_bytes: int
     part_bytes: int
-    # (step, launch): the first launch of the group that uses the state.
+    # (step, launch) of the group's first use.
     source: tuple[int, int]
     target: tuple[int, int]
 
 
 def transits_of(unit: ir.WorkUnit) -> Iterator[Transit]:
-    """All state that may have to move between steps."""
     last: dict[str, tuple[int, tuple[int, int]]] = {}
     for step, graph in enumerate(unit.graphs):
         sizes = {b.name: b.size_bytes for b in graph.trace.buffers if b.kind is ir.BufferKind.STATE}
@@ -186,7 +179,7 @@ def transits_of(unit: ir.WorkUnit) -> Iterator[Transit]:
 
 
 def _migrations(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
-    """State handed from one step to the next that uses it; what a step leaves in parts, part by part."""
+    """State passed to the next step that uses it, part by part."""
     for transit in transits_of(unit):
         before, home = (int(node_of[step][launch]) for step, launch in (transit.source, transit.target))
         if before != home:
@@ -197,8 +190,7 @@ def _migrations(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
 def holdings_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...], kind: ir.BufferKind) -> Holdings:
     """Which nodes need which buffers of one kind.
 
-    Of a buffer that steps have at several sizes (a prefill takes some rows of the state at a time), a device
-    holds the largest that it needs: one item is what all of them hold, another what the larger have more.
+    A buffer with several sizes becomes several items: the smallest size, and each increment.
     """
     needs: dict[str, dict[int, set[int]]] = {}
     for graph, nodes in zip(unit.graphs, node_of, strict=True):
@@ -226,25 +218,22 @@ def holdings_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...], kind: ir.BufferKin
 
 @dataclass(frozen=True, eq=False)
 class Temporaries:
-    """One step's buffers that come and go, and the launches that touch them."""
-
     node_of: Ints
     num_bytes: Floats
     from_start: Bools
     to_end: Bools
-    # Touches, ascending in launch.
+    # Sorted by launch.
     touch_buffer: Ints
     touch_launch: Ints
 
     def peak_bytes(self, labels: Labels, num_devices: int) -> Floats:
-        """Peak bytes of one request on each device."""
         num_launches = len(self.node_of)
         if not len(self.touch_launch):
             return np.zeros(num_devices)
         key = self.touch_buffer * num_devices + labels[self.node_of[self.touch_launch]]
         first = np.full(len(self.num_bytes) * num_devices, -1, dtype=np.int64)
         last = first.copy()
-        # NumPy keeps the last of repeated assignments, and touches ascend.
+        # NumPy keeps the last of repeated assignments.
         last[key] = self.touch_launch
         first[key[::-1]] = self.touch_launch[::-1]
         held = np.flatnonzero(last >= 0)
@@ -259,7 +248,6 @@ class Temporaries:
 
 
 def temporaries_of(graph: ir.Graph, node_of: Ints) -> Temporaries:
-    """The liveness of one step, ready for any placement."""
     buffers = graph.trace.buffers
     counted = [b.kind in TRANSIENT for b in buffers]
     touches = [
@@ -280,7 +268,6 @@ def temporaries_of(graph: ir.Graph, node_of: Ints) -> Temporaries:
 
 
 def check(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -> None:
-    """Raises an error with place and remedy for what cannot be planned."""
     _check_links(cluster)
     ir.verify(cluster)
     ir.verify(unit)
@@ -293,7 +280,6 @@ def check(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -
 
 
 def _check_links(cluster: ir.Cluster) -> None:
-    """The rules of links, with the name of the one that breaks them."""
     for link in cluster.links:
         if not (math.isfinite(link.gbps) and link.gbps > 0):
             message = f"the link from {link.src} to {link.dst} carries {link.gbps} GB/s"
@@ -331,7 +317,7 @@ def _check_costs(place: str, trace: ir.Trace, costs: ir.Costs, cluster: ir.Clust
 
 
 def check_load(load: npt.NDArray[np.float64], cluster: ir.Cluster) -> None:
-    """load[node, device]: some work must cost something wherever it runs."""
+    """load[node, device]: some work must have a cost on every device."""
     if load.min(axis=1).sum() == 0:
         message = f"every launch costs nothing on {' or '.join(cluster.names)}, so no rate is too high"
         raise PlanInfeasible(message, "Price the traces again.")

@@ -1,19 +1,15 @@
-"""The coarse policies that plans are compared with, each the candidate mixes of its kind.
+"""Coarse policies that plans are compared with; each returns candidate mixes.
 
-single                     every request on one device
-data-parallel              every request wholly on one device, shares in proportion to speed
-prefill-decode             steps up to prefill on one device, decode steps on another
-prefill-decode-fractional  the best mix of all whole-phase assignments
-attention-ffn              attention scopes on one device, the rest on another
-layer-pipeline             contiguous ranges of layers, the same in every step
+single every request on one device data-parallel whole requests, shares in proportion to device speed
+prefill-decode steps up to prefill on one device, decode steps on another prefill-decode-fractional the best
+mix of all whole-phase assignments attention-ffn attention scopes on one device, the rest on another
+layer-pipeline contiguous ranges of layers, the same in every step
 
-A policy proposes several candidates where there are (both orientations of a split, say), or None where it
-does not apply. Every proposed mix fits the devices' memory. Served units have no phases: their steps read
-prompts and answers together. A node that a policy would tear apart (launches that share state, immovable
-launches) goes where most of its work would go; strict prefill-decode does not apply then.
+None: the policy does not apply. Every mix fits memory. Served units have no phases. A node that a policy
+would split goes where most of its work goes; strict prefill-decode does not apply then.
 
-Layer pipelines of two devices: every cut in either order, links included. Of more: for an order of the
-devices, the split of the least bottleneck of device time, within memory.
+Layer pipelines on two devices try every cut in both orders; on more, the split with the smallest bottleneck
+for each device order.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,26 +26,23 @@ from tessera.plan.problem import Column, Mix, Problem, by_speed, microbatch_coun
 
 
 def single(pool: Pool) -> tuple[Mix, ...] | None:
-    """Everything on one device."""
     return _best(pool, _alone(pool.problem), pool.problem.num_devices)
 
 
 def data_parallel(pool: Pool) -> tuple[Mix, ...] | None:
-    """A replica on every device that can hold one."""
     columns = [c for c in _alone(pool.problem) if pool.able(c)]
     if not columns:
         return None
     mix = by_speed(columns)
     if pool.fits(columns, microbatch_counts(mix, pool.microbatches)):
         return (mix,)
-    # Where memory is short, a device has as many requests in flight as it can hold; one keeps it busy.
+    # Memory limits the requests in flight per device; one keeps it busy.
     rooms = [pool.problem.microbatches_that_fit(Mix((c,), (1.0,))) or 0 for c in columns]
     counts = [min(n, room) for n, room in zip(microbatch_counts(mix, pool.microbatches), rooms, strict=True)]
     return (replace(mix, microbatches=tuple(counts)),)
 
 
 def prefill_decode(pool: Pool) -> tuple[Mix, ...] | None:
-    """Strictly one device for each phase."""
     columns = _phase_columns(pool.problem)
     if columns is None:
         return None
@@ -58,19 +51,18 @@ def prefill_decode(pool: Pool) -> tuple[Mix, ...] | None:
 
 
 def prefill_decode_fractional(pool: Pool) -> tuple[Mix, ...] | None:
-    """Requests differ in which device does which of their phases."""
+    """Phases of different requests may run on different devices."""
     columns = _phase_columns(pool.problem)
     if columns is None:
         return None
     mix = throughput.balanced(pool, columns.values())
-    # By busy time it is the best; with few microbatches, which are whole numbers, simpler mixes of its kind
-    # may be.
+    # The best by busy time; with few microbatches a simpler mix may win.
     simpler = (*(data_parallel(pool) or ()), *(prefill_decode(pool) or ()))
     return None if mix is None else (mix, *simpler)
 
 
 def attention_ffn(pool: Pool) -> tuple[Mix, ...] | None:
-    """Attention here, the rest there."""
+    """Attention on one device, the rest on another."""
     prob = pool.problem
     marks = attention_launches(prob.unit)
     if marks is None or prob.num_devices < 2:
@@ -83,7 +75,6 @@ def attention_ffn(pool: Pool) -> tuple[Mix, ...] | None:
 
 
 def layer_pipeline(pool: Pool) -> tuple[Mix, ...] | None:
-    """The best split of the layers into one contiguous range per device."""
     prob = pool.problem
     layers = prob.layer_of_node
     if layers is None or prob.num_devices < 2:
@@ -93,7 +84,7 @@ def layer_pipeline(pool: Pool) -> tuple[Mix, ...] | None:
         cuts = range(1, num_layers)
         ranges: Iterable[Labels | None] = (np.where(layer < c, a, 1 - a) for a in (0, 1) for c in cuts)
     else:
-        # With room for temporaries at their most, which a range of layers may not reach; else without.
+        # Leave space for the largest temporaries; if that fails, for none.
         most = pool.microbatches * prob.most_temporary_bytes
         spares = dict.fromkeys((most, 0.0) if pool.is_tight else (0.0,))
         ranges = (
@@ -108,7 +99,7 @@ def _alone(problem: Problem) -> list[Column]:
 
 
 def _best(pool: Pool, columns: Iterable[Column], keep: int) -> tuple[Mix, ...] | None:
-    """The columns of the shortest period that fit, each alone."""
+    """The fastest columns that fit, each as its own mix."""
     fitting = [mix for c in columns if (mix := pool.held_by((c,))) is not None]
     fitting.sort(key=lambda m: -throughput.upper_bound_per_s(m, pool.microbatches))
     return tuple(fitting[:keep]) or None
@@ -123,7 +114,7 @@ def _phase_columns(problem: Problem) -> dict[tuple[int, int], Column] | None:
     is_other = np.zeros(problem.num_nodes, dtype=np.bool_)
     for kind, nodes in zip(kinds, problem.node_of, strict=True):
         (is_decode if kind == "decode" else is_other)[nodes] = True
-    if (is_decode & is_other).any():  # nodes of both phases cannot be parted
+    if (is_decode & is_other).any():  # a node in both phases
         return None
     pairs = [(a, b) for a in range(problem.num_devices) for b in range(problem.num_devices)]
     return {(a, b): problem.column(np.where(is_decode, b, a)) for a, b in pairs}
@@ -140,7 +131,7 @@ COARSE: dict[str, Callable[[Pool], tuple[Mix, ...] | None]] = {
 
 
 def coarse_mixes(pool: Pool) -> dict[str, tuple[Mix, ...] | None]:
-    """The candidates of every coarse policy; their columns are in the pool."""
+    """Candidates of every coarse policy; adds their columns to the pool."""
     found = {name: policy(pool) for name, policy in COARSE.items()}
     for mixes in found.values():
         for mix in mixes or ():
@@ -157,10 +148,7 @@ def orders(pool: Pool) -> list[tuple[int, ...]]:
 
 
 def pipeline(pool: Pool, layer: Ints, num_layers: int, order: tuple[int, ...], spare: float) -> Labels | None:
-    """Ranges of layers for devices in a given order: least bottleneck of device time, within memory.
-
-    `spare` bytes are left free on every device.
-    """
+    """Layer ranges for one device order with the smallest bottleneck, within memory less `spare`."""
     prob = pool.problem
     load = np.zeros((num_layers, prob.num_devices))
     np.add.at(load, layer, prob.load_us)
@@ -193,7 +181,7 @@ def _ranges(per_layer: Floats) -> Floats:
 
 
 def _layer_bytes(pool: Pool, layer: Ints, num_layers: int) -> Floats:
-    """Bytes that each layer needs resident; what two layers share is counted in both."""
+    """Resident bytes per layer; shared buffers count in each layer."""
     total = np.zeros(num_layers)
     for held, copies in ((pool.problem.weights, 1), (pool.problem.states, pool.microbatches)):
         pairs = np.unique(np.stack([held.pin_item, layer[held.pin_node]], axis=1), axis=0)

@@ -1,12 +1,11 @@
-"""Batch as a decision: the same steps at several batches in, one plan out, with lanes of unlike batches.
+"""Batch size as a decision: one plan whose lanes may have different batches.
 
-Every batch is planned by itself first. Under the throughput objective, mixes over all batches are candidates
-too, in work units of the batch whose own plan is best:
-  the optimum of one linear program over all batches, with and without limits of depth,
-  every device by itself at its best batch: data-parallel with a batch per device,
-  what the search finds from these and from the batches' own plans.
-The plan is never below the best one-batch plan, nor below a coarse policy at its best batch. Its bound holds
-for mixes of all batches. Other objectives and policies get the best one-batch plan.
+Each batch is planned alone first. For throughput, mixes over all batches are candidates too:
+  optima of one linear program over all batches, with and without depth limits,
+  each device alone at its best batch (data-parallel),
+  results of the local search from these and from the single-batch plans.
+The plan is never below the best single-batch plan or coarse policy; its bound covers mixes of all batches.
+Other objectives and policies get the best single-batch plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,19 +19,19 @@ from tessera.plan.search.local import throughput_mixes
 from tessera.plan.search.task import Simulator, joined_task
 from tessera.plan.solve import PlanConfig, Solution, choose, objective_figure, solution
 
-# Policies whose lanes may be of unlike batches.
+# Policies whose lanes may have different batches.
 JOINT_POLICIES = (None, "throughput", "data-parallel")
 
 
 @dataclass(frozen=True)
 class Tried:
-    """One batch: its steps and prices, and its own plan or why it has none."""
+    """One batch with its plan, or the reason it has none."""
 
     variant: ir.Variant
     made: ir.Plan | PlanInfeasible
 
     def figure(self, goal: ir.Objective) -> float:
-        """By the objective and per row of the batch; more is better, -1 without a plan."""
+        """The objective's figure per row; higher is better, -1 without a plan."""
         if isinstance(self.made, PlanInfeasible):
             return -1.0
         figure = objective_figure(self.made, goal)
@@ -41,7 +40,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Batched:
-    """The plan, and what each batch by itself would give."""
+    """The plan, and the result of each single batch."""
 
     plan: ir.Plan
     tried: tuple[Tried, ...]
@@ -54,7 +53,7 @@ def solve_batches(
     make_simulate: Callable[[], Simulator] | None = None,
     advance: Callable[[str], None] = lambda text: None,
 ) -> Batched:
-    """The best plan over all batches; `make_simulate` makes a simulator for one batch."""
+    """The best plan over all batches."""
     if len({v.batch for v in variants}) < len(variants):
         raise MismatchError("a batch was given twice", "Give the steps of every batch once.")
     simulator: Callable[[], Simulator | None] = make_simulate or (lambda: None)
@@ -80,7 +79,7 @@ def solve_batches(
 
 
 def _joint_plan(solved: Sequence[Solution], config: PlanConfig, simulate: Simulator | None) -> ir.Plan:
-    """The best of the batches' own plans (the best one's first) and of mixes over all batches."""
+    """The best of the single-batch plans and mixes over all batches."""
     task = joined_task([s.task for s in solved], config.microbatches, simulate)
     judge = Judge(task)
     weights = [s.plan.batch / solved[0].plan.batch for s in solved]
@@ -109,10 +108,7 @@ def _joint_plan(solved: Sequence[Solution], config: PlanConfig, simulate: Simula
 
 
 def _replicas(problem: Problem, most: int) -> list[Mix]:
-    """Every device by itself at its best batch.
-
-    Where memory is short, more devices or larger batches take part with fewer requests in flight.
-    """
+    """Each device alone at its best batch; where memory is short, with fewer requests in flight."""
     mixes: list[Mix] = []
     for microbatches in range(most, 0, -1):
         best: list[Column] = []
@@ -130,7 +126,7 @@ def _replicas(problem: Problem, most: int) -> list[Mix]:
 
 
 def _scaled(baseline: ir.Baseline, weight: float) -> ir.Baseline:
-    """In work units of which its own hold `weight`."""
+    """Plan figures in units of `weight` of its own."""
     return replace(
         baseline,
         throughput_per_s=_times(baseline.throughput_per_s, weight),
@@ -144,7 +140,7 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def _rebased(plan: ir.Plan) -> ir.Plan:
-    """The plan with only the variants that its lanes use; rates count the first lane's."""
+    """The plan with only the variants its lanes use."""
     used = list(dict.fromkeys(lane.variant for lane in plan.lanes))
     kept = [plan.every_variant[v] for v in used]
     factor = plan.batch / kept[0].batch

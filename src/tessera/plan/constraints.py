@@ -1,18 +1,16 @@
-"""Placement constraints, and what module scopes say about launches.
+"""Placement constraints, and launch classes by module scope.
 
-`PATTERN=DEVICES` pins launches to devices, or forbids them there; it binds every planner and coarse policy. A
-pattern (shell wildcards) is matched against a launch's step kind ("prefill"), its kernel's name
-("aten.mm.default", "mm"), its module path, every path above it and every part of it ("model.layers.0",
-"self_attn"), and two words:
-  attention   launches inside attention modules, as for the policy attention-ffn
-  gemm        matrix multiplications, by the kernel's name
-DEVICES is a comma-separated list, wildcards allowed. Launches that must share a device follow the one that
+`PATTERN=DEVICES` pins launches to devices or forbids them there, in every planner and policy. A pattern
+(shell wildcards) matches a step kind ("prefill"), a kernel name ("aten.mm.default", "mm"), a module path, its
+parents and parts ("model.layers.0", "self_attn"), or:
+  attention   launches inside attention modules
+  gemm        matrix multiplications, by kernel name
+DEVICES is a comma-separated list, wildcards allowed. Launches that share a device follow the one that
 matches.
 
-A scope is a dotted module path ("model.layers.0.self_attn.q_proj"). Attention scopes are the deepest scope
-that holds all launches touching one state buffer, and the scope of every attention kernel; of nested scopes
-the inner one counts. A layer is named by the path up to its first number ("model.layers.0"). Launches
-outside any layer belong to the layer before them in trace order, or to the first.
+An attention scope is the deepest module path that holds all launches touching one state buffer, or the path
+of an attention kernel; inner scopes win. A layer is the path up to its first number. Launches outside layers
+belong to the layer before them, or to the first.
 """
 
 import re
@@ -35,7 +33,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Launches that match `pattern` run on one of `devices` (a pin), or on none of them."""
+    """Matching launches run on one of `devices` (a pin), or on none of them."""
 
     pattern: str
     devices: tuple[str, ...]
@@ -46,7 +44,6 @@ class Constraint:
 
 
 def parse_constraint(text: str, is_pin: bool) -> Constraint:
-    """From `PATTERN=DEVICES`."""
     pattern, equals, devices = (part.strip() for part in text.partition("="))
     names = tuple(name.strip() for name in devices.split(","))
     if not (pattern and equals and all(names)):
@@ -56,7 +53,6 @@ def parse_constraint(text: str, is_pin: bool) -> Constraint:
 
 
 def constraints_of(plan: ir.Plan) -> tuple[Constraint, ...]:
-    """The constraints that a plan records."""
     words = [text.partition(" ") for text in plan.constraints]
     return tuple(parse_constraint(constraint, option == "--pin") for option, _, constraint in words)
 
@@ -68,7 +64,7 @@ def allowed(
     constraints: tuple[Constraint, ...],
     names: tuple[str, ...],
 ) -> Bools | None:
-    """[node, device]: whether the node may run there; None without constraints."""
+    """[node, device] -> allowed; None without constraints."""
     if not constraints:
         return None
     free = np.ones((num_nodes, len(names)), dtype=np.bool_)
@@ -86,7 +82,7 @@ def allowed(
 
 
 def check_constraints(unit: ir.WorkUnit, constraints: tuple[Constraint, ...]) -> None:
-    """Raises an error for a constraint that no launch matches."""
+    """Raise for a constraint that matches no launch."""
     for constraint in constraints:
         if not any(marks.any() for marks in _matches(unit, constraint.pattern)):
             kinds = ", ".join(dict.fromkeys(g.trace.step.kind for g in unit.graphs))
@@ -100,7 +96,7 @@ def check_constraints(unit: ir.WorkUnit, constraints: tuple[Constraint, ...]) ->
 def restricted_constraints(
     constraints: tuple[Constraint, ...], names: tuple[str, ...], kept: tuple[str, ...]
 ) -> tuple[Constraint, ...]:
-    """The constraints as they read when some devices are kept; what concerns none of these is dropped."""
+    """The constraints for a subset of the devices."""
     found = []
     for constraint in constraints:
         chosen = _devices(constraint, names)
@@ -128,7 +124,7 @@ def _check(
     constraint: Constraint,
     last: dict[int, Constraint],
 ) -> None:
-    """PlanInfeasible if a node has no device left."""
+    """Raise PlanInfeasible for a node without a device."""
     stuck = nodes[~free[nodes].any(axis=1)]
     if not len(stuck):
         return
@@ -137,7 +133,7 @@ def _check(
     launch = int(np.flatnonzero(node_of[step] == node)[0])
     trace = unit.graphs[step].trace
     where = trace.launches[launch].scope or trace.step.kind
-    # Every device may be forbidden by one constraint alone.
+    # One constraint may forbid every device.
     against = f"contradicts {last[node]}" if node in last else "leaves no device"
     raise PlanInfeasible(
         f"'{constraint}' {against}: launch {launch} of {trace.step.kind} "
@@ -147,7 +143,7 @@ def _check(
 
 
 def _matches(unit: ir.WorkUnit, pattern: str) -> tuple[Bools, ...]:
-    """[step][launch]: whether the pattern matches."""
+    """[step][launch] -> match."""
     if pattern == "attention":
         marks = attention_launches(unit)
         if marks is not None:
@@ -171,13 +167,13 @@ def _is_match(pattern: str, trace: ir.Trace, launch: int) -> bool:
 
 
 def _short(name: str) -> str:
-    """ "aten.mm.default" -> "mm"; other names stay as they are."""
+    """ "aten.mm.default" -> "mm"."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 and parts[0] == "aten" else name
 
 
 def attention_launches(unit: ir.WorkUnit) -> tuple[npt.NDArray[np.bool_], ...] | None:
-    """[step][launch]: inside an attention scope? None if there is no such scope, or nothing outside."""
+    """[step][launch] -> inside an attention scope; None if all or none are."""
     found: set[Path] = set()
     for graph in unit.graphs:
         found |= _attention_scopes(graph.trace)
@@ -192,7 +188,7 @@ def attention_launches(unit: ir.WorkUnit) -> tuple[npt.NDArray[np.bool_], ...] |
 
 
 def layers_of(unit: ir.WorkUnit) -> tuple[tuple[Ints, ...], int] | None:
-    """([step][launch]: number of its layer in order of appearance, layers); None with fewer than two."""
+    """([step][launch] -> layer, number of layers); None with fewer than two."""
     number: dict[Path, int] = {}
     ranks: list[Ints] = []
     for graph in unit.graphs:
@@ -237,7 +233,7 @@ def _attention_scopes(trace: ir.Trace) -> set[Path]:
 
 def _common(scopes: Iterable[str]) -> Path:
     paths = sorted(_path(s) for s in scopes)
-    first, last = paths[0], paths[-1]  # of sorted paths, what the extremes share all share
+    first, last = paths[0], paths[-1]  # common prefix of sorted paths
     same = 0
     while same < min(len(first), len(last)) and first[same] == last[same]:
         same += 1

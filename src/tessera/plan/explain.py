@@ -1,14 +1,11 @@
-"""Explain: what a plan does and why, as records for others to show.
+"""Explain: figures and reasons of a plan, as records.
 
-Figures are per average request and follow from the plan's own costs. The error of the plan's costs assumes
-that errors are shared by all launches of a kernel and independent between kernels: the root of the summed
-squares of (share of the work x relative error). A gain below it is not called a gain. Under the cost and
-energy objectives gains are of work per dollar and per joule. Where lanes are of unlike batches, figures are
-per work unit, costs of a kernel are means over the batches, and reasons are those of the main lane.
+Figures are per average request and use the plan's costs. The cost error assumes errors shared by all launches
+of a kernel and independent between kernels; a gain below it is not called a gain. With several batches,
+figures are per work unit, kernel costs are means, and reasons are those of the main lane.
 
-Reasons price a kernel elsewhere: all launches of it that the main lane runs on its usual device are moved
-to every other device in turn, at the same shares. A reason is exact for that move alone; several moves
-together may pay where each alone does not.
+A reason moves all launches of a kernel from its usual device to each other device, at the same shares. It is
+exact for that move alone.
 """
 
 import re
@@ -22,60 +19,59 @@ from tessera.plan.arrays import Labels
 from tessera.plan.config import FULL
 from tessera.plan.latency import bound_us
 from tessera.plan.problem import Column, Mix, Problem, build, joined, mix_of
+from tessera.plan.search.robust import Sampler
 
 MAX_REASONS = 8
-# Relative changes of the period below this are ignored.
+# Relative changes of the period that are ignored.
 SAME = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How busy one device or link is at the plan's rate by busy time."""
+    """Utilisation of one device or link, by busy time."""
 
     # Device name, or "src -> dst".
     name: str
     is_link: bool
-    # Busy microseconds per request, and the fraction of the time that is.
+    # Busy microseconds per request, and share of the time.
     busy_us: float
     utilisation: float
 
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """One kernel in one kind of module: what it costs where, and where it runs."""
+    """One kernel in one kind of module: cost and share per device."""
 
     kernel: str
     # Module path with numbers as "*": "model.layers.*.mlp".
     scope: str
     # Runs per request.
     num_runs: int
-    # Per device: microseconds per request if all of it ran there, and the share that does.
+    # Per device: microseconds per request if all ran there, and the share that does.
     us: tuple[float, ...]
     share: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """The plan against one coarse policy; above one is better. None where the policy does not apply."""
+    """Plan relative to one coarse policy; above one is better. None: does not apply."""
 
     name: str
     throughput: float | None
     latency: float | None
-    # Work per dollar and per joule; None also where prices or power are not known.
+    # Work per dollar and per joule; None without prices or power.
     cost: float | None = None
     energy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device, in bytes."""
-
     device: str
     capacity_bytes: int
-    # Weights of all lanes; state and temporaries of one request in flight, at most.
+    # Weights of all lanes; maximum state and temporaries of one request.
     weight_bytes: int
     microbatch_bytes: int
-    # Bytes of all requests in flight, each on its lane.
+    # All requests in flight, each on its lane.
     state_bytes: int
     temporary_bytes: int
 
@@ -86,17 +82,17 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One kernel in one kind of module: where it runs, and what the best other place would cost."""
+    """The device of one kernel in one kind of module, and the cost of the best alternative."""
 
     kernel: str
     scope: str
     device: str
     other: str
-    # Per request: own time here and there, and transfers that the move would add (or save, if negative).
+    # Per request: time here and there, and added transfers (negative: saved).
     here_us: float
     there_us: float
     transfers_us: float
-    # Time between two requests by busy time, after the move, as a multiple of before.
+    # Relative period after the move, by busy time.
     period: float
 
     @property
@@ -119,8 +115,6 @@ class Reason:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` says about a plan."""
-
     devices: tuple[Usage, ...]
     links: tuple[Usage, ...]
     bottleneck: str
@@ -129,27 +123,27 @@ class Explanation:
     # Transfers and bytes per average request.
     num_transfers: float
     transfer_bytes: float
-    # Relative error to expect of the plan's figures.
+    # Relative error of the plan's figures.
     error: float
-    # No placement serves one request alone faster than this; 0 if it was not asked for.
+    # Lower bound of one request alone; 0 if not computed.
     latency_bound_us: float
     is_gain: bool
     verdict: str
     memory: tuple[DeviceMemory, ...] = ()
     reasons: tuple[Reason, ...] = ()
-    # What else is worth knowing, in words.
+    # Further remarks.
     remarks: tuple[str, ...] = ()
 
 
 def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
-    """Figures and sentences about a plan; `is_brief` leaves out the latency bound, which takes long."""
+    """`is_brief` skips the latency bound, which is slow."""
     problem = _problem(plan)
     mix = mix_of(problem, plan)
     main = problem.problems[mix.columns[int(np.argmax(mix.shares))].variant]
     devices, links = _usages(problem, mix, plan)
     busiest = max((*devices, *links), key=lambda u: u.utilisation)
     gains = tuple(_gain(plan, b) for b in plan.baselines)
-    error = _error(plan, mix)
+    error = Sampler(problem).rel_error(mix)
     is_gain, verdict = _verdict(plan, gains, busiest, error)
     return Explanation(
         devices=devices,
@@ -170,7 +164,7 @@ def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
 
 
 def latency_bound_us(plan: ir.Plan) -> float:
-    """No placement makes one request alone faster than this."""
+    """Lower bound of the latency of one request alone."""
     return _latency_bound_us(_problem(plan))
 
 
@@ -179,7 +173,7 @@ def _latency_bound_us(problem: Problem) -> float:
 
 
 def _problem(plan: ir.Plan) -> Problem:
-    """The plan's batches, most often one."""
+    """The problem with all batches of the plan."""
     return joined([build(v.unit, v.costs, plan.cluster) for v in plan.every_variant])
 
 
@@ -211,7 +205,7 @@ def _memory(problem: Problem, mix: Mix) -> tuple[DeviceMemory, ...]:
 
 
 def _nodes(problem: Problem) -> dict[tuple[str, str], Labels]:
-    """(kernel, scope) -> its nodes, heaviest first."""
+    """(kernel, scope) -> nodes, heaviest first."""
     found: dict[tuple[str, str], set[int]] = {}
     for step, graph in enumerate(problem.unit.graphs):
         nodes = problem.node_of[step].tolist()
@@ -223,12 +217,12 @@ def _nodes(problem: Problem) -> dict[tuple[str, str], Labels]:
 
 
 def _kind_of(scope: str) -> str:
-    """Numbers as "*": "model.layers.*.mlp"."""
+    """Numbers become "*": "model.layers.*.mlp"."""
     return re.sub(r"\b\d+\b", "*", scope)
 
 
 def _bytes(problem: Problem, column: Column) -> float:
-    """Bytes that one work unit moves."""
+    """Bytes transferred per work unit."""
     own = problem.problems[column.variant]
     value, _, _ = own.crossings(column.labels)
     total = float((own.values.num_bytes * own.values.runs)[value].sum())
@@ -236,13 +230,12 @@ def _bytes(problem: Problem, column: Column) -> float:
 
 
 def _kernels(plan: ir.Plan, mix: Mix, problem: Problem) -> tuple[KernelUse, ...]:
-    """Heaviest first."""
     num = problem.num_devices
     runs: dict[tuple[str, str], float] = {}
     tables: dict[tuple[str, str], np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
     for variant, own in enumerate(problem.problems):
         lanes = [n for n, c in enumerate(mix.columns) if c.variant == variant]
-        # Requests of each lane in an average work unit, and of all lanes of this batch.
+        # Requests of each lane per work unit, and of all lanes of this batch.
         shares = np.array([mix.shares[n] for n in lanes]) * (plan.batch / own.unit.batch)
         each = float(shares.sum()) if plan.variants else 1.0
         for step, (graph, count) in enumerate(zip(own.unit.graphs, own.unit.counts, strict=True)):
@@ -275,22 +268,6 @@ def _ratio(theirs: float | None, ours: float | None) -> float | None:
     return theirs / ours if theirs and ours else None
 
 
-def _error(plan: ir.Plan, mix: Mix) -> float:
-    """Shared within a kernel, independent between kernels; weighed by the time the plan spends on each."""
-    spread: dict[str, float] = {}
-    total = 0.0
-    for share, lane in zip(mix.shares, plan.lanes, strict=True):
-        unit, each = plan.unit_of(lane), share / plan.weight_of(lane)
-        for step, (graph, count) in enumerate(zip(unit.graphs, unit.counts, strict=True)):
-            for index, row in enumerate(plan.costs_of(lane)[step].costs):
-                name = graph.trace.kernel_of(index).name
-                cost = row[lane.placement.devices[step][index]]
-                us = each * count * cost.us
-                total += us
-                spread[name] = spread.get(name, 0.0) + us * cost.rel_error
-    return float(np.sqrt(sum(x * x for x in spread.values())) / total) if total else 0.0
-
-
 def _verdict(plan: ir.Plan, gains: tuple[Gain, ...], busiest: Usage, error: float) -> tuple[bool, str]:
     known = [(ratio, g.name) for g in gains if (ratio := getattr(g, plan.objective.value)) is not None]
     where = f"{busiest.name} is the bottleneck ({busiest.utilisation:.0%} busy)"
@@ -317,7 +294,7 @@ def _verdict(plan: ir.Plan, gains: tuple[Gain, ...], busiest: Usage, error: floa
 
 
 def _remarks(plan: ir.Plan) -> Iterator[str]:
-    """One sentence each."""
+    """Sentences beyond the verdict."""
     below = 1.0 - plan.simulated_per_s / plan.bound_per_s
     yield f"The simulated rate is {below:.1%} below the bound that no mix of placements exceeds."
     if plan.variants:
@@ -347,7 +324,6 @@ def _remarks(plan: ir.Plan) -> Iterator[str]:
 
 
 def _count(number: int, noun: str) -> str:
-    """ "1 request", "2 requests"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -361,10 +337,7 @@ def reasons(
     kernels: dict[tuple[str, str], Labels],
     weight_of: Callable[[Column], float] = lambda column: 1.0,
 ) -> tuple[Reason, ...]:
-    """kernels: (kernel, scope) -> its nodes, heaviest first; the problem is the main lane's.
-
-    weight_of: work units in a request of a column, where lanes are of unlike batches.
-    """
+    """Reasons of the main lane's kernels, (kernel, scope) -> nodes."""
     if problem.num_devices < 2:
         return ()
     main = int(np.argmax(mix.shares))

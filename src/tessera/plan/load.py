@@ -1,17 +1,15 @@
-"""Load: a model, a load and devices in; batch, microbatches and placement out.
+"""Load: batch, microbatches and placement for a model under a load.
 
-A work unit is a microbatch of requests: their prefill, and a decode for every token of the answers. Points
-(batch, prefill batch, microbatches) are estimated by a quick simulation of what the linear program proposes
-there, batches far apart first and then around the best of every policy; the best points are planned in full.
-Baselines have the same freedom: each coarse policy at its own best point, data-parallel with a batch per
-device, all within the same memory and limits.
+A work unit is a microbatch of requests: their prefill, and one decode per answer token. Points (batch,
+prefill batch, microbatches) are estimated by a quick simulation of the linear program's mix, first on a
+coarse grid, then around the best of every policy; the best points are planned in full. Each coarse policy
+gets its own best point within the same memory and limits.
 
-A prefill of many prompts is hardly faster per prompt than one of a few, and holds far more temporaries. So a
-microbatch is prefilled in parts: of as many rows as pay by their prices, then of more and fewer around the
-best.
+Large prefills are hardly faster per prompt and hold more temporaries, so a microbatch is prefilled in parts:
+as many rows as pay, then more and fewer around the best.
 
-Time per output token, by Little's law: with n microbatches in flight on a lane that ends r of them a
-second, a microbatch takes n / r; its decodes share what its prefill leaves of that.
+Time per output token follows Little's law: n microbatches on a lane that completes r per second take n / r
+each, less the prefill.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -43,33 +41,32 @@ from tessera.plan.search.judge import Judge
 from tessera.plan.search.task import Simulator, Task, joined_task
 from tessera.plan.solve import decide
 
-# Batches that are tried first; then those near the best of every policy, nearer and nearer.
+# First batches; those near the best follow.
 BATCHES = tuple(2 * 4**n for n in range(6))
 NEAR = ((0.5, 2.0), (0.75, 1.25, 1.5), (0.875, 1.125))
 
-# Rows of a microbatch, and of one of its prefills.
+# Rows of a microbatch, and of one prefill.
 Shape = tuple[int, int]
 Point = tuple[Shape, int]
-# What a policy gives, and how its plan is made.
+# An option of a policy, and how to make its plan.
 Candidate = tuple[Option, Callable[[], ir.Plan]]
 
 
 @dataclass(frozen=True, eq=False)
 class PricedLoad:
-    """A load, its steps at every batch with their prices, and the cluster."""
+    """A load with its priced steps per batch, and the cluster."""
 
-    # The steps of a batch, priced on the cluster.
+    # Priced steps of a batch.
     variant_at: Callable[[int], ir.Variant]
     cluster: ir.Cluster
     target: Target
     # A simulator for one batch.
     make_simulate: Callable[[], Simulator]
-    # A batch with prefills of so many of its rows at a time; without it, prefills are whole.
+    # A batch with this many prefill rows at a time; None: whole prefills.
     in_parts: Callable[[int, int], ir.Variant] | None = None
     _known: dict[tuple[int, int | None], ir.Variant] = field(default_factory=dict)
 
     def at(self, batch: int, prefill: int | None = None) -> ir.Variant:
-        """One batch; the same record every time."""
         key = batch, None if self.in_parts is None else prefill
         if key not in self._known:
             if prefill is None or self.in_parts is None:
@@ -79,7 +76,7 @@ class PricedLoad:
         return self._known[key]
 
     def on(self, devices: Sequence[int]) -> "PricedLoad":
-        """The load on some of the devices."""
+        """The load on some devices."""
         return PricedLoad(
             lambda batch: variant_on(self.at(batch), devices),
             cluster_of(self.cluster, devices),
@@ -91,23 +88,22 @@ class PricedLoad:
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """What to plan a load for, and where to search."""
+    """Objective and search range of a load."""
 
-    # Looked at first, up to the first that does not fit.
+    # Tried in order until one does not fit.
     batches: Sequence[int] = BATCHES
-    # Multiples of the best batches so far that are looked at too, round by round.
+    # Multiples of the best batches, tried per round.
     near: Sequence[Sequence[float]] = NEAR
-    # In flight, at most; twice as many as devices where it is None.
+    # Maximum in flight; None: twice the devices.
     max_microbatches: int | None = None
-    # Throughput, cost or energy.
     objective: ir.Objective = ir.Objective.THROUGHPUT
-    # Called with a line about what is done.
+    # Called with progress lines.
     advance: Callable[[str], None] = lambda text: None
     search: SearchConfig = FULL
 
 
 def plan_at_once(load: PricedLoad, config: LoadConfig) -> LoadPlan:
-    """The plan that gives most tokens per second within memory and the limits, on all devices at once."""
+    """The plan with most tokens per second within memory and limits, on all devices."""
     batches, advance = config.batches, config.advance
     most = config.max_microbatches or 2 * len(load.cluster.devices)
     search = _Search(load, most, config.objective, config.search)
@@ -115,7 +111,6 @@ def plan_at_once(load: PricedLoad, config: LoadConfig) -> LoadPlan:
     rows = None if load.in_parts is None else _prefill_rows(load, batches[-1], gain)
 
     def look(batch: int, prefill: int | None = None) -> bool:
-        """False if it does not fit, even with prefills of fewer rows."""
         advance(f"pricing batch {batch}" + (f", prefills of {prefill}" if prefill else ""))
         if rows is None:
             return search.look(load.at(batch))
@@ -138,7 +133,7 @@ def plan_at_once(load: PricedLoad, config: LoadConfig) -> LoadPlan:
 
 
 def _prefill_rows(load: PricedLoad, batch: int, gain: float) -> int | None:
-    """The fewest rows that are prefilled nearly as fast as more, by their prices; None without prefills."""
+    """Fewest rows with nearly the best prefill speed; None without prefills."""
     rows, last_us = 1, np.zeros(0)
     while rows <= batch:
         if batch % rows == 0:
@@ -155,13 +150,13 @@ def _prefill_rows(load: PricedLoad, batch: int, gain: float) -> int | None:
 
 
 def _part(batch: int, rows: int) -> int:
-    """The least part of a batch of at least so many rows; all of it where no less is one."""
+    """Smallest divisor of the batch with at least this many rows."""
     return next((part for part in range(rows, batch) if batch % part == 0), batch)
 
 
 @dataclass(eq=False)
 class _Point:
-    """One batch with so many microbatches in flight at most."""
+    """One batch with a maximum of microbatches in flight."""
 
     variant: ir.Variant
     judge: Judge
@@ -191,7 +186,7 @@ class _Search:
         return self.load.target
 
     def look(self, variant: ir.Variant) -> bool:
-        """Adds the points of one batch; False if it does not fit, so that no larger one does."""
+        """Add the points of one batch; False if it does not fit."""
         problem = build(variant.unit, variant.costs, self.cluster)
         simulate = self.load.make_simulate()
         num = len(self.cluster.devices)
@@ -200,7 +195,7 @@ class _Search:
         last = 0
         for microbatches in sorted(
             {1, *(max(1, round(depth * num)) for depth in self.config.load_depths)}
-        ):  # one: replicas
+        ):  # 1: replicas
             least, last = last + 1, microbatches
             if microbatches > self.max_microbatches or (
                 microbatches > 1 and self._least_ms(problem, least) > self._limit_ms
@@ -223,10 +218,10 @@ class _Search:
         return float("inf") if self.target.tpot_ms is None else self.target.tpot_ms
 
     def _least_ms(self, problem: Problem, microbatches: int) -> float:
-        """Lower bound of the time per token with so many microbatches in flight."""
+        """Lower bound of the time per token."""
         taken_ms = 1e-3 * microbatches * spread_us(problem.load_us)
         if _has_prefill(problem.unit):
-            # The decodes' share of it, at the least.
+            # The decodes' minimum share.
             rows = zip(problem.unit.graphs, problem.cost_us, problem.unit.counts, strict=True)
             listed = [(g.trace.step.kind == "decode", us, count) for g, us, count in rows]
             decode = sum(float(us.min(axis=1).sum()) * count for is_decode, us, count in listed if is_decode)
@@ -237,17 +232,14 @@ class _Search:
         return taken_ms / max(1, self.target.output_tokens)
 
     def near(self, factors: Sequence[float]) -> list[int]:
-        """Batches between those looked at, around the most promising of every policy.
-
-        Where all of them are too slow, down to one row.
-        """
+        """Untried batches around the best of every policy; down to one row where all are too slow."""
         known = {batch for (batch, _), _ in self.points}
         least = min(self.points)[0]
         around = {_even(batch * factor) for batch, _ in self._promising() or {least} for factor in factors}
         return sorted(around - known)
 
     def near_prefills(self) -> list[Shape]:
-        """The most promising batches of every policy with prefills of more and of fewer rows."""
+        """The best batches of every policy with other prefill rows."""
         known = {shape for shape, _ in self.points}
         around = {
             (batch, round(prefill * factor))
@@ -257,7 +249,7 @@ class _Search:
         return sorted(x for x in around - known if 1 <= x[1] <= x[0] and x[0] % x[1] == 0)
 
     def _promising(self) -> set[Shape]:
-        """The shapes where each policy may reach most."""
+        """Best shapes of each policy, by upper bound."""
         upper_bounds: dict[str, tuple[float, Shape]] = {}
         for (shape, microbatches), point in self.points.items():
             listed = [(name, mix) for name, mixes in point.task.coarse.items() for mix in mixes or ()]
@@ -277,11 +269,11 @@ class _Search:
         return {shape for _, shape in upper_bounds.values()}
 
     def refusal(self) -> PlanInfeasible:
-        """Why not even the smallest batch fits."""
+        """The error if not even the smallest batch fits."""
         return self._refused or PlanInfeasible("no batch was given", "Give at least one.")
 
     def best(self, advance: Callable[[str], None]) -> LoadPlan:
-        """The best plan; baselines come first, because the plan must beat them."""
+        """The best plan; baselines first, as floors."""
         advance("coarser policies")
         replicas = self._replicas()
         best: dict[str, Candidate] = {}
@@ -295,13 +287,13 @@ class _Search:
         planned = self._planned(
             max((o for o, _ in best.values()), key=lambda o: o.tokens_per_s, default=None), advance
         )
-        everything = [*best.values(), *planned]  # of equals, the coarser
+        everything = [*best.values(), *planned]  # ties: coarser
         if not everything:
             raise self._too_slow()
         chosen, make = max(everything, key=lambda x: x[0].figure(self.objective))
         baselines = tuple(o for o, _ in best.values())
         rates = {o.policy: o.tokens_per_s for o in baselines} | {"plan": chosen.tokens_per_s}
-        # Quick estimates above what was simulated in full are not shown.
+        # Omit quick estimates above full simulations.
         options = tuple(
             o for o in self.options if o.tokens_per_s <= rates.get(o.policy, 0) or not o.keeps(self.target)
         )
@@ -319,7 +311,7 @@ class _Search:
     # Coarser policies.
 
     def _replicas(self) -> dict[str, list[Candidate]]:
-        """A model on every device, each at its own best batch; and on the best one alone."""
+        """A replica on every device at its own best batch, and the best device alone."""
         best: dict[int, tuple[Option, Point, Column]] = {}
         for (shape, microbatches), point in self.points.items():
             for device in range(len(self.cluster.devices)) if microbatches == 1 else ():
@@ -347,17 +339,14 @@ class _Search:
         }
 
     def _coarse(self, name: str, floor: float) -> list[Candidate]:
-        """A coarse policy: points are estimated quickly, the best of them simulated in full.
-
-        Above `floor`, the best policy so far, it is rated by the long run.
-        """
+        """Best point of a coarse policy: quick estimates, then full simulation; above `floor` a long one."""
         upper_bounds = [
             (self._upper_bound(point, mix), point, mix)
             for point in self.points.values()
             for mix in point.task.coarse[name] or ()
         ]
         upper_bounds = [x for x in upper_bounds if self._may_keep(x[1], x[2])]
-        # Tokens per second by a quick look, or what a point may have that is left out for its neighbours.
+        # Quick tokens per second, or the upper bound of a skipped point.
         looks: list[tuple[float, float, _Point, Mix]] = []
         step = self.config.curve_step
         for upper_bound, point, mix in sorted(upper_bounds, key=lambda x: -x[0]):
@@ -369,7 +358,7 @@ class _Search:
                     looks.append((option.tokens_per_s, upper_bound, point, mix))
         found: list[Candidate] = []
         best = 0.0
-        # Microbatches in flight -> the least batch that was too slow: larger ones are too.
+        # Microbatches in flight -> smallest batch that was too slow.
         slow: dict[int, int] = {}
         for _, upper_bound, point, mix in sorted(looks, key=lambda x: -x[0]):
             if len(found) == self.config.max_simulated:
@@ -387,10 +376,8 @@ class _Search:
             found.append((option, partial(self._plan, point, mix, name)))
         return found
 
-    # The plan.
-
     def _planned(self, floor: Option | None, advance: Callable[[str], None]) -> list[Candidate]:
-        """Kernel-level plans where upper bounds are highest and where the best baseline is."""
+        """Full plans of the points with the highest upper bounds, and at the best baseline."""
         drafts = [(self._draft(point)[0], point) for point in self.points.values()]
         near = {p: draft.tokens_per_s for draft, p in drafts if draft is not None and self._is_near(draft)}
         by_draft = sorted(near, key=lambda p: -near[p])
@@ -414,14 +401,12 @@ class _Search:
                 best = max(best, option.tokens_per_s)
         return [x for x in found if x[0].keeps(self.target)]
 
-    # Figures.
-
     def _upper_bound(self, point: _Point, mix: Mix) -> float:
-        """Tokens per second that no run exceeds by busy time and by the requests in flight."""
+        """Upper bound of tokens per second, by busy time and requests in flight."""
         return self._tokens(point) * point.task.upper_bound_per_s(mix)
 
     def _is_beaten(self, policy: str, point: _Point, mix: Mix, by: float = 0.0) -> bool:
-        """Whether the policy has more tokens in less time elsewhere than this may reach, but for `by`."""
+        """Whether the policy has a point with more tokens in less time, up to `by`."""
         upper_bound = self._upper_bound(point, mix)
         least_ms, _ = self._times_ms(point, mix, upper_bound / self._tokens(point))
         shown = (o for o in self.options if o.policy == policy)
@@ -429,9 +414,8 @@ class _Search:
         return any(o.tokens_per_s * more >= upper_bound and o.tpot_ms <= least_ms * more for o in shown)
 
     def _draft(self, point: _Point) -> tuple[Option | None, float]:
-        """The linear program's best mix for a point, simulated quickly; and the tokens/s it may reach.
-
-        None where nothing of it ends within what is looked at, or where even its upper bound is beaten.
+        """The linear program's best mix for a point by quick simulation, with its upper bound; None if
+        beaten.
         """
         if point not in self._drafts:
             microbatches, num = point.task.microbatches, len(self.cluster.devices)
@@ -450,25 +434,24 @@ class _Search:
         return self._drafts[point]
 
     def _is_near(self, draft: Option) -> bool:
-        """Whether a plan in full may keep to the limits."""
+        """Whether a full plan may meet the limits."""
         gain = self.config.planning_gain
         return self.target.allows(draft.tpot_ms / gain, draft.ttft_ms / gain)
 
     def _may_keep(self, point: _Point, mix: Mix) -> bool:
-        """False where even at its rate by busy time a token, or the first one, takes too long."""
+        """False if the limits are missed even by busy time."""
         if self.target.tpot_ms is None and self.target.ttft_ms is None:
             return True
         return self.target.allows(*self._times_ms(point, mix, mix.rate_per_s))
 
     def _tokens(self, point: _Point) -> float:
-        """Tokens of a work unit."""
         return point.variant.batch * max(1, self.target.output_tokens)
 
     def _simulated(self, policy: str, point: _Point, mix: Mix) -> Option:
         return self._option(policy, point, mix, point.judge.rate_per_s(mix))
 
     def _followed(self, policy: str, point: _Point, mix: Mix) -> Option:
-        """Simulated in the long run, after microbatches fall into step."""
+        """Simulated over a long run."""
         point.judge.settle(mix)
         return self._simulated(policy, point, mix)
 
@@ -492,7 +475,7 @@ class _Search:
         return option
 
     def _times_ms(self, point: _Point, mix: Mix, rate_per_s: float) -> tuple[float, float]:
-        """(time per output token, time to the first) at a rate, by the steps' own times."""
+        """(time per output token, time to first token) at a rate."""
         taken_ms = 1e3 * sum(microbatch_counts(mix, point.task.microbatches)) / rate_per_s
         problem, runs = point.task.problem, max(1, self.target.output_tokens)
         if not _has_prefill(problem.unit):
@@ -502,15 +485,13 @@ class _Search:
         first_ms = taken_ms * float(steps[is_before].sum() / steps.sum())
         return (taken_ms - first_ms) / runs, first_ms
 
-    # Records.
-
     def _plan(self, point: _Point, mix: Mix, policy: str) -> ir.Plan:
         plan = replace(point.judge.finished(mix, (), [mix]), policy=policy)
         ir.verify(plan)
         return plan
 
     def _joined(self, chosen: Iterable[tuple[Point, Column]]) -> ir.Plan:
-        """One lane for each device, at batches of their own."""
+        """One lane per device, each with its own batch."""
         listed = list(chosen)
         batches = list(dict.fromkeys(point for point, _ in listed))
         simulate = self.load.make_simulate()

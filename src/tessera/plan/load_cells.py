@@ -1,14 +1,11 @@
-"""Load on many devices: parts of the cluster planned by themselves.
+"""Load on many devices: parts of the cluster planned alone and copied.
 
-Equal devices: four H20 and four L40S are four times one of each; three and five are three pairs and two more
-cards. Each part is planned for the load once, with batches and microbatches of its own, and copied to the
-devices of every copy; so are the baselines. Parts share nothing: rates add up. Few devices are also searched
-all at once, at the batches that were best for the parts.
+Equal devices: four H20 and four L40S are four pairs; three and five are three pairs and two single cards.
+Each part is planned once, as are its baselines; rates add up. Small clusters are also planned at once, at the
+parts' best batches.
 
-Cost and energy: sets of the devices (of equal devices, how many) are planned for the load, most promising
-by busy time first, and the best by the objective is taken, for the plan and for every baseline. On one set,
-most tokens per second are most tokens per dollar; per joule they need not be: the set's baselines and
-throughput plans are compared.
+Cost and energy: device sets are planned in order of their bound, and the best by the objective is kept, for
+the plan and for every baseline.
 """
 
 from collections.abc import Sequence
@@ -26,7 +23,7 @@ from tessera.plan.solve import side_by_side
 
 
 def plan_load(load: PricedLoad, config: LoadConfig) -> LoadPlan:
-    """Batch, microbatches and placement for a load, the best by the objective of the search."""
+    """The best plan for a load by the configured objective."""
     goal, cluster = config.objective, load.cluster
     if goal is ir.Objective.THROUGHPUT:
         return _on_all(load, config)
@@ -38,7 +35,7 @@ def plan_load(load: PricedLoad, config: LoadConfig) -> LoadPlan:
         config.advance(f"on {', '.join(cluster.names[d] for d in devices)}")
         try:
             part = _on_all(load.on(devices), config)
-        except PlanInfeasible as error:  # too small for the model, or too slow for the limits
+        except PlanInfeasible as error:  # too small, or too slow for the limits
             refused = error
             continue
         found.append(_joined(load, [(part, (devices,))]))
@@ -49,12 +46,12 @@ def plan_load(load: PricedLoad, config: LoadConfig) -> LoadPlan:
 
 
 def _on_all(load: PricedLoad, config: LoadConfig) -> LoadPlan:
-    """On all devices; of alike ones, never below what their cells give."""
+    """All devices; never below a partition into equal cells."""
     cluster = load.cluster
     first = load.at(config.batches[0])
     problem = build(first.unit, first.costs, cluster)
     kinds = kinds_of(problem)
-    # What no device holds by itself fills a cell: its batches say nothing of what all devices could take.
+    # A model larger than a device fills its cell: the cell's batches do not transfer.
     is_large = float(problem.weights.num_bytes.sum()) > float(problem.memory_bytes.max())
     if kinds is None or (is_large and len(cluster.devices) <= config.search.max_at_once):
         return plan_at_once(load, config)
@@ -63,19 +60,19 @@ def _on_all(load: PricedLoad, config: LoadConfig) -> LoadPlan:
     for parts in partitions(kinds.members):
         try:
             found.append(_joined(load, _planned(load, parts, config)))
-        except PlanInfeasible:  # a cell that is too small for the model
+        except PlanInfeasible:  # cell too small
             continue
     if not found:
         return plan_at_once(load, config)
     if len(cluster.devices) <= config.search.max_at_once:
         tried = {max(o.batch.values()) for one in found for o in (one.chosen, *one.baselines)}
-        with suppress(PlanInfeasible):  # none of them may keep to the limits on all devices together
+        with suppress(PlanInfeasible):  # limits missed on all devices
             found.append(plan_at_once(load, replace(config, batches=sorted(tried), near=())))
     return best_of(found, load.target)
 
 
 def _planned(load: PricedLoad, parts: Sequence[Cells], config: LoadConfig) -> list[tuple[LoadPlan, Cells]]:
-    """Every part once; a card that is left over and cannot take part by itself stays idle."""
+    """Each part once; a left-over device that cannot serve the load stays idle."""
     cluster, most = load.cluster, config.max_microbatches
     found: list[tuple[LoadPlan, Cells]] = []
     for cells in parts:
@@ -91,7 +88,7 @@ def _planned(load: PricedLoad, parts: Sequence[Cells], config: LoadConfig) -> li
 
 
 def best_of(found: Sequence[LoadPlan], target: Target) -> LoadPlan:
-    """The best plan, with each policy at its best in any of them."""
+    """The best plan, with the best option of each policy."""
     goal = found[0].objective
     best = max(found, key=lambda one: one.chosen.figure(goal))
     policies: dict[str, Option] = {}
@@ -105,7 +102,7 @@ def best_of(found: Sequence[LoadPlan], target: Target) -> LoadPlan:
 
 
 def _joined(load: PricedLoad, parts: Sequence[tuple[LoadPlan, Cells]]) -> LoadPlan:
-    """One plan of all copies of all parts of a load, and what the policies give in the same parts."""
+    """All copies of all parts as one plan, and the policies on the same parts."""
     cluster, goal = load.cluster, parts[0][0].objective
     plan = _copied(load, parts)
     name = "plan" if plan.policy == ir.Objective.THROUGHPUT.value else plan.policy
@@ -120,12 +117,12 @@ def _joined(load: PricedLoad, parts: Sequence[tuple[LoadPlan, Cells]]) -> LoadPl
 
 
 def _of_policy(part: LoadPlan, policy: str) -> Option:
-    """What a policy gives in one part; a card that is left over is alone."""
+    """The policy's option in one part; a single device has only one."""
     return next((o for o in part.baselines if o.policy == policy), part.chosen)
 
 
 def _together(cluster: ir.Cluster, policy: str, rows: Sequence[tuple[Option, Cells]]) -> Option:
-    """The option of every part on all of its copies."""
+    """Options copied to all cells and added up."""
     names = cluster.names
 
     def copied(by_device: dict[str, int], devices: Sequence[int], first: Sequence[int]) -> dict[str, int]:
@@ -144,7 +141,7 @@ def _together(cluster: ir.Cluster, policy: str, rows: Sequence[tuple[Option, Cel
 
 
 def _copied(load: PricedLoad, parts: Sequence[tuple[LoadPlan, Cells]]) -> ir.Plan:
-    """`side_by_side` of the parts' plans, with a bound: every launch spread freely, transfers free."""
+    """`side_by_side` of the parts, bounded by freely spread launches."""
     plans = [(part.plan, cells) for part, cells in parts]
     shapes = dict.fromkeys(shape_of(v) for plan, _ in plans for v in plan.every_variant)
     variants = [load.at(*shape) for shape in shapes]

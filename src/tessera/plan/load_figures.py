@@ -1,4 +1,4 @@
-"""Figures of a load: what is asked for, and what a policy gives at one point."""
+"""Target and figures of a load."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,33 +8,32 @@ from tessera import ir
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The load's answers, and the limits of latency."""
+    """Answer length and latency limits."""
 
-    # Tokens of the answer of a request; a unit without decodes counts rows.
+    # Answer tokens per request; a unit without decodes counts rows.
     output_tokens: int
     tpot_ms: float | None = None
     ttft_ms: float | None = None
 
     def allows(self, tpot_ms: float, ttft_ms: float) -> bool:
-        """Whether these times are within the limits."""
         in_time = self.tpot_ms is None or tpot_ms <= self.tpot_ms * (1 + 1e-9)
         return in_time and (self.ttft_ms is None or ttft_ms <= self.ttft_ms * (1 + 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What one policy gives at one point, simulated."""
+    """A policy's simulated figures at one point."""
 
     policy: str
     tokens_per_s: float
     tpot_ms: float
     ttft_ms: float
-    # Rows of a microbatch on each device that has one, by the device's name.
+    # Device name -> rows of a microbatch.
     batch: dict[str, int]
     microbatches: int
     # Rows of one prefill; empty without prefills.
     prefill_batch: dict[str, int] = field(default_factory=dict)
-    # Rent of the devices in use, and energy, modelled; None where a price or a power is not known.
+    # Rent and modelled energy; None if unknown.
     usd_per_hour: float | None = None
     joules_per_token: float | None = None
 
@@ -43,7 +42,6 @@ class Option:
         return None if self.usd_per_hour is None else self.usd_per_hour * 1e6 / 3600 / self.tokens_per_s
 
     def figure(self, objective: ir.Objective) -> float:
-        """The objective's figure; more is better."""
         if objective is ir.Objective.COST:
             return 1.0 / self.usd_per_million_tokens if self.usd_per_million_tokens else 0.0
         if objective is ir.Objective.ENERGY:
@@ -51,24 +49,23 @@ class Option:
         return self.tokens_per_s
 
     def keeps(self, target: Target) -> bool:
-        """Whether it is within the limits."""
         return target.allows(self.tpot_ms, self.ttft_ms)
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The plan for a load, what it gives, and what every coarser policy gives at its own best."""
+    """The plan for a load, and every coarse policy at its best."""
 
     plan: ir.Plan
     chosen: Option
     # One per policy that applies.
     baselines: tuple[Option, ...]
-    # Everything that was simulated.
+    # All simulated options.
     options: tuple[Option, ...]
     objective: ir.Objective = ir.Objective.THROUGHPUT
 
     def ratio_to(self, other: Option) -> float:
-        """The plan's figure relative to another option's."""
+        """The plan's figure relative to an option's."""
         return self.chosen.figure(self.objective) / other.figure(self.objective)
 
     @property
@@ -77,7 +74,7 @@ class LoadPlan:
 
     @property
     def frontier(self) -> tuple[Option, ...]:
-        """The Pareto frontier of each policy over throughput and time per token."""
+        """Pareto front of each policy: throughput and time per token."""
         kept: list[Option] = []
         for policy in dict.fromkeys(o.policy for o in self.options):
             best = 0.0
@@ -91,7 +88,7 @@ class LoadPlan:
 
 
 def against(plan: ir.Plan, options: Sequence[Option], target: Target) -> ir.Plan:
-    """The plan beside every coarser policy at that policy's own best, in work units of the plan."""
+    """The plan with its baselines, in work units of the plan."""
     tokens = plan.batch * max(1, target.output_tokens)
     rates = tuple(ir.Baseline(o.policy, o.tokens_per_s / tokens, None) for o in options)
     return replace(plan, baselines=rates)
@@ -116,7 +113,7 @@ def together(listed: Sequence[Option], policy: str = "data-parallel") -> Option:
 
 
 def replicas_within(options: Sequence[Option]) -> list[Option]:
-    """Data-parallel within every time per token that some device reaches alone."""
+    """Data-parallel options for each time per token that some device reaches."""
     single = [o for o in options if o.policy == "single"]
     found = []
     for limit in {o.tpot_ms for o in single}:

@@ -1,22 +1,16 @@
-"""The planning problem as arrays: nodes to place, values that may move, memory.
+"""The planning problem as arrays: nodes to place, values to move, memory.
 
-A node is a set of launches that must share a device: one launch, a group that shares state, or all
-immovable launches together. Node n on device d keeps d busy for load_us[n, d] per request (launch costs
-times the runs of their step). A value is a hyperedge from one node to its readers, paid once per (value,
-destination device) in every run of its step. State that two consecutive steps share is one more value, paid
-once per request. Links on one bus share one row of busy time. A device holds the weights that its nodes
-read once, and per microbatch the state that lives there and the temporaries of the largest step. Step
-inputs and outputs are free.
+A node is a set of launches that share a device: one launch, a group with shared state, or all immovable
+launches. load_us[n, d] is the busy time of node n on device d per request. A value is a hyperedge from a node
+to its readers, paid once per (value, destination) and run. State shared by consecutive steps is a value paid
+once per request. Links of a bus share a row of busy time. A device holds its weights once, and per microbatch
+its state and the temporaries of the largest step. Step inputs and outputs are free.
 
-Devices are alike iff every launch costs the same on them, they hold as much, the constraints treat them
-alike and their links to everything else are the same. Swapping two of them maps plans to plans of the same
-rate, so the mean of an optimum over all swaps is an optimum and loads the devices of a kind equally;
-splitting a request between two devices of a kind only adds transfers. Hence the linear program over
-placements on one device per kind has the same optimum. Not handled: links that share a bus; with those
-every device is its own kind.
+Devices are alike if costs, memory, constraints and links are equal. Swapping them preserves rates, so some
+optimum loads them equally, and the linear program over one device per kind has the same optimum. Not handled:
+buses; there every device is its own kind.
 
-Plans for fewer devices can stand side by side ("cells"): four H20 and four L40S are four times one of each,
-three and five are three pairs and two more cards (`partitions`).
+Plans for fewer devices can be copied side by side ("cells", see `partitions`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,66 +41,63 @@ from tessera.plan.arrays import (
 )
 from tessera.plan.constraints import Constraint, allowed, layers_of, restricted_constraints
 
-# Link time of one message beyond its bytes: setting up a copy engine or a send.
+# Fixed link time per message.
 MESSAGE_US = 1.0
 
 MixKey = tuple[tuple[bytes, ...], tuple[float, ...], tuple[int, ...]]
-# Copies of one part of a cluster: the devices of each.
+# Devices of each copy of a part of the cluster.
 Cells = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """A placement with what one request that follows it costs."""
+    """A placement with the costs of one request."""
 
     labels: Labels
-    # Busy microseconds of every device, then of every link (row-major, source first; the diagonal is zero).
+    # Busy microseconds of devices, then of links (row-major, source first).
     busy_us: Floats
-    # All launches and all transfers one after the other, latencies included.
+    # All launches and transfers in sequence, with latencies.
     path_us: float
     # Transfers of one request.
     num_messages: float
-    # The request's batch where there are several; figures are then per work unit of the first batch.
+    # Batch index; figures are per work unit of the first batch.
     variant: int = 0
 
     @cached_property
     def key(self) -> bytes:
-        """Equal placements, equal keys."""
         return self.labels.tobytes() + (bytes((self.variant,)) if self.variant else b"")
 
 
 @dataclass(frozen=True, eq=False)
 class Mix:
-    """Columns and the share of the requests that follows each; shares sum to one."""
+    """Columns with their shares of the requests; shares sum to one."""
 
     columns: tuple[Column, ...]
     shares: tuple[float, ...]
-    # Microbatches that follow each; empty: by the shares, see `microbatch_counts`.
+    # Microbatches per column; empty: by `microbatch_counts`.
     microbatches: tuple[int, ...] = ()
 
     @cached_property
     def busy_us(self) -> Floats:
-        """Busy time of every device and link per average request."""
+        """Busy time of devices and links per average request."""
         rows = np.array([c.busy_us for c in self.columns])
         return np.asarray(np.array(self.shares) @ rows, dtype=np.float64)
 
     @cached_property
     def key(self) -> MixKey:
-        """Equal mixes, equal keys."""
         return tuple(c.key for c in self.columns), self.shares, self.microbatches
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """Devices with a lane, ascending."""
         return tuple(np.unique(np.concatenate([c.labels for c in self.columns])).tolist())
 
     @property
     def rate_per_s(self) -> float:
-        """Requests per second with the busiest device or link fully busy."""
+        """Requests per second at full use of the bottleneck."""
         return 1e6 / float(self.busy_us.max())
 
     def only(self, lanes: Sequence[int]) -> "Mix":
-        """The mix of some lanes, in the same proportions."""
+        """Some lanes, in the same proportions."""
         total = sum(self.shares[i] for i in lanes)
         columns, shares = zip(*((self.columns[i], self.shares[i] / total) for i in lanes), strict=True)
         return Mix(columns, shares, tuple(self.microbatches[i] for i in lanes) if self.microbatches else ())
@@ -118,23 +109,21 @@ class Mix:
 
 
 def by_speed(columns: Sequence[Column], microbatches: tuple[int, ...] = ()) -> Mix:
-    """Columns that share no device, with shares in proportion to their speed."""
+    """Columns that share no device, with shares by speed."""
     speeds = [1.0 / float(c.busy_us.max()) for c in columns]
     return Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds), microbatches)
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A work unit, its prices and a cluster, as arrays."""
-
     unit: ir.WorkUnit
     costs: tuple[ir.Costs, ...]
     cluster: ir.Cluster
     # node_of[step][launch]
     node_of: tuple[Ints, ...]
-    # cost_us[step][launch, device], of one run.
+    # cost_us[step][launch, device] per run.
     cost_us: tuple[Floats, ...]
-    # load_us[node, device], of one request.
+    # load_us[node, device] per request.
     load_us: Floats
     values: Values
     weights: Holdings
@@ -146,18 +135,18 @@ class Problem:
     # One per step.
     temporaries: tuple[Temporaries, ...] = ()
     constraints: tuple[Constraint, ...] = ()
-    # [node, device]: where the constraints let a node run; None: anywhere.
+    # [node, device] -> allowed; None: all.
     allowed: Bools | None = None
-    # The same work at other batches, on the same devices; see `joined`.
+    # Other batches on the same devices; see `joined`.
     others: tuple["Problem", ...] = ()
 
     @cached_property
     def problems(self) -> tuple["Problem", ...]:
-        """One per batch; `Column.variant` is an index."""
+        """One per batch, indexed by `Column.variant`."""
         return (self, *self.others)
 
     def weight_of(self, column: Column) -> float:
-        """Work units in one request of a column."""
+        """Work units per request of a column."""
         return self.problems[column.variant].unit.batch / self.unit.batch
 
     @property
@@ -170,12 +159,12 @@ class Problem:
 
     @cached_property
     def layer_of_node(self) -> tuple[Ints, int] | None:
-        """(node -> layer, layers) by the vote of its launches."""
+        """(node -> layer, number of layers)."""
         found = layers_of(self.unit)
         return None if found is None else (self.vote(found[0], found[1]), found[1])
 
     def vote(self, marks: Sequence[Ints], num: int) -> Ints:
-        """Node -> the mark that most of its work carries; marks[step][launch]."""
+        """Node -> mark with most of its work; marks[step][launch]."""
         votes = np.zeros((self.num_nodes, num))
         for nodes, mark, costs, count in zip(
             self.node_of, marks, self.cost_us, self.unit.counts, strict=True
@@ -185,17 +174,17 @@ class Problem:
 
     @cached_property
     def link_row(self) -> Ints:
-        """[source x devices + destination]: the row of busy time that the link counts in."""
+        """[source x devices + destination] -> row of busy time."""
         return link_rows(self.cluster)
 
     @cached_property
     def wire_us(self) -> Floats:
-        """[value, source, destination]: how long one request keeps the link busy with the value."""
+        """[value, source, destination]: link busy time per request."""
         return self._per_message(np.full_like(self.latency_us, MESSAGE_US))
 
     @cached_property
     def transfer_us(self) -> Floats:
-        """[value, source, destination]: how long one request would wait for the value."""
+        """[value, source, destination]: latency per request."""
         return self._per_message(self.latency_us)
 
     def _per_message(self, fixed_us: Floats) -> Floats:
@@ -205,7 +194,7 @@ class Problem:
         return paid
 
     def column(self, labels: Labels, variant: int = 0) -> Column:
-        """A placement of one batch, with its loads of a work unit."""
+        """A placement of one batch with its loads per work unit."""
         if variant:
             return self.scaled(self.others[variant - 1].column(labels), variant)
         num = self.num_devices
@@ -219,11 +208,11 @@ class Problem:
         return Column(labels, busy, path, float(self.values.runs[value].sum()))
 
     def alone(self, device: int, variant: int = 0) -> Column:
-        """All of one batch on one device."""
+        """One batch on one device."""
         return self.column(np.full(self.problems[variant].num_nodes, device, dtype=np.int64), variant)
 
     def scaled(self, column: Column, variant: int) -> Column:
-        """A column of one batch's own problem as one of all of them."""
+        """A column of one batch's own problem, rescaled to this one."""
         column = replace(column, variant=variant)
         units = self.weight_of(column)
         return replace(
@@ -234,12 +223,12 @@ class Problem:
         )
 
     def steps_us(self, labels: Labels) -> Floats:
-        """[step]: busy time of one request's runs of each step, on all devices together."""
+        """Busy time of each step per request, over all devices."""
         rows = zip(self.node_of, self.cost_us, self.unit.counts, strict=True)
         return np.array([us[np.arange(len(nodes)), labels[nodes]].sum() * count for nodes, us, count in rows])
 
     def crossings(self, labels: Labels) -> tuple[Ints, Ints, Ints]:
-        """(value, source, destination) of every transfer that a placement needs."""
+        """(value, source, destination) of every transfer."""
         vals = self.values
         needed = np.zeros((len(vals), self.num_devices), dtype=np.bool_)
         needed[vals.pin_value, labels[vals.pin_node]] = True
@@ -249,21 +238,20 @@ class Problem:
         return value, home[value], dst
 
     def placement(self, labels: Labels) -> ir.Placement:
-        """The placement of launches."""
         return ir.Placement(tuple(tuple(labels[nodes].tolist()) for nodes in self.node_of))
 
     def labels(self, placement: ir.Placement) -> Labels:
-        """Devices of nodes; the placement must not split a node."""
+        """Device of each node; the placement must not split nodes."""
         found = np.zeros(self.num_nodes, dtype=np.int64)
         for nodes, devices in zip(self.node_of, placement.devices, strict=True):
             found[nodes] = devices
         return found
 
     def excess_bytes(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> Floats:
-        """Bytes by which each device would overflow if it served all these columns (<= 0: it fits).
+        """Bytes by which devices overflow if they serve all these columns (<= 0: fits).
 
-        Weights are those of any of the columns, once. State and temporaries are those of the requests in
-        flight: so many on each column, or, of a single number, all on the column that needs most.
+        Weights count once. `microbatches`: requests in flight per column, or one number for the largest
+        column.
         """
         fixed, each = self.footprints(columns)
         held = (
@@ -274,12 +262,12 @@ class Problem:
         return np.asarray(fixed + held - self.memory_bytes)
 
     def footprint(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
-        """(bytes of weights on each device, bytes that one more request in flight may take there)."""
+        """(weight bytes per device, maximum bytes per further request)."""
         fixed, each = self.footprints(columns)
         return fixed, np.asarray(each.max(axis=0))
 
     def footprints(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
-        """(bytes of weights on each device, [column, device]: bytes of a request in flight there)."""
+        """(weight bytes per device, [column, device] bytes per request)."""
         num = self.num_devices
         sizes, items = self._all_weights
         held = np.zeros((len(sizes), num), dtype=np.bool_)
@@ -296,7 +284,7 @@ class Problem:
 
     @cached_property
     def _all_weights(self) -> tuple[Floats, tuple[Ints, ...]]:
-        """(bytes of every weight of any batch, [batch]: numbers of its own weights among them)."""
+        """(bytes of all weights, [batch] -> its weights' indices)."""
         number: dict[str, int] = {}
         items = tuple(
             np.array([number.setdefault(name, len(number)) for name in p.weights.names], dtype=np.int64)
@@ -309,13 +297,13 @@ class Problem:
 
     @cached_property
     def _held(self) -> dict[bytes, tuple[Bools, Floats]]:
-        """Cache by placement: [weight, device] held there, and bytes of a request."""
+        """Cached: [weight, device] held, and bytes per request."""
         return {}
 
     def resident(self, microbatches: float, tilt: float = 0.0) -> Holdings:
-        """Weights once and the state of so many requests in flight: what pricing charges for by the byte.
+        """Weights and state of the requests in flight, which pricing charges per byte.
 
-        With a tilt, bytes that the last launches read count for more by this share, the first ones' for less.
+        `tilt` raises byte prices towards the last launches.
         """
         weights, states = self.weights, self.states
         num_bytes = np.concatenate([weights.num_bytes, microbatches * states.num_bytes])
@@ -328,20 +316,20 @@ class Problem:
         return Holdings(num_bytes, item, node)
 
     def microbatch_bytes(self, labels: Labels) -> Floats:
-        """State and temporaries of one request on each device, at most."""
+        """Maximum state and temporaries of one request per device."""
         num = self.num_devices
         peaks = [step.peak_bytes(labels, num) for step in self.temporaries]
         return np.asarray(self.states.bytes_on(labels, num) + np.max([np.zeros(num), *peaks], axis=0))
 
     @cached_property
     def most_temporary_bytes(self) -> float:
-        """No placement needs more for one request's temporaries on any device."""
-        # A device that runs everything holds every buffer from the first touch of all to the last.
+        """Upper bound of one request's temporaries on any device."""
+        # A device that runs everything holds each buffer longest.
         whole = np.zeros(self.num_nodes, dtype=np.int64)
         return max((float(step.peak_bytes(whole, 1)[0]) for step in self.temporaries), default=0.0)
 
     def microbatches_that_fit(self, mix: Mix, microbatches: int = 1) -> int | None:
-        """The most requests in flight that memory allows on a mix's lanes in turn; None: any number."""
+        """Maximum requests in flight of a mix; None: unlimited."""
         fixed, each = self.footprints(mix.columns)
         table = microbatch_table(mix, microbatches)
         left = self.memory_bytes - fixed
@@ -357,11 +345,10 @@ class Problem:
         return (turns + 1) * len(table)
 
     def is_allowed(self, labels: Labels) -> bool:
-        """Whether the placement satisfies the constraints."""
         return self.allowed is None or bool(self.allowed[np.arange(len(labels)), labels].all())
 
     def fits(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> bool:
-        """Whether constraints hold and weights, state and temporaries fit everywhere."""
+        """Whether constraints hold and memory suffices."""
         listed = list(columns)
         return all(self.problems[c.variant].is_allowed(c.labels) for c in listed) and bool(
             (self.excess_bytes(listed, microbatches) <= 0).all()
@@ -374,7 +361,7 @@ def build(
     cluster: ir.Cluster,
     constraints: tuple[Constraint, ...] = (),
 ) -> Problem:
-    """Checks the inputs and turns them into arrays; a constraint that matches nothing is no mistake here."""
+    """Check the inputs and build arrays; unmatched constraints are allowed."""
     check(unit, costs, cluster)
     node_of, num_nodes = contract(unit)
     cost_us = tuple(np.array([[c.us for c in row] for row in x.costs], dtype=np.float64) for x in costs)
@@ -403,21 +390,20 @@ def build(
 
 
 def joined(problems: Sequence[Problem]) -> Problem:
-    """Several batches as one problem: the first, whose work units are counted, with the others beside it.
+    """Several batches as one problem, in work units of the first.
 
-    A request of batch b is b / b0 work units, so what a column of that batch costs is divided by this weight:
-    then one linear program has the placements of all batches. A device holds the weights that any lane reads
-    there once, whatever the batches, and for every microbatch the state and temporaries of its lane.
+    Column costs of batch b are divided by b / b0, so one linear program covers all batches. Weights are
+    shared between batches.
     """
     return replace(problems[0], others=tuple(problems[1:]))
 
 
 def spread_us(*loads: Floats) -> float:
-    """Lower bound of the busiest device's time over all fractional assignments of rows to devices.
+    """Lower bound of the busiest device's time over fractional assignments of rows to devices.
 
-    load[row, device]; of several loads, the lightest mix.
+    load[row, device]; with several loads, the lightest mix.
     """
-    # Any prices that sum to one prove a bound; the best of some is returned.
+    # Any prices that sum to one prove a bound.
     num = loads[0].shape[1]
     prices = np.full(num, 1.0 / num)
     best = 0.0
@@ -429,21 +415,21 @@ def spread_us(*loads: Floats) -> float:
         choice = priced[cheapest].argmin(axis=1)
         own = loads[cheapest][np.arange(len(choice)), choice]
         busy = np.bincount(choice, weights=own, minlength=num)
-        # Busier devices become dearer, by steps that shrink.
+        # Raise prices of busier devices, by shrinking steps.
         prices = prices * np.exp((busy / max(busy.max(), 1e-12) - 0.5) / round_number)
         prices /= prices.sum()
     return best
 
 
 def cluster_of(cluster: ir.Cluster, devices: Sequence[int]) -> ir.Cluster:
-    """The cluster of some devices and the links between them."""
+    """Some devices of the cluster, with their links."""
     kept = tuple(cluster.devices[d] for d in devices)
     names = {d.name for d in kept}
     return ir.Cluster(kept, tuple(x for x in cluster.links if x.src in names and x.dst in names))
 
 
 def variant_on(variant: ir.Variant, devices: Sequence[int]) -> ir.Variant:
-    """The variant priced on some of the devices."""
+    """The variant priced on some devices."""
     costs = []
     for priced in variant.costs:
         rows = tuple(tuple(row[d] for d in devices) for row in priced.costs)
@@ -452,7 +438,7 @@ def variant_on(variant: ir.Variant, devices: Sequence[int]) -> ir.Variant:
 
 
 def restricted(problem: Problem, devices: Sequence[int]) -> Problem | None:
-    """The problem on some of its devices; None if the constraints leave a node nowhere to run."""
+    """The problem on some devices; None if the constraints forbid it."""
     at = list(devices)
     places = None if problem.allowed is None else problem.allowed[:, at]
     others = [x for other in problem.others if (x := restricted(other, devices)) is not None]
@@ -475,12 +461,12 @@ def restricted(problem: Problem, devices: Sequence[int]) -> Problem | None:
 
 
 def shape_of(variant: ir.Variant) -> tuple[int, int | None]:
-    """(rows of a request, rows of one of its prefills): what tells batches of one load apart."""
+    """(rows per request, rows per prefill)."""
     return variant.batch, variant.unit.prefill_batch
 
 
 def mix_of(problem: Problem, plan: ir.Plan) -> Mix:
-    """The mix of a plan's lanes, with the microbatches of each."""
+    """The mix of a plan's lanes."""
     labels = [problem.problems[x.variant].labels(x.placement) for x in plan.lanes]
     columns = tuple(problem.column(x, lane.variant) for x, lane in zip(labels, plan.lanes, strict=True))
     rates = [lane.rate_per_s * plan.weight_of(lane) for lane in plan.lanes]
@@ -493,10 +479,7 @@ def mix_of(problem: Problem, plan: ir.Plan) -> Mix:
 
 
 def microbatch_table(mix: Mix, microbatches: int) -> tuple[int, ...]:
-    """The lane of every microbatch; of more lanes than microbatches, each once, the busiest first.
-
-    Spread evenly, so that any first part of it is a fair choice where fewer requests are in flight.
-    """
+    """Microbatch -> lane, spread evenly; with too few microbatches, the busiest lanes once each."""
     counts = microbatch_counts(mix, microbatches)
     if len(counts) > microbatches:
         return tuple(np.argsort(-np.array(mix.shares), kind="stable").tolist())
@@ -504,11 +487,7 @@ def microbatch_table(mix: Mix, microbatches: int) -> tuple[int, ...]:
 
 
 def microbatch_counts(mix: Mix, microbatches: int) -> tuple[int, ...]:
-    """Microbatches that follow each column of a mix, at least one each.
-
-    By Little's law a lane holds microbatches in proportion to its share of the requests times how long one of
-    them takes, its path; in whole numbers, by largest remainder.
-    """
+    """Microbatches per column, at least one each: share x path time (Little's law), by largest remainder."""
     if mix.microbatches:
         return mix.microbatches
     held = np.array([s * c.path_us for s, c in zip(mix.shares, mix.columns, strict=True)])
@@ -516,7 +495,7 @@ def microbatch_counts(mix: Mix, microbatches: int) -> tuple[int, ...]:
 
 
 def rounded(shares: Floats, length: int) -> Ints:
-    """Whole numbers that sum to `length`, near the shares, none of them zero."""
+    """Positive integers that sum to `length`, near the shares."""
     exact = shares * length
     counts = np.maximum(1, np.floor(exact)).astype(np.int64)
     while counts.sum() < length:
@@ -534,17 +513,17 @@ class Kinds:
     members: tuple[tuple[int, ...], ...]
     # Device -> kind.
     kind_of: Ints
-    # The problem on the first device of each kind.
+    # The problem on one device of each kind.
     part: Problem
 
     @property
     def limits(self) -> Floats:
-        """Busy time that a kind and the links between two kinds have per unit of time."""
+        """Capacity of each kind and of links between kinds."""
         counts = np.array([len(m) for m in self.members], dtype=np.float64)
         return np.concatenate([counts, np.outer(counts, counts).ravel()])
 
     def spread(self, labels: Labels, max_pairings: int) -> Iterator[Labels]:
-        """The placement on real devices: the cards of each kind take turns, all equally often."""
+        """Placements on real devices; devices of a kind take equal turns."""
         used = np.unique(labels).tolist()
         counts = [len(self.members[kind]) for kind in used]
         device_of = np.array([members[0] for members in self.members])
@@ -552,13 +531,13 @@ class Kinds:
             rest = way
             for kind, count in zip(used, counts, strict=True):
                 device_of[kind] = self.members[kind][rest % count]
-                # Every pairing, as digits of a number; where there are too many, all kinds in step.
+                # All pairings, as digits of a number; if too many, all kinds in step.
                 rest = rest // count if prod(counts) <= max_pairings else way
             yield device_of[labels]
 
 
 def kinds_of(problem: Problem) -> Kinds | None:
-    """The kinds of a problem's devices; None if no two are alike, or links share a bus."""
+    """Kinds of devices; None if all differ, or links share a bus."""
     num = problem.num_devices
     if num < 3 or (problem.link_row != np.arange(num * num)).any():
         return None
@@ -600,7 +579,7 @@ def _alike(problem: Problem, a: int, b: int) -> bool:
 
 
 def partitions(members: Sequence[Sequence[int]]) -> Iterator[tuple[Cells, ...]]:
-    """Equal copies of one cell; and pairs of one device of each kind, with what is left over."""
+    """Equal copies of one cell; and one device of each kind, with the rest."""
     counts = [len(kind) for kind in members]
     copies = gcd(*counts)
     if copies > 1:

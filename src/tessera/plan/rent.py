@@ -1,9 +1,8 @@
-"""Rent: sets of GPUs that can be rented together, and bounds of what they can do.
+"""Rent: sets of GPUs, and bounds of their throughput.
 
-A basket is a choice of GPUs from one provider, since devices that exchange activations must be in one
-place, and of one maker, since kernels run on all of them. The bound spreads every launch freely over the
-basket, with free transfers and unlimited memory; it discards baskets and recommends none. So does the
-shortest time of a step, in which every launch runs where it is fastest and waits only for what it reads.
+A basket holds GPUs of one provider and one maker. The bound spreads every launch freely, with free transfers
+and unlimited memory; it only discards baskets. So does the minimum time of a step: every launch on its
+fastest GPU.
 """
 
 from collections import Counter
@@ -20,8 +19,6 @@ from tessera.plan.problem import build, spread_us
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A GPU that can be rented."""
-
     gpu: str
     maker: str
     # (provider, USD per hour)
@@ -30,9 +27,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Basket:
-    """GPUs rented together."""
-
-    # In the order of the offers, with repeats.
+    # In order of the offers, with repeats.
     gpus: tuple[str, ...]
     provider: str
     usd_per_hour: float
@@ -43,7 +38,7 @@ class Basket:
 
 
 def baskets(offers: Sequence[Offer], max_devices: int, provider: str = "") -> list[Basket]:
-    """Every basket of up to so many GPUs at its cheapest provider, cheapest first, fewer GPUs first."""
+    """Every basket at its cheapest provider, by price, then size."""
     best: dict[tuple[str, ...], Basket] = {}
     names = dict.fromkeys(p for offer in offers for p, _ in offer.prices if provider in ("", p))
     for name in names:
@@ -69,10 +64,10 @@ def _of(offers: Sequence[Offer], max_devices: int, provider: str) -> Iterator[Ba
 
 @dataclass(frozen=True, eq=False)
 class Limit:
-    """What no placement of a unit on a basket can exceed."""
+    """Upper bound of a unit's rate on a basket."""
 
     column_of: Mapping[str, int]
-    # [launch that differs from the others, GPU]: microseconds of one request.
+    # [distinct launch, GPU]: microseconds per request.
     load_us: Floats
 
     def per_s(self, gpus: Iterable[str]) -> float:
@@ -80,20 +75,20 @@ class Limit:
         return 1e6 / spread_us(self._load_us(gpus))
 
     def upper_bound_per_s(self, gpus: Iterable[str]) -> float:
-        """A looser and quicker limit: the first prices that `spread_us` would try, by speed."""
+        """A looser, faster limit: the first prices of `spread_us`."""
         load = self._load_us(gpus)
         weights = 1.0 / load.sum(axis=0)
         return 1e6 * float(weights.sum()) / float((load * weights).min(axis=1).sum())
 
     def _load_us(self, gpus: Iterable[str]) -> Floats:
-        """Several of one kind, spread over freely, are one device so many times as fast."""
+        """n equal GPUs count as one, n times as fast."""
         counted = Counter(gpus)
         columns = [self.column_of[gpu] for gpu in counted]
         return np.asarray(self.load_us[:, columns] / np.array(list(counted.values())))
 
 
 def limit_of(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...]) -> Limit:
-    """From prices of a unit on one device of each GPU."""
+    """From the costs of a unit on each GPU."""
     rows: Counter[tuple[float, ...]] = Counter()
     for listed, count in zip(costs, unit.counts, strict=True):
         for row in listed.costs:
@@ -103,14 +98,14 @@ def limit_of(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...]) -> Limit:
 
 
 def alone_bytes(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -> float:
-    """Weights, state and temporaries of one batch in flight, all on one device."""
+    """Weights, state and temporaries of one batch on one device."""
     problem = build(unit, costs, cluster)
     fixed, each = problem.footprint((problem.alone(0),))
     return float(fixed[0] + each[0])
 
 
 def shortest_us(graph: ir.Graph, costs: ir.Costs, columns: Sequence[int], num_devices: int) -> float:
-    """No placement runs the step faster on so many devices of the GPUs in these columns of the costs."""
+    """Lower bound of the step's time on these GPUs."""
     fastest = [min(row[column].us for column in columns) for row in costs.costs]
     ready = [0.0] * len(fastest)
     made: dict[int, list[int]] = {}

@@ -1,16 +1,15 @@
-"""solve: a work unit, its costs and a cluster in, a plan out.
+"""solve: a plan for a work unit, its costs and a cluster.
 
-Planners propose candidates; the judge compares them by one figure. `simulated_per_s` of the plan and
-`throughput_per_s` of every baseline are that figure; `throughput_per_s` and `bound_per_s` of the plan are by
-busy time. For plans of the throughput objective
+Planners propose candidates; the judge compares them by one figure. It is the plan's `simulated_per_s` and
+each baseline's `throughput_per_s`; the plan's `throughput_per_s` and `bound_per_s` are by busy time. For the
+throughput objective
   bound_per_s >= throughput_per_s >= simulated_per_s >= throughput_per_s of every baseline.
-Plans of the cost and energy objectives are never below a baseline in work per dollar or joule. Of candidates
-near the best the most robust is taken, then the one with fewer lanes and transfers. The latency objective
-compares one request's makespan; `latency_us` is one request alone, the mean over lanes by share.
+Cost and energy plans are never below a baseline in their own figure. Near the best, the most robust candidate
+wins, then the one with fewer lanes and transfers. The latency objective compares makespans of single
+requests.
 
-Plans for parts of the cluster are candidates too, copied to all devices (`side_by_side`): equal cells where
-devices are alike, so that many devices are never worse than their cells; sets of devices under the cost and
-energy objectives, where a device may not be worth its rent or power.
+Plans for parts of the cluster, copied to all devices (`side_by_side`), are candidates too: equal cells, and
+device sets under the cost and energy objectives.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,16 +33,13 @@ MICROBATCHES_SHOWN = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    """What to plan for."""
-
     objective: ir.Objective
-    # Requests in flight, at most.
+    # Maximum requests in flight.
     microbatches: int = 4
-    # Name of a policy in PLANNERS; None: the objective's own.
+    # A policy of PLANNERS; None: the objective's own.
     policy: str | None = None
     constraints: tuple[Constraint, ...] = ()
-    # Requests arrive over time and a microbatch decodes for ever: no microbatch may depend on device time
-    # that others leave free.
+    # For services: no microbatch may depend on device time that others leave idle.
     is_served: bool = False
     # Requests in flight that the chosen plan is also simulated with.
     shown_microbatches: tuple[int, ...] = MICROBATCHES_SHOWN
@@ -56,7 +52,7 @@ class PlanConfig:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """A plan, its mix, and the task it solves."""
+    """A plan, its mix and its task."""
 
     plan: ir.Plan
     task: Task
@@ -70,7 +66,7 @@ def solve(
     config: PlanConfig,
     simulate: Simulator | None = None,
 ) -> ir.Plan:
-    """The best plan for the objective, verified, with what every coarse policy would reach."""
+    """The best verified plan for the objective, with all baselines."""
     return solution(unit, costs, cluster, config, simulate).plan
 
 
@@ -81,7 +77,7 @@ def solution(
     config: PlanConfig,
     simulate: Simulator | None = None,
 ) -> Solution:
-    """As `solve`; where memory is short, fewer requests in flight are tried too."""
+    """As `solve`; where memory is short, also with fewer requests in flight."""
     most = config.microbatches
     if most < 1:
         raise PlanInfeasible(f"{most} requests in flight do no work", "Give at least one (--microbatches).")
@@ -101,7 +97,7 @@ def solution(
 
 
 def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
-    """The objective's figure of a plan; more is better."""
+    """The objective's figure; higher is better."""
     if objective is ir.Objective.LATENCY:
         return 1.0 / plan.latency_us
     if objective is ir.Objective.COST and plan.usd_per_1k_units:
@@ -112,7 +108,7 @@ def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
 
 
 def decide(judge: Judge, shown_microbatches: Sequence[int] = (), is_part: bool = False) -> Solution:
-    """The best of what the task's planner, the coarse policies and plans for parts of the cluster propose."""
+    """The best candidate of the planner, the coarse policies and parts of the cluster."""
     task = judge.task
     planner = planner_named(task.policy)
     coarse = {kind: judge.best(mixes) if (mixes := task.coarse[kind]) else None for kind in COARSE}
@@ -139,7 +135,7 @@ def choose(
     baselines: Callable[[], tuple[ir.Baseline, ...]],
     shown_microbatches: Sequence[int],
 ) -> Solution:
-    """The plan of the best mix, rated by the long run; a named policy's plan may be below the floors."""
+    """The plan of the best mix by a long simulation; a named policy may be below the floors."""
     task = judge.task
     is_free = task.policy == task.objective.value and task.objective is not ir.Objective.LATENCY
     chosen = judge.lasting(lambda: judge.simplest(mixes, floors) if is_free else judge.best(mixes))
@@ -148,7 +144,7 @@ def choose(
 
 
 def _from_parts(judge: Judge, is_part: bool) -> list[Mix]:
-    """Plans for parts of the cluster, copied to all devices; as coarse policies, a floor."""
+    """Plans for parts of the cluster, copied to all devices."""
     task = judge.task
     if task.variants or is_part or task.policy != task.objective.value:
         return []
@@ -161,7 +157,7 @@ def _from_parts(judge: Judge, is_part: bool) -> list[Mix]:
     for parts in splits:
         try:
             mix = _copied_mix(judge, parts)
-        except PlanInfeasible:  # a part that is too small for the model
+        except PlanInfeasible:  # part too small
             continue
         if mix is not None and task.pool.fits(mix.columns, mix.microbatches):
             mixes.append(mix)
@@ -169,10 +165,7 @@ def _from_parts(judge: Judge, is_part: bool) -> list[Mix]:
 
 
 def _copied_mix(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
-    """Every part planned once and copied; None if there are fewer microbatches than cells.
-
-    Parts share nothing, so the rate is the sum of theirs.
-    """
+    """Each part planned once and copied; None with fewer microbatches than cells. Rates add up."""
     task, problem = judge.task, judge.task.problem
     is_split = sum(len(cells) for cells in parts) > 1
     plans = []
@@ -217,9 +210,9 @@ def _worthwhile(task: Task) -> list[objectives.Devices]:
 def side_by_side(
     cluster: ir.Cluster, variants: Sequence[ir.Variant], parts: Sequence[tuple[ir.Plan, Cells]]
 ) -> ir.Plan:
-    """One plan of all copies of all parts, each lane with the microbatches it has in its part.
+    """All copies of all parts as one plan.
 
-    `variants`: the parts' batches, priced on the whole cluster. The bound is that of busy time.
+    `variants`: the parts' batches, priced on the whole cluster. The bound is by busy time.
     """
     first, numbers = variants[0], {shape_of(v): number for number, v in enumerate(variants)}
     lanes: list[ir.Lane] = []
@@ -265,7 +258,7 @@ def side_by_side(
 
 
 def _policy(plans: Sequence[ir.Plan]) -> str:
-    """The policy of all parts; data-parallel where every lane stays on one device."""
+    """The common policy; data-parallel if every lane has one device."""
     used = [{d for step in lane.placement.devices for d in step} for plan in plans for lane in plan.lanes]
     if len(used) > 1 and all(len(devices) == 1 for devices in used):
         return "data-parallel"

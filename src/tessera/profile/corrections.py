@@ -26,7 +26,6 @@ attention; on unmeasured chips `reach` is at most 1.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -39,7 +38,7 @@ import msgspec
 
 from tessera.errors import ArtifactError
 from tessera.ir import Cost, Source
-from tessera.ir.files import write_whole
+from tessera.ir.files import cache_folder, write_whole
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import Params, loads_of, model_of, peaks_of, predict
 from tessera.profile.gpus import Gpu, clock_ghz, gpu
@@ -278,7 +277,7 @@ def calibration_of(gpu_name: str) -> Corrections | None:
 
 
 def folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / "calibrations"
+    return cache_folder("calibrations")
 
 
 def save(corrections: Corrections, path: Path) -> None:

@@ -34,6 +34,7 @@ PLACE = "--devices"
 OTHER_MACHINE = "away"
 # Link name that selects measured links.
 MEASURED = "measured"
+DEFAULT = "pcie4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +95,6 @@ def gpu_of(card_name: str) -> str:
     return max(keys, key=lambda key: len(key.split("-")), default="")
 
 
-DEFAULT = "pcie4"
-
-
 def parse_devices(text: str, cards: Cards = cuda_cards) -> tuple[Device, ...]:
     """Devices of a list such as `cuda:0,emu:l40s`, in order, with unique names."""
     words = [word.strip() for word in text.split(",")]
@@ -123,9 +121,11 @@ def _devices(word: str, cards: Cards) -> list[Device]:
         return [_device(word, cards)]
     name, colon, number = rest.partition(":")
     if name.endswith("*"):
-        raise TesseraError(f"how many GPUs are '{word}' is known to Ray only", f"Write {word[:-1]}:2.", PLACE)
+        raise TesseraError(f"only Ray knows how many GPUs '{word}' is", f"Write {word[:-1]}:2.", PLACE)
     if colon and not (number.isdecimal() and int(number) > 0):
-        raise TesseraError(f"'{word}' says no number of GPUs", f"Write {kind}:{name or 'a100'}:2.", PLACE)
+        raise TesseraError(
+            f"'{word}' needs a number of GPUs, at least 1", f"Write {kind}:{name or 'a100'}:2.", PLACE
+        )
     emulated = _emulated(word, name)
     away = replace(emulated, name=f"{OTHER_MACHINE}:{emulated.gpu}", kind=DeviceKind.CUDA, ordinal=AWAY)
     return [away] * (int(number) if colon else 1)
@@ -136,7 +136,7 @@ def _device(word: str, cards: Cards) -> Device:
     if kind not in tuple(DeviceKind):
         if word in {one.name for one in known_gpus()}:
             remedy = f"Write emu:{word} to plan for it."
-            raise TesseraError(f"'{word}' is a GPU, but no kind of device", remedy, PLACE)
+            raise TesseraError(f"'{word}' is a GPU, not a device", remedy, PLACE)
         raise UnknownName("kind of device", kind, (*DeviceKind, OTHER_MACHINE))
     if kind == DeviceKind.EMU:
         return _emulated(word, rest)
@@ -156,7 +156,7 @@ def _emulated(word: str, name: str) -> Device:
 
 def _cpu(word: str) -> Device:
     if word != DeviceKind.CPU:
-        raise TesseraError(f"'{word}' is no device", "Write cpu; this machine has one of it.", PLACE)
+        raise TesseraError(f"'{word}' is not a device", "Write cpu.", PLACE)
     return Device("cpu", DeviceKind.CPU, "", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
@@ -168,7 +168,7 @@ def _cuda(word: str, rest: str, cards: tuple[Card, ...]) -> Device:
     if ordinal >= len(cards):
         have = f"cuda:0 to cuda:{len(cards) - 1}" if cards else "no CUDA device"
         remedy = "Use emu:GPU to price a GPU that is not here."
-        raise TesseraError(f"'{word}' is not there: this machine has {have}", remedy, PLACE)
+        raise TesseraError(f"'{word}' does not exist: this machine has {have}", remedy, PLACE)
     card = cards[ordinal]
     name = f"cuda:{ordinal}"
     key = gpu_of(card.name)
@@ -182,13 +182,13 @@ def _cuda(word: str, rest: str, cards: tuple[Card, ...]) -> Device:
         return replace(whole, name=f"{name}/sm={sms}", num_sms=sms)
     if what == "as" and value:
         return _dilated(whole, value)
-    raise TesseraError(f"'{option}' in '{word}' is not understood", "Write /sm=K or /as=GPU.", PLACE)
+    raise TesseraError(f"unknown option '{option}' in '{word}'", "Write /sm=K or /as=GPU.", PLACE)
 
 
 def _sms(word: str, value: str, card: Card) -> int:
     if not value.isdecimal() or not 1 <= int(value) <= card.num_sms:
         limit = f"Give 1 to {card.num_sms}, which is what the {card.name} has."
-        raise TesseraError(f"'{value}' in '{word}' is no number of SMs", limit, PLACE)
+        raise TesseraError(f"invalid number of SMs '{value}' in '{word}'", limit, PLACE)
     return int(value)
 
 
@@ -266,7 +266,7 @@ def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence
     plain = [word for word in words if "=" not in word or word in LINKS]
     if len(plain) > 1:
         remedy = "Give one for all pairs, and the others as emu:a100-emu:l40s=nvlink."
-        raise TesseraError(f"{' and '.join(plain)} are both meant for every pair", remedy, "--link")
+        raise TesseraError(f"more than one link for all pairs: {', '.join(plain)}", remedy, "--link")
     cluster = make_cluster(devices, plain[0] if plain else DEFAULT)
     links = {(x.src, x.dst): x for x in cluster.links}
     for word in words:
@@ -288,7 +288,7 @@ def _join(links: dict[tuple[str, str], Link], word: str, names: tuple[str, ...])
     pairs = [(a, b) for a in names for b in names if a != b and ends in (f"{a}-{b}", f"{b}-{a}", f"{a}>{b}")]
     if not pairs:
         remedy = f"Write A-B=LINK with two of {', '.join(names)}."
-        raise TesseraError(f"'{ends}' is no pair of the devices", remedy, "--link")
+        raise TesseraError(f"'{ends}' is not a pair of devices", remedy, "--link")
     for src, dst in pairs:
         links[src, dst] = Link(src, dst, preset.name, preset.latency_us, preset.gbps)
 
@@ -300,7 +300,9 @@ def _share(links: dict[tuple[str, str], Link], bus: str, names: tuple[str, ...])
         if end not in names:
             raise UnknownName("device", end, names)
     if len(set(ends)) < 2:
-        raise TesseraError(f"'{bus}' joins no two devices", "Name the devices that share it.", "--bus")
+        raise TesseraError(
+            f"at least two devices needed, got '{bus}'", "Name the devices on the bus.", "--bus"
+        )
     for pair, link in links.items():
         if pair[0] in ends and pair[1] in ends:
             if link.group:

@@ -61,6 +61,9 @@ LEAST_ERROR = 0.005
 USEFUL_CACHE = 0.5
 # Torch picks other kernels for tensors not aligned to this.
 ALIGN = 16
+YARDSTICK = "a100"
+# Minimum number of ratios for a class.
+MIN_RATIOS = 3
 Advance = Callable[[str], None]
 
 
@@ -371,11 +374,6 @@ def _key(kernel: str, launch: Launch, cold: frozenset[int]) -> str:
 def _views(launch: Launch) -> Iterable[View]:
     for arg in (*launch.args, *(value for _, value in launch.kwargs), *launch.outputs):
         yield from arg_views(arg)
-
-
-YARDSTICK = "a100"
-# Minimum number of ratios for a class.
-MIN_RATIOS = 3
 
 
 def needs_measuring(device: Device) -> bool:

@@ -18,6 +18,8 @@ from tessera.ir.trace import item_bytes
 
 Overhead = tuple[tuple[str, float], ...]
 
+# Bytes of a vector load.
+VECTOR_BYTES = 16
 # Memory transaction.
 SECTOR_BYTES = 32
 # PyTorch reduces rows up to this length in one warp, 32 elements at a time.
@@ -244,10 +246,6 @@ def _add_index(terms: dict[str, float], views: Sequence[View], out: View) -> Non
         if step > 1:
             share = min(SECTOR_BYTES, step * item_bytes(view.dtype)) / SECTOR_BYTES
             terms["sector"] = terms.get("sector", 0.0) + num * share
-
-
-# Bytes of a vector load.
-VECTOR_BYTES = 16
 
 
 def joined_dims(views: Sequence[View], out: View) -> tuple[list[int], list[list[int]]]:

@@ -27,6 +27,7 @@ import numpy as np
 
 from tessera.errors import ArtifactError, TesseraError
 from tessera.ir import Link
+from tessera.ir.files import cache_folder
 
 FORMAT = 1
 # Relative clock difference that counts as equal.
@@ -94,8 +95,7 @@ StoredRows = dict[tuple[str, str], Timing | str]
 
 
 def default_store() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "tessera" / "measured.jsonl"
+    return cache_folder() / "measured.jsonl"
 
 
 class Store:

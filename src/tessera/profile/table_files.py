@@ -17,12 +17,12 @@ version.
 """
 
 import hashlib
-import os
+import io
 import re
-import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -32,7 +32,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tessera.errors import MissingExtra
+from tessera.errors import ArtifactError, MissingExtra
+from tessera.ir.files import write_whole
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import Array, Loads
 from tessera.profile.gpus import Gpu
@@ -40,6 +41,7 @@ from tessera.profile.gpus import Gpu
 Columns = Mapping[str, Array]
 Filter = list[tuple[str, str, Any]]
 Mask = npt.NDArray[np.bool_]
+Arrays = dict[str, npt.NDArray[Any]]
 
 # Copies of the weights that a GEMM collector rotates.
 WEIGHT_COPIES = 6
@@ -55,6 +57,21 @@ HEAD_WIDTHS = ("64", "128", "192", "256")
 MAX_EXPERT_ROWS = 64
 # Query count from which attention rows are prompts.
 MIN_PROMPT = 9
+_ATTENTION_COLUMNS = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads")
+PACKAGE = "aiconfigurator_core"
+DISTRIBUTION = "aiconfigurator-core"
+# GPU of each system in the package.
+SYSTEMS = {
+    "a100": "a100_sxm", "l40s": "l40s", "h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm",
+    "rtx-pro-6000": "rtx_pro_6000_server",
+}  # fmt: skip
+# Device names in the tables.
+CARDS = {
+    "a100": "A100", "l40s": "L40S", "h100": "H100", "h200": "H200", "b200": "B200",
+    "rtx-pro-6000": "RTX PRO 6000",
+}  # fmt: skip
+# Increase when reading or derived data changes.
+READER_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +125,7 @@ def _gemm_query(work: Work) -> tuple[str, tuple[float, ...]] | None:
 
 
 def _attention_loads(columns: Columns, variant: str, spec: Gpu) -> tuple[Loads, ...]:
-    batch, queries, step, heads, kv_heads = (
-        columns[c] for c in ("batch_size", "isl", "step", "num_heads", "num_key_value_heads")
-    )
+    batch, queries, step, heads, kv_heads = (columns[c] for c in _ATTENTION_COLUMNS)
     width, keys = float(variant), queries + step
     kv_bytes = 2.0 * 2.0 * width * batch * keys * kv_heads
     num_bytes = kv_bytes + 2.0 * 2.0 * width * batch * queries * heads
@@ -177,8 +192,6 @@ def _moe_places(c: Columns) -> Array:
     return _log2(c["num_tokens"] * c["topk"], c["hidden_size"], inner, c["num_experts"])
 
 
-_ATTENTION_COLUMNS = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads")
-
 KINDS: dict[OpClass, Kind] = {
     kind.op: kind
     for kind in (
@@ -231,23 +244,6 @@ def usable(columns: Columns, loads: tuple[Loads, ...], wrong: Mask, op: OpClass)
     return from_memory & ~np.isin(layer, layer[wrong])
 
 
-PACKAGE = "aiconfigurator_core"
-DISTRIBUTION = "aiconfigurator-core"
-# GPU of each system in the package.
-SYSTEMS = {
-    "a100": "a100_sxm", "l40s": "l40s", "h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm",
-    "rtx-pro-6000": "rtx_pro_6000_server",
-}  # fmt: skip
-# Device names in the tables.
-CARDS = {
-    "a100": "A100", "l40s": "L40S", "h100": "H100", "h200": "H200", "b200": "B200",
-    "rtx-pro-6000": "RTX PRO 6000",
-}  # fmt: skip
-# Increase when reading or derived data changes.
-READER_VERSION = 2
-Arrays = dict[str, npt.NDArray[Any]]
-
-
 class Unusable(ValueError):
     """A table that must not be used; the message is one sentence."""
 
@@ -288,20 +284,13 @@ class TableCache:
             return None
 
     def put(self, key: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Writes beside the target and renames it."""
         if self.folder is None:
             return
-        try:
+        file = io.BytesIO()
+        np.savez(file, allow_pickle=False, **dict(arrays))
+        with suppress(OSError, ArtifactError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.folder, suffix=".npz")
-        except OSError:
-            return
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(file, allow_pickle=False, **dict(arrays))
-            os.replace(name, self.folder / f"{key}.npz")
-        except OSError:
-            Path(name).unlink(missing_ok=True)
+            write_whole(self.folder / f"{key}.npz", [file.getvalue()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,10 +391,6 @@ def table_files(root: Path, gpu_name: str, op: OpClass) -> tuple[TableFile, ...]
 
 def _version_key(path: Path) -> tuple[int, ...]:
     return tuple(int(x) for x in re.findall(r"\d+", path.parent.name))
-
-
-def default_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / "tables"
 
 
 def key_of(paths: Iterable[Path], *words: str) -> str:

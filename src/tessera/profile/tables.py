@@ -13,6 +13,7 @@ is no price and the fitted model is used.
 The relative error combines interpolation error, spread between stacks and, for grouped GEMMs, an assumption.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -26,6 +27,7 @@ import numpy.typing as npt
 
 from tessera.errors import MissingExtra
 from tessera.ir import Cost, Source
+from tessera.ir.files import cache_folder
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import (
     LONG_US,
@@ -52,7 +54,6 @@ from tessera.profile.table_files import (
     Unusable,
     arithmetic,
     cache_share,
-    default_folder,
     installed_root,
     key_of,
     read_rows,
@@ -71,6 +72,19 @@ RADII = (0.01, 0.5, 1.0, 2.0)
 MAX_BEYOND = 2.0
 # Sample size of the error estimate.
 MAX_JUDGED = 120
+MIN_ROWS = 300
+# Tolerance for clocks above the data sheet and inexact sizes.
+ALLOWANCE = 1.10
+MAX_IMPOSSIBLE = 0.02
+# Prompts this long are quadratic; the exponent limit is halfway between linear and quadratic.
+LONG_PROMPT = 4096
+MIN_EXPONENT = 1.5
+SAME_CHIP_FACTOR = 2.5
+# Collectors read decode attention partly from L2; the model puts those bytes back into memory. Error of that
+# correction, as a share of it: an assumption.
+CORRECTION_ERROR = 0.25
+# Least error of any table (clock and run-to-run noise): an assumption.
+LEAST_ERROR = 0.02
 
 
 @dataclass(frozen=True)
@@ -133,16 +147,6 @@ def error_at(distance: Array, errors: Array) -> Array:
 def _weighted(distance: Array, residual: Array) -> Array:
     weight = 1.0 / (distance + SOFTENING) ** 2
     return np.asarray((weight * residual).sum(axis=1) / weight.sum(axis=1), dtype=np.float64)
-
-
-MIN_ROWS = 300
-# Tolerance for clocks above the data sheet and inexact sizes.
-ALLOWANCE = 1.10
-MAX_IMPOSSIBLE = 0.02
-# Prompts this long are quadratic; the exponent limit is halfway between linear and quadratic.
-LONG_PROMPT = 4096
-MIN_EXPONENT = 1.5
-SAME_CHIP_FACTOR = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +244,6 @@ def _of_the_same_chip(root: Path, file: TableFile) -> list[TableFile]:
 @cache
 def _fitted() -> str:
     """Digest of the parameters, on which residuals depend."""
-    import hashlib
-
     return hashlib.sha256(files("tessera.profile").joinpath("fitted.json").read_bytes()).hexdigest()[:16]
 
 
@@ -312,13 +314,6 @@ def unlike_its_chip(ratios: Sequence[float], chip: str) -> str:
             factor = float(np.exp(min(abs(r) for r in ratios)))
             return f"it is {factor:.1f} times {word} than every other table of the {chip}"
     return ""
-
-
-# Collectors read decode attention partly from L2; the model puts those bytes back into memory. Error of that
-# correction, as a share of it: an assumption.
-CORRECTION_ERROR = 0.25
-# Least error of any table (clock and run-to-run noise): an assumption.
-LEAST_ERROR = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +418,7 @@ def _detail(source: VariantTable, distance: float) -> str:
 @cache
 def installed_tables() -> Tables | None:
     root = installed_root()
-    return Tables(root, TableCache(default_folder())) if root else None
+    return Tables(root, TableCache(cache_folder("tables"))) if root else None
 
 
 def missing_note() -> str:

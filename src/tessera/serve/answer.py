@@ -150,7 +150,6 @@ class ActiveRequest:
         self.pick.add(number)
 
     def keys(self, num_pages: int) -> Sequence[bytes]:
-        """Keys of its first pages, which are full."""
         keys = self._keys
         while len(keys) < num_pages:
             start = len(keys) * PAGE
@@ -160,7 +159,6 @@ class ActiveRequest:
         return keys[:num_pages]
 
     def text_of(self, number: int) -> str:
-        """Final text added by a token."""
         text = self.reader.feed(number)
         if not self.ask.stop:
             return text

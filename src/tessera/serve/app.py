@@ -157,8 +157,6 @@ def create_app(
 
 
 class BodyResponse(Response):
-    """Generates the answer while it is sent."""
-
     def __init__(self, app: FastAPI, route: BodyRoute, endpoint: Endpoint, limits: HttpLimits) -> None:
         super().__init__()
         self._state, self._route, self._endpoint, self._limits = app.state, route, endpoint, limits
@@ -320,7 +318,6 @@ def state_document(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """One plan: placement of every step, predicted rates, and reasons."""
     from tessera.plan import explain  # slow to import
 
     explained = explain(plan, is_brief=True)
@@ -347,7 +344,6 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 
 
 def _layer(plan: Plan) -> dict[str, Any]:
-    """Placement of one layer, in the most frequent step and the main lane."""
     from tessera.report import layer_picture, main_lane
 
     step = max(range(len(plan.unit.counts)), key=plan.unit.counts.__getitem__)
@@ -364,7 +360,6 @@ def _layer(plan: Plan) -> dict[str, Any]:
 
 
 def _steps(plan: Plan, lane: Lane, names: Sequence[str]) -> list[dict[str, Any]]:
-    """By step of a lane: launches per device."""
     steps = []
     for graph, runs, placed in zip(plan.unit.graphs, plan.unit.counts, lane.placement.devices, strict=True):
         launches = {name: placed.count(i) for i, name in enumerate(names)}

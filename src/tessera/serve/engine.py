@@ -31,7 +31,7 @@ from tessera.serve.sight import Sight
 
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."
 FAILED = "the engine failed; the log says why. Restart the service."
-NO_NUMBERS = "the model gave no numbers for this request. Check its weights and dtype."
+NO_NUMBERS = "the model's logits for this request are NaN. Check its weights and dtype."
 # Maximum waiting requests.
 MAX_WAITING = 1024
 # Maximum restarts of a request. Devices may be lost together and reported one by one.
@@ -80,7 +80,6 @@ class Engine(Watcher[ActiveRequest]):
         self._wake_ups = WakeUps()
 
     def submit(self, request: ActiveRequest) -> None:
-        """Accept a request or raise."""
         if self.controller is not None:
             self.controller.arrived()  # before it can leave; refused requests count as load too
         try:
@@ -174,7 +173,6 @@ class Engine(Watcher[ActiveRequest]):
         return ended
 
     def _is_end(self, request: ActiveRequest, number: int) -> bool:
-        """True for an end token; it has no text."""
         ask = request.ask
         return number in ask.stop_tokens or (number in self._end and not ask.ignores_end)
 
@@ -184,7 +182,6 @@ class Engine(Watcher[ActiveRequest]):
         return "length" if request.num_out >= request.ask.max_tokens else None
 
     def deliver(self) -> None:
-        """Make text of chosen tokens and wake readers."""
         delivered, self._chosen = self._chosen, []
         for request, chosen, reason in delivered:
             if request.is_over:
@@ -250,7 +247,6 @@ class Engine(Watcher[ActiveRequest]):
             self.meters.seated(request.seated_s - request.arrived_s)
 
     def stepped(self, microbatch: Microbatch[ActiveRequest], done: StepDone) -> None:
-        """Compare steps of the current plans with their costs."""
         lane = microbatch.lane
         if self.controller is not None and any(lane.plan is plan for plan in self.stepper.plans):
             busy_s = {name: seconds for name, seconds in done.busy_s.items() if name in self._timed}

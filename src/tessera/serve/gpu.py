@@ -51,7 +51,6 @@ class Still:
 
 
 def check_gpus(cluster: Cluster) -> None:
-    """Raise unless all devices are GPUs of this machine with the same clock."""
     here = [d.name for d in cluster.devices if d.kind is DeviceKind.CUDA and d.ordinal != AWAY]
     if len(here) < len(cluster.devices):
         message = f"{', '.join(here)} cannot serve beside other devices"
@@ -59,7 +58,9 @@ def check_gpus(cluster: Cluster) -> None:
     dilated = [d.name for d in cluster.devices if d.is_dilated]
     if dilated and len(dilated) < len(cluster.devices):
         remedy = "Dilate all devices or none."
-        raise TesseraError(f"{', '.join(dilated)} keep other times than the rest", remedy, PLACE)
+        raise TesseraError(
+            f"dilated devices ({', '.join(dilated)}) cannot serve beside others", remedy, PLACE
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,6 @@ class GpuBackend:
         return [steady(self.spec.memory_share * room) for room in _room_bytes(self.cluster)]
 
     def build(self, model: str, spec: ServeSpec) -> ServedModel:
-        """The model on a card, with pages sized for the devices."""
         card = str(driver.card(self.cluster.devices[0].ordinal))
         sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS)
         with _made_on(card, model, spec.seed):

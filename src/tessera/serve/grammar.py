@@ -65,8 +65,6 @@ class Guide:
 
 
 class Grammar:
-    """A compiled grammar; any thread may start guides."""
-
     __slots__ = ("_mask", "_matcher")
 
     def __init__(self, matcher: "LLMatcher", mask: bytes) -> None:
@@ -123,8 +121,6 @@ def open_grammars(text: Text, vocab_size: int) -> GrammarCompiler | None:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance expects it."""
-
     bos_token_id = None
 
     def __init__(self, text: Text, vocab_size: int) -> None:

@@ -141,7 +141,6 @@ def _session_main(outcome: Pipe, *arguments: Any) -> None:
 
 
 def _follow_parent() -> None:
-    """End this session when its parent dies, even if killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

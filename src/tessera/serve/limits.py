@@ -101,7 +101,6 @@ class RequestLimiter:
         self.held_bytes += num_bytes
 
     async def emptied(self, timeout_s: float) -> bool:
-        """Wait until no request is inside; False after the time-out."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
@@ -130,7 +129,6 @@ class HeldBody:
         self._held = 0
 
     async def receive(self, scope: Scope, receive: Receive) -> None:
-        """Wait for a complete JSON body; raises 415, 413, 408, 429 or 400."""
         headers, most = Headers(scope=scope), self._limits.body_bytes
         if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             message = "the body must be application/json: send the header 'Content-Type: application/json'"
@@ -249,7 +247,6 @@ def _bearer(headers: Headers) -> bytes:
 
 
 def is_local_name(host: str) -> bool:
-    """True if a Host header names this machine; HTTP/1.0 sends none."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     name = name.lower().rstrip(".")
     if name in {"", "localhost"} or name.endswith(".localhost"):

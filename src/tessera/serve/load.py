@@ -72,8 +72,6 @@ def parse_address(url: str, api_key: str | None = None) -> ServerAddress:
 
 
 class Reply:
-    """A response, parsed as it arrives."""
-
     def __init__(self, status: int = 200, is_events: bool = False) -> None:
         self.status, self._is_events = status, is_events
         self.body = bytearray()
@@ -100,7 +98,6 @@ class Reply:
 
     @property
     def message(self) -> str:
-        """Error message, from OpenAI's form if possible."""
         try:
             message = _error_message(msgspec.json.decode(self.body, type=_Event).error)
         except msgspec.DecodeError:
@@ -161,8 +158,6 @@ def _no_http(error: Exception) -> LoadError:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A complete answer. Times count from sending."""
-
     text: str
     finish_reason: str
     # Reported by the server, if at all.
@@ -177,7 +172,6 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Reported tokens, or events with text."""
         return len(self.gaps_s) + 1 if self.output_tokens is None else self.output_tokens
 
 
@@ -328,14 +322,11 @@ class Ruler:
         return cls(few[1] - few[0] * per_word, per_word)
 
     def words(self, tokens: int) -> int:
-        """Words that make at most this many tokens; at least one."""
         return max(1, int((tokens - self.fixed) / self.per_word + 1e-6))
 
 
 @dataclass(frozen=True, slots=True)
 class QueryOutcome:
-    """Times count from the start of the load."""
-
     query: Query
     sent_s: float
     answer: Generation | LoadError
@@ -402,7 +393,6 @@ class _ModelCards(msgspec.Struct):
 
 
 async def _served(client: Client, wanted: str | None) -> tuple[str, int | None]:
-    """The model, and its context length if reported."""
     reply = await client.ask("GET", "/v1/models")
     if reply.status != 200:
         if wanted is not None and reply.status == 404:
@@ -422,7 +412,6 @@ async def _served(client: Client, wanted: str | None) -> tuple[str, int | None]:
 
 
 async def _ruler(client: Client, options: LoadOptions, model: str) -> Ruler:
-    """Tokens per word; 1 if the server reports no usage."""
     tokens = []
     for words in (FEW, MANY):
         prompt = make_prompts([words], options.seed)[0]
@@ -467,7 +456,6 @@ def make_prompts(num_words: Sequence[int], seed: int) -> list[str]:
 
 
 def send_times(options: LoadOptions) -> tuple[float, ...]:
-    """Seconds from the start; all zero without a rate."""
     num, rate_per_s, burstiness = options.num_requests, options.rate_per_s, options.burstiness
     if rate_per_s is None:
         return (0.0,) * num

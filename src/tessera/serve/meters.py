@@ -89,7 +89,6 @@ class Meters(Counts):
         return (last.output_tokens - first.output_tokens) / (last.at_s - first.at_s or 1.0)
 
     def busy(self) -> dict[str, float]:
-        """Device -> busy share of the window."""
         first, last = self._ends()
         span_s = last.at_s - first.at_s or 1.0
         return {name: _share(s - first.busy_s.get(name, 0.0), span_s) for name, s in last.busy_s.items()}
@@ -112,7 +111,6 @@ class Meters(Counts):
 
 
 def quantile(ascending: Sequence[float], share: float) -> float | None:
-    """Nearest-rank quantile; None if there are no values."""
     return ascending[max(0, math.ceil(share * len(ascending)) - 1)] if ascending else None
 
 

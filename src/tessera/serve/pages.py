@@ -31,7 +31,6 @@ def pages_for(num_tokens: int) -> int:
 
 
 def modest_bytes(microbatches: int) -> int:
-    """Default bytes of each microbatch's pages on devices that compute on this CPU."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return min(POOL_BYTES, steady(free / 4 / microbatches))
 
@@ -43,8 +42,6 @@ def steady(num_bytes: float) -> int:
 
 
 class PagePool:
-    """Not thread-safe."""
-
     def __init__(self, num_pages: int, is_caching: bool = True) -> None:
         self.num_pages, self._is_caching = num_pages, is_caching
         # Empty pages, the next one last.
@@ -98,7 +95,6 @@ class PagePool:
             self._users[page] += 1
 
     def publish(self, page: int, key: bytes) -> None:
-        """Make a full page findable, unless another holds the same."""
         if self._is_caching and self._keys[page] is None and key not in self._by_key:
             self._keys[page] = key
             self._by_key[key] = page

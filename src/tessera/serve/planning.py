@@ -45,6 +45,7 @@ from tessera.serve.pages import modest_bytes
 from tessera.serve.records import POLICIES, Average, ServeSpec, Shape, step_name
 
 if TYPE_CHECKING:
+    from tessera.plan import SearchConfig
     from tessera.serve.sight import Eyes, Sight
     from tessera.serve.steps import ServedModel
 
@@ -75,33 +76,16 @@ def objectives_of(policy: str) -> tuple[Objective, ...]:
     return OBJECTIVES[policy]
 
 
-class ServableModel(Protocol):
-    """A model as a service needs it: built (`steps.ServedModel`), or kept from an earlier start."""
-
-    @property
-    def shape(self) -> Shape:
-        """Sizes of the steps."""
-
-    @property
-    def state_bytes(self) -> int:
-        """State of one microbatch."""
-
-    def weights(self) -> "dict[str, torch.Tensor]":
-        """Weights by name."""
-
-    def senses(self) -> "tuple[Sight, Eyes] | None":
-        """Picture handling; None for text-only models."""
-
-
 @dataclass(frozen=True)
 class KeptModel:
+    """What a service needs of a small model, kept from an earlier start in place of `ServedModel`."""
+
     shape: Shape
     state_bytes: int
     tensors: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, model: ServableModel) -> "KeptModel | None":
-        """The part worth keeping; None for large models and vision models."""
+    def of(cls, model: "ServedModel | KeptModel") -> "KeptModel | None":
         weights = model.weights()
         if sum(tensor.nbytes for tensor in weights.values()) > MAX_WEIGHT_BYTES or model.senses():
             return None
@@ -118,7 +102,7 @@ class KeptModel:
 class Prepared:
     """A model and its plans, which share one cluster, unit and costs."""
 
-    model: ServableModel
+    model: "ServedModel | KeptModel"
     plans: tuple[Plan, ...]
     # Measured time = modelled time x scale; 1 where no device is dilated.
     scale: float = 1.0
@@ -128,7 +112,6 @@ class Prepared:
     capture_s: float = 0.0
 
     def workers(self, transport: str = "auto", hub: MakeHub | None = None) -> WorkerStepper:
-        """A stepper over one worker per device, local or through `hub`; not started."""
         return WorkerStepper(
             self.plans,
             self.model.weights(),
@@ -140,7 +123,7 @@ class Prepared:
             scale=self.scale,
         )
 
-    def replanner(self) -> Replanner:
+    def replanner(self, effort: str = "full") -> Replanner:
         """Replans with the same settings; compares plans by rehearsal (latency: one client)."""
         from tessera.serve.rehearse import rehearse
 
@@ -148,7 +131,11 @@ class Prepared:
         average = Average(min(Average().prompt, half), min(Average().output, half))
 
         def make(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...]) -> Plan:
-            return plan_policies(shape, cluster, plan.unit, costs, (plan.objective,))[0]
+            from tessera.plan import search_config
+
+            return plan_policies(shape, cluster, plan.unit, costs, (plan.objective,), search_config(effort))[
+                0
+            ]
 
         def gain(old: Plan, new: Plan) -> float:
             clients = 1 if old.objective is Objective.LATENCY else None
@@ -159,8 +146,6 @@ class Prepared:
 
 
 class StepBackend(Protocol):
-    """Builds, captures and prices steps on one kind of device."""
-
     # True if the throughput plan is rehearsed against `RIVALS`.
     rehearses: bool
 
@@ -180,8 +165,6 @@ class StepBackend(Protocol):
 
 @dataclass(frozen=True)
 class CpuBackend:
-    """Devices that compute on this CPU."""
-
     cluster: Cluster
     microbatches: int
     store: Path | None = None
@@ -206,7 +189,6 @@ class CpuBackend:
             return [record(workload) for workload in model.workloads]
 
     def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]:
-        """CPU devices are measured unless the store has their times; others are modelled."""
         from tessera import flow
         from tessera.profile.measured import combine, measure, needs_measuring
         from tessera.profile.store import Clocks, Store, default_store
@@ -286,8 +268,10 @@ def _plan(
     advance: Listener,
 ) -> Prepared:
     from tessera import flow
+    from tessera.plan import search_config
     from tessera.serve.rehearse import best_served
 
+    search = search_config(spec.effort)
     advance(f"capturing {len(model.workloads)} steps")
     begun_s = time.perf_counter()
     traces = backend.capture(model)
@@ -298,14 +282,15 @@ def _plan(
     advance("planning")
     is_single = len(cluster.devices) == 1
     plans = plan_policies(
-        model.shape, cluster, unit, costs, spec.policies[:1] if is_single else spec.policies
+        model.shape, cluster, unit, costs, spec.policies[:1] if is_single else spec.policies, search
     )
 
     def others(names: Sequence[str]) -> Iterator[Plan]:
-        """Plans by policy name, where they exist for this work."""
         for name in names:
             with contextlib.suppress(PlanInfeasible):
-                yield flow.make_plan(unit, costs, cluster, Objective.THROUGHPUT, spec.microbatches, name)
+                yield flow.make_plan(
+                    unit, costs, cluster, Objective.THROUGHPUT, spec.microbatches, name, search=search
+                )
 
     rehearsed: dict[str, float] = {}
     if backend.rehearses and not is_single and plans[0].objective is Objective.THROUGHPUT:
@@ -336,12 +321,19 @@ def counts_of(shape: Shape, average: Average, sees: bool = False) -> tuple[int, 
 
 
 def plan_policies(
-    shape: Shape, cluster: Cluster, unit: WorkUnit, costs: tuple[Costs, ...], policies: tuple[Objective, ...]
+    shape: Shape,
+    cluster: Cluster,
+    unit: WorkUnit,
+    costs: tuple[Costs, ...],
+    policies: tuple[Objective, ...],
+    search: "SearchConfig",
 ) -> tuple[Plan, ...]:
     from tessera import flow
 
     try:
-        plans = tuple(flow.make_plan(unit, costs, cluster, x, shape.microbatches) for x in policies)
+        plans = tuple(
+            flow.make_plan(unit, costs, cluster, x, shape.microbatches, search=search) for x in policies
+        )
         check_fits(plans, footprints(plans, [ready_programs(plan) for plan in plans]))
     except (PlanInfeasible, DeviceMemoryError) as error:
         now = f"now {shape.microbatches}, {shape.rows}, {shape.capacity} and {shape.sizes[-1]}"
@@ -369,8 +361,6 @@ def key_of(place: str, *given: object) -> str:
 
 
 class _More(msgspec.Struct):
-    """Facts kept beside the plans."""
-
     num_plans: int
     scale: float
     rehearsed: dict[str, float]
@@ -379,8 +369,7 @@ class _More(msgspec.Struct):
     state_bytes: int
 
 
-def find(key: str, folder: Path, build: Callable[[], ServableModel]) -> Prepared | None:
-    """Kept plans with their model, which is built if it was not kept."""
+def find(key: str, folder: Path, build: Callable[[], "ServedModel"]) -> Prepared | None:
     own = folder / key
     try:
         more = msgspec.json.decode((own / _MORE).read_bytes(), type=_More)
@@ -429,7 +418,6 @@ def _drop_old(folder: Path) -> None:
 
 @cache
 def _code() -> str:
-    """Hash of this package's source."""
     root = Path(tessera.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):

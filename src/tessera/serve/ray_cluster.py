@@ -36,7 +36,6 @@ Resources = Mapping[str, float]
 
 
 def ray_module() -> Any:
-    """Ray, or an error with the install command."""
     return extra_module("ray", "ray")
 
 
@@ -85,12 +84,10 @@ def counted(text: str, there: Sequence[Resources]) -> str:
 
 
 def _accelerator(gpu: str, there: Resources) -> str:
-    """Ray's name of a GPU type; empty if there is none."""
     return next((name for name in there if name.lower() == f"{ACCELERATOR}{gpu}"), "")
 
 
 def demands(device: Device, there: Sequence[Resources]) -> dict[str, float]:
-    """Resources of a device's bundle, by Ray's names."""
     if device.kind is DeviceKind.CUDA:
         names = {_accelerator(device.gpu, node) for node in there} - {""}
         kind = next(iter(names), f"{ACCELERATOR}{device.gpu.upper()}")
@@ -162,7 +159,6 @@ class Seats:
         return f"it said: {said}; Ray starts it anew"
 
     def close(self) -> None:
-        """End all actors and release the bundles."""
         ray = ray_module()
         for actor in self.actors:
             ray.kill(actor)
@@ -183,8 +179,6 @@ class Seats:
 
 
 class Seat:
-    """Actor: the worker of one device, session after session."""
-
     def __init__(self, engine: EngineAddress, rank: int, model: str) -> None:
         self._said = ""
         threading.Thread(target=self._work, args=(engine, rank, model), daemon=True).start()

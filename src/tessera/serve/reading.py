@@ -93,7 +93,6 @@ class Reading:
         self._large: FairPool[ReadBody] = FairPool(LARGE_THREADS, "tessera-reading-large")
 
     async def read(self, kind: str, raw: bytes, client: str = "") -> ReadBody:
-        """The draft or answer of a body; `ApiError` or `AskError` if it is wrong."""
         pool = self._small if len(raw) <= SMALL_BYTES else self._large
         try:
             return await pool.run(client, partial(READERS[kind], raw, self._card))

@@ -54,7 +54,6 @@ class Shape:
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
-        """Sizes in which a sequence may have more than one token."""
         return tuple(size for size in self.sizes if size > self.rows)
 
     def num_sequences(self, size: int) -> int:
@@ -62,12 +61,10 @@ class Shape:
 
     @property
     def num_page_entries(self) -> int:
-        """Length of a step's page-table list; a page may be in several tables."""
         return 2 * self.pool_tokens // PAGE
 
     @property
     def max_tokens(self) -> int:
-        """Maximum tokens of a sequence, within the pool."""
         return min(self.capacity, self.pool_tokens - PAGE)
 
 
@@ -80,8 +77,6 @@ def sizes_for(cluster: Cluster) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """The average request in tokens that plans are made for."""
-
     prompt: int = 128
     output: int = 64
 
@@ -106,6 +101,8 @@ class ServeSpec:
     random_weights: bool = False
     # True to join products of the same input.
     joined: bool = True
+    # Planning effort: full or quick; see `plan.config`.
+    effort: str = "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +137,6 @@ class PromptPicture:
 
     @cached_property
     def digest(self) -> bytes:
-        """Hash of position and contents."""
         values = self.patches.float().numpy().tobytes()
         return blake2b(values + self.start.to_bytes(8, "little"), digest_size=16).digest()
 
@@ -172,8 +168,6 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token of an answer; logprobs only if requested."""
-
     number: int
     logprob: float | None = None
     # (token, logprob), likeliest first.
@@ -182,8 +176,6 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """Final text, possibly empty, and its tokens."""
-
     text: str
     tokens: tuple[Token, ...]
 
@@ -205,8 +197,6 @@ Events = AsyncGenerator[Event, None]
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """A device as the page and the metrics show it."""
-
     name: str
     # Share of the last seconds with a launch.
     utilisation: float
@@ -232,8 +222,6 @@ class Latency:
 
 @dataclass(kw_only=True, eq=False)
 class Counts:
-    """Totals since the start of a service."""
-
     prompt_tokens: int = 0
     output_tokens: int = 0
     # Tokens of started sequences, and those found in cached pages.
@@ -249,8 +237,6 @@ class Counts:
 
 @dataclass(kw_only=True, eq=False)
 class Snapshot(Counts):
-    """What the service is doing now."""
-
     model: str
     policy: str
     policies: tuple[str, ...]

@@ -27,7 +27,6 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def lengths_of(average: Average, num: int, seed: int = 0) -> Iterator[tuple[int, int]]:
-    """(prompt, answer) tokens of the requests, repeating after `num`."""
     prompts, outputs = make_lengths(f"uniform:{average.prompt},{average.output}", num, seed)
     return cycle(zip(prompts, outputs, strict=True))
 

@@ -29,8 +29,6 @@ TOP_P_GLANCE = 512
 
 
 class TokenCounts:
-    """Distinct tokens of a request, and their counts in its answer."""
-
     __slots__ = ("_places", "numbers", "times")
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:
@@ -63,7 +61,6 @@ class Pick:
 
     @classmethod
     def of(cls, ask: Ask, end: Sequence[int]) -> "Pick":
-        """For a new request; `end` are the model's end tokens."""
         sampling = ask.sampling
         counts = None
         if sampling.repetition_penalty != 1.0:
@@ -80,7 +77,6 @@ class Pick:
 
     @property
     def is_plain(self) -> bool:
-        """True if the model's greedy choice is used."""
         x = self.sampling
         if x.temperature or x.logprobs is not None or x.logit_bias or self.counts is not None:
             return False
@@ -97,7 +93,6 @@ class Pick:
         return "" if self.guide is None else self.guide.failure
 
     def prepare(self) -> None:
-        """Precompute what does not need the next logits."""
         if self.guide is not None:
             self.guide.mask()
 
@@ -266,7 +261,6 @@ def _keep_from(scaled: torch.Tensor, rows: Sequence[int], least: torch.Tensor) -
 
 
 def with_logprobs(logs: torch.Tensor, numbers: Sequence[int], counts: Sequence[int]) -> list[Token]:
-    """Tokens with logprobs, one per row, and the requested alternatives."""
     own = logs.gather(-1, _on(logs, numbers)[:, None])[:, 0].tolist()
     values, tokens = logs.topk(min(max(counts), logs.shape[-1]), -1)
     rows = zip(numbers, own, tokens.tolist(), values.tolist(), counts, strict=True)

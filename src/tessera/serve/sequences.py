@@ -44,8 +44,6 @@ from tessera.serve.sight import SeenPictures, Sight
 
 @dataclass(frozen=True)
 class Steps:
-    """Numbers and inputs of a served unit's steps."""
-
     # Step size in tokens -> step number.
     number: dict[int, int]
     encode: int | None
@@ -106,7 +104,6 @@ class SeatedSequence:
         return self.table[: self.num_pages]
 
     def begin(self, found: Sequence[int]) -> None:
-        """Start after the cached prefix pages."""
         self.is_begun, self.read, self.num_published = True, len(found) * PAGE, len(found)
         self.table = np.zeros(max(8, 2 * len(found)), dtype=np.int32)
         self.table[: len(found)] = found
@@ -128,8 +125,6 @@ class SeatedSequence:
 
 
 class StepInputs:
-    """Inputs of a microbatch's steps, in shared memory."""
-
     def __init__(self, shape: Shape, sight: Sight | None) -> None:
         self._shape = shape
         size, rows = shape.sizes[-1], shape.rows
@@ -207,7 +202,6 @@ class Part(NamedTuple):
     is_due: bool
 
     def row_in(self, shape: Shape, number: int) -> int:
-        """Output row of this sequence if it is the `number`-th part of the step."""
         return number if shape.is_flat or self.num_tokens > 1 else self.sequence.row
 
 
@@ -273,11 +267,9 @@ class SequenceBatch:
 
     @property
     def is_kept(self) -> bool:
-        """True if cached pages may be shared with the next request."""
         return self.pool.num_kept > 0
 
     def overlap(self, request: ActiveRequest) -> int:
-        """Tokens of a request's prefix in cached pages."""
         return len(self._found(request)) * PAGE
 
     def requests(self) -> list[ActiveRequest]:
@@ -308,7 +300,6 @@ class SequenceBatch:
 
     @property
     def can_look_ahead(self) -> bool:
-        """True if every choice of the running step is greedy."""
         return len(self._started) == 1 and self._started[0].is_plain
 
     def next_step(self) -> StepCall | None:
@@ -332,7 +323,6 @@ class SequenceBatch:
         return self._steps.call(self.number, self._steps.number[size], inputs, skips)
 
     def end(self, done: StepDone) -> Sequence[ActiveRequest]:
-        """End the oldest running step; return the requests that leave."""
         if self._looking is not None:
             assert self._looking.seen is not None, "only who sees looks"
             self._looking.seen.take(done.outputs["image"])
@@ -374,7 +364,6 @@ class SequenceBatch:
         return None
 
     def _plan(self) -> list[Part]:
-        """Parts of the next step, with pages reserved."""
         if self._shape.is_flat or not self._part_sizes:
             return self._plan_mixed()
         is_answering = any(sequence.left == 1 for sequence in self._begun)
@@ -433,7 +422,6 @@ class SequenceBatch:
         return self._shape.sizes[-1]
 
     def _count(self, sequence: SeatedSequence, left: int, budget: int) -> int:
-        """Tokens a sequence reads in the next step."""
         count = min(left, budget)
         if not self._shape.is_flat and self._part_sizes and sequence.read == 0:
             count = 0 if self._can_read_part(sequence, left) else count  # its first part comes next
@@ -521,7 +509,6 @@ def _pages_of(sequence: SeatedSequence) -> int:
 
 
 def _skips(planned: list[Part]) -> tuple[str, ...]:
-    """Unneeded outputs of a step."""
     if any(part.sequence.request.wants_prompt for part in planned):
         return ()
     due = [part.sequence.request for part in planned if part.is_due]

@@ -50,7 +50,6 @@ class ConnectionTable:
         self.buffer = memoryview(bytearray(READ_BYTES))
 
     def make(self, **options: Any) -> "Connection":
-        """A protocol per connection, for uvicorn."""
         return Connection(self, options)
 
 
@@ -156,7 +155,6 @@ class HttpServer(uvicorn.Server):
         limits: HttpLimits,
         stop: Callable[[], Awaitable[None]],
         say: Callable[[str], None] = lambda text: None,
-        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -173,7 +171,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients are told their own errors
         self._limiter, self._limits, self._stop, self._say = app.state.limiter, limits, stop, say
-        self._on_ready = on_ready
+        self._ready = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -182,7 +180,17 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         for bound in sockets or ():
             bound.listen(BACKLOG)
-        self._on_ready()
+        self._ready.set()
+
+    def serving(self, bound: socket.socket) -> Iterator[None]:
+        """Yields once, when the server answers; ends after its shutdown."""
+        with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
+            loop = runner.get_loop()
+            serving, ready = loop.create_task(self.serve([bound])), loop.create_task(self._ready.wait())
+            loop.run_until_complete(asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED))
+            if ready.done():
+                yield
+            loop.run_until_complete(serving)
 
     def end(self) -> None:
         """Begin the shutdown; a second call ends at once. Thread-safe."""
@@ -246,7 +254,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """The URL for clients on this machine."""
     host, port = bound.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{shown}:{port}"

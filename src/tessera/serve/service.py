@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
-from types import TracebackType
 
 from tessera.adapt.capability import Capability, capabilities_of
 from tessera.adapt.controller import Controller, Planner, Plans
@@ -134,9 +133,7 @@ class Service:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self.stop(GRACE_S if error is None else 0.0)
 
     def start(self) -> None:
@@ -167,11 +164,11 @@ class Service:
         """Checks that depend on the model; `openai.bodies` has done the others."""
         shape = self.shape
         if not ask.prompt:
-            raise AskError("there is nothing to read", "Send at least one token.", "prompt")
+            raise AskError("the prompt is empty", "Send at least one token.", "prompt")
         total = len(ask.prompt) + ask.max_tokens
         if total > shape.max_tokens:
-            message = f"{len(ask.prompt)} tokens of prompt and {ask.max_tokens} of answer are {total}"
-            remedy = f"This service has room for {shape.max_tokens}."
+            message = f"{len(ask.prompt)} prompt tokens plus {ask.max_tokens} answer tokens is {total}"
+            remedy = f"The maximum is {shape.max_tokens}."
             raise AskError(message, remedy, "max_tokens" if len(ask.prompt) < shape.max_tokens else "prompt")
         biased = [number for number, _ in ask.sampling.logit_bias]
         for place, tokens in (
@@ -180,7 +177,9 @@ class Service:
             ("logit_bias", biased),
         ):
             if tokens and not 0 <= min(tokens) <= max(tokens) < shape.vocab_size:
-                raise AskError("a token is not in the vocabulary", f"Use 0 to {shape.vocab_size - 1}.", place)
+                raise AskError(
+                    "a token id is not in the vocabulary", f"Use 0 to {shape.vocab_size - 1}.", place
+                )
 
     def snapshot(self) -> Snapshot:
         scheduler, meters, shape = self._engine.scheduler, self._engine.meters, self.shape

@@ -112,7 +112,7 @@ class SingleDeviceService:
             if self._is_closed:
                 raise ServiceClosing("the service is stopping", "Ask another one.")
             if len(self._waiting) + len(added) > most < self.num_waiting + len(added):
-                raise ServiceBusy(f"{self.num_waiting} inputs wait", "Try again later.")
+                raise ServiceBusy(f"the queue is full: {self.num_waiting} inputs wait", "Try again later.")
             self._waiting.extend(sorted(added, key=lambda one: self.model.length(one.value)))
             self._thread.submit(self._compute)
         try:
@@ -355,7 +355,9 @@ class TextToImage:
         options: dict[str, Any] = {name: value for name, value in draft.options.items() if value is not None}
         for name in options:
             if name not in self._takes:
-                raise AskError(f"{type(self._pipeline).__name__} takes none", "Leave it out.", name)
+                raise AskError(
+                    f"{type(self._pipeline).__name__} does not support this option", "Leave it out.", name
+                )
         if "callback_on_step_end" in self._takes:
             options["callback_on_step_end"] = _watch(is_gone)
         pictures = []

@@ -122,7 +122,7 @@ def _planned(
         prefix_caching=options.prefix_caching,
         meters=metrics,
         sight=sight,
-        planner=prepared.replanner(),
+        planner=prepared.replanner(options.spec.effort),
     )
     card = ModelCard(name, text, shape.max_tokens, shape.vocab_size, eyes.mark if eyes else "")
     grammars = open_grammars(text, shape.vocab_size)

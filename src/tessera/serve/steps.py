@@ -127,11 +127,9 @@ def served(
 def _check_counts(spec: ServeSpec) -> None:
     limits = (spec.capacity, spec.max_batch_tokens, spec.pool_tokens)
     if min(spec.microbatches, spec.rows, *(limit for limit in limits if limit is not None)) < 1:
-        sizes = (
-            f"{spec.microbatches} microbatches of {spec.rows} sequences, length {spec.capacity}, "
-            f"steps of {spec.max_batch_tokens}"
-        )
-        raise CaptureError(f"{sizes} make no service", "Use at least 1 of each.")
+        sizes = f"{spec.microbatches}, {spec.rows}, {spec.capacity} and {spec.max_batch_tokens}"
+        options = "--microbatches, --seqs, --max-model-len and --max-batch-tokens"
+        raise CaptureError(f"{options} must be at least 1, got {sizes}")
 
 
 def _length(model: str, asked: int | None, positions: int | None) -> int:

@@ -44,9 +44,8 @@ LENGTHS = ("fixed", "uniform", "geometric", "lognormal")
 def make_arrivals(
     text: str, num: int | None = None, seed: int = 0, lengths: str | None = None, speed: float = 1.0
 ) -> Arrivals:
-    """Arrivals from a user's text, `speed` times as fast."""
     if not speed > 0.0:
-        raise ArrivalsError(f"a speed of {speed:g} is none", "Use a number above zero.", "--speed")
+        raise ArrivalsError(f"must be above zero, got {speed:g}", place="--speed")
     kind, colon, rest = text.partition(":")
     if colon and kind in FORMULAS:
         found = Arrivals(text, tuple(FORMULAS[kind](_numbers(text, rest), num, seed).tolist()))

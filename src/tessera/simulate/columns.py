@@ -44,7 +44,6 @@ class LaunchSegment:
 
     @property
     def us(self) -> float:
-        """Duration without interruption."""
         return self.ends_us[self.stop] - self.ends_us[self.start]
 
 
@@ -58,8 +57,6 @@ class DeviceColumn:
 
 @dataclass(frozen=True, eq=False)
 class Script:
-    """One program: columns by device, runs per request, and busy time of one run."""
-
     columns: tuple[DeviceColumn, ...]
     count: int
     busy_us: float
@@ -106,8 +103,6 @@ def _bus(link: Link) -> str:
 
 @dataclass
 class Scripts:
-    """Scripts of placements on one cluster, cached by step and placement."""
-
     unit: WorkUnit
     costs: tuple[Costs, ...]
     cluster: Cluster

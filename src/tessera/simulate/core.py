@@ -92,7 +92,6 @@ class Core(ABC):
         return now
 
     def begin(self, flight: Flight, now: float) -> None:
-        """Start the next run of a request on all its devices."""
         script, scale = flight.left.pop()
         self._order += 1
         ticket = self._order
@@ -116,7 +115,6 @@ class Core(ABC):
             self._cut(state, device, job, now)
 
     def _cut(self, state: SimulatedDevice, device: int, job: Job, now: float) -> None:
-        """End the segment at the current launch if the new job has less left."""
         current = state.job
         assert current is not None, "only a busy device is interrupted"
         segment, scale = current.instructions[current.position], self._running[current.ticket][2]
@@ -152,7 +150,6 @@ class Core(ABC):
                 self._plan_end(state, device, item.ends_us, self._running[job.ticket][2])
 
     def _end(self, device: int, now: float) -> None:
-        """End a segment, or its part before an interruption."""
         state = self.devices[device]
         job = state.job
         assert job is not None, "only a busy device ends a segment"

@@ -78,7 +78,6 @@ class _Loop(Core):
 
     @property
     def flying(self) -> tuple[int, ...]:
-        """Flight numbers, oldest run first."""
         return tuple([flight.number for flight, _, _ in self._running.values()])
 
     def run(self, us: float) -> None:
@@ -128,7 +127,6 @@ class _Loop(Core):
         )
 
     def go_on(self) -> None:
-        """Reset counters and renumber flights by age."""
         self.ended, self.busy_us = [], [0.0] * len(self.busy_us)
         for age, (flight, _, _) in enumerate(self._running.values()):
             flight.number = age
@@ -159,8 +157,6 @@ def _device_state(device: SimulatedDevice, age: dict[int, int], now: float) -> t
 
 
 class VirtualMachine:
-    """Begins runs of microbatches and reports the next end."""
-
     def __init__(self, num_devices: int, num_buses: int, remembers: bool = True) -> None:
         self.now_us = 0.0
         # Per device, then per bus, up to the last end of a run.

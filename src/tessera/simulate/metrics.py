@@ -64,13 +64,14 @@ def parse_limits(text: str) -> tuple[LatencyLimit, ...]:
             message = f"'{value}' is not a time"
             raise ArrivalsError(message, "Write ttft=500ms,tpot=50ms.", "--slo") from None
         if not 0.0 < seconds < math.inf:
-            raise ArrivalsError(f"a limit of {value} is none", "Use a time above zero.", "--slo")
+            raise ArrivalsError(
+                f"a limit must be above zero, got {value}", "Write ttft=500ms,tpot=50ms.", "--slo"
+            )
         found.append(LatencyLimit(name, seconds))
     return tuple(found)
 
 
 def measured(served: SimulatedRun) -> dict[str, Floats]:
-    """Metric -> seconds by request; NaN where undefined."""
     first = np.array(served.ledger.first_us)
     done = np.array(served.ledger.done_us)
     came = np.array(served.requests.times_us)
@@ -184,17 +185,14 @@ def _joules(
 
 
 def like(requests: RequestLoad, num: int, times_us: Sequence[float]) -> RequestLoad:
-    """Requests with repeated lengths at new times."""
     return requests.chosen(islice(cycle(range(len(requests))), num), times_us)
 
 
 def house(plan: Plan, requests: RequestLoad) -> int:
-    """Number of requests a plan has seats for."""
     return plan.microbatches * requests.rows
 
 
 def capacity_per_s(plan: Plan, requests: RequestLoad, truth: Truth | None = None) -> float:
-    """Requests per second of a saturated plan."""
     num = house(plan, requests) * (TURNS + 1)
     served = SimulatedServer([plan], like(requests, num, [0.0] * num), truth).run()
     done = np.sort(np.array(served.ledger.done_us)) * 1e-6
@@ -204,7 +202,6 @@ def capacity_per_s(plan: Plan, requests: RequestLoad, truth: Truth | None = None
 
 
 def point(plan: Plan, requests: RequestLoad, rate_per_s: float, seed: int) -> Point:
-    """A plan under Poisson arrivals."""
     num = max(LEAST, house(plan, requests) * TURNS)
     times = [t * 1e6 for t in poisson(rate_per_s, num, seed).times_s]
     found = measured(SimulatedServer([plan], like(requests, num, times)).run())
@@ -256,7 +253,6 @@ def alone(plan: Plan, requests: RequestLoad, truth: Truth | None = None) -> dict
 def check_limits(
     plans: Sequence[Plan], requests: RequestLoad, limits: Sequence[LatencyLimit], truth: Truth
 ) -> None:
-    """Refuse a limit that a request misses even on an idle system."""
     if not limits:
         return
     found = [alone(plan, requests, truth) for plan in plans]

@@ -153,7 +153,6 @@ class ModelledRows(Content[int]):
         self._joining.append(request)
 
     def requests(self) -> list[int]:
-        """All requests; their progress is recorded."""
         for stop, request in self._seats:
             self._ledger.decoded[request] = self._requests.decodes[request] - (stop - self._clock)
         return sorted([*(request for _, request in self._seats), *self._joining])
@@ -180,7 +179,6 @@ class ModelledRows(Content[int]):
             self._sit(is_spoken=False)
 
     def _sit(self, is_spoken: bool) -> None:
-        """The head has ended: seat joined requests and record their tokens."""
         for request in self._joining:
             left = self._requests.decodes[request]
             if request in self._ledger.decoded:
@@ -230,8 +228,6 @@ class SimulatedRun:
 
 
 class SimulatedServer(Watcher[int]):
-    """One simulation; starts with the first plan."""
-
     def __init__(
         self,
         plans: Sequence[Plan],
@@ -266,7 +262,6 @@ class SimulatedServer(Watcher[int]):
 
     @property
     def is_serving(self) -> bool:
-        """True while requests are served or to come."""
         return self._next < len(self.requests) or bool(self.scheduler.microbatches)
 
     def switch(self, policy: str) -> None:
@@ -302,7 +297,6 @@ class SimulatedServer(Watcher[int]):
             self._next_us = min(self._next_us, self._agenda[0][0])
 
     def _arrive(self, request: int) -> bool:
-        """False if refused."""
         try:
             self.scheduler.push(request)
         except ServiceBusy:

@@ -21,7 +21,6 @@ import numpy as np
 from tessera.execute.lanes import LaneShares, shares_of
 from tessera.execute.schedule import Job
 from tessera.ir import Plan, Recv
-from tessera.plan.config import FULL, SearchConfig
 from tessera.simulate.columns import LaunchSegment, Script, Scripts
 from tessera.simulate.core import Core, Flight, Work
 
@@ -47,8 +46,11 @@ class WindowExtent:
     window: float
 
 
+# Verdict, quick estimate, and the long run, in which microbatches fall into step.
+FULL_WINDOW, SHORT_WINDOW, LONG_WINDOW = WindowExtent(4, 10), WindowExtent(2, 4), WindowExtent(56, 28)
+
+
 def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
-    """Window of a plan: shorter with few microbatches."""
     few, num_runs = min(1.0, plan.microbatches / MANY_MICROBATCHES), sum(plan.unit.counts)
     each = mean_weight(plan)
     return WindowExtent(
@@ -109,7 +111,6 @@ class Window(Core):
         return (until - since) / (until_us - since_us) if until_us > since_us else 0.0
 
     def _until(self, work: float) -> tuple[float, float]:
-        """Run until this much work is done: (time, work done)."""
         self._target = work
         now: float | None = 0.0
         while self._done < work and now is not None:
@@ -127,7 +128,6 @@ class Window(Core):
         return at + self._skipped_us, self._so_far(at)[0]
 
     def _admit(self, microbatch: int, now: float, skipped: float = 0.0) -> None:
-        """Begin a request; the first ones skip a share of their runs."""
         lane = self._table.take()
         runs, per_us = runs_of(self._lanes[lane], self._weights[lane], skipped)
         flight = Flight(0, microbatch, lane, runs, per_us=per_us)
@@ -175,7 +175,6 @@ class Cuts:
 
     @cached_property
     def done_us(self) -> list[float]:
-        """[launches done]: busy time so far, over all devices."""
         lists = [
             next((x.ends_us for x in c.items if isinstance(x, LaunchSegment)), None)
             for c in self.script.columns
@@ -203,7 +202,6 @@ class Cuts:
         return max(0, bisect_right(self.done_us, busy_us) - 1)
 
     def job(self, device: int, cut: int, microbatch: int, ticket: int) -> Job | None:
-        """A device's work after the cut; None if nothing."""
         column = self.script.columns[device]
         stops, places = self._segments[device]
         first = bisect_right(stops, cut)
@@ -248,7 +246,6 @@ class Fluid(Window):
         self._count, self._mark, self._due = 0, None, self._settled
 
     def _watch(self, now: float) -> None:
-        """Begin a sample, or end it in a skip."""
         if self._mark is None:
             done, run_us = self._so_far(now)
             self._mark, self._due = (now, done, run_us), self._sampled
@@ -284,7 +281,6 @@ class Fluid(Window):
             self._look(device, now)
 
     def _left_us(self, microbatch: int) -> float:
-        """Busy time from the beginning of the run to the end of its step."""
         script = self._script[microbatch]
         same = 0
         for other, _ in reversed(self._flights[microbatch].left):
@@ -324,8 +320,8 @@ Effort = Callable[[Lanes], tuple[type[Window], WindowExtent]]
 class SteadyRates:
     """Work units per second of plans with full microbatches; plans of one unit share results."""
 
-    def __init__(self, config: SearchConfig = FULL) -> None:
-        self._config = config
+    def __init__(self, long_window: tuple[float, float] | None = None) -> None:
+        self._long_window = LONG_WINDOW if long_window is None else WindowExtent(*long_window)
         # One per variant.
         self._scripts: tuple[Scripts, ...] = ()
         # Simulated input -> rate per microsecond.
@@ -359,7 +355,6 @@ class SteadyRates:
         return rate
 
     def _shares(self, plan: Plan) -> bool:
-        """True if the plan has the cached unit, costs and cluster."""
         known, wanted = self._scripts, plan.every_variant
         return len(known) == len(wanted) and all(
             one.unit is other.unit and one.costs is other.costs and one.cluster is plan.cluster
@@ -368,14 +363,13 @@ class SteadyRates:
 
     def _short(self, lanes: Lanes) -> tuple[type[Window], WindowExtent]:
         longest = max(sum(script.num_items for script in lane) for lane in lanes)
-        return Fluid if longest > QUICK_LISTS else Window, WindowExtent(*self._config.short_window)
+        return Fluid if longest > QUICK_LISTS else Window, SHORT_WINDOW
 
     def _full(self, lanes: Lanes) -> tuple[type[Window], WindowExtent]:
         each = max(sum(script.count * script.num_items for script in lane) for lane in lanes)
-        full, short = WindowExtent(*self._config.full_window), WindowExtent(*self._config.short_window)
         if each > VERY_LONG_REQUESTS:
-            return Fluid, full
-        return Window, short if each > LONG_REQUESTS else full
+            return Fluid, FULL_WINDOW
+        return Window, SHORT_WINDOW if each > LONG_REQUESTS else FULL_WINDOW
 
     def _long(self, lanes: Lanes) -> tuple[type[Window], WindowExtent]:
-        return self._full(lanes)[0], WindowExtent(*self._config.long_window)
+        return self._full(lanes)[0], self._long_window

@@ -59,7 +59,6 @@ class Truth:
         return found * math.exp(self.noise * float(np.random.default_rng(words).standard_normal()))
 
     def scripts(self) -> tuple[Scripts, ...]:
-        """Scripts at true costs."""
         return tuple(
             Scripts(variant.unit, scaled_costs(variant.unit, variant.costs, self.factor), self.cluster)
             for variant in self.plan.every_variant
@@ -184,7 +183,6 @@ class VirtualStepper:
         """No-op: the virtual clock never blocks."""
 
     def use(self) -> DeviceUse:
-        """Busy times and present devices."""
         lost = self.lanes.lost
         status = {name: DeviceStatus("lost" if name in lost else "ready") for name in self._names}
         busy = dict(zip(self._names, (us * 1e-6 for us in self.busy_us), strict=False))
@@ -218,7 +216,6 @@ class VirtualStepper:
         return StepDone(microbatch, call.step, outputs, seconds, busy_s=busy_s)
 
     def _works_of(self, here: _Open, call: StepCall) -> tuple[Work, ...]:
-        """Runs of a step, after the step before it in the same microbatch."""
         last = here.call
         before = -1 if last is None else last.step
         moved = 1.0 if last is None else last.scale
@@ -260,7 +257,6 @@ class VirtualStepper:
         return DeviceBack(name)
 
     def _slow_down(self, name: str, factor: float) -> None:
-        """Slow a device from each microbatch's next step on."""
         self._truth = replace(self._truth, slow=(*self._truth.slow, (name, factor)))
         self._scripts = self._truth.scripts()
         self._known.clear()

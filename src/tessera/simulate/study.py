@@ -149,11 +149,9 @@ class Setting:
         return load_of(plan.unit, self.arrivals, self.rows)
 
     def truth(self, plan: Plan) -> Truth:
-        """The plan's costs with noise."""
         return Truth(plan, self.noise, self.faults.seed)
 
     def check(self, plan: Plan) -> None:
-        """Refuse faults of unknown devices or at impossible times."""
         need_one_batch(plan, "a simulation of arrivals")
         lost = ((loss.device, loss.at_s) for loss in self.faults.losses)
         for device, second in (*lost, *((d, s) for d, s, _ in self.faults.slowdowns)):
@@ -202,7 +200,6 @@ def checked(plans: Sequence[tuple[str, Plan]], setting: Setting) -> list[Plan]:
 
 
 def known_of(plans: Sequence[tuple[str, Plan]], setting: Setting) -> tuple[Capability, ...]:
-    """Capabilities by the plans' own costs."""
     named = checked(plans, Setting(setting.arrivals))
     return capabilities(named, setting.requests(named[0]), setting.faults.seed)
 
@@ -234,7 +231,6 @@ def watched(
     make: MakePlan | None = None,
     replan_s: float = 10.0,
 ) -> SimulatedRun:
-    """One run with a monitor choosing among plans."""
     named = checked(plans, setting)
     requests, truth = setting.requests(named[0]), setting.truth(named[0])
     check_limits(named, requests, setting.limits, truth)

@@ -157,7 +157,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "another shape": (tensor(shape=[4, 8]), f"differ in the shape or type of {NORM}"),
     "a tensor twice": (weights(_twice), f"{NORM} twice"),
     "a tensor too few": (weights(_without), f"lack {NORM}.*--random-weights"),
-    "a link out of the folder": (_link, "a link that leads out"),
+    "a link out of the folder": (_link, "a link out of"),
     "an index to elsewhere": (index(x="../elsewhere.safetensors"), "its index names '../elsewhere"),
     "an index to an absolute path": (index(x="/etc/x.safetensors"), "its index names '/etc"),
     "an index to pickles": (index(x="pytorch_model.bin"), r"its index names 'pytorch_model\.bin'"),

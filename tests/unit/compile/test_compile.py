@@ -39,7 +39,9 @@ def _clean() -> Iterator[None]:
 
 def compiled(model: Callable[..., Any], options: dict[str, Any], **more: Any) -> Callable[..., Any]:
     """The model through the backend."""
-    found: Callable[..., Any] = torch.compile(model, backend=backend, options=options, **more)
+    found: Callable[..., Any] = torch.compile(
+        model, backend=backend, options={"effort": "quick", **options}, **more
+    )
     return found
 
 
@@ -355,7 +357,7 @@ def test_a_graph_of_views_needs_no_worker() -> None:
     [
         (
             {**ONE, "device": "x"},
-            "unknown option 'device'; known: devices, link, microbatches, objective, policy, verify",
+            "unknown option 'device'; known: devices, effort, link, microbatches, objective, policy, verify",
         ),
         ({**ONE, "link": "string"}, "unknown link 'string'; known: ib100"),
         ({**ONE, "objective": "fast"}, "unknown objective 'fast'; known: cost, energy, latency, throughput"),

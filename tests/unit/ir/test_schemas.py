@@ -87,4 +87,4 @@ def test_descriptions_are_the_comments_of_the_records() -> None:
     """A field is described by the comment at its place in the source."""
     fields = schemas()["trace.json"]["$defs"][Trace.__name__]["properties"]
 
-    assert "What the step returns, by name." == fields["outputs"]["description"]
+    assert "Results by name." == fields["outputs"]["description"]

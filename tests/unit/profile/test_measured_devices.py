@@ -65,18 +65,18 @@ def test_the_cpu_is_a_device_with_this_machines_memory() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("cuda:3", "'cuda:3' is not there: this machine has cuda:0 to cuda:0"),
+        ("cuda:3", "'cuda:3' does not exist: this machine has cuda:0 to cuda:0"),
         ("cuda", "'cuda' names no GPU"),
         ("cuda:x", "'cuda:x' names no GPU"),
-        ("cuda:0/sm=0", "'0' in 'cuda:0/sm=0' is no number of SMs. Give 1 to 132"),
-        ("cuda:0/sm=133", "is no number of SMs. Give 1 to 132"),
-        ("cuda:0/sm=many", "is no number of SMs"),
-        ("cuda:0/fast", "'fast' in 'cuda:0/fast' is not understood. Write /sm=K or /as=GPU"),
+        ("cuda:0/sm=0", "invalid number of SMs '0' in 'cuda:0/sm=0'. Give 1 to 132"),
+        ("cuda:0/sm=133", "invalid number of SMs '133' in 'cuda:0/sm=133'. Give 1 to 132"),
+        ("cuda:0/sm=many", "invalid number of SMs"),
+        ("cuda:0/fast", "unknown option 'fast' in 'cuda:0/fast'. Write /sm=K or /as=GPU"),
         ("cuda:0/sm=100,cuda:0/sm=64", "need 164 SMs together; the NVIDIA H200 has 132"),
         ("cuda:0,cuda:0", "are the same card. Cut it into parts"),
         ("cuda:0,cuda:0/sm=8", "are the same card"),
         ("cuda:0/as=a100,cuda:0/sm=8", "are the same card"),
-        ("cpu:1", "'cpu:1' is no device. Write cpu"),
+        ("cpu:1", "'cpu:1' is not a device. Write cpu"),
     ],
 )
 def test_what_a_machine_cannot_give_is_refused_in_one_line(text: str, words: str) -> None:

@@ -31,8 +31,8 @@ def test_gpus_of_other_machines_need_none_here() -> None:
     assert ["away:l40s", "away:l40s#1", "away:a100"] == [d.name for d in devices]
     assert {(DeviceKind.CUDA, AWAY, False)} == {(d.kind, d.ordinal, needs_measuring(d)) for d in devices}
     for text, message in (
-        ("away:l40s*", "known to Ray only"),
-        ("away:l40s:no", "no number"),
+        ("away:l40s*", "only Ray knows"),
+        ("away:l40s:no", "needs a number"),
         ("away:", "no GPU"),
     ):
         with pytest.raises(TesseraError, match=message):

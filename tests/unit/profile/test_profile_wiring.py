@@ -56,10 +56,10 @@ def test_bus_groups_the_links_among_its_devices() -> None:
     [
         (["rope"], [], "unknown link 'rope'"),
         (["emu:a100-emu:l40s=rope"], [], "unknown link 'rope'"),
-        (["emu:a100-emu:h100=nvlink"], [], "'emu:a100-emu:h100' is no pair"),
-        (["pcie4", "pcie5"], [], "both meant for every pair"),
+        (["emu:a100-emu:h100=nvlink"], [], "'emu:a100-emu:h100' is not a pair"),
+        (["pcie4", "pcie5"], [], "more than one link for all pairs"),
         ([], ["emu:a100,emu:h100"], "unknown device 'emu:h100'"),
-        ([], ["emu:a100"], "joins no two devices"),
+        ([], ["emu:a100"], "at least two devices"),
         ([], ["emu:a100,emu:l40s", "emu:l40s,emu:a100"], "on two buses"),
     ],
 )

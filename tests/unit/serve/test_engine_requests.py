@@ -299,7 +299,7 @@ def test_what_the_pages_cannot_hold_is_refused() -> None:
     """A request that would never fit is told so at once."""
     with (
         service_of(ToyStepper(replace(SHAPE, pool_tokens=48))) as service,
-        pytest.raises(AskError, match="room for 32"),
+        pytest.raises(AskError, match="maximum is 32"),
     ):
         service.answer(Ask((1,) * 30, 3))
 

@@ -86,7 +86,9 @@ def test_a_second_start_plans_nothing(
     monkeypatch.setattr(planning, "MAX_WEIGHT_BYTES", most_bytes)
     cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
     policies = (Objective.THROUGHPUT,)
-    spec = ServeSpec(rows=2, capacity=32, max_batch_tokens=8, average=Average(8, 4), policies=policies)
+    spec = ServeSpec(
+        rows=2, capacity=32, max_batch_tokens=8, average=Average(8, 4), policies=policies, effort="quick"
+    )
     said: list[list[str]] = [[], []]
     first, second = (prepare("tiny-llama", cluster, spec, kept=tmp_path, advance=s.append) for s in said)
     assert "planning" in said[0]

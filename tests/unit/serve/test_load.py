@@ -276,7 +276,7 @@ def test_command_with_failures_ends_as_an_error(capsys: pytest.CaptureFixture[st
 
     shown = capsys.readouterr()
     assert ended.value.code == 2
-    assert "errors: 3" in shown.out
+    assert ["errors", "3"] in [line.split() for line in shown.out.splitlines()]
     assert "3 of 4 requests failed; the first (http 503): going down" in shown.err
 
 

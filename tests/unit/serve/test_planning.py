@@ -105,7 +105,7 @@ def test_what_cannot_be_served_is_refused_in_one_line() -> None:
         with pytest.raises(UnknownName, match="tiny-llama"):
             served(model, ServeSpec())
     for name, size in (("microbatches", 0), ("rows", 0), ("capacity", -1), ("max_batch_tokens", -1)):
-        with pytest.raises(CaptureError, match="make no service"):
+        with pytest.raises(CaptureError, match="must be at least 1"):
             served("tiny-llama", ServeSpec(**{name: size}))  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match="4096 positions"):
         served("tiny-llama", ServeSpec(capacity=5000))

@@ -5,6 +5,7 @@ import functools
 from tessera.capture import record
 from tessera.flow import make_plan, make_unit, price
 from tessera.ir import Objective, Plan, WorkUnit
+from tessera.plan import QUICK
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve.planning import counts_of
 from tessera.serve.records import Average, ServeSpec
@@ -33,7 +34,8 @@ def unit() -> WorkUnit:
 def plan(policy: str, microbatches: int, devices: str = "emu:a100,emu:l40s") -> Plan:
     """One policy for so many microbatches."""
     cluster = make_cluster(parse_devices(devices), "pcie4")
-    return make_plan(unit(), price(unit(), cluster), cluster, Objective.THROUGHPUT, microbatches, policy)
+    costs = price(unit(), cluster)
+    return make_plan(unit(), costs, cluster, Objective.THROUGHPUT, microbatches, policy, search=QUICK)
 
 
 def tokens_per_s(policy: str, microbatches: int, devices: str = "emu:a100,emu:l40s") -> float:

@@ -20,7 +20,7 @@ ASK = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 12, "temperature": 0, "ignore_eo
 def test_a_service_whose_workers_are_all_killed_answers_again() -> None:
     """Also where the first replacement is killed while it starts: the same tokens, and both devices there."""
     cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
-    options = ServeOptions(spec=ServeSpec(2, 2, 48, 16))
+    options = ServeOptions(spec=ServeSpec(2, 2, 48, 16, effort="quick"))
     with (
         started("tiny-llama", cluster, options) as ready,
         listening(ready.app) as server,

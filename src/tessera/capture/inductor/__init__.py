@@ -154,8 +154,8 @@ def scoped(trace: Trace) -> Trace:
     readers = Counter(b for launch in trace.launches for b in {a.buffer for a in launch.accesses})
     scope, launches = "", []
     for launch in trace.launches:
-        own = [trace.buffers[a.buffer] for a in launch.accesses if readers[a.buffer] == 1]
-        names = [b.name for b in own if b.kind is BufferKind.WEIGHT and not b.constant_hex]
+        buffers = [trace.buffers[a.buffer] for a in launch.accesses if readers[a.buffer] == 1]
+        names = [b.name for b in buffers if b.kind is BufferKind.WEIGHT and not b.constant_hex]
         scope = names[0].rpartition(".")[0] if names else scope
         launches.append(replace(launch, scope=scope))
     return replace(trace, launches=tuple(launches))

@@ -100,13 +100,13 @@ def alike(args: Sequence[torch.Tensor]) -> Any:
 def _cuts(traced: Traced, nodes: list[Node], first: int) -> list[int]:
     """Cut indices: for each border the first behind a library call that may be cut."""
     bound = {p for start, stop in _bound(traced, nodes) for p in range(start + 1, stop + 1)}
-    found = set()
+    cuts = set()
     libraries = [place + 1 for place, node in enumerate(nodes) if _is_library(node)]
     for border in traced.borders:
         behind = max((p for p in libraries if p <= border), default=first)
         allowed = (p for p in range(behind, border + 1) if p not in bound)
-        found.add(next(allowed, first))
-    return sorted(found - {first, len(nodes)})
+        cuts.add(next(allowed, first))
+    return sorted(cuts - {first, len(nodes)})
 
 
 def _is_library(node: Node) -> bool:
@@ -116,15 +116,15 @@ def _is_library(node: Node) -> bool:
 
 def _bound(traced: Traced, nodes: list[Node]) -> list[tuple[int, int]]:
     """(index where memory is created, index of its last write); results of one call stay with it."""
-    made: dict[int, int] = {}
+    created: dict[int, int] = {}
     written: dict[int, int] = {}
     for place, node in enumerate(nodes):
         value = traced.values[node]
         if isinstance(value, torch.Tensor):
-            made.setdefault(value.untyped_storage()._cdata, -1 if node.op == "placeholder" else place)
+            created.setdefault(value.untyped_storage()._cdata, -1 if node.op == "placeholder" else place)
         for tensor in _written(traced, node):
             written[tensor.untyped_storage()._cdata] = place
-    spans = [(made[s], place) for s, place in written.items() if made[s] >= 0]
+    spans = [(created[s], place) for s, place in written.items() if created[s] >= 0]
     return spans + [
         (place, place + len(value))
         for place, node in enumerate(nodes)
@@ -238,29 +238,26 @@ class CompiledStep:
         with torch.no_grad():
             for region in self._regions:
                 args = [values[number] for number in region.takes]
-                compiled = self._compile(region, args)
+                key = region.key, alike(args)
+                if key not in self._compiled:
+                    self._compiled[key] = _compile(region, args, self._settings)
+                compiled = self._compiled[key]
                 with around(compiled.constants):
-                    made = compiled.call(*args)
-                _check_views(region, args, made)
-                values.update(zip(region.gives, made, strict=True))
+                    results = compiled.call(*args)
+                _check_views(region, args, results)
+                values.update(zip(region.gives, results, strict=True))
                 for number in region.frees:
                     del values[number]
         return {name: values[number] for name, number in self._outputs.items()}
-
-    def _compile(self, region: GraphRegion, args: Sequence[torch.Tensor]) -> _Compiled:
-        key = region.key, alike(args)
-        if key not in self._compiled:
-            self._compiled[key] = _compile(region, args, self._settings)
-        return self._compiled[key]
 
 
 def inductor_config(**changes: Any) -> AbstractContextManager[Any]:
     """Inductor's settings for a recording, with changes; skips names this version lacks."""
     from torch._inductor import config
 
-    known: Any = config._config  # type: ignore[attr-defined]
+    settings: Any = config._config  # type: ignore[attr-defined]
     patch: AbstractContextManager[Any] = config.patch(
-        {k: v for k, v in {**CONFIG, **changes}.items() if k in known}
+        {k: v for k, v in {**CONFIG, **changes}.items() if k in settings}
     )
     return patch
 
@@ -282,18 +279,18 @@ def _compile(region: GraphRegion, args: Sequence[torch.Tensor], settings: dict[s
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    made: list[Any] = []
+    programs: list[Any] = []
 
     def inner(*args: Any, **kwargs: Any) -> Any:
-        made.append(compile_fx_inner(*args, **kwargs))
-        return made[-1]
+        programs.append(compile_fx_inner(*args, **kwargs))
+        return programs[-1]
 
     with inductor_config(**settings), functorch_config.patch(enable_autograd_cache=False):
         call: Any = compile_fx(region.module, list(args), inner_compile=inner)
-    if len(made) != 1:
+    if len(programs) != 1:
         remedy = "Capture it with the torch front end."
-        raise CaptureError(f"Inductor made {len(made)} programs of one", remedy)
-    inside = (getattr(made[0], "constants", None) or {}).values()
+        raise CaptureError(f"Inductor made {len(programs)} programs of one", remedy)
+    inside = (getattr(programs[0], "constants", None) or {}).values()
     held = [t for t in inside if isinstance(t, torch.Tensor)]
     return _Compiled(call, (*region.module.buffers(), *held))
 
@@ -372,9 +369,9 @@ class _Tracer(TorchDispatchMode):
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
         """Node of a tensor; one not passed in is a constant."""
-        known = self._nodes.get(id(tensor))
-        if known is not None:
-            return known
+        node = self._nodes.get(id(tensor))
+        if node is not None:
+            return node
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
             fail(
                 "a tensor is neither weight, input nor state of the step",

@@ -119,17 +119,17 @@ Call = Callable[[Tensors, Tensors], dict[str, torch.Tensor]]
 
 
 def from_callable(step: Step) -> Workload:
-    made = _find(step.model)(step)
-    if isinstance(made, Workload):
-        return made
-    is_pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)
-    if not is_pair or not isinstance(made[1], Mapping | tuple | list):
+    result = _find(step.model)(step)
+    if isinstance(result, Workload):
+        return result
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.nn.Module)
+    if not is_pair or not isinstance(result[1], Mapping | tuple | list):
         raise CaptureError(
-            f"it returned a {type(made).__name__}",
+            f"it returned a {type(result).__name__}",
             "Return a tessera.capture.Workload, or a pair of an nn.Module and its example inputs.",
             step.model,
         )
-    return module_workload(step, *made)
+    return module_workload(step, *result)
 
 
 def _find(name: str) -> Callable[[Step], Any]:
@@ -138,13 +138,13 @@ def _find(name: str) -> Callable[[Step], Any]:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except ImportError as error:
         remedy = "Name a module that Python can import from the current folder."
         raise CaptureError(f"cannot be imported: {error}", remedy, module_name) from error
-    function = getattr(found, attribute, None)
+    function = getattr(module, attribute, None)
     if not callable(function):
-        have = ", ".join(n for n, v in vars(found).items() if callable(v) and not n.startswith("_"))
+        have = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise CaptureError(f"has no callable '{attribute}'", f"It has: {have or 'none'}.", module_name)
     return function  # type: ignore[no-any-return]
 
@@ -182,24 +182,26 @@ def _written(module: torch.nn.Module, given: Tensors, by_name: bool) -> set[str]
     buffers = dict(module.named_buffers())
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     named = {**buffers, **copies}
-    known = {storage_key(tensor): i for i, tensor in enumerate(named.values())}
-    watch = Watch(known, saves=False, fixed=range(len(buffers)))
+    numbers = {storage_key(tensor): i for i, tensor in enumerate(named.values())}
+    watch = Watch(numbers, saves=False, fixed=range(len(buffers)))
     with forked(), torch.no_grad():
         with own_launches(watch.own_launch), watch:
             module(**copies) if by_name else module(*copies.values())
-        found = {name for i, name in enumerate(named) if i in watch.written}
-        for name in found & set(buffers):
+        written = {name for i, name in enumerate(named) if i in watch.written}
+        for name in written & set(buffers):
             buffers[name].copy_(before[name])
-    return found
+    return written
 
 
 def _caller(module: torch.nn.Module, names: list[str], by_name: bool, buffers: set[str]) -> Call:
     def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         given = {name: inputs[name] if name in inputs else state[name] for name in names}
-        own = {name: state[name] for name in buffers}
+        buffers_given = {name: state[name] for name in buffers}
         args, kwargs = ((), given) if by_name else (tuple(given.values()), {})
         return _outputs(
-            torch.func.functional_call(module, own, args, kwargs) if own else module(*args, **kwargs)
+            torch.func.functional_call(module, buffers_given, args, kwargs)
+            if buffers_given
+            else module(*args, **kwargs)
         )
 
     return call

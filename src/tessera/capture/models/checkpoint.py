@@ -236,10 +236,12 @@ def _check_names(path: Path) -> None:
     """Refuse duplicate tensor names in a header."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(items)
-        if len(found) < len(items):
-            raise ValueError(f"{_some(sorted(k for k in found if [x for x, _ in items].count(k) > 1))} twice")
-        return found
+        tensors = dict(items)
+        if len(tensors) < len(items):
+            raise ValueError(
+                f"{_some(sorted(k for k in tensors if [x for x, _ in items].count(k) > 1))} twice"
+            )
+        return tensors
 
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
@@ -312,13 +314,10 @@ def give_transformers(build: Callable[..., Any], folder: Path | None, tensors: T
     unlike = {name for name, *_ in told["mismatched_keys"]}
     for name, own in module.state_dict().items():
         # Other dtypes are cast silently.
-        if name in tensors and own.is_floating_point() and _is_whole(tensors[name]) and _is_plain(module):
+        is_plain = getattr(module.config, "quantization_config", None) is None
+        if name in tensors and own.is_floating_point() and _is_whole(tensors[name]) and is_plain:
             unlike.add(name)
     return Filled(module, tuple(told["missing_keys"]), tuple(unlike))
-
-
-def _is_plain(module: Any) -> bool:
-    return getattr(module.config, "quantization_config", None) is None
 
 
 def _is_whole(tensor: Any) -> bool:

@@ -106,10 +106,10 @@ def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
         values = {key: held[...] for key, held in tensors.items()}
         dtype = next((t.dtype for t in values.values() if t.is_floating_point()), torch.float32)
         module = make().to(dtype)
-        own = module.state_dict()
-        unlike = tuple(k for k, t in values.items() if k in own and own[k].shape != t.shape)
+        parameters = module.state_dict()
+        unlike = tuple(k for k, t in values.items() if k in parameters and parameters[k].shape != t.shape)
         module.load_state_dict({k: t for k, t in values.items() if k not in unlike}, strict=False)
-        return checkpoint.Filled(module, tuple(k for k in own if k not in values), unlike)
+        return checkpoint.Filled(module, tuple(k for k in parameters if k not in values), unlike)
 
     random = step.random_weights
     what = f"a {name} cannot be built from it"
@@ -223,14 +223,14 @@ class Denoiser:
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(seed)
-        made = {"sigmas": sigmas(0)}
+        inputs = {"sigmas": sigmas(0)}
         for name, make in self._makers.items():
             if name.partition(".")[0] in self._takes:
                 tensor = make(random)
                 if tensor is not None:
                     is_real = tensor.is_floating_point()
-                    made[name] = tensor.to(self._module.dtype) if is_real else tensor
-        return made
+                    inputs[name] = tensor.to(self._module.dtype) if is_real else tensor
+        return inputs
 
     def _check(self) -> None:
         side = self._config.get("pos_embed_max_size")
@@ -240,11 +240,11 @@ class Denoiser:
                 "Use a --context with divisors nearer to its square root.",
                 self._step.model,
             )
-        known = {self._latents, "timestep", "return_dict", *self._fixed}
-        known |= {name.partition(".")[0] for name in self._inputs(0)}
+        provided = {self._latents, "timestep", "return_dict", *self._fixed}
+        provided |= {name.partition(".")[0] for name in self._inputs(0)}
         for name, parameter in self._takes.items():
             is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if is_named and parameter.default is parameter.empty and name not in known:
+            if is_named and parameter.default is parameter.empty and name not in provided:
                 raise CaptureError(f"no example is known for its input '{name}'", REMEDY, self._step.model)
 
     @property

@@ -33,13 +33,9 @@ def tokens(config: Any, size: tuple[int, ...], random: torch.Generator) -> torch
     text = config.get_text_config(decoder=True)
     count = text.vocab_size
     named = [*vars(config).items(), *vars(text).items()]
-    special = [v for k, v in named if k.endswith(("_token_id", "_token_index")) and _is_id(v)]
+    special = [v for k, v in named if k.endswith(("_token_id", "_token_index")) and type(v) is int]
     first, stop = _widest(sorted(v for v in special if 0 <= v < count), count)
     return torch.randint(first, stop, size, generator=random)
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _widest(special: list[int], count: int) -> tuple[int, int]:
@@ -67,8 +63,8 @@ def pictures(model: Any, step: Step, seed: int) -> torch.Tensor:
 
 def picture_token(config: Any) -> int | None:
     """Placeholder token of pictures, if any."""
-    found = getattr(config, "image_token_id", None)
-    return getattr(config, "image_token_index", None) if found is None else found
+    token = getattr(config, "image_token_id", None)
+    return getattr(config, "image_token_index", None) if token is None else token
 
 
 def _wanted(model: Any) -> list[str]:
@@ -89,8 +85,8 @@ def _make(model: Any, name: str, step: Step, random: torch.Generator) -> torch.T
     maker = MAKERS.get(name)
     if maker is None:
         raise CaptureError(f"nothing is known of its input '{name}'", REMEDY, step.model)
-    made = maker(model.config, step, random)
-    return made.to(model.dtype) if made.is_floating_point() else made
+    tensor = maker(model.config, step, random)
+    return tensor.to(model.dtype) if tensor.is_floating_point() else tensor
 
 
 def _ids(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
@@ -135,9 +131,9 @@ def _setting(config: Any, names: Iterable[str], default: Any) -> Any:
     ]
     for part in (config, *parts):
         for name in names:
-            found = getattr(part, name, None)
-            if found is not None:
-                return found
+            value = getattr(part, name, None)
+            if value is not None:
+                return value
     return default
 
 

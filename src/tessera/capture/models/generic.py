@@ -82,7 +82,13 @@ def generic_workload(model: Any, step: Step) -> Workload:
         return _plain(model, step, model, lambda seed: call_inputs(model, step, seed), flatten)
     if step.kind == "encode":
         encoder = model.get_encoder()
-        return _plain(model, step, encoder, lambda seed: encoder_inputs(model, step, seed), _encoded)
+        return _plain(
+            model,
+            step,
+            encoder,
+            lambda seed: encoder_inputs(model, step, seed),
+            lambda made: {ENCODED: made[0]},
+        )
     return CachedSteps(model, step).workload()
 
 
@@ -110,14 +116,12 @@ def _plain(
 
 def _check_taken(part: Callable[..., Any], step: Step) -> None:
     """Raise unless a forward takes every tensor of the step's file."""
-    known = inspect.signature(getattr(part, "forward", part)).parameters
+    parameters = inspect.signature(getattr(part, "forward", part)).parameters
     for name in read_inputs(step.inputs):
-        if name not in known:
-            raise CaptureError(f"the model takes no '{name}'", f"It takes: {', '.join(known)}.", step.inputs)
-
-
-def _encoded(made: Any) -> dict[str, torch.Tensor]:
-    return {ENCODED: made[0]}
+        if name not in parameters:
+            raise CaptureError(
+                f"the model takes no '{name}'", f"It takes: {', '.join(parameters)}.", step.inputs
+            )
 
 
 def takes(part: Callable[..., Any], name: str) -> bool:
@@ -136,10 +140,10 @@ def flatten(made: Any, name: str = "") -> dict[str, torch.Tensor]:
     else:
         fields = getattr(made, "__dataclass_fields__", ())
         items = [(key, getattr(made, key)) for key in fields]
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, value in items:
-        found |= flatten(value, f"{name}.{key}" if name else key)
-    return found
+        tensors |= flatten(value, f"{name}.{key}" if name else key)
+    return tensors
 
 
 @contextmanager
@@ -182,8 +186,8 @@ def apart(model: torch.nn.Module) -> Iterator[None]:
 def placed(model: Any, make: Callable[[], Tensors]) -> dict[str, torch.Tensor]:
     """Move tensors to the model's device."""
     with torch.device("cpu"):
-        made = make()
-    return {name: tensor.to(model.device) for name, tensor in made.items()}
+        tensors = make()
+    return {name: tensor.to(model.device) for name, tensor in tensors.items()}
 
 
 def forward(
@@ -211,11 +215,11 @@ def forward(
     if cache[0]:
         given[cache[0]] = cache[1]
     with head_reads(model, pick) as is_picked:
-        made = model(**given, use_cache=True)
-    logits = getattr(made, "logits", None)
+        result = model(**given, use_cache=True)
+    logits = getattr(result, "logits", None)
     if pick is not None and not is_picked and isinstance(logits, torch.Tensor) and logits.dim() == 3:
-        made.logits = pick(logits)
-    return made
+        result.logits = pick(logits)
+    return result
 
 
 def embedded(model: Any, inputs: Tensors) -> torch.Tensor:
@@ -235,6 +239,21 @@ class ModelMemory:
 
     cache: Any
     attributes: dict[str, torch.Tensor]
+
+
+def learn_memory(
+    model: Any,
+    call: Callable[[ModelMemory, Tensors], tuple[Any, ModelMemory]],
+    empty: ModelMemory,
+    first: Tensors,
+    following: Tensors,
+) -> tuple[Any, ModelMemory, ModelMemory]:
+    """Call a model twice; returns the last result, and the memory after each call."""
+    with apart(model), NoReads():
+        _, left = call(empty, first)
+        copied = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
+        result, after = call(copied, following)
+    return result, left, after
 
 
 class CachedSteps:
@@ -266,8 +285,8 @@ class CachedSteps:
         """The encoder's result, for its shape."""
         inputs = placed(self._model, lambda: encoder_inputs(self._model, self._step, 0))
         with apart(self._model):
-            found: torch.Tensor = self._model.get_encoder()(**inputs)[0]
-        return found
+            encoded: torch.Tensor = self._model.get_encoder()(**inputs)[0]
+        return encoded
 
     def _count_seen(self) -> int:
         """Picture tokens per row; 0 without pictures."""
@@ -277,9 +296,9 @@ class CachedSteps:
         pixels = placed(self._model, lambda: {PIXELS: pictures(self._model, self._step, 0)})
         with apart(self._model):
             features = self._model.get_image_features(**pixels)
-        found = flatten(getattr(features, "pooler_output", features)).values()
+        embeddings = flatten(getattr(features, "pooler_output", features)).values()
         size = self._config.hidden_size * self._step.batch
-        count = int(sum(tensor.numel() for tensor in found) // size)
+        count = int(sum(tensor.numel() for tensor in embeddings) // size)
         if count + 2 > self._step.context:
             raise CaptureError(
                 f"a picture is {count} tokens, which a context of {self._step.context} does not hold",
@@ -294,13 +313,16 @@ class CachedSteps:
         Tried in turn: our cache, without and with a mask that hides nothing (some models otherwise read the
         length on the host), then the model's own.
         """
+        from tessera.capture.models.rows import RowCache, RowPairCache
+
         tries = [(True, False), (True, True), (False, False)]
         if self._cache not in CACHES[:2]:
             tries = tries[2:]
         errors = []
         for has_rows, self._has_mask in tries:
             try:
-                self._learn_with(self._row_cache() if has_rows else None)
+                kind = RowPairCache if self._is_pair else RowCache
+                self._learn_with(kind(self._model.config, self._capacity) if has_rows else None)
             except UNFIT as error:
                 errors.append(error)
             else:
@@ -312,21 +334,14 @@ class CachedSteps:
             self._step.model,
         ) from errors[0]
 
-    def _row_cache(self) -> Any:
-        from tessera.capture.models.rows import RowCache, RowPairCache
-
-        return (RowPairCache if self._is_pair else RowCache)(self._model.config, self._capacity)
-
     def _learn_with(self, cache: Any) -> None:
         self._has_rows = cache is not None and cache.has_rows
         self._only_recurs = cache is not None and not cache.has_positions and bool(self._mask)
         self._has_positions = bool(self._positions) or (cache is not None and cache.has_positions)
         num = min(NUM_LEARNED, self._step.context) if cache is not None else max(1, self._step.context - 1)
         first, following = self._first_tokens(num)
-        with apart(self._model), NoReads():
-            _, left = self._step_on(ModelMemory(cache, {}), first, first["last"])
-            again = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
-            _, after = self._step_on(again, following, None)
+        empty = ModelMemory(cache, {})
+        _, left, after = learn_memory(self._model, self._step_on, empty, first, following)
         self._is_carried = describe(left) == describe(after)
         self._has_rows = self._has_rows and not left.attributes
         self._held, self._template = tensors_of(left), left
@@ -346,24 +361,23 @@ class CachedSteps:
             following = self._tokens_at(start + num, 1, random)
         return [{n: t.to(self._model.device) for n, t in made.items()} for made in (first, following)]
 
-    def _step_on(
-        self, memory: ModelMemory, inputs: Tensors, last: torch.Tensor | None
-    ) -> tuple[Any, ModelMemory]:
+    def _step_on(self, memory: ModelMemory, inputs: Tensors) -> tuple[Any, ModelMemory]:
         """One call: result, and memory after it."""
         cache = memory.cache
         with traced(), attributes_kept(self._model, memory.attributes) as left:
-            made = self._forward(inputs, cache, last)
+            result = self._forward(inputs, cache)
             attributes = left()
         if hasattr(cache, "begin"):
             cache.begin(None, None)
         elif self._cache:
-            cache = getattr(made, self._cache)
-        return made, ModelMemory(cache, attributes)
+            cache = getattr(result, self._cache)
+        return result, ModelMemory(cache, attributes)
 
-    def _forward(self, inputs: Tensors, cache: Any, last: torch.Tensor | None) -> Any:
+    def _forward(self, inputs: Tensors, cache: Any) -> Any:
         """The model's forward on a cache; only each row's newest token passes the head."""
         from tessera.capture.models.rows import row_masks
 
+        last = inputs.get("last")
         if self._has_positions and hasattr(cache, "begin"):
             cache.begin(inputs["positions"], last)
         given: dict[str, Any] = {}
@@ -388,12 +402,11 @@ class CachedSteps:
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         given = state if self._is_carried else {n.removeprefix(BEFORE): t for n, t in inputs.items()}
         memory = exchanged(self._template, given)
-        last = inputs.get("last")
-        if self._is_prefill and last is None and self._has_positions:
-            last = torch.full_like(inputs["tokens"][:, 0], self._step.context - 1)
-        made, memory = self._step_on(memory, inputs, last)
+        if self._is_prefill and "last" not in inputs and self._has_positions:
+            inputs = {**inputs, "last": torch.full_like(inputs["tokens"][:, 0], self._step.context - 1)}
+        result, memory = self._step_on(memory, inputs)
         after = dict(tensors_of(memory))
-        results = _results(made, self._cache) | self._following(inputs, last)
+        results = _results(result, self._cache) | self._following(inputs, inputs.get("last"))
         if not self._is_carried:
             return results | {AFTER + name: tensor for name, tensor in after.items()}
         for name, tensor in after.items():
@@ -408,29 +421,29 @@ class CachedSteps:
 
     def _tokens_at(self, start: torch.Tensor, width: int, random: torch.Generator) -> dict[str, torch.Tensor]:
         size = (self._step.batch, width)
-        made = {"tokens": tokens(self._model.config, size, random)}
+        inputs = {"tokens": tokens(self._model.config, size, random)}
         if self._has_positions:
-            made["positions"] = start + torch.arange(width)
+            inputs["positions"] = start + torch.arange(width)
         if self._encoded is not None:
             noise = torch.randn(self._encoded.shape, generator=random)
-            made[ENCODED] = noise.to(self._encoded.dtype)
-        return made
+            inputs[ENCODED] = noise.to(self._encoded.dtype)
+        return inputs
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
         """Generated inputs, replaced by those of the step's file."""
-        made = self._own_inputs(seed)
+        inputs = self._own_inputs(seed)
         if self._step.inputs:
             for name, tensor in given_inputs(self._step.inputs, seed).items():
                 place = "tokens" if name == self._tokens else name
-                if place not in made or made[place].shape != tensor.shape:
-                    takes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in made.items())
+                if place not in inputs or inputs[place].shape != tensor.shape:
+                    takes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in inputs.items())
                     raise CaptureError(
                         f"'{name}' of shape {tuple(tensor.shape)} is no input of this step",
                         f"It takes: {takes}.",
                         self._step.inputs,
                     )
-                made[place] = tensor.to(made[place].dtype)
-        return made
+                inputs[place] = tensor.to(inputs[place].dtype)
+        return inputs
 
     def _own_inputs(self, seed: int) -> dict[str, torch.Tensor]:
         """Rows of different lengths where allowed."""
@@ -439,33 +452,33 @@ class CachedSteps:
         lengths = torch.randint((context + 1) // 2, context + 1, (batch, 1), generator=random)
         if not self._is_prefill:
             return self._decode_inputs(lengths, random)
-        made = self._tokens_at(torch.zeros_like(lengths), context, random)
+        inputs = self._tokens_at(torch.zeros_like(lengths), context, random)
         if self._picture is not None:
-            made["tokens"][:, 1 : 1 + self._num_seen] = self._picture
-            made[PIXELS] = pictures(self._model, self._step, seed)
+            inputs["tokens"][:, 1 : 1 + self._num_seen] = self._picture
+            inputs[PIXELS] = pictures(self._model, self._step, seed)
             lengths = lengths.clamp_min(self._num_seen + 2)
         if self._has_rows:
-            return {**made, "last": lengths[:, 0] - 1}
+            return {**inputs, "last": lengths[:, 0] - 1}
         if self._only_recurs:
-            made["mask"] = (torch.arange(context) >= context - lengths).to(self._model.dtype)
-        return made
+            inputs["mask"] = (torch.arange(context) >= context - lengths).to(self._model.dtype)
+        return inputs
 
     def _decode_inputs(self, lengths: torch.Tensor, random: torch.Generator) -> dict[str, torch.Tensor]:
         if not self._is_carried:
             lengths = torch.full_like(lengths, self._step.context)
         elif not self._positions:  # rows share one position
             lengths = lengths[:1].expand(self._step.batch, 1)
-        made = self._tokens_at(lengths - 1, 1, random)
+        inputs = self._tokens_at(lengths - 1, 1, random)
         if not self._is_carried:
-            made |= {BEFORE + name: tensor for name, tensor in self._remembered(random).items()}
-        return made
+            inputs |= {BEFORE + name: tensor for name, tensor in self._remembered(random).items()}
+        return inputs
 
     def state(self, seed: int) -> dict[str, torch.Tensor]:
         """Zeros for a prefill; random state for a decode."""
         return self._remembered(torch.Generator().manual_seed(seed)) if self._is_carried else {}
 
     def _remembered(self, random: torch.Generator) -> dict[str, torch.Tensor]:
-        made = {}
+        state = {}
         for name, held in self._held:
             value = torch.zeros(held.shape, dtype=held.dtype)
             if not self._is_prefill:
@@ -473,8 +486,8 @@ class CachedSteps:
                     value.copy_(held)
                 if value.is_floating_point():
                     value += torch.randn(value.shape, generator=random).to(value.dtype)
-            made[name] = value
-        return made
+            state[name] = value
+        return state
 
     def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
         """Each row reads its chosen token at the next position; a prefill takes encoder results."""
@@ -483,17 +496,17 @@ class CachedSteps:
         if "next_tokens" not in last or (not self._is_carried and not self._is_prefill):
             is_own = first.keys() == self._inputs(0).keys()
             return {name: tensor.clone() for name, tensor in (first if is_own else self._inputs(0)).items()}
-        made = {"tokens": last["next_tokens"][:, None].clone()}
+        inputs = {"tokens": last["next_tokens"][:, None].clone()}
         if NEXT in last:
-            made["positions"] = last[NEXT].clone()
+            inputs["positions"] = last[NEXT].clone()
         elif self._has_positions:
             positions = first["positions"]
             begins_after = positions[:, -1] + 1 if positions.shape[1] > 1 else positions[:, 0]
             start = first["last"] + 1 if "last" in first else begins_after
-            made["positions"] = (start + run)[:, None].clone()
+            inputs["positions"] = (start + run)[:, None].clone()
         if self._encoded is not None:  # a decode has it in the cache
-            made[ENCODED] = (first if ENCODED in first else self._inputs(0))[ENCODED].clone()
-        return made
+            inputs[ENCODED] = (first if ENCODED in first else self._inputs(0))[ENCODED].clone()
+        return inputs
 
 
 def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:

@@ -36,13 +36,13 @@ from tessera.capture.models.generic import (
     CACHES,
     UNFIT,
     ModelMemory,
-    NoReads,
     apart,
     attributes_kept,
     choose,
     describe,
     exchanged,
     forward,
+    learn_memory,
     placed,
     takes,
     tensors_of,
@@ -159,10 +159,8 @@ def _try(model: Any, kind: str) -> StepLayout:
         placed(model, partial(_make_inputs, model, step, kind, [(length, 1)] * NUM_TRIED, 0))
         for length in (1, 2)
     )
-    with torch.no_grad(), forked(), attributes_kept(model), NoReads():
-        _, left = _run(model, kind, step, ModelMemory(cache, {}), first)
-        again = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
-        logits, after = _run(model, kind, step, again, following)
+    call = partial(_run, model, kind, step)
+    logits, left, after = learn_memory(model, call, ModelMemory(cache, {}), first, following)
     if describe(left) != describe(after):
         raise ValueError("its cache changes shape with every token")
     if logits.dim() != 2 or len(logits) != NUM_TRIED:
@@ -215,9 +213,9 @@ def _read(
 
     def tables(at: int) -> dict[str, torch.Tensor]:
         parts = [(begin + at + each, each)] * step.batch
-        made = lay_out(step, parts, range(1, step.reserve // PAGE))
-        made["fresh"] = torch.full((step.batch,), begin + at == 0)
-        return made if each == 1 else made | {"row": torch.zeros(1, dtype=torch.long)}
+        step_inputs = lay_out(step, parts, range(1, step.reserve // PAGE))
+        step_inputs["fresh"] = torch.full((step.batch,), begin + at == 0)
+        return step_inputs if each == 1 else step_inputs | {"row": torch.zeros(1, dtype=torch.long)}
 
     for at in range(0, num, each):
         inputs = {"tokens": words[:, at : at + each].flatten(), **placed(model, partial(tables, at))}
@@ -402,8 +400,8 @@ class PagedSteps:
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         held = {name: state[name] for name in self._layout.pages}
         row = inputs.get("row")
-        own = slice(self._step.batch) if row is None else row
-        held |= {name: state[name][own] for name in self._layout.rows}
+        rows = slice(self._step.batch) if row is None else row
+        held |= {name: state[name][rows] for name in self._layout.rows}
         memory = exchanged(self._layout.memory, held)
         given, newest = inputs["tokens"], state[NEWEST]
         tokens = torch.where(given < 0, newest[(-1 - given).clamp_min(0)], given)
@@ -420,12 +418,12 @@ class PagedSteps:
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
         """At least half of the sequences, of different lengths; larger steps include prompt parts."""
         parts = _example_parts(self._model, self._step, Random(seed))
-        made = _make_inputs(self._model, self._step, self._layout.kind, parts, seed)
+        inputs = _make_inputs(self._model, self._step, self._layout.kind, parts, seed)
         firsts = accumulate((new for _, new in parts), initial=0)
         for number, ((length, new), first) in enumerate(zip(parts, firsts, strict=False)):
             if new == 1 < length and number % SHARE_OF_KNOWN:
-                made["tokens"][first] = -1 - number
-        return made
+                inputs["tokens"][first] = -1 - number
+        return inputs
 
     def _state(self, seed: int) -> dict[str, torch.Tensor]:
         """State that looks used."""
@@ -441,15 +439,15 @@ class PagedSteps:
     def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
         """Tokens of other sequences; answers continue with chosen tokens, pictures with encoded ones."""
         seed = int(first["tokens"].sum()) if "tokens" in first else 0
-        made = self._inputs(seed + run)
+        inputs = self._inputs(seed + run)
         chosen = last.get("next_tokens")
-        if chosen is not None and len(chosen) <= len(made["tokens"]):
-            made["tokens"][: len(chosen)] = chosen
-        if "image" in last and "image" in made:
+        if chosen is not None and len(chosen) <= len(inputs["tokens"]):
+            inputs["tokens"][: len(chosen)] = chosen
+        if "image" in last and "image" in inputs:
             image = last["image"].flatten(0, 1)
-            num = min(len(image), len(made["image"]))
-            made["image"][:num] = image[:num]
-        return made
+            num = min(len(image), len(inputs["image"]))
+            inputs["image"][:num] = image[:num]
+        return inputs
 
 
 def _used(size: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
@@ -485,18 +483,18 @@ def _make_inputs(
     used = sum(new for _, new in parts)
     words = make_tokens(model.config, (step.context,), random)
     words[used:] = 0
-    made = {"tokens": words, **lay_out(step, parts, free)}
+    inputs = {"tokens": words, **lay_out(step, parts, free)}
     if kind != FLAT:
-        made["fresh"] = torch.tensor([length == new for length, new in _padded(parts, step.batch)])
+        inputs["fresh"] = torch.tensor([length == new for length, new in _padded(parts, step.batch)])
         if step.context > step.batch:
-            made["row"] = torch.randint(num_rows(step), (1,), generator=random)
+            inputs["row"] = torch.randint(num_rows(step), (1,), generator=random)
     if model.config.model_type == "qwen2_5_vl":
         size = (step.context, model.config.text_config.hidden_size)
-        made["rotary"] = made["positions"].repeat(3, 1)
-        made["image"] = torch.randn(size, generator=random).to(model.dtype)
-        made["is_image"] = torch.rand(step.context, generator=random) < SHARE_OF_PICTURES
-        made["is_image"][used:] = False  # unused tokens share a slot and write the same
-    return made
+        inputs["rotary"] = inputs["positions"].repeat(3, 1)
+        inputs["image"] = torch.randn(size, generator=random).to(model.dtype)
+        inputs["is_image"] = torch.rand(step.context, generator=random) < SHARE_OF_PICTURES
+        inputs["is_image"][used:] = False  # unused tokens share a slot and write the same
+    return inputs
 
 
 def _padded(parts: Sequence[tuple[int, int]], num: int) -> list[tuple[int, int]]:
@@ -510,11 +508,11 @@ def lay_out(step: Step, parts: Sequence[tuple[int, int]], free: Sequence[int]) -
     slots: list[int] = []
     starts, firsts = [0], [0]
     for length, new in _padded(parts, step.batch):
-        own = free[starts[-1] : starts[-1] + -(-length // PAGE)]
+        pages_used = free[starts[-1] : starts[-1] + -(-length // PAGE)]
         here = range(length - new, length)
         positions += here
-        slots += [own[p // PAGE] * PAGE + p % PAGE for p in here]
-        starts.append(starts[-1] + len(own))
+        slots += [pages_used[p // PAGE] * PAGE + p % PAGE for p in here]
+        starts.append(starts[-1] + len(pages_used))
         firsts.append(len(positions))
     padding = [0] * (step.context - len(positions))
     pages = [*free[: starts[-1]], *[0] * (num_entries(step) - starts[-1])]

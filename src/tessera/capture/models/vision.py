@@ -60,7 +60,7 @@ def _encode(model: Any, step: Step) -> Workload:
     index = torch.tensor(order)
 
     def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        made = tower(
+        features = tower(
             inputs["patches"],
             grid_thw=None,
             position_ids=inputs["places"],
@@ -68,7 +68,7 @@ def _encode(model: Any, step: Step) -> Workload:
             window_index=inputs["window_index"],
             cu_window_seqlens=pieces,
         )
-        return {"image": made.pooler_output.view(step.batch, step.context, -1)}
+        return {"image": features.pooler_output.view(step.batch, step.context, -1)}
 
     def make_inputs(seed: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(seed)
@@ -115,8 +115,8 @@ class PictureSteps(CachedSteps):
         }
 
     def _tokens_at(self, start: torch.Tensor, width: int, random: torch.Generator) -> dict[str, torch.Tensor]:
-        made = super()._tokens_at(start, width, random)
-        return {**made, "rotary": made["positions"].repeat(3, 1, 1)}
+        inputs = super()._tokens_at(start, width, random)
+        return {**inputs, "rotary": inputs["positions"].repeat(3, 1, 1)}
 
     def _own_inputs(self, seed: int) -> dict[str, torch.Tensor]:
         """Rows of different lengths; in a prefill the image follows the leading text."""
@@ -126,9 +126,9 @@ class PictureSteps(CachedSteps):
         lengths = torch.randint(least, step.context + 1, (step.batch, 1), generator=random)
         if step.kind == "decode":
             return self._tokens_at(lengths - 1, 1, random)
-        made = self._tokens_at(torch.zeros_like(lengths), step.context, random)
+        inputs = self._tokens_at(torch.zeros_like(lengths), step.context, random)
         image = torch.randn((step.batch, num, self._config.hidden_size), generator=random)
-        return made | {
+        return inputs | {
             "rotary": rotary_positions(step.context, num)[:, None].repeat(1, step.batch, 1),
             "last": lengths[:, 0] - 1,
             "image": image.to(self._model.dtype),

@@ -43,6 +43,13 @@ _BY_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
 _SET, _AT_LEAST = 9, 5  # NVSHMEM_SIGNAL_SET, NVSHMEM_CMP_GE
 NO_GPU = "no CUDA device"
 MPS_PIPE, MPS_SHARE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+_ADDRESS, _SIZE, _INT, _WORD = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint64
+SIGNATURES = {
+    "nvshmem_malloc": (_SIZE,),
+    "nvshmemx_putmem_on_stream": (_ADDRESS, _ADDRESS, _SIZE, _INT, _ADDRESS),
+    "nvshmemx_putmem_signal_on_stream": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _WORD, _INT, _INT, _ADDRESS),
+    "nvshmemx_signal_wait_until_on_stream": (_ADDRESS, _INT, _WORD, _ADDRESS),
+}
 
 
 class PeerAway(WorkerError):
@@ -165,15 +172,6 @@ class _Args(ctypes.Structure):
 
 class _Attributes(ctypes.Structure):
     _fields_ = (("version", ctypes.c_int), ("mpi", ctypes.c_void_p), ("args", _Args))
-
-
-_ADDRESS, _SIZE, _INT, _WORD = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint64
-SIGNATURES = {
-    "nvshmem_malloc": (_SIZE,),
-    "nvshmemx_putmem_on_stream": (_ADDRESS, _ADDRESS, _SIZE, _INT, _ADDRESS),
-    "nvshmemx_putmem_signal_on_stream": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _WORD, _INT, _INT, _ADDRESS),
-    "nvshmemx_signal_wait_until_on_stream": (_ADDRESS, _INT, _WORD, _ADDRESS),
-}
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from tessera.errors import DeviceMemoryError, WorkerError
+from tessera.errors import WorkerError
 from tessera.execute import driver
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.direct import PeerAway
@@ -34,9 +34,11 @@ from tessera.execute.cuda.transport import GpuTransport, InboxSpot, Parcel, is_m
 from tessera.execute.driver import MemOp
 from tessera.execute.launcher import Launchable, Launcher
 from tessera.execute.memory import (
+    Footprint,
     Memory,
     Storage,
     bytes_of,
+    check_memory,
     constant,
     fresh,
     is_allocation,
@@ -44,6 +46,10 @@ from tessera.execute.memory import (
     tensor_of,
 )
 from tessera.ir import BufferKind, Cluster, Free, Program, Recv, Region, Run, Send, Trace
+
+Tensors = Mapping[str, torch.Tensor]
+# Step -> compiled objects by kernel.
+Kernels = Mapping[int, Mapping[int, Launchable]]
 
 
 @dataclass
@@ -319,12 +325,6 @@ def own_workspaces() -> Iterator[None]:
         clear()
 
 
-Tensors = Mapping[str, torch.Tensor]
-# Step -> compiled objects by kernel.
-Kernels = Mapping[int, Mapping[int, Launchable]]
-MIB = 1 << 20
-
-
 class DeviceGraphs:
     """Graphs of one device; `close` frees everything."""
 
@@ -529,22 +529,9 @@ class DeviceGraphs:
         weights = {n: size for n, size in weights.items() if n not in self._resident}
         inbox = self.transport.new_bytes(new, self.traces) if self.transport is not None else 0
         each = sum(size for n, size in state.items() if n not in known) + inbox // self.num_microbatches
-        held_bytes, room = sum(weights.values()), torch.cuda.mem_get_info(card)[0]
-        needed = held_bytes + self.num_microbatches * each
-        if needed <= room:
-            return
-        fitting = (room - held_bytes) // each if each else 0
-        remedy = (
-            f"Lower --microbatches from {self.num_microbatches} to {fitting}, or the batch or the context."
-            if fitting > 0
-            else "Use a smaller batch or context, or fewer layers on this card."
-        )
-        raise DeviceMemoryError(
-            f"the run needs {needed // MIB} MiB ({held_bytes // MIB} MiB of weights, {each // MIB} MiB a "
-            f"microbatch); {room // MIB} MiB are free",
-            remedy,
-            self.device.record.name,
-        )
+        size, num = sum(weights.values()), self.num_microbatches
+        footprint = Footprint(self.device.record.name, size, each, num, num * each)
+        check_memory(footprint, torch.cuda.mem_get_info(card)[0], " that are free")
 
 
 def refuse_generators(trace: Trace) -> None:

@@ -10,15 +10,17 @@ Everything runs in one process.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from tessera.execute.cuda.graphs import DeviceGraphs, Kernels, ShareGraph
 from tessera.execute.cuda.pace import ENDED, STARTED, TimeScale, choose_scale
 from tessera.execute.lower import lower
-from tessera.execute.memory import bytes_of
+from tessera.execute.memory import bytes_of, flat_bytes
 from tessera.execute.offline import Request
 from tessera.ir import (
     Cluster,
@@ -36,6 +38,7 @@ from tessera.ir import (
 )
 
 Tensors = Mapping[str, torch.Tensor]
+T = TypeVar("T")
 # Least time of a launch.
 FLOOR_US = 0.5
 REPEATS = 15
@@ -112,13 +115,13 @@ class UnitOnDevice:
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name, tensor in request.state().items():
                 if name in room.state:
-                    _fill(room.state[name], tensor)
+                    _put(room.state[name], tensor)
             for step, count in enumerate(self.unit.counts):
                 for run in range(count):
                     given = request.inputs(step, run, found[-1] if found else {})
                     for (of_step, name), storage in room.inputs.items():
                         if of_step == step and name in given:
-                            _fill(storage, given[name])
+                            _put(storage, given[name])
                     made = self.graph(step).replay()
                     found.append({name: tensor.clone() for name, tensor in made.items()})
             self.stream.synchronize()
@@ -130,9 +133,8 @@ class UnitOnDevice:
         return {name: bytes_of(s, 0, s.nbytes()).clone() for name, s in held.items()}
 
 
-def _fill(storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    bytes_of(storage, 0, storage.nbytes()).copy_(flat[: storage.nbytes()])
+def _put(storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
+    bytes_of(storage, 0, storage.nbytes()).copy_(flat_bytes(tensor)[: storage.nbytes()])
 
 
 def measure(
@@ -207,27 +209,24 @@ def _timed(
     """(step alone, step beside the others, samples of launches beside the others), each [device][step]."""
     devices, steps = range(len(cluster.devices)), range(len(unit.graphs))
 
-    def opened(is_profiled: bool) -> list[UnitOnDevice]:
-        found = [UnitOnDevice(unit, cluster, d, weights, kernels, is_profiled) for d in devices]
-        for one in found:
-            one.__enter__()
-            one.run(request)
-        return found
+    @contextmanager
+    def opened(is_profiled: bool) -> Iterator[list[UnitOnDevice]]:
+        units = [UnitOnDevice(unit, cluster, d, weights, kernels, is_profiled) for d in devices]
+        with ExitStack() as stack:
+            for one in units:
+                stack.enter_context(one).run(request)
+            yield units
 
-    plain = opened(is_profiled=False)
-    alone = [[replay_us(plain[d], step, REPEATS) for step in steps] for d in devices]
-    load = [CardLoad(plain, d, alone) for d in devices]
-    whole = [
-        [replay_us(plain[d], n, BESIDE, load[d]) if load[d].others else alone[d][n] for n in steps]
-        for d in devices
-    ]
-    for one in plain:
-        one.__exit__(None, None, None)
-    stamped = opened(is_profiled=True)
-    load = [CardLoad(stamped, d, alone) for d in devices]
-    samples = [[_samples(stamped[d], step, load[d]) for step in steps] for d in devices]
-    for one in stamped:
-        one.__exit__(None, None, None)
+    with opened(is_profiled=False) as plain:
+        alone = [[replay_us(plain[d], step, REPEATS) for step in steps] for d in devices]
+        load = [CardLoad(plain, d, alone) for d in devices]
+        whole = [
+            [replay_us(plain[d], n, BESIDE, load[d]) if load[d].others else alone[d][n] for n in steps]
+            for d in devices
+        ]
+    with opened(is_profiled=True) as stamped:
+        load = [CardLoad(stamped, d, alone) for d in devices]
+        samples = [[_samples(stamped[d], step, load[d]) for step in steps] for d in devices]
     return alone, whole, samples
 
 
@@ -254,37 +253,41 @@ class CardLoad:
                             other.graph(number).replay()
 
 
-def replay_us(whole: UnitOnDevice, step: int, repeats: int = REPEATS, load: CardLoad | None = None) -> float:
-    """Median time of one step's graph, alone or beside other work."""
-    graph, stream = whole.graph(step), whole.stream
-    times: list[float] = []
+def _replays(
+    whole: UnitOnDevice, step: int, repeats: int, load: CardLoad | None, replay: Callable[[ShareGraph], T]
+) -> list[T]:
+    """Results of repeated replays of one step's graph, alone or beside other work."""
+    graph = whole.graph(step)
     if load is not None:
         load.keep_busy(step, repeats)
-    with torch.cuda.stream(stream):
-        for _ in range(repeats):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(SLEEP_CYCLES)
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop) * 1e3)
+    with torch.cuda.stream(whole.stream):
+        results = [replay(graph) for _ in range(repeats)]
     if load is not None:
         torch.cuda.synchronize()
-    return statistics.median(times)
+    return results
+
+
+def replay_us(whole: UnitOnDevice, step: int, repeats: int = REPEATS, load: CardLoad | None = None) -> float:
+    """Median time of one step's graph, alone or beside other work."""
+
+    def timed(graph: ShareGraph) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SLEEP_CYCLES)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) * 1e3
+
+    return statistics.median(_replays(whole, step, repeats, load, timed))
 
 
 def _samples(whole: UnitOnDevice, step: int, load: CardLoad) -> list[list[float]]:
-    graph, stream = whole.graph(step), whole.stream
-    samples: list[list[float]] = [[] for _ in graph.trace.launches]
-    repeats = BESIDE if load.others else REPEATS
-    load.keep_busy(step, repeats)
-    with torch.cuda.stream(stream):
-        for _ in range(repeats):
-            graph.replay()
-            stream.synchronize()
-            rows = graph.records.cpu()
-            for launch, row in enumerate(samples):
-                row.append(int(rows[launch][ENDED] - rows[launch][STARTED]) / 1e3)
-    torch.cuda.synchronize()
-    return samples
+    def stamps(graph: ShareGraph) -> list[float]:
+        graph.replay()
+        whole.stream.synchronize()
+        rows = graph.records.cpu()[: len(graph.trace.launches)]
+        return ((rows[:, ENDED] - rows[:, STARTED]).double() / 1e3).tolist()
+
+    rows = _replays(whole, step, BESIDE if load.others else REPEATS, load, stamps)
+    return [list(row) for row in zip(*rows, strict=True)]

@@ -43,6 +43,23 @@ COVERED = 0.99
 TURN_US = 3.0
 # Delay of a pace kernel, subtracted from every wait.
 SLACK_NS = 1000
+RECORD_WORDS = 4
+# Words of a record: entered, due, ended.
+STARTED, DUE, ENDED = 0, 1, 2
+ENTRY = "tessera_pace"
+SIGNATURE = (
+    ("previous", "*u64"), ("extra_ns", "u64"), ("queue", "*u64"), ("next", "*u64"), ("hold_ns", "u64"),
+    ("slack_ns", "u64"), ("places", "u64"), ("place", "u64"), ("key", "u64"), ("lead_ns", "u64"),
+)  # fmt: skip
+# A turn is taken this many nanoseconds before the device is free: the start-up of a launch.
+LEAD_NS = 2000
+# Bits of a key: arrival below the time left; the last bit is always set.
+_CAME_BITS = 24
+_CAME_SHIFT = 10
+_MAX_LEFT_NS = 1 << 38
+# (microbatches that may wait, this microbatch, key); none: first come, first served.
+Turn = tuple[int, int, int]
+NO_TURN = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,21 +199,6 @@ def _words(num: int, card: torch.device) -> torch.Tensor:
     return torch.zeros(num, dtype=torch.int64, device=card)
 
 
-RECORD_WORDS = 4
-# Words of a record: entered, due, ended.
-STARTED, DUE, ENDED = 0, 1, 2
-ENTRY = "tessera_pace"
-SIGNATURE = (
-    ("previous", "*u64"), ("extra_ns", "u64"), ("queue", "*u64"), ("next", "*u64"), ("hold_ns", "u64"),
-    ("slack_ns", "u64"), ("places", "u64"), ("place", "u64"), ("key", "u64"), ("lead_ns", "u64"),
-)  # fmt: skip
-# A turn is taken this many nanoseconds before the device is free: the start-up of a launch.
-LEAD_NS = 2000
-# Bits of a key: arrival below the time left; the last bit is always set.
-_CAME_BITS = 24
-_CAME_SHIFT = 10
-_MAX_LEFT_NS = 1 << 38
-
 PTX = f"""
 .version 7.0
 .target sm_75
@@ -312,11 +314,6 @@ DONE:
 
 def kernel() -> Kernel:
     return Kernel(ENTRY, Origin.PTX, ptx=PTX, signature=SIGNATURE)
-
-
-# (microbatches that may wait, this microbatch, key); none: first come, first served.
-Turn = tuple[int, int, int]
-NO_TURN = (0, 0, 0)
 
 
 class PaceKernel:

@@ -1,16 +1,14 @@
-"""CudaWorker: one process, one GPU or part of one; the same orders and answers as any worker's.
+"""CudaWorker: one process, one GPU or part of one.
 
-A run is one graph, launched in the order in which the engine's orders come: that order is the same on every
-device, which is what keeps graphs that wait for one another from hanging (streams share the GPU's hardware
-queues; 32 of them are asked for before CUDA starts). To begin a run is to copy its inputs in, launch the
-graph and copy out what is asked for, all on the microbatch's stream; the CPU then only looks whether it has
-ended. So a step that is ordered while the one before it runs is queued on the GPU itself.
+A run is one graph. Graphs are launched in the order of the engine's orders, which is the same on every
+device: this keeps graphs that wait for one another from hanging (streams share the GPU's hardware queues; 32
+are requested before CUDA starts). Inputs are copied in, the graph launched and outputs copied out on the
+microbatch's stream; the CPU then polls for the end. A step ordered while another runs is queued on the GPU.
 
-When a run is cancelled, its graph may wait for a peer that is gone: its flags are set from here, so that it
-ends and its flags are cleared; the microbatch is used again when that is so on every device.
+A cancelled graph may wait for a lost peer: its flags are set from here, so that it ends, and then cleared.
+The microbatch is used again when every device has done so.
 
-How long the device was at work is measured for runs that wait for nobody; of others it is what the plan's
-costs say, times the scale.
+Busy time is measured for runs without receives; for others it is the plan's costs times the scale.
 """
 
 import time
@@ -37,13 +35,13 @@ from tessera.execute.messages import Begin, Done, PackedTensor, PeerLost, Setup,
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
 
-# How long the CPU looks away between two looks at runs that were launched.
+# Seconds between two looks at launched runs.
 LOOK_S = 20e-6
-# A cancelled graph whose flags were set ends within milliseconds; one that does not is stuck elsewhere.
+# Seconds after which a released graph is stuck; it normally ends within milliseconds.
 CANCEL_S = 20.0
-# The GPU's clock is looked at so often; the quickest look counts.
+# Readings of the GPU's clock; the quickest counts.
 CLOCK_LOOKS = 20
-# (launch, start, stop, time at work) of launches, and (transfer, start, stop) of sends.
+# (launch, start, stop, busy time) of launches, and (transfer, start, stop) of sends.
 Rows = tuple[list[tuple[int, float, float, float]], list[tuple[int, float, float]]]
 
 
@@ -52,7 +50,7 @@ class _Running:
     order: Begin
     program: Program
     graph: ShareGraph | None
-    # Around the graph, and behind the copies of what it gave.
+    # Events around the graph, and after the copies of its outputs.
     start: Any
     stop: Any
     done: Any
@@ -80,10 +78,10 @@ class CudaWorker(DeviceWorker):
         self._clock = GpuClock.of(self._graphs.device) if setup.is_profiled else None
         # Oldest first.
         self._running: dict[int, _Running] = {}
-        # Runs that could not be launched, since a peer was away.
+        # Runs not launched because a peer was away.
         self._refused: dict[int, Begin] = {}
         self._last_stop: Any = None
-        # (microbatch, step, name) -> pinned memory that an input passes through, and when it was read last.
+        # (microbatch, step, name) -> pinned buffers of an input, with the event after their last copy.
         self._staged: dict[tuple[int, int, str], deque[tuple[torch.Tensor, Any]]] = {}
         self._load(setup.programs)
 
@@ -97,7 +95,7 @@ class CudaWorker(DeviceWorker):
         return bool(self._running)
 
     def close(self) -> None:
-        """Releases the weights, which are the engine's memory, before the process ends."""
+        """Releases the weights, which belong to the engine, before the process ends."""
         if self._running:  # a graph that waits for a lost peer never ends
             return
         self._graphs.close()
@@ -109,7 +107,7 @@ class CudaWorker(DeviceWorker):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Captures what the plans in force need; what is left of others is captured when it is asked for."""
+        """Captures graphs of the current plans; others are captured on use."""
         self._graphs.prepare(self._numbers[self._newest][0])
 
     def _relink(self, device: int, epoch: int, address: str) -> None:
@@ -117,19 +115,19 @@ class CudaWorker(DeviceWorker):
             self._prepare()
 
     def _where(self) -> list[tuple[int, int, int]]:
-        """(microbatch, run, position of the last instruction that was begun) of every run in progress."""
+        """The position is that of the last instruction begun."""
         rows = []
         for run, running in list(self._running.items()):
             microbatch = running.order.microbatch
             rows.append((microbatch, run, max(-1, int(self._graphs.marks[microbatch]) - 2)))
         return rows
 
-    # Runs ---------------------------------------------------------------------------------------------
+    # Runs.
 
     def _begin(self, order: Begin) -> None:
         program, number = self._programs[order.lane][order.index], self._numbers[order.lane][order.index]
         self.at = (order.microbatch, order.run, -1)
-        if order.lane >= self._newest > 0:  # it never goes back to the plans before
+        if order.lane >= self._newest > 0:  # it never returns to earlier plans
             self._graphs.forget(order.microbatch, self._numbers[self._newest][0])
         room = self._graphs.buffers(order.microbatch)
         try:
@@ -155,7 +153,7 @@ class CudaWorker(DeviceWorker):
         self._running[order.run] = running
 
     def _take_in(self, room: MicrobatchBuffers, program: Program, order: Begin) -> None:
-        """Copies inputs and first state in, on the current stream."""
+        """Copies inputs and initial state in, on the current stream."""
         for (step, name), storage in room.inputs.items():
             if step == program.step and storage.nbytes() and name in order.inputs:
                 key = (room.number, step, name)
@@ -167,13 +165,13 @@ class CudaWorker(DeviceWorker):
     def _copy_in(
         self, key: tuple[int, int, str], storage: torch.UntypedStorage, given: PackedTensor, what: str
     ) -> None:
-        """Through pinned memory that no copy reads any more."""
+        """Copies through pinned memory that no earlier copy still reads."""
         data = np.frombuffer(given.data, dtype=np.uint8)
         if len(data) != storage.nbytes():
             message = f"{what} has {len(data)} bytes, the step {storage.nbytes()}"
             raise WorkerError(message, "Give tensors of the shapes that were captured.")
         staged = self._staged.setdefault(key, deque())
-        if not staged or not staged[0][1].query():  # a step that is queued has not been copied yet
+        if not staged or not staged[0][1].query():  # the copy of a queued step is still to come
             staged.appendleft((driver.pinned((storage.nbytes(),)), torch.cuda.Event()))
         pinned, is_read = staged[0]
         staged.rotate(-1)
@@ -182,13 +180,13 @@ class CudaWorker(DeviceWorker):
         is_read.record()
 
     def _state_of(self, room: MicrobatchBuffers, program: Program) -> dict[str, torch.Tensor]:
-        """State that lives here in a program, as flat bytes by name."""
+        """State on this device in a program, as flat bytes by name."""
         buffers = self._setup.traces[program.step].buffers
         names = [buffers[b].name for b, home in program.homes if home == self._setup.device]
         return {name: bytes_of(room.state[name], 0, room.state[name].nbytes()) for name in names}
 
     def _end_runs(self) -> bool:
-        """Tells the runs that have ended; True if there were any."""
+        """Reports ended runs; True if there were any."""
         ended = [running for running in self._running.values() if running.done.query()]
         for running in ended:
             order = running.order
@@ -214,7 +212,7 @@ class CudaWorker(DeviceWorker):
             launches = [x.launch for x in column if isinstance(x, Run)]
             return sum(us[n] for n in launches) * 1e-6 * self._setup.scale if us else 0.0
         ran_ms = float(running.start.elapsed_time(running.stop))
-        if self._last_stop is not None:  # what ran beside it and ended before is not its own
+        if self._last_stop is not None:  # without time that overlaps the previous run
             ran_ms = min(ran_ms, self._last_stop.elapsed_time(running.stop))
         if ran_ms > 0.0:
             self._last_stop = running.stop
@@ -224,14 +222,14 @@ class CudaWorker(DeviceWorker):
         if self._graphs.transport is not None:
             self._graphs.transport.end(run, is_cancelled)
 
-    # What goes wrong ----------------------------------------------------------------------------------
+    # Cancellation.
 
     def _cancel(self, run: int) -> None:
         running = self._running.pop(run, None)
         self._over(run, is_cancelled=True)
         if running is not None:
             self._end_stuck(running)
-        # What was not launched here may have been sent to: its peer was there when it began, and died then.
+        # A run that was not launched here may have received transfers from a peer that died later.
         order = running.order if running is not None else self._refused.pop(run, None)
         if order is not None and self._graphs.transport is not None:
             self._graphs.transport.reset(order.microbatch, self._numbers[order.lane][order.index])
@@ -254,7 +252,7 @@ class CudaWorker(DeviceWorker):
 
 
 def _opener(setup: Setup, engine: EngineConnection) -> "Callable[[GpuDevice], GpuTransport] | None":
-    """Makes the transport, where a program sends anything."""
+    """Makes the transport; None with one device."""
     num = len(setup.cluster.devices)
     if num < 2:
         return None
@@ -277,13 +275,13 @@ def _opener(setup: Setup, engine: EngineConnection) -> "Callable[[GpuDevice], Gp
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on its way to the host, on the current stream; the CPU does not wait for it."""
+    """Starts a copy to the host on the current stream."""
     return driver.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuClock:
-    """The GPU's clock in seconds of this machine's monotonic one."""
+    """Maps the GPU's clock to this machine's monotonic clock."""
 
     zero_ns: int
     zero_s: float

@@ -1,4 +1,4 @@
-"""Latency: one placement of least makespan for one request alone, under a proved bound. Read `placement`."""
+"""Latency: a placement with minimal makespan for one request, and a proved bound. See `placement`."""
 
 from tessera.plan.latency.placement import Fastest, RequestTimer, bound_us, solve
 

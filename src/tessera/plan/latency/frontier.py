@@ -1,18 +1,14 @@
-"""Placements of one step, launch by launch, as a Pareto frontier of schedules.
+"""Placement of one step, launch by launch, with a Pareto front of schedules.
 
-A row of the frontier is a schedule so far, described by its columns (see `layout`). If a row is no later
-than another in every column, nothing that follows can make it end later, and the other is dropped; so is a
-row that provably ends no sooner than a known placement. While the frontier stays narrow this is exact.
-Beyond its limit it is narrowed in one of two ways: `search` keeps the most promising rows and returns a
-placement; `bound_us` merges similar rows, each column taking its earliest time, and returns a lower bound.
+A row is a partial schedule (columns: see `layout`). A row that is no earlier than another in any column is
+dropped, as is one that provably ends no sooner than a known placement. This is exact while the front stays
+within its width. Beyond it, `search` keeps the most promising rows and returns a placement; `bound_us` merges
+similar rows, with the earliest time per column, and returns a lower bound.
 
-`best_of_step` starts narrow and widens until plan and bound meet, up to a limit in proportion to the
-launches. `joined` joins steps by the state they share: the longest step is placed first, or last, and the
-others pay for state that they would have elsewhere. Each state is paid by itself (the clock counts one
-latency per link, and links in parallel); the clock judges the result.
+`best_of_step` widens the front until plan and bound meet. `joined` joins steps by shared state: the longest
+step is placed first or last, the others pay for moving state.
 
-Costs of migration (see `placement`) are part of all times from the launch that pays them on, never negative.
-Arrays of rows are [column, device, row].
+Migration costs (see `placement`) are never negative. Arrays of rows are [column, device, row].
 """
 
 from dataclasses import dataclass
@@ -25,9 +21,9 @@ from tessera.plan.config import SearchConfig
 from tessera.plan.latency.layout import NEVER_US, Layout, floored, non_dominated, tails_of
 from tessera.plan.problem import Problem
 
-# Weights of devices in the bound by remaining work: each alone, and mixtures.
+# Device weights of the remaining-work bound: single devices and mixtures.
 MIXTURES = 9
-# Bounds are lowered by more than what rounding may add up to.
+# Bounds are lowered by more than the rounding error.
 ROUNDING = 1e-8
 
 
@@ -39,21 +35,21 @@ class Course:
     # [launch, device]
     cost_us: Floats
     migration_us: Floats
-    # [launch, device, 1]: from the launch's start there to the end, no placement takes less.
+    # [launch, device, 1]: lower bound from the launch's start to the end.
     tail_us: Floats
-    # Weights of the devices, [mixture, device]; every row sums to one.
+    # [mixture, device] weights; rows sum to one.
     weights: Floats
-    # [launch, mixture, 1]: what the launches from each on add to the weighted sum of the devices' times.
+    # [launch, mixture, 1]: weighted remaining work.
     rest_us: Floats
 
     @property
     def least_us(self) -> float:
-        """No placement takes less, by the tails alone."""
+        """Lower bound by the tails alone."""
         return float(self.tail_us.min(axis=1).max())
 
 
 def course_of(layout: Layout, migration_us: Floats | None = None, fixed: Ints | None = None) -> Course:
-    """With times of migration [launch, device], and devices of some launches (-1: free) given."""
+    """With migration times [launch, device] and fixed devices of launches (-1: free)."""
     cost = layout.costs_us(fixed)
     added = np.zeros_like(cost)
     if migration_us is not None:
@@ -71,7 +67,7 @@ def course_of(layout: Layout, migration_us: Floats | None = None, fixed: Ints | 
 
 
 def search(course: Course, width: int, known_us: float) -> tuple[Ints, float] | None:
-    """Devices of the launches of a placement faster than a known one, and when it ends."""
+    """(devices of a placement faster than the known one, its end)."""
     rows = _first(course)
     trail: list[tuple[Ints, Ints]] = []
     for launch in range(len(course.layout.moves) - 1):
@@ -92,7 +88,7 @@ def search(course: Course, width: int, known_us: float) -> tuple[Ints, float] | 
 
 
 def bound_us(course: Course, width: int, known_us: float) -> float:
-    """No placement of the step ends before this; `known_us` is when some placement does."""
+    """Lower bound of the step's end; `known_us` ends some placement."""
     rows = _first(course)
     proved = 0.0
     for launch in range(len(course.layout.moves) - 1):
@@ -114,12 +110,12 @@ def _first(course: Course) -> Floats:
 
 
 def _last(course: Course, rows: Floats) -> Floats:
-    """When all that the step's end waits for has ended."""
+    """End of everything that the step's end waits for."""
     return np.asarray(rows[course.layout.moves[-1].reads[1:]].max(axis=0).min(axis=0))
 
 
 def _advance(course: Course, launch: int, rows: Floats) -> tuple[Floats, Ints, Ints]:
-    """Every row with the launch on every device it may run on: (rows, which row before, device)."""
+    """Every row with the launch on each allowed device: (rows, parent rows, device)."""
     move, added = course.layout.moves[launch], course.migration_us[launch]
     end = rows.take(move.reads, axis=0).max(axis=0) + course.cost_us[launch][:, None]
     device, parent = np.nonzero(end < NEVER_US)
@@ -140,36 +136,36 @@ def _advance(course: Course, launch: int, rows: Floats) -> tuple[Floats, Ints, I
         floor += stop
         after[move.raises] = np.maximum(after[move.raises], floor)
     if added.any():
-        # A clock that is ahead by some time in every column ends ahead by as much.
+        # A lead in every column persists to the end.
         after += added[device]
     return after, parent, device
 
 
 def _ends(course: Course, launch: int, rows: Floats) -> Floats:
-    """No way to go on from a row ends before this."""
+    """Lower bound of each row's end."""
     move = course.layout.moves[launch]
     after = rows.take(move.column, axis=0)
     after += course.tail_us.take(move.reader, axis=0)
     paths = after.min(axis=1).max(axis=0)
-    # A device that will not be used again counts only up to a time that the step surely lasts.
+    # Unused devices count only up to the known minimum duration.
     free = np.minimum(rows[0], paths)
     spread = (course.weights @ free + course.rest_us[launch + 1]).max(axis=0)
     return np.asarray(np.maximum(paths, spread))
 
 
 def _kept(rows: Floats, ends: Floats, known_us: float) -> Ints:
-    """Rows that may end before the known placement and are not as late as another; most promising first."""
+    """Non-dominated rows that may beat the known placement, most promising first."""
     keep = np.flatnonzero(ends < known_us * (1.0 - ROUNDING / 2))
     if len(keep) < 2:
         return keep
     flat = rows.reshape(-1, rows.shape[2]).take(keep, axis=1)
-    # No row is dropped for one that comes after it: a row that is no later has no greater figure, nor sum.
+    # Sorted so that no row is dominated by a later one.
     order = np.lexsort((np.minimum(flat, NEVER_US).sum(axis=0), ends[keep]))
     return np.asarray(keep[order[non_dominated(flat.take(order, axis=1))]])
 
 
 def _merged(rows: Floats, ends: Floats, width: int) -> Floats:
-    """At most `width` rows, each no later than those it stands for."""
+    """At most `width` rows, each no later than the rows it replaces."""
     while (num := rows.shape[2]) > width:
         one, other = _pairs(np.minimum(rows.reshape(-1, num), NEVER_US), ends, num - width)
         rows[:, :, one] = np.minimum(rows[:, :, one], rows[:, :, other])
@@ -179,10 +175,9 @@ def _merged(rows: Floats, ends: Floats, width: int) -> Floats:
 
 
 def _pairs(flat: Floats, ends: Floats, num: int) -> tuple[list[int], list[int]]:
-    """Up to so many pairs of rows that lose little by being merged; no row is in two.
+    """Disjoint pairs of rows that lose least by merging.
 
-    Pairs are neighbours in some column. A merged row still ends no sooner than either row's own figure less
-    the most that a column loses: pairs for which that is latest come first.
+    Pairs are neighbours in some column, ordered by the merged row's bound less the largest loss.
     """
     order = flat.argsort(axis=1)
     left, right = order[:, :-1].ravel(), order[:, 1:].ravel()
@@ -204,19 +199,19 @@ def _pairs(flat: Floats, ends: Floats, num: int) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBest:
-    """The fastest placement found of one step alone, and what no placement of it can beat."""
+    """The best placement of one step alone, and its bound."""
 
     us: float
     bound_us: float
     width: int
-    # Devices of the launches; None: none was found faster than those known.
+    # Device per launch; None: none faster than the known ones.
     devices: Ints | None
 
 
 def best_of_step(
     layout: Layout, known_us: float, config: SearchConfig, migration_us: Floats | None = None
 ) -> StepBest:
-    """By frontiers, ever wider until placement and bound meet or the limit is reached."""
+    """Widen the front until placement and bound meet or the limit is reached."""
     if not layout.num_launches:
         return StepBest(0.0, 0.0, 0, np.zeros(0, dtype=np.int64))
     course = course_of(layout, migration_us)
@@ -235,12 +230,11 @@ def best_of_step(
 
 
 def _narrow(layout: Layout, config: SearchConfig) -> int:
-    """Rows of a frontier at first."""
     return max(2, config.narrow_rows // layout.problem.num_devices)
 
 
 def _wider(layout: Layout, width: int, is_far: bool, config: SearchConfig) -> int:
-    """Four times as many rows, or the most at once; unchanged at the limit."""
+    """Four times the rows, or the maximum at once; unchanged at the limit."""
     rows = min(config.wide_rows, config.frontier_rows[is_far] // layout.num_launches)
     most = rows // layout.problem.num_devices
     if not width:
@@ -251,7 +245,7 @@ def _wider(layout: Layout, width: int, is_far: bool, config: SearchConfig) -> in
 def joined(
     layouts: list[Layout], steps: list[StepBest], price: float, sign: int, config: SearchConfig
 ) -> Labels | None:
-    """The longest step's own best first (sign -1) or last (1); later ones pay for moving the state."""
+    """The longest step first (sign -1) or last (1); later ones pay for moving state."""
     problem = layouts[0].problem
     labels = np.full(problem.num_nodes, -1, dtype=np.int64)
     homes: dict[str, int] = {}
@@ -259,7 +253,7 @@ def joined(
     for step in sorted(range(len(steps)), key=lambda s: sign * counts[s] * steps[s].us):
         graph, nodes = problem.unit.graphs[step], problem.node_of[step]
         added = _moving_us(problem, step, homes) * price / counts[step]
-        # Nodes of several steps are where the first of them put them.
+        # The first step fixes nodes of several steps.
         fixed = labels[nodes]
         devices = steps[step].devices
         is_own = devices is not None and not added[np.arange(len(devices)), devices].any()
@@ -276,7 +270,7 @@ def joined(
 
 
 def _moving_us(problem: Problem, step: int, homes: dict[str, int]) -> Floats:
-    """[launch, device]: what it takes to move the state there, charged to the first launch that uses it."""
+    """[launch, device]: cost of moving state there, charged to its first use."""
     graph = problem.unit.graphs[step]
     sizes = {b.name: b.size_bytes for b in graph.trace.buffers if b.kind is ir.BufferKind.STATE}
     charged = np.zeros((len(problem.node_of[step]), problem.num_devices))

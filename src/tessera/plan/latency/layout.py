@@ -1,20 +1,15 @@
-"""The state of a partial schedule of a step: what its first launches leave that the rest depends on.
+"""State of a partial schedule: when devices are free, and when values are available on each device.
 
-A schedule's past affects its future only through times: when each device is free, and when the values that
-later launches read are available on each device. Values with the same remaining readers share one column,
-which holds the latest. A group (launches that share state) is a value as well: available on the device of
-the group's first launch when that ends, and never elsewhere.
+Values with the same remaining readers share a column with the latest time. A group (launches with shared
+state) is a value available only on its first launch's device.
 
-The step's end is one more launch, which costs nothing and waits for what nobody else reads. A column whose
-remaining readers all descend from a launch is not used before that launch ends; `raises` lists such columns,
-so that irrelevant differences are forgotten.
+The step's end is one more launch without cost. A column whose remaining readers all descend from a launch is
+not used before it ends; `raises` lists such columns, so that irrelevant differences vanish.
 
-All times are rounded down to multiples of one power of two, so that sums are exact: schedules that take
-equally long are equal, in whatever order times are added.
+Times are rounded down to multiples of a power of two, which makes sums exact.
 
-`non_dominated` finds the Pareto frontier. Few rows are compared pairwise. Of many, each column is sorted
-once: the rows no later than a given one in that column are a prefix, kept as a bit set, and the sets of all
-columns are intersected.
+`non_dominated` finds the Pareto front: pairwise for few rows; for many, each column is sorted once, the rows
+no later than a given one form a prefix kept as a bit set, and the sets are intersected.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,13 +22,13 @@ import numpy.typing as npt
 from tessera.plan.arrays import Bools, Floats, Ints
 from tessera.plan.problem import Problem
 
-# Later than any real time: for devices where a launch may not run.
+# Later than any real time: a forbidden device.
 NEVER_US = 1e15
-# Readers of one column whose paths are followed, at most.
+# Maximum readers of a column whose paths are followed.
 MAX_READERS = 8
-# Bits of a sum of all times; a float carries 53, the rest is for migration.
+# Bits of the sum of all times, of a float's 53; the rest is for migration.
 TIME_BITS = 44
-# Sizes of items without bytes: a group, and what only the end waits for.
+# Sizes without bytes: groups, and values read only by the end.
 GROUP, LAST = -1, -2
 # Rows up to which pairwise comparison is faster.
 FEW_ROWS = 40
@@ -44,46 +39,44 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """Something that later launches wait for."""
-
     readers: tuple[int, ...]
-    # [producer's device, reader's device]; infinite for a group, which never is elsewhere.
+    # [producer's device, reader's device]; infinite elsewhere for a group.
     wait_us: Floats
-    # Items of equal size have equal waits.
+    # Equal sizes have equal waits.
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """How one launch changes the columns; column 0 holds the times at which devices are free."""
+    """Effect of a launch on the columns; column 0: devices free."""
 
-    # Columns that the launch waits for, 0 among them.
+    # Columns the launch waits for, with 0.
     reads: Ints
-    # Each column after the launch: the first column before it that it holds (0 where it holds none).
+    # Column after -> first column before that it holds (0: none).
     kept: Ints
-    # (column after, column before): the others; the latest counts.
+    # (column after, other column before): the latest counts.
     folds: tuple[tuple[int, int], ...]
-    # (column after, is it new, [reader's device, launch's device]: wait from the launch's end).
+    # (column after, is new, [reader's device, launch's device] wait).
     makes: tuple[tuple[int, bool, Floats], ...]
-    # Columns after the launch that wait at least for the launch itself.
+    # Columns after that wait at least for this launch.
     raises: Ints
-    # Pairs of a column after the launch and one of its readers; not all where many launches read one value.
+    # (column after, reader) pairs; a subset for values with many readers.
     column: Ints
     reader: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """One step of a problem, ready to be timed launch by launch; the last launch is the end."""
+    """One step, ready for timing; the last launch is the end."""
 
     problem: Problem
     step: int
-    # Per launch: what it makes, and the groups that it is the first of.
+    # Per launch: its values, and groups it starts.
     items: Sequence[Sequence[Item]]
     moves: tuple[Move, ...]
-    # [destination, source]: no chain of transfers between the two is faster.
+    # [destination, source]: fastest chain of transfers.
     least_wait_us: Floats
-    # All times are multiples of it.
+    # Time unit.
     grid_us: float
 
     @property
@@ -92,7 +85,7 @@ class Layout:
         return len(self.items) - 1
 
     def costs_us(self, fixed: Ints | None = None) -> Floats:
-        """[launch, device], with the devices of some launches (-1: free) given."""
+        """[launch, device], with fixed devices (-1: free)."""
         problem, cost = self.problem, self.problem.cost_us[self.step]
         if fixed is not None:
             elsewhere = (fixed[:, None] >= 0) & (fixed[:, None] != np.arange(problem.num_devices))
@@ -118,12 +111,12 @@ def layout_of(problem: Problem, step: int) -> Layout:
 
 
 def floored(times: Floats, grid: float) -> Floats:
-    """In multiples of the grid."""
+    """Rounded down to the grid."""
     return np.asarray(np.floor(times / grid) * grid)
 
 
 def _items(problem: Problem, step: int) -> list[list[Item]]:
-    """Per launch: the values it makes, and the groups it is the first of."""
+    """Per launch: its values, and the groups it starts."""
     graph, nodes = problem.unit.graphs[step], problem.node_of[step].tolist()
     items: list[list[Item]] = [[] for _ in [*nodes, None]]
     num = problem.num_devices
@@ -148,7 +141,7 @@ def _items(problem: Problem, step: int) -> list[list[Item]]:
 
 
 def _ancestors(items: Sequence[Sequence[Item]]) -> list[int]:
-    """Bit sets: which launches each launch waits for."""
+    """Bit sets of the launches each launch waits for."""
     above = [0] * len(items)
     for launch, made in enumerate(items):
         own = above[launch] | 1 << launch
@@ -159,9 +152,9 @@ def _ancestors(items: Sequence[Sequence[Item]]) -> list[int]:
 
 
 def _moves(items: Sequence[Sequence[Item]], tail_us: Floats) -> Iterator[Move]:
-    """Readers that others outlast by the tails [launch, device] are left out of the pairs."""
+    """Readers with dominated tails [launch, device] are left out of the pairs."""
     num, above = len(items), _ancestors(items)
-    # What all launches from each on, but the end, wait for.
+    # Common ancestors of all launches from each on.
     rest = [-1] * (num + 1)
     for launch in range(num - 2, -1, -1):
         rest[launch] = rest[launch + 1] & above[launch]
@@ -169,10 +162,10 @@ def _moves(items: Sequence[Sequence[Item]], tail_us: Floats) -> Iterator[Move]:
 
     @cache
     def followed(readers: tuple[int, ...]) -> tuple[int, ...]:
-        """The readers with non-dominated tails."""
+        """Readers with non-dominated tails."""
         some = readers[:MAX_READERS]
         tails = tail_us[list(some)]
-        # The first of equals stays.
+        # Keep the first of equals.
         order = np.argsort(-tails.sum(axis=1), kind="stable")
         return tuple(some[i] for i in order[non_dominated(-tails[order].T)].tolist())
 
@@ -213,7 +206,7 @@ def _raised(launch: int, keys: Iterable[tuple[int, ...]], above: Sequence[int], 
 
 
 def tails_of(items: Sequence[Sequence[Item]], cost_us: Floats) -> Floats:
-    """[launch, device]: from the launch's start there to the end, no placement takes less."""
+    """[launch, device]: lower bound from the launch's start to the end."""
     tails = np.array(cost_us)
     for launch in range(len(tails) - 1, -1, -1):
         after = np.zeros(tails.shape[1])
@@ -232,7 +225,7 @@ def _closure(latency_us: Floats) -> Floats:
 
 
 def non_dominated(flat: Floats) -> Ints:
-    """[column, row] -> the rows of which none before them is no later in every column."""
+    """[column, row] -> rows that no earlier row dominates."""
     num = flat.shape[1]
     if num <= FEW_ROWS:
         no_later = np.asarray(flat[:, :, None] <= flat[:, None]).all(axis=0)
@@ -247,7 +240,7 @@ def _before(num: int) -> Bools:
 
 @cache
 def _bits(words: int) -> tuple[Words, Words]:
-    """[word, row]: the row's own bit, and those of all rows before it."""
+    """[word, row]: bits of the row and all rows before it."""
     rows = np.arange(words * WORD)
     own = np.zeros((words, len(rows)), dtype=np.uint64)
     own[rows // WORD, rows] = np.uint64(1) << (rows % WORD).astype(np.uint64)
@@ -257,7 +250,7 @@ def _bits(words: int) -> tuple[Words, Words]:
 
 
 def _by_bits(flat: Floats) -> Bools:
-    """Is a row before this one no later in every column?"""
+    """Whether an earlier row is no later in every column."""
     num_columns, num = flat.shape
     own, earlier = _bits(-(-num // WORD))
     order = flat.argsort(axis=1)
@@ -265,7 +258,7 @@ def _by_bits(flat: Floats) -> Bools:
     offset = np.arange(0, num_columns * num, num)[:, None]
     times = flat.take(order + offset)
     prefix = np.bitwise_or.accumulate(own.take(order, axis=1), axis=2)
-    # Equal times share the last place.
+    # Ties share the last rank.
     last = np.where(times[:, 1:] == times[:, :-1], num, np.arange(num - 1))
     place = np.full((num_columns, num), num - 1)
     place[:, :-1] = np.minimum.accumulate(last[:, ::-1], axis=1)[:, ::-1]

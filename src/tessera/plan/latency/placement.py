@@ -1,24 +1,20 @@
-"""Latency: one placement of least makespan for one request alone.
+"""Latency: one placement with minimal makespan for one request.
 
-The clock: devices run their launches in trace order, one at a time; a value arrives latency + bytes /
-bandwidth after its producer ends; links do not queue. A step's runs follow one another, and state that
-changes its home crosses between them, one latency and all its bytes per link.
+Clock: devices run launches in trace order, one at a time; a value arrives latency + bytes / bandwidth after
+its producer; links do not queue. Runs of a step follow one another; state that moves between them costs one
+latency and its bytes per link.
 
-Every step alone is placed by a Pareto frontier of schedules (`frontier`), which also proves a bound and is
-exact while it stays within its width, as on chains and on most models. The steps are then joined, with
-state moving freely, at its price, or hardly at all. `solve` takes the best of these and of other starts
-(each device alone, a greedy earliest finish), improved by local search, which matters where memory is
-short.
+Each step is placed by a Pareto front (`frontier`), which also proves a bound. Steps are joined with free,
+priced or expensive state moves. `solve` takes the best of these and of other starts (single devices, greedy),
+improved by local search.
 
-The bound is the sum of the steps' bounds and of what moving state adds at least; it ignores memory. It holds
-for placements on the clock above: other orders of launches on a device are not considered.
+The bound sums the steps' bounds and the minimum cost of moving state. It ignores memory and other launch
+orders.
 
-Moving state in the bound: a request waits at least for any one of the links that move state into a step,
-here the one that a plan with every step at its own best would use most. The time of state g on that link
-depends on two steps, so it is divided between them as costs. With h the home of g in the longer step of a
-plan, the other step pays for moving to or from h. The longer step, should it choose another home, gets back
-the most that the other could have paid too much. The sum of the steps' least times with these costs is a
-lower bound.
+State in the bound: a request waits for at least one of the links that move state into a step, here the one
+used most when every step is at its best. The time of state g on that link is split between two steps: the
+other step pays for moving to or from g's home h in the longer step, and the longer step gets back the maximum
+overcharge if it chooses another home. The sum of the steps' minima with these costs is a lower bound.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,19 +31,19 @@ from tessera.plan.latency.frontier import best_of_step, joined
 from tessera.plan.latency.layout import NEVER_US, Layout, layout_of
 from tessera.plan.problem import Column, Problem
 
-# How steps are joined: by how much of its price the moving of state is charged, and which step comes first.
+# Ways to join steps: price factors of state moves, and which step comes first.
 JOINED = ((0.0, -1), (1.0, -1), (100.0, -1), (1.0, 1), (100.0, 1))
-# Ways to divide the moving of state between two steps in the bound.
+# Ways to split state moves between two steps in the bound.
 MIGRATION_SHARES = (1.0, 0.5)
 # Whether a placement fits.
 Allowed = Callable[[Labels], bool]
-# Per launch: (producer, bytes) of what it reads.
+# Per launch: (producer, bytes) of its inputs.
 Reads = list[list[tuple[int, int]]]
 
 
 @dataclass(frozen=True, eq=False)
 class Fastest:
-    """A placement, how long one request takes on it, and what no placement can beat."""
+    """A placement, its makespan and the bound."""
 
     labels: Labels
     latency_us: float
@@ -56,17 +52,14 @@ class Fastest:
 
 @dataclass(frozen=True, eq=False)
 class RequestTimer:
-    """Times one request on a placement."""
-
     problem: Problem
 
     @cached_property
     def reads(self) -> tuple[Reads, ...]:
-        """Per step and launch."""
         return tuple(_reads(g) for g in self.problem.unit.graphs)
 
     def makespan_us(self, labels: Labels) -> float:
-        """One request alone, start to end."""
+        """Makespan of one request alone."""
         prob = self.problem
         total = self._migration_us(labels)
         for step, count in enumerate(prob.unit.counts):
@@ -74,7 +67,7 @@ class RequestTimer:
         return total
 
     def step_us(self, step: int, labels: Labels) -> float:
-        """One run of one step for one request alone."""
+        """One run of one step."""
         prob = self.problem
         placed = labels[prob.node_of[step]]
         own = prob.cost_us[step][np.arange(len(placed)), placed]
@@ -98,7 +91,7 @@ class RequestTimer:
         return max(end, default=0.0)
 
     def _migration_us(self, labels: Labels) -> float:
-        """State that moves between steps, over all links at once."""
+        """State moves between steps, over all links in parallel."""
         moved = _moved_bytes(self.problem, self._transits, labels)
         waits = (moved > 0) * self.problem.latency_us + moved * self.problem.us_per_byte
         return float(waits.max(axis=(1, 2)).sum())
@@ -118,7 +111,7 @@ def _reads(graph: ir.Graph) -> Reads:
 
 
 def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed, config: SearchConfig) -> Fastest:
-    """The fastest placement found; `extra` are further starts."""
+    """The fastest placement; `extra` are further starts."""
     clock = RequestTimer(problem)
     known = [*_alone(problem), _greedy(problem, clock), *(c.labels for c in extra)]
     best, best_us, bound = _by_frontiers(problem, clock, known, allowed, config)
@@ -129,14 +122,14 @@ def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed, config: S
 
 
 def bound_us(problem: Problem, config: SearchConfig) -> float:
-    """No placement serves one request alone faster than this."""
+    """Lower bound of the latency of one request."""
     return _by_frontiers(problem, RequestTimer(problem), _alone(problem), lambda _: True, config)[2]
 
 
 def _by_frontiers(
     problem: Problem, clock: RequestTimer, known: list[Labels], allowed: Allowed, config: SearchConfig
 ) -> tuple[Labels, float, float]:
-    """The fastest of the known placements and those of the frontiers, its makespan, and the bound."""
+    """The fastest placement of known ones and fronts, its makespan, and the bound."""
     kept = [x for x in known if problem.is_allowed(x)]
     layouts = [layout_of(problem, step) for step in range(len(problem.node_of))]
     steps = [
@@ -148,9 +141,9 @@ def _by_frontiers(
     met = 1 + config.met
     is_met = all(x.bound_us >= x.us * (1 - config.met) for x in steps)
     shares = list(MIGRATION_SHARES) if len(steps) > 1 and is_met else []
-    unmoved: Labels | None = None  # every step at its own best, state moving freely
+    unmoved: Labels | None = None  # each step at its best, free state moves
     for number, (price, sign) in enumerate(JOINED if len(steps) > 1 else JOINED[:1]):
-        # What the moving of state adds at least is worth knowing once its price has been heeded.
+        # Worth computing after state moves are priced.
         while number > 1 and shares and unmoved is not None and bound * met < best_us < np.inf:
             share = shares.pop(0)
             bound = max(bound, _with_migration_us(clock, layouts, (best, unmoved), share, config))
@@ -171,7 +164,7 @@ def _with_migration_us(
     share: float,
     config: SearchConfig,
 ) -> float:
-    """The bound with the moving of state, see above; by the plan and what it would be without."""
+    """The bound with state moves (see the module)."""
     problem = clock.problem
     plan, free = plans
     counts = problem.unit.counts
@@ -198,7 +191,7 @@ def _alone(problem: Problem) -> list[Labels]:
 
 
 def _greedy(problem: Problem, clock: RequestTimer) -> Labels:
-    """In trace order, every launch goes where it would end first."""
+    """In trace order, each launch where it ends first."""
     labels = np.full(problem.num_nodes, -1, dtype=np.int64)
     per_byte, latency = problem.us_per_byte.tolist(), problem.latency_us.tolist()
     for nodes, costs, reads in zip(problem.node_of, problem.cost_us, clock.reads, strict=True):
@@ -223,7 +216,7 @@ def _greedy(problem: Problem, clock: RequestTimer) -> Labels:
 def _search(
     problem: Problem, clock: RequestTimer, labels: Labels, us: float, allowed: Allowed, trials: int
 ) -> tuple[Labels, float]:
-    """First improvement over moves of runs, their ends and lone nodes."""
+    """First improvement over moves of runs, their ends and single nodes."""
     improved = True
     while improved and trials > 0:
         improved = False
@@ -240,11 +233,11 @@ def _search(
 
 
 def _moves(problem: Problem, labels: Labels) -> Iterator[Labels]:
-    """Runs of neighbouring nodes on one device, the ends of runs, and nodes that send or receive."""
+    """Runs of neighbouring nodes on one device, their ends, and nodes that send or receive."""
     cuts = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
     spans = [(a, b) for a, b in pairwise(cuts) if b - a < len(labels)]
     ends = [(x, x + 1) for a, b in spans if b - a > 1 for x in (a, b - 1)]
-    # Heavy nodes first: they are what another device might do meanwhile.
+    # Heavy nodes first: another device may overlap them.
     heavy = np.argsort(-problem.load_us.max(axis=1), kind="stable").tolist()
     for start, stop in (*spans, *ends, *((x, x + 1) for x in heavy)):
         for device in range(problem.num_devices):
@@ -256,7 +249,7 @@ def _moves(problem: Problem, labels: Labels) -> Iterator[Labels]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MigrationCosts:
-    """By step: [launch, device], of one run and never negative; and what they are too high by, in all."""
+    """Per step: [launch, device] cost of one run, never negative; and the total overcharge."""
 
     migration_us: tuple[Floats, ...]
     excess_us: float
@@ -265,9 +258,9 @@ class MigrationCosts:
 def migration_costs(
     problem: Problem, plan: Labels, free: Labels, step_us: Sequence[float], share: float
 ) -> MigrationCosts:
-    """Homes as in `plan`, links as in `free`; `step_us` is what all runs of each step take.
+    """Homes as in `plan`, links as in `free`; `step_us`: all runs of each step.
 
-    A share of 1 is as said above; below it, the rest is divided with the two steps' parts exchanged.
+    `share` below 1 splits the rest with the steps' roles exchanged.
     """
     transits = list(transits_of(problem.unit))
     used = _used_links(problem, transits, free)
@@ -292,7 +285,7 @@ def _home(problem: Problem, labels: Labels, at: tuple[int, int]) -> int:
 
 
 def _moved_bytes(problem: Problem, transits: list[Transit], labels: Labels) -> Floats:
-    """[step, source, destination]: state that moves into each step."""
+    """[step, source, destination]: state bytes moved into each step."""
     num = problem.num_devices
     moved = np.zeros((len(problem.node_of), num, num))
     for transit in transits:
@@ -303,7 +296,7 @@ def _moved_bytes(problem: Problem, transits: list[Transit], labels: Labels) -> F
 
 
 def _used_links(problem: Problem, transits: list[Transit], labels: Labels) -> Floats:
-    """[step, source, destination]: 1 at the link that brings a step's state last, else 0."""
+    """[step, source, destination]: 1 at the link that delivers a step's state last."""
     waits = _moved_bytes(problem, transits, labels) * problem.us_per_byte
     used = np.zeros_like(waits)
     for step, wait in enumerate(waits):

@@ -1,13 +1,11 @@
-"""Pricing for three and more devices by eliminating one node at a time.
+"""Pricing for three or more devices by eliminating nodes one at a time.
 
-A node's bucket holds every term that speaks of it: its own cost, the values it makes or reads, and what
-earlier eliminations left. Taking the least over the node's devices leaves a table over its neighbours. Where
-no table exceeds `max_entries` the result is exact; traces of transformers are narrow enough. A bucket
-that is too wide is split, and each part takes its own least: the total is then a proved lower bound, and the
-placement read back is a good start for swaps. A value with so many readers that its own table would be too
-large is charged to each reader in equal parts, which is a lower bound too.
+A node's bucket holds all terms with the node. Minimising over its devices leaves a table over its neighbours.
+This is exact while no table exceeds `max_entries`, as for transformer traces. Wider buckets are split, each
+part with its own minimum: a proved lower bound, and a start for swaps. A value with too many readers is
+charged to each reader in equal parts, also a lower bound.
 
-Nodes go in order of the smallest bucket, found once for a problem; prices change only the numbers.
+The order (smallest bucket first) is fixed per problem; prices change only numbers.
 """
 
 import heapq
@@ -24,12 +22,12 @@ Scope = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Factors of one bucket that are added up and minimised together; the bucket's node is the last axis."""
+    """Factors of a bucket minimised together; the node is the last axis."""
 
-    # (factor, shape that lines it up with the part's scope)
+    # (factor, broadcast shape)
     factors: tuple[tuple[int, tuple[int, ...]], ...]
     has_own: bool
-    # The factor that is left, or -1 if nothing remains but a number.
+    # The resulting factor; -1: a constant.
     result: int
 
 
@@ -41,19 +39,19 @@ class _Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """The order of one problem, and how its terms become tables."""
+    """Elimination order of a problem, and how terms become tables."""
 
     num_devices: int
     buckets: tuple[_Bucket, ...]
-    # Per factor, the nodes it speaks of: those eliminated last come first.
+    # Nodes of each factor, last eliminated first.
     scopes: tuple[Scope, ...]
-    # Factors of values by number of readers: (values, factors, order of the axes of each).
+    # By number of readers: (values, factors, axis orders).
     exact: tuple[tuple[Ints, tuple[int, ...], tuple[tuple[int, ...], ...]], ...]
-    # Pairs of values with many readers: (value, factor, is the producer the first axis, share).
+    # Pairs of values with many readers: (value, factor, producer first, share).
     shared: tuple[tuple[int, int, bool, float], ...]
 
     def solve(self, own: Floats, move: Floats) -> tuple[Labels, float]:
-        """(a placement, proved lower bound of the cost of any). move[value, source, destination]."""
+        """(placement, proved lower bound of the cost). move[value, source, destination]."""
         tables = self._tables(move)
         total = 0.0
         for bucket in self.buckets:
@@ -69,7 +67,7 @@ class Elimination:
         return self._read_back(own, tables), total
 
     def _read_back(self, own: Floats, tables: list[Floats]) -> Labels:
-        """Devices for the nodes, last eliminated first."""
+        """Devices of the nodes, last eliminated first."""
         labels = np.zeros(len(own), dtype=np.int64)
         chosen = labels.tolist()
         for bucket in reversed(self.buckets):
@@ -87,7 +85,7 @@ class Elimination:
         for readers, (values, factors, axes) in enumerate(self.exact):
             if not len(values):
                 continue
-            # used[choice of all readers, device]: does some reader sit there?
+            # used[choice of all readers, device].
             choices = np.indices((num,) * readers).reshape(readers, -1)
             used = np.zeros((choices.shape[1], num))
             for row in choices:
@@ -104,7 +102,7 @@ class Elimination:
 
 
 def elimination(num_nodes: int, num_devices: int, values: Values, max_entries: int) -> Elimination:
-    """Finds the order and lays out the buckets."""
+    """Find the order and lay out the buckets."""
     stops = np.searchsorted(values.pin_value, np.arange(len(values) + 1))
     reads = [values.pin_node[a:b].tolist() for a, b in pairwise(stops.tolist())]
     most = 1
@@ -121,14 +119,14 @@ def elimination(num_nodes: int, num_devices: int, values: Values, max_entries: i
     return _laid_out(num_devices, terms, order, parts, most)
 
 
-# Per node: the sets of neighbours (with itself) of the factors in each part of its bucket.
+# Per node: neighbour sets of each part of its bucket.
 Parts = list[list[list[frozenset[int]]]]
 
 
 def _order(
     num_nodes: int, num_devices: int, sets: set[frozenset[int]], max_entries: int
 ) -> tuple[list[int], Parts]:
-    """Smallest bucket first: (nodes in order, the factors in each part of each node's bucket)."""
+    """Smallest bucket first: (node order, factors of each part per node)."""
     widest = 1
     while num_devices ** (widest + 1) <= max_entries:
         widest += 1
@@ -169,7 +167,7 @@ def _width(sets: set[frozenset[int]]) -> int:
 
 
 def _packed(sets: Sequence[frozenset[int]], widest: int) -> list[list[frozenset[int]]]:
-    """Factors put together as long as their nodes are few enough; the first group that has room takes one."""
+    """First-fit packing of factors by number of nodes."""
     groups: list[tuple[set[int], list[frozenset[int]]]] = []
     for scope in sets:
         fitting = [g for g in groups if len(g[0] | scope) <= widest]
@@ -184,7 +182,7 @@ def _packed(sets: Sequence[frozenset[int]], widest: int) -> list[list[frozenset[
 
 @dataclass(eq=False)
 class _Layout:
-    """Factors as they come to be; several may speak of the same nodes."""
+    """Factors under construction."""
 
     rank: dict[int, int]
     num_devices: int
@@ -192,17 +190,16 @@ class _Layout:
     live: dict[frozenset[int], list[int]] = field(default_factory=dict)
 
     def add(self, nodes: frozenset[int]) -> int:
-        """A new factor over some nodes."""
         self.scopes.append(self.line(nodes))
         self.live.setdefault(nodes, []).append(len(self.scopes) - 1)
         return len(self.scopes) - 1
 
     def line(self, nodes: frozenset[int]) -> Scope:
-        """Last to be eliminated first."""
+        """Nodes, last eliminated first."""
         return tuple(sorted(nodes, key=lambda n: -self.rank[n]))
 
     def part(self, node: int, group: list[frozenset[int]], has_own: bool) -> _Part:
-        """Uses up the factors of a group and leaves one."""
+        """Replace the factors of a group by one."""
         nodes = frozenset().union(*group) | {node}
         line = self.line(nodes)
         used = [

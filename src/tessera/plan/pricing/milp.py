@@ -1,17 +1,14 @@
-"""One placement for all requests as mixed-integer programs: the fastest, and the one that fits best.
+"""Single placements as mixed-integer programs: the fastest, and the one that fits best.
 
     x[n, d] = 1 iff node n runs on device d                 binary; every node is placed once
     w[v, s, d] = 1 iff value v crosses from s to d          continuous, >= x[producer, s] + x[reader, d] - 1
     h[i, d] = 1 iff device d holds weight or state i        continuous, >= x[reader, d]
 
-`best_placement` minimises T, the busy time per request of the busiest device or link, within memory with the
-state of all requests in flight. That is the published program, for comparison; a mix of placements is never
-slower and found much sooner, except for small problems with little memory. `roomiest` minimises what the
-fullest device lacks: above zero that proves that nothing fits. Neither counts temporaries; callers check
-them. HiGHS has a time limit and returns the best found.
+`best_placement` minimises T, the busy time of the bottleneck per request, within memory: the published
+program, for comparison and small problems. `roomiest` minimises the fullest device's shortage; above zero it
+proves that nothing fits. Temporaries are not counted. HiGHS has a time limit and returns its best.
 
-Messages why nothing fits follow from sums (weights and the state of one request against all memory; launches
-that share a device against the largest one) or from `roomiest`.
+Shortage messages follow from sums or from `roomiest`.
 """
 
 import numpy as np
@@ -30,10 +27,7 @@ Entries = tuple[Ints, Ints, Floats]
 def best_placement(
     problem: Problem, time_limit_s: float, microbatches: int = 1
 ) -> tuple[Column, float] | None:
-    """(placement, proved lower bound of the period in microseconds); None if there was no time for one.
-
-    No device holds more than it has with so many requests in flight.
-    """
+    """(placement, lower bound of the period in microseconds) within memory; None if time ran out."""
     nodes, num = problem.num_nodes, problem.num_devices
     if num == 1:
         only = problem.alone(0)
@@ -67,13 +61,13 @@ def best_placement(
 
 
 def roomiest(problem: Problem, time_limit_s: float) -> tuple[Column, float]:
-    """(the placement that lacks least for one request in flight, the least that any placement lacks).
+    """(placement with the least shortage for one request, proved minimum shortage).
 
-    In bytes of the fullest device, without temporaries; below zero there is room.
+    In bytes of the fullest device, without temporaries; negative: free.
     """
     held = problem.resident(1.0)
     load = problem.load_us if problem.allowed is None else np.where(problem.allowed, problem.load_us, np.inf)
-    labels: Labels = load.argmin(axis=1).astype(np.int64)  # of those that hold nothing
+    labels: Labels = load.argmin(axis=1).astype(np.int64)  # devices without residents
     nodes, at = np.unique(held.pin_node, return_inverse=True)
     if not len(nodes):
         return problem.column(labels), -float(problem.memory_bytes.min())
@@ -96,7 +90,7 @@ def roomiest(problem: Problem, time_limit_s: float) -> tuple[Column, float]:
 def _solved(
     placed: coo_array, rows: list[LinearConstraint], bounds: Bounds, num_x: int, time_limit_s: float
 ) -> OptimizeResult:
-    """Minimises the last variable."""
+    """Minimise the last variable."""
     size = placed.shape[1]
     goal = np.zeros(size)
     goal[-1] = 1.0
@@ -110,13 +104,13 @@ def _solved(
 
 
 def _rows(entries: list[Entries], num_rows: int, size: int) -> coo_array:
-    """A sparse matrix of (row, column, number)."""
+    """Sparse matrix of (row, column, number)."""
     row, col, number = (np.concatenate([e[i] for e in entries]) for i in range(3))
     return coo_array((number, (row, col)), shape=(num_rows, size))
 
 
 def _placed(nodes: int, num: int, size: int) -> coo_array:
-    """Every node once."""
+    """Every node is placed once."""
     every = np.arange(nodes)
     return _rows([(every, every * num + d, np.ones(nodes)) for d in range(num)], nodes, size)
 
@@ -124,7 +118,7 @@ def _placed(nodes: int, num: int, size: int) -> coo_array:
 def _within_memory(
     problem: Problem, held: Holdings, node_of: Ints, first: int, size: int, slack: int | None = None
 ) -> list[LinearConstraint]:
-    """Rows: a device holds what its nodes read (variables from `first` on), within memory and slack."""
+    """Rows: devices hold what their nodes read (variables from `first`), within memory and slack."""
     num, items = problem.num_devices, len(held.num_bytes)
     if not items:
         return []
@@ -147,7 +141,7 @@ def _within_memory(
 
 
 def _crossings(problem: Problem, pairs: list[tuple[int, int]], num_x: int) -> list[Entries]:
-    """x[producer, s] + x[reader, d] - w[value, s, d] <= 1 for every reader and every two devices."""
+    """x[producer, s] + x[reader, d] - w[value, s, d] <= 1."""
     vals, num = problem.values, problem.num_devices
     pins = np.arange(len(vals.pin_value))
     ones = np.ones(len(pins))
@@ -178,7 +172,7 @@ def _loads(
 
 
 def shortage(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasible:
-    """Why no placement fits with one request in flight; `found` lacks least, and `least_bytes` is proved."""
+    """Why no placement fits; `found` lacks least, `least_bytes` is proved."""
     weights, per_microbatch = problem.footprint((found,))
     excess = problem.excess_bytes((found,), 1)
     worst = int(excess.argmax())
@@ -193,7 +187,7 @@ def shortage(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasi
 
 
 def check_total(problem: Problem) -> None:
-    """Raises PlanInfeasible where sums show that nothing fits."""
+    """Raise PlanInfeasible if sums show that nothing fits."""
     error = _together(problem) or _node(problem)
     if error is not None:
         raise error
@@ -211,7 +205,7 @@ def _together(problem: Problem) -> PlanInfeasible | None:
 
 
 def _node(problem: Problem) -> PlanInfeasible | None:
-    """Launches that share a device, with all they must find there."""
+    """Launches that share a device, with their buffers."""
     need = np.zeros(problem.num_nodes)
     for held in (problem.weights, problem.states):
         np.add.at(need, held.pin_node, held.num_bytes[held.pin_item])

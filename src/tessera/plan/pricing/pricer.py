@@ -1,24 +1,20 @@
-"""Pricing: the cheapest placement when device time, link time and waiting have prices.
+"""Pricing: the cheapest placement at prices of device time, link time, path time and memory.
 
-A placement costs, per request,
+Cost per request:
   sum over nodes      (device price + path price) x load
   sum over transfers  link price x busy time  +  path price x (latency + wire time)
-  sum over residents  memory price x bytes, once per device that holds them: weights, and state as often as
-                      requests are in flight
-Two devices: an exact minimum cut. More: elimination of nodes, exact where the trace is narrow and a proved
-bound elsewhere (see `elimination`); then, and where memory has a price, swap moves: for every two devices an
-exact minimum cut decides which nodes change over, until no pair helps. "Paid once per destination" stays
-exact in a swap, unlike in an expansion. With a price on memory and more than two devices the bound
-ignores memory.
+  sum over residents  memory price x bytes, once per device; state once per request in flight
+Two devices: an exact minimum cut. More: node elimination (`elimination`), then swaps: for each device pair an
+exact minimum cut decides which nodes change sides, until no pair helps. "Paid once per destination" stays
+exact in a swap. With memory prices and more than two devices the bound ignores memory.
 
-Minimum cut: every item takes side 0 (the source's) or side 1. The cost is a sum of terms:
+Minimum cut: every item takes side 0 (source) or 1. Terms:
   own[i, s]     item i takes side s
-  forward[v]    value v's producer takes side 0 and some reader takes side 1
-  backward[v]   value v's producer takes side 1 and some reader takes side 0
-A producer outside the choice (number -1) pays forward[v] whenever some reader takes side 1 and backward[v]
-whenever some reader takes side 0. One auxiliary node per (value, direction) makes a value paid once however
-many readers it has. Capacities are integers, rounded down after scaling: the flow divided by the scale is a
-proved lower bound, and the choice is within (edges cut) / scale of it.
+  forward[v]    value v's producer takes side 0 and some reader side 1
+  backward[v]   value v's producer takes side 1 and some reader side 0
+An outside producer (-1) pays forward[v] if some reader takes side 1 and backward[v] if some takes side 0. One
+auxiliary node per (value, direction) charges a value once. Capacities are rounded down to integers after
+scaling: flow / scale is a proved lower bound, within (edges cut) / scale.
 """
 
 from collections.abc import Sequence
@@ -35,22 +31,22 @@ from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.pricing.elimination import Elimination, elimination
 from tessera.plan.problem import Problem
 
-# The largest flow after scaling: SciPy computes with 32-bit capacities, and two opposite ones are added.
+# Maximum scaled flow: SciPy adds two opposite 32-bit capacities.
 MAX_FLOW = 2**30 - 2
-# More than any flow: an edge clipped to this is never full, so it is never cut.
+# More than any flow: never cut.
 CLIP = MAX_FLOW + 1
 
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """The fixed shape of a cut problem; the costs are given to `solve`."""
+    """The graph of a cut problem; `solve` takes the costs."""
 
     num_items: int
-    # Edge e of the network sums the capacities of the terms t with edge_of[t] == e.
+    # Edge e sums the capacities of terms t with edge_of[t] == e.
     edge_of: Ints
     indptr: Ints
     indices: Ints
-    # Which value each non-terminal term belongs to, and whether it prices the forward direction.
+    # Value of each non-terminal term, and whether it is forward.
     term_value: Ints
     term_forward: npt.NDArray[np.bool_]
     num_network_nodes: int
@@ -64,7 +60,7 @@ class Network:
             self.edge_of, weights=np.concatenate([from_source, to_sink, terms]), minlength=len(self.indices)
         )
         source, sink = self.num_network_nodes - 2, self.num_network_nodes - 1
-        # Terms of outside producers leave the source and enter the sink too: count what the edges say.
+        # Outside producers have terms at source and sink: sum over edges.
         limit = min(caps[self.indptr[source] :].sum(), caps[self.indices == sink].sum())
         if limit <= 0:
             scaled, scale = (caps > 0).astype(np.int32), np.inf
@@ -84,7 +80,7 @@ class Network:
 
 
 def network(num_items: int, producer: Ints, pin_value: Ints, pin_item: Ints) -> Network:
-    """Builds the shape: values with their producers (-1: outside) and their reading items."""
+    """Build the graph from producers (-1: outside) and readers."""
     num_values = len(producer)
     pins = np.bincount(pin_value, minlength=num_values)
     shared = np.flatnonzero(pins > 1)
@@ -92,8 +88,8 @@ def network(num_items: int, producer: Ints, pin_value: Ints, pin_item: Ints) -> 
     aux[shared] = num_items + np.arange(len(shared))
     source = num_items + 2 * len(shared)
     sink = source + 1
-    out_of = np.where(producer >= 0, producer, source)  # where the forward direction starts
-    into = np.where(producer >= 0, producer, sink)  # where the backward direction ends
+    out_of = np.where(producer >= 0, producer, source)  # start of forward
+    into = np.where(producer >= 0, producer, sink)  # end of backward
     lone = pins[pin_value] == 1
     back_aux = aux + len(shared)
     items = np.arange(num_items)
@@ -116,28 +112,28 @@ def network(num_items: int, producer: Ints, pin_value: Ints, pin_item: Ints) -> 
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """What a microsecond costs."""
+    """Cost per microsecond."""
 
     device: Floats
     # [source, destination]
     link: Floats
     path: float = 0.0
-    # Per byte resident on each device, with state of so many requests.
+    # Per byte resident on each device, and requests in flight.
     memory: Floats | None = None
     microbatches: float = 1.0
-    # See `Problem.resident`: layers that are alike would all move at one price of bytes.
+    # See `Problem.resident`.
     tilt: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class PricedChoices:
-    """The cost of every decision: prices times quantities."""
+    """Costs of all decisions: prices times quantities."""
 
     # [node, device]
     own: Floats
     # [value, source, destination]
     move: Floats
-    # [device], per byte resident there; and what that is.
+    # [device] price per byte, and the bytes.
     memory: Floats | None = None
     resident: Holdings | None = None
 
@@ -150,7 +146,7 @@ class PricedChoices:
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """A cheap placement, and what no placement can be cheaper than."""
+    """A cheap placement with a lower bound of the cost."""
 
     labels: Labels
     bound: float
@@ -158,15 +154,15 @@ class Priced:
 
 @dataclass(frozen=True, eq=False)
 class Pricer:
-    """Finds cheapest placements of one problem; keeps the shapes it has built."""
+    """Finds cheapest placements; caches graphs."""
 
     problem: Problem
     config: SearchConfig = FULL
-    # With and without memory, where all nodes are free.
+    # With and without memory, all nodes free.
     _networks: dict[bool, Network] = field(default_factory=dict)
 
     def cheapest(self, prices: Prices, starts: Sequence[Labels] = ()) -> Priced:
-        """The cheapest placement at these prices; `starts` are good guesses for more than two devices."""
+        """The cheapest placement; `starts` are guesses for more than two devices."""
         prob = self.problem
         own = (prices.device + prices.path) * prob.load_us
         if prob.num_devices == 1:
@@ -210,10 +206,7 @@ class Pricer:
         return Priced(best, bound)
 
     def swapped(self, labels: Labels, choices: PricedChoices, pair: tuple[int, int]) -> tuple[Labels, float]:
-        """The best placement that differs only in which nodes of two devices sit on which of the two.
-
-        And what no such placement is cheaper than, as far as the two decide it.
-        """
+        """The best reassignment of the nodes of two devices between them, with its lower bound."""
         problem, (a, b) = self.problem, pair
         free = np.flatnonzero((labels == a) | (labels == b))
         item = np.full(problem.num_nodes, -1, dtype=np.int64)
@@ -222,7 +215,7 @@ class Pricer:
         costs = choices.own[free][:, [a, b]].copy()
         vals = problem.values
         home = labels[vals.producer]
-        # Readers elsewhere: the producer pays for each such device, from whichever side it takes.
+        # Readers elsewhere: the producer pays for each such device.
         needed = np.zeros((len(vals), problem.num_devices), dtype=np.bool_)
         needed[vals.pin_value, labels[vals.pin_node]] = True
         needed[:, [a, b]] = False
@@ -231,7 +224,7 @@ class Pricer:
         for side, device in enumerate(pair):
             paid = (move[:, device, :] * needed).sum(axis=1)
             np.add.at(costs[:, side], at[mine], paid[mine])
-        # Readers among the two: a cut. Of an outside producer each side is paid from its home.
+        # Readers on the two devices: a cut; an outside producer pays for each side.
         forward = np.where(mine, move[:, a, b], move[np.arange(len(vals)), home, b])
         backward = np.where(mine, move[:, b, a], move[np.arange(len(vals)), home, a])
         kept = item[vals.pin_node] >= 0
@@ -253,11 +246,9 @@ class Pricer:
 
 
 def _refusals(problem: Problem, choices: PricedChoices) -> Floats:
-    """[node, device]: what makes a device that the constraints refuse dearer than any other for the node.
+    """[node, device]: penalty that makes forbidden devices dearer than any other.
 
-    More than the node's own costs differ, and than all that its values and weights could cost; so a
-    cheapest placement keeps the constraints, and the bound holds for those that do. No larger than needed,
-    because cuts compute with integers.
+    No larger than needed, since cuts use integers.
     """
     assert problem.allowed is not None
     vals, own = problem.values, choices.own

@@ -1,4 +1,4 @@
-"""Throughput: a linear program over placements, solved by column generation.
+"""Throughput: a linear program over placements, by column generation.
 
     maximise    sum_p x_p                                    requests per microsecond
     subject to  sum_p x_p busy[p, r] <= 1                    for every device and every link r
@@ -6,22 +6,17 @@
                 sum_p x_p (held[p, d] - memory[d]) <= 0      for every device d, where memory is short
                 x_p >= 0                                     for every placement p
 
-There are too many placements to list: `Pricer` finds the cheapest one at the dual prices y. For any y >= 0
-no mix exceeds (sum of y times right-hand sides) / (price of the cheapest placement); the least of these
-figures is the bound. The depth row rejects plans that send tiny kernels back and forth with few requests in
-flight. Path time adds all launches and transfers of a request, so it is too strict where one request
-overlaps with itself: the search tries several depths and a simulation judges.
+`Pricer` finds the cheapest placement at dual prices y. For any y >= 0 no mix exceeds (y times right-hand
+sides) / (cheapest price); the minimum is the bound. The depth row rejects plans with many small transfers and
+few requests in flight. It ignores overlap within a request, so several depths are tried and simulated.
 
-Devices that are alike (see `problem`) have equal prices in some optimum, so placements are priced over kinds
-of device and their requests spread over the cards of each kind.
+Placements are priced over kinds of devices (see `problem`) and spread over the devices of each kind.
 
-The memory row of a device counts what a placement holds there (weights, and state and temporaries of all
-requests in flight) by its share of the requests. The row averages weights, which lanes share, and assumes
-that microbatches follow shares; so a mix is checked as it would run, and lanes are dropped, or fewer
-requests are in flight, until it fits. The bound ignores memory and stays valid.
+Memory rows average weights by share and assume that microbatches follow shares, so each mix is checked as it
+would run: lanes are dropped, or fewer requests are in flight, until it fits. The bound ignores memory.
 
-The linear program has a few rows per device and tens of columns, and is solved thousands of times: a dense
-simplex (`maximised`) takes 0.2 ms where SciPy's linprog takes 2.7 ms, a tenth of the planning time.
+The program is small and solved thousands of times: a dense simplex (`maximised`) takes 0.2 ms, SciPy's
+linprog 2.7 ms.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,15 +32,15 @@ from tessera.plan.pricing.milp import best_placement, check_total, roomiest, sho
 from tessera.plan.pricing.pricer import Pricer, Prices
 from tessera.plan.problem import Column, Kinds, Mix, Problem, kinds_of, microbatch_counts, spread_us
 
-# Simplex: figures are near one; smaller ones than this are rounding.
+# Simplex tolerance; figures are near one.
 EPSILON = 1e-9
-# Pivots by the steepest column; then by the first (Bland's rule), which cannot cycle.
+# Pivots by the steepest column, before Bland's rule, which cannot cycle.
 GREEDY_PIVOTS, MAX_PIVOTS = 200, 20_000
 
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """A mix, and what no mix can exceed under the same rows."""
+    """A mix, and the bound under the same rows."""
 
     mix: Mix
     bound_per_s: float
@@ -53,24 +48,24 @@ class Solved:
 
 @dataclass(frozen=True, eq=False)
 class Rates:
-    """A solved linear program over known columns."""
+    """A solved linear program over the pool's columns."""
 
     # Requests per microsecond of every column.
     rates: Floats
-    # Prices of devices and links, of path time, and of bytes on every device.
+    # Prices of devices and links, path time, and bytes per device.
     duals: Floats
     path: float
     memory: Floats
 
 
 class Pool:
-    """Placements known so far, each once; all of them fit the devices' memory with one request in flight."""
+    """Distinct placements; each fits memory with one request in flight."""
 
     def __init__(self, problem: Problem, microbatches: int, config: SearchConfig = FULL) -> None:
         self.problem, self.microbatches, self.config = problem, microbatches, config
         self.columns: list[Column] = []
         self.pricers = [Pricer(p, config) for p in problem.problems]
-        # Whether what coarse policies and memory propose has been added.
+        # Whether coarse policies and memory have proposed columns.
         self.is_seeded = False
         self._keys: set[bytes] = set()
         everywhere = (
@@ -82,7 +77,7 @@ class Pool:
 
     @cached_property
     def kinds(self) -> Kinds | None:
-        """Kinds of device; None if no two are alike."""
+        """None if all devices differ."""
         return kinds_of(self.problem)
 
     @cached_property
@@ -92,10 +87,7 @@ class Pool:
         return Pool(self.kinds.part, self.microbatches, self.config)
 
     def over_kinds(self) -> "Pool | None":
-        """All that is known here as placements on kinds of device; None where there are none, or no room.
-
-        What the cards of a kind hold together, one of them may not hold.
-        """
+        """The pool over kinds of devices; None without kinds, or if memory is too small."""
         if self.kinds is None:
             return None
         part = self.part.problem
@@ -106,22 +98,19 @@ class Pool:
         return self.part
 
     def add(self, *columns: Column) -> bool:
-        """True if one of the columns is new, and fits with one request in flight."""
+        """True if a column is new and fits."""
         new = [c for c in columns if c.key not in self._keys and self.able(c)]
         self._keys.update(c.key for c in new)
         self.columns += new
         return bool(new)
 
     def held(self, columns: Iterable[Column], microbatches: Floats) -> Floats:
-        """[column, device]: weights, and state and temporaries of so many requests on each device."""
+        """[column, device]: bytes with this many requests on each device."""
         each = (self.problem.footprint((column,)) for column in columns)
         return np.array([weights + microbatches * request for weights, request in each])
 
     def fits(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> bool:
-        """Do these placements fit together, with so many microbatches on each (of one number, all on any)?
-
-        Checked only where a whole replica does not fit everywhere.
-        """
+        """Whether the placements fit together; checked only where a replica does not fit everywhere."""
         return not self.is_tight or self.problem.fits(columns, microbatches)
 
     def able(self, column: Column) -> bool:
@@ -129,7 +118,7 @@ class Pool:
         return self.fits((column,), 1)
 
     def held_by(self, columns: Sequence[Column], shares: Sequence[float] = (1.0,)) -> Mix | None:
-        """A mix with as many requests in flight as memory holds; None if that is less than one a column."""
+        """A mix with as many requests in flight as memory allows; None if less than one per column."""
         mix = Mix(tuple(columns), tuple(shares))
         if self.fits(mix.columns, microbatch_counts(mix, self.microbatches)):
             return mix
@@ -140,7 +129,7 @@ class Pool:
         return None
 
     def main_lanes(self, mix: Mix) -> Mix | None:
-        """A mix of no more lanes than microbatches, those with most requests; None if memory has no room."""
+        """The main lanes, at most one per microbatch; None if they do not fit."""
         if len(mix.columns) <= self.microbatches:
             return mix
         kept = sorted(range(len(mix.shares)), key=lambda i: -mix.shares[i])[: self.microbatches]
@@ -148,7 +137,7 @@ class Pool:
         return self.held_by(few.columns, few.shares)
 
     def price(self, prices: Prices) -> tuple[list[Column], float]:
-        """The cheapest placement found of every batch, and the bound of all placements of a work unit."""
+        """The cheapest placement of every batch, and the bound per work unit."""
         found = [self._price(prices, variant) for variant in range(len(self.pricers))]
         return [column for column, _ in found], min(bound for _, bound in found)
 
@@ -161,10 +150,10 @@ class Pool:
         return column, priced.bound / self.problem.weight_of(column)
 
     def fitting(self, microbatches: int, prices: Prices | None = None, variant: int = 0) -> Column:
-        """A cheap placement that fits with so many requests, if bytes can be priced so that there is one.
+        """A cheap placement that fits with this many requests, or None.
 
-        Bytes become dearer on overfull devices and cheaper on the others, by steps that grow while a device
-        stays on one side and are halved when it changes over.
+        Byte prices rise on overfull devices and fall on others, by steps that grow, and halve on each
+        crossing.
         """
         prob, config = self.problem, self.config
         num = prob.num_devices
@@ -173,7 +162,7 @@ class Pool:
             microbatches=microbatches,
             tilt=config.tilt,
         )
-        # A price of nothing: no bound is asked for, which takes long with more than two devices.
+        # Zero prices: the bound is not needed and slow with more than two devices.
         column, _ = self._price(replace(free, memory=np.zeros(num)), variant)
         total_bytes = max(1.0, float(prob.problems[variant].resident(microbatches).num_bytes.sum()))
         step = np.full(num, 1e-3 * float(_costs([column], free)[0]) / total_bytes)
@@ -191,10 +180,9 @@ class Pool:
 
 
 def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True, least_microbatches: int = 1) -> None:
-    """Gives the pool its first columns; PlanInfeasible if nothing is found that fits.
+    """Add the first columns; raise PlanInfeasible if nothing fits.
 
-    A proof that nothing fits may take its time: who tries other batches too does without. Who has seeded a
-    pool with fewer microbatches gives its columns, and needs none for as many.
+    `is_proved`: prove it, which may take long. Columns of a pool with fewer microbatches can be passed in.
     """
     if pool.is_seeded:
         return
@@ -226,9 +214,9 @@ def _costs(columns: list[Column], prices: Prices) -> Floats:
 
 
 def generate(pool: Pool, depth: float | None = None) -> Solved:
-    """Column generation over `pool`, which must hold a column and grows.
+    """Column generation over a non-empty `pool`, which grows.
 
-    `depth`: requests in flight, as path time in periods; without it, busy time alone counts.
+    `depth`: requests in flight, as path time in periods; None: busy time alone.
     """
     kinds, part = pool.kinds, pool.over_kinds()
     if kinds is None or part is None:
@@ -238,7 +226,7 @@ def generate(pool: Pool, depth: float | None = None) -> Solved:
         rates, bound = _generate(part, depth, kinds.limits)
         columns, rates = _spread_out(pool, part.columns, rates, kinds)
     mix = trimmed(pool, columns, rates, depth)
-    if mix is None and kinds is not None:  # what cards of a kind hold together, no one of them may
+    if mix is None and kinds is not None:  # one device of a kind cannot hold it
         rates, _ = _generate(pool, depth, np.ones(len(pool.columns[0].busy_us)))
         mix = trimmed(pool, pool.columns, rates, depth)
     assert mix is not None, "every column fits with one request in flight"
@@ -248,7 +236,7 @@ def generate(pool: Pool, depth: float | None = None) -> Solved:
 def _spread_out(
     pool: Pool, columns: list[Column], rates: Floats, kinds: Kinds
 ) -> tuple[list[Column], Floats]:
-    """Each placement over kinds becomes one for every way the cards of the kinds are paired."""
+    """One placement per pairing of the devices of each kind."""
     found: list[Column] = []
     shared: list[float] = []
     for column, rate in zip(columns, rates.tolist(), strict=True):
@@ -262,13 +250,12 @@ def _spread_out(
 
 
 def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats, float]:
-    """(rate of every column per microsecond, bound); capacity[row] is how much busy time the row has.
+    """(rate of every column per microsecond, bound); capacity[row] in busy time.
 
-    Prices swing wildly from round to round; half way between the last and those of the best bound so far they
-    lead to good columns sooner. Where that finds nothing new, the last prices themselves do.
+    Prices are smoothed: half way to those of the best bound. Without a new column, the last prices are used.
     """
     num = pool.problem.num_devices
-    # With transfers free: a first bound, which pricing improves.
+    # First bound: free transfers.
     problems, batch = pool.problem.problems, pool.problem.unit.batch
     loads = [p.load_us * batch / p.unit.batch for p in problems]
     bound = float(capacity[:num].max()) / spread_us(*loads)
@@ -303,8 +290,8 @@ def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats
 
 
 def _within_memory(pool: Pool, depth: float | None, capacity: Floats) -> Floats:
-    """The rate of every column, with a price on the bytes of every device."""
-    microbatches = pool.microbatches / capacity[: pool.problem.num_devices]  # those of a kind share them
+    """The rate of every column, with byte prices on every device."""
+    microbatches = pool.microbatches / capacity[: pool.problem.num_devices]  # shared by a kind
     is_fitted = False
     for _ in range(pool.config.max_memory_rounds):
         found = master(pool, pool.columns, depth, capacity, microbatches)
@@ -313,7 +300,7 @@ def _within_memory(pool: Pool, depth: float | None, capacity: Floats) -> Floats:
         dearer = (replace(prices, memory=found.memory * factor) for factor in pool.config.memory_factors)
         if any(pool.add(*pool.price(tried)[0]) for tried in dearer):
             continue
-        # What fits as it would run, once: both with all requests in flight and with one.
+        # Placements that fit as run, with all requests and with one.
         wanted = () if is_fitted else dict.fromkeys((pool.microbatches, 1))
         variants = range(len(pool.pricers))
         added = [pool.add(pool.fitting(num, prices, v)) for num in wanted for v in variants]
@@ -324,7 +311,7 @@ def _within_memory(pool: Pool, depth: float | None, capacity: Floats) -> Floats:
 
 
 def _prices(pool: Pool, duals: Floats) -> Prices:
-    """From one dual a row: devices and links, then path."""
+    """Duals of devices and links, then path."""
     num = pool.problem.num_devices
     on_links = duals[num:-1][pool.problem.link_row].reshape(num, num)
     return Prices(duals[:num], on_links, float(duals[-1]))
@@ -337,10 +324,10 @@ def master(
     capacity: Floats | None = None,
     microbatches: Floats | None = None,
 ) -> Rates:
-    """The linear program over known columns; with `microbatches` on each device it has rows of memory."""
+    """The linear program over the pool; `microbatches` adds memory rows."""
     num = pool.problem.num_devices
     busy = np.array([c.busy_us for c in columns]).T
-    # Rates in units of the fastest column, so that the solver sees numbers near one.
+    # Rates relative to the fastest column, for scaling.
     unit = float(busy.max(axis=0).min())
     most = np.ones(len(busy)) if capacity is None else capacity
     path = np.zeros(len(columns)) if depth is None else np.array([c.path_us for c in columns])
@@ -348,14 +335,14 @@ def master(
     right = np.append(most, depth or 0.0)
     memory, goal = pool.problem.memory_bytes, np.ones(len(columns))
     if microbatches is not None:
-        # One more variable: the share of its memory by which a device is overfull, which nothing is worth.
+        # Slack: overfull share of memory, at a penalty.
         over = pool.held(columns, microbatches).T / memory[:, None] - 1.0
         rows = np.block([[rows, np.zeros((len(rows), 1))], [over, -np.ones((num, 1))]])
         right, goal = np.append(right, np.zeros(num)), np.append(goal, -pool.config.memory_penalty)
     used = rows.any(axis=1)
     best, prices = maximised(goal, rows[used], right[used])
     duals = np.zeros(len(rows))
-    # They price normalised rows: sum(duals x limits) = rate x unit; per microsecond divide by the unit.
+    # Duals of normalised rows: divide by the unit.
     duals[used] = prices / unit
     at = len(busy)
     bytes_ = duals[at + 1 :] * unit / memory if microbatches is not None else np.zeros(num)
@@ -364,7 +351,7 @@ def master(
 
 
 def trimmed(pool: Pool, columns: list[Column], rates: Floats, depth: float | None) -> Mix | None:
-    """The lanes that matter and fit together, with shares that balance them; None if nothing fits."""
+    """Main lanes that fit together, rebalanced; None if nothing fits."""
     order, min_share = np.argsort(-rates, kind="stable"), pool.config.min_share
     kept = [columns[i] for i in order[rates[order] > min_share * rates.sum()].tolist()]
     found: list[Mix] = []
@@ -384,7 +371,7 @@ def trimmed(pool: Pool, columns: list[Column], rates: Floats, depth: float | Non
 
 
 def upper_bound_per_s(mix: Mix, microbatches: int) -> float:
-    """What a mix gives by busy time; with fewer requests in flight than asked for, if those keep it up."""
+    """Rate by busy time, limited by the requests in flight."""
     if not mix.microbatches:
         return mix.rate_per_s
     paths = [n / c.path_us for n, c in zip(microbatch_counts(mix, microbatches), mix.columns, strict=True)]
@@ -392,7 +379,7 @@ def upper_bound_per_s(mix: Mix, microbatches: int) -> float:
 
 
 def balanced(pool: Pool, columns: Iterable[Column]) -> Mix | None:
-    """The best mix of just these columns; None if none fits."""
+    """The best mix of these columns; None if none fits."""
     able = [c for c in columns if pool.able(c)]
     if not able:
         return None
@@ -401,7 +388,7 @@ def balanced(pool: Pool, columns: Iterable[Column]) -> Mix | None:
 
 
 def maximised(goal: Floats, rows: Floats, right: Floats) -> tuple[Floats, Floats]:
-    """(the best values of the variables, the price of every row); there must be an optimum."""
+    """(optimal variables, price of every row); an optimum must exist."""
     num_rows, num = rows.shape
     table = np.zeros((num_rows + 1, num + num_rows + 1))
     table[:-1, :num], table[:-1, -1], table[-1, :num] = rows, right, -goal

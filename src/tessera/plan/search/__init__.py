@@ -1,5 +1,5 @@
-"""Search: candidates of every planner, and the judge that compares them.
+"""Search: candidates of every planner, and the judge.
 
-`task` is one planning run, `local` the search of throughput plans, `planners` all planners by name,
-`objectives` what cost and energy are; `judge` compares what they find, `robust` under costs that are wrong.
+`task`: one planning run. `local`: throughput search. `planners`: planners by name. `objectives`: cost and
+energy. `judge`: comparison. `robust`: figures under wrong costs.
 """

@@ -1,8 +1,7 @@
-"""The judge: compares mixes by the objective's figure, and writes the record of the chosen one.
+"""Judge: compares mixes by the objective's figure, and writes the plan.
 
-The rate of a mix is what the simulator says, at most the upper bound (more is an artefact of a finite run);
-without a simulator, its rate by busy time. Cost divides the rate by the rent of the devices in use, energy
-makes joules of it; latency is one request alone. Every rate is computed once.
+The rate of a mix is simulated and at most its upper bound; without a simulator, by busy time. Cost divides it
+by the rent, energy converts it to joules; latency is one request alone. Rates are cached.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +20,9 @@ Scored = list[tuple[float, Mix]]
 
 @dataclass(frozen=True, eq=False)
 class Judge:
-    """Compares the mixes of one task."""
-
     task: Task
     _rates: dict[MixKey, float] = field(default_factory=dict)
-    # Mixes whose rate is that of the long run.
+    # Mixes rated by a long run.
     _settled: set[MixKey] = field(default_factory=set)
 
     @cached_property
@@ -33,7 +30,7 @@ class Judge:
         return Sampler(self.task.problem, self.task.config.num_samples)
 
     def know(self, mix: Mix, rate_per_s: float) -> None:
-        """Sets the rate of a mix in the long run."""
+        """Set the long-run rate of a mix."""
         self._rates[mix.key] = rate_per_s
         self._settled.add(mix.key)
 
@@ -46,7 +43,7 @@ class Judge:
         return self._rates[mix.key]
 
     def settle(self, mix: Mix) -> bool:
-        """Rates a mix by the long run; True if that is less than before."""
+        """Rate a mix by a long run; True if the rate fell."""
         task = self.task
         if task.simulate is None or mix.key in self._settled:
             return False
@@ -55,7 +52,7 @@ class Judge:
         return self.rate_per_s(mix) < before * (1 - task.config.tie)
 
     def lasting(self, choose: Callable[[], Mix]) -> Mix:
-        """The result of a choice in which every chosen mix is rated by the long run."""
+        """Repeat a choice until all chosen mixes have long-run rates."""
         while self.settle(chosen := choose()):
             pass
         return chosen
@@ -67,7 +64,7 @@ class Judge:
         return self._scored(mixes)[0][1]
 
     def simplest(self, mixes: Sequence[Mix], floors: Sequence[Mix]) -> Mix:
-        """A mix near the best and not below any floor: the most robust, of several the simplest."""
+        """The most robust, then simplest mix near the best and above all floors."""
         config = self.task.config
         scored = self._scored([*floors, *mixes])
         best = scored[0][0]
@@ -96,7 +93,7 @@ class Judge:
         return self.task.figure(mix, self.rate_per_s(mix))
 
     def _scored(self, mixes: Sequence[Mix]) -> Scored:
-        """Best first; a mix whose upper bound is below the best so far is not simulated."""
+        """Best first; skips mixes whose upper bound is below the best."""
         task, scored, best = self.task, [], 0.0
         bounds = [(task.figure(m, m.rate_per_s), n, m) for n, m in enumerate(mixes)]
         for bound, _, mix in sorted(bounds, key=lambda x: (-x[0], x[1])):
@@ -109,10 +106,7 @@ class Judge:
                 best = max(best, scored[-1][0])
         return sorted(scored, key=lambda x: -x[0])
 
-    # Records.
-
     def baseline(self, name: str, mix: Mix | None) -> ir.Baseline:
-        """What a coarse policy reaches."""
         if mix is None:
             return ir.Baseline(name, None, None)
         plan = replace(self.task.draft(mix), simulated_per_s=self.rate_per_s(mix))
@@ -126,7 +120,7 @@ class Judge:
         rivals: Sequence[Mix] = (),
         shown_microbatches: Sequence[int] = (),
     ) -> ir.Plan:
-        """The record of a mix; its regret is against the rivals near it."""
+        """The plan of a mix; its regret is against near rivals."""
         task = self.task
         plan = replace(
             task.draft(mix),
@@ -145,7 +139,7 @@ class Judge:
         )
 
     def _robust_range(self, chosen: Mix, others: Sequence[Mix]) -> ir.Robust | None:
-        """None without errors of costs, and for latency: a makespan is not linear in the costs."""
+        """None without cost errors, and for latency (not linear in costs)."""
         if not self._sampler.has_errors or self.task.objective is ir.Objective.LATENCY:
             return None
         scored = self._scored([chosen, *(m for m in others if m.key != chosen.key)])
@@ -153,7 +147,7 @@ class Judge:
         return self._robust([chosen, *rivals])[0]
 
     def _rounding_loss(self, plan: ir.Plan) -> float:
-        """Loss of whole microbatches per lane against requests that keep to the lanes' rates."""
+        """Loss from whole microbatches per lane."""
         if self.task.simulate is None or len(plan.lanes) < 2:
             return 0.0
         quick = self.task.simulate.quick
@@ -166,11 +160,11 @@ class Judge:
         return objectives.joules(self.task.problem, mix, self.rate_per_s(mix))
 
     def _by_microbatches(self, plan: ir.Plan, microbatches: Sequence[int]) -> tuple[tuple[int, float], ...]:
-        """The same lanes with more or fewer requests in flight, as far as memory goes."""
+        """The same lanes at other numbers of requests in flight."""
         simulate, is_large = self.task.simulate, self.task.is_large
         if simulate is None or not microbatches:
             return ()
-        # Time grows with microbatches: large units show at most twice the plan's, by the quick estimate.
+        # Large units: at most twice the plan's, by quick estimate.
         most = min(2 * plan.microbatches if is_large else max(microbatches), plan.max_microbatches or 1 << 30)
         rate = simulate.quick if is_large else simulate
         return tuple(
@@ -181,7 +175,7 @@ class Judge:
         )
 
     def _bound_per_s(self, mix: Mix) -> float:
-        """Bound of all devices; under the cost and energy objectives, of the devices in use."""
+        """Bound of all devices; for cost and energy, of the devices in use."""
         task, problem = self.task, self.task.problem
         is_all = task.objective in (ir.Objective.THROUGHPUT, ir.Objective.LATENCY)
         if is_all or len(mix.devices) == problem.num_devices:

@@ -1,21 +1,17 @@
-"""Search: which placement every microbatch follows, by the linear program and one local search.
+"""Local search: the placement of every microbatch, from the linear program's optima.
 
-A team is a number of microbatches for each of some placements, of any batch. A microbatch keeps to its
-placement, so devices stay in balance at any moment, not only on average. Starts are the optima of the linear
-program at several depths (which depth is best differs from model to model) and single placements. From the
-best team so far, one move at a time:
+A team assigns microbatches to placements of any batch. Microbatches keep their placement, so devices stay
+balanced at any moment. Starts are optima of the linear program at several depths, and single placements.
+Moves from the best team:
 
-  another placement, of any batch, for one microbatch; one microbatch more, or one less;
-  a splice: the first layers, or one step, from one placement and the rest from another;
-  at last, segments of the best team: launches in a row of one microbatch go where those before or behind them
-  are. Where all follow one placement, each waits once a run for the others' longest launches; a microbatch
-  that has other work just then does not.
+  another placement for one microbatch; one microbatch more or less;
+  a splice: first layers, or one step, from one placement and the rest from another;
+  last, segments: consecutive launches of one microbatch move to a neighbour's device, so that microbatches do
+  not all wait for the same long launches.
 
-Moves are ordered by two estimates (all microbatches as fast as alone, slowed alike until the busiest device
-or link keeps up; shares of the work that keep it least busy), and a quick simulation rates them. A
-microbatch that stays on one device fills what the others leave free there, which neither estimate sees:
-those moves are always tried. The number of moves depends on the size of the unit alone: equal input gives
-equal plans.
+Two estimates order the moves (equal slow-down until the bottleneck keeps up; balanced shares), and a quick
+simulation rates them. Microbatches that stay on one device fill idle time, which neither estimate sees: those
+moves are always tried. The number of moves depends only on the unit's size, so plans are reproducible.
 """
 
 from collections import Counter
@@ -34,10 +30,7 @@ TeamKey = tuple[tuple[bytes, int], ...]
 
 
 def throughput_mixes(task: Task, starts: Sequence[Mix] = ()) -> tuple[Mix, ...]:
-    """Optima of the linear program and what lies near them; judged by busy time if nothing simulates.
-
-    `starts` are mixes that are looked at first.
-    """
+    """Optima of the linear program and mixes near them; `starts` come first."""
     best = task.free.mix
     if task.simulate is None or task.problem.num_devices == 1:
         return (best,)
@@ -53,13 +46,13 @@ def throughput_mixes(task: Task, starts: Sequence[Mix] = ()) -> tuple[Mix, ...]:
 
 
 def without_rare_lanes(mix: Mix, rare_share: float) -> Mix:
-    """The mix of its main lanes alone, in the same proportions."""
+    """The main lanes alone, in the same proportions."""
     kept = [i for i, share in enumerate(mix.shares) if share >= rare_share]
     return mix if not kept or len(kept) == len(mix.columns) else mix.only(kept)
 
 
 def is_filled(task: Task, columns: Sequence[Column]) -> bool:
-    """Do some microbatches stay on one device in a step that others divide? They get what those leave."""
+    """Whether some microbatches stay on one device in a step that others divide."""
 
     def stays(column: Column, nodes: Ints) -> bool:
         here = column.labels[nodes]
@@ -70,10 +63,10 @@ def is_filled(task: Task, columns: Sequence[Column]) -> bool:
 
 @dataclass(eq=False)
 class Search:
-    """Mixes with their quick figures; what cannot beat the best so far is not simulated."""
+    """Mixes with quick figures; skips those that cannot beat the best."""
 
     task: Task
-    # (estimate, mix), in the order they were looked at.
+    # (estimate, mix), in order.
     found: list[tuple[float, Mix]] = field(default_factory=list)
     best: float = 0.0
     _seen: set[object] = field(default_factory=set)
@@ -86,7 +79,7 @@ class Search:
         self._left = max(config.min_looks, min(config.max_looks, affordable))
 
     def look(self, mix: Mix) -> float:
-        """The quick figure of a mix; 0 where it could not win, is known or does not fit."""
+        """Quick figure of a mix; 0 if known, unfit or unable to win."""
         counts = microbatch_counts(mix, self.task.microbatches)
         key = (
             frozenset(zip((c.key for c in mix.columns), counts, strict=True)),
@@ -106,12 +99,12 @@ class Search:
         return figure
 
     def finalists(self) -> tuple[Mix, ...]:
-        """The few that deserve a full simulation."""
+        """Mixes for full simulation."""
         ordered = sorted(self.found, key=lambda x: -x[0])
         return tuple(mix for _, mix in ordered[: self.task.config.num_finalists[self.task.is_large]])
 
     def climb(self) -> None:
-        """Moves from the best team that was not moved from, until the budget is spent or nothing is left."""
+        """Moves from the best unexpanded team, within the budget."""
         self._look_at_singles()
         moved: set[TeamKey] = set()
         while self._left > 0:
@@ -130,7 +123,7 @@ class Search:
                         break
 
     def refine(self) -> None:
-        """Moves segments of the best team as long as that helps, those at both ends first."""
+        """Move segments of the best team while that helps, ends first."""
         if not self.found:
             return
         figure, best = max(self.found, key=lambda x: x[0])
@@ -145,14 +138,14 @@ class Search:
                 figure, in_vain, moves = reached, 0, self._segment_moves(team)
 
     def _segment_moves(self, team: Counter[Column]) -> Iterator[Counter[Column]]:
-        """The team with one segment of one microbatch on another device."""
+        """The team with one segment of a microbatch on another device."""
         moved = (zip(repeat(column), _by_segment(column.labels)) for column in team)
         for column, labels in filter(None, chain(*zip_longest(*moved))):
             other = self._canonical(self.task.problem.column(labels, column.variant))
             yield team - Counter([column]) + Counter([other])
 
     def _look_at_team(self, team: Counter[Column]) -> float:
-        """`look` at a team; known and unusable teams cost no linear program."""
+        """`look` at a team; known and unusable ones are skipped."""
         columns, key = tuple(team), (frozenset((c.key, n) for c, n in team.items()), False)
         if key in self._seen:
             return 0.0
@@ -169,10 +162,8 @@ class Search:
                 if held is not None and self._left > 0:
                     self.look(held)
 
-    # Teams.
-
     def _team(self, mix: Mix) -> Counter[Column]:
-        """As many lanes as there are microbatches, those with most requests."""
+        """The lanes with most requests, at most one per microbatch."""
         columns = [self._canonical(c) for c in mix.columns]
         counts: Counter[Column] = Counter()
         share: Counter[Column] = Counter()
@@ -186,18 +177,17 @@ class Search:
         return counts
 
     def _canonical(self, column: Column) -> Column:
-        """One object for every placement."""
         return self._known.setdefault(column.key, column)
 
     def _mix(self, team: Counter[Column]) -> Mix:
-        """With the shares that balance its placements by busy time, none of them left out."""
+        """With shares balanced by busy time, none zero."""
         columns = tuple(team)
         rates = throughput.master(self.task.pool, list(columns)).rates
         shares = np.maximum(rates / rates.sum(), self.task.config.least_share)
         return Mix(columns, tuple((shares / shares.sum()).tolist()), tuple(team.values()))
 
     def _moves(self, team: Counter[Column]) -> Iterator[list[Counter[Column]]]:
-        """What one move gives, best first by one rough figure after the other."""
+        """Teams after one move, best first by alternating estimates."""
         columns = [self._canonical(c) for c in self.task.pool.columns]
         busy, path = np.array([c.busy_us for c in columns]), np.array([c.path_us for c in columns])
         is_whole = [int(c.labels.min()) == int(c.labels.max()) for c in columns]
@@ -225,7 +215,7 @@ class Search:
     def _balanced(
         self, kept: Counter[Column], own: float, base: Floats, busy: Floats, path: Floats
     ) -> Floats:
-        """Requests per microsecond at the shares that keep the busiest device or link least busy."""
+        """Requests per microsecond at balanced shares."""
         if not kept:
             return np.asarray(np.minimum(1.0 / busy.max(axis=1), self.task.microbatches / path))
         best = np.zeros(len(path))
@@ -236,7 +226,7 @@ class Search:
         return best
 
     def _splice(self, team: Counter[Column]) -> None:
-        """Gives the pool what can be joined from two placements of a team, or one and a whole device."""
+        """Add splices of two placements, or of one and a single device, to the pool."""
         main = sorted(team, key=lambda c: -team[c])[:2]
         for column in main:
             problem = self.task.problem.problems[column.variant]
@@ -258,7 +248,7 @@ def _key(team: Counter[Column]) -> TeamKey:
 
 
 def _by_segment(labels: Ints) -> Iterator[Ints]:
-    """One segment where the one before or behind it is, those at both ends first."""
+    """One segment on a neighbour's device, ends first."""
     stops = [*(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
     segments = list(zip([0, *stops], stops, strict=False))
     for at in sorted(range(len(segments)), key=lambda n: min(n, len(segments) - 1 - n)):
@@ -282,7 +272,7 @@ def _by_step(problem: Problem, one: Ints, other: Ints) -> Iterator[Ints]:
 
 
 def _by_layer(problem: Problem, first: Ints, second: Ints, num_cuts: int) -> Iterator[Ints]:
-    """The first layers from one placement, the rest from another, so that devices are evenly busy."""
+    """First layers from one placement, the rest from another, balanced."""
     found = problem.layer_of_node
     rank, num = (np.arange(problem.num_nodes), problem.num_nodes) if found is None else found
     if len(rank) == problem.num_nodes:
@@ -295,6 +285,6 @@ def _even_cuts(problem: Problem, rank: Ints, num: int, first: Ints, second: Ints
     nodes = np.arange(problem.num_nodes)
     np.add.at(done, (rank, first), problem.load_us[nodes, first])
     np.add.at(left, (rank, second), problem.load_us[nodes, second])
-    # Cut c: ranks below c from the first, the others from the second.
+    # Cut c: ranks below c from the first, others from the second.
     busy: Floats = np.cumsum(done, axis=0)[:-1] + left.sum(axis=0) - np.cumsum(left, axis=0)[:-1]
     return [int(c) + 1 for c in np.argsort(busy.max(axis=1), kind="stable")]

@@ -1,8 +1,7 @@
-"""Cost and energy: work per dollar and per joule, and which sets of devices may be worth using.
+"""Cost and energy objectives: work per dollar and joule, and promising device sets.
 
-Rent is paid for every device that some lane uses, busy or not. Energy is modelled: a device in use draws
-`IDLE_SHARE` of its board power while it waits and all of it while it is busy; links and hosts are not
-counted. Devices without a lane are off and cost nothing.
+Every device in use is rented. Energy is modelled: `IDLE_SHARE` of the board power while idle, all of it while
+busy; links and hosts are not counted. Unused devices are off.
 """
 
 from collections.abc import Iterator
@@ -15,14 +14,14 @@ from tessera.errors import PlanInfeasible
 from tessera.plan.arrays import Floats
 from tessera.plan.problem import Mix, Problem, spread_us
 
-# Power of an idle GPU as a share of its board power: an assumption.
+# Idle power as a share of board power: an assumption.
 IDLE_SHARE = 0.2
 
 Devices = tuple[int, ...]
 
 
 def usd_per_hour(cluster: ir.Cluster, devices: Devices) -> float:
-    """PlanInfeasible if a device has no price."""
+    """Raise PlanInfeasible for a device without a price."""
     total = 0.0
     for device in (cluster.devices[d] for d in devices):
         if device.usd_per_hour is None:
@@ -33,7 +32,7 @@ def usd_per_hour(cluster: ir.Cluster, devices: Devices) -> float:
 
 
 def joules(problem: Problem, mix: Mix, rate_per_s: float) -> float:
-    """Energy of one work unit at a rate; PlanInfeasible if a device's power is unknown."""
+    """Joules per work unit; PlanInfeasible if a power is unknown."""
     idle, full = _watts(problem.cluster, mix.devices)
     busy_s = mix.busy_us[list(mix.devices)] * 1e-6
     return float((full - idle) @ busy_s + idle.sum() / rate_per_s)
@@ -50,7 +49,7 @@ def _watts(cluster: ir.Cluster, devices: Devices) -> tuple[Floats, Floats]:
 
 
 def figure(problem: Problem, objective: ir.Objective, mix: Mix, rate_per_s: float) -> float:
-    """The objective's figure of a mix at a rate; more is better."""
+    """The objective's figure; higher is better."""
     if objective is ir.Objective.COST:
         return rate_per_s / usd_per_hour(problem.cluster, mix.devices)
     if objective is ir.Objective.ENERGY:
@@ -59,7 +58,7 @@ def figure(problem: Problem, objective: ir.Objective, mix: Mix, rate_per_s: floa
 
 
 def subsets(problem: Problem, objective: ir.Objective) -> Iterator[Devices]:
-    """Sets of devices, best bound first; of equal devices only their number varies."""
+    """Device sets, best bound first; equal devices vary in number only."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, device in enumerate(problem.cluster.devices):
         constraint = b"" if problem.allowed is None else problem.allowed[:, index].tobytes()
@@ -73,7 +72,7 @@ def subsets(problem: Problem, objective: ir.Objective) -> Iterator[Devices]:
 
 
 def bound(problem: Problem, objective: ir.Objective, devices: Devices) -> float:
-    """No mix on these devices has a better figure."""
+    """Upper bound of the figure on these devices."""
     load = problem.load_us[:, list(devices)]
     period_us = spread_us(load)
     if objective is ir.Objective.COST:

@@ -1,11 +1,9 @@
-"""Planners by name: a planner takes a task and returns candidate mixes, or None where it does not apply.
+"""Planners by name: a task in, candidate mixes out (None: does not apply).
 
-single-placement    kernel-level, one placement for all requests, by a mixed-integer program
-throughput          kernel-level, see `local`
-cost, energy        as throughput; `solve` adds plans for sets of the devices
-latency             kernel-level, see the package `latency`
+single-placement one placement for all requests, by a mixed-integer program throughput see `local` cost,
+energy as throughput; `solve` adds device sets latency see the package `latency`
 
-and the coarse policies of `baselines`. `solve` judges the candidates.
+and the coarse policies of `baselines`.
 """
 
 from collections.abc import Callable
@@ -22,7 +20,7 @@ Planner = Callable[[Task], tuple[Mix, ...] | None]
 
 
 def single_placement(task: Task, time_limit_s: float | None = None) -> tuple[Mix, ...] | None:
-    """The best single placement of the mixed-integer program and the coarse policies."""
+    """The best single placement of the MILP and the coarse policies."""
     limit_s = task.config.single_limit_s if time_limit_s is None else time_limit_s
     columns = [m.columns[0] for m in task.coarse_mixes if len(m.columns) == 1]
     solved = milp.best_placement(task.problem, limit_s, task.microbatches)
@@ -32,7 +30,7 @@ def single_placement(task: Task, time_limit_s: float | None = None) -> tuple[Mix
 
 
 def latency_mixes(task: Task) -> tuple[Mix, ...]:
-    """The fastest placement for one request alone."""
+    """The fastest placement of one request."""
     prob, pool = task.problem, task.pool
     task.seed()
     fits = lambda x: not pool.is_tight or pool.able(prob.column(x))  # noqa: E731
@@ -57,7 +55,6 @@ PLANNERS: dict[str, Planner] = {
 
 
 def planner_named(name: str) -> Planner:
-    """UnknownName lists the known ones."""
     if name not in PLANNERS:
         raise UnknownName("policy", name, PLANNERS)
     return PLANNERS[name]

@@ -1,9 +1,8 @@
-"""Robust: rates of candidates when the costs are as wrong as they say they may be.
+"""Robust: rates of candidates when costs are off by their stated error.
 
-A sample draws one factor per kernel and GPU, log-normal with median one and the costs' own relative error as
-its spread: errors are shared by all launches of a kernel, in all batches, which hurts more than independent
-errors per launch. Busy time is linear in the factors, so nothing is simulated again: a candidate keeps the
-share of its busy-time rate that its simulation gave. Links keep their figures. Draws are seeded.
+A sample draws one log-normal factor per kernel and GPU, shared by all launches of the kernel. Busy time is
+linear in the factors, so a candidate keeps its simulated share of the busy-time rate. Links are unchanged.
+Draws are seeded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,20 +14,20 @@ import numpy.typing as npt
 
 from tessera import ir
 from tessera.plan.arrays import Floats, Ints
-from tessera.plan.problem import Column, Mix, Problem
+from tessera.plan.problem import Mix, Problem
 
 SEED = 20261115
 
-# Kernel number, node, [launch, device] microseconds per work unit and relative error, of all launches.
+# Per launch: kernel number, node, [device] microseconds per work unit, [device] relative error.
 Table = tuple[Ints, Ints, Floats, Floats]
 
 
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """Factors for one problem, and the rates of its mixes under them."""
+    """Sampled factors, and rates of mixes under them."""
 
     problem: Problem
-    num_samples: int
+    num_samples: int = 0
 
     @cached_property
     def _tables(self) -> list[Table]:
@@ -37,7 +36,7 @@ class Sampler:
 
     @cached_property
     def _launches(self) -> Table:
-        """All batches together."""
+        """All batches."""
         kernel, node, us, error = zip(*self._tables, strict=True)
         return np.concatenate(kernel), np.concatenate(node), np.concatenate(us), np.concatenate(error)
 
@@ -61,22 +60,28 @@ class Sampler:
         return bool(self._launches[3].any())
 
     def rates_per_s(self, mix: Mix) -> npt.NDArray[np.float64]:
-        """By busy time, one per sample."""
+        """By busy time, per sample."""
         num = self.problem.num_devices
-        table = sum(share * self._by_kernel(c) for share, c in zip(mix.shares, mix.columns, strict=True))
-        busy = np.einsum("sdk,dk->sd", self._factors, table)
+        busy = np.einsum("sdk,dk->sd", self._factors, self._by_kernel(mix)[0])
         links = float(mix.busy_us[num:].max(initial=0.0))
         return np.asarray(1e6 / np.maximum(busy.max(axis=1), links))
 
-    def _by_kernel(self, column: Column) -> Floats:
-        """[device, kernel]: busy time of one request."""
-        kernel, node, us, _ = self._tables[column.variant]
+    def rel_error(self, mix: Mix) -> float:
+        """Relative error of a mix: shared within a kernel, independent between kernels."""
+        us, spread = self._by_kernel(mix).sum(axis=1)
+        return float(np.sqrt((spread**2).sum()) / us.sum()) if us.any() else 0.0
+
+    def _by_kernel(self, mix: Mix) -> Floats:
+        """[busy time or its error, device, kernel] per request."""
         num = int(self._launches[0].max()) + 1
-        device = column.labels[node]
-        own = us[np.arange(len(device)), device]
-        size = self.problem.num_devices * num
-        table = np.bincount(device * num + kernel, weights=own, minlength=size)
-        return np.asarray(table.reshape(-1, num), dtype=np.float64)
+        tables = np.zeros((2, self.problem.num_devices * num))
+        for share, column in zip(mix.shares, mix.columns, strict=True):
+            kernel, node, us, error = self._tables[column.variant]
+            device = column.labels[node]
+            rows = np.arange(len(device)), device
+            for index, weights in enumerate((us[rows], us[rows] * error[rows])):
+                tables[index] += share * np.bincount(device * num + kernel, weights, tables.shape[1])
+        return tables.reshape(2, -1, num)
 
 
 def _tables(problem: Problem) -> Iterator[Table]:
@@ -94,7 +99,7 @@ def _tables(problem: Problem) -> Iterator[Table]:
 
 
 def robust_of(sampler: Sampler, mixes: Sequence[Mix], rates: Sequence[float]) -> list[ir.Robust]:
-    """The range of each candidate; rates[i] is its rate at the costs as stated."""
+    """The range of each candidate; rates[i] at the stated costs."""
     sampled = np.array(
         [sampler.rates_per_s(m) * (rate / m.rate_per_s) for m, rate in zip(mixes, rates, strict=True)]
     )

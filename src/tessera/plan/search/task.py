@@ -1,4 +1,4 @@
-"""Task: one planning run. It holds the problem, the pool of placements, and the estimates of its mixes."""
+"""Task: one planning run, with its problem, pool of placements and estimates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,38 +15,34 @@ from tessera.plan.search import objectives
 
 
 class Simulator(Protocol):
-    """Requests per second of a plan with plan.microbatches in flight."""
+    """Requests per second of a plan with its microbatches in flight."""
 
-    def __call__(self, plan: ir.Plan) -> float:
-        """The verdict."""
+    def __call__(self, plan: ir.Plan) -> float: ...
 
     def quick(self, plan: ir.Plan) -> float:
         """A rougher estimate, for search."""
 
     def settled(self, plan: ir.Plan) -> float:
-        """In the long run: microbatches that start spread may fall into step, and then hinder one another."""
+        """Over a long run, in which microbatches may fall into step."""
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One planning run."""
-
     problem: Problem
-    # Requests in flight, at most.
+    # Maximum requests in flight.
     microbatches: int
-    # None: rates are those of busy time.
+    # None: rates by busy time.
     simulate: Simulator | None = None
-    # Microbatches decode for ever; see `PlanConfig`.
+    # See `PlanConfig`.
     is_served: bool = False
     objective: ir.Objective = ir.Objective.THROUGHPUT
-    # Name of the planner.
     policy: str = ir.Objective.THROUGHPUT.value
     config: SearchConfig = FULL
     _spans: dict[bytes, float] = field(default_factory=dict)
 
     @property
     def is_large(self) -> bool:
-        """Planning takes so long that less is tried."""
+        """Whether less is tried."""
         return self.problem.unit.num_launches > self.config.large_launches
 
     @cached_property
@@ -55,7 +51,6 @@ class Task:
 
     @cached_property
     def coarse(self) -> dict[str, tuple[Mix, ...] | None]:
-        """The candidates of every coarse policy."""
         return coarse_mixes(self.pool)
 
     @property
@@ -69,39 +64,37 @@ class Task:
         return throughput.generate(self.pool)
 
     def seed(self) -> None:
-        """Ensures that the pool has columns; PlanInfeasible if nothing is found that fits."""
+        """Fill the pool; raise PlanInfeasible if nothing fits."""
         if not self.pool.is_seeded:
             throughput.seed(self.pool, self.coarse_mixes)
 
     @cached_property
     def variants(self) -> tuple[ir.Variant, ...]:
-        """Batches of columns besides the problem's own."""
+        """Batches besides the problem's own."""
         return tuple(ir.Variant(p.unit, p.costs) for p in self.problem.others)
 
-    # Estimates of mixes.
-
     def figure(self, mix: Mix, rate_per_s: float) -> float:
-        """The objective's figure of a mix at a rate; more is better."""
+        """The objective's figure; higher is better."""
         return objectives.figure(self.problem, self.objective, mix, rate_per_s)
 
     def num_microbatches(self, mix: Mix) -> int:
-        """Requests in flight; fewer than asked for where memory is short."""
+        """Requests in flight, limited by memory."""
         return sum(mix.microbatches) or self.microbatches
 
     def upper_bound_per_s(self, mix: Mix) -> float:
-        """By busy time, and by Little's law: no request is faster than one alone."""
+        """By busy time and Little's law."""
         table = microbatch_table(mix, self.microbatches)[: self.num_microbatches(mix)]
         rates = (self.problem.weight_of(c) / self._span_us(c) for c in mix.columns)
         return min(mix.rate_per_s, 1e6 * sum(table.count(n) * rate for n, rate in enumerate(rates)))
 
     def quick_per_s(self, mix: Mix) -> float:
-        """A rough rate, for search; by busy time where nothing simulates."""
+        """A rough rate; by busy time without a simulator."""
         if self.simulate is None:
             return mix.rate_per_s
         return min(self.upper_bound_per_s(mix), self.simulate.quick(self.draft(mix)))
 
     def latency_us(self, mix: Mix) -> float:
-        """One request alone: the mean over requests."""
+        """Mean latency of one request alone."""
         weights = [s / self.problem.weight_of(c) for s, c in zip(mix.shares, mix.columns, strict=True)]
         spans = (self._span_us(column) for column in mix.columns)
         return sum(w * span for w, span in zip(weights, spans, strict=True)) / sum(weights)
@@ -117,7 +110,7 @@ class Task:
         return self._spans[column.key]
 
     def draft(self, mix: Mix) -> ir.Plan:
-        """The record of a mix as far as a simulation needs it; its rates are those of busy time."""
+        """A plan record for simulation, with busy-time rates."""
         prob, rate = self.problem, mix.rate_per_s
         lanes = tuple(
             ir.Lane(prob.problems[c.variant].placement(c.labels), s * rate / prob.weight_of(c), c.variant)
@@ -144,7 +137,7 @@ class Task:
 def joined_task(
     parts: Sequence[Task], microbatches: int, simulate: Simulator | None, policy: str = ""
 ) -> Task:
-    """The tasks of several batches as one, with the placements that they know."""
+    """The tasks of several batches as one, with their placements."""
     first, problem = parts[0], joined([part.problem for part in parts])
     name = policy or first.policy
     task = Task(problem, microbatches, simulate, False, first.objective, name, first.config)

@@ -249,8 +249,6 @@ class CompletionRequest(_GenerationRequest, kw_only=True):
 
 
 class TokenizeRequest(_Body, kw_only=True):
-    """A prompt or a conversation."""
-
     prompt: str | None = None
     messages: Conversation | None = None
     tools: Tools | None = None
@@ -291,7 +289,6 @@ Body = TypeVar("Body", bound=_Body)
 
 
 def parse(kind: type[Body], raw: bytes, served: str) -> Body:
-    """The body, or an error about its first fault."""
     check_parts(raw)
     request = _decode(kind, raw)
     if request.model not in (None, served):
@@ -320,7 +317,6 @@ def _check_names(given: dict[str, Raw], known: tuple[str, ...]) -> None:
 
 
 def _explained(message: str) -> ApiError:
-    """A message of msgspec in OpenAI's form."""
     place = match.group(1) if (match := PLACE.search(message)) else ""
     text, missing = PLACE.sub("", message), MISSING.search(message)
     param = re.split(r"[.\[]", place)[0] or (missing.group(1) if missing else None)

@@ -69,8 +69,6 @@ SAMPLED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What reading a body needs of the model."""
-
     # Its name for clients.
     model: str
     text: Text
@@ -88,8 +86,6 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What the HTTP application serves."""
-
     card: ModelCard
     service: AnswerService
     # Unix time.
@@ -247,7 +243,6 @@ def detokenize(raw: bytes, card: ModelCard) -> bytes:
 
 
 def _form(request: ChatRequest | CompletionRequest, tools: Sequence[Tool]) -> tuple[str, str]:
-    """Grammar of the answer and its field; empty: any text."""
     form = request.response_format
     schema = None if form is None else form.schema_of_answer
     answer = "" if schema is None else answer_form(schema)
@@ -352,14 +347,11 @@ def _sampling(request: ChatRequest | CompletionRequest, logprobs: int | None) ->
 
 @dataclass(frozen=True, slots=True)
 class AskBatch:
-    """The asks of one request, `n` per prompt."""
-
     asks: tuple[Ask, ...]
     draft: Draft
 
     @property
     def prompts(self) -> tuple[Ask, ...]:
-        """The first ask of every prompt."""
         return self.asks[:: self.draft.n]
 
     @property
@@ -368,7 +360,6 @@ class AskBatch:
 
 
 async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
-    """Asks of a request; `ApiError` or `AskError` if the model cannot answer them."""
     prompts, pictures = draft.prompts, tuple[PromptPicture, ...]()
     if draft.urls:
         prompt, pictures = await _seen(draft, endpoint)
@@ -419,7 +410,6 @@ def _prompt_logprobs(draft: Draft, prompts: Sequence[Sequence[int]]) -> int | No
 
 
 def _max_tokens(draft: Draft, endpoint: Endpoint, prompts: Sequence[Sequence[int]]) -> int:
-    """Maximum tokens of an answer; ApiError if prompt and answer do not fit."""
     longest = max(map(len, prompts))
     most = draft.max_tokens
     if most is None:

@@ -35,7 +35,6 @@ class OutputPart:
 
 
 def answer_form(schema: Mapping[str, Any]) -> str:
-    """Grammar rule of a JSON schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE})}"
 
 
@@ -54,8 +53,6 @@ def _head(name: str) -> str:
 
 
 class ForcedCalls:
-    """Parses output of `calls_form` piece by piece."""
-
     def __init__(self, names: Iterable[str]) -> None:
         self._heads = {_head(name): name for name in names}
         self.num_calls = 0
@@ -87,7 +84,6 @@ class ForcedCalls:
         return [OutputPart(text, self.num_calls - 1)] if text else []
 
     def _is_end(self, letter: str) -> bool:
-        """True for the brace after the arguments."""
         if self._in_text:
             is_over = letter == '"' and not self._is_escaped
             self._is_escaped = letter == "\\" and not self._is_escaped
@@ -147,7 +143,6 @@ class FoundCalls:
         return [] if self.num_calls and not inside else calls or _text(held)
 
     def _calls(self, text: str) -> list[OutputPart]:
-        """Calls of a text; empty if it is anything else."""
         try:
             document = json.loads(text)
         except (ValueError, RecursionError):
@@ -164,7 +159,6 @@ class FoundCalls:
 
 
 def _call(document: object, names: frozenset[str]) -> tuple[str, str] | None:
-    """Name and arguments of a call of a known tool."""
     if not isinstance(document, dict):
         return None
     name = document.get("name")

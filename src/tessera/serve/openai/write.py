@@ -69,7 +69,6 @@ class Writer:
         self._readers = [reader(self._draft.tools) for _ in batch.asks] if self._draft.tools else []
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> bytes:
-        """The document of all choices."""
         finishes = [event for events in answers for event in events if isinstance(event, Finish)]
         firsts = zip(self._batch.prompts, finishes[:: self._draft.n], strict=True)
         # A prompt's first token has no logprob.
@@ -101,7 +100,6 @@ class Writer:
         return self._draft.max_tokens == 0
 
     def _prompt_notes(self, prompt: Sequence[Token]) -> Document:
-        """vLLM's prompt_logprobs, if requested."""
         most = self._draft.prompt_logprobs
         if most is None:
             return {}
@@ -121,7 +119,6 @@ class Writer:
         return {"prompt_logprobs": noted}
 
     def _message(self, index: int, text: str) -> Document:
-        """The assistant's message with its calls."""
         parts = [OutputPart(text)]
         if self._readers:
             parts = self._readers[index].feed(text) + self._readers[index].finish()
@@ -139,13 +136,11 @@ class Writer:
         return "tool_calls" if has_calls and reason == "stop" else reason
 
     def begin(self, index: int) -> bytes:
-        """First chunk: the role, or the echoed prompt."""
         if self._draft.is_chat:
             return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
         return self._chunk(index, {"text": self._draft.echoes[index]}) if self._draft.echoes else b""
 
     def piece(self, index: int, piece: AnswerPiece) -> bytes:
-        """Chunks of text and calls; may be empty."""
         parts = self._readers[index].feed(piece.text) if self._readers else [OutputPart(piece.text)]
         return self._chunks(index, parts, piece.tokens)
 
@@ -165,13 +160,11 @@ class Writer:
         return {"delta": {"tool_calls": [{"index": part.call, **call}]}}
 
     def end(self, index: int, reason: str) -> bytes:
-        """Held-back text, and the chunk with the finish reason."""
         rest = self._chunks(index, self._readers[index].finish(), ()) if self._readers else b""
         shown: Document = {"delta": {}} if self._draft.is_chat else {"text": ""}
         return rest + self._chunk(index, shown, None, self._reason(index, reason))
 
     def usage_chunk(self, output_tokens: int) -> bytes:
-        """Last chunk: usage without choices."""
         return _event({**self._head, "choices": [], "usage": self._usage(output_tokens)})
 
     def _chunk(
@@ -243,7 +236,6 @@ async def answer_whole(service: AnswerService, batch: AskBatch, writer: Writer) 
 
 
 async def _beside(num_tokens: int, batch: AskBatch, write: Callable[[], bytes]) -> bytes:
-    """Encode, in a thread if there are many logprobs."""
     ask = batch.asks[0]
     listed = [-1 if number is None else number for number in (ask.sampling.logprobs, ask.prompt_logprobs)]
     is_few = num_tokens * (1 + max(listed)) < FEW_LOGPROBS
@@ -251,7 +243,6 @@ async def _beside(num_tokens: int, batch: AskBatch, write: Callable[[], bytes]) 
 
 
 async def answer_embedding(endpoint: Endpoint, draft: EmbeddingDraft) -> bytes:
-    """The document of all vectors, encoded in a thread."""
     assert isinstance(endpoint.service, SingleDeviceService), "the route requires an encoder"
     vectors = await endpoint.service.compute(draft.inputs)
     return await asyncio.to_thread(_vectors, endpoint.card.model, draft, vectors)

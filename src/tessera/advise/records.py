@@ -1,0 +1,148 @@
+"""Records of `advise`: the load, the market, and the answer. Importable without torch."""
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import msgspec
+
+from tessera.ir import Cluster
+from tessera.plan import FULL, SearchConfig, Target
+from tessera.plan.rent import Basket
+from tessera.profile import gpu, make_cluster, parse_devices
+
+# Milliseconds to the first token and per token after it; None without tokens.
+Times = tuple[float | None, float | None]
+# Only in the JSON of a command.
+HIDDEN = msgspec.Meta(extra={"hidden": True})
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests to serve."""
+
+    model: str
+    rate_per_s: float
+    # Tokens of a prompt and of an answer; for an image, its tokens and denoising steps.
+    prompt: int
+    output: int
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    # Share of the rate that is kept free above it.
+    margin: float = 0.1
+    is_image: bool = False
+
+    @property
+    def needed_per_s(self) -> float:
+        return self.rate_per_s * (1 + self.margin)
+
+    @property
+    def unit(self) -> str:
+        return "images" if self.is_image else "requests"
+
+    @property
+    def title(self) -> str:
+        size = f"{self.prompt} + {self.output} tokens"
+        if self.is_image:
+            size = f"images of {self.prompt} tokens in {self.output} steps"
+        return f"{self.rate_per_s:g} {self.unit}/s of {self.model}, {size}"
+
+    @property
+    def target(self) -> Target:
+        return Target(1 if self.is_image else self.output, self.tpot_ms, self.ttft_ms)
+
+    def excess(self, times_ms: Times) -> float:
+        """The larger of both times relative to its limit; above 1: missed."""
+        pairs = zip((self.ttft_ms, self.tpot_ms), times_ms, strict=True)
+        return max((ms / slo for slo, ms in pairs if slo is not None and ms is not None), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Market:
+    """Cards that can be rented, and how they are used."""
+
+    # Names of GPUs; empty: all that have a price.
+    gpus: tuple[str, ...] = ()
+    max_devices: int = 4
+    provider: str = ""
+    link: str = "pcie4"
+    # Most microbatches in flight; None: chosen.
+    microbatches: int | None = None
+    # Batches to choose among; empty: powers of two, as far as memory goes.
+    batches: tuple[int, ...] = ()
+    # Share of a GPU's memory for the model; the rest is for driver and allocator.
+    memory_share: float = 0.9
+    # "compiled", "eager", or empty: compiled where cached.
+    launches: str = ""
+    search: SearchConfig = FULL
+
+    def memory_bytes(self, name: str) -> float:
+        return gpu(name).memory_bytes * self.memory_share
+
+    def cluster(self, basket: Basket) -> Cluster:
+        """The cards of a set, at their rents."""
+        devices = parse_devices(",".join(f"emu:{name}" for name in basket.gpus))
+        prices = (dict(gpu(d.gpu).prices).get(basket.provider, d.usd_per_hour) for d in devices)
+        usable = (
+            replace(d, memory_bytes=int(self.memory_bytes(d.gpu)), usd_per_hour=usd)
+            for d, usd in zip(devices, prices, strict=True)
+        )
+        return make_cluster(tuple(usable), self.link)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Cards and a way to use them: what that carries, costs and takes (modelled)."""
+
+    gpus: tuple[str, ...]
+    way: str
+    # Requests (or images) per second at full load.
+    requests_per_s: float
+    # Whether that is the rate with its margin.
+    is_enough: bool
+    # For an image: None, and the time of the whole image.
+    ttft_ms: float | None
+    tpot_ms: float | None
+    # Relative error of the prices of its launches.
+    cost_error: float
+    # Rows of a microbatch on each device.
+    batch: Annotated[dict[str, int], HIDDEN]
+    microbatches: Annotated[int, HIDDEN]
+    policy: Annotated[str, HIDDEN]
+    provider: str = ""
+    usd_per_hour: float | None = None
+    usd_per_1k_requests: float | None = None
+    is_advised: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Requests per second of each way within a time per token, and the coarsest that is near the best."""
+
+    tpot_ms: float
+    requests_per_s: dict[str, float]
+    best: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Which cards carry the load."""
+
+    load: Annotated[Load, HIDDEN]
+    # rent: cheapest first; have: from the coarsest way.
+    candidates: tuple[Candidate, ...]
+    price_source: str
+    # Why there may be something cheaper, and why launches are not compiled.
+    notes: tuple[str, ...]
+    is_compiled: Annotated[bool, HIDDEN]
+    # rent only: GPU -> why it was not considered; sets that were looked at, and that were planned.
+    skipped: dict[str, str] = field(default_factory=dict)
+    num_sets: Annotated[int, HIDDEN] = 0
+    num_planned: Annotated[int, HIDDEN] = 0
+    # have only.
+    have: tuple[str, ...] = ()
+    by_tpot: tuple[Regime, ...] = ()
+    next_cards: tuple[Candidate, ...] = ()
+
+    @property
+    def advised(self) -> Candidate:
+        return next(candidate for candidate in self.candidates if candidate.is_advised)
