@@ -196,7 +196,7 @@ class Denoiser:
         else:
             size = (batch, channels, FRAMES, tall, wide)
         random = torch.Generator().manual_seed(seed + 1)
-        return {"latents": torch.randn(size, generator=random).to(self._module.dtype)}
+        return {"latents": torch.randn(size, generator=random, device=random.device).to(self._module.dtype)}
 
     @property
     def _num_patches(self) -> int:
@@ -259,14 +259,16 @@ class Denoiser:
             sizes = [n for n in size if n is not None]
             if len(sizes) < len(size):
                 return lambda random: None
-            return lambda random: torch.randn(sizes, generator=random)
+            return lambda random: torch.randn(sizes, generator=random, device=random.device)
 
         def ones(*size: int) -> Callable[[torch.Generator], torch.Tensor]:
             return lambda random: torch.ones(size, dtype=torch.long)
 
         def labels(random: torch.Generator) -> torch.Tensor | None:
             count = config.get("num_class_embeds") or config.get("num_embeds_ada_norm")
-            return torch.randint(0, count, (batch,), generator=random) if count else None
+            return (
+                torch.randint(0, count, (batch,), generator=random, device=random.device) if count else None
+            )
 
         def places(random: torch.Generator) -> torch.Tensor:
             grid = torch.zeros((self._num_patches, axes))
