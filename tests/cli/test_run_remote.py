@@ -1,6 +1,7 @@
 """`tessera run` on several machines: processes that meet at an address, in network namespaces too."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import netns
-from commands import answer, without_transformers
+from commands import answer
 from tessera.cli import _main
 
 TESSERA = [sys.executable, "-m", "tessera"]
@@ -39,7 +40,7 @@ def free_port() -> int:
 
 def answers(plan: Path, commands: Sequence[Sequence[str]]) -> Any:
     """Runs the ranks together; the JSON document of the first."""
-    environment = without_transformers(plan.parent)
+    environment = dict(os.environ)
     running = [
         subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         for c in commands
@@ -66,7 +67,7 @@ def ranks(plan: Path, address: str, *more: str) -> list[list[str]]:
 def test_two_processes_meet_on_loopback(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a secret, on this machine only: the same bits over TCP. Rank 0 is this process."""
     first, second = ranks(plan, f"127.0.0.1:{free_port()}")
-    with subprocess.Popen(second, env=without_transformers(plan.parent)) as other:
+    with subprocess.Popen(second) as other:
         found = answer(*first[len(TESSERA) : -1], capsys=capsys)
         assert 0 == other.wait(LIMIT_S)
 

@@ -123,6 +123,8 @@ class _End:
     by_fd: dict[int, PeerConnection] = field(default_factory=dict)
     closed_fds: set[int] = field(default_factory=set)
     hosts: dict[int, str] = field(default_factory=dict)
+    # Connections that the monitor reported as closed; told after the messages that came over them.
+    closing: list[tuple[PeerConnection, Hangup]] = field(default_factory=list)
     # Why the handshake failed of the connection that is reported as closed next; empty: the peer left.
     refusal: str | None = None
 
@@ -316,10 +318,12 @@ class Mailbox:
 
     def _drain(self, end: _End, has_events: bool) -> None:
         """Closed connections are told after the messages that came over them."""
-        closed = self._read_monitor(end) if has_events else []
+        if has_events:
+            self._read_monitor(end)
         while (frames := self._receive(end)) is not None:
             self._deliver(end, frames)
-        for connection, hangup in closed:
+        closing, end.closing = end.closing, []
+        for connection, hangup in closing:
             self._hang_up(connection, hangup)
 
     def _receive(self, end: _End) -> "list[zmq.Frame] | None":
@@ -355,6 +359,9 @@ class Mailbox:
             host = str(frame.get("Peer-Address")) if end.socket.curve_server else ""
             connection = end.by_name[name] = PeerConnection(self, end, name, host)
             fd = int(frame.get(zmq.SRCFD))
+            self._read_monitor(
+                end
+            )  # an earlier connection of this descriptor is closed before it is used again
             if fd in end.closed_fds:  # it has left since
                 self._broken.append(connection)
             else:
@@ -369,17 +376,16 @@ class Mailbox:
             connection.is_closed = True
             end.hear(connection, hangup, None)
 
-    def _read_monitor(self, end: _End) -> list[tuple[PeerConnection, Hangup]]:
-        closed: list[tuple[PeerConnection, Hangup]] = []
+    def _read_monitor(self, end: _End) -> None:
         while True:
             try:
                 event = recv_monitor_message(end.monitor, zmq.NOBLOCK)
             except zmq.ZMQError:
-                return closed
+                return
             kind, value = int(event["event"]), int(event["value"])
             if end.connection is not None:
                 hangup = self._connecting(end.connection, kind)
-                closed += [(end.connection, hangup)] if hangup is not None else []
+                end.closing += [(end.connection, hangup)] if hangup is not None else []
             elif kind == zmq.EVENT_ACCEPTED:
                 end.closed_fds.discard(value)
                 end.hosts[value] = _host(value)
@@ -391,7 +397,7 @@ class Mailbox:
                 end.closed_fds.add(value)
                 host, refusal, end.refusal = end.hosts.pop(value, ""), end.refusal, None
                 if (connection := end.by_fd.pop(value, None)) is not None:
-                    closed.append((connection, Hangup()))
+                    end.closing.append((connection, Hangup()))
                 elif refusal != "":
                     self._refused(host or "a caller", refusal or "it is no worker")
 

@@ -161,7 +161,8 @@ def test_the_benchmark_of_arrivals_serves_the_same_requests_for_real_and_virtual
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("cuda:0,cpu", "beside other devices"), ("cuda:0,cuda:1/as=l40s", "other times")]
+    ("text", "said"),
+    [("cuda:0,cpu", "beside other devices"), ("cuda:0,cuda:1/as=l40s", "cannot serve beside others")],
 )
 def test_sets_of_unlike_kinds_are_refused(text: str, said: str) -> None:
     """A card's own time, a modelled time and a CPU's do not mix."""
