@@ -7,7 +7,8 @@ several are tried, each at its own best batch. All figures are modelled and simu
 date. `tessera advise` is the same as a command, with every GPU that has a price.
 """
 
-from tessera.advise import Load, Market, advise
+from tessera.advise import Load, Market
+from tessera.advise.search import advise
 from tessera.errors import PlanInfeasible
 
 LOAD = Load("llama-3-8b", rate_per_s=8, prompt=1024, output=256, tpot_ms=50)
@@ -17,13 +18,13 @@ MARKETS = {"A100": ("a100",), "L40S": ("l40s",), "both": ("a100", "l40s")}
 def answer(gpus: tuple[str, ...]) -> str:
     """The cheapest set of up to three of these GPUs, in one line."""
     try:
-        best = advise(LOAD, Market(gpus, max_devices=3)).choices[0]
+        best = advise(LOAD, Market(gpus, max_devices=3))[0].advised
     except PlanInfeasible as error:
         return str(error)
-    per_million = best.usd_per_1k_requests / LOAD.output * 1000
+    per_million = (best.usd_per_1k_requests or 0.0) / LOAD.output * 1000
     return (
-        f"{' + '.join(best.basket.gpus)} at ${best.basket.usd_per_hour:.2f} an hour carry "
-        f"{best.capacity_per_s:.1f} requests/s (simulated): ${per_million:.2f} for a million tokens"
+        f"{' + '.join(best.gpus)} at ${best.usd_per_hour or 0.0:.2f} an hour carry "
+        f"{best.requests_per_s:.1f} requests/s (simulated): ${per_million:.2f} for a million tokens"
     )
 
 

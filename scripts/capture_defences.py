@@ -1,3 +1,4 @@
+# mypy: disable-error-code="misc,import-not-found"
 """Which unsafe programs does each defence of capture alone refuse?
 
     python scripts/capture_defences.py [--json]
@@ -47,7 +48,7 @@ DEFENCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
 }
 
 
-class Keeper(torch.nn.Module):
+class KeepsFirst(torch.nn.Module):
     """Keeps a tensor of its first call for later ones."""
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ def programs() -> Iterator[tuple[str, Run]]:
     ):
         step = Step(f"host_reads_model:{name}", "call", 1, 1)
         yield f"module {name} ({device})", lambda step=step, device=device: record_step(step, device)
-    yield "a tensor kept from the first call", lambda: tessera.capture(Keeper(), corpus.X)
+    yield "a tensor kept from the first call", lambda: tessera.capture(KeepsFirst(), corpus.X)
     yield "seeding", lambda: tessera.capture(seeding, corpus.X)
     for test in ("what_another_thread_computes_is_no_constant", "an_array_over_a_state_is_refused_by_name",
                  "state_is_a_requests_own", "a_random_number_is_a_requests_own"):  # fmt: skip

@@ -32,7 +32,7 @@ def advised(*words: object, capsys: pytest.CaptureFixture[str]) -> dict[str, Any
     """The JSON document."""
     code, out, err = run("tiny-llama", *SMALL, *words, "--json", capsys=capsys)
     assert 0 == code, err
-    found: dict[str, Any] = json.loads(out)
+    found: dict[str, dict[str, Any]] = json.loads(out)
     return found["advice"] | {name: found[name] for name in ("plans", "headline", "files")}
 
 

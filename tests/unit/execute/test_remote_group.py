@@ -42,7 +42,7 @@ def test_one_that_comes_back_takes_its_place() -> None:
     """Alone, when only its device has no worker; with a rank or without."""
     group = WorkerGroup(3)
     for rank in (1, ANY_RANK):
-        assert group.choose(1, waiting_with([rank]), {1}) == 0
+        assert group.choose(1, waiting_with([rank]), {1}) == 0  # type: ignore[comparison-overlap]
     assert group.choose(1, waiting_with([2]), {1}) is None
 
 

@@ -127,7 +127,7 @@ def test_a_wrong_configuration_is_refused(plan: Plan) -> None:
     """Bytes that are none, and one of a device that is not there, end in one line."""
     good = dataclasses.replace(setups(plan)[0], epochs=(0, 0))
     packed = [
-        pack_config(dataclasses.replace(good, **wrong))  # type: ignore[arg-type]
+        pack_config(dataclasses.replace(good, **wrong))
         for wrong in ({"device": 2}, {"microbatches": 0}, {"traces": ()})
     ]
     for wrong in (b"", b'{"device": "0"}', *packed, pack_config(good).replace(b"float32", b"rm -rf!")):

@@ -162,8 +162,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SingleDeviceSe
 
 
 @pytest.fixture(scope="module")
-def server(service: SingleDeviceService) -> Iterator[Running]:
-    text = open_text(str(service.folder))  # type: ignore[attr-defined]
+def server(service: Any) -> Iterator[Running]:
+    text = open_text(str(service.folder))
     sizes = (service.model.max_tokens, service.model.vocab_size)
     card = ModelCard(MODEL, text, *sizes, vector_sizes=service.model.pooling.sizes, makes="vectors")
     endpoint = Endpoint(card, service, 1_700_000_000)
@@ -177,9 +177,9 @@ def client(server: Running) -> Iterator[Any]:
         yield found
 
 
-def test_the_official_client_gets_vectors(client: Any, service: SingleDeviceService) -> None:
+def test_the_official_client_gets_vectors(client: Any, service: Any) -> None:
     """Of one text, several, or tokens, in their order, as numbers or in base64, and counts tokens."""
-    text = open_text(str(service.folder))  # type: ignore[attr-defined]
+    text = open_text(str(service.folder))
     tokens = [text.encode(x) for x in INPUTS]
     expected = service.model.encode(tokens)
     several = client.embeddings.create(model=MODEL, input=INPUTS)
@@ -250,7 +250,7 @@ def test_sizes_that_a_model_was_not_made_for_are_refused(tmp_path: Path) -> None
         assert "dimensions" == told.value.param
 
 
-def test_many_clients_are_computed_together(service: SingleDeviceService) -> None:
+def test_many_clients_are_computed_together(service: Any) -> None:
     """Each gets its own vectors, those that it gets alone."""
     asks = [[(n, n + 1), (n,) * (1 + n % 40)] for n in range(3, 60)]
 
@@ -262,15 +262,16 @@ def test_many_clients_are_computed_together(service: SingleDeviceService) -> Non
             torch.testing.assert_close(service.model.encode([tokens])[0], vector, atol=1e-5, rtol=1e-4)
 
 
-def test_a_client_that_goes_is_not_computed(server: Running, service: SingleDeviceService) -> None:
+def test_a_client_that_goes_is_not_computed(server: Running, service: Any) -> None:
     """What waits is left out; what comes afterwards is computed."""
     gate, slow = threading.Event(), service.model.encode
 
     def held(inputs: Sequence[Sequence[int]]) -> torch.Tensor:
         gate.wait(10)
-        return slow(inputs)
+        vectors: torch.Tensor = slow(inputs)
+        return vectors
 
-    service.model.encode = held  # type: ignore[method-assign]
+    service.model.encode = held
     before = service.snapshot().finished["cancelled"]
     raw = json.dumps({"input": ["x" * 20] * 1000}).encode()
     head = f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n"
@@ -282,7 +283,7 @@ def test_a_client_that_goes_is_not_computed(server: Running, service: SingleDevi
         wait_until(lambda: limiter.inside == 0)
     finally:
         gate.set()
-        service.model.encode = slow  # type: ignore[method-assign]
+        service.model.encode = slow
     wait_until(lambda: service.snapshot().finished["cancelled"] - before > 900)
     answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": "x"})
 
