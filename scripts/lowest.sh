@@ -17,4 +17,5 @@ cat "$place/lowest.txt"
 "$place/env/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps .
 "$place/env/bin/python" -m pip install --quiet --disable-pip-version-check \
     -c constraints.txt pytest pytest-xdist hypothesis jsonschema
-"$place/env/bin/python" -m pytest -n 2 --dist loadfile tests/test_tiny.py tests/unit/ir tests/unit/plan tests/unit/simulate
+"$place/env/bin/python" -m pytest -n 2 --dist loadfile tests/test_tiny.py tests/unit/ir tests/unit/plan \
+    tests/unit/simulate --ignore=tests/unit/ir/test_rebatch.py  # which needs Hugging Face's models
