@@ -208,7 +208,7 @@ def test_silent_callers_are_soon_hung_up_on() -> None:
 
 
 def test_what_is_no_message_ends_a_connection(heard: Heard) -> None:
-    """Of one with the secret: it is not heard any more, with the reason."""
+    """A peer with the secret that breaks a bound is not heard any more, and the reason is reported."""
     worker = come_in(heard)
     heard.until(lambda: heard.news)
     worker._connection.send(b"\x02\0\0\0[]")
