@@ -310,14 +310,11 @@ def _answers_the_host(func: Any) -> bool:
     return bool(returns) and not any("Tensor" in str(r.type) for r in returns)
 
 
-def check_tensor(tensor: torch.Tensor) -> None:
+def check_tensor(tensor: torch.Tensor, name: str = "a value") -> None:
     """Refuse memory that is not one dense, strided storage."""
-    if tensor.layout is not torch.strided:
-        fail(f"a tensor of layout {tensor.layout} cannot be placed", "Use dense tensors: call .to_dense().")
-    if tensor.is_quantized:
-        fail(
-            f"a quantized tensor ({tensor.dtype}) cannot be placed", "Call .dequantize() or use int8 tensors."
-        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        fail(f"{name} is a {what} tensor", "Use dense, unquantized tensors: .to_dense(), .dequantize().")
 
 
 def explain(func: Any, error: Exception) -> NoReturn:

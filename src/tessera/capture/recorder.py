@@ -464,16 +464,15 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 class Watch(TorchDispatchMode):
     """Notes which storages are touched, and saves each before its first write."""
 
-    def __init__(self, known: dict[int, int], saves: bool = True, fixed: Collection[int] = ()) -> None:
+    def __init__(self, known: dict[int, int], fixed: Collection[int] = ()) -> None:
         """`known`: storage numbers by key; `fixed`: numbers that no request decides."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known, self._saves = known, saves
+        self._known = known
         self._varying: dict[int, StorageWeakRef | None] = {
             k: None for k, n in known.items() if n not in fixed
         }
         self._stack = ExitStack()
         self.touched: set[int] = set()
-        self.written: set[int] = set()
         self.saved: dict[int, torch.Tensor] = {}
         # Generators that the call draws from.
         self.generators: set[str] = set()
@@ -537,7 +536,5 @@ class Watch(TorchDispatchMode):
         if block is None:
             return
         self.touched.add(block)
-        if writes:
-            self.written.add(block)
-        if writes and self._saves and block not in self.saved:
+        if writes and block not in self.saved:
             self.saved[block] = raw(tensor, 0, tensor.untyped_storage().nbytes()).clone()

@@ -25,15 +25,12 @@ A command is a function that returns one frozen record; `printed` makes a comman
 import functools
 import inspect
 import math
-import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -53,7 +50,7 @@ from tessera.errors import TesseraError
 
 __all__ = [
     "HIDDEN", "Illustrated", "JsonOption", "Record", "console", "excludes", "finite", "needs", "only_if",
-    "positive", "print_record", "printed", "progress", "record_types", "shared_folder", "shown", "warning",
+    "positive", "print_record", "printed", "progress", "record_types", "shown", "warning",
 ]  # fmt: skip
 
 # Seconds before the first plain line, and between two lines of a counted job.
@@ -183,27 +180,6 @@ def warning() -> Callable[[str], None]:
             )
 
     return warn
-
-
-def cache_folder() -> Path:
-    """Folder for results that can be computed again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
-
-
-@contextmanager
-def shared_folder(name: str) -> Iterator[Path]:
-    """A writable folder of the cache; a temporary one if the cache cannot be written."""
-    folder = cache_folder() / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        warning()(f"{folder} cannot be written: {error.strerror}")
-        with tempfile.TemporaryDirectory() as other:
-            yield Path(other)
-        return
-    yield folder
 
 
 @contextmanager

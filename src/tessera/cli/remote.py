@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tessera.cli.output import finite
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Device, Plan, digest
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from tessera.serve.joining import ModelHere
 
 Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT where the workers of several machines meet.")]
-Rank = Annotated[int, typer.Option(help="Which device this process is; 0 also takes the requests.")]
+Rank = Annotated[int, typer.Option(min=0, help="Which device this process is; 0 also takes the requests.")]
 SecretFile = Annotated[
     Path | None, typer.Option(help="A file with the secret of the rendezvous, the same everywhere.")
 ]
@@ -83,10 +84,10 @@ class Meeting:
             host = os.environ["MASTER_ADDR"]
             return Meeting(own_rank, host, 0, check_secret(host, secret), store, world)
         host, colon, port = (rendezvous or "").rpartition(":")
+        if not rendezvous:
+            raise TesseraError("no address is given", "Name the service's: HOST:PORT.", "--rendezvous")
         if not colon or not port.isdigit() or not host:
             raise TesseraError(f"'{rendezvous}' is no HOST:PORT", "Use 10.0.0.1:29500.", "--rendezvous")
-        if rank < 0:
-            raise TesseraError(f"there is no rank {rank}", "Number the devices from 0.", "--rank")
         return Meeting(rank, host, int(port), check_secret(host, secret))
 
     @contextmanager
@@ -224,22 +225,20 @@ def worker(
     rendezvous: Rendezvous = None,
     secret_file: SecretFile = None,
     rank: Annotated[
-        int, typer.Option(help="Which device this is, counted from 0; -1: whichever has no worker.")
+        int, typer.Option(min=ANY, help="Which device this is, counted from 0; -1: whichever has no worker.")
     ] = ANY,
     model: Annotated[
         str, typer.Option(help="The model's folder on this machine, where it is not the service's.")
     ] = "",
-    patience: Annotated[float, typer.Option(help="Seconds to wait for a service at first.")] = 300.0,
-    again: Annotated[float, typer.Option(help="Seconds to call again where none listens any more.")] = 5.0,
+    patience: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds to wait for a service at first.")
+    ] = 300.0,
+    again: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds to call again where none listens any more.")
+    ] = 5.0,
     torchrun: UnderTorchrun = False,
 ) -> None:
     """Compute for a service that runs on another machine."""
-    if rendezvous is None and not torchrun:
-        raise TesseraError("no address is given", "Name the service's: HOST:PORT.", "--rendezvous")
-    if rank < ANY:
-        raise TesseraError(f"there is no rank {rank}", "Number the devices from 0.", "--rank")
-    if not min(patience, again) >= 0:
-        raise TesseraError("a time below 0", "Use 0 or more seconds.", "--patience")
     from tessera.serve.joining import ModelHere
 
     meeting = Meeting.of(rendezvous, max(rank, 0), secret_file, torchrun)

@@ -272,12 +272,8 @@ def packaged() -> Corrections:
 
 @cache
 def calibration_of(gpu_name: str) -> Corrections | None:
-    path = folder() / f"{gpu_name}.json"
+    path = cache_folder("calibrations") / f"{gpu_name}.json"
     return load(path) if path.is_file() else None
-
-
-def folder() -> Path:
-    return cache_folder("calibrations")
 
 
 def save(corrections: Corrections, path: Path) -> None:
