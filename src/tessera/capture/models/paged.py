@@ -60,7 +60,7 @@ from tessera.capture.rng import forked
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
-from tessera.kernels import PAGE
+from tessera.kernels import NEWEST, PAGE
 
 FLAT, ROWS, DENSE = "flat", "rows", "dense"
 # Sequences and positions for trying a layout.
@@ -69,8 +69,6 @@ NUM_TRIED, TRIED_POSITIONS = 3, NUM_FIRST_PAGES * PAGE
 SHARE_OF_ANSWERS, SHARE_OF_PICTURES = 0.5, 0.25
 # One in so many example answers starts with a known token.
 SHARE_OF_KNOWN = 3
-# Tokens chosen by the previous step, by sequence.
-NEWEST = "newest"
 # Relative tolerance of logits read together and one by one.
 MAX_ERROR = 0.05
 # Tolerance of 32-bit states reached in two ways.
