@@ -69,7 +69,7 @@ class Engine(Watcher[ActiveRequest]):
 
         config = SchedulerConfig(max_waiting, max_retries=MAX_RETRIES)
         self.scheduler = Router(stepper, policies, shape, make, config, self, prefix_caching)
-        self.controller: Controller | None = None
+        self.controller: Controller[ServicePlan] | None = None
         self._timed = {d.name for d in stepper.plans[0].cluster.devices if d.kind in TIMED}
         self._lock = threading.Lock()
         self._posted: deque[Callable[[], None]] = deque()

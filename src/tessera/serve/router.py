@@ -36,7 +36,7 @@ from tessera.ir import Group, Plan, Role, ServicePlan
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.pages import PagePool, pages_for
-from tessera.serve.records import Shape
+from tessera.serve.records import GroupView, Shape
 from tessera.serve.sequences import SequenceBatch, Steps
 
 # Largest steps of work that a prompts group keeps.
@@ -251,6 +251,27 @@ class Router(Scheduler[ActiveRequest]):
         if group.home not in self.pools:
             self.pools[group.home] = PagePool(group.shape.pool_tokens // PAGE, self._is_caching)
         return self.pools[group.home]
+
+    def every_pool(self) -> list[PagePool]:
+        """Pools of the homes of the current policy, and those of microbatches without a home."""
+        shared = [pool for group in self.groups if (pool := self.pool_of(group)) is not None]
+        own = [batch_of(m).pool for m in list(self.microbatches.values()) if not self.group_of(m).home]
+        return list({id(pool): pool for pool in (*shared, *own)}.values())
+
+    def views(self) -> tuple[GroupView, ...]:
+        """Groups of the current policy; from any thread."""
+        found, numbers = [], dict(self._by_number)
+        for routed in self.groups:
+            size = routed.group.size
+            batches = [m.content for n, m in list(self.microbatches.items()) if numbers.get(n) is routed]
+            running = sum(content.num_used for content in batches)
+            coming = sum(content.num_coming for content in batches if isinstance(content, SequenceBatch))
+            found.append(
+                GroupView(
+                    size.role, size.devices, size.sequences, size.tokens, size.microbatches, running, coming
+                )
+            )
+        return tuple(found)
 
     def _usable(self) -> list[RoutedGroup]:
         """Groups without a lost device: of the current policy, else of any."""

@@ -255,7 +255,7 @@ class SequenceBatch:
         # Pages that waiting sequences need.
         self._num_wanted = 0
         # Rows of sequences on their way here.
-        self._num_coming = 0
+        self.num_coming = 0
         # Sequences that read more than one token, in the newest step or after it.
         self._num_reading = 0
         # Running steps, oldest first; the sequence whose picture is encoded; whether tokens were read since.
@@ -269,7 +269,7 @@ class SequenceBatch:
 
     @property
     def num_free(self) -> int:
-        return self._shape.rows - len(self._by_request) - self._num_coming
+        return self._shape.rows - len(self._by_request) - self.num_coming
 
     @property
     def is_reading(self) -> bool:
@@ -325,18 +325,18 @@ class SequenceBatch:
         """Reserve a row and page table entries; False if there are none."""
         if self.num_free < 1 or self._num_entries + num_pages > self._shape.num_page_entries:
             return False
-        self._num_coming += 1
+        self.num_coming += 1
         self._num_entries += num_pages
         return True
 
     def cancel(self, num_pages: int) -> None:
         """End a reservation; nothing comes."""
-        self._num_coming -= 1
+        self.num_coming -= 1
         self._num_entries -= num_pages
 
     def arrive(self, request: ActiveRequest, pages: Sequence[int], read: int, num_expected: int) -> None:
         """Begin an expected sequence behind pages that hold its first `read` tokens."""
-        self._num_coming -= 1
+        self.num_coming -= 1
         self._num_entries += len(pages) - num_expected
         sequence = self._seated(request)
         sequence.begin(pages, read, 0)
