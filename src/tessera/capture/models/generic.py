@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tessera.capture.blocks import open_dataclasses, path
 from tessera.capture.fake import Run, run_fake, runner
 from tessera.capture.models.examples import (
     PIXELS,
@@ -39,12 +41,10 @@ from tessera.capture.models.examples import (
 from tessera.capture.reads import traced
 from tessera.capture.recorder import call_operator
 from tessera.capture.rng import forked
-from tessera.capture.workload import Tensors, Workload
+from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
 
-# Errors of a model called in an unknown way.
-UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 # Tokens read to learn the cache's structure.
 NUM_LEARNED = 4
 # Cache parameters of models; the first two are transformers caches.
@@ -129,21 +129,11 @@ def takes(part: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(getattr(part, "forward", part)).parameters
 
 
-def flatten(made: Any, name: str = "") -> dict[str, torch.Tensor]:
+def flatten(made: Any) -> dict[str, torch.Tensor]:
     """Tensors of a result by path."""
-    if isinstance(made, torch.Tensor):
-        return {name or "output": made}
-    if isinstance(made, Mapping):
-        items = [(str(key), value) for key, value in made.items()]
-    elif isinstance(made, tuple | list):
-        items = [(str(place), value) for place, value in enumerate(made)]
-    else:
-        fields = getattr(made, "__dataclass_fields__", ())
-        items = [(key, getattr(made, key)) for key in fields]
-    tensors: dict[str, torch.Tensor] = {}
-    for key, value in items:
-        tensors |= flatten(value, f"{name}.{key}" if name else key)
-    return tensors
+    open_dataclasses(made)
+    leaves, _ = pytree.tree_flatten_with_path(made)
+    return {path(keys) or "output": leaf for keys, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 @contextmanager
@@ -532,17 +522,19 @@ def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) 
 
 
 class NoReads(TorchDispatchMode):
-    """While entered, host reads of tensors are errors."""
+    """While entered, host reads of tensors are errors; counts operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run: Run | None = None
+        self.num = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             raise ValueError("it reads a tensor's value on the host")
+        self.num += 1
         fake = next((a for a in args if isinstance(a, FakeTensor)), None)
         if fake is not None:
             self._run = self._run or runner(fake.fake_mode)

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tessera.capture.blocks import storage_key
-from tessera.capture.models.generic import UNFIT
+from tessera.capture.workload import UNFIT
 
 # Plain weight classes; fake mode gives parameters its own class.
 PLAIN = (torch.nn.Parameter, FakeTensor)

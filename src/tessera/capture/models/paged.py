@@ -29,13 +29,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.models.examples import tokens as make_tokens
 from tessera.capture.models.generic import (
     CACHES,
-    UNFIT,
     ModelMemory,
+    NoReads,
     apart,
     attributes_kept,
     choose,
@@ -57,7 +56,7 @@ from tessera.capture.models.pages import (
 )
 from tessera.capture.reads import traced
 from tessera.capture.rng import forked
-from tessera.capture.workload import Tensors, Workload
+from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
 from tessera.kernels import NEWEST, PAGE
@@ -197,7 +196,7 @@ def _read_part(
     step = Step("", "tokens", 1, each, reserve=TRIED_POSITIONS)
     workload = PagedSteps(model, step, layout).workload()
     state = placed(model, lambda: workload.make_state(0))
-    with OperatorCount() as counted, forked():
+    with NoReads() as counted, forked():
         _read(workload, num, each, state, begin=0 if is_new else num)
     return {name: tensor for name, tensor in state.items() if name != NEWEST}, counted.num // (num // each)
 
@@ -228,20 +227,6 @@ def _alike(states: Tensors, others: Tensors) -> bool:
         if float((held - others[name]).abs().max()) > error * float(held.abs().max()):
             return False
     return True
-
-
-class OperatorCount(TorchDispatchMode):
-    """Counts operators while entered; a loop over tokens shows as more."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.num += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _check_dense(model: Any, layout: StepLayout, step: Step) -> None:
