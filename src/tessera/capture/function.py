@@ -132,7 +132,7 @@ class FunctionCall:
         parts = [part_of(tensor) for tensor in tensors]
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
         fixed = [i for i, block in enumerate(self.blocks) if block.parts[0][0] >= self._num_args]
-        watch = Watch(dict(zip(keys, range(len(keys)), strict=True)), fixed=fixed)
+        watch = Watch([tensors[block.parts[0][0]] for block in self.blocks], fixed)
         try:
             with self.mode(), rng.forked(), traced(), own_launches(watch.own_launch):
                 with watch:
