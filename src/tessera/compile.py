@@ -106,8 +106,6 @@ class Options:
 
 @dataclass(frozen=True)
 class Call:
-    """One call: a request of one step."""
-
     given_inputs: Tensors
     given_state: Tensors
 
@@ -412,6 +410,5 @@ def _returns_grads(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> bool
 
 
 def _makes_grads(graph: torch.fx.GraphModule) -> bool:
-    """True if any node of the graph needs gradients."""
     computed = (node for node in graph.graph.nodes if node.op.startswith("call"))
     return any(_wants_grad(_example(node)) for node in computed)

@@ -82,7 +82,6 @@ class Size:
 
     @cached_property
     def limit(self) -> Limit:
-        """A bound of any placement."""
         return limit_of(self.unit, self.costs)
 
     @cached_property
@@ -92,7 +91,6 @@ class Size:
         return alone_bytes(self.unit, self.on(first).costs, first)
 
     def step_us(self, name: str) -> list[float]:
-        """Microseconds of each step on one GPU."""
         return [costs.total_us(self.limit.column_of[name]) for costs in self.costs]
 
     def alone_per_s(self, name: str) -> float:

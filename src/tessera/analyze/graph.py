@@ -38,8 +38,6 @@ WIDE = 8
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """One earlier access."""
-
     launch: int
     region: Region
     start: int
@@ -104,7 +102,6 @@ class Entries:
         return [self._wide, *filed] if has_wide else filed
 
     def compact(self) -> None:
-        """Drop covered entries."""
         self._file([seen for seen in self.all if not seen.is_past])
 
 
@@ -118,8 +115,6 @@ def fold(region: Region, row_bytes: int) -> tuple[int, int]:
 
 
 class History:
-    """Accesses of one buffer so far."""
-
     def __init__(self, accesses: Sequence[Access], size_bytes: int) -> None:
         self.is_new = True
         self._num_past = 0
@@ -134,7 +129,6 @@ class History:
         self.entries(seen.writes).add(seen)
 
     def last(self, is_write: bool) -> Seen | None:
-        """Latest write or read not covered."""
         entries = self.entries(is_write).all
         while entries and entries[-1].is_past:
             entries.pop()

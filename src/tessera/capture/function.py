@@ -89,8 +89,6 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A result that is not a tensor."""
-
     value: Any
 
 
@@ -190,7 +188,6 @@ class FunctionCall:
                 )
 
     def _line_that_replaces(self, name: str, given: Any) -> str:
-        """Line of the program that replaces a held tensor."""
         held = next((h for h in self._held if h.name == name and h.holder is not None), None)
         if held is None:
             return ""
@@ -261,7 +258,6 @@ class FunctionCall:
 
     @property
     def roots(self) -> tuple[object, ...]:
-        """The callable and its non-tensor arguments."""
         return (self.fn, *(leaf for leaf in self._fixed if leaf is not TENSOR))
 
     def changing(self) -> dict[str, torch.Tensor]:
@@ -462,7 +458,6 @@ class FunctionWorkload(Workload):
 
 
 def workload(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> FunctionWorkload:
-    """The call as a repeatable step."""
     function = FunctionCall(fn, args, kwargs)
     return _as_step(function, function.bind(args, kwargs))
 
@@ -506,5 +501,4 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 
 def _batch(tensors: Sequence[torch.Tensor]) -> int:
-    """Rows of the first tensor with any."""
     return next((int(t.shape[0]) for t in tensors if t.dim() and t.shape[0]), 1)

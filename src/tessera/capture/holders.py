@@ -181,7 +181,6 @@ def is_foreign(value: Any, function: types.FunctionType) -> bool:
 
 @functools.cache
 def globals_of(code: types.CodeType) -> frozenset[str]:
-    """Names of the globals that code loads."""
     names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -277,13 +276,10 @@ def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Before:
-    """A snapshot of several values."""
-
     def __init__(self, held: list[PyValue]) -> None:
         self._values = [(value, seen(value.read())) for value in held]
 
     def changed(self) -> PyValue | None:
-        """The first value that differs now."""
         return next((value for value, before in self._values if seen(value.read()) != before), None)
 
 
@@ -338,7 +334,6 @@ class _Same:
 
 
 def seen(value: Any, depth: int = 0) -> Any:
-    """A snapshot of a value for comparison."""
     if isinstance(value, _PLAIN) or depth > MAX_DEPTH:
         return (type(value), value if depth <= MAX_DEPTH else None)
     match value:
@@ -469,7 +464,6 @@ class _PySearch:
             self.look(name, value, depth + 1)
 
     def _look_file(self, module: types.ModuleType) -> None:
-        """Search plain values of another user file."""
         if id(module) not in self._known:
             self._known[id(module)] = module
             for key, value in list(vars(module).items()):

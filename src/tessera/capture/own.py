@@ -52,8 +52,6 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class OwnLaunch:
-    """One launch of a kernel with PTX."""
-
     kernel: Kernel
     # Tensors and numbers of the PTX entry; a tuple is a pointer table.
     args: tuple[Any, ...]
@@ -72,8 +70,6 @@ class OwnLaunch:
 
 @dataclass(frozen=True, kw_only=True)
 class TritonLaunch(OwnLaunch):
-    """One launch of a compiled Triton kernel."""
-
     relaunch: Relaunch
 
 

@@ -75,8 +75,6 @@ _WITHIN = "Compute with torch's operators, or make a custom operator of it (torc
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A function that reads tensor bytes: owner, name, effect."""
-
     owner: Any
     name: str
     does: str = VALUE

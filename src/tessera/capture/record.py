@@ -137,7 +137,6 @@ def check_device(device: str) -> None:
 
 @contextmanager
 def _machine(device: str) -> Iterator[Run]:
-    """The machine to record on; yields its operator runner."""
     if device == "fake":
         with fake.machine() as run:
             yield run

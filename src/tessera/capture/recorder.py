@@ -65,8 +65,6 @@ from tessera.kernels.ptx import triton_accesses
 
 
 class Ledger:
-    """Launches and buffers recorded so far."""
-
     def __init__(self, recorded_on: str = "cpu") -> None:
         self._recorded_on = recorded_on
         # A weak reference keeps a storage's id, not its memory.
@@ -84,11 +82,9 @@ class Ledger:
         return None if entry is None else entry[1]
 
     def index(self, tensor: torch.Tensor) -> int:
-        """Buffer of a tensor that has one."""
         return self.storages[tensor.untyped_storage()._cdata][1]
 
     def know(self, tensor: torch.Tensor, buffer: int) -> None:
-        """Assign a buffer to the tensor's storage."""
         storage = tensor.untyped_storage()
         self.storages[storage._cdata] = (StorageWeakRef(storage), buffer)
 
@@ -127,7 +123,6 @@ class Ledger:
 
     @property
     def empty(self) -> Set[int]:
-        """Buffers without contents yet."""
         return set(range(len(self.buffers))) - self._filled
 
     def view(self, tensor: torch.Tensor) -> View:
@@ -302,8 +297,6 @@ def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 class Recorder(TorchDispatchMode):
-    """Records while active; see `trace`."""
-
     def __init__(
         self,
         scopes: Scopes,
@@ -395,7 +388,6 @@ class Recorder(TorchDispatchMode):
         return bool(source.constant_hex) and size == source.size_bytes and made[0].dtype is given[0].dtype
 
     def _note_alias(self, func: Any, results: Results) -> None:
-        """Count an operator with an undeclared alias."""
         for result, declared in zip(results, func._schema.returns, strict=False):
             if isinstance(result, torch.Tensor) and declared.alias_info is None:
                 self._aliases[str(func)] += 1
@@ -410,7 +402,6 @@ class Recorder(TorchDispatchMode):
         return unchanged(seen.kernel.name, weights) if weights else None
 
     def _check_tables(self, seen: OwnLaunch) -> None:
-        """Refuse a pointer table that depends on the request."""
         for place, table in seen.tables:
             if not isinstance(seen.args[place], tuple):
                 continue  # unreadable

@@ -90,7 +90,6 @@ def forked() -> AbstractContextManager[None]:
 
 
 def without_generators(state: Tensors) -> dict[str, torch.Tensor]:
-    """State without generator buffers."""
     return {name: tensor for name, tensor in state.items() if not name.startswith(GENERATOR)}
 
 

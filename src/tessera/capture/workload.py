@@ -109,7 +109,6 @@ class Workload:
         )
 
     def run(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        """Reference run that plans are compared with."""
         with torch.no_grad(), entered(state), own_launches():
             return self.call(inputs, without_generators(state))
 

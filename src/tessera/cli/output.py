@@ -164,7 +164,6 @@ def positive(param: typer.CallbackParam, value: float | None) -> float | None:
 
 
 def console() -> Console:
-    """Standard output, for people."""
     return Console(highlight=False)
 
 

@@ -202,7 +202,6 @@ def _complain(line: str) -> None:
 
 
 def plans_digest(plans: Sequence[Plan]) -> str:
-    """Names several plans by their contents."""
     return hashlib.sha256("".join(digest(plan) for plan in plans).encode()).hexdigest()
 
 

@@ -147,7 +147,6 @@ def text_of(value: Any, unit: str = "") -> str:
 
 
 def render(record: Any, console: Console) -> None:
-    """Print a record."""
     lines: list[tuple[str, str]] = []
     for field in fields_of(type(record)):
         value = getattr(record, field.name)
@@ -187,7 +186,6 @@ def _title(text: str) -> Text:
 
 
 def _flush(lines: list[tuple[str, str]], console: Console) -> None:
-    """Print the labelled lines that have come together."""
     if not lines:
         return
     grid = Table.grid(padding=(0, GAP))

@@ -120,8 +120,6 @@ class RunReport(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Ran:
-    """What the devices gave."""
-
     results: "list[RunResult]"
     timeline: Timeline
     compute_us: dict[str, float]
@@ -387,7 +385,6 @@ def overlap(timeline: Timeline) -> float:
 
 
 def shares(names: Sequence[str], busy_us: Mapping[str, float]) -> list[float]:
-    """Each device's share of all computing."""
     total = sum(busy_us.get(name, 0.0) for name in names) or 1.0
     return [busy_us.get(name, 0.0) / total for name in names]
 
@@ -412,7 +409,6 @@ def compared(plan: Plan, ran: Ran, predicted: Timeline) -> tuple[DeviceRun, ...]
 
 
 def has_gpus(plan: Plan) -> bool:
-    """True if some device is a GPU's."""
     return any(d.kind is DeviceKind.CUDA for d in plan.cluster.devices)
 
 

@@ -48,8 +48,6 @@ _SHARED_BYTES, _OTHER_BYTES = 99 << 10, 2 << 10
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Configuration of one program of a kernel."""
-
     # Rows of its products: query heads, or tokens times query heads of one key head.
     rows: int
     # Keys per iteration.
@@ -62,8 +60,6 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Division of a step into programs."""
-
     decode: Tile
     prefill: Tile
     # Programs that share the keys of one sequence and key head in `paged_decode`.
@@ -118,7 +114,6 @@ def _fitting(tile: Tile, row_bytes: int, shared_bytes: int) -> Tile:
 
 
 def _tiles_of(query: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor) -> Tiles:
-    """The division of a step on its tensors' card."""
     (tokens, query_heads, size), (_, _, heads, value_size) = query.shape, values.shape
     shared = _SHARED_BYTES
     if query.is_cuda:

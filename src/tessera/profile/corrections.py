@@ -66,8 +66,6 @@ LEAST_ERROR = 0.08
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Cost of one overhead term."""
-
     # Cycles per amount, or a factor.
     coefficient: float
     # Mean relative error of launches with this term, leaving out one model family; an assumption if only one
@@ -78,8 +76,6 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Parameters of an attention kernel."""
-
     floor: float
     reach: float
     tail: float
@@ -94,8 +90,6 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWork:
-    """A measured launch."""
-
     work: Work
     us: float
     # Modelled time when it was measured.
@@ -104,8 +98,6 @@ class MeasuredWork:
 
 @dataclass(frozen=True)
 class Corrections:
-    """Corrections of one GPU's costs."""
-
     gpu: str
     # Source: driver's name of the card and versions, or data files.
     about: Mapping[str, str] = field(default_factory=dict)
@@ -166,7 +158,6 @@ class Corrections:
         return _corrected(cost, us, error, f"{name}{SUFFIX} as measured on {self.gpu}")
 
     def _kernel_of(self, work: Work) -> str:
-        """Attention kernel with parameters, or empty."""
         if work.op is not OpClass.DECODE or not work.shape or work.dtype not in ("bfloat16", "float16"):
             return ""
         named = (term.removesuffix(SUFFIX) for term, _ in work.overhead if term.endswith(SUFFIX))
@@ -265,7 +256,6 @@ def chosen(works: Sequence[Work], costs: Sequence[Cost], num: int) -> list[Work]
 
 @cache
 def packaged() -> Corrections:
-    """Terms and kernels of the package."""
     raw = files("tessera.profile").joinpath("corrections.json").read_bytes()
     return msgspec.json.decode(raw, type=Corrections)
 
@@ -277,7 +267,6 @@ def calibration_of(gpu_name: str) -> Corrections | None:
 
 
 def save(corrections: Corrections, path: Path) -> None:
-    """Writes one file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = msgspec.json.encode(corrections, enc_hook=str)  # versions may be str subclasses
     write_whole(path, [msgspec.json.format(text, indent=1), b"\n"])

@@ -66,8 +66,6 @@ LINKS: dict[str, LinkPreset] = {
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU of this machine."""
-
     # Driver's name: "NVIDIA H200".
     name: str
     memory_bytes: int

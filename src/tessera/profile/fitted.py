@@ -112,8 +112,6 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A row of fitted.json."""
-
     gpu: str
     op: OpClass
     # "f16" (bf16 and fp16), "f32" (no TF32), or "any" if bound by memory.
@@ -178,7 +176,6 @@ def fits() -> tuple[Fit, ...]:
 
 @cache
 def left_out() -> tuple[LeftOut, ...]:
-    """Leave-one-out errors of the class model."""
     return msgspec.convert(_document()["left_out"], tuple[LeftOut, ...])
 
 
@@ -332,7 +329,6 @@ def plain_loads(flops: Array, num_bytes: Array) -> Loads:
 
 
 def loads_of(works: Sequence[Work]) -> Loads:
-    """Loads of launches inside a step."""
     flops = np.array([w.flops for w in works], dtype=np.float64)
     num_bytes = np.array([w.num_bytes for w in works], dtype=np.float64)
     gemm = np.array([_gemm_shape(w) for w in works], dtype=np.float64).reshape(-1, 4).T
@@ -352,7 +348,6 @@ def _gemm_shape(work: Work) -> tuple[float, ...]:
 
 
 def predict(params: Params, loads: Loads, peaks: Peaks) -> Array:
-    """Time of every launch in microseconds."""
     compute = _compute_us(params, loads, peaks) + params.row_us * loads.rows
     cached = 1.0 - loads.hit * (1.0 - 1.0 / params.l2x)
     memory = loads.num_bytes / (peaks.gbps * params.em * 1e3) * cached

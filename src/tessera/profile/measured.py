@@ -105,8 +105,6 @@ class Distinct:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Launches that could not be timed."""
-
     launches: tuple[int, ...]
     kernel: str
     why: str
@@ -114,8 +112,6 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of one device."""
-
     device: Device
     machine: Machine
     # Per launch; None if not timed.
@@ -152,8 +148,6 @@ def count_distinct(trace: Trace, timer: Timer) -> int:
 
 @dataclass(eq=False)
 class _Session:
-    """A pass over a trace."""
-
     _trace: Trace
     _device: Device
     _timer: Timer
@@ -298,7 +292,6 @@ def clocks_named(name: str) -> Clocks:
 
 
 def distinct(trace: Trace, cache_bytes: int) -> tuple[Distinct, ...]:
-    """Groups of equal launches, by first occurrence."""
     cold = cold_buffers(trace, cache_bytes)
     names = [_kernel_name(k) for k in trace.kernels]
     groups: dict[str, list[int]] = {}

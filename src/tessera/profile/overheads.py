@@ -165,7 +165,6 @@ def _casts(base: str, ins: Sequence[View], out: View) -> bool:
 
 
 def _copied(terms: dict[str, float], view: View) -> None:
-    """Copy of an input that is not dense."""
     if not is_dense(view):
         _add_index(terms, (dense(view), view), dense(view))
 
@@ -276,7 +275,6 @@ def _broadcast(view: View, rank: int) -> list[int]:
 
 
 def is_dense(view: View) -> bool:
-    """True if contiguous in row-major order."""
     expected = 1
     for n, s in zip(reversed(view.shape), reversed(view.stride), strict=True):
         if n > 1 and s != expected:
@@ -286,7 +284,6 @@ def is_dense(view: View) -> bool:
 
 
 def dense(view: View) -> View:
-    """Contiguous view of the same shape."""
     steps = tuple(math.prod(view.shape[i + 1 :]) for i in range(len(view.shape)))
     return View(view.buffer, view.dtype, view.shape, steps, 0)
 

@@ -53,8 +53,6 @@ Enough = Callable[[Sequence[float], float], bool]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Result of repeated timing."""
-
     us: float
     # Half of the 95 % interval of the median.
     half_us: float
@@ -67,8 +65,6 @@ class Timing:
 
 
 class Clocks(StrEnum):
-    """Policy for rows measured at other clocks."""
-
     SAME = "same"  # refuse
     ANY = "any"  # use
     NOW = "now"  # ignore and measure again
@@ -76,8 +72,6 @@ class Clocks(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Device of a session."""
-
     # Model, SMs, driver, torch.
     identity: Mapping[str, str]
     # Under load, at the start of the session; None if unreadable.
@@ -99,8 +93,6 @@ def default_store() -> Path:
 
 
 class Store:
-    """One session's view of a store."""
-
     def __init__(
         self,
         path: Path,
@@ -218,7 +210,6 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _known(path: Path, device: str) -> list[tuple[float | None, StoredRows]]:
-    """Clock and rows of one device, by session."""
     sessions: dict[str, tuple[float | None, StoredRows]] = {}
     try:
         for row in read_lines(path):
@@ -269,8 +260,6 @@ def until(cap_s: float = CAP_S, error: float = TARGET_ERROR) -> Enough:
 
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    """Fit of one direction between two devices."""
-
     src: str
     dst: str
     # Transport.
@@ -292,7 +281,6 @@ class LinkFit:
 def fit_link(
     src: str, dst: str, via: str, alone: Iterable[tuple[int, float]], both: Iterable[tuple[int, float]]
 ) -> LinkFit:
-    """Latency and bandwidth from (bytes, microseconds)."""
     samples = _medians(alone)
     latency_us, gbps = _fit(samples)
     errors = [abs(latency_us + n / (gbps * 1e3) - us) / us for n, us in samples]
@@ -301,7 +289,6 @@ def fit_link(
 
 
 def remark(fit: LinkFit) -> str:
-    """Remark on a link, or empty."""
     if fit.both_gbps >= SHARED * fit.gbps:
         return ""
     return (

@@ -76,8 +76,6 @@ READER_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of table in the package."""
-
     op: OpClass
     # Folder and file below the system's folder, around stack and version.
     family: str
@@ -100,7 +98,6 @@ class Kind:
 
 
 def arithmetic(variant: str) -> str:
-    """Compute dtype of a variant."""
     return ARITHMETIC.get(variant, BF16)
 
 
@@ -270,8 +267,6 @@ class TableFile:
 
 @dataclass(frozen=True, slots=True)
 class TableCache:
-    """Arrays by key; disabled without a folder."""
-
     folder: Path | None
 
     def get(self, key: str) -> Arrays | None:
@@ -295,8 +290,6 @@ class TableCache:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one variant of a table."""
-
     file: TableFile
     variant: str
     columns: Columns
@@ -308,7 +301,6 @@ class Rows:
 
 
 def read_rows(file: TableFile, variant: str, store: TableCache) -> Rows:
-    """Rows of a variant, cached."""
     kind = KINDS[file.op]
     key = key_of([file.path], "rows", file.op, variant)
     found = store.get(key)
@@ -359,7 +351,6 @@ def _check_card(file: TableFile, table: Any) -> None:
 
 
 def _most_frequent(names: list[str]) -> tuple[str, Any]:
-    """The most frequent kernel and its rows."""
     if not names:
         return "", slice(None)
     ((most, _),) = Counter(names).most_common(1)
@@ -394,7 +385,6 @@ def _version_key(path: Path) -> tuple[int, ...]:
 
 
 def key_of(paths: Iterable[Path], *words: str) -> str:
-    """Cache key from the files' stats."""
     digest = hashlib.sha256(repr((READER_VERSION, words)).encode())
     for path in paths:
         digest.update(repr((str(path), *_stamp(path))).encode())

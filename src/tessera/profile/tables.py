@@ -151,8 +151,6 @@ def _weighted(distance: Array, residual: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class VariantTable:
-    """A checked table of one variant."""
-
     file: TableFile
     variant: str
     # Kernel name in the table.
@@ -167,7 +165,6 @@ class VariantTable:
 
     @property
     def rel_error(self) -> float:
-        """Expected relative error near the table's points."""
         return float(np.hypot(self.errors[0], self.spread))
 
 
@@ -243,7 +240,6 @@ def _of_the_same_chip(root: Path, file: TableFile) -> list[TableFile]:
 
 @cache
 def _fitted() -> str:
-    """Digest of the parameters, on which residuals depend."""
     return hashlib.sha256(files("tessera.profile").joinpath("fitted.json").read_bytes()).hexdigest()[:16]
 
 
@@ -278,7 +274,6 @@ def not_square(rows: Rows) -> str:
 
 
 def _exponents(rows: Rows) -> list[float]:
-    """Growth exponents between neighbouring long prompts without a prefix."""
     c = rows.columns
     long = np.flatnonzero((c["isl"] >= LONG_PROMPT) & (c["step"] == 0))
     curves: dict[tuple[float, ...], list[tuple[float, float]]] = {}
@@ -326,8 +321,6 @@ class TableChoice:
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables of one folder."""
-
     root: Path
     store: TableCache
     # Why no table can be read; empty if they can.

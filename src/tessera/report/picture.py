@@ -33,8 +33,6 @@ INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Bytes from one device to another."""
-
     src: int
     dst: int
     num_bytes: int
@@ -54,7 +52,6 @@ class Row:
     arrivals: tuple[Crossing, ...]
 
     def arrow_from(self, device: int) -> Crossing | None:
-        """Arrivals from one device."""
         return next((c for c in self.arrivals if c.src == device), None)
 
     def is_passed(self, device: int) -> bool:
@@ -126,8 +123,6 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Representative item of a module list."""
-
     scope: str
     launches: tuple[int, ...]
     num_alike: int
@@ -135,7 +130,6 @@ class Layer:
 
 
 def layer_of(trace: Trace) -> Layer | None:
-    """Representative layer of a trace, or None."""
     lists: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for launch, record in enumerate(trace.launches):
         for match in INDEX.finditer(record.scope):
@@ -171,8 +165,6 @@ def _inside(scope: str, layer: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One step along one lane."""
-
     graph: Graph
     devices: tuple[int, ...]
     costs: Costs

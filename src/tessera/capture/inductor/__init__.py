@@ -150,7 +150,6 @@ class ExternCalls(TorchDispatchMode):
 
 
 def scoped(trace: Trace) -> Trace:
-    """Launches with their modules."""
     readers = Counter(b for launch in trace.launches for b in {a.buffer for a in launch.accesses})
     scope, launches = "", []
     for launch in trace.launches:

@@ -86,7 +86,6 @@ def cut(traced: Traced) -> tuple[list[GraphRegion], dict[str, int]]:
 
 
 def alike(args: Sequence[torch.Tensor]) -> Any:
-    """Argument properties that compiled code depends on."""
     storages: dict[int, int] = {}
     return tuple(
         (
@@ -210,15 +209,11 @@ Around = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class _Compiled:
-    """Code of regions that are alike."""
-
     call: Callable[..., Sequence[torch.Tensor]]
     constants: tuple[torch.Tensor, ...]
 
 
 class CompiledStep:
-    """One step compiled for its example's shapes."""
-
     def __init__(
         self,
         names: Sequence[Sequence[str]],
@@ -353,8 +348,6 @@ class _Step(torch.nn.Module):
 
 
 class _Tracer(TorchDispatchMode):
-    """While active, adds every operator to a graph."""
-
     def __init__(self, run: Run) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run

@@ -63,7 +63,6 @@ def newest(hidden: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
 
 
 def choose(logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Outputs of every language model."""
     return {"logits": logits, "next_tokens": logits.argmax(-1)}
 
 
@@ -99,7 +98,6 @@ def _plain(
     make_inputs: Callable[[int], dict[str, torch.Tensor]],
     name: Callable[[Any], dict[str, torch.Tensor]],
 ) -> Workload:
-    """A stateless call of the model or a part."""
     options = {"use_cache": False} if takes(part, "use_cache") else {}
     if step.inputs:
         _check_taken(part, step)
@@ -125,12 +123,10 @@ def _check_taken(part: Callable[..., Any], step: Step) -> None:
 
 
 def takes(part: Callable[..., Any], name: str) -> bool:
-    """True if the forward has that parameter."""
     return name in inspect.signature(getattr(part, "forward", part)).parameters
 
 
 def flatten(made: Any) -> dict[str, torch.Tensor]:
-    """Tensors of a result by path."""
     open_dataclasses(made)
     leaves, _ = pytree.tree_flatten_with_path(made)
     return {path(keys) or "output": leaf for keys, leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -168,13 +164,11 @@ def attributes_kept(
 
 @contextmanager
 def apart(model: torch.nn.Module) -> Iterator[None]:
-    """A call without side effects."""
     with torch.no_grad(), forked(), traced(), attributes_kept(model):
         yield
 
 
 def placed(model: Any, make: Callable[[], Tensors]) -> dict[str, torch.Tensor]:
-    """Move tensors to the model's device."""
     with torch.device("cpu"):
         tensors = make()
     return {name: tensor.to(model.device) for name, tensor in tensors.items()}
@@ -213,7 +207,6 @@ def forward(
 
 
 def embedded(model: Any, inputs: Tensors) -> torch.Tensor:
-    """Token embeddings with a picture's inserted."""
     words: torch.Tensor = model.get_input_embeddings()(inputs["tokens"])
     if "is_image" in inputs:
         return torch.where(inputs["is_image"][..., None], inputs["image"], words)
@@ -247,8 +240,6 @@ def learn_memory(
 
 
 class CachedSteps:
-    """Prefill and decode of one model."""
-
     def __init__(self, model: Any, step: Step) -> None:
         self._model, self._step = model, step
         self._config = model.config.get_text_config(decoder=True)
@@ -272,7 +263,6 @@ class CachedSteps:
         return Workload(self._step, self._model, self._call, self._inputs, self.state, self._follow)
 
     def _encode(self) -> torch.Tensor:
-        """The encoder's result, for its shape."""
         inputs = placed(self._model, lambda: encoder_inputs(self._model, self._step, 0))
         with apart(self._model):
             encoded: torch.Tensor = self._model.get_encoder()(**inputs)[0]
@@ -352,7 +342,6 @@ class CachedSteps:
         return [{n: t.to(self._model.device) for n, t in made.items()} for made in (first, following)]
 
     def _step_on(self, memory: ModelMemory, inputs: Tensors) -> tuple[Any, ModelMemory]:
-        """One call: result, and memory after it."""
         cache = memory.cache
         with traced(), attributes_kept(self._model, memory.attributes) as left:
             result = self._forward(inputs, cache)
@@ -420,7 +409,6 @@ class CachedSteps:
         return inputs
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """Generated inputs, replaced by those of the step's file."""
         inputs = self._own_inputs(seed)
         if self._step.inputs:
             for name, tensor in given_inputs(self._step.inputs, seed).items():
@@ -436,7 +424,6 @@ class CachedSteps:
         return inputs
 
     def _own_inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """Rows of different lengths where allowed."""
         random = torch.Generator().manual_seed(seed)
         batch, context = self._step.batch, self._step.context
         lengths = torch.randint((context + 1) // 2, context + 1, (batch, 1), generator=random)
@@ -571,7 +558,6 @@ def _call_on(model: Any, held: Tensors, device: torch.device) -> None:
 
 
 def _leaves(value: Any, path: tuple[str, ...] = (), above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Tensors and plain values of an object, with paths."""
     items: list[tuple[Any, Any]]
     if isinstance(value, Mapping):
         items = list(value.items())
@@ -598,17 +584,14 @@ def _short(path: tuple[str, ...]) -> str:
 
 
 def tensors_of(cache: Any) -> list[tuple[str, torch.Tensor]]:
-    """Tensors of a cache by name."""
     return [(name, leaf) for name, leaf in _leaves(cache) if isinstance(leaf, torch.Tensor)]
 
 
 def exchanged(cache: Any, tensors: Tensors) -> Any:
-    """The same cache with other tensors."""
     return copy.deepcopy(cache, {id(held): tensors[name] for name, held in tensors_of(cache)})
 
 
 def describe(cache: Any) -> dict[str, Any]:
-    """Tensor shapes and plain values."""
     return {
         name: (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
         for name, leaf in _leaves(cache)

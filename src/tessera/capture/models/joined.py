@@ -97,8 +97,6 @@ def _one_behind_the_other(tensors: Sequence[torch.Tensor]) -> torch.nn.Parameter
 
 @dataclass(frozen=True)
 class _Kind:
-    """Similar groups: owner class and layer paths."""
-
     owner: type
     # Paths from the owner, in call order.
     paths: tuple[str, ...]
@@ -127,7 +125,6 @@ def join_products(model: torch.nn.Module, *calls: Callable[[], object]) -> int:
 
 
 def _joinable(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """Linear layers with unshared weights, by path."""
     owners = Counter(storage_key(t) for _, t in model.named_parameters(remove_duplicate=False))
     owners.update(storage_key(t) for _, t in model.named_buffers(remove_duplicate=False))
     return {
@@ -160,7 +157,6 @@ def _groups(
     joinable: dict[str, torch.nn.Linear],
     inputs: Iterable[tuple[str, torch.Tensor, int]],
 ) -> list[_Group]:
-    """Groups of the example and of similar uncalled modules."""
     calls: Counter[str] = Counter()
     readers: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for path, tensor, version in inputs:
@@ -220,7 +216,6 @@ def _runs(model: torch.nn.Module, groups: Iterable[_Group], call: Callable[[], o
 
 
 def _join(model: torch.nn.Module, owner: str, kind: _Kind) -> Callable[[], None]:
-    """Replace a group's layers; returns the undo."""
     paths = [f"{owner}.{path}" if owner else path for path in kind.paths]
     layers: list[Any] = [model.get_submodule(path) for path in paths]
     first = JoinedLinear(layers)

@@ -111,7 +111,6 @@ _LAYOUTS: "WeakKeyDictionary[torch.nn.Module, StepLayout]" = WeakKeyDictionary()
 
 
 def layout_of(model: Any) -> StepLayout:
-    """The model's layout, cached."""
     if model not in _LAYOUTS:
         _LAYOUTS[model] = _find_layout(model)
     return _LAYOUTS[model]
@@ -138,7 +137,6 @@ def _find_layout(model: Any) -> StepLayout:
 
 
 def _cache_name(model: Any) -> str:
-    """Parameter for a transformers cache."""
     return next((name for name in CACHES[:2] if takes(model, name)), "")
 
 
@@ -221,7 +219,6 @@ def _read(
 
 
 def _alike(states: Tensors, others: Tensors) -> bool:
-    """True if two states are equal up to rounding."""
     for name, held in states.items():
         error = MAX_ERROR if held.dtype.itemsize < 4 else MAX_ROUNDING
         if float((held - others[name]).abs().max()) > error * float(held.abs().max()):
@@ -260,7 +257,6 @@ def _describe_layout(kind: str, memory: ModelMemory) -> StepLayout:
 def _run(
     model: Any, kind: str, step: Step, memory: ModelMemory, inputs: Tensors
 ) -> tuple[torch.Tensor, ModelMemory]:
-    """One call: logits, and memory after it."""
     cache = memory.cache
     with (
         traced(),
@@ -312,12 +308,10 @@ def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache) -> torch.
 
 
 def num_rows(step: Step) -> int:
-    """Sequences in the state."""
     return max(step.rows, step.batch)
 
 
 def expected_length(step: Step) -> int:
-    """Expected tokens per sequence."""
     return step.length or max(1, step.reserve // num_rows(step))
 
 
@@ -372,8 +366,6 @@ def _check_sizes(step: Step) -> None:
 
 
 class PagedSteps:
-    """One model's step at one size."""
-
     def __init__(self, model: Any, step: Step, layout: StepLayout) -> None:
         self._model, self._step, self._layout = model, step, layout
 
@@ -409,7 +401,6 @@ class PagedSteps:
         return inputs
 
     def _state(self, seed: int) -> dict[str, torch.Tensor]:
-        """State that looks used."""
         random = torch.Generator().manual_seed(seed)
         sizes = [(self._layout.pages, self._step.reserve // PAGE), (self._layout.rows, num_rows(self._step))]
         used = {
@@ -481,7 +472,6 @@ def _make_inputs(
 
 
 def _padded(parts: Sequence[tuple[int, int]], num: int) -> list[tuple[int, int]]:
-    """Pad with unused sequences."""
     return [*parts, *[(0, 0)] * (num - len(parts))]
 
 
