@@ -6,17 +6,12 @@
   outputs  returned tensors, except those in memory that was passed in
 
 A first call finds what is changed; every storage is saved before its first write and restored. Tensors that
-share memory are one buffer (see `blocks`). Other values are fixed in the trace.
-
-Calls run under `no_grad` unless they reach an optimiser or differentiate (a training step). Then updated
-parameters, moments, step counts and accumulated gradients are state; gradients created in each call are
-temporaries.
+share memory are one buffer (see `blocks`). Other values are fixed in the trace. Calls run under `no_grad`
+unless they reach an optimiser or differentiate.
 
 Refused by name: replacing or adding held tensors instead of changing them in place (as the first step of most
 optimisers does), resizing an argument, changing a tensor held by a closure alone, and changing an optimiser's
 settings on the host.
-
-`FunctionCall` binds further calls to the same step; `workload` makes the call a repeatable step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,16 +1,14 @@
 """What a callable holds: tensors (`find`) and Python state (`python_state`).
 
 Tensors are searched in modules, bound objects, closures, globals of the function's file, `functools.partial`,
-and plain objects, lists, tuples and dicts among these. Each has a holder in which it can be replaced for one
-call; one without (a closure's variable, a tuple) can be read but not changed. A gradient is held by its
-parameter. Optimisers come last, so that modules name parameters. Not searched: objects deeper than
-`MAX_DEPTH`, __slots__, globals of other files.
+plain objects and containers. Each has a holder in which it can be replaced for one call; one without (a
+closure's variable, a tuple) can be read but not changed. Optimisers come last, so that modules name
+parameters. Not searched: objects deeper than `MAX_DEPTH`, __slots__, globals of other files.
 
-`python_state` finds values kept between calls, such as counters, growing lists or random generators. A
-recording does not see them, so a step is called until they stay unchanged; a value that every call changes is
-refused with its line. Searched: attributes of modules, their classes and objects, closures and globals of
-methods, generators of `random` and NumPy. Other values are compared by identity. Not searched: memory of
-extensions, files, other processes.
+`python_state` finds values kept between calls, such as counters, growing lists or random generators, which a
+recording does not see: a value that every call changes is refused with its line. Searched: attributes of
+modules, their classes and objects, closures and globals of methods, generators of `random` and NumPy. Not
+searched: memory of extensions, files, other processes.
 """
 
 import dataclasses

@@ -1,19 +1,16 @@
 """Recorder: PyTorch's dispatched operators as a Trace.
 
 An operator is a launch iff it writes an argument (by schema) or returns new storage; otherwise it is a view.
-Aliasing is decided by storage identity, since some operators (`_unsafe_view`, a no-op `contiguous`) alias
-undeclared; the trace lists those. Real and fake tensors are recorded alike. A tensor made from Python values
-is a constant in the trace; moving it to the step's device is no launch. A fake constant of unknown value is
-kept by name and size.
+Aliasing is decided by storage identity, since some operators alias undeclared; the trace lists those. A
+tensor made from Python values is a constant in the trace; moving it to the step's device is no launch.
 
 A buffer varies if a request decides its contents: inputs, state, random numbers, and results of these. Its
 host reads are refused (see `operators` and `reads`).
 
-A launch belongs to the running module's path ("model.layers.0.mlp"); a backward launch to its forward's, by
-torch's sequence numbers.
+A launch belongs to the running module's path; a backward launch to its forward's, by torch's sequence
+numbers.
 
-`Watch` observes what a call touches and saves what it changes. `Ledger` holds launches and the buffer of each
-storage.
+`Watch` also saves what a call changes. `Ledger` holds launches and the buffer of each storage.
 """
 
 from collections import Counter

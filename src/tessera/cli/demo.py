@@ -1,8 +1,7 @@
 """tessera demo: the gain of a plan, the proof that results do not change, and a case without gain.
 
-Gain: a full-size model on two cards, planned from its outlines without weights or GPUs, in its own process.
-Proof: a small Llama with random weights, planned three times for two GPUs, run on one worker process per
-device, and compared bit for bit with the model itself. Such a small model gains nothing.
+Gain: a full-size model on two cards, planned from its outlines in its own process. Proof: a small Llama with
+random weights, planned three times, run on one worker process per device, and compared bit for bit.
 """
 
 import multiprocessing

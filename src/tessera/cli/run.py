@@ -1,13 +1,10 @@
-"""tessera run: plans on real worker processes, compared with the model itself.
+"""tessera run: plans on worker processes, compared with the model itself.
 
-With --verify every request has inputs of its own, and is compared with the model itself, called in this
-process on the same inputs; so a value that a capture took for a constant shows. On GPUs it is compared with
-the recorded launches one by one, and the output says so. Bits of unlike kinds of device are not to be
-expected equal, so a plan over GPUs and CPUs is run and not compared.
+With --verify every request has inputs of its own and is compared with the model, called in this process; on
+GPUs with the recorded launches one by one. A plan over GPUs and CPUs is not compared: their bits differ.
 
-What a run shows stands next to what was predicted. Emulated devices compute on this machine's CPU, so their
-times are no GPU's; what can be compared is each device's share of all computing: measured in CPU time of the
-launches, predicted by the plan's costs.
+Emulated devices compute on this machine's CPU, so their times are no GPU's; what can be compared is each
+device's share of all computing: measured in CPU time, predicted by the plan's costs.
 """
 
 import time

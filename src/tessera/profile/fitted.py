@@ -1,20 +1,17 @@
 """Cost model and its fitted parameters.
 
-`fitted.json` has one row per GPU, class and dtype family, fitted by scripts/fit_costs.py to public
-measurements, with the error on held-out rows. A GPU without a row takes the geometric mean of its nearest
-relatives' rows (same chip, architecture, memory type, or all) with its own data sheet and the leave-one-out
-error of that rule. A class without rows takes a related class's, with a wider error.
+`fitted.json` has one row per GPU, class and dtype family (scripts/fit_costs.py), with its error on held-out
+rows. A GPU without a row takes the geometric mean of its nearest relatives' with its own data sheet; a class
+without rows takes a related class's, with a wider error.
 
     us = t0 + (C^p + M^p)^(1/p)
     C  = operations / (peak * ec) + groups * row_us
     M  = bytes / (bandwidth * em) * (1 - hit + hit / l2x)
 
-t0 is the shortest time of the class, ec and em are efficiencies of long kernels, p is the overlap of compute
-and memory. GEMMs run in waves of tiles, the last one as long as a full one; the best of several tilings and k
-splits is taken. `tile` is the extra cost of small tiles, `split_us` the cost of each halving of k; tile = 0
-counts operations as they are. Decode attention pays `row_us` per sequence and KV head. `hit` is the share
-read from L2, `l2x` times faster: what fits for a table's repeated kernel, 0 inside a step. Not modelled:
-throttling, cache reuse between launches.
+t0 is the shortest time of the class, ec and em are efficiencies of long kernels, p the overlap of compute and
+memory. GEMMs run in waves of tiles; the best of several tilings and k splits is taken. `tile` is the extra
+cost of small tiles, `split_us` of each halving of k. `hit` is the share read from L2, `l2x` times faster; 0
+inside a step. Not modelled: throttling, cache reuse between launches.
 """
 
 import json

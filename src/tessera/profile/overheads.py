@@ -1,12 +1,11 @@
 """Overheads of a launch beside bytes and operations, as amounts by term; `corrections.py` has the cost of
 each.
 
-PyTorch kernels on broadcast, strided, transposed or mixed operands are bound by index arithmetic,
-reductions by rows, and some operators start several kernels. An elementwise operator on dense operands of
-one dtype and order is vectorised and has none; otherwise each element pays per dimension left after
-joining dimensions that are contiguous in all operands. Inductor kernels are classified by the operators in
-their names. Not handled: other Triton and CUDA kernels, operands on the host, alignment of the first
-element. Strides count elements.
+PyTorch kernels on broadcast, strided, transposed or mixed operands are bound by index arithmetic, reductions
+by rows, and some operators start several kernels. An elementwise operator on dense operands of one dtype and
+order has no overhead; otherwise each element pays per dimension left after joining contiguous ones. Inductor
+kernels are classified by the operators in their names. Not handled: other Triton and CUDA kernels. Strides
+count elements.
 """
 
 import math

@@ -1,15 +1,13 @@
 """Store of measurements: one JSON document per line, append-only.
 
 A row belongs to a session: one device (model, SMs, driver, torch version) at one clock. Rows of other devices
-are ignored; rows at another clock are refused by default (`Clocks`). A half line at the end, left by a killed
-command, is dropped; other damage is an error with its line. Concurrent commands may append. With `spare`, an
-unusable store is ignored.
+are ignored; rows at another clock are refused by default (`Clocks`). A half line, left by a killed command,
+is dropped; other damage is an error with its line. With `spare`, an unusable store is ignored.
 
-A timing is a median with a 95 % interval from order statistics (ranks n/2 -+ 0.98 sqrt(n)). Sampling stops
-when half the interval is within 2 % of the median, or time is up.
+A timing is a median with a 95 % interval from order statistics. Sampling stops when half the interval is
+within 2 % of the median, or time is up.
 
-Links: us = latency + bytes / bandwidth, a least-squares fit of relative error to single transfers. Bandwidth
-with both directions busy is also fitted, and reported if much lower.
+Links: us = latency + bytes / bandwidth, a least-squares fit of relative error to single transfers.
 """
 
 import hashlib

@@ -1,19 +1,13 @@
 """Reads measured tables of an installed `aiconfigurator-core`; never runs its code.
 
 Layout: `<package>/systems/data/<system>/<family>/<stack>/<version>/<file>.parquet`. Stacks are tried in the
-same order for every GPU, newest version first, so GPUs are compared on equal software where possible.
+same order for every GPU, newest version first. A row's place is log2 of its sizes. Rows are 16-bit, and fp8
+for GEMMs; attention is split by head width, without sliding windows. Experts need balanced routing on one
+GPU. The most frequent kernel of a file is kept; rows without a positive, finite time are dropped; an
+unreadable file, a missing column or another card is refused.
 
-A row's place is log2 of its sizes. Rows are 16-bit, and fp8 for GEMMs; attention is split by head width,
-without sliding windows. Fused mixtures of experts need whole experts on one GPU and balanced routing; one
-grouped GEMM is priced by the ratio of the fused kernel to the model. Where a file has several kernels, the
-most frequent one is kept. Rows without a positive, finite time are counted and dropped; an unreadable file, a
-missing column or another card is refused.
-
-Collectors repeat a kernel: GEMM over six copies of its weights, experts over one. Rows whose weights all fit
-in L2 are dropped; attention rows record the share that fits.
-
-Arrays are cached in `$XDG_CACHE_HOME/tessera/tables` by path, size and mtime of the table and by reader
-version.
+Collectors repeat a kernel: rows whose weights all fit in L2 are dropped, attention rows record the share that
+fits. Arrays are cached in `$XDG_CACHE_HOME/tessera/tables`.
 """
 
 import hashlib

@@ -1,16 +1,13 @@
 """Prices launches from measured tables.
 
-A table is checked before use. It is refused if it has few rows or many impossible ones, if prompt attention
-does not grow quadratically, or if it differs from every other table of the chip. Single rows faster than the
-GPU's peaks are dropped. The verdict is cached by the files read and the fitted parameters. Not detected:
-errors below SAME_CHIP_FACTOR, or shared by all stacks.
+A table is refused if it has few rows or many impossible ones, if prompt attention does not grow
+quadratically, or if it differs from every other table of the chip. Single rows faster than the GPU's peaks
+are dropped. Not detected: errors below SAME_CHIP_FACTOR, or shared by all stacks.
 
 Interpolation is of log(measured / modelled), weighted by one over the squared distance to the nearest points,
-in octaves (1 is a doubling of one size). The error at a distance is measured on the table's own points with
-all nearer points hidden. Beyond the last of RADII, or more than MAX_BEYOND outside the table's sizes, there
-is no price and the fitted model is used.
-
-The relative error combines interpolation error, spread between stacks and, for grouped GEMMs, an assumption.
+in octaves. The error at a distance is measured on the table's own points with all nearer points hidden.
+Beyond the last of RADII, or more than MAX_BEYOND outside the table's sizes, the fitted model is used. The
+relative error combines interpolation error, spread between stacks and, for grouped GEMMs, an assumption.
 """
 
 import hashlib

@@ -1,12 +1,9 @@
 """Self-contained HTML page about plans and their runs: no network, no script, light and dark.
 
-Every figure states whether it is modelled, simulated or measured. Templates draw what these functions
-compute; jinja2 escapes text. Drawing is bounded, so a page stays below two megabytes.
-
-The overview draws each track in COLUMNS columns, in the colour of the busiest request and with opacity by
-busy share. The closer look draws about MAX_SPANS spans around the middle. The dependency graph has a line per
-launch and arcs to waiting launches, limited to the first MAX_LAUNCHES of a layer. Positions are fractions of
-the width.
+Every figure states whether it is modelled, simulated or measured. Drawing is bounded, so a page stays below
+two megabytes. The overview draws each track in COLUMNS columns, in the colour of the busiest request and with
+opacity by busy share; the closer look about MAX_SPANS spans around the middle; the dependency graph the first
+MAX_LAUNCHES of a layer. Positions are fractions of the width.
 """
 
 import math

@@ -1,13 +1,9 @@
 """Picture of one layer's placement: rows in program order, one device each, with transfers.
 
-The layer is found in module lists: scopes equal up to a number ("model.layers.2.mlp"). A list is repeated if
-at least two items run the same kernels in the same children; the list with most such launches wins, and its
-middle item is drawn. Without one the whole trace is drawn. Consecutive launches of a sub-module on one device
-are a row; too many rows are joined by parent, then elided in the middle. A value crosses once per
-destination, before its first reader; weights and inputs do not count.
-
-Each device has a column. Coloured blocks are launches; arrows are transfers with their bytes, in ASCII
-without Unicode.
+The layer is found in module lists: scopes equal up to a number. A list is repeated if at least two items run
+the same kernels in the same children; the list with most such launches wins, and its middle item is drawn,
+else the whole trace. Consecutive launches of a sub-module on one device are a row; too many rows are joined
+by parent, then elided in the middle. A value crosses once per destination; weights and inputs do not count.
 """
 
 import re

@@ -5,9 +5,8 @@
     encode   encoder of an encoder-decoder, over `context` tokens (or the model's audio length)
     call     the plain forward, without a cache
 
-State of prefill and decode is the model's cache (`rows`, else what the model returns). Reading a few tokens
-finds it: later calls use that cache with other tensors. If a decode changes its cache's shapes or plain
-values, cache tensors are inputs and outputs at one context instead.
+State of prefill and decode is the model's cache (`rows`, else what the model returns); reading a few tokens
+finds it. If a decode changes its cache's shapes, cache tensors are inputs and outputs at one context instead.
 
 Prefill rows may be shorter than the step: `last` is each row's last token if every layer keeps keys by
 position; recurrent models align rows at the end with a `mask`; models with both read full rows.

@@ -1,9 +1,8 @@
 """Joined products: linear layers that read the same tensor become one.
 
-`join_products(model, call)` runs an example. Layers called with the same tensor (query, key and value; gate
-and up) form a group: the first called multiplies by the concatenated weights, and each gets its columns. A
-layer called with another tensor uses its own rows, so results are always right. Similar uncalled modules
-(unused experts) are joined likewise.
+`join_products` runs an example. Layers called with the same tensor (query, key and value; gate and up) form a
+group: the first called multiplies by the concatenated weights, and each gets its columns. A layer called with
+another tensor uses its own rows. Similar uncalled modules (unused experts) are joined likewise.
 
 Not joined: subclasses of Linear; layers with hooks, called twice, or with shared weights; layers that differ
 in type, device or bias; columns not aligned to 16 bytes; and kinds with which the example fails.

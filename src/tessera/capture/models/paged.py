@@ -1,22 +1,16 @@
 """Step of a served language model: tokens of several sequences, keys and values in pages.
 
-At most `batch` sequences, `context` tokens, `reserve` positions in all pages. Inputs assign tokens to
-sequences and slots (see `kernels.paged`); padding writes to page 0. Prompt parts and single answer tokens are
-one kind of step. The first layout that works is used:
+At most `batch` sequences, `context` tokens, `reserve` positions in all pages (see `kernels.paged`); padding
+writes to page 0. The first layout that works is used:
 
     flat   all tokens in one row; attention is the paged operator
-    rows   one token per sequence, a fixed row each, for recurrent layers. Their state has a row per sequence,
+    rows   one token per sequence, a fixed row each, for recurrent layers: their state has a row per sequence,
            zeroed where `fresh` is set. Or tokens of one sequence (`Parts`)
-    dense  as rows, for models with their own attention: keys and values are gathered from pages, a fixed
-           number per row, and masked (`num_dense`)
+    dense  as rows, for models with their own attention: keys and values are gathered from pages and masked
 
-Other models are refused. If every layer has a sliding window, pages behind the widest are not read
-(`StepLayout.window`). Outputs are logits of each sequence's newest token; unused sequences get arbitrary
-finite numbers.
-
-A negative token refers to the previous step's choice (-1: first sequence), kept in the state `newest`, so
-steps need not wait for the host. Models with pictures take `rotary` (positions in time, height and width),
-`image` and `is_image`.
+Outputs are logits of each sequence's newest token; unused sequences get arbitrary finite numbers. A negative
+token refers to the previous step's choice (-1: first sequence), kept in the state `newest`, so steps need not
+wait for the host. Models with pictures take `rotary`, `image` and `is_image`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,12 +1,11 @@
 """A transformers cache with paged keys and values, and attention over it.
 
-The cache is the configuration's `StaticCache` with paged layers for keys and values; other layers
-(convolutions, recurrences) stay. A sliding-window layer keeps all positions; windows are noted, so that pages
-behind all of them can be freed.
+The cache is the configuration's `StaticCache` with paged layers for keys and values; other layers stay. A
+sliding-window layer keeps all positions; windows are noted, so that pages behind all of them can be freed.
 
 During a call every registered attention function is the paged operator, and a mask is the model's visibility
 rule (`PageMask`), which must be a window. For a model with its own attention, each row's keys and values are
-gathered, newest last, and masks follow the same rules.
+gathered, newest last.
 """
 
 from collections.abc import Iterable, Iterator
