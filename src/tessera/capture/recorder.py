@@ -180,10 +180,7 @@ class Ledger:
         return Launch(self._operators[func], args, kwargs, outputs, tuple(accesses), scope)
 
     def kernel_launch(
-        self,
-        seen: OwnLaunch,
-        view: Callable[[torch.Tensor], View] | None = None,
-        scope: str = "",
+        self, seen: OwnLaunch, view: Callable[[torch.Tensor], View] | None = None, scope: str = ""
     ) -> Launch:
         """Add a PTX kernel with proved accesses; unproved, it may touch all its buffers."""
         args = tuple(self.arg(a, view) for a in seen.args)

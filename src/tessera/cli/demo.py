@@ -63,11 +63,7 @@ BEGIN, END = 256, 257
 SIMULATED_REQUESTS = 12
 # Two objectives, and a policy that always divides each layer, so that the bit comparison never depends on
 # whether dividing such a small model pays.
-POLICIES = (
-    (Objective.THROUGHPUT, None),
-    (Objective.LATENCY, None),
-    (Objective.THROUGHPUT, "attention-ffn"),
-)
+POLICIES = ((Objective.THROUGHPUT, None), (Objective.LATENCY, None), (Objective.THROUGHPUT, "attention-ffn"))
 FIRST_LINE = (
     f"Plans {FULL.model} for two different cards, proves on a small model that dividing it changes no bit, "
     "and shows where dividing does not pay. No GPU, no weights; less than a minute."

@@ -163,9 +163,7 @@ def _price(
         total_us={name: costs.total_us(i) for i, name in enumerate(names)},
         launches=tuple(
             LaunchCost(
-                launch=index,
-                kernel=loaded.kernel_of(index).name,
-                costs=dict(zip(names, row, strict=True)),
+                launch=index, kernel=loaded.kernel_of(index).name, costs=dict(zip(names, row, strict=True))
             )
             for index, row in enumerate(costs.costs)
         ),

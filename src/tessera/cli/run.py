@@ -16,16 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from tessera.cli.output import HIDDEN, Record, progress, shown
-from tessera.cli.remote import (
-    Meeting,
-    OnRay,
-    Rank,
-    Rendezvous,
-    SecretFile,
-    UnderTorchrun,
-    met,
-    serve_rank,
-)
+from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, met, serve_rank
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load, need_one_batch
 
@@ -151,12 +142,10 @@ PlanArgument = Annotated[
     list[Path], typer.Argument(help="The plan to run; several are policies to switch between.")
 ]
 VerifyOption = Annotated[
-    bool,
-    typer.Option("--verify", help="Compare with the model itself, bit by bit, on inputs drawn afresh."),
+    bool, typer.Option("--verify", help="Compare with the model itself, bit by bit, on inputs drawn afresh.")
 ]
 TraceOption = Annotated[
-    Path | None,
-    typer.Option(help="Write a Perfetto trace here: what happened beside what was predicted."),
+    Path | None, typer.Option(help="Write a Perfetto trace here: what happened beside what was predicted.")
 ]
 PlainOption = Annotated[
     bool, typer.Option("--plain", help="One request at a time, so that nothing overlaps.")
@@ -165,8 +154,7 @@ TransportOption = Annotated[
     str, typer.Option(help="Transport of tensors between workers: auto, shm, ipc, nvshmem or host.")
 ]
 TimeoutOption = Annotated[
-    float | None,
-    typer.Option(help="Seconds after which a worker that blocks a step counts as lost."),
+    float | None, typer.Option(help="Seconds after which a worker that blocks a step counts as lost.")
 ]
 PickOption = Annotated[
     bool, typer.Option("--pick", help="Try the plans out on these devices and run the fastest.")

@@ -231,10 +231,7 @@ def _rows(placed: Placed, scope: str, launches: Sequence[int]) -> tuple[Row, ...
 
 
 def _merged(
-    placed: Placed,
-    launches: Iterable[int],
-    module: Callable[[int], str],
-    arrivals: dict[int, list[Crossing]],
+    placed: Placed, launches: Iterable[int], module: Callable[[int], str], arrivals: dict[int, list[Crossing]]
 ) -> Iterator[Row]:
     for (name, device), group in groupby(launches, key=lambda x: (module(x), placed.devices[x])):
         members = list(group)

@@ -77,10 +77,7 @@ def record_inductor_offline(workload: Workload) -> Trace:
 
 
 def record_code(
-    step: Step,
-    code: CompiledStep,
-    given: tuple[Tensors, Tensors, Tensors],
-    recorded_on: str = "cpu",
+    step: Step, code: CompiledStep, given: tuple[Tensors, Tensors, Tensors], recorded_on: str = "cpu"
 ) -> Recording:
     weights, inputs, state = given
     ledger = Ledger(recorded_on)
