@@ -213,7 +213,6 @@ class LoadSteps:
         return WorkUnit(tuple(graphs), tuple(counts))
 
     def _written(self, step: int, batch: int) -> Graph:
-        """One step at another batch: interpolated or recorded."""
         if self._families:
             return self._families[step].at(replace(self.steps[step], batch=batch))
         return build_graph(self._trace(self.steps[step], batch))
@@ -249,7 +248,6 @@ def plan_for(
 
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:
-    """Batches to record for planning these."""
     return ANCHORS if len(batches) > 1 else tuple(batches)
 
 
