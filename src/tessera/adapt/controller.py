@@ -75,8 +75,10 @@ class Controller(Generic[P]):
         planner: Planner[P] | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._system, self._monitor, self._planner, self._log = system, monitor, planner, log
-        self.plans = tuple(plans)
+        self._system: System[P] = system
+        self._planner: Planner[P] | None = planner
+        self._monitor, self._log = monitor, log
+        self.plans: tuple[P, ...] = tuple(plans)
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self.counts: Counter[DecisionKind] = Counter()
         # Devices planned around, by current plans or a running job.

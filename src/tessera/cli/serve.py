@@ -70,7 +70,11 @@ MemoryShare = Annotated[
 ]
 PrefixCaching = Annotated[bool, typer.Option(help="Compute common prefixes of prompts once.")]
 PlanCache = Annotated[bool, typer.Option(help="Reuse plans of an earlier start of the same service.")]
-PolicyOption = Annotated[str, typer.Option(help="Policy: auto, single, data-parallel, prefill-decode, prefill-decode-fractional, attention-ffn, layer-pipeline, kernel-level or latency.")]
+POLICY_HELP = (
+    "auto, single, data-parallel, prefill-decode, prefill-decode-fractional, attention-ffn, layer-pipeline, "
+    "kernel-level or latency."
+)
+PolicyOption = Annotated[str, typer.Option(help=POLICY_HELP)]
 MaxWaiting = Annotated[int, typer.Option(min=1, help="Maximum number of waiting requests.")]
 MaxRequests = Annotated[int, typer.Option(min=1, help="Maximum number of requests, waiting ones included.")]
 MaxBody = Annotated[int, typer.Option(min=1, help="Maximum bytes of a request body.")]

@@ -241,7 +241,7 @@ def _add_models(app: FastAPI, endpoint: Endpoint) -> None:
 
 def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics) -> None:
     html, policy = live_page()
-    explained: list[tuple[Plan, dict[str, Any]]] = []
+    explained: list[tuple[ServicePlan, dict[str, Any]]] = []
 
     @app.get("/", tags=["live"])
     async def live() -> Response:

@@ -64,7 +64,15 @@ class Engine(Watcher[ActiveRequest]):
 
         def make(number: int, group: RoutedGroup, pool: PagePool | None) -> SequenceBatch:
             return SequenceBatch(
-                number, group.shape, group.steps, self.settle, self.meters, sight, prefix_caching, pool, is_filled
+                number,
+                group.shape,
+                group.steps,
+                self.settle,
+                self.meters,
+                sight,
+                prefix_caching,
+                pool,
+                is_filled,
             )
 
         config = SchedulerConfig(max_waiting, max_retries=MAX_RETRIES)

@@ -282,14 +282,14 @@ def find(key: str, folder: Path, build: Callable[[], "ServedModel"], spec: Serve
     try:
         more = msgspec.json.decode((own / _MORE).read_bytes(), type=_More)
         policies = tuple(load(ServicePlan, own / f"{n}.plan") for n in range(more.num_policies))
-        model = None
+        kept = None
         if more.shape is not None:
             weights = torch.load(own / _WEIGHTS, weights_only=True)
-            model = KeptModel(more.shape, more.state_bytes, weights)
+            kept = KeptModel(more.shape, more.state_bytes, weights)
         os.utime(own)
     except _UNREADABLE:
         return None
-    model = model or build()
+    model = kept or build()
     return Prepared(model, policies, planner_of(model, policies, spec), more.scale)
 
 

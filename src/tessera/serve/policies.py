@@ -225,7 +225,8 @@ class ServicePlanner:
 def recosted(policy: ServicePlan, factors: Factors) -> ServicePlan:
     """The same groups at corrected costs."""
     groups = [
-        replace(g, plan=replace(g.plan, costs=factors.apply(g.plan.unit, g.plan.costs))) for g in policy.groups
+        replace(g, plan=replace(g.plan, costs=factors.apply(g.plan.unit, g.plan.costs)))
+        for g in policy.groups
     ]
     return replace(policy, groups=tuple(groups))
 

@@ -85,10 +85,15 @@ class _Rehearsal(Engine):
         num_devices = len(self.scheduler.plan.cluster.devices)
         busy = [b - a for a, b in zip(start.busy_us, stop.busy_us, strict=True)][:num_devices]
         first, token = sorted(self._first_s), sorted(self._token_s)
-        quantiles = (1e3 * (quantile(x, share) or 0.0) for x in (token, first) for share in (0.5, 0.99))
+        (tpot, tpot_p99), (ttft, ttft_p99) = (
+            (1e3 * (quantile(x, 0.5) or 0.0), 1e3 * (quantile(x, 0.99) or 0.0)) for x in (token, first)
+        )
         return Expected(
             (stop.output_tokens - start.output_tokens) / seconds,
-            *quantiles,
+            tpot,
+            tpot_p99,
+            ttft,
+            ttft_p99,
             busy=tuple(us * 1e-6 / seconds for us in busy),
             steps=tuple(
                 tuple(self._steps[number, step] for step in range(len(group.plan.graphs)))

@@ -1,4 +1,4 @@
-"""Router: the scheduler of a service. Requests go to groups of microbatches, and sequences from group to group.
+"""Router: the scheduler of a service. Requests go to groups of microbatches, sequences from group to group.
 
 A policy is a `ServicePlan`. Roles are planned, work is pulled:
 
@@ -237,7 +237,7 @@ class Router(Scheduler[ActiveRequest]):
 
     def _make_content(self, number: int, lane: LoadedLane) -> SequenceBatch:
         group = self._opening
-        assert group is not None and group.lane is lane
+        assert group is not None, "a microbatch is opened for a group"
         self._by_number[number] = group
         return self._make_batch(number, group, self.pool_of(group))
 
@@ -430,20 +430,20 @@ class Router(Scheduler[ActiveRequest]):
         length = len(request.sequence)
         most = pages_for(len(request.ask.prompt) + request.ask.max_tokens)
         num = min(pages_for(length + 1) + 1, most)
-        choices = []
+        choices: list[tuple[float, RoutedMicrobatch | RoutedGroup, PagePool | None, list[int]]] = []
         for group in groups:
             place, pool = self._place(group), self.pool_of(group)
             if place is None or pool is None:
                 continue
             if group.home == home:
-                choices.append((-1.0, group, place, None, ()))
+                choices.append((-1.0, place, None, []))
                 continue
             keys = request.keys((length - 1) // PAGE) if self._is_caching else ()
             found = pool.find(keys)
             spare = sum(m.content.num_used for m in self.open_of(group))
             if num - len(found) + spare <= pool.num_free - pool.num_idle(found):
-                choices.append((self._work_s(group), group, place, pool, found))
-        for _, _, place, pool, found in sorted(choices, key=lambda choice: choice[0]):
+                choices.append((self._work_s(group), place, pool, found))
+        for _, place, pool, found in sorted(choices, key=lambda choice: choice[0]):
             microbatch, num_expected = self._opened(place), num if pool is not None else 0
             if not batch_of(microbatch).expect(num_expected):
                 continue

@@ -479,7 +479,8 @@ class SequenceBatch:
         return left >= self._part_sizes[0] and is_early and not sequence.request.wants_prompt
 
     def _plan_mixed(self) -> list[Part]:
-        answering, reading = [], []
+        answering: list[tuple[int, SeatedSequence]] = []
+        reading: list[tuple[int, SeatedSequence]] = []
         for sequence in self._begun:
             if left := sequence.left:
                 (answering if left == 1 else reading).append((left, sequence))

@@ -197,8 +197,7 @@ def _chosen(prepared: Prepared, plan: ServicePlan) -> str:
     if plan.policy == "data-parallel" and others:
         why = f" (no other policy is better by more than {COST_ERROR:.0%}: {', '.join(others)})"
     return (
-        f"chosen: {plan.policy}{why}: {groups} ({when}), {pages} tokens in pages, "
-        f"a request up to {least:,}"
+        f"chosen: {plan.policy}{why}: {groups} ({when}), {pages} tokens in pages, a request up to {least:,}"
     )
 
 
@@ -215,8 +214,8 @@ def _expected(plan: ServicePlan) -> str:
         return "expected: not modelled"
     return (
         f"expected (modelled, {expected.clients} requests at once, {load.prompt_tokens} tokens in and "
-        f"{load.output_tokens} out): {expected.tokens_per_s:,.0f} tokens/s, {expected.tpot_ms:,.1f} ms a token, "
-        f"{expected.ttft_ms:,.0f} ms to the first"
+        f"{load.output_tokens} out): {expected.tokens_per_s:,.0f} tokens/s, "
+        f"{expected.tpot_ms:,.1f} ms a token, {expected.ttft_ms:,.0f} ms to the first"
     )
 
 
