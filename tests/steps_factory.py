@@ -37,7 +37,7 @@ def prepared(model: str = "tiny-llama", policies: tuple[Objective, ...] = POLICI
             ROWS,
             CAPACITY,
             SIZES[-1],
-            average=Average(prompt=12, output=8),
+            load=Load(12, 8),
             policies=policies,
             effort="quick",
         ),

@@ -49,7 +49,7 @@ def prepared(devices: str) -> Prepared:
             ROWS,
             CAPACITY,
             MAX_BATCH_TOKENS,
-            average=Average(12, 8),
+            load=Load(12, 8),
             policies=(Objective.THROUGHPUT,),
         ),
         coarse=coarse,

@@ -528,6 +528,8 @@ class Router(Scheduler[ActiveRequest]):
         """Gives a transit up: its sequence answers where it is, or restarts if that must be left."""
         self._end_transit(transit)
         batch = batch_of(transit.source)
+        if transit.request.batch is not batch:  # it has ended
+            return
         if transit.source.is_old:
             self._restart(transit.request, batch)
         else:
@@ -595,9 +597,7 @@ class Router(Scheduler[ActiveRequest]):
             elif id(transit.destination) in numbers:
                 self._stay(transit)
         for microbatch in gone:
-            batch = batch_of(microbatch)
-            for request in batch.requests():
-                batch.leave(request)
+            batch_of(microbatch).clear()
         self._awake_waiting()
 
     def _welcome(self, event: DeviceBack) -> None:

@@ -29,7 +29,7 @@ have ended has read one token too many; that output is dropped.
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -218,6 +218,9 @@ class StartedStep:
     parts: list[Part]
     # True if all choices are greedy.
     is_plain: bool
+    # Published pages that it fills; pages that sequences gave back while it ran.
+    published: list[int]
+    released: list[int] = field(default_factory=list)
 
 
 class SequenceBatch:
@@ -256,6 +259,8 @@ class SequenceBatch:
         self._num_wanted = 0
         # Rows of sequences on their way here.
         self.num_coming = 0
+        # Pages that the planned step fills.
+        self._published: list[int] = []
         # Sequences that read more than one token, in the newest step or after it.
         self._num_reading = 0
         # Running steps, oldest first; the sequence whose picture is encoded; whether tokens were read since.
@@ -343,6 +348,7 @@ class SequenceBatch:
         sequence.was_begun = True
         insort(self._begun, sequence, key=lambda s: s.turn)
         self._publish(sequence, read)
+        self._filled()
 
     def depart(self, request: ActiveRequest) -> list[int]:
         """Remove a begun sequence that no step reads; its pages are the caller's."""
@@ -362,12 +368,21 @@ class SequenceBatch:
         return self._by_request[request].stop is not None
 
     def position(self, request: ActiveRequest) -> tuple[list[int], int] | None:
-        """Pages, and tokens read by ended steps; None: it has not begun."""
-        sequence = self._by_request[request]
-        if not sequence.is_begun:
+        """Pages, and tokens read by ended steps; None: it has not begun, or has left."""
+        sequence = self._by_request.get(request)
+        if sequence is None or not sequence.is_begun:
             return None
         running = sum(p.num_tokens for step in self._started for p in step.parts if p.sequence is sequence)
         return sequence.pages.tolist(), sequence.read - running
+
+    def clear(self) -> None:
+        """All sequences leave; nothing runs any more."""
+        for step in self._started:
+            self.pool.filled(step.published)
+            self.pool.give_back(step.released)
+        self._started.clear()
+        for request in self.requests():
+            self.leave(request)
 
     def preempted(self) -> list[ActiveRequest]:
         """Sequences that wait for pages."""
@@ -396,13 +411,14 @@ class SequenceBatch:
         if self._shape.window:
             for sequence in self._begun:
                 if sequence.stop is None:  # else all its pages are moved
-                    self.pool.give_back(sequence.pass_by(self._shape.window))
+                    self._give_back(sequence.pass_by(self._shape.window))
         planned = self._plan()
         if not planned:  # empty, or all wait for a picture or a running step
             return self._look()
         size, skips = self._size_of(planned), _skips(planned)
         inputs = self._inputs.fill(planned, size) if self._inputs is not None else {}
-        self._started.append(StartedStep(planned, "logits" in skips and self._sight is None))
+        published, self._published = self._published, []
+        self._started.append(StartedStep(planned, "logits" in skips and self._sight is None, published))
         for number, part in enumerate(planned):
             part.sequence.read += part.num_tokens
             if part.is_due:
@@ -418,6 +434,8 @@ class SequenceBatch:
             self._looking = None
             return self._settle(self, done, ())
         ended, looked_at, seated = self._started.popleft(), [], self._by_request
+        self.pool.filled(ended.published)
+        self.pool.give_back(ended.released)
         for number, part in enumerate(ended.parts):
             sequence, request = part.sequence, part.sequence.request
             sequence.num_due -= part.is_due
@@ -430,7 +448,23 @@ class SequenceBatch:
             for sequence, _, _ in ended.parts:
                 if sequence.is_begun:
                     self._publish(sequence, sequence.read)
+            self._filled()
         return left
+
+    def _filled(self) -> None:
+        """Published pages are full, or after the running step."""
+        pages, self._published = self._published, []
+        if self._started:
+            self._started[-1].published.extend(pages)
+        else:
+            self.pool.filled(pages)
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        """Release pages; shared ones when no running step of this microbatch reads or writes them."""
+        if self._is_shared and self._started:
+            self._started[-1].released.extend(pages)
+        else:
+            self.pool.give_back(pages)
 
     def kind_of(self, step: int) -> str:
         return self._steps.names[step]
@@ -543,7 +577,7 @@ class SequenceBatch:
         """Cached pages of a request's prefix; its last token is always read."""
         if not self._is_caching or request.wants_prompt:
             return []
-        return self.pool.find(request.keys((len(request.sequence) - 1) // PAGE))
+        return self.pool.find(request.keys((len(request.sequence) - 1) // PAGE), self)
 
     def _begin(self, sequence: SeatedSequence) -> bool:
         """Reserve the pages of a waiting sequence if one per other sequence is left."""
@@ -570,11 +604,13 @@ class SequenceBatch:
         return True
 
     def _grow(self, sequence: SeatedSequence) -> bool:
-        """Reserve the page of the next token; False if the sequence itself was preempted."""
+        """Reserve the page of the next token; False if there is none, or the sequence itself was preempted."""
         while sequence.read >= sequence.num_pages * PAGE and sequence.is_begun:
             if self.pool.num_free and self._num_entries < self._shape.num_page_entries:
                 sequence.append(self.pool.take())
                 self._num_entries += 1
+            elif self._started and self._is_shared:  # nothing is free before the running step has ended
+                return False
             else:
                 last = self._begun[-1]
                 self._release(last)
@@ -591,12 +627,14 @@ class SequenceBatch:
         if first < after and self._is_caching:
             keys = sequence.request.keys(after)
             for index in range(max(first, sequence.num_behind), after):
-                self.pool.publish(int(sequence.table[index]), keys[index])
+                page = int(sequence.table[index])
+                if self.pool.publish(page, keys[index], self):
+                    self._published.append(page)
             sequence.num_published = after
 
     def _release(self, sequence: SeatedSequence) -> None:
         self._begun.remove(sequence)
-        self.pool.give_back(sequence.pages[sequence.num_behind :].tolist())
+        self._give_back(sequence.pages[sequence.num_behind :].tolist())
         self._num_entries -= sequence.num_pages
         sequence.is_begun = False
 

@@ -126,7 +126,10 @@ def expected() -> dict[Ask, list[int]]:
     """What the model itself answers."""
     asks = [*some_asks(24, 0), *some_asks(6, 1)]
     model = steps_factory.built(steps_factory.prepared())
-    with reference(model, 1) as stepper, Service(stepper, model.shape, ByteText()) as service:
+    with (
+        reference(model, 1) as stepper,
+        Service(stepper, policies_of(stepper, model.shape), model.shape, ByteText()) as service,
+    ):
         told = wait_for(read_all(service, asks), LIMIT_S)
     return {ask: one.numbers for ask, one in zip(asks, told, strict=True)}
 

@@ -22,7 +22,10 @@ What = tuple[list[int], str, str]
 def model_answers(asks: Sequence[Ask]) -> list[What]:
     """What the model itself answers."""
     model = steps_factory.built(steps_factory.prepared())
-    with reference(model, 1) as stepper, Service(stepper, model.shape, ByteText()) as service:
+    with (
+        reference(model, 1) as stepper,
+        Service(stepper, policies_of(stepper, model.shape), model.shape, ByteText()) as service,
+    ):
         return [told.what for told in wait_for(read_all(service, asks))]
 
 

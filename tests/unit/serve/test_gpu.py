@@ -55,7 +55,7 @@ def prepare(text: str, *coarse: str) -> Prepared:
     return planning.prepare(
         "tiny-llama",
         make_devices(text),
-        ServeSpec(**SIZES, average=Average(8, 3), policies=(Objective.THROUGHPUT,), effort="quick"),
+        ServeSpec(**SIZES, load=Load(8, 3), policies=(Objective.THROUGHPUT,), effort="quick"),
         coarse=coarse,
         is_compiled=False,
     )
@@ -135,7 +135,7 @@ def test_the_command_serves_from_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("prometheus_client")
     monkeypatch.setattr("tessera.serve.start.prepare", partial(planning.prepare, is_compiled=False))
-    options = ServeOptions(spec=ServeSpec(1, 2, 32, 8, average=Average(8, 3), effort="quick"))
+    options = ServeOptions(spec=ServeSpec(1, 2, 32, 8, load=Load(8, 3), effort="quick"))
     with started("tiny-llama", make_devices("cuda:0"), options) as ready:
         assert isinstance(ready.service, Service)
         told = wait_for(read(ready.service, Ask((1, 2, 3), 4, GREEDY, ignores_end=True)))

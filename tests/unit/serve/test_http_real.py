@@ -35,7 +35,7 @@ def service() -> Iterator[Service]:
     model = served(MODEL, ServeSpec(microbatches=2, rows=ROWS, capacity=CAPACITY, max_batch_tokens=32))
     with (
         reference(model, num_threads=1) as stepper,
-        Service(stepper, model.shape, ByteText(), model=MODEL) as found,
+        Service(stepper, policies_of(stepper, model.shape), model.shape, ByteText(), model=MODEL) as found,
     ):
         yield found
 

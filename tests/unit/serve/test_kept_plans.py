@@ -87,7 +87,7 @@ def test_a_second_start_plans_nothing(
     cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
     policies = (Objective.THROUGHPUT,)
     spec = ServeSpec(
-        rows=2, capacity=32, max_batch_tokens=8, average=Average(8, 4), policies=policies, effort="quick"
+        rows=2, capacity=32, max_batch_tokens=8, load=Load(8, 4), policies=policies, effort="quick"
     )
     said: list[list[str]] = [[], []]
     first, second = (prepare("tiny-llama", cluster, spec, kept=tmp_path, advance=s.append) for s in said)

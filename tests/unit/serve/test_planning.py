@@ -225,7 +225,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     made = prepare(
         "tiny-llama",
         emulated("cpu"),
-        ServeSpec(microbatches=1, rows=1, capacity=8, max_batch_tokens=8, average=Average(4, 2)),
+        ServeSpec(microbatches=1, rows=1, capacity=8, max_batch_tokens=8, load=Load(4, 2)),
         store=tmp_path / "file" / "measured.jsonl",
     )
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]

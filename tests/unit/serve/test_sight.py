@@ -91,7 +91,14 @@ def service() -> Iterator[Service]:
     made = model()
     with (
         reference(made, num_threads=1) as stepper,
-        Service(stepper, made.shape, ByteText(), model="tiny-qwen2.5-vl", sight=made.sight) as running,
+        Service(
+            stepper,
+            policies_of(stepper, made.shape),
+            made.shape,
+            ByteText(),
+            model="tiny-qwen2.5-vl",
+            sight=made.sight,
+        ) as running,
     ):
         yield running
 
@@ -182,7 +189,9 @@ def test_a_picture_is_encoded_again_after_a_loss() -> None:
     made = model()
     with reference(made, num_threads=1) as inner:
         stepper: Any = Forgetful(inner, 0)
-        with Service(stepper, made.shape, ByteText(), sight=made.sight) as running:
+        with Service(
+            stepper, policies_of(stepper, made.shape), made.shape, ByteText(), sight=made.sight
+        ) as running:
             found = asyncio.run(tokens_of(running, ASKS[2]))
 
     assert expected(2) == found
