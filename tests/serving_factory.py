@@ -223,7 +223,8 @@ class ToyStepper:
         self.wake()
 
     def close(self, microbatch: int) -> None:
-        """Only one that runs nothing is closed."""
+        """Only one that runs and moves nothing is closed."""
+        assert not any(microbatch in (move.source, move.destination) for move in self._moves)
         assert not self._spaces.pop(microbatch).steps
 
     def can_queue(self, microbatch: int) -> bool:

@@ -362,6 +362,9 @@ class Scheduler(Generic[R]):
         self.stepper.lanes.give_back(microbatch.lane.number)
         self._may_seat = True
 
+    def _can_close(self, microbatch: Microbatch[R]) -> bool:
+        return True
+
     # Steps.
 
     def _start(self, microbatch: Microbatch[R]) -> None:
@@ -375,7 +378,8 @@ class Scheduler(Generic[R]):
         call = microbatch.content.next_step()
         if call is None:
             content = microbatch.content
-            microbatch.is_idle = content.num_used > 0 or (content.is_kept and not microbatch.is_old)
+            is_kept = content.is_kept and not microbatch.is_old
+            microbatch.is_idle = is_kept or content.num_used > 0 or not self._can_close(microbatch)
             if not microbatch.is_idle:
                 self.stepper.close(microbatch.number)
                 self._close(microbatch)
@@ -482,7 +486,8 @@ class Scheduler(Generic[R]):
 
     def _close_old(self) -> None:
         """Closes idle microbatches that must be renewed."""
-        for microbatch in [m for m in self.microbatches.values() if m.is_idle and m.is_old]:
+        idle = [m for m in self.microbatches.values() if m.is_idle and not m.content.num_used]
+        for microbatch in [m for m in idle if m.is_old and self._can_close(m)]:
             self.stepper.close(microbatch.number)
             self._close(microbatch)
 

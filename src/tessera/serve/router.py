@@ -114,6 +114,8 @@ class Transit:
 @dataclass(frozen=True, eq=False)
 class PagesInFlight:
     transit: Transit
+    # Numbers of both microbatches.
+    ends: tuple[int, int]
     # Of the source, which keeps them until they have arrived.
     pool: PagePool
     pages: tuple[int, ...]
@@ -489,8 +491,8 @@ class Router(Scheduler[ActiveRequest]):
             number, sent = next(self._move_numbers), tuple(pages[first:end])
             batch.pool.share(sent)
             transit.in_flight += 1
-            self._moves[number] = PagesInFlight(transit, batch.pool, sent)
             ends = (transit.source.number, transit.destination.number)
+            self._moves[number] = PagesInFlight(transit, ends, batch.pool, sent)
             self.stepper.move(PageMove(number, *ends, sent, tuple(transit.pages[first:end])))
         elif is_read and not transit.in_flight:
             self._arrive(transit, read)
@@ -523,6 +525,13 @@ class Router(Scheduler[ActiveRequest]):
             self._send(transit)
         self._may_seat = True
         self._awake_waiting()
+        for end in move.ends:
+            if end in self.microbatches and self.microbatches[end].is_old:
+                self._awake(self.microbatches[end])
+
+    def _can_close(self, microbatch: RoutedMicrobatch) -> bool:
+        """False while pages move from or to it."""
+        return not any(microbatch.number in move.ends for move in self._moves.values())
 
     def _stay(self, transit: Transit) -> None:
         """Gives a transit up: its sequence answers where it is, or restarts if that must be left."""

@@ -385,8 +385,8 @@ class SequenceBatch:
             self.leave(request)
 
     def preempted(self) -> list[ActiveRequest]:
-        """Sequences that wait for pages."""
-        return [sequence.request for sequence in self._aside]
+        """Sequences that had pages and wait for them again."""
+        return [sequence.request for sequence in self._aside if sequence.was_begun]
 
     def leave(self, request: ActiveRequest) -> None:
         """Remove a request; outputs of a running step for it are dropped."""
