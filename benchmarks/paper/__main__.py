@@ -5,7 +5,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +18,9 @@ from benchmarks.paper.summary import summary
 from benchmarks.paper.tables import tables
 
 from tessera.cli import run_app
-from tessera.cli.output import JsonOption, console, progress, shared_folder
+from tessera.cli.output import JsonOption, console, progress, warning
 from tessera.errors import MissingExtra, TesseraError
+from tessera.ir.files import cache_folder
 from tessera.report.ratios import check_matplotlib
 
 ONLY_HELP = (
@@ -88,6 +91,22 @@ def paper(
             found = evaluate(figures, scale, library, num, advance, minutes and 60 * minutes)
     files = _write(figures, found, output) if output is not None else []
     _print_json(found | {"files": files}) if as_json else _show_figures(figures, found, files)
+
+
+@contextmanager
+def shared_folder(name: str) -> Iterator[Path]:
+    """A writable folder of the cache; a temporary one if the cache cannot be written."""
+    folder = cache_folder(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        warning()(f"{folder} cannot be written: {error.strerror}")
+        with tempfile.TemporaryDirectory() as other:
+            yield Path(other)
+        return
+    yield folder
 
 
 def _print_json(document: dict[str, Any]) -> None:

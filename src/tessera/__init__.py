@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tessera.capture.cuda_kernel import CudaKernel as CudaKernel
-    from tessera.capture.function import CallablePackage
+    from tessera.capture.record import CallablePackage
 
     capture: CallablePackage
 

@@ -7,7 +7,6 @@ import pytest
 
 from commands import answer, call
 from tessera.cli import _main
-from tessera.cli.output import shared_folder
 from tessera.ir import Costs, Plan, Source, load
 
 PNG = b"\x89PNG"
@@ -169,16 +168,3 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     code, _, err = call(*words, "--store", folder / "d.trace" / "s", capsys=capsys)
     assert 2 == code
     assert "cannot be" in err
-
-
-def test_a_shared_folder_that_cannot_be_made_is_one_for_this_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is gone afterwards."""
-    (tmp_path / "file").write_text("")
-    for place, is_kept in ((tmp_path, True), (tmp_path / "file", False)):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(place))
-        with shared_folder("x") as found:
-            (found / "y").write_text("z")
-        assert is_kept == found.exists()
-    assert 1 == capsys.readouterr().err.count("warning: ")

@@ -57,7 +57,7 @@ def product(rows: int) -> Trace:
     """One product of a square weight with some rows, recorded on the GPU."""
     weight = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(rows, 8192, device="cuda", dtype=torch.bfloat16)
-    from tessera.capture.function import capture
+    from tessera.capture.record import capture
 
     return capture(torch.mm, x, weight)
 

@@ -1,29 +1,17 @@
 """Builds the graph of a trace: edges, values, and launches tied by state.
 
-Values are versions of buffers. A launch that writes any byte of a buffer creates a new version of all of it;
-unless its write covers the buffer, it also reads the previous version. A reader reads the newest version. So
-moving one version moves everything a reader can see.
+Values are versions of buffers. A launch that writes any byte of a buffer creates a new version of all of it,
+and reads the previous version unless its write covers the buffer.
 
 Hazards: launch b waits for an earlier launch a iff, on some byte of one buffer,
   (RAW) a writes and b reads,  (WAR) a reads and b writes,  (WAW) both write.
-The scan for an access ends at the first write that covers it: that write implies the order.
-Edges that a longer path implies are dropped (transitive reduction).
+Edges that a longer path implies are dropped (transitive reduction); ancestors of a launch are the bits of one
+integer. A launch that returns a new buffer writes all of it. Atomic updates of one byte are ordered: a float
+sum depends on the order.
 
-A launch that returns a new buffer writes all of it, gaps included. Two atomic updates of one byte are ordered
-like two writes: a float sum depends on the order. Buffers without writers are skipped.
-
-Time is nearly linear in launches; the worst case (all accesses overlap, nothing implied) has quadratically
-many true edges.
-
-Ancestors: every launch has a set of bits, one per live ancestor. A launch is alive while some buffer's
-history names it, since only then can a later launch wait for it. Bits of dead launches are reused after a
-sweep has cleared them from every live set, so sets are as wide as the number of live launches.
-
-History: the accesses of one buffer that a later access may have to wait for, writes and reads apart, in
-program order. A much-used buffer is divided into shelves, one byte range per access; an access that spans few
-shelves is filed under each, so that a write to one slice of a cache is compared with its neighbours only.
-Where slices are columns, the shelves divide one row (see `fold`). `Region.overlaps` decides. A write that
-covers earlier accesses removes them.
+The history of a buffer has the accesses that a later one may wait for. A much-used buffer is divided into
+shelves, byte ranges of the buffer or of one row (`fold`), so that a write to one slice of a cache is compared
+with its neighbours only. Time is nearly linear in launches.
 """
 
 from collections import Counter, defaultdict
@@ -40,8 +28,6 @@ WIDE = 8
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """One earlier access."""
-
     launch: int
     region: Region
     start: int
@@ -106,7 +92,6 @@ class Entries:
         return [self._wide, *filed] if has_wide else filed
 
     def compact(self) -> None:
-        """Drop covered entries."""
         self._file([seen for seen in self.all if not seen.is_past])
 
 
@@ -120,11 +105,7 @@ def fold(region: Region, row_bytes: int) -> tuple[int, int]:
 
 
 class History:
-    """Accesses of one buffer so far."""
-
     def __init__(self, accesses: Sequence[Access], size_bytes: int) -> None:
-        # Accesses of the trace not added yet.
-        self.left = len(accesses)
         self.is_new = True
         self._num_past = 0
         self._shelves = _shelves(accesses, size_bytes) if len(accesses) >= FEW else None
@@ -138,34 +119,27 @@ class History:
         self.entries(seen.writes).add(seen)
 
     def last(self, is_write: bool) -> Seen | None:
-        """Latest write or read not covered."""
         entries = self.entries(is_write).all
         while entries and entries[-1].is_past:
             entries.pop()
             self._num_past -= 1
         return entries[-1] if entries else None
 
-    def cover(self, region: Region, by: int) -> list[int]:
-        """Drop accesses of other launches that a write covers; returns those launches."""
-        gone = []
-        stop = region.stop
+    def cover(self, region: Region, by: int) -> None:
+        """Drop accesses of other launches that a write covers."""
+        num_past, stop = self._num_past, region.stop
         both = (self._writes, self._reads)
         for seen in (s for entries in both for listed in entries.near(region, False) for s in listed):
             inside = not seen.is_past and region.start <= seen.start and seen.stop <= stop
             if inside and seen.launch != by and region.covers(seen.region):
                 seen.is_past = True
-                gone.append(seen.launch)
-        self._num_past += len(gone)
+                self._num_past += 1
         # Shelves are refiled only when half of all entries are dropped.
-        if gone and (not self._shelves or self._num_past > FEW + sum(len(x.all) for x in both) // 2):
+        is_full = not self._shelves or self._num_past > FEW + sum(len(x.all) for x in both) // 2
+        if self._num_past > num_past and is_full:
             self._num_past = 0
             for entries in both:
                 entries.compact()
-        return gone
-
-    def launches(self) -> list[int]:
-        """Launches named, once per entry."""
-        return [s.launch for s in (*self._writes.all, *self._reads.all) if not s.is_past]
 
 
 def _shelves(accesses: Sequence[Access], size_bytes: int) -> Shelves:
@@ -180,78 +154,13 @@ def _shelves(accesses: Sequence[Access], size_bytes: int) -> Shelves:
     return Shelves(min(choices, key=crowding), len(accesses))
 
 
-# Launches between sweeps.
-SWEEP_EVERY = 512
-
-
-class Ancestors:
-    """Ancestor sets, extended in program order."""
-
-    def __init__(self) -> None:
-        self._bit: dict[int, int] = {}  # live launch -> its bit, as a mask
-        self._above: dict[int, int] = {}  # live launch -> mask of its live ancestors
-        self._uses: dict[int, int] = {}
-        self._free: list[int] = []
-        self._dead = 0
-        self._width = 0
-        self._since_sweep = 0
-
-    def add(self, launch: int, sources: list[int]) -> list[int]:
-        """Add a launch with its sources; returns those that no other implies, latest first."""
-        reach, kept = 0, []
-        for source in sorted(sources, reverse=True):
-            if not reach & self._bit[source]:
-                kept.append(source)
-                reach |= self._above[source] | self._bit[source]
-        self._since_sweep += 1
-        if self._since_sweep >= SWEEP_EVERY:
-            reach &= self._sweep()
-        self._bit[launch] = self._take()
-        self._above[launch] = reach
-        self._uses[launch] = 1
-        return kept
-
-    def precedes(self, first: int, second: int) -> bool:
-        """True if a path leads from `first` to `second`; both alive."""
-        return first == second or bool(self._above[second] & self._bit[first])
-
-    def hold(self, launch: int) -> None:
-        """Count one more entry of a launch."""
-        self._uses[launch] += 1
-
-    def release(self, launch: int) -> None:
-        """Count one entry less; the launch dies with its last."""
-        self._uses[launch] -= 1
-        if self._uses[launch] == 0:
-            self._dead |= self._bit.pop(launch)
-            del self._above[launch], self._uses[launch]
-
-    def _take(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self._width += 1
-        return 1 << (self._width - 1)
-
-    def _sweep(self) -> int:
-        """Clear dead launches from every live set, free their bits and return the mask of the rest."""
-        living = ~self._dead
-        self._above = {launch: mask & living for launch, mask in self._above.items()}
-        while self._dead:
-            lowest = self._dead & -self._dead
-            self._free.append(lowest)
-            self._dead ^= lowest
-        self._since_sweep = 0
-        return living
-
-
 # The first of several reasons names an edge.
 PRECEDENCE = (Hazard.RAW, Hazard.WAW, Hazard.WAR)
 
 
 def hazards(trace: Trace) -> tuple[Edge, ...]:
     """All RAW, WAR and WAW edges, transitively reduced, sorted by (dst, src)."""
-    scan = _Scan(trace, Ancestors())
-    return tuple(edge for launch in range(len(trace.launches)) for edge in scan.step(launch))
+    return tuple(_scan(trace, is_reduced=True))
 
 
 def direct_hazards(trace: Trace) -> tuple[Edge, ...]:
@@ -259,90 +168,66 @@ def direct_hazards(trace: Trace) -> tuple[Edge, ...]:
 
     Pairs with a covering write between them are omitted.
     """
-    scan = _Scan(trace, None)
-    return tuple(edge for launch in range(len(trace.launches)) for edge in scan.step(launch))
+    return tuple(_scan(trace, is_reduced=False))
 
 
-class _Scan:
-    """One pass over the launches; without ancestors nothing is reduced."""
-
-    def __init__(self, trace: Trace, ancestors: Ancestors | None) -> None:
-        self._trace, self._ancestors = trace, ancestors
-        self._written = {a.buffer for x in trace.launches for a in x.accesses if a.write or a.atomic}
-        self._accesses: dict[int, list[Access]] = defaultdict(list)
-        for launch in trace.launches:
-            for access in self._ordering(launch):
-                self._accesses[access.buffer].append(access)
-        self._histories: dict[int, History] = {}
-
-    def step(self, index: int) -> list[Edge]:
-        """Edges into one launch, by source."""
-        launch = self._trace.launches[index]
+def _scan(trace: Trace, is_reduced: bool) -> Iterator[Edge]:
+    written = {a.buffer for x in trace.launches for a in x.accesses if a.write or a.atomic}
+    accesses: dict[int, list[Access]] = defaultdict(list)
+    for launch in trace.launches:
+        for access in launch.accesses:
+            accesses[access.buffer].append(access)
+    histories = {b: History(accesses[b], trace.buffers[b].size_bytes) for b in written}
+    above: list[int] = []
+    for index, launch in enumerate(trace.launches):
         found: dict[tuple[int, Hazard], Edge] = {}
         touched = []
-        for access in self._ordering(launch):
-            history = self._history(access.buffer)
-            is_new = history.is_new and self._returns_new(launch, access)
-            whole = Region(0, self._trace.buffers[access.buffer].size_bytes) if is_new else access.region
-            touched.append((history, access, whole))
-            for src, hazard in _waits(history, access, whole):
+        for access in (a for a in launch.accesses if a.buffer in written):
+            history, buffer = histories[access.buffer], trace.buffers[access.buffer]
+            is_new = history.is_new and _returns_new(buffer.kind, launch, access)
+            region = Region(0, buffer.size_bytes) if is_new else access.region
+            touched.append((history, access, region))
+            for src, hazard in _waits(history, access, region):
                 found.setdefault((src, hazard), Edge(src, index, hazard, access.buffer))
-        if self._ancestors is None:
-            edges = sorted(found.values(), key=lambda e: (e.src, e.hazard))
+        if is_reduced:
+            yield from _reduced(found, above)
         else:
-            edges = _keep(found, self._ancestors.add(index, list({src for src, _ in found})))
+            yield from sorted(found.values(), key=lambda e: (e.src, e.hazard))
         for history, access, region in touched:
-            self._remember(history, index, access, region)
-        for history, access, _ in touched:
-            if history.left == 0:
-                self._close(access.buffer)
-        self._release([index])
-        return edges
+            _remember(history, index, access, region, above)
 
-    def _ordering(self, launch: Launch) -> list[Access]:
-        """Accesses of buffers that have a writer."""
-        return [a for a in launch.accesses if a.buffer in self._written]
 
-    def _history(self, buffer: int) -> History:
-        if buffer not in self._histories:
-            accesses = self._accesses.pop(buffer)
-            self._histories[buffer] = History(accesses, self._trace.buffers[buffer].size_bytes)
-        return self._histories[buffer]
+def _reduced(found: dict[tuple[int, Hazard], Edge], above: list[int]) -> list[Edge]:
+    """One edge per source that no other source implies, for its first reason; extends `above`."""
+    reach, edges = 0, []
+    for src in sorted({src for src, _ in found}, reverse=True):
+        if not reach >> src & 1:
+            edges.append(next(found[src, hazard] for hazard in PRECEDENCE if (src, hazard) in found))
+            reach |= above[src] | 1 << src
+    above.append(reach)
+    return edges[::-1]
 
-    def _returns_new(self, launch: Launch, access: Access) -> bool:
-        """True if the launch returns the buffer, given that nothing touched it before."""
-        kind = self._trace.buffers[access.buffer].kind
-        return (
-            access.write
-            and not access.read
-            and kind in (BufferKind.TEMPORARY, BufferKind.OUTPUT)
-            and any(view is not None and view.buffer == access.buffer for view in launch.outputs)
-        )
 
-    def _remember(self, history: History, index: int, access: Access, region: Region) -> None:
-        history.left -= 1
-        if access.write:
-            self._release(history.cover(region, index))
-        writes = access.write or access.atomic
-        last, is_last_word = history.last(writes), False
-        if self._ancestors is not None:
-            self._ancestors.hold(index)
-            is_last_word = last is None or (
-                last.is_last_word and self._ancestors.precedes(last.launch, index)
-            )
-        reads = access.read or access.atomic
-        history.add(Seen(index, region, region.start, region.stop, reads, writes, is_last_word))
+def _returns_new(kind: BufferKind, launch: Launch, access: Access) -> bool:
+    """True if the launch returns the buffer, given that nothing touched it before."""
+    return (
+        access.write
+        and not access.read
+        and kind in (BufferKind.TEMPORARY, BufferKind.OUTPUT)
+        and any(view is not None and view.buffer == access.buffer for view in launch.outputs)
+    )
 
-    def _close(self, buffer: int) -> None:
-        """Close the history of a buffer after its last access."""
-        history = self._histories.pop(buffer, None)
-        if history is not None:
-            self._release(history.launches())
 
-    def _release(self, launches: list[int]) -> None:
-        if self._ancestors is not None:
-            for launch in launches:
-                self._ancestors.release(launch)
+def _remember(history: History, index: int, access: Access, region: Region, above: list[int]) -> None:
+    if access.write:
+        history.cover(region, index)
+    reads, writes = access.read or access.atomic, access.write or access.atomic
+    last = history.last(writes)
+    is_last_word = bool(above) and (
+        last is None
+        or (last.is_last_word and (last.launch == index or bool(above[index] >> last.launch & 1)))
+    )
+    history.add(Seen(index, region, region.start, region.stop, reads, writes, is_last_word))
 
 
 def _waits(history: History, access: Access, region: Region) -> Iterator[tuple[int, Hazard]]:
@@ -378,14 +263,6 @@ def _overlapping(history: History, region: Region, is_write: bool) -> Iterator[S
             yield past
             if past.is_last_word:
                 break
-
-
-def _keep(found: dict[tuple[int, Hazard], Edge], sources: list[int]) -> list[Edge]:
-    """One edge per source, for its first reason."""
-    return [
-        next(found[src, hazard] for hazard in PRECEDENCE if (src, hazard) in found)
-        for src in reversed(sources)
-    ]
 
 
 @dataclass(slots=True)

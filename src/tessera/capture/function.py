@@ -6,21 +6,14 @@
   outputs  returned tensors, except those in memory that was passed in
 
 A first call finds what is changed; every storage is saved before its first write and restored. Tensors that
-share memory are one buffer (see `blocks`). Other values are fixed in the trace.
-
-Calls run under `no_grad` unless they reach an optimiser or differentiate (a training step). Then updated
-parameters, moments, step counts and accumulated gradients are state; gradients created in each call are
-temporaries.
+share memory are one buffer (see `blocks`). Other values are fixed in the trace. Calls run under `no_grad`
+unless they reach an optimiser or differentiate.
 
 Refused by name: replacing or adding held tensors instead of changing them in place (as the first step of most
 optimisers does), resizing an argument, changing a tensor held by a closure alone, and changing an optimiser's
 settings on the host.
-
-`FunctionCall` binds further calls to the same step; `workload` makes the call a repeatable step.
 """
 
-import sys
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -48,13 +41,13 @@ from tessera.capture.blocks import (
 )
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Before, Finder, Held, PyValue, find, line_that_changes, python_state, root
+from tessera.capture.operators import check_tensor
 from tessera.capture.own import own_launches, standing_for
 from tessera.capture.reads import traced
-from tessera.capture.record import record
 from tessera.capture.recorder import Watch
 from tessera.capture.workload import Tensors, Workload, fresh_tensor
 from tessera.errors import CaptureError, MismatchError
-from tessera.ir import Step, Trace
+from tessera.ir import Step
 
 # Placeholder of a tensor among a call's fixed values.
 TENSOR = object()
@@ -91,8 +84,6 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A result that is not a tensor."""
-
     value: Any
 
 
@@ -110,7 +101,8 @@ class FunctionCall:
         self._num_args = len(self._places)
         tensors = self._tensors([leaf for _, leaf in named])
         names = unique([*(named[i][0] for i in self._places), *(h.name for h in self._held)])
-        _check_dense(names, tensors)
+        for name, tensor in zip(names, tensors, strict=True):
+            check_tensor(tensor, f"'{name}'")
         self.blocks = blocks_of(tensors)
         self._block_of = {number: i for i, block in enumerate(self.blocks) for number, _ in block.parts}
         self._names = [names[block.parts[0][0]] for block in self.blocks]
@@ -133,7 +125,7 @@ class FunctionCall:
         parts = [part_of(tensor) for tensor in tensors]
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
         fixed = [i for i, block in enumerate(self.blocks) if block.parts[0][0] >= self._num_args]
-        watch = Watch(dict(zip(keys, range(len(keys)), strict=True)), fixed=fixed)
+        watch = Watch([tensors[block.parts[0][0]] for block in self.blocks], fixed)
         try:
             with self.mode(), rng.forked(), traced(), own_launches(watch.own_launch):
                 with watch:
@@ -191,7 +183,6 @@ class FunctionCall:
                 )
 
     def _line_that_replaces(self, name: str, given: Any) -> str:
-        """Line of the program that replaces a held tensor."""
         held = next((h for h in self._held if h.name == name and h.holder is not None), None)
         if held is None:
             return ""
@@ -262,7 +253,6 @@ class FunctionCall:
 
     @property
     def roots(self) -> tuple[object, ...]:
-        """The callable and its non-tensor arguments."""
         return (self.fn, *(leaf for leaf in self._fixed if leaf is not TENSOR))
 
     def changing(self) -> dict[str, torch.Tensor]:
@@ -280,6 +270,10 @@ class FunctionCall:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """Bind the tensors of another call, in place; MismatchError if the structure differs."""
+        return self.at_its_turn(self.given(args, kwargs))
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """`bind` without generators."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         same = spec == self._spec and all(map(_alike, leaves, self._fixed))
         tensors = self._tensors(leaves) if same else []
@@ -294,7 +288,7 @@ class FunctionCall:
             {self._names[i]: handed(self.blocks[i], tensors) for i in kind}
             for kind in (self._inputs, self._state)
         )
-        return self.at_its_turn(Given(tensors, inputs, state))
+        return Given(tensors, inputs, state)
 
     def at_its_turn(self, given: Given) -> Given:
         """The same call with the generators' current states."""
@@ -435,31 +429,7 @@ def _check_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> None
             )
 
 
-def _check_dense(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-            raise CaptureError(f"'{name}' is a {what} tensor", "Use dense, unquantized tensors.")
-
-
 KIND = "call"
-
-
-def capture(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Trace:
-    """Capture what `fn(*args, **kwargs)` launches. Arguments and modules are left unchanged."""
-    return record(workload(fn, *args, **kwargs))
-
-
-class CallablePackage(types.ModuleType):
-    """A package callable as its function: `tessera.capture(fn, *args)`."""
-
-    def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Trace:
-        return capture(fn, *args, **kwargs)
-
-
-def make_callable(package: str) -> None:
-    """Make an imported package callable by replacing its class."""
-    sys.modules[package].__class__ = CallablePackage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,22 +453,36 @@ class FunctionWorkload(Workload):
 
 
 def workload(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> FunctionWorkload:
-    """The call as a repeatable step."""
     function = FunctionCall(fn, args, kwargs)
-    given = function.bind(args, kwargs)
+    return _as_step(function, function.bind(args, kwargs))
+
+
+def module_workload(
+    step: Step, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> FunctionWorkload:
+    """A module's call as a step; each request has a generator of its own."""
+    function = FunctionCall(module, args, kwargs)
+    return replace(_as_step(function, function.given(args, kwargs)), step=step)
+
+
+def _as_step(function: FunctionCall, given: Given) -> FunctionWorkload:
     example = {name: tensor.clone() for name, tensor in (given.inputs | given.state).items()}
 
     def copies(names: Sequence[str]) -> Callable[[int], dict[str, torch.Tensor]]:
         return lambda seed: {name: example[name].clone() for name in names}
 
-    step = Step(_name_of(fn), KIND, _batch(given.tensors), 1)
+    def follow(first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
+        is_own = first.keys() == given.inputs.keys()
+        return dict(first) if is_own else {name: example[name].clone() for name in given.inputs}
+
+    step = Step(_name_of(function.fn), KIND, _batch(given.tensors), 1)
     return FunctionWorkload(
         step=step,
         module=function.module,
         call=function.call,
         make_inputs=copies(list(given.inputs)),
         make_state=copies(list(given.state)),
-        follow=lambda first, run, last: dict(first),
+        follow=follow,
         function=function,
     )
 
@@ -512,5 +496,4 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 
 def _batch(tensors: Sequence[torch.Tensor]) -> int:
-    """Rows of the first tensor with any."""
     return next((int(t.shape[0]) for t in tensors if t.dim() and t.shape[0]), 1)

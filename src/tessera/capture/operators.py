@@ -226,7 +226,6 @@ def program_line() -> str:
 
 
 def _line_of(traceback: TracebackType | None) -> str:
-    """Innermost program line in an error's traceback."""
     found = ""
     while traceback is not None:
         name = traceback.tb_frame.f_code.co_filename
@@ -236,7 +235,6 @@ def _line_of(traceback: TracebackType | None) -> str:
 
 
 def _frames() -> Iterator[tuple[str, int]]:
-    """Running (file, line) pairs, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
@@ -254,7 +252,6 @@ def is_program(filename: str) -> bool:
 
 
 def is_python(filename: str) -> bool:
-    """True for the standard library."""
     return filename.startswith(_PYTHON) and _PACKAGES not in filename
 
 
@@ -310,14 +307,11 @@ def _answers_the_host(func: Any) -> bool:
     return bool(returns) and not any("Tensor" in str(r.type) for r in returns)
 
 
-def check_tensor(tensor: torch.Tensor) -> None:
+def check_tensor(tensor: torch.Tensor, name: str = "a value") -> None:
     """Refuse memory that is not one dense, strided storage."""
-    if tensor.layout is not torch.strided:
-        fail(f"a tensor of layout {tensor.layout} cannot be placed", "Use dense tensors: call .to_dense().")
-    if tensor.is_quantized:
-        fail(
-            f"a quantized tensor ({tensor.dtype}) cannot be placed", "Call .dequantize() or use int8 tensors."
-        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        fail(f"{name} is a {what} tensor", "Use dense, unquantized tensors: .to_dense(), .dequantize().")
 
 
 def explain(func: Any, error: Exception) -> NoReturn:

@@ -5,17 +5,21 @@ be equal: a number that differs was read unseen or is kept in Python (see `reads
 call only sets up, the second and third must agree. Built-in models on fake tensors are recorded once.
 """
 
-from collections.abc import Callable, Iterator
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tessera.capture import fake
 from tessera.capture.fake import Run, uncollected
+from tessera.capture.function import workload as workload_of
 from tessera.capture.holders import Before, python_state, refuse_change
-from tessera.capture.models import build, known_models
+from tessera.capture.models import another, build, known_models
 from tessera.capture.operators import fail, insisting
 from tessera.capture.own import own_launches
 from tessera.capture.reads import calls_refused, reads_refused
@@ -57,6 +61,15 @@ def record_step(step: Step, device: str = "cpu", is_compared: bool = False) -> T
         if device == "fake":
             return _record_fake(workload, run, is_compared)
         return _record_on(device, on_device(workload, device))
+
+
+def record_sizes(steps: Sequence[Step]) -> list[Trace]:
+    """Record one model's step at several sizes on fake tensors; the model is built once."""
+    with _machine("fake") as run:
+        with torch.device("cuda"):
+            first = build(steps[0])
+        workloads = [another(first, step) for step in steps]
+        return [_record_fake(workload, run, is_compared=n > 0) for n, workload in enumerate(workloads)]
 
 
 def _record_fake(workload: Workload, run: Run, is_compared: bool) -> Trace:
@@ -133,7 +146,6 @@ def check_device(device: str) -> None:
 
 @contextmanager
 def _machine(device: str) -> Iterator[Run]:
-    """The machine to record on; yields its operator runner."""
     if device == "fake":
         with fake.machine() as run:
             yield run
@@ -207,3 +219,20 @@ def _values(trace: Trace, launch: Launch) -> list[object]:
         return [plain(item) for item in arg] if isinstance(arg, tuple) else arg
 
     return [plain(arg) for arg in (*launch.args, *(value for _, value in launch.kwargs))]
+
+
+def capture(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Trace:
+    """Capture what `fn(*args, **kwargs)` launches. Arguments and modules are left unchanged."""
+    return record(workload_of(fn, *args, **kwargs))
+
+
+class CallablePackage(types.ModuleType):
+    """A package callable as its function: `tessera.capture(fn, *args)`."""
+
+    def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Trace:
+        return capture(fn, *args, **kwargs)
+
+
+def make_callable(package: str) -> None:
+    """Make an imported package callable by replacing its class."""
+    sys.modules[package].__class__ = CallablePackage

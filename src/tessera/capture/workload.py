@@ -23,8 +23,10 @@ from tessera.errors import TesseraError
 from tessera.ir import Step, Trace
 
 Tensors = Mapping[str, torch.Tensor]
-# Errors of a program given unsuitable values.
-UNFIT = (RuntimeError, LookupError, ValueError, TypeError, AssertionError, ArithmeticError)
+# Errors of a program given unsuitable values, or called in an unknown way.
+UNFIT = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,6 @@ class Workload:
     make_state: Callable[[int], dict[str, torch.Tensor]]
     # (first inputs, run, last outputs) -> inputs of a later run.
     follow: Callable[[Tensors, int, Tensors], dict[str, torch.Tensor]]
-    # Module buffers that the step writes: state, not weights.
-    state_buffers: frozenset[str] = frozenset()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name; a tied weight once, by its first name."""
@@ -52,8 +52,7 @@ class Workload:
         return {
             name: tensor.detach()
             for name, tensor in named.items()
-            if name not in self.state_buffers
-            and by_storage.setdefault(tensor.untyped_storage()._cdata, name) == name
+            if by_storage.setdefault(tensor.untyped_storage()._cdata, name) == name
         }
 
     @property
@@ -63,7 +62,7 @@ class Workload:
 
     def changing(self) -> dict[str, torch.Tensor]:
         """The program's tensors that a request decides or changes."""
-        return {n: t for n, t in self.module.named_buffers() if n in self.state_buffers}
+        return {}
 
     def request(self, seed: int, is_mild: bool = False) -> tuple[dict[str, torch.Tensor], ...]:
         """Inputs and state of one request; fresh values if the maker always gives its example."""
@@ -110,7 +109,6 @@ class Workload:
         )
 
     def run(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        """Reference run that plans are compared with."""
         with torch.no_grad(), entered(state), own_launches():
             return self.call(inputs, without_generators(state))
 

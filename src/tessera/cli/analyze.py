@@ -8,9 +8,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tessera.cli.output import HIDDEN, Illustrated, Record, cache_folder, progress, shown
+from tessera.cli.output import HIDDEN, Illustrated, Record, progress, shown
 from tessera.errors import ArtifactError, TesseraError, UnknownName
 from tessera.ir import BufferKind, Graph, Trace, kind_of, load, save
+from tessera.ir.files import cache_folder
 
 
 class ImmovableLaunch(Record, frozen=True):
@@ -93,7 +94,7 @@ def _analyze_ptx(file: Path, kernel: str | None) -> Illustrated[PtxReport]:
         raise ArtifactError(f"cannot read: {error.strerror}", place=str(file)) from error
     try:
         with progress(f"analyzing {file.name}"):
-            reports = tessera_ptx.reports_for(text, str(file), cache_folder() / "ptx")
+            reports = tessera_ptx.reports_for(text, str(file), cache_folder("ptx"))
     except tessera_ptx.ParseError as error:
         raise ArtifactError(str(error)) from error  # it shows the line, and a caret below the place
     if kernel is None:

@@ -1,17 +1,20 @@
 """tessera calibrate: the few launches that reduce a plan's error most, measured on a card of this machine."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tessera.cli.output import Record, progress, shown
-from tessera.cli.profile import Keeping, keeping
+from tessera.cli.profile import Keeping, keeping, measure_device
 from tessera.errors import TesseraError
 from tessera.ir import Cost, Device, Source, Step, Trace
-
-if TYPE_CHECKING:
-    from tessera.profile.corrections import MeasuredWork
+from tessera.ir.files import cache_folder
+from tessera.profile import Work, corrections, parse_devices, sureness_of, works
+from tessera.profile.corrections import MeasuredWork
+from tessera.profile.estimate import price_works
+from tessera.profile.measured import needs_measuring
 
 # (kind of step, batch, context) that are measured, and the model they are of where none is named.
 STEPS = (("decode", 32, 1024), ("prefill", 2, 1024))
@@ -53,9 +56,6 @@ def calibrate(
     A launch that was measured is priced at its time, others of its class by the ratio of measured to
     modelled.
     """
-    from tessera.profile import parse_devices
-    from tessera.profile.measured import needs_measuring
-
     found = parse_devices(device)
     if len(found) != 1 or not needs_measuring(found[0]) or found[0].num_sms:
         raise TesseraError(f"'{device}' is no whole device of this machine", "Name cuda:0 or cpu.", "DEVICE")
@@ -63,9 +63,6 @@ def calibrate(
 
 
 def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> CalibrationReport:
-    from tessera.profile import corrections, sureness_of, works
-    from tessera.profile.estimate import price_works
-
     is_cpu = not device.name.startswith("cuda")
     gpu_name = device.gpu or ("cpu" if is_cpu else "")
     if not gpu_name:
@@ -74,7 +71,7 @@ def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> Calibrat
         )
     traces = _traces(device, model or (SMALL_MODEL if is_cpu else MODEL), is_cpu)
     priced_as = YARDSTICK if is_cpu else gpu_name
-    path = corrections.folder() / f"{gpu_name}.json"
+    path = cache_folder("calibrations") / f"{gpu_name}.json"
     path.unlink(missing_ok=True)  # prices below are the models', not those of an earlier calibration
     corrections.calibration_of.cache_clear()
     counted = [works(trace) for trace in traces]
@@ -83,15 +80,15 @@ def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> Calibrat
     before = [cost for listed in costs for cost in listed]
     wanted = frozenset(corrections.chosen(every, before, num))
     modelled = dict(zip(every, before, strict=True))
-    rows: dict[Any, MeasuredWork] = {}
+    rows: dict[Work, MeasuredWork] = {}
     about: dict[str, str] = {}
     for trace, listed in zip(traces, counted, strict=True):
         only = frozenset(i for i, work in enumerate(listed) if work in wanted)
-        measured = _measured(trace, device, kept, only)
+        measured = measure_device(trace, device, kept, only=only)
         about = dict(measured.machine.identity)
         for work, timing in zip(listed, measured.timings, strict=True):
             if timing is not None and work in wanted:
-                rows[work] = corrections.MeasuredWork(work, timing.us, modelled[work].us)
+                rows[work] = MeasuredWork(work, timing.us, modelled[work].us)
     if not rows:
         raise TesseraError(f"no launch could be timed on {device.name}", "See `tessera profile --devices`.")
     made = corrections.Corrections(gpu_name, about, rows=tuple(rows.values()))
@@ -131,22 +128,13 @@ def _traces(device: Device, model: str, is_small: bool) -> list[Trace]:
         return found
 
 
-def _measured(trace: Trace, device: Device, kept: Keeping, only: frozenset[int]) -> Any:
-    from tessera.flow import make_timer
-    from tessera.profile.measured import measure
-
-    timer = make_timer(trace, device)
-    with progress(f"measuring {trace.step.kind} on {device.name}", 1 + len(only)) as advance:
-        return measure(trace, device, timer, kept.open, advance, only=only)
-
-
 def _share(costs: list[Cost]) -> float:
     """Share of the time in measured launches."""
     measured = sum(cost.us for cost in costs if cost.source is Source.MEASURED)
     return measured / sum(cost.us for cost in costs)
 
 
-def _ratios(rows: Any) -> dict[str, float]:
+def _ratios(rows: Iterable[MeasuredWork]) -> dict[str, float]:
     """Class -> measured time over modelled, of all its measured launches together."""
     sums: dict[str, tuple[float, float]] = {}
     for row in rows:

@@ -52,8 +52,7 @@ DeviceOption = Annotated[
     str, typer.Option(help="Where to record: cpu, cuda:N, or fake (no GPU and no weights needed).")
 ]
 CompiledOption = Annotated[
-    bool,
-    typer.Option("--compiled", help="Record the kernels that Inductor makes of the step, for a GPU."),
+    bool, typer.Option("--compiled", help="Record the kernels that Inductor makes of the step, for a GPU.")
 ]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="The trace to write.", show_default="STEP.trace")
@@ -131,19 +130,16 @@ def capture(
 def _record_compiled(step: Step, device: str) -> Trace:
     """What Inductor launches: on the GPU itself, or, as far as it can be known, without one."""
     from tessera.capture import build, record_step
-    from tessera.capture.inductor import record_inductor, record_inductor_offline
+    from tessera.capture.inductor import record_inductor
     from tessera.capture.workload import on_device
+    from tessera.flow import record_compiled
 
     if device == "cpu":
         raise TesseraError("Inductor's kernels are for GPUs", "Use --device fake or cuda:N.", "--compiled")
     if ":" in step.model:  # nothing is known of the program: what no recording can follow is refused
         record_step(step, "fake")
     if device == "fake":
-        import torch
-
-        with torch.device("meta"):  # only shapes and types are looked at: no memory for weights
-            workload = build(step)
-        return record_inductor_offline(workload)
+        return record_compiled(step)
     return record_inductor(on_device(build(step), device)).trace
 
 

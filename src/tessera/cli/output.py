@@ -1,39 +1,27 @@
 """How commands talk: one record on standard output, progress on standard error.
 
-A command is a function that returns one frozen record; `printed` makes a command of typer out of it. It adds
-`--json` and prints the record: with `--json` by msgspec, otherwise by the renderer of `cli/render.py`.
-
-    class Doctor(Record, frozen=True):
-        python: str
-        devices: tuple[DeviceLine, ...]
-        notes: tuple[str, ...] = ()
-
-    def doctor() -> Doctor:
-        ...
+A command is a function that returns one frozen record; `printed` makes a command of typer out of it, adds
+`--json` and prints the record: by msgspec, or by the renderer of `cli/render.py`.
 
 - A command never prints to standard output and never declares `--json`.
 - A command that goes on after its record (a service) is a generator and yields it; then the JSON is one line.
-- An outcome that is a failure: the record's `problem` returns the error. It is raised after the record is
-  printed, so the figures and the exit code are both there.
-- What only people see and no record holds, as the picture of a layer: return `Illustrated(record, pictures)`.
-- Options that need or exclude another: `needs` and `excludes` below; ranges: `typer.Option(min=, max=)`;
-  choices: an `Enum`.
-- Every record has a JSON schema, docs/schemas/command-NAME.json, written by scripts/schemas.py from its
-  return annotation. Types in records must be importable without torch.
+- An outcome that is a failure: the record's `problem` returns the error, raised after the record is printed.
+- What only people see, as the picture of a layer: return `Illustrated(record, pictures)`.
+- Options that need or exclude another: `needs` and `excludes`; ranges: `typer.Option(min=, max=)`; choices:
+  an `Enum`.
+- Every record has a JSON schema, docs/schemas/command-NAME.json (scripts/schemas.py). Types in records must
+  be importable without torch.
 """
 
 import functools
 import inspect
 import math
-import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -53,7 +41,7 @@ from tessera.errors import TesseraError
 
 __all__ = [
     "HIDDEN", "Illustrated", "JsonOption", "Record", "console", "excludes", "finite", "needs", "only_if",
-    "positive", "print_record", "printed", "progress", "record_types", "shared_folder", "shown", "warning",
+    "positive", "print_record", "printed", "progress", "record_types", "shown", "warning",
 ]  # fmt: skip
 
 # Seconds before the first plain line, and between two lines of a counted job.
@@ -167,7 +155,6 @@ def positive(param: typer.CallbackParam, value: float | None) -> float | None:
 
 
 def console() -> Console:
-    """Standard output, for people."""
     return Console(highlight=False)
 
 
@@ -183,27 +170,6 @@ def warning() -> Callable[[str], None]:
             )
 
     return warn
-
-
-def cache_folder() -> Path:
-    """Folder for results that can be computed again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
-
-
-@contextmanager
-def shared_folder(name: str) -> Iterator[Path]:
-    """A writable folder of the cache; a temporary one if the cache cannot be written."""
-    folder = cache_folder() / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        warning()(f"{folder} cannot be written: {error.strerror}")
-        with tempfile.TemporaryDirectory() as other:
-            yield Path(other)
-        return
-    yield folder
 
 
 @contextmanager

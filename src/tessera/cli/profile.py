@@ -8,18 +8,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from tessera.cli.output import HIDDEN, Record, progress, shown, warning
 from tessera.errors import DeviceGone, TesseraError
-from tessera.ir import Costs, Device, Source, Trace, load, save
-
-if TYPE_CHECKING:
-    from tessera.profile.measured import Measured, Reconciled
-    from tessera.profile.store import Clocks, Machine, Store
+from tessera.ir import Cost, Costs, Device, Source, Trace, load, save
+from tessera.profile import notes, parse_devices, works
+from tessera.profile.measured import (
+    Measured,
+    Missed,
+    Reconciled,
+    clocks_named,
+    combine,
+    count_distinct,
+    measure,
+    needs_measuring,
+)
+from tessera.profile.store import (
+    SIZES,
+    Clocks,
+    LinkFit,
+    Machine,
+    Store,
+    default_store,
+    fit_link,
+    keep_links,
+    remark,
+)
 
 DEVICES_HELP = "Devices, such as cuda:0,cpu or emu:a100,emu:l40s. Those of this machine are measured."
 
@@ -38,24 +56,11 @@ class KernelCost(Record, frozen=True):
     error: float
 
 
-class LaunchPrice(Record, frozen=True):
-    us: float
-    source: Source
-    rel_error: float
-    detail: str
-
-
 class LaunchCost(Record, frozen=True):
     launch: int
     kernel: str
     # Device -> price.
-    costs: dict[str, LaunchPrice]
-
-
-class MissedLaunches(Record, frozen=True):
-    launches: tuple[int, ...]
-    kernel: str
-    why: str
+    costs: dict[str, Cost]
 
 
 class MeasuredDevice(Record, frozen=True):
@@ -68,7 +73,7 @@ class MeasuredDevice(Record, frozen=True):
     sum_us: float
     whole_us: float | None
     scale: float
-    missed: tuple[MissedLaunches, ...]
+    missed: tuple[Missed, ...]
 
 
 class LinkLine(Record, frozen=True):
@@ -124,8 +129,6 @@ def profile(
     ] = None,
 ) -> ProfileReport:
     """Price every launch of a trace on every device; each number says where it came from."""
-    from tessera.profile import parse_devices
-
     if trace is None and not links:
         raise TesseraError("no trace was given", "Name one, or measure the links alone with --links.")
     parsed = parse_devices(devices)
@@ -139,8 +142,6 @@ def profile(
 def _price(
     trace: Path, devices: tuple[Device, ...], output: Path | None, kept: "Keeping", plot: Path | None
 ) -> ProfileReport:
-    from tessera.profile.measured import combine
-
     if plot is not None:
         _check_plot(devices)
     with progress(f"reading {trace.name}"):
@@ -162,12 +163,7 @@ def _price(
         total_us={name: costs.total_us(i) for i, name in enumerate(names)},
         launches=tuple(
             LaunchCost(
-                launch=index,
-                kernel=loaded.kernel_of(index).name,
-                costs={
-                    name: LaunchPrice(us=c.us, source=c.source, rel_error=c.rel_error, detail=c.detail)
-                    for name, c in zip(names, row, strict=True)
-                },
+                launch=index, kernel=loaded.kernel_of(index).name, costs=dict(zip(names, row, strict=True))
             )
             for index, row in enumerate(costs.costs)
         ),
@@ -178,7 +174,6 @@ def _price(
 
 
 def _kernels(trace: Trace, costs: Costs) -> tuple[KernelCost, ...]:
-    """One row per kernel, the most expensive first."""
     from tessera.report import duration, short_name
 
     indices: dict[str, list[int]] = {}
@@ -201,7 +196,7 @@ def _kernels(trace: Trace, costs: Costs) -> tuple[KernelCost, ...]:
     return tuple(sorted(rows, key=lambda row: -next(iter(row.us.values()))))
 
 
-def _measured_device(measured: "Measured", sums: "Reconciled") -> MeasuredDevice:
+def _measured_device(measured: Measured, sums: Reconciled) -> MeasuredDevice:
     return MeasuredDevice(
         identity=dict(measured.machine.identity),
         clock_mhz=measured.machine.clock_mhz,
@@ -211,16 +206,12 @@ def _measured_device(measured: "Measured", sums: "Reconciled") -> MeasuredDevice
         sum_us=sums.sum_us,
         whole_us=sums.whole_us,
         scale=sums.scale,
-        missed=tuple(
-            MissedLaunches(launches=tuple(x.launches), kernel=x.kernel, why=x.why) for x in measured.missed
-        ),
+        missed=measured.missed,
     )
 
 
 def _modelled_notes(trace: Trace, costs: Costs) -> tuple[str, ...]:
     """Remarks on those devices that a model prices, wholly or in part."""
-    from tessera.profile import notes
-
     rows = enumerate(costs.devices)
     modelled = [
         d
@@ -231,7 +222,6 @@ def _modelled_notes(trace: Trace, costs: Costs) -> tuple[str, ...]:
 
 
 def _sources(costs: Costs) -> str:
-    """Measured, modelled, or how many of each."""
     found = [c.source is Source.MEASURED for row in costs.costs for c in row if c.us > 0]
     if not any(found):
         return "modelled"
@@ -248,7 +238,6 @@ def _check_plot(devices: tuple[Device, ...]) -> None:
 
 
 def _draw(trace: Trace, costs: Costs, path: Path) -> Path:
-    from tessera.profile import works
     from tessera.report.ratios import draw_ratios
 
     draw_ratios(trace, costs, [work.op.value for work in works(trace)], path)
@@ -257,8 +246,6 @@ def _draw(trace: Trace, costs: Costs, path: Path) -> Path:
 
 def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tuple[LinkLine, ...]:
     """Measures every two devices and keeps the links in the store."""
-    from tessera.profile.store import SIZES, LinkFit, fit_link, keep_links, remark
-
     _check(devices)
     fits: list[LinkFit] = []
     pairs = list(combinations(devices, 2))
@@ -274,8 +261,6 @@ def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tupl
 
 
 def _check(devices: Sequence[Device]) -> None:
-    from tessera.profile.measured import needs_measuring
-
     if len(devices) < 2:
         message = f"a link joins two devices; {len(devices)} was named"
         raise TesseraError(message, "Name two or more, such as cpu,cpu or cuda:0,cuda:1.", "--links")
@@ -293,29 +278,20 @@ class Keeping:
     """Where measurements are stored, and whether those at other clocks are used."""
 
     path: Path
-    clocks: "Clocks"
+    clocks: Clocks
     # Default store only: gets the reason if it cannot be used.
     spare: Callable[[str], None] | None = None
 
-    def open(self, machine: "Machine") -> "Store":
-        """The store, as one device sees it."""
-        from tessera.profile.store import Store
-
+    def open(self, machine: Machine) -> Store:
         return Store(self.path, machine, self.clocks, self.spare)
 
 
 def keeping(store: Path | None, clocks: str) -> Keeping:
-    """From the options."""
-    from tessera.profile.measured import clocks_named
-    from tessera.profile.store import default_store
-
     return Keeping(store or default_store(), clocks_named(clocks), warning() if store is None else None)
 
 
-def measure_devices(trace: Trace, devices: Sequence[Device], kept: Keeping) -> dict[str, "Measured"]:
+def measure_devices(trace: Trace, devices: Sequence[Device], kept: Keeping) -> dict[str, Measured]:
     """Device -> measured costs, for devices that are measured."""
-    from tessera.profile.measured import needs_measuring
-
     wanted = [d for d in devices if needs_measuring(d)]
     if not wanted:
         return {}
@@ -324,33 +300,26 @@ def measure_devices(trace: Trace, devices: Sequence[Device], kept: Keeping) -> d
 
         streams = partition_streams(wanted)
         advance("building the model")
-    return {device.name: _measure(trace, device, streams.get(device.name), kept) for device in wanted}
+    return {device.name: measure_device(trace, device, kept, streams.get(device.name)) for device in wanted}
 
 
-def _measure(trace: Trace, device: Device, stream: Any, kept: Keeping) -> "Measured":
+def measure_device(
+    trace: Trace, device: Device, kept: Keeping, stream: Any = None, only: frozenset[int] | None = None
+) -> Measured:
+    """Measured costs on one device; `only`: of these launches."""
     from tessera.flow import make_timer
-    from tessera.profile.measured import count_distinct, measure
 
     timer = make_timer(trace, device, stream)
-    num = 0
-
-    def counted(advance: Callable[[str], None]) -> Callable[[str], None]:
-        def on(what: str) -> None:
-            nonlocal num
-            num += 1
-            advance(what)
-
-        return on
-
-    with progress(f"measuring {device.name}", 1 + count_distinct(trace, timer)) as advance:
+    num = count_distinct(trace, timer) if only is None else len(only)
+    with progress(f"measuring {trace.step.kind} on {device.name}", 1 + num) as advance:
         try:
-            return measure(trace, device, timer, kept.open, counted(advance))
+            return measure(trace, device, timer, kept.open, advance, only=only)
         except DeviceGone as error:
-            message = f"{error.message}; {max(0, num - 2)} launches were timed before and are kept"
+            message = f"{error.message}; launches timed before are kept"
             raise DeviceGone(message, error.remedy, str(kept.path)) from error
 
 
-def remarks(found: dict[str, "Measured"], sums: dict[str, "Reconciled"]) -> tuple[str, ...]:
+def remarks(found: dict[str, Measured], sums: dict[str, Reconciled]) -> tuple[str, ...]:
     """What a reader of measured prices should know."""
     said: list[str] = []
     for name, measured in found.items():
@@ -365,7 +334,7 @@ def remarks(found: dict[str, "Measured"], sums: dict[str, "Reconciled"]) -> tupl
     return tuple(said)
 
 
-def _gap(name: str, found: "Reconciled") -> list[str]:
+def _gap(name: str, found: Reconciled) -> list[str]:
     if found.whole_us is None:
         return []
     share = found.whole_us / found.sum_us - 1 if found.sum_us else 0.0

@@ -1,21 +1,15 @@
-"""tessera run and serve on several machines: one process per device; they meet by address or under torchrun.
+"""tessera run and serve on several machines: one process per device.
 
     tessera run PLAN --rendezvous HOST:PORT --rank 0 --secret-file SECRET --requests 32 --verify
     tessera run PLAN --rendezvous HOST:PORT --rank 1 --secret-file SECRET
-
     torchrun --nnodes 2 --nproc-per-node 1 ... -m tessera run PLAN --torchrun --secret-file SECRET
-
-Rank 0 runs the requests and prints what came of them; its own device computes in a process beside it. It
-sends the others what is to run: those of `tessera serve`, and `tessera worker`, need no plan, those of
-`tessera run` have one, which must be the same. With --ray, Ray starts the workers of all devices, of both.
-
-tessera worker: this machine computes for a service on another.
-
     tessera worker --rendezvous HOST:PORT --secret-file SECRET [--rank N]
 
-The service sends what is to be run; the worker makes the model's weights itself, from the built-in name or
-from the folder that the service names, or from --model, and is sent those that it cannot make. It goes on
-until no service answers any more.
+Rank 0 runs the requests and prints the results; its own device computes in a process beside it. Workers of
+`tessera serve` need no plan, those of `tessera run` have the same one. With --ray, Ray starts all workers.
+
+`tessera worker` makes the model's weights from the built-in name or folder that the service names, or from
+--model, and receives those that it cannot make. It goes on until no service answers.
 """
 
 import hashlib
@@ -30,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tessera.cli.output import finite
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Device, Plan, digest
 
@@ -40,7 +35,7 @@ if TYPE_CHECKING:
     from tessera.serve.joining import ModelHere
 
 Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT where the workers of several machines meet.")]
-Rank = Annotated[int, typer.Option(help="Which device this process is; 0 also takes the requests.")]
+Rank = Annotated[int, typer.Option(min=0, help="Which device this process is; 0 also takes the requests.")]
 SecretFile = Annotated[
     Path | None, typer.Option(help="A file with the secret of the rendezvous, the same everywhere.")
 ]
@@ -83,10 +78,10 @@ class Meeting:
             host = os.environ["MASTER_ADDR"]
             return Meeting(own_rank, host, 0, check_secret(host, secret), store, world)
         host, colon, port = (rendezvous or "").rpartition(":")
+        if not rendezvous:
+            raise TesseraError("no address is given", "Name the service's: HOST:PORT.", "--rendezvous")
         if not colon or not port.isdigit() or not host:
             raise TesseraError(f"'{rendezvous}' is no HOST:PORT", "Use 10.0.0.1:29500.", "--rendezvous")
-        if rank < 0:
-            raise TesseraError(f"there is no rank {rank}", "Number the devices from 0.", "--rank")
         return Meeting(rank, host, int(port), check_secret(host, secret))
 
     @contextmanager
@@ -201,7 +196,6 @@ def _complain(line: str) -> None:
 
 
 def plans_digest(plans: Sequence[Plan]) -> str:
-    """Names several plans by their contents."""
     return hashlib.sha256("".join(digest(plan) for plan in plans).encode()).hexdigest()
 
 
@@ -224,22 +218,20 @@ def worker(
     rendezvous: Rendezvous = None,
     secret_file: SecretFile = None,
     rank: Annotated[
-        int, typer.Option(help="Which device this is, counted from 0; -1: whichever has no worker.")
+        int, typer.Option(min=ANY, help="Which device this is, counted from 0; -1: whichever has no worker.")
     ] = ANY,
     model: Annotated[
         str, typer.Option(help="The model's folder on this machine, where it is not the service's.")
     ] = "",
-    patience: Annotated[float, typer.Option(help="Seconds to wait for a service at first.")] = 300.0,
-    again: Annotated[float, typer.Option(help="Seconds to call again where none listens any more.")] = 5.0,
+    patience: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds to wait for a service at first.")
+    ] = 300.0,
+    again: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds to call again where none listens any more.")
+    ] = 5.0,
     torchrun: UnderTorchrun = False,
 ) -> None:
     """Compute for a service that runs on another machine."""
-    if rendezvous is None and not torchrun:
-        raise TesseraError("no address is given", "Name the service's: HOST:PORT.", "--rendezvous")
-    if rank < ANY:
-        raise TesseraError(f"there is no rank {rank}", "Number the devices from 0.", "--rank")
-    if not min(patience, again) >= 0:
-        raise TesseraError("a time below 0", "Use 0 or more seconds.", "--patience")
     from tessera.serve.joining import ModelHere
 
     meeting = Meeting.of(rendezvous, max(rank, 0), secret_file, torchrun)

@@ -257,7 +257,7 @@ class Scheduler(Generic[R]):
             self._settle(event)
         elif isinstance(event, DeviceLost):
             self._lose(event)
-        else:
+        elif isinstance(event, DeviceBack):
             self._welcome(event)
         return event
 

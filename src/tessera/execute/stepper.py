@@ -82,7 +82,30 @@ class DeviceBack:
     device: str
 
 
-Event = StepDone | DeviceLost | DeviceBack
+@dataclass(frozen=True, slots=True)
+class PageMove:
+    """Pages of one microbatch's home to pages of another's, in order; the source keeps its own."""
+
+    number: int
+    source: int
+    destination: int
+    # Equally many; never page 0.
+    from_pages: tuple[int, ...]
+    to_pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A move has ended."""
+
+    number: int
+    # Why it failed; empty: all bytes are at the destination.
+    failure: str = ""
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
+Event = StepDone | Moved | DeviceLost | DeviceBack
 
 
 @dataclass(frozen=True, slots=True)

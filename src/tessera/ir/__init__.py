@@ -26,6 +26,7 @@ from tessera.ir.plan import (
     need_one_batch,
     need_whole_prefills,
 )
+from tessera.ir.service import Expected, Group, GroupSize, Load, Rival, Role, ServicePlan
 from tessera.ir.timeline import (
     Arrivals,
     Clock,
@@ -57,11 +58,12 @@ from tessera.ir.trace import (
 from tessera.ir.verify import verify
 
 __all__ = [
-    "AWAY", "GENERATOR", "Access", "Arg", "Arrivals", "Baseline", "Buffer", "BufferKind", "Clock", "Cluster",
-    "Cost", "Costs", "Decision", "DecisionKind", "Device", "DeviceKind", "Edge", "Free", "Graph", "Hazard",
-    "Instruction", "Kernel", "Lane", "Launch", "Link", "Objective", "Origin", "Placement", "Plan",
-    "Program", "Quantiles", "Recv", "Region", "Robust", "Run", "Send", "ServingReport", "Source",
-    "Span", "Step", "Symbol", "Timeline", "Trace", "Transfer", "Value", "Variant", "View",
-    "WorkUnit", "arg_views", "digest", "kind_of", "lane_sequence", "load", "need_one_batch",
-    "need_whole_prefills", "region", "save", "verify",
+    "AWAY", "GENERATOR", "Access", "Arg", "Arrivals", "Baseline", "Buffer", "BufferKind", "Clock",
+    "Cluster", "Cost", "Costs", "Decision", "DecisionKind", "Device", "DeviceKind", "Edge", "Expected",
+    "Free", "Graph", "Group", "GroupSize", "Hazard", "Instruction", "Kernel", "Lane", "Launch", "Link",
+    "Load", "Objective", "Origin", "Placement", "Plan", "Program", "Quantiles", "Recv", "Region",
+    "Rival", "Robust", "Role", "Run", "Send", "ServicePlan", "ServingReport", "Source", "Span", "Step",
+    "Symbol", "Timeline", "Trace", "Transfer", "Value", "Variant", "View", "WorkUnit", "arg_views",
+    "digest", "kind_of", "lane_sequence", "load", "need_one_batch", "need_whole_prefills", "region",
+    "save", "verify",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from tessera.errors import ArtifactError, RuleBroken
 from tessera.ir.cluster import Costs
 from tessera.ir.graph import Graph
 from tessera.ir.plan import Plan, Program
+from tessera.ir.service import ServicePlan
 from tessera.ir.timeline import Timeline
 from tessera.ir.trace import Trace
 from tessera.ir.verify import verify
@@ -31,6 +32,7 @@ KINDS: dict[str, type] = {
     "graph": Graph,
     "costs": Costs,
     "plan": Plan,
+    "service-plan": ServicePlan,
     "program": Program,
     "timeline": Timeline,
 }
@@ -38,7 +40,8 @@ MADE_BY = {
     "trace": "tessera capture",
     "graph": "tessera analyze",
     "costs": "tessera profile",
-    "plan": "tessera plan",
+    "plan": "tessera plan TRACE",
+    "service-plan": "tessera plan MODEL",
     "program": "tessera.execute.lower",
     "timeline": "tessera simulate",
 }

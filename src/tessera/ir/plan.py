@@ -140,6 +140,8 @@ class Plan:
     constraints: tuple[str, ...] = ()
     # The steps at other batches; variant 0 is `unit` and `costs`.
     variants: tuple[Variant, ...] = ()
+    # Pages that its microbatches share, also with those of other plans; empty: each has its own state.
+    home: str = ""
 
     @cached_property
     def every_variant(self) -> tuple[Variant, ...]:

@@ -10,6 +10,7 @@ from tessera.errors import RuleBroken
 from tessera.ir.cluster import Cluster, Cost, Costs
 from tessera.ir.graph import Graph, WorkUnit
 from tessera.ir.plan import Free, Plan, Program, Recv, Run, Send
+from tessera.ir.service import Role, ServicePlan
 from tessera.ir.timeline import ARRIVALS_RULES, Arrivals, Timeline
 from tessera.ir.trace import Access, BufferKind, Trace, View, item_bytes
 
@@ -315,6 +316,38 @@ TIMELINE_RULES: list[Rule] = [
     ),
 ]
 
+
+def _is_whole(plan: ServicePlan) -> bool:
+    """True if some group reads prompts and some group produces answers."""
+    roles = {group.role for group in plan.groups}
+    return Role.MIXED in roles or roles == {Role.PROMPTS, Role.ANSWERS}
+
+
+SERVICE_RULES: list[Rule] = [
+    ("a service plan has a group", lambda s: len(s.groups) > 0),
+    (
+        "every group has sequences and microbatches",
+        lambda s: all(g.sequences >= 1 <= g.microbatches for g in s.groups),
+    ),
+    ("every group has one lane", lambda s: all(len(g.plan.lanes) == 1 for g in s.groups)),
+    ("every group has a step of tokens", lambda s: all(g.sizes for g in s.groups)),
+    (
+        "all groups have the same devices and links",
+        lambda s: all(g.plan.cluster == s.cluster for g in s.groups),
+    ),
+    ("prompts are read and answers are produced", _is_whole),
+    (
+        "lengths and limits of the load are above zero",
+        lambda s: (
+            min(s.load.prompt_tokens, s.load.output_tokens, s.load.tpot_ms or 1, s.load.ttft_ms or 1) > 0
+        ),
+    ),
+    (
+        "every observed length is above zero",
+        lambda s: all(prompt >= 1 <= output for prompt, output in s.load.lengths),
+    ),
+]
+
 RULES: dict[type, list[Rule]] = {
     Trace: TRACE_RULES,
     Graph: GRAPH_RULES,
@@ -323,6 +356,7 @@ RULES: dict[type, list[Rule]] = {
     WorkUnit: UNIT_RULES,
     Plan: PLAN_RULES,
     Program: PROGRAM_RULES,
+    ServicePlan: SERVICE_RULES,
     Timeline: TIMELINE_RULES,
     Arrivals: ARRIVALS_RULES,
 }
@@ -330,6 +364,7 @@ RULES: dict[type, list[Rule]] = {
 PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Graph: lambda g: (g.trace,),
     WorkUnit: lambda u: u.graphs,
+    ServicePlan: lambda s: s.plans,
     Plan: lambda p: (p.cluster, *(part for v in p.every_variant for part in (v.unit, *v.costs))),
 }
 # Place of the violation; None if the rule names it.

@@ -5,3 +5,5 @@
 
 # Positions per page of keys and values.
 PAGE = 16
+# State of a microbatch that is not in pages: the tokens its last step chose.
+NEWEST = "newest"

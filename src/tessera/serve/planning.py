@@ -41,6 +41,7 @@ from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit, load, save
+from tessera.ir.files import cache_folder
 from tessera.serve.pages import modest_bytes
 from tessera.serve.records import POLICIES, Average, ServeSpec, Shape, step_name
 
@@ -345,7 +346,7 @@ def plan_policies(
 
 
 def default_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / "plans"
+    return cache_folder("plans")
 
 
 def key_of(place: str, *given: object) -> str:

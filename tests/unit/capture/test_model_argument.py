@@ -54,8 +54,12 @@ def plain(step):
 def wrong(step):
     return 7
 
+class Scaled(torch.nn.Module):
+    def forward(self, x, factor):
+        return x * factor
+
 def with_number(step):
-    return torch.nn.Identity(), (1,)
+    return Scaled(), (torch.ones(step.batch, 4), 3)
 """
 
 
@@ -163,19 +167,26 @@ def test_a_callable_may_return_a_workload(custom: str) -> None:
     assert 2 == build(Step(f"{custom}:borrowed", "decode", 2, 8)).step.batch
 
 
-def test_positional_examples_are_named_by_place(custom: str) -> None:
+def test_positional_examples_are_named_by_parameter(custom: str) -> None:
     """A tuple of inputs."""
     trace = record(build(Step(f"{custom}:plain", "decode", 2, 1)))
 
-    assert ["input.0"] == [trace.buffers[b].name for b in trace.buffers_of(BufferKind.INPUT)]
+    assert ["input"] == [trace.buffers[b].name for b in trace.buffers_of(BufferKind.INPUT)]
     assert ["output"] == [name for name, _ in trace.outputs]
+
+
+def test_a_plain_example_is_fixed_in_the_trace(custom: str) -> None:
+    """As for any captured call."""
+    trace = record(build(Step(f"{custom}:with_number", "decode", 2, 1)))
+
+    assert ["x"] == [trace.buffers[b].name for b in trace.buffers_of(BufferKind.INPUT)]
+    assert 3 == trace.launches[0].args[1]
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("users_model:wrong", "returned a int.*Workload"),
-        ("users_model:with_number", r"input\.0.*int, not a tensor"),
         ("users_model:absent", "no callable 'absent'.*counter"),
         ("no_such_module:f", "cannot be imported"),
     ],

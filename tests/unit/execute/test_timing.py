@@ -10,7 +10,7 @@ import torch
 import fake_cuda
 from profile_factories import TraceMaker
 from tessera.capture import Workload, build, record
-from tessera.capture.function import capture
+from tessera.capture.record import capture
 from tessera.errors import CannotTime, DeviceGone
 from tessera.execute.cuda.timing import CudaTimer
 from tessera.execute.launcher import Launcher

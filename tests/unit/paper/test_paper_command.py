@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.paper.__main__ import app
+from benchmarks.paper.__main__ import app, shared_folder
 from benchmarks.paper.records import Effort
 
 from tessera.cli import run_app
@@ -99,3 +99,16 @@ def test_a_mistake_is_one_line(
     assert 2 == code
     assert message in err
     assert 1 == len([line for line in err.splitlines() if line.startswith("error:")])
+
+
+def test_a_shared_folder_that_cannot_be_made_is_one_for_this_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is gone afterwards."""
+    (tmp_path / "file").write_text("")
+    for place, is_kept in ((tmp_path, True), (tmp_path / "file", False)):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+        with shared_folder("x") as found:
+            (found / "y").write_text("z")
+        assert is_kept == found.exists()
+    assert 1 == capsys.readouterr().err.count("warning: ")

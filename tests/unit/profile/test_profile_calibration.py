@@ -7,13 +7,13 @@ import pytest
 from profile_factories import emulated, unary_trace
 from tessera.errors import ArtifactError
 from tessera.ir import Cost, Source
+from tessera.ir.files import cache_folder
 from tessera.profile import OpClass, Work, estimate, sureness_of, works
 from tessera.profile.corrections import (
     Corrections,
     MeasuredWork,
     calibration_of,
     chosen,
-    folder,
     load,
     save,
 )
@@ -72,7 +72,7 @@ def test_one_launch_teaches_nothing_of_its_class() -> None:
 def test_what_is_kept_is_what_was_made() -> None:
     """Works, overheads and times come back."""
     made = Corrections("l40s", {"gpu": "NVIDIA L40S"}, rows=(MeasuredWork(work(1), 20.0, 10.0),))
-    save(made, folder() / "l40s.json")
+    save(made, cache_folder("calibrations") / "l40s.json")
 
     assert made == calibration_of("l40s")
 
@@ -81,7 +81,10 @@ def test_prices_of_a_calibrated_card_use_it() -> None:
     """And those of another do not."""
     trace = unary_trace("aten.neg.default", 1 << 20)
     plain = estimate(trace, emulated("l40s", "a100"), False).costs[0]
-    save(Corrections("l40s", rows=(MeasuredWork(works(trace)[0], 77.0, 1.0),)), folder() / "l40s.json")
+    save(
+        Corrections("l40s", rows=(MeasuredWork(works(trace)[0], 77.0, 1.0),)),
+        cache_folder("calibrations") / "l40s.json",
+    )
     found = estimate(trace, emulated("l40s", "a100"), False).costs[0]
 
     assert (77.0, Source.MEASURED) == (found[0].us, found[0].source)

@@ -4,9 +4,8 @@ A name such as org/model means its folder in Hugging Face's local cache. `build`
 plan can be run from its file. New sizes go into `catalog`; for another family, `register` a function from
 Step to Workload.
 
-The callable of module:callable gets the Step and returns a `Workload`, or an nn.Module with example inputs (a
-dict or tuple of tensors). Tensors that a call writes in place (inputs or registered buffers) are state;
-returned tensors are outputs, by key or index. The module is imported with the current folder on the path.
+The callable of module:callable gets the Step and returns a `Workload`, or an nn.Module with example inputs, a
+dict or tuple (see `function`). Its module is imported with the current folder on the path.
 """
 
 import importlib
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tessera.capture.blocks import storage_key
+from tessera.capture.function import module_workload
 from tessera.capture.models import catalog, checkpoint, denoisers
 from tessera.capture.models.hf import (
     CAUSAL_STEPS,
@@ -31,10 +30,7 @@ from tessera.capture.models.hf import (
     from_folder,
     steps_of,
 )
-from tessera.capture.own import own_launches
-from tessera.capture.recorder import Watch
-from tessera.capture.rng import forked
-from tessera.capture.workload import Tensors, Workload
+from tessera.capture.workload import Workload
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import Step
 
@@ -59,7 +55,6 @@ def register(name: str, steps: tuple[str, ...], served: tuple[str, ...] = ()) ->
 
 
 def known_models() -> dict[str, tuple[str, ...]]:
-    """Model name -> step kinds."""
     return {name: steps for name, (_, steps, _) in sorted(_BUILDERS.items())}
 
 
@@ -115,9 +110,6 @@ for _name, _denoiser in catalog.DENOISERS.items():
     register(_name, denoisers.STEPS)(partial(denoisers.built_in, *_denoiser))
 
 
-Call = Callable[[Tensors, Tensors], dict[str, torch.Tensor]]
-
-
 def from_callable(step: Step) -> Workload:
     result = _find(step.model)(step)
     if isinstance(result, Workload):
@@ -129,7 +121,14 @@ def from_callable(step: Step) -> Workload:
             "Return a tessera.capture.Workload, or a pair of an nn.Module and its example inputs.",
             step.model,
         )
-    return module_workload(step, *result)
+    module, examples = result
+    by_name = isinstance(examples, Mapping)
+    args, kwargs = ((), dict(examples)) if by_name else (tuple(examples), {})
+    module.eval()
+    try:
+        return module_workload(step, module, args, kwargs)
+    except CaptureError:  # a first call may set up
+        return module_workload(step, module, args, kwargs)
 
 
 def _find(name: str) -> Callable[[Step], Any]:
@@ -147,71 +146,3 @@ def _find(name: str) -> Callable[[Step], Any]:
         have = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise CaptureError(f"has no callable '{attribute}'", f"It has: {have or 'none'}.", module_name)
     return function  # type: ignore[no-any-return]
-
-
-def module_workload(step: Step, module: torch.nn.Module, examples: Any) -> Workload:
-    names = list(examples) if isinstance(examples, Mapping) else [f"input.{i}" for i in range(len(examples))]
-    values = list(examples.values()) if isinstance(examples, Mapping) else list(examples)
-    given = dict(zip(names, values, strict=True))
-    for name, value in given.items():
-        if not isinstance(value, torch.Tensor):
-            remedy = "Bind plain values in the module, for instance in its constructor."
-            raise CaptureError(
-                f"input '{name}' is a {type(value).__name__}, not a tensor", remedy, step.model
-            )
-    by_name = isinstance(examples, Mapping)
-    module = module.eval()
-    state = _written(module, given, by_name)
-    buffers = {name: tensor for name, tensor in module.named_buffers() if name in state}
-    kept = {name: t.detach().clone() for name, t in {**given, **buffers}.items() if name in state}
-    inputs = {name: t.detach().clone() for name, t in given.items() if name not in state}
-    return Workload(
-        step,
-        module,
-        _caller(module, names, by_name, set(buffers)),
-        lambda seed: {name: tensor.clone() for name, tensor in inputs.items()},
-        lambda seed: {name: tensor.clone() for name, tensor in kept.items()},
-        lambda first, run, last: {name: tensor.clone() for name, tensor in inputs.items()},
-        frozenset(buffers),
-    )
-
-
-def _written(module: torch.nn.Module, given: Tensors, by_name: bool) -> set[str]:
-    """Names of inputs and buffers that a call writes; buffers are restored."""
-    copies = {name: tensor.detach().clone() for name, tensor in given.items()}
-    buffers = dict(module.named_buffers())
-    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    named = {**buffers, **copies}
-    numbers = {storage_key(tensor): i for i, tensor in enumerate(named.values())}
-    watch = Watch(numbers, saves=False, fixed=range(len(buffers)))
-    with forked(), torch.no_grad():
-        with own_launches(watch.own_launch), watch:
-            module(**copies) if by_name else module(*copies.values())
-        written = {name for i, name in enumerate(named) if i in watch.written}
-        for name in written & set(buffers):
-            buffers[name].copy_(before[name])
-    return written
-
-
-def _caller(module: torch.nn.Module, names: list[str], by_name: bool, buffers: set[str]) -> Call:
-    def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        given = {name: inputs[name] if name in inputs else state[name] for name in names}
-        buffers_given = {name: state[name] for name in buffers}
-        args, kwargs = ((), given) if by_name else (tuple(given.values()), {})
-        return _outputs(
-            torch.func.functional_call(module, buffers_given, args, kwargs)
-            if buffers_given
-            else module(*args, **kwargs)
-        )
-
-    return call
-
-
-def _outputs(made: Any) -> dict[str, torch.Tensor]:
-    if isinstance(made, torch.Tensor):
-        return {"output": made}
-    if isinstance(made, Mapping):
-        return {str(k): v for k, v in made.items() if isinstance(v, torch.Tensor)}
-    if isinstance(made, tuple | list):
-        return {f"output.{i}": v for i, v in enumerate(made) if isinstance(v, torch.Tensor)}
-    raise CaptureError(f"the module returned a {type(made).__name__}", "Return tensors, by key or by place.")

@@ -7,7 +7,6 @@ PTX, source and grids. Outlines are cached per user; those of common built-in mo
 
 import gzip
 import hashlib
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from tessera.errors import ArtifactError, TesseraError
 from tessera.ir import Step, Trace
-from tessera.ir.files import chunks_of, parse, write_whole
+from tessera.ir.files import cache_folder, chunks_of, parse, write_whole
 
 # Raise when compilation of a step changes; invalidates older outlines.
 VERSION = 1
@@ -43,12 +42,11 @@ def name_of(step: Step) -> str:
 
 
 def known(step: Step) -> Trace | None:
-    """The shipped or cached outline, if any."""
     packaged = files(__name__).joinpath(name_of(step))
     if packaged.is_file():
         with as_file(packaged) as path:
             return _read(path)
-    kept = folder() / name_of(step)
+    kept = cache_folder("outlines") / name_of(step)
     return _read(kept) if kept.is_file() else None
 
 
@@ -58,7 +56,7 @@ def made(step: Step, compiled: Callable[[Step], Trace]) -> Trace:
     if found is None:
         found = outlined(compiled(step))
         with suppress(OSError, ArtifactError):  # an unwritable cache is skipped
-            write(found, folder() / name_of(step))
+            write(found, cache_folder("outlines") / name_of(step))
     return found
 
 
@@ -66,12 +64,7 @@ def can_compile() -> bool:
     return find_spec("triton") is not None
 
 
-def folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / "outlines"
-
-
 def write(trace: Trace, path: Path) -> None:
-    """Write one outline atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, [gzip.compress(b"".join(chunks_of(trace)), mtime=0)])
 

@@ -1,0 +1,147 @@
+"""A plan for a load: the configuration of a service.
+
+A group is microbatches of one size on one lane. Its role says what its sequences do there: read prompts,
+produce answers, or both. Sequences go from a prompts group to an answers or mixed group, with their pages.
+
+    data-parallel               one mixed group per device
+    prefill-decode              prompts groups and answers groups
+    prefill-decode-fractional   prompts groups and mixed groups
+    layer-pipeline, attention-ffn, kernel-level   one mixed group whose lane covers several devices
+    single                      one mixed group on one device
+
+Shares of the groups are not planned: work is pulled. Expected figures are of the service's own scheduler on a
+virtual clock, under the load.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tessera.ir.cluster import Cluster
+from tessera.ir.plan import Plan
+
+
+class Role(StrEnum):
+    PROMPTS = "prompts"
+    ANSWERS = "answers"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of a service: lengths and limits."""
+
+    # Mean tokens of a prompt and of an answer.
+    prompt_tokens: int
+    output_tokens: int
+    # Distribution of both, as `simulate.arrivals` draws it: fixed, uniform, geometric, lognormal.
+    spread: str = "uniform"
+    # Observed (prompt, answer) tokens, used in place of the distribution.
+    lengths: tuple[tuple[int, int], ...] = ()
+    # Limits of the median time per answer token and of the median time to the first token.
+    tpot_ms: float | None = None
+    ttft_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Figures of a service on a virtual clock, at full load."""
+
+    tokens_per_s: float
+    # Median and 99th percentile.
+    tpot_ms: float
+    tpot_p99_ms: float
+    ttft_ms: float
+    ttft_p99_ms: float
+    # Share of the time that each device computes, in the order of the cluster.
+    busy: tuple[float, ...]
+    # Runs of each step, by group and step of its plan.
+    steps: tuple[tuple[int, ...], ...]
+    # Requests at once.
+    clients: int
+    pages_moved: int = 0
+
+    def is_within(self, load: Load) -> bool:
+        """True if the limits of a load are kept."""
+        return not (
+            (load.tpot_ms is not None and self.tpot_ms > load.tpot_ms)
+            or (load.ttft_ms is not None and self.ttft_ms > load.ttft_ms)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """A group in figures."""
+
+    role: Role
+    devices: tuple[str, ...]
+    sequences: int
+    # Of the largest step.
+    tokens: int
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Microbatches with one role, one lane and one size."""
+
+    role: Role
+    # A plan of one lane; the steps of its unit are the group's step sizes.
+    plan: Plan
+    # Sequences of a microbatch.
+    sequences: int
+    microbatches: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of each step."""
+        return tuple(g.trace.step.context for g in self.plan.graphs if g.trace.step.kind == "tokens")
+
+    @property
+    def pool_tokens(self) -> int:
+        """Positions in its pages, with the unused page 0."""
+        return self.plan.graphs[-1].trace.step.reserve
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(self.plan.cluster.names[d] for d in self.plan.used)
+
+    @property
+    def size(self) -> GroupSize:
+        return GroupSize(self.role, self.devices, self.sequences, max(self.sizes), self.microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """Another policy at its own best configuration for the same load."""
+
+    policy: str
+    groups: tuple[GroupSize, ...]
+    expected: Expected
+
+
+@dataclass(frozen=True)
+class ServicePlan:
+    """Configuration of a service for a load."""
+
+    model: str
+    policy: str
+    load: Load
+    groups: tuple[Group, ...]
+    # None: not rehearsed.
+    expected: Expected | None = None
+    rivals: tuple[Rival, ...] = ()
+    # Upper bound of tokens per second by busy time, any policy; None: not computed.
+    bound_per_s: float | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.groups[0].plan.cluster
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return tuple(group.plan for group in self.groups)
+
+    @property
+    def clients(self) -> int:
+        """Sequences that can be present at once, those on their way from prompts groups included."""
+        return sum(group.sequences * group.microbatches for group in self.groups)
