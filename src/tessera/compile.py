@@ -3,27 +3,22 @@
     model = torch.compile(model, backend="tessera", options={"devices": "emu:a100,emu:l40s"})
     with torch.no_grad():
         y = model(x)          # the first call captures, plans and starts one worker per device
-        y = model(x)          # the others only run
 
 Options (defaults in parentheses):
-  devices       devices to divide the work among, comma-separated or a list; required
-  link          what joins them ("pcie4")
-  objective     "latency" or "throughput" ("latency": a call returns before the next one starts)
+  devices       comma-separated or a list; required
+  link          between the devices ("pcie4")
+  objective     "latency" or "throughput" ("latency")
   microbatches  calls in flight of a throughput plan (1); calls of several threads share them
-  policy        a coarser policy such as "layer-pipeline" in place of the objective's own (None)
-  effort        "full", or "quick" for a rougher plan sooner ("full")
-  verify        also run every call on one device and raise unless both agree bit for bit (False)
+  policy        a coarser policy such as "layer-pipeline" (None)
+  effort        "full" or "quick" ("full")
+  verify        run every call on one device too, and raise unless both agree bit for bit (False)
 
-Results equal those of the same model on one CPU thread bit for bit. Tensors that the model changes in place
-(caches, buffers) are changed for the caller. Weights are moved to shared memory, so workers see in-place
-changes. Guards, recompilation and graph breaks are Dynamo's. Every graph has its own workers; the
-`MAX_ENGINES` last used graphs keep theirs. Workers end with the model, with `torch._dynamo.reset()`, or with
-the program. A graph with dynamic shapes is captured once per set of shapes. Random numbers come from the
-program's own generator, which continues after them; calls of several threads that draw take turns.
+Results equal those of the model on one CPU thread bit for bit. Changes in place (caches, buffers) reach the
+caller. Weights move to shared memory, so workers see in-place changes. A graph with dynamic shapes is
+captured once per set of shapes. The `MAX_ENGINES` last used graphs keep their workers, which end with the
+model, with `torch._dynamo.reset()`, or with the program.
 
-A graph runs eagerly, with one warning that says why, if it cannot be captured (a value read on the host, a
-random generator of its own, tensors that are not on the CPU, operators that torch itself does not have), or
-if gradients are needed: Tessera is for inference. Wrong options raise errors of `tessera.errors`.
+A graph runs eagerly, with one warning that says why, if it cannot be captured or if gradients are needed.
 """
 
 import threading
@@ -106,8 +101,6 @@ class Options:
 
 @dataclass(frozen=True)
 class Call:
-    """One call: a request of one step."""
-
     given_inputs: Tensors
     given_state: Tensors
 
@@ -412,6 +405,5 @@ def _returns_grads(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> bool
 
 
 def _makes_grads(graph: torch.fx.GraphModule) -> bool:
-    """True if any node of the graph needs gradients."""
     computed = (node for node in graph.graph.nodes if node.op.startswith("call"))
     return any(_wants_grad(_example(node)) for node in computed)

@@ -26,7 +26,7 @@ from tessera.ir import (
     WorkUnit,
     verify,
 )
-from tessera.ir.graph import Rebatched, check_counts, check_steps
+from tessera.ir.graph import StepFamily, check_counts, check_steps
 from tessera.plan import (
     FULL,
     Batched,
@@ -90,11 +90,16 @@ def check_joined(graphs: Sequence[Graph]) -> None:
 
 def price(unit: WorkUnit, cluster: Cluster) -> tuple[Costs, ...]:
     """Costs of every step for devices with a cost model."""
+    check_modelled(cluster)
+    return tuple(combine(graph.trace, cluster.devices, {})[0] for graph in unit.graphs)
+
+
+def check_modelled(cluster: Cluster) -> None:
+    """Refuses devices without a cost model."""
     for device in cluster.devices:
         if needs_measuring(device):
             remedy = "Measure it with `tessera profile TRACE --devices ...`, and plan with --costs."
             raise TesseraError(f"{device.name} has no cost model and must be measured", remedy, "--devices")
-    return tuple(combine(graph.trace, cluster.devices, {})[0] for graph in unit.graphs)
 
 
 def make_plan(
@@ -182,7 +187,7 @@ class LoadSteps:
         self._graphs = {(n, batch): g for batch, unit in recorded.items() for n, g in enumerate(unit.graphs)}
         self._seen = set(self._graphs)
         graphs = zip(*(unit.graphs for unit in recorded.values()), strict=True)
-        self._families = [Rebatched(*pair[:2]) for pair in graphs] if len(self.anchors) > 1 else []
+        self._families = [StepFamily(pair[:2]) for pair in graphs] if len(self.anchors) > 1 else []
 
     def recorded(self, batch: int) -> WorkUnit:
         self.advance(f"{'compiling' if self.is_compiled else 'recording'} batch {batch}")
@@ -208,9 +213,8 @@ class LoadSteps:
         return WorkUnit(tuple(graphs), tuple(counts))
 
     def _written(self, step: int, batch: int) -> Graph:
-        """One step at another batch: interpolated or recorded."""
         if self._families:
-            return self._families[step].at(batch)
+            return self._families[step].at(replace(self.steps[step], batch=batch))
         return build_graph(self._trace(self.steps[step], batch))
 
     def matches_recording(self, plan: Plan) -> bool:
@@ -244,7 +248,6 @@ def plan_for(
 
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:
-    """Batches to record for planning these."""
     return ANCHORS if len(batches) > 1 else tuple(batches)
 
 

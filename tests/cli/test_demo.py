@@ -57,8 +57,6 @@ def test_demo_is_verified(demo: tuple[dict[str, Any], Path]) -> None:
     found, _ = demo
 
     assert found["verified"] is True
-    assert found["tokens_equal"] is True
-    assert found["logits_equal"] is True
     assert ["emu:a100", "emu:l40s"] == found["devices"]
 
 

@@ -18,8 +18,6 @@ HIDDEN = msgspec.Meta(extra={"hidden": True})
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests to serve."""
-
     model: str
     rate_per_s: float
     # Tokens of a prompt and of an answer; for an image, its tokens and denoising steps.
@@ -125,8 +123,6 @@ class Regime:
 
 @dataclass(frozen=True)
 class Advice:
-    """Which cards carry the load."""
-
     load: Annotated[Load, HIDDEN]
     # rent: cheapest first; have: from the coarsest way.
     candidates: tuple[Candidate, ...]

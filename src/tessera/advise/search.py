@@ -3,12 +3,11 @@
 The steps of a request are recorded without weights at two batches, interpolated at others, and priced on
 every GPU. Two questions share this:
 
-  rent   The cheapest cards that carry the load. First every set of cards with a copy of the model on each,
-         which needs only sums; then cheaper sets that share the launches of a request, as far as their bound
-         carries the rate, planned cheapest first while there is time. So the advice never costs more than
-         the cheapest set of copies within the same limits.
-  have   What to do with given cards: the best plan of each policy. The advice is the coarsest one within the
-         error of the prices; and for each card that can be rented, what a copy of the model on it would add.
+  rent   The cheapest cards that carry the load. First every set with a copy of the model on each card; then
+         cheaper sets that share the launches of a request, as far as their bound carries the rate, planned
+         cheapest first while there is time.
+  have   What to do with given cards: the coarsest policy within the error of the prices; and what a copy of
+         the model on one more card would add.
 
 Not modelled: prompts of different lengths, and bursts, for which `Load.margin` is kept free.
 """
@@ -82,7 +81,6 @@ class Size:
 
     @cached_property
     def limit(self) -> Limit:
-        """A bound of any placement."""
         return limit_of(self.unit, self.costs)
 
     @cached_property
@@ -92,7 +90,6 @@ class Size:
         return alone_bytes(self.unit, self.on(first).costs, first)
 
     def step_us(self, name: str) -> list[float]:
-        """Microseconds of each step on one GPU."""
         return [costs.total_us(self.limit.column_of[name]) for costs in self.costs]
 
     def alone_per_s(self, name: str) -> float:

@@ -1,27 +1,17 @@
 """Builds the graph of a trace: edges, values, and launches tied by state.
 
-Values are versions of buffers. A launch that writes any byte of a buffer creates a new version of all of it;
-unless its write covers the buffer, it also reads the previous version. A reader reads the newest version. So
-moving one version moves everything a reader can see.
+Values are versions of buffers. A launch that writes any byte of a buffer creates a new version of all of it,
+and reads the previous version unless its write covers the buffer.
 
 Hazards: launch b waits for an earlier launch a iff, on some byte of one buffer,
   (RAW) a writes and b reads,  (WAR) a reads and b writes,  (WAW) both write.
-The scan for an access ends at the first write that covers it: that write implies the order.
-Edges that a longer path implies are dropped (transitive reduction).
+Edges that a longer path implies are dropped (transitive reduction); ancestors of a launch are the bits of one
+integer. A launch that returns a new buffer writes all of it. Atomic updates of one byte are ordered: a float
+sum depends on the order.
 
-A launch that returns a new buffer writes all of it, gaps included. Two atomic updates of one byte are ordered
-like two writes: a float sum depends on the order. Buffers without writers are skipped.
-
-Time is nearly linear in launches; the worst case (all accesses overlap, nothing implied) has quadratically
-many true edges.
-
-Ancestors of a launch are the bits of one integer.
-
-History: the accesses of one buffer that a later access may have to wait for, writes and reads apart, in
-program order. A much-used buffer is divided into shelves, one byte range per access; an access that spans few
-shelves is filed under each, so that a write to one slice of a cache is compared with its neighbours only.
-Where slices are columns, the shelves divide one row (see `fold`). `Region.overlaps` decides. A write that
-covers earlier accesses removes them.
+The history of a buffer has the accesses that a later one may wait for. A much-used buffer is divided into
+shelves, byte ranges of the buffer or of one row (`fold`), so that a write to one slice of a cache is compared
+with its neighbours only. Time is nearly linear in launches.
 """
 
 from collections import Counter, defaultdict
@@ -38,8 +28,6 @@ WIDE = 8
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """One earlier access."""
-
     launch: int
     region: Region
     start: int
@@ -104,7 +92,6 @@ class Entries:
         return [self._wide, *filed] if has_wide else filed
 
     def compact(self) -> None:
-        """Drop covered entries."""
         self._file([seen for seen in self.all if not seen.is_past])
 
 
@@ -118,8 +105,6 @@ def fold(region: Region, row_bytes: int) -> tuple[int, int]:
 
 
 class History:
-    """Accesses of one buffer so far."""
-
     def __init__(self, accesses: Sequence[Access], size_bytes: int) -> None:
         self.is_new = True
         self._num_past = 0
@@ -134,7 +119,6 @@ class History:
         self.entries(seen.writes).add(seen)
 
     def last(self, is_write: bool) -> Seen | None:
-        """Latest write or read not covered."""
         entries = self.entries(is_write).all
         while entries and entries[-1].is_past:
             entries.pop()

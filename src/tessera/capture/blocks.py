@@ -84,7 +84,6 @@ def _block(parts: tuple[tuple[int, BlockPart], ...]) -> MemoryBlock:
 
 
 def handed(block: MemoryBlock, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The block's tensor or bytes, in place."""
     first = tensors[block.parts[0][0]].detach()
     return first if block.is_tensor else raw(first, block.start, block.stop)
 
@@ -147,7 +146,6 @@ def flatten(
 
 
 def parameters(fn: Callable[..., Any], num: int) -> list[str]:
-    """Names for the first `num` positional arguments."""
     target = fn.forward if isinstance(fn, torch.nn.Module) else fn
     try:
         signature = list(inspect.signature(target).parameters.values())

@@ -118,7 +118,6 @@ def _scalar(kind: str, value: Any) -> str:
 
 
 def _parameters(ptx: str, name: str) -> list[str]:
-    """PTX types of an entry's parameters."""
     entries = dict(_ENTRY.findall(ptx))
     if name not in entries:
         have = ", ".join(entries) or "none"
@@ -156,7 +155,6 @@ def _compiled(source: str, arch: int) -> str:
 
 
 def _by_nvrtc(source: str, arch: int) -> str:
-    """PTX from the NVRTC that torch ships."""
     compiler = ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}")
     program = ctypes.c_void_p()
     compiler.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)

@@ -1,18 +1,15 @@
 """A fake GPU: records a step without a GPU and without weights.
 
-Inside `machine`, tensors are torch's fake CUDA tensors, so an 8-billion-parameter model costs megabytes.
+Inside `machine`, tensors are torch's fake CUDA tensors. Torch switches devices through a c10 guard, which a
+CPU build lacks: a dummy whose methods return zero stands in for the one call that creates torch's
+replacement.
 
-Device guard: torch switches devices through a c10 guard, also for fake tensors. A CPU build has none, so a
-dummy whose methods return zero is installed for the one call that creates torch's replacement.
-
-Attention: `F.scaled_dot_product_attention` becomes the operator that a CUDA build picks for compute
-capability 8.0 and above: flash, memory-efficient or the formula. cuDNN serves few queries under a mask
-(decode), where the memory-efficient kernel reaches a third of an H200's bandwidth at batch 8.
+`F.scaled_dot_product_attention` becomes the operator that a CUDA build picks for compute capability 8.0 and
+above: flash, memory-efficient or the formula; cuDNN for few queries under a mask, where the memory-efficient
+kernel reaches a third of an H200's bandwidth.
 
 `ShapeCache` caches results by shapes, strides, types and numbers, for operators that write nothing and return
 new memory or a view of an argument. Torch's cache is much slower.
-
-Not handled: programs that read values; they are refused with their line (see `operators`).
 """
 
 import ctypes

@@ -6,17 +6,12 @@
   outputs  returned tensors, except those in memory that was passed in
 
 A first call finds what is changed; every storage is saved before its first write and restored. Tensors that
-share memory are one buffer (see `blocks`). Other values are fixed in the trace.
-
-Calls run under `no_grad` unless they reach an optimiser or differentiate (a training step). Then updated
-parameters, moments, step counts and accumulated gradients are state; gradients created in each call are
-temporaries.
+share memory are one buffer (see `blocks`). Other values are fixed in the trace. Calls run under `no_grad`
+unless they reach an optimiser or differentiate.
 
 Refused by name: replacing or adding held tensors instead of changing them in place (as the first step of most
 optimisers does), resizing an argument, changing a tensor held by a closure alone, and changing an optimiser's
 settings on the host.
-
-`FunctionCall` binds further calls to the same step; `workload` makes the call a repeatable step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,8 +84,6 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A result that is not a tensor."""
-
     value: Any
 
 
@@ -132,7 +125,7 @@ class FunctionCall:
         parts = [part_of(tensor) for tensor in tensors]
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
         fixed = [i for i, block in enumerate(self.blocks) if block.parts[0][0] >= self._num_args]
-        watch = Watch(dict(zip(keys, range(len(keys)), strict=True)), fixed=fixed)
+        watch = Watch([tensors[block.parts[0][0]] for block in self.blocks], fixed)
         try:
             with self.mode(), rng.forked(), traced(), own_launches(watch.own_launch):
                 with watch:
@@ -190,7 +183,6 @@ class FunctionCall:
                 )
 
     def _line_that_replaces(self, name: str, given: Any) -> str:
-        """Line of the program that replaces a held tensor."""
         held = next((h for h in self._held if h.name == name and h.holder is not None), None)
         if held is None:
             return ""
@@ -261,7 +253,6 @@ class FunctionCall:
 
     @property
     def roots(self) -> tuple[object, ...]:
-        """The callable and its non-tensor arguments."""
         return (self.fn, *(leaf for leaf in self._fixed if leaf is not TENSOR))
 
     def changing(self) -> dict[str, torch.Tensor]:
@@ -462,7 +453,6 @@ class FunctionWorkload(Workload):
 
 
 def workload(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> FunctionWorkload:
-    """The call as a repeatable step."""
     function = FunctionCall(fn, args, kwargs)
     return _as_step(function, function.bind(args, kwargs))
 
@@ -506,5 +496,4 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 
 def _batch(tensors: Sequence[torch.Tensor]) -> int:
-    """Rows of the first tensor with any."""
     return next((int(t.shape[0]) for t in tensors if t.dim() and t.shape[0]), 1)

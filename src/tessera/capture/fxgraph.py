@@ -120,7 +120,6 @@ def _source(node: torch.fx.Node) -> Path:
 
 
 def _name(path: Path, node: torch.fx.Node) -> str:
-    """Name of an argument, avoiding `self`."""
     return ".".join(path) if path and path != ("self",) else node.name
 
 

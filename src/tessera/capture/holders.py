@@ -1,16 +1,14 @@
 """What a callable holds: tensors (`find`) and Python state (`python_state`).
 
 Tensors are searched in modules, bound objects, closures, globals of the function's file, `functools.partial`,
-and plain objects, lists, tuples and dicts among these. Each has a holder in which it can be replaced for one
-call; one without (a closure's variable, a tuple) can be read but not changed. A gradient is held by its
-parameter. Optimisers come last, so that modules name parameters. Not searched: objects deeper than
-`MAX_DEPTH`, __slots__, globals of other files.
+plain objects and containers. Each has a holder in which it can be replaced for one call; one without (a
+closure's variable, a tuple) can be read but not changed. Optimisers come last, so that modules name
+parameters. Not searched: objects deeper than `MAX_DEPTH`, __slots__, globals of other files.
 
-`python_state` finds values kept between calls, such as counters, growing lists or random generators. A
-recording does not see them, so a step is called until they stay unchanged; a value that every call changes is
-refused with its line. Searched: attributes of modules, their classes and objects, closures and globals of
-methods, generators of `random` and NumPy. Other values are compared by identity. Not searched: memory of
-extensions, files, other processes.
+`python_state` finds values kept between calls, such as counters, growing lists or random generators, which a
+recording does not see: a value that every call changes is refused with its line. Searched: attributes of
+modules, their classes and objects, closures and globals of methods, generators of `random` and NumPy. Not
+searched: memory of extensions, files, other processes.
 """
 
 import dataclasses
@@ -181,7 +179,6 @@ def is_foreign(value: Any, function: types.FunctionType) -> bool:
 
 @functools.cache
 def globals_of(code: types.CodeType) -> frozenset[str]:
-    """Names of the globals that code loads."""
     names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -277,13 +274,10 @@ def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Before:
-    """A snapshot of several values."""
-
     def __init__(self, held: list[PyValue]) -> None:
         self._values = [(value, seen(value.read())) for value in held]
 
     def changed(self) -> PyValue | None:
-        """The first value that differs now."""
         return next((value for value, before in self._values if seen(value.read()) != before), None)
 
 
@@ -338,7 +332,6 @@ class _Same:
 
 
 def seen(value: Any, depth: int = 0) -> Any:
-    """A snapshot of a value for comparison."""
     if isinstance(value, _PLAIN) or depth > MAX_DEPTH:
         return (type(value), value if depth <= MAX_DEPTH else None)
     match value:
@@ -469,7 +462,6 @@ class _PySearch:
             self.look(name, value, depth + 1)
 
     def _look_file(self, module: types.ModuleType) -> None:
-        """Search plain values of another user file."""
         if id(module) not in self._known:
             self._known[id(module)] = module
             for key, value in list(vars(module).items()):

@@ -78,7 +78,6 @@ def compiling_for(arch: int) -> Iterator[None]:
 
 
 def _driver(target: Any) -> Any:
-    """A driver with a target and no device."""
     from triton.backends.driver import DriverBase
 
     def benchmarker(self: Any) -> Callable[..., Any]:

@@ -226,7 +226,6 @@ def program_line() -> str:
 
 
 def _line_of(traceback: TracebackType | None) -> str:
-    """Innermost program line in an error's traceback."""
     found = ""
     while traceback is not None:
         name = traceback.tb_frame.f_code.co_filename
@@ -236,7 +235,6 @@ def _line_of(traceback: TracebackType | None) -> str:
 
 
 def _frames() -> Iterator[tuple[str, int]]:
-    """Running (file, line) pairs, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
@@ -254,7 +252,6 @@ def is_program(filename: str) -> bool:
 
 
 def is_python(filename: str) -> bool:
-    """True for the standard library."""
     return filename.startswith(_PYTHON) and _PACKAGES not in filename
 
 

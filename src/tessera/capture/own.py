@@ -4,19 +4,16 @@
     with own_launches():           they run on the device of their tensors
     with inductor_launches(see):   `see` gets every launch of an Inductor-made kernel, after it ran
 
-A launch runs through the driver or Triton on a GPU, in the PTX interpreter on a CPU, and not at all on fake
-tensors. Accesses are proved from PTX. Kernels launched by an operator belong to it (`inside_operator`).
-Without a GPU, Triton compiles for `TARGET` and an autotuner takes its first configuration; autotuning
-launches are not shown.
+A launch runs on a GPU, in the PTX interpreter on a CPU, and not at all on fake tensors. Kernels launched by
+an operator belong to it (`inside_operator`). Without a GPU, Triton compiles for `TARGET` and an autotuner
+takes its first configuration. Arguments are those of the PTX entry; constexpr values are the kernel's
+constants.
 
-Arguments are those of the PTX entry; constexpr values are the kernel's constants.
-
-Pointer tables are tensors of addresses of other tensors. `read_table` reads one at launch: each entry becomes
-the tensor it points into, or stays a number if too small for an address. So a recorded launch names buffers,
-and each run writes a table with its own addresses.
+Pointer tables are tensors of addresses. `read_table` replaces each entry by the tensor it points into, so a
+recorded launch names buffers, and each run writes a table with its own addresses.
 
 Refused: kernels of `torch.cuda._compile_kernel`, whose code torch does not keep. Not seen: kernels of CuPy,
-Numba or ctypes, and Inductor's static launcher, which drops PTX (`compile.CONFIG` switches it off).
+Numba or ctypes.
 """
 
 import contextlib
@@ -52,8 +49,6 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class OwnLaunch:
-    """One launch of a kernel with PTX."""
-
     kernel: Kernel
     # Tensors and numbers of the PTX entry; a tuple is a pointer table.
     args: tuple[Any, ...]
@@ -72,8 +67,6 @@ class OwnLaunch:
 
 @dataclass(frozen=True, kw_only=True)
 class TritonLaunch(OwnLaunch):
-    """One launch of a compiled Triton kernel."""
-
     relaunch: Relaunch
 
 

@@ -8,13 +8,10 @@ read of a tensor that depends on the request is refused with its line:
   in C++     tensor_split and ctc_loss read tensor arguments without an operator
   clocks     time, datetime, os.urandom: different in every call
 
-Methods of torch's classes are replaced while a thread records; other threads are not affected. Python's
-profiling hook sees clocks and methods saved earlier. (Models take other paths under a TorchFunctionMode.)
-`operators` refuses operators that answer the host; `holders` and `record` find reads by other means.
-docs/capture.md shows what each defence alone refuses.
+Methods of torch's classes are replaced while a thread records; Python's profiling hook sees clocks and
+methods saved earlier. docs/capture.md shows what each defence alone refuses.
 
-Transformers reads masks and checks inputs by value unless traced, so `traced` says that it is: a mask that
-hides nothing is applied, and messages print "tensor".
+Transformers reads masks and checks inputs by value unless traced, so `traced` says that it is.
 """
 
 import datetime
@@ -75,8 +72,6 @@ _WITHIN = "Compute with torch's operators, or make a custom operator of it (torc
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A function that reads tensor bytes: owner, name, effect."""
-
     owner: Any
     name: str
     does: str = VALUE

@@ -1,23 +1,20 @@
 """Recorder: PyTorch's dispatched operators as a Trace.
 
 An operator is a launch iff it writes an argument (by schema) or returns new storage; otherwise it is a view.
-Aliasing is decided by storage identity, since some operators (`_unsafe_view`, a no-op `contiguous`) alias
-undeclared; the trace lists those. Real and fake tensors are recorded alike. A tensor made from Python values
-is a constant in the trace; moving it to the step's device is no launch. A fake constant of unknown value is
-kept by name and size.
+Aliasing is decided by storage identity, since some operators alias undeclared; the trace lists those. A
+tensor made from Python values is a constant in the trace; moving it to the step's device is no launch.
 
 A buffer varies if a request decides its contents: inputs, state, random numbers, and results of these. Its
 host reads are refused (see `operators` and `reads`).
 
-A launch belongs to the running module's path ("model.layers.0.mlp"); a backward launch to its forward's, by
-torch's sequence numbers.
+A launch belongs to the running module's path; a backward launch to its forward's, by torch's sequence
+numbers.
 
-`Watch` observes what a call touches and saves what it changes. `Ledger` holds launches and the buffer of each
-storage.
+`Watch` also saves what a call changes. `Ledger` holds launches and the buffer of each storage.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
@@ -26,22 +23,22 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera.capture.blocks import raw, storage_key
+from tessera.capture.blocks import raw
 from tessera.capture.fake import Run
 from tessera.capture.operators import (
     MAX_CONSTANT_BYTES,
     Recorded,
     Results,
     argument_accesses,
-    arguments,
     byte_region,
     check_operator,
     check_tensor,
@@ -65,8 +62,6 @@ from tessera.kernels.ptx import triton_accesses
 
 
 class Ledger:
-    """Launches and buffers recorded so far."""
-
     def __init__(self, recorded_on: str = "cpu") -> None:
         self._recorded_on = recorded_on
         # A weak reference keeps a storage's id, not its memory.
@@ -84,11 +79,9 @@ class Ledger:
         return None if entry is None else entry[1]
 
     def index(self, tensor: torch.Tensor) -> int:
-        """Buffer of a tensor that has one."""
         return self.storages[tensor.untyped_storage()._cdata][1]
 
     def know(self, tensor: torch.Tensor, buffer: int) -> None:
-        """Assign a buffer to the tensor's storage."""
         storage = tensor.untyped_storage()
         self.storages[storage._cdata] = (StorageWeakRef(storage), buffer)
 
@@ -127,7 +120,6 @@ class Ledger:
 
     @property
     def empty(self) -> Set[int]:
-        """Buffers without contents yet."""
         return set(range(len(self.buffers))) - self._filled
 
     def view(self, tensor: torch.Tensor) -> View:
@@ -188,10 +180,7 @@ class Ledger:
         return Launch(self._operators[func], args, kwargs, outputs, tuple(accesses), scope)
 
     def kernel_launch(
-        self,
-        seen: OwnLaunch,
-        view: Callable[[torch.Tensor], View] | None = None,
-        scope: str = "",
+        self, seen: OwnLaunch, view: Callable[[torch.Tensor], View] | None = None, scope: str = ""
     ) -> Launch:
         """Add a PTX kernel with proved accesses; unproved, it may touch all its buffers."""
         args = tuple(self.arg(a, view) for a in seen.args)
@@ -302,8 +291,6 @@ def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 class Recorder(TorchDispatchMode):
-    """Records while active; see `trace`."""
-
     def __init__(
         self,
         scopes: Scopes,
@@ -344,9 +331,12 @@ class Recorder(TorchDispatchMode):
 
     def trace(self, step: Step, outputs: Mapping[str, torch.Tensor]) -> Trace:
         self._draws.check()
+        self._keep_apart()
+        return self._ledger.trace(step, outputs, self._num_views, tuple(sorted(self._aliases.items())))
+
+    def _keep_apart(self) -> None:
         computed = {b for b in self._varying if self._ledger.buffers[b].kind is BufferKind.TEMPORARY}
         keep_apart({key: held for key, (held, b) in self._ledger.storages.items() if b in computed})
-        return self._ledger.trace(step, outputs, self._num_views, tuple(sorted(self._aliases.items())))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -360,12 +350,12 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         given = _tensors((args, kwargs))
         check_operator(func, args, kwargs, self.varies)
+        generator = generator_of(func, args, kwargs)
         named = tuple((k, self._ledger.arg(v, self._argument)) for k, v in kwargs.items())
         recorded = tuple(self._ledger.arg(a, self._argument) for a in args), named
-        generator = generator_of(func, args, kwargs)
         if generator:
             self._draws.before(generator)
-        result = run_operator(self._run, func, args, kwargs)
+        result = self._execute(func, args, kwargs, recorded)
         if generator:
             self._draws.after(generator)
         results = result if isinstance(result, tuple | list) else (result,)
@@ -380,6 +370,9 @@ class Recorder(TorchDispatchMode):
             self._note_alias(func, results)
         return result
 
+    def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Recorded) -> Any:
+        return run_operator(self._run, func, args, kwargs)
+
     def _carries_constant(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
         """True if a constant only changed device or became fake."""
         if func._schema.name not in CARRIERS or len(given) != 1 or self._ledger.find(made[0]) is not None:
@@ -389,7 +382,6 @@ class Recorder(TorchDispatchMode):
         return bool(source.constant_hex) and size == source.size_bytes and made[0].dtype is given[0].dtype
 
     def _note_alias(self, func: Any, results: Results) -> None:
-        """Count an operator with an undeclared alias."""
         for result, declared in zip(results, func._schema.returns, strict=False):
             if isinstance(result, torch.Tensor) and declared.alias_info is None:
                 self._aliases[str(func)] += 1
@@ -404,7 +396,6 @@ class Recorder(TorchDispatchMode):
         return unchanged(seen.kernel.name, weights) if weights else None
 
     def _check_tables(self, seen: OwnLaunch) -> None:
-        """Refuse a pointer table that depends on the request."""
         for place, table in seen.tables:
             if not isinstance(seen.args[place], tuple):
                 continue  # unreadable
@@ -461,42 +452,28 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
-class Watch(TorchDispatchMode):
-    """Notes which storages are touched, and saves each before its first write."""
+class Watch(Recorder):
+    """Notes which storages a call touches, and saves each before its first write."""
 
-    def __init__(self, known: dict[int, int], fixed: Collection[int] = ()) -> None:
-        """`known`: storage numbers by key; `fixed`: numbers that no request decides."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._known = known
-        self._varying: dict[int, StorageWeakRef | None] = {
-            k: None for k, n in known.items() if n not in fixed
-        }
+    def __init__(self, tensors: Sequence[torch.Tensor], fixed: Collection[int]) -> None:
+        """`tensors`: one of each storage; `fixed`: numbers of those that no request decides."""
+        is_fake = any(isinstance(t, FakeTensor) for t in tensors)
+        super().__init__(Scopes(torch.nn.Module()), recorded_on="fake" if is_fake else "cpu")
+        self._given = tensors
+        declared = self._ledger.declare(BufferKind.STATE, {str(i): t for i, t in enumerate(tensors)})
+        self._varying = set(declared) - set(fixed)
         self._stack = ExitStack()
-        self.touched: set[int] = set()
         self.saved: dict[int, torch.Tensor] = {}
-        # Generators that the call draws from.
-        self.generators: set[str] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if has_wrappers(types):
-            return NotImplemented
-        check_operator(func, args, kwargs, self.varies)
-        generator = generator_of(func, args, kwargs)
-        self.generators |= {generator} - {""}
-        varies, changed = bool(generator), []
-        for _, value, writes in arguments(func._schema, args, kwargs):
-            for tensor in pytree.tree_leaves(value):
-                if isinstance(tensor, torch.Tensor):
-                    self._note(tensor, writes)
-                    varies |= self.varies(tensor)
-                    changed += [tensor] if writes else []
-        made = run_operator(call_operator, func, args, kwargs)
-        if varies:
-            self._follow([*changed, *pytree.tree_leaves(made)])
-        return made
+    @property
+    def touched(self) -> set[int]:
+        used = {a.buffer for launch in self._ledger.launches for a in launch.accesses}
+        return used & set(range(len(self._given)))
+
+    @property
+    def generators(self) -> list[str]:
+        """Generators that the call draws from."""
+        return self._draws.names
 
     def __enter__(self) -> "Watch":
         self._stack.enter_context(insisting())
@@ -505,36 +482,27 @@ class Watch(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        keep_apart({key: held for key, held in self._varying.items() if held is not None})
+        self._keep_apart()
         self._stack.__exit__(*error)
 
-    def varies(self, value: Any) -> bool:
-        """True for a tensor or storage computed from the call's inputs."""
-        if isinstance(value, torch.Tensor):
-            return value.layout is torch.strided and storage_key(value) in self._varying
-        return isinstance(value, torch.UntypedStorage) and value._cdata in self._varying
+    def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Recorded) -> Any:
+        self._save(argument_accesses(func._schema, recorded[0], dict(recorded[1])))
+        return super()._execute(func, args, kwargs, recorded)
 
-    def _follow(self, tensors: list[Any]) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                key = storage_key(tensor)
-                held = None if key in self._known else StorageWeakRef(tensor.untyped_storage())
-                self._varying.setdefault(key, held)
+    def _add_launch(self, launch: Launch) -> None:
+        self._save(launch.accesses)  # a kernel of the program runs after this
+        super()._add_launch(launch)
 
-    def own_launch(self, seen: OwnLaunch) -> None:
-        ledger = Ledger()
-        launch = ledger.kernel_launch(seen)
-        written = {a.buffer for a in launch.accesses if a.write or a.atomic}
-        changed = [t for t in seen.tensors if launch.immovable or ledger.find(t) in written]
-        for tensor in seen.tensors:
-            self._note(tensor, any(tensor is other for other in changed))
-        if any(map(self.varies, seen.tensors)):
-            self._follow(changed)
+    def _save(self, accesses: Sequence[Access]) -> None:
+        for access in accesses:
+            number = access.buffer
+            if (access.write or access.atomic) and number < len(self._given) and number not in self.saved:
+                self.saved[number] = _copy(self._given[number])
 
-    def _note(self, tensor: torch.Tensor, writes: bool) -> None:
-        block = self._known.get(storage_key(tensor))
-        if block is None:
-            return
-        self.touched.add(block)
-        if writes and block not in self.saved:
-            self.saved[block] = raw(tensor, 0, tensor.untyped_storage().nbytes()).clone()
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of a tensor's storage; none for a fake."""
+    if isinstance(tensor, FakeTensor):
+        return torch.empty(0, dtype=torch.uint8)
+    with no_dispatch():
+        return raw(tensor, 0, tensor.untyped_storage().nbytes()).clone()

@@ -1,13 +1,11 @@
 """Random generators as state of a step.
 
 A launch that draws reads and writes the state of its device's default generator: a buffer "rng:cpu" or
-"rng:cuda:0", as `get_rng_state` returns it. So draws keep their order and repeat on another device.
-
-A request starts with a generator seeded by its seed; a captured call with the program's generator state.
-`entered` installs such a state for one call.
+"rng:cuda:0". So draws keep their order and repeat on another device. A request starts with a generator seeded
+by its seed; a captured call with the program's generator state (`entered`).
 
 Refused with the program's line: other generators, and steps that seed or draw without a declaring operator
-(`Draws` compares states around every draw). On a fake device the state is a name and a size.
+(`Draws` compares states around every draw).
 """
 
 import functools
@@ -90,7 +88,6 @@ def forked() -> AbstractContextManager[None]:
 
 
 def without_generators(state: Tensors) -> dict[str, torch.Tensor]:
-    """State without generator buffers."""
     return {name: tensor for name, tensor in state.items() if not name.startswith(GENERATOR)}
 
 

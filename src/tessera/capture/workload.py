@@ -23,8 +23,10 @@ from tessera.errors import TesseraError
 from tessera.ir import Step, Trace
 
 Tensors = Mapping[str, torch.Tensor]
-# Errors of a program given unsuitable values.
-UNFIT = (RuntimeError, LookupError, ValueError, TypeError, AssertionError, ArithmeticError)
+# Errors of a program given unsuitable values, or called in an unknown way.
+UNFIT = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,6 @@ class Workload:
         )
 
     def run(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        """Reference run that plans are compared with."""
         with torch.no_grad(), entered(state), own_launches():
             return self.call(inputs, without_generators(state))
 

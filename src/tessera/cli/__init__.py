@@ -90,7 +90,6 @@ def _root(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The console entry point."""
     sys.exit(_main(argv))
 
 

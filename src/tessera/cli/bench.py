@@ -134,8 +134,7 @@ class EndpointName(StrEnum):
 
 
 RequestsOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of requests.", show_default="200, or all of a log"),
+    int | None, typer.Option(min=1, help="Number of requests.", show_default="200, or all of a log")
 ]
 RateOption = Annotated[
     float | None,

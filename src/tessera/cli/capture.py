@@ -52,8 +52,7 @@ DeviceOption = Annotated[
     str, typer.Option(help="Where to record: cpu, cuda:N, or fake (no GPU and no weights needed).")
 ]
 CompiledOption = Annotated[
-    bool,
-    typer.Option("--compiled", help="Record the kernels that Inductor makes of the step, for a GPU."),
+    bool, typer.Option("--compiled", help="Record the kernels that Inductor makes of the step, for a GPU.")
 ]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="The trace to write.", show_default="STEP.trace")

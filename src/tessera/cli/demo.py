@@ -1,8 +1,7 @@
 """tessera demo: the gain of a plan, the proof that results do not change, and a case without gain.
 
-Gain: a full-size model on two cards, planned from its outlines without weights or GPUs, in its own process.
-Proof: a small Llama with random weights, planned three times for two GPUs, run on one worker process per
-device, and compared bit for bit with the model itself. Such a small model gains nothing.
+Gain: a full-size model on two cards, planned from its outlines in its own process. Proof: a small Llama with
+random weights, planned three times, run on one worker process per device, and compared bit for bit.
 """
 
 import multiprocessing
@@ -33,7 +32,8 @@ from tessera.cli.plan_load import (
     verdict,
 )
 from tessera.cli.plan_text import PlanFigures, plan_figures
-from tessera.errors import TesseraError
+from tessera.cli.run import is_equal, overlap, run_through, shares
+from tessera.errors import TesseraError, WorkerError
 from tessera.ir import Cluster, Objective, Plan, Step, Timeline, save
 from tessera.plan import Option
 
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     import torch
 
     from tessera.execute.offline import RunResult
-    from tessera.execute.worker_stepper import WorkerStepper
-    from tessera.flow import ReferenceRun, UnitRequest
     from tessera.plan import LoadPlan
 
 # Gain: a model with shipped outlines, decodes only, at least ten tokens per second for each user, on two
@@ -65,11 +63,7 @@ BEGIN, END = 256, 257
 SIMULATED_REQUESTS = 12
 # Two objectives, and a policy that always divides each layer, so that the bit comparison never depends on
 # whether dividing such a small model pays.
-POLICIES = (
-    (Objective.THROUGHPUT, None),
-    (Objective.LATENCY, None),
-    (Objective.THROUGHPUT, "attention-ffn"),
-)
+POLICIES = ((Objective.THROUGHPUT, None), (Objective.LATENCY, None), (Objective.THROUGHPUT, "attention-ffn"))
 FIRST_LINE = (
     f"Plans {FULL.model} for two different cards, proves on a small model that dividing it changes no bit, "
     "and shows where dividing does not pay. No GPU, no weights; less than a minute."
@@ -98,9 +92,6 @@ class DemoRun(Record, frozen=True):
 
     headline: Annotated[DemoGain, HIDDEN]
     verified: bool
-    tokens_equal: Annotated[bool, HIDDEN]
-    logits_equal: Annotated[bool, HIDDEN]
-    state_equal: Annotated[bool, HIDDEN]
     model: Annotated[str, HIDDEN]
     devices: Annotated[tuple[str, ...], HIDDEN]
     requests: Annotated[int, HIDDEN]
@@ -127,19 +118,12 @@ class DemoPolicies(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Policy:
-    """One plan, run for real."""
+    """One plan, run on workers and compared with the reference run."""
 
     plan: Plan
     results: "list[RunResult]"
     measured: Timeline
-    tokens_equal: bool
-    logits_equal: bool
-    state_equal: bool
-
-    @property
-    def verified(self) -> bool:
-        """True iff nothing differs from the reference run."""
-        return self.tokens_equal and self.logits_equal and self.state_equal
+    verified: bool
 
 
 def demo(
@@ -198,7 +182,6 @@ def _run(
     advance: Callable[[str], None],
 ) -> list[Policy]:
     from tessera.capture import build, record
-    from tessera.execute.stepper import SpanLog
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference
     from tessera.plan import search_config
@@ -228,38 +211,15 @@ def _run(
     for request in requests:
         reference.append(run_reference(unit, request))
         advance("generating on one device, for comparison")
+    policies = []
     with WorkerStepper(plans, workloads[0].weights(), max_failures=3) as stepper:
-        stepper.spans = SpanLog(plans[0])
-        return [_run_policy(stepper, i, requests, reference, advance) for i in range(len(plans))]
-
-
-def _run_policy(
-    stepper: "WorkerStepper",
-    policy: int,
-    requests: "list[UnitRequest]",
-    reference: "list[ReferenceRun]",
-    advance: Callable[[str], None],
-) -> Policy:
-    from tessera.execute.offline import run_offline, timeline_of
-    from tessera.execute.reference import same_bits
-
-    plan, log = stepper.plans[policy], stepper.spans
-    assert log is not None, "set when the workers were started"
-    what = f"generating on {len(plan.cluster.devices)} workers, {plan.policy} policy"
-    run = run_offline(stepper, requests, policy=policy, on_done=lambda number: advance(what), spans=log)
-    run.raise_failures()
-    results, measured = run.results, timeline_of(log, stepper.plans, run.results)
-    pairs = list(zip(reference, results, strict=True))
-
-    def equal(name: str) -> bool:
-        return all(
-            same_bits(a[name], b[name])
-            for one, other in pairs
-            for a, b in zip(one.outputs, other.outputs, strict=True)
-        )
-
-    state = all(same_bits(t, other.state[name]) for one, other in pairs for name, t in one.state.items())
-    return Policy(plan, results, measured, equal("next_tokens"), equal("logits"), state)
+        for number, plan in enumerate(plans):
+            ran = run_through(stepper, requests, number, None, advance)
+            if failed := next((r.error for r in ran.results if r.error), ""):
+                raise WorkerError(failed, "Check the memory of this machine, then run again.")
+            verified = all(map(is_equal, reference, ran.results))
+            policies.append(Policy(plan, ran.results, ran.timeline, verified))
+    return policies
 
 
 def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, str]:
@@ -290,8 +250,6 @@ def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, 
 
 
 def _record(full: "LoadPlan", policies: list[Policy], files: dict[str, str], seconds: float) -> DemoRun:
-    from tessera.cli.run import overlap, shares
-
     plan, gain = policies[0].plan, load_figures(full)
     same = (name for name in DemoGain.__struct_fields__ if hasattr(gain, name) and name != "tpot_ms")
     return DemoRun(
@@ -303,9 +261,6 @@ def _record(full: "LoadPlan", policies: list[Policy], files: dict[str, str], sec
             **{name: getattr(gain, name) for name in same},
         ),
         verified=all(p.verified for p in policies),
-        tokens_equal=all(p.tokens_equal for p in policies),
-        logits_equal=all(p.logits_equal for p in policies),
-        state_equal=all(p.state_equal for p in policies),
         model=MODEL,
         devices=plan.cluster.names,
         requests=len(PROMPTS),

@@ -64,9 +64,7 @@ class GpuCard(Record, frozen=True):
     notes: tuple[str, ...]
 
 
-def gpus(
-    name: Annotated[str | None, typer.Argument(help="One GPU, in full.")] = None,
-) -> GpuList | GpuCard:
+def gpus(name: Annotated[str | None, typer.Argument(help="One GPU, in full.")] = None) -> GpuList | GpuCard:
     """List the GPUs Tessera knows: specs, sustained rates, price, and which sources cover their costs."""
     tables = installed_tables()
     if name is None:

@@ -1,25 +1,16 @@
 """How commands talk: one record on standard output, progress on standard error.
 
-A command is a function that returns one frozen record; `printed` makes a command of typer out of it. It adds
-`--json` and prints the record: with `--json` by msgspec, otherwise by the renderer of `cli/render.py`.
-
-    class Doctor(Record, frozen=True):
-        python: str
-        devices: tuple[DeviceLine, ...]
-        notes: tuple[str, ...] = ()
-
-    def doctor() -> Doctor:
-        ...
+A command is a function that returns one frozen record; `printed` makes a command of typer out of it, adds
+`--json` and prints the record: by msgspec, or by the renderer of `cli/render.py`.
 
 - A command never prints to standard output and never declares `--json`.
 - A command that goes on after its record (a service) is a generator and yields it; then the JSON is one line.
-- An outcome that is a failure: the record's `problem` returns the error. It is raised after the record is
-  printed, so the figures and the exit code are both there.
-- What only people see and no record holds, as the picture of a layer: return `Illustrated(record, pictures)`.
-- Options that need or exclude another: `needs` and `excludes` below; ranges: `typer.Option(min=, max=)`;
-  choices: an `Enum`.
-- Every record has a JSON schema, docs/schemas/command-NAME.json, written by scripts/schemas.py from its
-  return annotation. Types in records must be importable without torch.
+- An outcome that is a failure: the record's `problem` returns the error, raised after the record is printed.
+- What only people see, as the picture of a layer: return `Illustrated(record, pictures)`.
+- Options that need or exclude another: `needs` and `excludes`; ranges: `typer.Option(min=, max=)`; choices:
+  an `Enum`.
+- Every record has a JSON schema, docs/schemas/command-NAME.json (scripts/schemas.py). Types in records must
+  be importable without torch.
 """
 
 import functools
@@ -164,7 +155,6 @@ def positive(param: typer.CallbackParam, value: float | None) -> float | None:
 
 
 def console() -> Console:
-    """Standard output, for people."""
     return Console(highlight=False)
 
 

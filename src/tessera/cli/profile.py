@@ -163,9 +163,7 @@ def _price(
         total_us={name: costs.total_us(i) for i, name in enumerate(names)},
         launches=tuple(
             LaunchCost(
-                launch=index,
-                kernel=loaded.kernel_of(index).name,
-                costs=dict(zip(names, row, strict=True)),
+                launch=index, kernel=loaded.kernel_of(index).name, costs=dict(zip(names, row, strict=True))
             )
             for index, row in enumerate(costs.costs)
         ),
@@ -176,7 +174,6 @@ def _price(
 
 
 def _kernels(trace: Trace, costs: Costs) -> tuple[KernelCost, ...]:
-    """One row per kernel, the most expensive first."""
     from tessera.report import duration, short_name
 
     indices: dict[str, list[int]] = {}
@@ -225,7 +222,6 @@ def _modelled_notes(trace: Trace, costs: Costs) -> tuple[str, ...]:
 
 
 def _sources(costs: Costs) -> str:
-    """Measured, modelled, or how many of each."""
     found = [c.source is Source.MEASURED for row in costs.costs for c in row if c.us > 0]
     if not any(found):
         return "modelled"
@@ -287,12 +283,10 @@ class Keeping:
     spare: Callable[[str], None] | None = None
 
     def open(self, machine: Machine) -> Store:
-        """The store, as one device sees it."""
         return Store(self.path, machine, self.clocks, self.spare)
 
 
 def keeping(store: Path | None, clocks: str) -> Keeping:
-    """From the options."""
     return Keeping(store or default_store(), clocks_named(clocks), warning() if store is None else None)
 
 

@@ -1,21 +1,15 @@
-"""tessera run and serve on several machines: one process per device; they meet by address or under torchrun.
+"""tessera run and serve on several machines: one process per device.
 
     tessera run PLAN --rendezvous HOST:PORT --rank 0 --secret-file SECRET --requests 32 --verify
     tessera run PLAN --rendezvous HOST:PORT --rank 1 --secret-file SECRET
-
     torchrun --nnodes 2 --nproc-per-node 1 ... -m tessera run PLAN --torchrun --secret-file SECRET
-
-Rank 0 runs the requests and prints what came of them; its own device computes in a process beside it. It
-sends the others what is to run: those of `tessera serve`, and `tessera worker`, need no plan, those of
-`tessera run` have one, which must be the same. With --ray, Ray starts the workers of all devices, of both.
-
-tessera worker: this machine computes for a service on another.
-
     tessera worker --rendezvous HOST:PORT --secret-file SECRET [--rank N]
 
-The service sends what is to be run; the worker makes the model's weights itself, from the built-in name or
-from the folder that the service names, or from --model, and is sent those that it cannot make. It goes on
-until no service answers any more.
+Rank 0 runs the requests and prints the results; its own device computes in a process beside it. Workers of
+`tessera serve` need no plan, those of `tessera run` have the same one. With --ray, Ray starts all workers.
+
+`tessera worker` makes the model's weights from the built-in name or folder that the service names, or from
+--model, and receives those that it cannot make. It goes on until no service answers.
 """
 
 import hashlib
@@ -202,7 +196,6 @@ def _complain(line: str) -> None:
 
 
 def plans_digest(plans: Sequence[Plan]) -> str:
-    """Names several plans by their contents."""
     return hashlib.sha256("".join(digest(plan) for plan in plans).encode()).hexdigest()
 
 

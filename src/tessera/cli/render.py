@@ -5,15 +5,14 @@ A record is a frozen dataclass or msgspec struct. Its fields are printed in orde
   scalar, list or dict of scalars   a labelled line
   list or dict of records           a table with a column for each field
   record                            a section; a labelled line if its field has a unit
-  `headline`                        one sentence in bold, without a label
-  `notes`                           one line each, without a label
+  `headline`, `notes`               lines without a label
   None, or an empty list or dict    nothing
 
-Units come from the end of a field's name (`_us`, `_ms`, `_s`, `_bytes`, `_per_s`, `_share`, ...). A field can
-say more with `Annotated[T, HIDDEN]` (only in the JSON) or `Annotated[T, shown("label", "unit")]`.
+Units come from the end of a field's name (`_us`, `_bytes`, `_per_s`, ...). A field can say more with
+`Annotated[T, HIDDEN]` (only in the JSON) or `Annotated[T, shown("label", "unit")]`.
 
-A table that does not fit the terminal is turned: one column for each record, one row for each field. If that
-does not fit either, long words are broken; at last each record becomes a section. No text is ever cut.
+A table that does not fit the terminal is turned; else long words are broken; else each record is a section.
+No text is ever cut.
 """
 
 import dataclasses
@@ -147,7 +146,6 @@ def text_of(value: Any, unit: str = "") -> str:
 
 
 def render(record: Any, console: Console) -> None:
-    """Print a record."""
     lines: list[tuple[str, str]] = []
     for field in fields_of(type(record)):
         value = getattr(record, field.name)
@@ -187,7 +185,6 @@ def _title(text: str) -> Text:
 
 
 def _flush(lines: list[tuple[str, str]], console: Console) -> None:
-    """Print the labelled lines that have come together."""
     if not lines:
         return
     grid = Table.grid(padding=(0, GAP))

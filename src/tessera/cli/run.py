@@ -1,13 +1,10 @@
-"""tessera run: plans on real worker processes, compared with the model itself.
+"""tessera run: plans on worker processes, compared with the model itself.
 
-With --verify every request has inputs of its own, and is compared with the model itself, called in this
-process on the same inputs; so a value that a capture took for a constant shows. On GPUs it is compared with
-the recorded launches one by one, and the output says so. Bits of unlike kinds of device are not to be
-expected equal, so a plan over GPUs and CPUs is run and not compared.
+With --verify every request has inputs of its own and is compared with the model, called in this process; on
+GPUs with the recorded launches one by one. A plan over GPUs and CPUs is not compared: their bits differ.
 
-What a run shows stands next to what was predicted. Emulated devices compute on this machine's CPU, so their
-times are no GPU's; what can be compared is each device's share of all computing: measured in CPU time of the
-launches, predicted by the plan's costs.
+Emulated devices compute on this machine's CPU, so their times are no GPU's; what can be compared is each
+device's share of all computing: measured in CPU time, predicted by the plan's costs.
 """
 
 import time
@@ -19,21 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from tessera.cli.output import HIDDEN, Record, progress, shown
-from tessera.cli.remote import (
-    Meeting,
-    OnRay,
-    Rank,
-    Rendezvous,
-    SecretFile,
-    UnderTorchrun,
-    met,
-    serve_rank,
-)
+from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, met, serve_rank
 from tessera.errors import MismatchError, TesseraError
-from tessera.ir import Arg, BufferKind, DeviceKind, Plan, Symbol, Timeline, Trace, load, need_one_batch
+from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load, need_one_batch
 
 if TYPE_CHECKING:
-    from tessera.execute.offline import Request, RunResult, Trial
+    from tessera.execute.offline import Request, RunResult
     from tessera.execute.stepper import Tensors
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import BatchRequest, ReferenceRun, UnitRequest
@@ -47,33 +35,7 @@ GPU_TIMEOUT_S = 60.0
 # A device whose worker fails so often in a row is given up.
 MAX_FAILURES = 3
 MODEL_ITSELF = "the model itself"
-
-
-@dataclass(frozen=True)
-class Picked:
-    """What each plan reached, and which was taken."""
-
-    trials: "Sequence[Trial]"
-    number: int
-
-    @property
-    def ahead(self) -> float:
-        """By what share the plan is faster than the best of the others; a little below 0 where it is the
-        first and as good."""
-        best = max(t.per_s for t in self.trials if t.plan != self.number)
-        return self.trials[self.number].per_s / best - 1.0
-
-    def record(self, paths: Sequence[str]) -> "PickedPlan":
-        trials = tuple(
-            PlanTrial(plan=paths[t.plan], policy=t.policy, per_s=round(t.per_s, 3)) for t in self.trials
-        )
-        return PickedPlan(
-            number=self.number,
-            plan=paths[self.number],
-            policy=trials[self.number].policy,
-            ahead=round(self.ahead, 4),
-            trials=trials,
-        )
+LAUNCHES = "the recorded launches one by one; the model itself was not called"
 
 
 class PlanTrial(Record, frozen=True):
@@ -88,6 +50,7 @@ class PickedPlan(Record, frozen=True):
     number: Annotated[int, HIDDEN]
     plan: str
     policy: str
+    # A little below 0 where it is the first and as good.
     ahead: Annotated[float, shown("ahead of the next", "share")]
     trials: tuple[PlanTrial, ...]
 
@@ -145,15 +108,13 @@ class RunReport(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Ran:
-    """What the devices gave."""
-
     results: "list[RunResult]"
     timeline: Timeline
     compute_us: dict[str, float]
     peak_bytes: tuple[int, ...]
     faults: tuple[str, ...]
     # Which plan was taken, where plans were tried out first.
-    picked: "Picked | None" = None
+    picked: PickedPlan | None = None
     # Where the requests' inputs came from, and what results were compared with, in words.
     inputs: str = ""
     reference: str | None = None
@@ -181,12 +142,10 @@ PlanArgument = Annotated[
     list[Path], typer.Argument(help="The plan to run; several are policies to switch between.")
 ]
 VerifyOption = Annotated[
-    bool,
-    typer.Option("--verify", help="Compare with the model itself, bit by bit, on inputs drawn afresh."),
+    bool, typer.Option("--verify", help="Compare with the model itself, bit by bit, on inputs drawn afresh.")
 ]
 TraceOption = Annotated[
-    Path | None,
-    typer.Option(help="Write a Perfetto trace here: what happened beside what was predicted."),
+    Path | None, typer.Option(help="Write a Perfetto trace here: what happened beside what was predicted.")
 ]
 PlainOption = Annotated[
     bool, typer.Option("--plain", help="One request at a time, so that nothing overlaps.")
@@ -195,8 +154,7 @@ TransportOption = Annotated[
     str, typer.Option(help="Transport of tensors between workers: auto, shm, ipc, nvshmem or host.")
 ]
 TimeoutOption = Annotated[
-    float | None,
-    typer.Option(help="Seconds after which a worker that blocks a step counts as lost."),
+    float | None, typer.Option(help="Seconds after which a worker that blocks a step counts as lost.")
 ]
 PickOption = Annotated[
     bool, typer.Option("--pick", help="Try the plans out on these devices and run the fastest.")
@@ -223,7 +181,7 @@ def run(
     ray: OnRay = None,
 ) -> RunReport | None:
     """Run requests through a plan, one worker process per device."""
-    plans, place = [load(Plan, path) for path in plan], str(plan[0])
+    plans, paths, place = [load(Plan, path) for path in plan], [str(path) for path in plan], str(plan[0])
     _check_devices(plans[0], devices, place)
     check_pick(plans, pick)
     started = time.perf_counter()
@@ -241,12 +199,13 @@ def run(
     with met(plans, meeting, ray) as hub, progress("building the model", total) as advance:
         options["hub"] = hub
         every, depth = 0 if pick else switch_every, 1 if plain else None
-        ran, equal = _run(plans, requests, verify, every, depth, options, advance)
-    return _report(plans, [str(path) for path in plan], ran, equal, started, trace)
+        ran, equal = _run(plans, paths, requests, verify, every, depth, options, advance)
+    return _report(plans, paths, ran, equal, started, trace)
 
 
 def _run(
     plans: Sequence[Plan],
+    paths: Sequence[str],
     num: int,
     verify: bool,
     switch_every: int,
@@ -262,17 +221,20 @@ def _run(
     asked = requests_of(plans[0], num, is_fresh=verify and not on_gpus)
     weights, work = asked.weights, asked.work
     if on_gpus:
-        scale = time_scale(plans[0], weights, cast("Request", work[0]))
+        from tessera.execute.cuda.measure import scale_of
+
+        scale = scale_of(plans[0], weights, cast("Request", work[0])).factor
         options |= {"scale": scale, "is_profiled": True}
         options["timeout_s"] = options["timeout_s"] or GPU_TIMEOUT_S * scale
     advance("starting workers")
     with WorkerStepper(plans, weights, max_failures=MAX_FAILURES, **options) as stepper:
-        picked = None if switch_every else _try_out(stepper, plans, work, scale, advance)
-        policy = _every(switch_every, len(plans)) if picked is None else picked.number
-        ran = _through(stepper, work, policy, depth, advance).divided(scale)
-    ran = replace(ran, picked=picked, inputs=asked.inputs, reference=_reference(verify, on_gpus))
+        picked = None if switch_every else _try_out(stepper, paths, work, scale, advance)
+        policy = picked.number if picked else lambda num_done: num_done // switch_every % len(plans)
+        ran = run_through(stepper, work, policy, depth, advance).divided(scale)
+    ran = replace(ran, picked=picked, inputs=asked.inputs)
     if not verify:
         return ran, None
+    ran = replace(ran, reference=LAUNCHES if on_gpus else MODEL_ITSELF)
     if on_gpus:
         wanted = in_order(plans[0], weights, cast("Sequence[Request]", work))
         return ran, all(r.error or is_equal(w, r) for w, r in zip(wanted, ran.results, strict=True))
@@ -285,23 +247,18 @@ def _run(
     return ran, equal
 
 
-def _reference(verify: bool, on_gpus: bool) -> str | None:
-    if not verify:
-        return None
-    return "the recorded launches one by one; the model itself was not called" if on_gpus else MODEL_ITSELF
-
-
 def _try_out(
     stepper: "WorkerStepper",
-    plans: Sequence[Plan],
+    paths: Sequence[str],
     work: "Sequence[UnitRequest | BatchRequest]",
     scale: float,
     advance: Callable[[str], None],
-) -> Picked:
+) -> PickedPlan:
     """Tries every plan on the requests over and over; rates are modelled where devices are dilated."""
     from tessera.execute.offline import EACH, pick, run_offline, try_all
 
     advance("trying the plans out")
+    plans = stepper.plans
 
     def run_under(number: int) -> "list[RunResult]":
         again = [work[i % len(work)] for i in range(EACH * plans[number].microbatches)]
@@ -310,14 +267,17 @@ def _try_out(
         return run.results
 
     trials = [replace(t, per_s=t.per_s * scale) for t in try_all(plans, run_under)]
-    return Picked(trials, pick(trials).plan)
+    best = pick(trials)
+    return PickedPlan(
+        number=best.plan,
+        plan=paths[best.plan],
+        policy=best.policy,
+        ahead=round(best.per_s / max(t.per_s for t in trials if t is not best) - 1.0, 4),
+        trials=tuple(PlanTrial(plan=paths[t.plan], policy=t.policy, per_s=round(t.per_s, 3)) for t in trials),
+    )
 
 
-def _every(switch_every: int, num_policies: int) -> Callable[[int], int]:
-    return lambda num_done: num_done // switch_every % num_policies
-
-
-def _through(
+def run_through(
     stepper: "WorkerStepper",
     work: "Sequence[UnitRequest | BatchRequest]",
     policy: int | Callable[[int], int],
@@ -361,7 +321,7 @@ def _report(
         verified=equal,
         reference=ran.reference,
         inputs=ran.inputs,
-        picked=ran.picked.record(paths) if ran.picked else None,
+        picked=ran.picked,
         requests=num,
         lost=lost,
         restarted=sum(bool(r.restarts) for r in ran.results),
@@ -410,7 +370,6 @@ def overlap(timeline: Timeline) -> float:
 
 
 def shares(names: Sequence[str], busy_us: Mapping[str, float]) -> list[float]:
-    """Each device's share of all computing."""
     total = sum(busy_us.get(name, 0.0) for name in names) or 1.0
     return [busy_us.get(name, 0.0) / total for name in names]
 
@@ -435,7 +394,6 @@ def compared(plan: Plan, ran: Ran, predicted: Timeline) -> tuple[DeviceRun, ...]
 
 
 def has_gpus(plan: Plan) -> bool:
-    """True if some device is a GPU's."""
     return any(d.kind is DeviceKind.CUDA for d in plan.cluster.devices)
 
 
@@ -454,13 +412,6 @@ def check_gpus(plan: Plan, is_verified: bool, place: str) -> None:
     if is_verified and len(gpus) < len(plan.cluster.devices):
         message = "GPUs and CPUs do not give the same bits, so this plan has nothing to be compared with"
         raise MismatchError(message, "Leave --verify out, or plan for cuda: devices only.", place)
-
-
-def time_scale(plan: Plan, weights: "Tensors", request: "Request") -> float:
-    """How many times longer than modelled everything takes on dilated devices; 1 where none is."""
-    from tessera.execute.cuda.measure import scale_of
-
-    return scale_of(plan, weights, request).factor
 
 
 def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[Request]") -> "list[RunResult]":
@@ -509,21 +460,3 @@ def check_runnable(trace: Trace, place: str) -> None:
             "Capture the tiny model of the same family with --device cpu.",
             place,
         )
-    for index, launch in enumerate(trace.launches):
-        devices = [
-            d for arg in (*launch.args, *(v for _, v in launch.kwargs)) for d in _constant_devices(arg)
-        ]
-        foreign = [d for d in devices if d.partition(":")[0] not in ("cpu", "")]
-        if foreign:
-            raise TesseraError(
-                f"the trace was captured for {foreign[0]} (launch {index}, {trace.kernel_of(index).name}); "
-                "this command runs on the CPU",
-                "Capture the tiny model of the same family with --device cpu.",
-                place,
-            )
-
-
-def _constant_devices(arg: Arg) -> list[str]:
-    if isinstance(arg, tuple):
-        return [d for item in arg for d in _constant_devices(item)]
-    return [arg.name] if isinstance(arg, Symbol) and arg.kind == "device" else []

@@ -63,7 +63,6 @@ def legal_order(num_launches: int, pairs: Iterable[Pair], rng: random.Random, nu
 
 
 def edge_pairs(graph: Graph) -> list[Pair]:
-    """Order constraints on shared memory."""
     return [(e.src, e.dst) for e in graph.edges]
 
 
@@ -139,7 +138,6 @@ class Trials:
         self._settled = set(first.memory)
 
     def _run_model(self, inputs: Tensors, state: Tensors) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Outputs of the model itself, and its state afterwards."""
         mine = {name: t.clone() for name, t in state.items()}
         return dict(self._workload.run({name: t.clone() for name, t in inputs.items()}, mine)), mine
 
@@ -160,7 +158,6 @@ class Trials:
         return FreshRequests(requests=num, equal=equal, differs=tuple(differs), inputs=self._inputs)
 
     def legal(self) -> LegalOrders:
-        """Orders that the graph allows."""
         equal = renamed_equal = 0
         edges, versions = edge_pairs(self._graph), value_pairs(self._graph)
         for number in range(self._num_orders):

@@ -1,17 +1,13 @@
 """tessera verify: the dependencies of a trace, proved by running it.
 
-The model is built again from the trace's step and called as it is. Then, in one process and on one thread,
-the trace's launches are replayed
-  - in their own order for other requests, with inputs and state drawn afresh: they must give what the model
-    itself gives for them, bit for bit, or the trace holds a value of the request that was recorded;
-  - in random orders that the graph allows, on shared memory and with every version in its own: outputs and
-    state must be those of the model, bit for bit;
-  - in orders that break the graph on purpose: one class of edges (RAW, WAR or WAW) is taken away and a pair
-    that it kept in order is turned round; and one edge of the reduced graph at a time is turned round. These
-    must come out different, or the check above could not fail.
-`differed` counts orders with other outputs or state, `damaged` also those that only leave other bytes in
-memory. A class is `necessary` if some order without it did either; `implied` if the other classes already
-keep all its pairs in order, so that none can be turned round; `absent` if no pair has it.
+The model is built from the trace's step and called as it is. Then the launches are replayed
+  - in their own order for other requests: results must equal the model's bit for bit, else the trace holds a
+    value of the recorded request;
+  - in random orders that the graph allows, on shared memory and with renamed buffers: likewise;
+  - in orders that break one class of edges (RAW, WAR or WAW) or one edge: these must differ.
+`differed` counts orders with other results, `damaged` also those that only leave other bytes in memory. A
+class is `necessary` if some order without it did either, `implied` if the other classes order all its pairs,
+`absent` if no pair has it.
 """
 
 import time

@@ -132,7 +132,6 @@ def _attend(
 
 
 def _scores(rows: torch.Tensor, keys: torch.Tensor, scale: float, soft_cap: float) -> torch.Tensor:
-    """Scores in at least 32 bits."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     scores = (rows.to(dtype) * scale) @ keys.to(dtype).transpose(2, 3)
     return torch.tanh(scores / soft_cap) * soft_cap if soft_cap else scores

@@ -2,20 +2,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Attention over paged keys and values on a GPU: the CUDA implementation of `tessera::paged_attention`.
 
-    attend(query, keys, values, pages, page_starts, lengths, query_starts, ...) -> out
-
-Two kinds of sequences share a step, and each has its kernel:
-
   one new token      `paged_decode`: one program per (key head, sequence, split of its keys); the query heads
-                     of the key head are the rows of its products. With several splits, `paged_join` adds
-                     them up. It also writes the zeros of padding tokens.
+                     of the key head are the rows of its products. `paged_join` adds several splits up. Also
+                     writes the zeros of padding tokens.
   several new ones   `paged_prefill`: one program per (key head, tile of one sequence's tokens). A tile's
-                     sequence is looked up in `query_starts`, so the grid is a bound: tokens // tokens of a
-                     tile + sequences. Keys after a tile's last token and before its window are not read.
+                     sequence is looked up in `query_starts`, so the grid is a bound.
 
-Lengths, query starts and page tables are read on the GPU alone: work follows true lengths, and a step can be
-part of a CUDA graph. Grids, blocks and splits depend on shapes and types (`tiles_for`); the depth of the
-software pipeline, which changes no bit of the result, also on the card's shared memory.
+Lengths and page tables are read on the GPU alone, so a step can be part of a CUDA graph. Grids, blocks and
+splits depend on shapes and types (`tiles_for`); the pipeline's depth, which changes no bit, on the card.
 
 Softmax is online, in float32 and powers of two. Products of 16-bit numbers are summed in float32; those of
 float32 are not rounded to TF32.
@@ -48,8 +42,6 @@ _SHARED_BYTES, _OTHER_BYTES = 99 << 10, 2 << 10
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Configuration of one program of a kernel."""
-
     # Rows of its products: query heads, or tokens times query heads of one key head.
     rows: int
     # Keys per iteration.
@@ -62,8 +54,6 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Division of a step into programs."""
-
     decode: Tile
     prefill: Tile
     # Programs that share the keys of one sequence and key head in `paged_decode`.
@@ -118,7 +108,6 @@ def _fitting(tile: Tile, row_bytes: int, shared_bytes: int) -> Tile:
 
 
 def _tiles_of(query: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor) -> Tiles:
-    """The division of a step on its tensors' card."""
     (tokens, query_heads, size), (_, _, heads, value_size) = query.shape, values.shape
     shared = _SHARED_BYTES
     if query.is_cuda:

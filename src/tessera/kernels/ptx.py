@@ -1,15 +1,12 @@
 """Accesses of PTX kernels: what a launch reads and writes, by analysis of its code with the launch's numbers.
 
-    triton_accesses(kernel, launch, buffers, empty) -> (accesses, why it may not move)
-    tables_of(kernel) -> parameters that lead to tables of pointers
-
 Argument i of the launch is parameter i of the entry; scratch pointers that Triton adds must not be touched.
-Arguments with a buffer are pointers, and small numbers are not: where the code alone leaves that open, it is
-analyzed again with that. Intervals are clamped to the buffer: a valid launch touches nothing outside. A write
-that may miss bytes of its interval counts as reading them too, unless the buffer holds nothing yet.
+Where the code alone does not tell pointers from numbers, the launch's arguments do. Intervals are clamped to
+the buffer. A write that may miss bytes of its interval counts as reading them too, unless the buffer is
+empty.
 
-A tuple argument is a table of pointers: its entries are buffers or numbers. An access through a pointer
-loaded from the table counts for all of each buffer.
+A tuple argument is a table of pointers. An access through a pointer loaded from it counts for all of each
+buffer.
 """
 
 from collections.abc import Sequence, Set

@@ -1,28 +1,26 @@
 """Corrections of modelled costs by measured launches.
 
-A `Corrections` record has
-
 - terms: cycles and factors for the overheads in `overheads.py`;
 - kernels: models of attention kernels with few queries;
-- rows: launches measured on one GPU. Equal work takes the measured time; other launches of the class
-  take the modelled time times the median ratio of measured to modelled.
+- rows: launches measured on one GPU. Equal work takes the measured time; other launches of the class are
+  scaled by the median ratio of measured to modelled.
 
-Terms and kernels are in `corrections.json`, fitted by scripts/fit_overheads.py and scripts/fit_streams.py to
-one GPU. `tessera calibrate` writes rows to `$XDG_CACHE_HOME/tessera/calibrations`, one file per GPU.
+Terms and kernels are in `corrections.json` (scripts/fit_overheads.py, scripts/fit_streams.py); `tessera
+calibrate` writes rows to `$XDG_CACHE_HOME/tessera/calibrations`, one file per GPU.
 
-us = (t0 + sqrt((base - t0)^2 + overhead^2)) * factors + floors. Cycles are shared by all SMs or serial. Other
-GPUs scale them by SMs and clock, with a wider error. Tables use FlashAttention 3 or newer from Hopper on, and
-before that FlashAttention 2, PyTorch's `flash` kernel; so `flash` has a factor on new GPUs only.
+    us = (t0 + sqrt((base - t0)^2 + overhead^2)) * factors + floors
 
-Kernels stream keys and values through one block per sequence and KV head:
+Other GPUs scale cycles by SMs and clock, with a wider error. Tables use FlashAttention 3 from Hopper on and
+FlashAttention 2 before, which is PyTorch's `flash`; so `flash` has a factor on new GPUs only.
+
+Attention kernels stream keys and values through one block per sequence and KV head:
 
     us = floor * t0 + sqrt(M^2 + S^2) + tail * row_us * blocks
     M  = bytes / (bandwidth * em * reach)
     S  = keys of a block * max(chain, wave * ceil(blocks / SMs))
 
-`chain` is cycles per key of a block alone on its SM, `wave` of blocks sharing an SM. Kernels with `splits`
-divide keys over idle SMs. `floor`, `reach` and `tail` are ratios to the GPU's t0, em and row_us of decode
-attention; on unmeasured chips `reach` is at most 1.
+`chain` is cycles per key of a block alone on its SM, `wave` of blocks sharing an SM; `splits` divides keys
+over idle SMs. `floor`, `reach` and `tail` are ratios to decode attention's parameters.
 """
 
 import math
@@ -66,8 +64,6 @@ LEAST_ERROR = 0.08
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Cost of one overhead term."""
-
     # Cycles per amount, or a factor.
     coefficient: float
     # Mean relative error of launches with this term, leaving out one model family; an assumption if only one
@@ -78,8 +74,6 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Parameters of an attention kernel."""
-
     floor: float
     reach: float
     tail: float
@@ -94,8 +88,6 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWork:
-    """A measured launch."""
-
     work: Work
     us: float
     # Modelled time when it was measured.
@@ -104,8 +96,6 @@ class MeasuredWork:
 
 @dataclass(frozen=True)
 class Corrections:
-    """Corrections of one GPU's costs."""
-
     gpu: str
     # Source: driver's name of the card and versions, or data files.
     about: Mapping[str, str] = field(default_factory=dict)
@@ -166,7 +156,6 @@ class Corrections:
         return _corrected(cost, us, error, f"{name}{SUFFIX} as measured on {self.gpu}")
 
     def _kernel_of(self, work: Work) -> str:
-        """Attention kernel with parameters, or empty."""
         if work.op is not OpClass.DECODE or not work.shape or work.dtype not in ("bfloat16", "float16"):
             return ""
         named = (term.removesuffix(SUFFIX) for term, _ in work.overhead if term.endswith(SUFFIX))
@@ -265,7 +254,6 @@ def chosen(works: Sequence[Work], costs: Sequence[Cost], num: int) -> list[Work]
 
 @cache
 def packaged() -> Corrections:
-    """Terms and kernels of the package."""
     raw = files("tessera.profile").joinpath("corrections.json").read_bytes()
     return msgspec.json.decode(raw, type=Corrections)
 
@@ -277,7 +265,6 @@ def calibration_of(gpu_name: str) -> Corrections | None:
 
 
 def save(corrections: Corrections, path: Path) -> None:
-    """Writes one file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = msgspec.json.encode(corrections, enc_hook=str)  # versions may be str subclasses
     write_whole(path, [msgspec.json.format(text, indent=1), b"\n"])

@@ -1,11 +1,9 @@
 """Work of one launch: class, dtype, operations, bytes, shape.
 
-The kernel's name gives the class. Bytes are unique bytes read plus written, from accesses or, without those,
-argument views. Operations are counted for GEMM, attention and convolution; other classes are bound by memory.
-Gathers, scatters, grouped GEMMs and paged attention touch data-dependent rows, so their bytes are counted
-from the rows that move. An Inductor kernel visits each element of its iteration space once, which limits the
-bytes of its tensors. Unlisted operators are class "other", priced by bytes and named by `notes`. Not handled:
-caches, sparsity, early exits.
+The kernel's name gives the class. Bytes are unique bytes read plus written. Operations are counted for GEMM,
+attention and convolution; other classes are bound by memory. Gathers, scatters, grouped GEMMs and paged
+attention count the rows that move. An Inductor kernel visits each element of its iteration space once.
+Unlisted operators are class "other", priced by bytes. Not handled: caches, sparsity, early exits.
 """
 
 import math

@@ -35,7 +35,6 @@ class Covered:
 
 
 def coverage(gpu_name: str, tables: Tables | None = None) -> tuple[Covered, ...]:
-    """Sources of all classes, best first."""
     gpu(gpu_name)
     listed: list[Covered] = []
     for op in OpClass:

@@ -6,16 +6,12 @@ A device list is comma-separated:
   cuda:N         GPU N of this machine
   cuda:N/sm=K    K SMs of that GPU
   cuda:N/as=GPU  that GPU, each launch dilated to its time on another one
-  away:GPU       a GPU of another machine, the first its worker sees
-  away:GPU:N     N of them
+  away:GPU[:N]   N GPUs of other machines, the first that each worker sees
 
-Repeated devices get a suffix: `emu:a100#1`. A card is used whole, in parts or dilated; parts must fit the
-card, and devices of one card share its memory evenly.
+Repeated devices get a suffix: `emu:a100#1`. Devices of one card share its memory evenly. A card is a known
+GPU if its name contains every word of that GPU's key.
 
-A card is a known GPU if its name contains every word of that GPU's key; the longest key wins. An unknown card
-can be measured but not modelled.
-
-A link spec names a link for all pairs ("pcie4") or for one pair: "emu:a100-emu:l40s=nvlink" both ways,
+A link spec names a link for all pairs ("pcie4") or for one: "emu:a100-emu:l40s=nvlink" both ways,
 "emu:a100>emu:l40s=ib100" one way; `measured` takes measured links. A bus spec lists devices whose links carry
 one message at a time.
 """
@@ -66,8 +62,6 @@ LINKS: dict[str, LinkPreset] = {
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU of this machine."""
-
     # Driver's name: "NVIDIA H200".
     name: str
     memory_bytes: int

@@ -35,7 +35,6 @@ def estimate(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = 
 
 
 def modelled(trace: Trace, gpu_name: str, tables: Tables | bool = True) -> tuple[Cost, ...]:
-    """Cost of every launch on one GPU."""
     counted = works(trace)
     distinct = list(dict.fromkeys(counted))
     priced = dict(zip(distinct, price_works(distinct, gpu_name, _resolved(tables)), strict=True))
@@ -132,7 +131,6 @@ def _guessed(name: str, distinct: list[Work], tables: Tables | None) -> list[str
 def _about_tables(
     names: tuple[str, ...], distinct: list[Work], tables: Tables | None, asked: bool
 ) -> list[str]:
-    """Tables that are missing, unreadable or refused."""
     if tables is None:
         covered = [name for name in names if name in SYSTEMS]
         return [f"{', '.join(covered)}: {missing_note()}"] if asked and covered else []

@@ -1,20 +1,17 @@
 """Cost model and its fitted parameters.
 
-`fitted.json` has one row per GPU, class and dtype family, fitted by scripts/fit_costs.py to public
-measurements, with the error on held-out rows. A GPU without a row takes the geometric mean of its nearest
-relatives' rows (same chip, architecture, memory type, or all) with its own data sheet and the leave-one-out
-error of that rule. A class without rows takes a related class's, with a wider error.
+`fitted.json` has one row per GPU, class and dtype family (scripts/fit_costs.py), with its error on held-out
+rows. A GPU without a row takes the geometric mean of its nearest relatives' with its own data sheet; a class
+without rows takes a related class's, with a wider error.
 
     us = t0 + (C^p + M^p)^(1/p)
     C  = operations / (peak * ec) + groups * row_us
     M  = bytes / (bandwidth * em) * (1 - hit + hit / l2x)
 
-t0 is the shortest time of the class, ec and em are efficiencies of long kernels, p is the overlap of compute
-and memory. GEMMs run in waves of tiles, the last one as long as a full one; the best of several tilings and k
-splits is taken. `tile` is the extra cost of small tiles, `split_us` the cost of each halving of k; tile = 0
-counts operations as they are. Decode attention pays `row_us` per sequence and KV head. `hit` is the share
-read from L2, `l2x` times faster: what fits for a table's repeated kernel, 0 inside a step. Not modelled:
-throttling, cache reuse between launches.
+t0 is the shortest time of the class, ec and em are efficiencies of long kernels, p the overlap of compute and
+memory. GEMMs run in waves of tiles; the best of several tilings and k splits is taken. `tile` is the extra
+cost of small tiles, `split_us` of each halving of k. `hit` is the share read from L2, `l2x` times faster; 0
+inside a step. Not modelled: throttling, cache reuse between launches.
 """
 
 import json
@@ -112,8 +109,6 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A row of fitted.json."""
-
     gpu: str
     op: OpClass
     # "f16" (bf16 and fp16), "f32" (no TF32), or "any" if bound by memory.
@@ -178,7 +173,6 @@ def fits() -> tuple[Fit, ...]:
 
 @cache
 def left_out() -> tuple[LeftOut, ...]:
-    """Leave-one-out errors of the class model."""
     return msgspec.convert(_document()["left_out"], tuple[LeftOut, ...])
 
 
@@ -332,7 +326,6 @@ def plain_loads(flops: Array, num_bytes: Array) -> Loads:
 
 
 def loads_of(works: Sequence[Work]) -> Loads:
-    """Loads of launches inside a step."""
     flops = np.array([w.flops for w in works], dtype=np.float64)
     num_bytes = np.array([w.num_bytes for w in works], dtype=np.float64)
     gemm = np.array([_gemm_shape(w) for w in works], dtype=np.float64).reshape(-1, 4).T
@@ -352,7 +345,6 @@ def _gemm_shape(work: Work) -> tuple[float, ...]:
 
 
 def predict(params: Params, loads: Loads, peaks: Peaks) -> Array:
-    """Time of every launch in microseconds."""
     compute = _compute_us(params, loads, peaks) + params.row_us * loads.rows
     cached = 1.0 - loads.hit * (1.0 - 1.0 / params.l2x)
     memory = loads.num_bytes / (peaks.gbps * params.em * 1e3) * cached

@@ -74,12 +74,10 @@ class Gpu:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Default rent, or None."""
         return self.prices[0][1] if self.prices else None
 
     @property
     def price_provider(self) -> str:
-        """Provider of `usd_per_hour`, or empty."""
         return self.prices[0][0] if self.prices else ""
 
 
@@ -106,7 +104,6 @@ def clock_ghz(spec: Gpu) -> float:
 
 
 def known_gpus() -> tuple[Gpu, ...]:
-    """All GPUs in table order."""
     return tuple(_table().values())
 
 

@@ -1,18 +1,15 @@
 """Measures the distinct launches of a trace and the whole step on one device, and combines them with models.
 
-Launches are visited in program order: a launch missing from the store is timed by the `Timer`, stored, and
-run once to produce inputs of later ones. A launch that cannot be timed is stored with its reason and priced
-by the next source; so is the one at which a device stops. Measured launches are scaled by the ratio of the
-measured step to their sum, which is part of their error.
+Launches are visited in program order: one missing from the store is timed, stored, and run once to produce
+inputs of later ones. A launch that cannot be timed is stored with its reason and priced by the next source.
+Measured launches are scaled by the ratio of the measured step to their sum, which is part of their error.
 
 Launches are equal if they run the same code on tensors of the same types, shapes, strides and alignment, with
 the same plain arguments, memory sharing and cached buffers. A buffer is cached if earlier launches touched
-half of the bytes read while less than half of the cache size passed through since. Weights and state
-untouched in the step are cold. Not handled: accidental cache contents, replacement other than by age.
+half of the bytes read within the last half cache size. Not handled: other replacement than by age.
 
-Launches that were not timed take the model of the device's GPU. A CPU or unknown card takes the model of
-`YARDSTICK`, times the median ratio of measured to modelled over its launches of that class, or all; the
-spread of ratios is the error.
+Other launches take the model of the device's GPU. A CPU or unknown card takes that of `YARDSTICK`, scaled by
+the median ratio of measured to modelled.
 """
 
 import hashlib
@@ -105,8 +102,6 @@ class Distinct:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Launches that could not be timed."""
-
     launches: tuple[int, ...]
     kernel: str
     why: str
@@ -114,8 +109,6 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of one device."""
-
     device: Device
     machine: Machine
     # Per launch; None if not timed.
@@ -152,8 +145,6 @@ def count_distinct(trace: Trace, timer: Timer) -> int:
 
 @dataclass(eq=False)
 class _Session:
-    """A pass over a trace."""
-
     _trace: Trace
     _device: Device
     _timer: Timer
@@ -298,7 +289,6 @@ def clocks_named(name: str) -> Clocks:
 
 
 def distinct(trace: Trace, cache_bytes: int) -> tuple[Distinct, ...]:
-    """Groups of equal launches, by first occurrence."""
     cold = cold_buffers(trace, cache_bytes)
     names = [_kernel_name(k) for k in trace.kernels]
     groups: dict[str, list[int]] = {}

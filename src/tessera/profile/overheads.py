@@ -1,12 +1,11 @@
 """Overheads of a launch beside bytes and operations, as amounts by term; `corrections.py` has the cost of
 each.
 
-PyTorch kernels on broadcast, strided, transposed or mixed operands are bound by index arithmetic,
-reductions by rows, and some operators start several kernels. An elementwise operator on dense operands of
-one dtype and order is vectorised and has none; otherwise each element pays per dimension left after
-joining dimensions that are contiguous in all operands. Inductor kernels are classified by the operators in
-their names. Not handled: other Triton and CUDA kernels, operands on the host, alignment of the first
-element. Strides count elements.
+PyTorch kernels on broadcast, strided, transposed or mixed operands are bound by index arithmetic, reductions
+by rows, and some operators start several kernels. An elementwise operator on dense operands of one dtype and
+order has no overhead; otherwise each element pays per dimension left after joining contiguous ones. Inductor
+kernels are classified by the operators in their names. Not handled: other Triton and CUDA kernels. Strides
+count elements.
 """
 
 import math
@@ -165,7 +164,6 @@ def _casts(base: str, ins: Sequence[View], out: View) -> bool:
 
 
 def _copied(terms: dict[str, float], view: View) -> None:
-    """Copy of an input that is not dense."""
     if not is_dense(view):
         _add_index(terms, (dense(view), view), dense(view))
 
@@ -276,7 +274,6 @@ def _broadcast(view: View, rank: int) -> list[int]:
 
 
 def is_dense(view: View) -> bool:
-    """True if contiguous in row-major order."""
     expected = 1
     for n, s in zip(reversed(view.shape), reversed(view.stride), strict=True):
         if n > 1 and s != expected:
@@ -286,7 +283,6 @@ def is_dense(view: View) -> bool:
 
 
 def dense(view: View) -> View:
-    """Contiguous view of the same shape."""
     steps = tuple(math.prod(view.shape[i + 1 :]) for i in range(len(view.shape)))
     return View(view.buffer, view.dtype, view.shape, steps, 0)
 

@@ -1,15 +1,13 @@
 """Store of measurements: one JSON document per line, append-only.
 
 A row belongs to a session: one device (model, SMs, driver, torch version) at one clock. Rows of other devices
-are ignored; rows at another clock are refused by default (`Clocks`). A half line at the end, left by a killed
-command, is dropped; other damage is an error with its line. Concurrent commands may append. With `spare`, an
-unusable store is ignored.
+are ignored; rows at another clock are refused by default (`Clocks`). A half line, left by a killed command,
+is dropped; other damage is an error with its line. With `spare`, an unusable store is ignored.
 
-A timing is a median with a 95 % interval from order statistics (ranks n/2 -+ 0.98 sqrt(n)). Sampling stops
-when half the interval is within 2 % of the median, or time is up.
+A timing is a median with a 95 % interval from order statistics. Sampling stops when half the interval is
+within 2 % of the median, or time is up.
 
-Links: us = latency + bytes / bandwidth, a least-squares fit of relative error to single transfers. Bandwidth
-with both directions busy is also fitted, and reported if much lower.
+Links: us = latency + bytes / bandwidth, a least-squares fit of relative error to single transfers.
 """
 
 import hashlib
@@ -53,8 +51,6 @@ Enough = Callable[[Sequence[float], float], bool]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Result of repeated timing."""
-
     us: float
     # Half of the 95 % interval of the median.
     half_us: float
@@ -67,8 +63,6 @@ class Timing:
 
 
 class Clocks(StrEnum):
-    """Policy for rows measured at other clocks."""
-
     SAME = "same"  # refuse
     ANY = "any"  # use
     NOW = "now"  # ignore and measure again
@@ -76,8 +70,6 @@ class Clocks(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Device of a session."""
-
     # Model, SMs, driver, torch.
     identity: Mapping[str, str]
     # Under load, at the start of the session; None if unreadable.
@@ -99,8 +91,6 @@ def default_store() -> Path:
 
 
 class Store:
-    """One session's view of a store."""
-
     def __init__(
         self,
         path: Path,
@@ -218,7 +208,6 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _known(path: Path, device: str) -> list[tuple[float | None, StoredRows]]:
-    """Clock and rows of one device, by session."""
     sessions: dict[str, tuple[float | None, StoredRows]] = {}
     try:
         for row in read_lines(path):
@@ -269,8 +258,6 @@ def until(cap_s: float = CAP_S, error: float = TARGET_ERROR) -> Enough:
 
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    """Fit of one direction between two devices."""
-
     src: str
     dst: str
     # Transport.
@@ -292,7 +279,6 @@ class LinkFit:
 def fit_link(
     src: str, dst: str, via: str, alone: Iterable[tuple[int, float]], both: Iterable[tuple[int, float]]
 ) -> LinkFit:
-    """Latency and bandwidth from (bytes, microseconds)."""
     samples = _medians(alone)
     latency_us, gbps = _fit(samples)
     errors = [abs(latency_us + n / (gbps * 1e3) - us) / us for n, us in samples]
@@ -301,7 +287,6 @@ def fit_link(
 
 
 def remark(fit: LinkFit) -> str:
-    """Remark on a link, or empty."""
     if fit.both_gbps >= SHARED * fit.gbps:
         return ""
     return (

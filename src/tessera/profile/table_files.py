@@ -1,19 +1,13 @@
 """Reads measured tables of an installed `aiconfigurator-core`; never runs its code.
 
 Layout: `<package>/systems/data/<system>/<family>/<stack>/<version>/<file>.parquet`. Stacks are tried in the
-same order for every GPU, newest version first, so GPUs are compared on equal software where possible.
+same order for every GPU, newest version first. A row's place is log2 of its sizes. Rows are 16-bit, and fp8
+for GEMMs; attention is split by head width, without sliding windows. Experts need balanced routing on one
+GPU. The most frequent kernel of a file is kept; rows without a positive, finite time are dropped; an
+unreadable file, a missing column or another card is refused.
 
-A row's place is log2 of its sizes. Rows are 16-bit, and fp8 for GEMMs; attention is split by head width,
-without sliding windows. Fused mixtures of experts need whole experts on one GPU and balanced routing; one
-grouped GEMM is priced by the ratio of the fused kernel to the model. Where a file has several kernels, the
-most frequent one is kept. Rows without a positive, finite time are counted and dropped; an unreadable file, a
-missing column or another card is refused.
-
-Collectors repeat a kernel: GEMM over six copies of its weights, experts over one. Rows whose weights all fit
-in L2 are dropped; attention rows record the share that fits.
-
-Arrays are cached in `$XDG_CACHE_HOME/tessera/tables` by path, size and mtime of the table and by reader
-version.
+Collectors repeat a kernel: rows whose weights all fit in L2 are dropped, attention rows record the share that
+fits. Arrays are cached in `$XDG_CACHE_HOME/tessera/tables`.
 """
 
 import hashlib
@@ -76,8 +70,6 @@ READER_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of table in the package."""
-
     op: OpClass
     # Folder and file below the system's folder, around stack and version.
     family: str
@@ -100,7 +92,6 @@ class Kind:
 
 
 def arithmetic(variant: str) -> str:
-    """Compute dtype of a variant."""
     return ARITHMETIC.get(variant, BF16)
 
 
@@ -270,8 +261,6 @@ class TableFile:
 
 @dataclass(frozen=True, slots=True)
 class TableCache:
-    """Arrays by key; disabled without a folder."""
-
     folder: Path | None
 
     def get(self, key: str) -> Arrays | None:
@@ -295,8 +284,6 @@ class TableCache:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one variant of a table."""
-
     file: TableFile
     variant: str
     columns: Columns
@@ -308,7 +295,6 @@ class Rows:
 
 
 def read_rows(file: TableFile, variant: str, store: TableCache) -> Rows:
-    """Rows of a variant, cached."""
     kind = KINDS[file.op]
     key = key_of([file.path], "rows", file.op, variant)
     found = store.get(key)
@@ -359,7 +345,6 @@ def _check_card(file: TableFile, table: Any) -> None:
 
 
 def _most_frequent(names: list[str]) -> tuple[str, Any]:
-    """The most frequent kernel and its rows."""
     if not names:
         return "", slice(None)
     ((most, _),) = Counter(names).most_common(1)
@@ -394,7 +379,6 @@ def _version_key(path: Path) -> tuple[int, ...]:
 
 
 def key_of(paths: Iterable[Path], *words: str) -> str:
-    """Cache key from the files' stats."""
     digest = hashlib.sha256(repr((READER_VERSION, words)).encode())
     for path in paths:
         digest.update(repr((str(path), *_stamp(path))).encode())

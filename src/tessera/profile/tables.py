@@ -1,16 +1,13 @@
 """Prices launches from measured tables.
 
-A table is checked before use. It is refused if it has few rows or many impossible ones, if prompt attention
-does not grow quadratically, or if it differs from every other table of the chip. Single rows faster than the
-GPU's peaks are dropped. The verdict is cached by the files read and the fitted parameters. Not detected:
-errors below SAME_CHIP_FACTOR, or shared by all stacks.
+A table is refused if it has few rows or many impossible ones, if prompt attention does not grow
+quadratically, or if it differs from every other table of the chip. Single rows faster than the GPU's peaks
+are dropped. Not detected: errors below SAME_CHIP_FACTOR, or shared by all stacks.
 
 Interpolation is of log(measured / modelled), weighted by one over the squared distance to the nearest points,
-in octaves (1 is a doubling of one size). The error at a distance is measured on the table's own points with
-all nearer points hidden. Beyond the last of RADII, or more than MAX_BEYOND outside the table's sizes, there
-is no price and the fitted model is used.
-
-The relative error combines interpolation error, spread between stacks and, for grouped GEMMs, an assumption.
+in octaves. The error at a distance is measured on the table's own points with all nearer points hidden.
+Beyond the last of RADII, or more than MAX_BEYOND outside the table's sizes, the fitted model is used. The
+relative error combines interpolation error, spread between stacks and, for grouped GEMMs, an assumption.
 """
 
 import hashlib
@@ -151,8 +148,6 @@ def _weighted(distance: Array, residual: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class VariantTable:
-    """A checked table of one variant."""
-
     file: TableFile
     variant: str
     # Kernel name in the table.
@@ -167,7 +162,6 @@ class VariantTable:
 
     @property
     def rel_error(self) -> float:
-        """Expected relative error near the table's points."""
         return float(np.hypot(self.errors[0], self.spread))
 
 
@@ -243,7 +237,6 @@ def _of_the_same_chip(root: Path, file: TableFile) -> list[TableFile]:
 
 @cache
 def _fitted() -> str:
-    """Digest of the parameters, on which residuals depend."""
     return hashlib.sha256(files("tessera.profile").joinpath("fitted.json").read_bytes()).hexdigest()[:16]
 
 
@@ -278,7 +271,6 @@ def not_square(rows: Rows) -> str:
 
 
 def _exponents(rows: Rows) -> list[float]:
-    """Growth exponents between neighbouring long prompts without a prefix."""
     c = rows.columns
     long = np.flatnonzero((c["isl"] >= LONG_PROMPT) & (c["step"] == 0))
     curves: dict[tuple[float, ...], list[tuple[float, float]]] = {}
@@ -326,8 +318,6 @@ class TableChoice:
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables of one folder."""
-
     root: Path
     store: TableCache
     # Why no table can be read; empty if they can.

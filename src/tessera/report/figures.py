@@ -71,7 +71,6 @@ def weight_bytes(plan: Plan) -> tuple[int, ...]:
 
 
 def best_baseline(plan: Plan) -> Baseline | None:
-    """Best baseline by the plan's objective."""
     rated = [(score, b) for b in plan.baselines if (score := _score(plan.objective, b)) is not None]
     return max(rated, key=lambda x: x[0])[1] if rated else None
 
@@ -127,7 +126,6 @@ def tracks(timeline: Timeline, devices: Iterable[str] = ()) -> tuple[Track, ...]
 
 
 def busy_us(spans: Sequence[Span]) -> float:
-    """Time covered by spans sorted by start."""
     busy, until = 0.0, float("-inf")
     for span in spans:
         busy += max(0.0, span.stop_us - max(span.start_us, until))
@@ -141,7 +139,6 @@ def utilisation(track: Track, run_us: float) -> float:
 
 
 def end_us(timeline: Timeline) -> float:
-    """End of the last request or span."""
     return max(timeline.makespan_us, max((s.stop_us for s in timeline.spans), default=0.0))
 
 
@@ -207,7 +204,6 @@ def digits(value: float) -> str:
 
 
 def round_limits(least: float, most: float) -> list[float]:
-    """Round numbers that enclose the range."""
     scale = 10.0 ** math.floor(math.log10(least))
     tens = range(math.ceil(math.log10(most / scale)) + 1)
     numbers = [scale * step * 10**n for n in tens for step in ROUND]

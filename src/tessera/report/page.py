@@ -1,12 +1,9 @@
 """Self-contained HTML page about plans and their runs: no network, no script, light and dark.
 
-Every figure states whether it is modelled, simulated or measured. Templates draw what these functions
-compute; jinja2 escapes text. Drawing is bounded, so a page stays below two megabytes.
-
-The overview draws each track in COLUMNS columns, in the colour of the busiest request and with opacity by
-busy share. The closer look draws about MAX_SPANS spans around the middle. The dependency graph has a line per
-launch and arcs to waiting launches, limited to the first MAX_LAUNCHES of a layer. Positions are fractions of
-the width.
+Every figure states whether it is modelled, simulated or measured. Drawing is bounded, so a page stays below
+two megabytes. The overview draws each track in COLUMNS columns, in the colour of the busiest request and with
+opacity by busy share; the closer look about MAX_SPANS spans around the middle; the dependency graph the first
+MAX_LAUNCHES of a layer. Positions are fractions of the width.
 """
 
 import math
@@ -89,8 +86,6 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A span of the closer look."""
-
     colour: int
     is_transfer: bool
     # CSS position.
@@ -101,8 +96,6 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class DrawnTrack:
-    """A timeline row, as paths or boxes."""
-
     name: str
     is_link: bool
     note: str
@@ -113,8 +106,6 @@ class DrawnTrack:
 
 @dataclass(frozen=True, slots=True)
 class DrawnTimeline:
-    """Rows over one time axis."""
-
     tracks: Sequence[DrawnTrack]
     # Unit of the axis and (position in percent, number) of each mark.
     unit: str
@@ -124,7 +115,6 @@ class DrawnTimeline:
 
 
 def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -> None:
-    """Writes the page of one plan."""
     render(
         path,
         "plan_page.html",
@@ -168,7 +158,6 @@ def breakable(name: str) -> Markup:
 
 
 def plan_part(shown: Shown) -> dict[str, Any]:
-    """Template data of one plan."""
     plan, timeline = shown.plan, shown.timeline
     found = tracks(timeline, plan.cluster.names)
     factor, best = gain(plan, plan), best_baseline(plan)
@@ -287,7 +276,6 @@ def _links(plan: Plan, timeline: Timeline, found: Sequence[Track]) -> Iterator[B
 
 
 def _lanes(plan: Plan) -> list[dict[str, Any]]:
-    """Share, rate and time by device of each lane."""
     share = shares(plan)
     order = sorted(range(len(share)), key=lambda n: -share[n])
     return [_lane(plan, plan.lanes[n], n, share[n]) for n in order[:MAX_LANES]]
@@ -305,7 +293,6 @@ def _lane(plan: Plan, lane: Lane, number: int, share: float) -> dict[str, Any]:
 
 
 def _overview(timeline: Timeline, found: Sequence[Track]) -> DrawnTimeline | None:
-    """The whole run, or None if empty."""
     total = end_us(timeline)
     if not timeline.spans or total <= 0:
         return None
@@ -323,7 +310,6 @@ def _most_used(found: Sequence[Track]) -> list[Track]:
 
 
 def _columns(spans: Sequence[Span], total_us: float) -> list[tuple[int, str, str]]:
-    """The track as one path per colour and level."""
     paths: dict[tuple[int, int], list[str]] = defaultdict(list)
     start = 0
     cells = _cells(spans, total_us)
@@ -396,7 +382,6 @@ def _boxes(spans: Sequence[Span], start_us: float, stop_us: float) -> Iterator[B
 
 
 def _axis(start_us: float, stop_us: float) -> tuple[str, list[tuple[str, str]]]:
-    """Unit and four to eight round marks."""
     width_us = stop_us - start_us
     step = 10.0 ** math.floor(math.log10(width_us / 4))
     step *= next((k for k in (5, 2) if width_us / (step * k) >= 4), 1)
@@ -414,7 +399,6 @@ def _unit(us: float) -> tuple[float, str]:
 
 
 def _dependencies(plan: Plan) -> list[dict[str, Any]]:
-    """One figure per step, along the busiest lane."""
     lane = plan.lanes[main_lane(plan)]
     steps = list(enumerate(plan.unit_of(lane).graphs))[:MAX_STEPS]
     return [_figure(graph, lane.placement.devices[step]) for step, graph in steps]

@@ -78,7 +78,6 @@ def _part(document: Mapping[str, Any], name: str, about: Case, folder: Path) -> 
 
 
 def _case(row: Case) -> dict[str, Any]:
-    """One workload on one pair, a bar per policy."""
     values = {name: value for name, value in row["policies"].items() if value}
     where = f"{row['pair']}, {row['link']}; "
     if not values or row["ratio_to_best_baseline"] is None:
@@ -131,8 +130,6 @@ def _cell(row: Case | None) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, slots=True)
 class AdviceBar:
-    """An option with its rate and facts."""
-
     name: str
     about: str
     value: float

@@ -1,13 +1,9 @@
 """Picture of one layer's placement: rows in program order, one device each, with transfers.
 
-The layer is found in module lists: scopes equal up to a number ("model.layers.2.mlp"). A list is repeated if
-at least two items run the same kernels in the same children; the list with most such launches wins, and its
-middle item is drawn. Without one the whole trace is drawn. Consecutive launches of a sub-module on one device
-are a row; too many rows are joined by parent, then elided in the middle. A value crosses once per
-destination, before its first reader; weights and inputs do not count.
-
-Each device has a column. Coloured blocks are launches; arrows are transfers with their bytes, in ASCII
-without Unicode.
+The layer is found in module lists: scopes equal up to a number. A list is repeated if at least two items run
+the same kernels in the same children; the list with most such launches wins, and its middle item is drawn,
+else the whole trace. Consecutive launches of a sub-module on one device are a row; too many rows are joined
+by parent, then elided in the middle. A value crosses once per destination; weights and inputs do not count.
 """
 
 import re
@@ -33,8 +29,6 @@ INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Bytes from one device to another."""
-
     src: int
     dst: int
     num_bytes: int
@@ -54,7 +48,6 @@ class Row:
     arrivals: tuple[Crossing, ...]
 
     def arrow_from(self, device: int) -> Crossing | None:
-        """Arrivals from one device."""
         return next((c for c in self.arrivals if c.src == device), None)
 
     def is_passed(self, device: int) -> bool:
@@ -126,8 +119,6 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Representative item of a module list."""
-
     scope: str
     launches: tuple[int, ...]
     num_alike: int
@@ -135,7 +126,6 @@ class Layer:
 
 
 def layer_of(trace: Trace) -> Layer | None:
-    """Representative layer of a trace, or None."""
     lists: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for launch, record in enumerate(trace.launches):
         for match in INDEX.finditer(record.scope):
@@ -171,8 +161,6 @@ def _inside(scope: str, layer: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One step along one lane."""
-
     graph: Graph
     devices: tuple[int, ...]
     costs: Costs
@@ -243,10 +231,7 @@ def _rows(placed: Placed, scope: str, launches: Sequence[int]) -> tuple[Row, ...
 
 
 def _merged(
-    placed: Placed,
-    launches: Iterable[int],
-    module: Callable[[int], str],
-    arrivals: dict[int, list[Crossing]],
+    placed: Placed, launches: Iterable[int], module: Callable[[int], str], arrivals: dict[int, list[Crossing]]
 ) -> Iterator[Row]:
     for (name, device), group in groupby(launches, key=lambda x: (module(x), placed.devices[x])):
         members = list(group)

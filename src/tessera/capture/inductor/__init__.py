@@ -1,12 +1,9 @@
 """record_inductor: Workload -> Trace of the launches of its Inductor-compiled code.
 
-The step is compiled, called once to finish autotuning, and observed in a second call. The trace has the exact
-launches: Triton kernels with PTX, grid, block and arguments, and dispatched operators. Accesses of Triton
-launches are proved from PTX; an unproved launch is immovable, with the reason, and may touch all its buffers.
-
-ExternCalls records dispatched operators (library products, attention, fallbacks). An operator is a launch iff
-it writes an argument or returns new storage. Inductor's allocations appear at their first use. Draws access
-their device's generator (see `tessera.capture.rng`).
+The step is compiled, called once to finish autotuning, and observed in a second call: Triton kernels with
+PTX, grid, block and arguments, and dispatched operators (`ExternCalls`). Accesses of Triton launches are
+proved from PTX; an unproved launch is immovable, with the reason, and may touch all its buffers. Inductor's
+allocations appear at their first use.
 
 Compiled code has no module calls, so a launch's scope (`scoped`) is the module of a weight that only it
 reads, else the previous launch's.
@@ -80,10 +77,7 @@ def record_inductor_offline(workload: Workload) -> Trace:
 
 
 def record_code(
-    step: Step,
-    code: CompiledStep,
-    given: tuple[Tensors, Tensors, Tensors],
-    recorded_on: str = "cpu",
+    step: Step, code: CompiledStep, given: tuple[Tensors, Tensors, Tensors], recorded_on: str = "cpu"
 ) -> Recording:
     weights, inputs, state = given
     ledger = Ledger(recorded_on)
@@ -150,7 +144,6 @@ class ExternCalls(TorchDispatchMode):
 
 
 def scoped(trace: Trace) -> Trace:
-    """Launches with their modules."""
     readers = Counter(b for launch in trace.launches for b in {a.buffer for a in launch.accesses})
     scope, launches = "", []
     for launch in trace.launches:

@@ -1,18 +1,15 @@
 """A step compiled by Inductor, region by region.
 
-`trace_step` runs the step on fake tensors and makes every dispatched operator a node of one torch.fx graph,
-without graph breaks. Linear layers become one matrix product over all rows: fakes keep old strides of size-1
-dimensions, which would make a batched product that reads the weight once per row. Attention becomes the
-operator that every GPU runs, or torch's choice with `portable=False`.
+`trace_step` runs the step on fake tensors and makes every dispatched operator a node of one torch.fx graph.
+Linear layers become one matrix product over all rows: a batched one would read the weight once per row.
+Attention becomes the operator that every GPU runs, or torch's choice with `portable=False`.
 
 The graph is cut where the model's blocks begin, so that repeated blocks compile once. A cut moves back behind
-the last library call, since Inductor fuses nothing across those, and is dropped if memory created before is
-written behind it. Regions share code only with equal operators (`GraphRegion.key`), argument layouts and
-aliasing (`alike`).
+the last library call, and is dropped if memory created before is written behind it. Regions share code only
+with equal operators (`GraphRegion.key`), argument layouts and aliasing (`alike`).
 
-`CompiledStep.run` compiles a region at its first call. The static launcher is off (it drops PTX), caches are
-off (kernels may come from other settings), and memory is not reused (`allow_buffer_reuse`,
-`inplace_buffers`), which would tie unrelated launches.
+The static launcher is off (it drops PTX), caches are off (kernels may come from other settings), and memory
+is not reused, which would tie unrelated launches.
 """
 
 import contextlib
@@ -86,7 +83,6 @@ def cut(traced: Traced) -> tuple[list[GraphRegion], dict[str, int]]:
 
 
 def alike(args: Sequence[torch.Tensor]) -> Any:
-    """Argument properties that compiled code depends on."""
     storages: dict[int, int] = {}
     return tuple(
         (
@@ -210,15 +206,11 @@ Around = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class _Compiled:
-    """Code of regions that are alike."""
-
     call: Callable[..., Sequence[torch.Tensor]]
     constants: tuple[torch.Tensor, ...]
 
 
 class CompiledStep:
-    """One step compiled for its example's shapes."""
-
     def __init__(
         self,
         names: Sequence[Sequence[str]],
@@ -353,8 +345,6 @@ class _Step(torch.nn.Module):
 
 
 class _Tracer(TorchDispatchMode):
-    """While active, adds every operator to a graph."""
-
     def __init__(self, run: Run) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run

@@ -55,7 +55,6 @@ def register(name: str, steps: tuple[str, ...], served: tuple[str, ...] = ()) ->
 
 
 def known_models() -> dict[str, tuple[str, ...]]:
-    """Model name -> step kinds."""
     return {name: steps for name, (_, steps, _) in sorted(_BUILDERS.items())}
 
 

@@ -140,7 +140,6 @@ def _checked(value: Any, name: str, path: Path) -> Any:
 
 
 def check_format(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse an unsupported quantised format by name."""
     quantised = settings.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
     name = UNSUPPORTED.get(method) if isinstance(method, str) else None
@@ -233,8 +232,6 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _check_names(path: Path) -> None:
-    """Refuse duplicate tensor names in a header."""
-
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         tensors = dict(items)
         if len(tensors) < len(items):
@@ -409,7 +406,6 @@ def _alone() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """An error as one short line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
 

@@ -119,7 +119,6 @@ def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
 
 
 def _register(module: torch.nn.Module) -> None:
-    """Register plain tensor attributes as buffers, hence weights."""
     for part in module.modules():
         for name, value in list(vars(part).items()):
             if isinstance(value, torch.Tensor):
@@ -184,7 +183,6 @@ class Denoiser:
         return 2 if type(self._module).__name__.startswith(FRAMES_FIRST) else 1
 
     def _state(self, seed: int) -> dict[str, torch.Tensor]:
-        """Initial latents: noise."""
         batch, channels = self._step.batch, self._config["in_channels"]
         tall, wide = self._rows * self._fold, self._columns * self._fold
         if self._is_packed:
@@ -204,7 +202,6 @@ class Denoiser:
 
     @property
     def _fold(self) -> int:
-        """Side of one patch in latent pixels."""
         levels = self._config.get("block_out_channels")
         if levels:
             return int(2 ** (len(levels) - 1))
@@ -212,7 +209,6 @@ class Denoiser:
         return int(size[-1] if isinstance(size, list | tuple) else size)
 
     def _plain(self) -> dict[str, Any]:
-        """Sizes passed as plain numbers."""
         sizes = {
             "num_frames": FRAMES,
             "height": self._rows,

@@ -29,7 +29,6 @@ REMEDY = "Give the inputs in a file: --inputs FILE (safetensors, npz or json)."
 
 
 def tokens(config: Any, size: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
-    """Random text tokens without special ones."""
     text = config.get_text_config(decoder=True)
     count = text.vocab_size
     named = [*vars(config).items(), *vars(text).items()]
@@ -39,7 +38,6 @@ def tokens(config: Any, size: tuple[int, ...], random: torch.Generator) -> torch
 
 
 def _widest(special: list[int], count: int) -> tuple[int, int]:
-    """Longest range of tokens without a special one."""
     edges = [-1, *special, count]
     first, stop = max(pairwise(edges), key=lambda pair: pair[1] - pair[0])
     return (first + 1, stop) if stop > first + 1 else (0, count)
@@ -51,18 +49,15 @@ def call_inputs(model: Any, step: Step, seed: int) -> dict[str, torch.Tensor]:
 
 
 def encoder_inputs(model: Any, step: Step, seed: int) -> dict[str, torch.Tensor]:
-    """Main input of an encoder-decoder's encoder."""
     random = torch.Generator().manual_seed(seed)
     return {model.main_input_name: _make(model, model.main_input_name, step, random)}
 
 
 def pictures(model: Any, step: Step, seed: int) -> torch.Tensor:
-    """One picture per row."""
     return _make(model, PIXELS, step, torch.Generator().manual_seed(seed))
 
 
 def picture_token(config: Any) -> int | None:
-    """Placeholder token of pictures, if any."""
     token = getattr(config, "image_token_id", None)
     return getattr(config, "image_token_index", None) if token is None else token
 
@@ -125,7 +120,6 @@ def _boxes(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
 
 
 def _setting(config: Any, names: Iterable[str], default: Any) -> Any:
-    """A number of the configuration or its parts."""
     parts = [
         getattr(config, n, None) for n in ("vision_config", "encoder", "backbone_config", "audio_config")
     ]

@@ -5,9 +5,8 @@
     encode   encoder of an encoder-decoder, over `context` tokens (or the model's audio length)
     call     the plain forward, without a cache
 
-State of prefill and decode is the model's cache (`rows`, else what the model returns). Reading a few tokens
-finds it: later calls use that cache with other tensors. If a decode changes its cache's shapes or plain
-values, cache tensors are inputs and outputs at one context instead.
+State of prefill and decode is the model's cache (`rows`, else what the model returns); reading a few tokens
+finds it. If a decode changes its cache's shapes, cache tensors are inputs and outputs at one context instead.
 
 Prefill rows may be shorter than the step: `last` is each row's last token if every layer keeps keys by
 position; recurrent models align rows at the end with a `mask`; models with both read full rows.
@@ -23,8 +22,10 @@ from typing import Any
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tessera.capture.blocks import open_dataclasses, path
 from tessera.capture.fake import Run, run_fake, runner
 from tessera.capture.models.examples import (
     PIXELS,
@@ -39,12 +40,10 @@ from tessera.capture.models.examples import (
 from tessera.capture.reads import traced
 from tessera.capture.recorder import call_operator
 from tessera.capture.rng import forked
-from tessera.capture.workload import Tensors, Workload
+from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
 
-# Errors of a model called in an unknown way.
-UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 # Tokens read to learn the cache's structure.
 NUM_LEARNED = 4
 # Cache parameters of models; the first two are transformers caches.
@@ -63,7 +62,6 @@ def newest(hidden: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
 
 
 def choose(logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Outputs of every language model."""
     return {"logits": logits, "next_tokens": logits.argmax(-1)}
 
 
@@ -99,7 +97,6 @@ def _plain(
     make_inputs: Callable[[int], dict[str, torch.Tensor]],
     name: Callable[[Any], dict[str, torch.Tensor]],
 ) -> Workload:
-    """A stateless call of the model or a part."""
     options = {"use_cache": False} if takes(part, "use_cache") else {}
     if step.inputs:
         _check_taken(part, step)
@@ -125,25 +122,13 @@ def _check_taken(part: Callable[..., Any], step: Step) -> None:
 
 
 def takes(part: Callable[..., Any], name: str) -> bool:
-    """True if the forward has that parameter."""
     return name in inspect.signature(getattr(part, "forward", part)).parameters
 
 
-def flatten(made: Any, name: str = "") -> dict[str, torch.Tensor]:
-    """Tensors of a result by path."""
-    if isinstance(made, torch.Tensor):
-        return {name or "output": made}
-    if isinstance(made, Mapping):
-        items = [(str(key), value) for key, value in made.items()]
-    elif isinstance(made, tuple | list):
-        items = [(str(place), value) for place, value in enumerate(made)]
-    else:
-        fields = getattr(made, "__dataclass_fields__", ())
-        items = [(key, getattr(made, key)) for key in fields]
-    tensors: dict[str, torch.Tensor] = {}
-    for key, value in items:
-        tensors |= flatten(value, f"{name}.{key}" if name else key)
-    return tensors
+def flatten(made: Any) -> dict[str, torch.Tensor]:
+    open_dataclasses(made)
+    leaves, _ = pytree.tree_flatten_with_path(made)
+    return {path(keys) or "output": leaf for keys, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 @contextmanager
@@ -178,13 +163,11 @@ def attributes_kept(
 
 @contextmanager
 def apart(model: torch.nn.Module) -> Iterator[None]:
-    """A call without side effects."""
     with torch.no_grad(), forked(), traced(), attributes_kept(model):
         yield
 
 
 def placed(model: Any, make: Callable[[], Tensors]) -> dict[str, torch.Tensor]:
-    """Move tensors to the model's device."""
     with torch.device("cpu"):
         tensors = make()
     return {name: tensor.to(model.device) for name, tensor in tensors.items()}
@@ -223,7 +206,6 @@ def forward(
 
 
 def embedded(model: Any, inputs: Tensors) -> torch.Tensor:
-    """Token embeddings with a picture's inserted."""
     words: torch.Tensor = model.get_input_embeddings()(inputs["tokens"])
     if "is_image" in inputs:
         return torch.where(inputs["is_image"][..., None], inputs["image"], words)
@@ -257,8 +239,6 @@ def learn_memory(
 
 
 class CachedSteps:
-    """Prefill and decode of one model."""
-
     def __init__(self, model: Any, step: Step) -> None:
         self._model, self._step = model, step
         self._config = model.config.get_text_config(decoder=True)
@@ -282,7 +262,6 @@ class CachedSteps:
         return Workload(self._step, self._model, self._call, self._inputs, self.state, self._follow)
 
     def _encode(self) -> torch.Tensor:
-        """The encoder's result, for its shape."""
         inputs = placed(self._model, lambda: encoder_inputs(self._model, self._step, 0))
         with apart(self._model):
             encoded: torch.Tensor = self._model.get_encoder()(**inputs)[0]
@@ -362,7 +341,6 @@ class CachedSteps:
         return [{n: t.to(self._model.device) for n, t in made.items()} for made in (first, following)]
 
     def _step_on(self, memory: ModelMemory, inputs: Tensors) -> tuple[Any, ModelMemory]:
-        """One call: result, and memory after it."""
         cache = memory.cache
         with traced(), attributes_kept(self._model, memory.attributes) as left:
             result = self._forward(inputs, cache)
@@ -430,7 +408,6 @@ class CachedSteps:
         return inputs
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """Generated inputs, replaced by those of the step's file."""
         inputs = self._own_inputs(seed)
         if self._step.inputs:
             for name, tensor in given_inputs(self._step.inputs, seed).items():
@@ -446,7 +423,6 @@ class CachedSteps:
         return inputs
 
     def _own_inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """Rows of different lengths where allowed."""
         random = torch.Generator().manual_seed(seed)
         batch, context = self._step.batch, self._step.context
         lengths = torch.randint((context + 1) // 2, context + 1, (batch, 1), generator=random)
@@ -532,17 +508,19 @@ def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) 
 
 
 class NoReads(TorchDispatchMode):
-    """While entered, host reads of tensors are errors."""
+    """While entered, host reads of tensors are errors; counts operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run: Run | None = None
+        self.num = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             raise ValueError("it reads a tensor's value on the host")
+        self.num += 1
         fake = next((a for a in args if isinstance(a, FakeTensor)), None)
         if fake is not None:
             self._run = self._run or runner(fake.fake_mode)
@@ -579,7 +557,6 @@ def _call_on(model: Any, held: Tensors, device: torch.device) -> None:
 
 
 def _leaves(value: Any, path: tuple[str, ...] = (), above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Tensors and plain values of an object, with paths."""
     items: list[tuple[Any, Any]]
     if isinstance(value, Mapping):
         items = list(value.items())
@@ -606,17 +583,14 @@ def _short(path: tuple[str, ...]) -> str:
 
 
 def tensors_of(cache: Any) -> list[tuple[str, torch.Tensor]]:
-    """Tensors of a cache by name."""
     return [(name, leaf) for name, leaf in _leaves(cache) if isinstance(leaf, torch.Tensor)]
 
 
 def exchanged(cache: Any, tensors: Tensors) -> Any:
-    """The same cache with other tensors."""
     return copy.deepcopy(cache, {id(held): tensors[name] for name, held in tensors_of(cache)})
 
 
 def describe(cache: Any) -> dict[str, Any]:
-    """Tensor shapes and plain values."""
     return {
         name: (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
         for name, leaf in _leaves(cache)

@@ -28,8 +28,6 @@ SERVED_STEPS = ("tokens", "call")
 
 
 def built_in(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> Callable[[Step], Workload]:
-    """Builder of one model size."""
-
     def builder(step: Step) -> Workload:
         config = _transformers().AutoConfig.for_model(family, **sizes)
         return _workload(config, step, dtype, None)
@@ -115,7 +113,6 @@ def attention_of(kind: Any) -> str:
 
 
 def another(workload: Workload, step: Step) -> Workload:
-    """Another step over the same weights."""
     return _maker(workload.module.config, step)(workload.module, step)
 
 
@@ -192,7 +189,6 @@ ATTENTION = "tessera"
 
 
 def register_attention() -> None:
-    """Register the attention with transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 

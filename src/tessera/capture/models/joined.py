@@ -1,9 +1,8 @@
 """Joined products: linear layers that read the same tensor become one.
 
-`join_products(model, call)` runs an example. Layers called with the same tensor (query, key and value; gate
-and up) form a group: the first called multiplies by the concatenated weights, and each gets its columns. A
-layer called with another tensor uses its own rows, so results are always right. Similar uncalled modules
-(unused experts) are joined likewise.
+`join_products` runs an example. Layers called with the same tensor (query, key and value; gate and up) form a
+group: the first called multiplies by the concatenated weights, and each gets its columns. A layer called with
+another tensor uses its own rows. Similar uncalled modules (unused experts) are joined likewise.
 
 Not joined: subclasses of Linear; layers with hooks, called twice, or with shared weights; layers that differ
 in type, device or bias; columns not aligned to 16 bytes; and kinds with which the example fails.
@@ -21,7 +20,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tessera.capture.blocks import storage_key
-from tessera.capture.models.generic import UNFIT
+from tessera.capture.workload import UNFIT
 
 # Plain weight classes; fake mode gives parameters its own class.
 PLAIN = (torch.nn.Parameter, FakeTensor)
@@ -97,8 +96,6 @@ def _one_behind_the_other(tensors: Sequence[torch.Tensor]) -> torch.nn.Parameter
 
 @dataclass(frozen=True)
 class _Kind:
-    """Similar groups: owner class and layer paths."""
-
     owner: type
     # Paths from the owner, in call order.
     paths: tuple[str, ...]
@@ -127,7 +124,6 @@ def join_products(model: torch.nn.Module, *calls: Callable[[], object]) -> int:
 
 
 def _joinable(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """Linear layers with unshared weights, by path."""
     owners = Counter(storage_key(t) for _, t in model.named_parameters(remove_duplicate=False))
     owners.update(storage_key(t) for _, t in model.named_buffers(remove_duplicate=False))
     return {
@@ -160,7 +156,6 @@ def _groups(
     joinable: dict[str, torch.nn.Linear],
     inputs: Iterable[tuple[str, torch.Tensor, int]],
 ) -> list[_Group]:
-    """Groups of the example and of similar uncalled modules."""
     calls: Counter[str] = Counter()
     readers: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for path, tensor, version in inputs:
@@ -220,7 +215,6 @@ def _runs(model: torch.nn.Module, groups: Iterable[_Group], call: Callable[[], o
 
 
 def _join(model: torch.nn.Module, owner: str, kind: _Kind) -> Callable[[], None]:
-    """Replace a group's layers; returns the undo."""
     paths = [f"{owner}.{path}" if owner else path for path in kind.paths]
     layers: list[Any] = [model.get_submodule(path) for path in paths]
     first = JoinedLinear(layers)

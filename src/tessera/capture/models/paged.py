@@ -1,22 +1,16 @@
 """Step of a served language model: tokens of several sequences, keys and values in pages.
 
-At most `batch` sequences, `context` tokens, `reserve` positions in all pages. Inputs assign tokens to
-sequences and slots (see `kernels.paged`); padding writes to page 0. Prompt parts and single answer tokens are
-one kind of step. The first layout that works is used:
+At most `batch` sequences, `context` tokens, `reserve` positions in all pages (see `kernels.paged`); padding
+writes to page 0. The first layout that works is used:
 
     flat   all tokens in one row; attention is the paged operator
-    rows   one token per sequence, a fixed row each, for recurrent layers. Their state has a row per sequence,
+    rows   one token per sequence, a fixed row each, for recurrent layers: their state has a row per sequence,
            zeroed where `fresh` is set. Or tokens of one sequence (`Parts`)
-    dense  as rows, for models with their own attention: keys and values are gathered from pages, a fixed
-           number per row, and masked (`num_dense`)
+    dense  as rows, for models with their own attention: keys and values are gathered from pages and masked
 
-Other models are refused. If every layer has a sliding window, pages behind the widest are not read
-(`StepLayout.window`). Outputs are logits of each sequence's newest token; unused sequences get arbitrary
-finite numbers.
-
-A negative token refers to the previous step's choice (-1: first sequence), kept in the state `newest`, so
-steps need not wait for the host. Models with pictures take `rotary` (positions in time, height and width),
-`image` and `is_image`.
+Outputs are logits of each sequence's newest token; unused sequences get arbitrary finite numbers. A negative
+token refers to the previous step's choice (-1: first sequence), kept in the state `newest`, so steps need not
+wait for the host. Models with pictures take `rotary`, `image` and `is_image`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,13 +23,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.models.examples import tokens as make_tokens
 from tessera.capture.models.generic import (
     CACHES,
-    UNFIT,
     ModelMemory,
+    NoReads,
     apart,
     attributes_kept,
     choose,
@@ -57,7 +50,7 @@ from tessera.capture.models.pages import (
 )
 from tessera.capture.reads import traced
 from tessera.capture.rng import forked
-from tessera.capture.workload import Tensors, Workload
+from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
 from tessera.kernels import NEWEST, PAGE
@@ -112,7 +105,6 @@ _LAYOUTS: "WeakKeyDictionary[torch.nn.Module, StepLayout]" = WeakKeyDictionary()
 
 
 def layout_of(model: Any) -> StepLayout:
-    """The model's layout, cached."""
     if model not in _LAYOUTS:
         _LAYOUTS[model] = _find_layout(model)
     return _LAYOUTS[model]
@@ -139,7 +131,6 @@ def _find_layout(model: Any) -> StepLayout:
 
 
 def _cache_name(model: Any) -> str:
-    """Parameter for a transformers cache."""
     return next((name for name in CACHES[:2] if takes(model, name)), "")
 
 
@@ -197,7 +188,7 @@ def _read_part(
     step = Step("", "tokens", 1, each, reserve=TRIED_POSITIONS)
     workload = PagedSteps(model, step, layout).workload()
     state = placed(model, lambda: workload.make_state(0))
-    with OperatorCount() as counted, forked():
+    with NoReads() as counted, forked():
         _read(workload, num, each, state, begin=0 if is_new else num)
     return {name: tensor for name, tensor in state.items() if name != NEWEST}, counted.num // (num // each)
 
@@ -222,26 +213,11 @@ def _read(
 
 
 def _alike(states: Tensors, others: Tensors) -> bool:
-    """True if two states are equal up to rounding."""
     for name, held in states.items():
         error = MAX_ERROR if held.dtype.itemsize < 4 else MAX_ROUNDING
         if float((held - others[name]).abs().max()) > error * float(held.abs().max()):
             return False
     return True
-
-
-class OperatorCount(TorchDispatchMode):
-    """Counts operators while entered; a loop over tokens shows as more."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.num += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _check_dense(model: Any, layout: StepLayout, step: Step) -> None:
@@ -275,7 +251,6 @@ def _describe_layout(kind: str, memory: ModelMemory) -> StepLayout:
 def _run(
     model: Any, kind: str, step: Step, memory: ModelMemory, inputs: Tensors
 ) -> tuple[torch.Tensor, ModelMemory]:
-    """One call: logits, and memory after it."""
     cache = memory.cache
     with (
         traced(),
@@ -327,12 +302,10 @@ def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache) -> torch.
 
 
 def num_rows(step: Step) -> int:
-    """Sequences in the state."""
     return max(step.rows, step.batch)
 
 
 def expected_length(step: Step) -> int:
-    """Expected tokens per sequence."""
     return step.length or max(1, step.reserve // num_rows(step))
 
 
@@ -387,8 +360,6 @@ def _check_sizes(step: Step) -> None:
 
 
 class PagedSteps:
-    """One model's step at one size."""
-
     def __init__(self, model: Any, step: Step, layout: StepLayout) -> None:
         self._model, self._step, self._layout = model, step, layout
 
@@ -424,7 +395,6 @@ class PagedSteps:
         return inputs
 
     def _state(self, seed: int) -> dict[str, torch.Tensor]:
-        """State that looks used."""
         random = torch.Generator().manual_seed(seed)
         sizes = [(self._layout.pages, self._step.reserve // PAGE), (self._layout.rows, num_rows(self._step))]
         used = {
@@ -496,7 +466,6 @@ def _make_inputs(
 
 
 def _padded(parts: Sequence[tuple[int, int]], num: int) -> list[tuple[int, int]]:
-    """Pad with unused sequences."""
     return [*parts, *[(0, 0)] * (num - len(parts))]
 
 

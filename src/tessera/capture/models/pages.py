@@ -1,12 +1,11 @@
 """A transformers cache with paged keys and values, and attention over it.
 
-The cache is the configuration's `StaticCache` with paged layers for keys and values; other layers
-(convolutions, recurrences) stay. A sliding-window layer keeps all positions; windows are noted, so that pages
-behind all of them can be freed.
+The cache is the configuration's `StaticCache` with paged layers for keys and values; other layers stay. A
+sliding-window layer keeps all positions; windows are noted, so that pages behind all of them can be freed.
 
 During a call every registered attention function is the paged operator, and a mask is the model's visibility
 rule (`PageMask`), which must be a window. For a model with its own attention, each row's keys and values are
-gathered, newest last, and masks follow the same rules.
+gathered, newest last.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,8 +31,6 @@ HARMLESS = ("position_ids", "cache_position", "s_aux")
 
 @dataclass(frozen=True)
 class PageTables:
-    """Places of one call's tokens."""
-
     positions: torch.Tensor
     # Page and offset of each new key. Two numbers: a write through a flat view would compile into a copy of
     # all pages.
@@ -64,7 +61,6 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.stored: tuple[torch.Tensor, ...] = ()
 
     def begin(self, tables: PageTables | None) -> None:
-        """Begin a call; None ends it."""
         self.tables, self.is_unread, self.stored = tables, False, ()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -90,7 +86,6 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Store new tokens in their pages."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         tables = self.tables
@@ -162,7 +157,6 @@ class PagedCache(StaticCache):  # type: ignore[misc]
 
     @property
     def is_flat(self) -> bool:
-        """True if all layers are paged."""
         return all(type(layer) is PagedLayer for layer in self.layers)
 
     def begin(self, tables: PageTables | None, fresh: torch.Tensor | None = None) -> None:
@@ -276,7 +270,6 @@ def exchanged_attention(cache: PagedCache, is_dense: bool) -> Iterator[None]:
 
 
 def _dense_mask(tables: PageTables, rule: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask of a row's dense keys, newest last."""
     assert tables.by_row is not None
     now = tables.positions[:, None, None, None]
     there = now - places_ago(tables.by_row.shape[1], now.device)

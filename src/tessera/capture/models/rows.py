@@ -43,7 +43,6 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         )
 
     def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Use these tensors for keys and values."""
         self.keys, self.values, self.is_initialized = keys, values, True
 
     def update(
@@ -114,7 +113,6 @@ def in_place_of(layer: Any, kind: Any, *args: Any) -> Any:
 
 
 def is_sliding(layer: Any) -> bool:
-    """True for a sliding-window layer."""
     return bool(getattr(layer, "is_sliding", False))
 
 
@@ -135,7 +133,6 @@ class RowCache(StaticCache):  # type: ignore[misc]
 
     @property
     def has_positions(self) -> bool:
-        """True if some layer does."""
         return any(isinstance(layer, RowLayer) for layer in self.layers)
 
     def begin(self, positions: torch.Tensor | None, last: torch.Tensor | None) -> None:
@@ -148,7 +145,6 @@ class RowCache(StaticCache):  # type: ignore[misc]
                 layer.begin(rows if rows is None else rows[:, None], positions, last)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """First position of each row, for `row_mask`."""
         layers = [layer for layer in self.layers if isinstance(layer, RowLayer)]
         if not layers or layers[0].positions is None:
             return super().get_query_offset(layer_idx)
@@ -170,8 +166,6 @@ class CrossLayer(RowLayer):
 
 
 class RowPairCache(cache_utils.EncoderDecoderCache):  # type: ignore[misc]
-    """Cache of a decoder with cross attention."""
-
     def __init__(self, config: Any, capacity: int) -> None:
         own = RowCache(config, capacity)
         across = cache_utils.Cache(layers=[CrossLayer(0, False) for _ in own.layers])
@@ -223,7 +217,6 @@ def row_mask(
 
 
 def additive(barred: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask: minus infinity where hidden."""
     width = barred.shape[-1]
     aligned = width + -width % MASK_ALIGNMENT
     mask = torch.zeros((*barred.shape[:-1], aligned), dtype=dtype, device=barred.device)[..., :width]

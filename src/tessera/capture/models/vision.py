@@ -88,7 +88,6 @@ def _patch_places(height: int, width: int, merge: int) -> torch.Tensor:
 
 
 def _windows(height: int, width: int, side: int, batch: int) -> tuple[list[int], list[int]]:
-    """Merged tokens ordered by window, and each window's start."""
     order: list[int] = []
     begins = [0]
     for image in range(batch):

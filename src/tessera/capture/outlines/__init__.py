@@ -42,7 +42,6 @@ def name_of(step: Step) -> str:
 
 
 def known(step: Step) -> Trace | None:
-    """The shipped or cached outline, if any."""
     packaged = files(__name__).joinpath(name_of(step))
     if packaged.is_file():
         with as_file(packaged) as path:
@@ -66,7 +65,6 @@ def can_compile() -> bool:
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Write one outline atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, [gzip.compress(b"".join(chunks_of(trace)), mtime=0)])
 
