@@ -27,7 +27,7 @@ from tessera.ir import (
     WorkUnit,
     verify,
 )
-from tessera.ir.graph import Rebatched, check_counts, check_steps
+from tessera.ir.graph import StepFamily, check_counts, check_steps
 from tessera.plan import (
     FULL,
     Batched,
@@ -91,11 +91,16 @@ def check_joined(graphs: Sequence[Graph]) -> None:
 
 def price(unit: WorkUnit, cluster: Cluster) -> tuple[Costs, ...]:
     """Costs of every step for devices with a cost model."""
+    check_modelled(cluster)
+    return tuple(combine(graph.trace, cluster.devices, {})[0] for graph in unit.graphs)
+
+
+def check_modelled(cluster: Cluster) -> None:
+    """Refuses devices without a cost model."""
     for device in cluster.devices:
         if needs_measuring(device):
             remedy = "Measure it with `tessera profile TRACE --devices ...`, and plan with --costs."
             raise TesseraError(f"{device.name} has no cost model and must be measured", remedy, "--devices")
-    return tuple(combine(graph.trace, cluster.devices, {})[0] for graph in unit.graphs)
 
 
 def make_plan(
@@ -183,7 +188,7 @@ class LoadSteps:
         self._graphs = {(n, batch): g for batch, unit in recorded.items() for n, g in enumerate(unit.graphs)}
         self._seen = set(self._graphs)
         graphs = zip(*(unit.graphs for unit in recorded.values()), strict=True)
-        self._families = [Rebatched(*pair[:2]) for pair in graphs] if len(self.anchors) > 1 else []
+        self._families = [StepFamily(pair[:2]) for pair in graphs] if len(self.anchors) > 1 else []
 
     def recorded(self, batch: int) -> WorkUnit:
         self.advance(f"{'compiling' if self.is_compiled else 'recording'} batch {batch}")
@@ -210,7 +215,7 @@ class LoadSteps:
 
     def _written(self, step: int, batch: int) -> Graph:
         if self._families:
-            return self._families[step].at(batch)
+            return self._families[step].at(replace(self.steps[step], batch=batch))
         return build_graph(self._trace(self.steps[step], batch))
 
     def matches_recording(self, plan: Plan) -> bool:

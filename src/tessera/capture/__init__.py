@@ -2,10 +2,10 @@
 
 from tessera.capture.cuda_kernel import CudaKernel
 from tessera.capture.models import build, known_models, place_of
-from tessera.capture.record import check_device, make_callable, record, record_step
+from tessera.capture.record import check_device, make_callable, record, record_sizes, record_step
 from tessera.capture.workload import Workload
 
 __all__ = ["CudaKernel", "Workload", "build", "check_device", "known_models"]
-__all__ += ["place_of", "record", "record_step"]
+__all__ += ["place_of", "record", "record_sizes", "record_step"]
 
 make_callable(__name__)  # tessera.capture(fn, *args)

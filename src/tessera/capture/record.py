@@ -7,7 +7,7 @@ call only sets up, the second and third must agree. Built-in models on fake tens
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from tessera.capture import fake
 from tessera.capture.fake import Run, uncollected
 from tessera.capture.function import workload as workload_of
 from tessera.capture.holders import Before, python_state, refuse_change
-from tessera.capture.models import build, known_models
+from tessera.capture.models import another, build, known_models
 from tessera.capture.operators import fail, insisting
 from tessera.capture.own import own_launches
 from tessera.capture.reads import calls_refused, reads_refused
@@ -61,6 +61,15 @@ def record_step(step: Step, device: str = "cpu", is_compared: bool = False) -> T
         if device == "fake":
             return _record_fake(workload, run, is_compared)
         return _record_on(device, on_device(workload, device))
+
+
+def record_sizes(steps: Sequence[Step]) -> list[Trace]:
+    """Record one model's step at several sizes on fake tensors; the model is built once."""
+    with _machine("fake") as run:
+        with torch.device("cuda"):
+            first = build(steps[0])
+        workloads = [another(first, step) for step in steps]
+        return [_record_fake(workload, run, is_compared=n > 0) for n, workload in enumerate(workloads)]
 
 
 def _record_fake(workload: Workload, run: Run, is_compared: bool) -> Trace:

@@ -426,7 +426,7 @@ def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[Request]") -> "
     for trace in traces:
         refuse_generators(trace)
     run = InOrder(traces, weights, driver.card(plan.cluster.devices[0].ordinal))
-    with ReferenceStepper(whole_plan(plan.unit, plan.cluster, 0), run, dict) as stepper:
+    with ReferenceStepper([whole_plan(plan.unit, plan.cluster, 0)], run, dict) as stepper:
         return run_offline(stepper, requests).results
 
 

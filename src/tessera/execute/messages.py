@@ -30,8 +30,9 @@ import torch
 from msgspec import Meta
 
 from tessera.errors import MismatchError, RuleBroken, TesseraError, WorkerError
+from tessera.execute.lanes import Lanes
 from tessera.execute.memory import flat_bytes
-from tessera.ir import AWAY, BufferKind, Cluster, Plan, Program, Trace, verify
+from tessera.ir import AWAY, BufferKind, Cluster, Program, Trace, verify
 
 # Rank of a worker that takes any free device.
 ANY_RANK = -1
@@ -108,7 +109,7 @@ class Begin(_Message, frozen=True):
 
 
 class Clear(_Message, frozen=True):
-    """Engine to worker: all state of a lane that lives here is zeros from now on, for one microbatch."""
+    """Engine to worker: a microbatch's own state on a lane becomes zeros here; pages of a home stay."""
 
     microbatch: Whole
     lane: Whole
@@ -373,7 +374,7 @@ class Setup(WorkerConfig):
 
 
 def make_setups(
-    plan: Plan,
+    loaded: Lanes,
     programs: Sequence[Sequence[Program]],
     weights: Mapping[str, torch.Tensor],
     microbatches: int,
@@ -382,15 +383,17 @@ def make_setups(
     is_profiled: bool = False,
 ) -> list[Setup]:
     """One per device; `programs` by lane number."""
-    traces = tuple(g.trace for g in plan.graphs)
+    cluster, traces = loaded.all[0].plan.cluster, tuple(g.trace for g in loaded.graphs)
     names = {t.buffers[b].name for t in traces for b in t.buffers_of(BufferKind.WEIGHT)}
     shared = {name: tensor.detach().share_memory_() for name, tensor in weights.items() if name in names}
-    lanes, devices = tuple(map(tuple, programs)), plan.cluster.devices
-    first = Setup(0, plan.cluster, traces, lanes, microbatches, transport, weights=shared)
+    lanes, devices = tuple(map(tuple, programs)), cluster.devices
+    first = Setup(0, cluster, traces, lanes, microbatches, transport, weights=shared)
     first = replace(first, epochs=(0,) * len(devices), scale=scale, is_profiled=is_profiled)
     setups = []
     for number in range(len(devices)):
-        us = tuple(tuple(row[number].us for row in costs.costs) for costs in plan.prices)
+        prices = [costs for costs in loaded.costs if costs is not None]
+        us = tuple(tuple(row[number].us for row in costs.costs) for costs in prices)
+        us = us if len(us) == len(traces) else ()
         setups.append(replace(first, device=number, us=us))
     return setups
 

@@ -87,7 +87,7 @@ class DeviceWorker(ABC):
         """Ends a run that will never be complete."""
 
     def _clear(self, microbatch: int, lane: int) -> None:
-        """Sets the state of a microbatch to zeros."""
+        """Sets the state of a microbatch to zeros, except pages of its home."""
 
     def _load(self, programs: Sequence[Sequence[Program]]) -> None:
         """Adds the programs of new lanes."""

@@ -11,12 +11,12 @@ another waits for, the link between them was cut: it is reopened, and only runs 
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute.hub import Hub, LostWorker, Up, Wake
-from tessera.execute.lanes import Lanes
+from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.lower import describe
 from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import Footprint, check_fits, footprints, ready_programs
@@ -32,9 +32,9 @@ from tessera.execute.messages import (
 )
 from tessera.execute.processes import FORKSERVER, hidden_main
 from tessera.execute.runs import Runs
-from tessera.execute.stepper import DeviceBack, DeviceLost, DeviceUse, Event, Tensors
+from tessera.execute.stepper import DeviceBack, DeviceLost, DeviceUse, Event, PageMove, Tensors
 from tessera.execute.transport import AUTO, resolve
-from tessera.ir import Plan, Program, Recv, Send
+from tessera.ir import Graph, Plan, Program, Recv, Send
 
 __all__ = ["FORKSERVER", "MakeHub", "WorkerStepper", "hidden_main", "make_setups"]
 
@@ -88,15 +88,16 @@ class WorkerStepper(Runs):
         scale: float = 1.0,
         is_profiled: bool = False,
     ) -> None:
-        self.plans, self.lanes = tuple(plans), Lanes(plans)
-        lanes, self.footprints = _ready(plans)
+        self.plans, loaded = tuple(plans), Lanes(plans)
         self.microbatches = microbatches or max(plan.microbatches for plan in plans)
+        lowered, self.footprints = _ready(plans, self.microbatches)
+        lanes = _numbered(loaded.all, lowered)
         chosen = resolve(transport, plans[0].cluster.devices, is_local=hub is None)
         sizes = (self.microbatches, chosen, scale, is_profiled)
-        setups = make_setups(plans[0], lanes, weights, *sizes)
+        setups = make_setups(loaded, lanes, weights, *sizes)
         made = hub(setups) if hub is not None else Hub(plans[0].cluster.names, setups, method)
         made.max_failures = max_failures
-        super().__init__(plans[0], made, timeout_s)
+        super().__init__(loaded, made, timeout_s)
         self.add(lanes)
         self._inquiries: list[_Inquiry] = []
         self._events: deque[Event] = deque()
@@ -124,8 +125,14 @@ class WorkerStepper(Runs):
             raise MismatchError(
                 f"there are {self.microbatches} microbatches only", "Plan with fewer (--microbatches)."
             )
-        lanes, needed = _ready(plans)
+        digests = {graph.trace.digest for graph in self.lanes.graphs}
+        new_steps = [g.trace.step for plan in plans for g in plan.graphs if g.trace.digest not in digests]
+        if new_steps:
+            message = f"the workers have no {new_steps[0].kind} step of context {new_steps[0].context}"
+            raise MismatchError(message, "Start the workers with plans that have all steps.")
+        lowered, needed = _ready(plans, self.microbatches)
         new = self.lanes.load(plans)
+        lanes = _numbered(new, lowered)
         self.add(lanes)
         self.plans, self.footprints = tuple(plans), needed
         self.hub.load(new[0].number, lanes)
@@ -135,6 +142,9 @@ class WorkerStepper(Runs):
         if microbatch in self.opened or not 0 <= microbatch < self.microbatches:
             raise TesseraError(f"microbatch {microbatch} is open already, or not one of {self.microbatches}")
         self._open(microbatch, self.lanes.all[lane], state)
+
+    def move(self, move: PageMove) -> None:
+        raise TesseraError(f"move {move.number}: workers cannot move pages")
 
     def take(self, timeout_s: float | None) -> Event | None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -334,18 +344,30 @@ class WorkerStepper(Runs):
         for run, running in self.running.items():
             what = f"microbatch {running.microbatch.number}"
             if known.get(run, -1) >= 0:
-                return whereabouts(self._plan, running.program, device, known[run], what)
+                graph = self.lanes.graphs[running.program.step]
+                return whereabouts(graph, running.program, device, known[run], what)
             if device in running.missing:
                 mine.append(what)
         return f"before its share of {min(mine)}" if mine else "with no work of its own"
 
 
-def _ready(plans: Sequence[Plan]) -> tuple[list[Sequence[Program]], tuple[Footprint, ...]]:
+def _ready(plans: Sequence[Plan], microbatches: int) -> tuple[list[Sequence[Program]], tuple[Footprint, ...]]:
     """Programs of all lanes, and footprints; raises if a device lacks memory."""
     programs = [ready_programs(plan) for plan in plans]
-    needed = footprints(plans, programs)
+    needed = footprints(plans, programs, microbatches)
     check_fits(plans, needed)
     return [lane for found in programs for lane in found], needed
+
+
+def _numbered(lanes: Sequence[LoadedLane], lowered: Sequence[Sequence[Program]]) -> list[Sequence[Program]]:
+    """Programs with the numbers of their steps among all plans, and of their homes."""
+    return [
+        tuple(
+            replace(program, step=lane.steps[program.step], home=-1 if lane.home is None else lane.home)
+            for program in programs
+        )
+        for lane, programs in zip(lanes, lowered, strict=True)
+    ]
 
 
 def _pair(one: int, two: int) -> tuple[int, int]:
@@ -395,10 +417,9 @@ def _has_sent(program: Program, device: int, transfer: int, position: int | None
     return any(isinstance(i, Send) and i.transfer == transfer for i in column[: position + 1])
 
 
-def whereabouts(plan: Plan, program: Program, device: int, position: int, what: str) -> str:
+def whereabouts(graph: Graph, program: Program, device: int, position: int, what: str) -> str:
     column = program.instructions[device]
     if not 0 <= position < len(column):
         return f"before its share of {what}"
-    graph = plan.graphs[program.step]
     words = describe(graph, program, column[position])
     return f"at instruction {position} of {len(column)}, {words}, {graph.trace.step.kind} of {what}"

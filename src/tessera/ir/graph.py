@@ -3,19 +3,21 @@
 Edges order launches; values are what a placement moves. A value is one version of a buffer, so an overwritten
 temporary makes no edge between readers of the old version and the next writer.
 
-`check_steps` and `check_counts` validate the steps of one request. `Rebatched` interpolates a step at any
-batch from recordings at two: sizes, strides, offsets and extents are linear in the batch, and recordings that
-differ otherwise are refused. Interpolated traces are for planning; a trace to run is recorded.
+`check_steps` and `check_counts` validate the steps of one request. `StepFamily` interpolates a step at any
+size from a few recordings: sizes, strides, offsets and extents are linear in the step's sizes, and recordings
+that differ otherwise are refused. Interpolated traces are for planning; a trace to run is recorded.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
+from math import lcm
+from operator import mul
 from typing import Any
 
 from tessera.errors import MismatchError, TesseraError
-from tessera.ir.trace import BufferKind, Trace
+from tessera.ir.trace import BufferKind, Step, Trace
 
 PLACE = "--counts"
 # Requests are simulated run by run for every candidate: a thousand runs of a small step take seconds.
@@ -160,35 +162,53 @@ class _Uneven(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Rebatched:
-    """A step with its dependencies at any batch."""
+class StepFamily:
+    """A step with its dependencies at any size, from recordings at a few.
 
-    low: Graph
-    high: Graph
+    Every recording after the first differs from it in one size: a field of the step, or several that grow
+    together.
+    """
 
-    def __post_init__(self) -> None:
-        if self.low.trace.step.batch >= self.high.trace.step.batch:
-            raise ValueError("two batches are needed, the smaller first")
+    recordings: tuple[Graph, ...]
 
-    def at(self, batch: int) -> Graph:
-        """The step at one batch; raises MismatchError for unlike recordings."""
-        first, second = self.low.trace.step.batch, self.high.trace.step.batch
-        if batch in (first, second):
-            return self.low if batch == first else self.high
+    @cached_property
+    def fields(self) -> tuple[str, ...]:
+        """The step's field that each recording after the first varies."""
+        first = self.recordings[0].trace.step
+        steps = [graph.trace.step for graph in self.recordings[1:]]
+        names = [
+            [f.name for f in fields(first) if getattr(s, f.name) != getattr(first, f.name)] for s in steps
+        ]
+        if not all(names):
+            raise ValueError("two recordings are of the same step")
+        return tuple(changed[0] for changed in names)
+
+    def at(self, step: Step) -> Graph:
+        """The step at other sizes; raises MismatchError for unlike recordings."""
+        for graph in self.recordings:
+            if graph.trace.step == step:
+                return graph
+        first = self.recordings[0].trace.step
+        pairs = list(zip(self.fields, self.recordings[1:], strict=True))
+        parts = [getattr(step, name) - getattr(first, name) for name, _ in pairs]
+        wholes = [getattr(graph.trace.step, name) - getattr(first, name) for name, graph in pairs]
         try:
-            graph: Graph = _Writing(batch - first, second - first).of(self._shape)
+            written: Graph = _Writing(parts, wholes).of(self._shape)
         except _Uneven as error:
             where = ".".join(str(part) for part in reversed(error.args))
+            sizes = ", ".join(f"{name} {getattr(step, name)}" for name in self.fields)
             raise MismatchError(
-                f"{self.low.trace.step.kind} is recorded differently at batch {first} and {second}: {where}",
-                "Record it at the batch that is wanted.",
+                f"{first.kind} is recorded differently at other sizes ({sizes}): {where}",
+                "Record it at the size that is wanted.",
             ) from None
-        return graph
+        if written.trace.step != step:
+            raise MismatchError(f"no recording varies all that differs between {first} and {step}")
+        return written
 
     @cached_property
     def _shape(self) -> "_Shape":
         """Common shape of the recordings."""
-        return _Reading().of(self.low, self.high)
+        return _Reading().of(self.recordings)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,8 +219,8 @@ class _Shape:
     """
 
     value: Any = None
-    # Increase of a number at the higher batch.
-    growth: int = 0
+    # Increase of a number in every recording after the first; empty: constant.
+    growth: tuple[int, ...] = ()
     # Constructor and part names.
     make: Callable[..., Any] | None = None
     parts: tuple["_Shape", ...] = ()
@@ -208,33 +228,35 @@ class _Shape:
 
 
 class _Reading:
-    """Derives shapes from two recordings."""
+    """Derives shapes from recordings."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Shape] = {}
 
-    def of(self, one: Any, other: Any) -> _Shape:
-        """Shape of two values; raises _Uneven."""
-        if type(one) is not type(other):
+    def of(self, values: Sequence[Any]) -> _Shape:
+        """Shape of a value in all recordings; raises _Uneven."""
+        one = values[0]
+        if any(type(other) is not type(one) for other in values):
             raise _Uneven
         if type(one) is int:
-            return self._kept((int, one, other - one), one, growth=other - one)
+            growth = tuple(other - one for other in values[1:])
+            return self._kept((int, one, growth), one, growth=growth if any(growth) else ())
         if isinstance(one, tuple):
-            if len(one) != len(other):
+            if len({len(value) for value in values}) > 1:
                 raise _Uneven
-            return self._record(_tuple, range(len(one)), zip(one, other, strict=True), one)
+            return self._record(_tuple, range(len(one)), zip(*values, strict=True), one)
         if names := getattr(type(one), "__match_args__", ()):  # a dataclass or a Struct
-            pairs = ((getattr(one, name), getattr(other, name)) for name in names)
-            return self._record(type(one), names, pairs, one)
-        if one is not other and one != other:
+            rows = ([getattr(value, name) for value in values] for name in names)
+            return self._record(type(one), names, rows, one)
+        if any(other is not one and other != one for other in values):
             raise _Uneven
         return self._kept((type(one), one), one)
 
-    def _record(self, make: Callable[..., Any], names: Any, pairs: Any, value: Any) -> _Shape:
+    def _record(self, make: Callable[..., Any], names: Any, rows: Any, value: Any) -> _Shape:
         parts = []
-        for name, (one, other) in zip(names, pairs, strict=True):
+        for name, row in zip(names, rows, strict=True):
             try:
-                parts.append(self.of(one, other))
+                parts.append(self.of(row))
             except _Uneven as error:
                 raise _Uneven(*error.args, name) from None
         key = (make, tuple(id(part) for part in parts))
@@ -247,10 +269,11 @@ class _Reading:
 
 
 class _Writing:
-    """Builds a recording at `part` of the way from the lower to the higher batch."""
+    """Builds a recording at `parts` of the way to every recording after the first."""
 
-    def __init__(self, part: int, whole: int) -> None:
-        self._part, self._whole = part, whole
+    def __init__(self, parts: Sequence[int], wholes: Sequence[int]) -> None:
+        self._whole = lcm(*wholes)
+        self._factors = [part * (self._whole // whole) for part, whole in zip(parts, wholes, strict=True)]
         self._known: dict[_Shape, Any] = {}
 
     def of(self, shape: _Shape) -> Any:
@@ -263,7 +286,7 @@ class _Writing:
 
     def _made(self, shape: _Shape) -> Any:
         if shape.make is None:
-            grown, rest = divmod(shape.growth * self._part, self._whole)
+            grown, rest = divmod(sum(map(mul, shape.growth, self._factors)), self._whole)
             if rest:
                 raise _Uneven
             return shape.value + grown

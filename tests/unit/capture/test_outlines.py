@@ -10,7 +10,7 @@ from tessera.analyze import build_graph
 from tessera.capture import outlines
 from tessera.flow import ANCHORS, choose_launches
 from tessera.ir import Origin, Step, Trace
-from tessera.ir.graph import Rebatched
+from tessera.ir.graph import StepFamily
 from tessera.profile import works
 
 DECODE = Step("llama-3-8b", "decode", ANCHORS[0], 1280)
@@ -43,7 +43,7 @@ def test_the_package_has_the_usual_llama() -> None:
 def test_outlines_of_two_batches_give_every_other() -> None:
     """Without code they differ in sizes only; the work of a batch between lies between."""
     low, high = (build_graph(shipped(replace(DECODE, batch=batch))) for batch in ANCHORS)
-    between = Rebatched(low, high).at(40)
+    between = StepFamily((low, high)).at(replace(DECODE, batch=40))
 
     def total(trace: Trace) -> int:
         return sum(work.num_bytes for work in works(trace))

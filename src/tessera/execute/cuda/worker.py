@@ -30,7 +30,7 @@ from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED
 from tessera.execute.cuda.transport import GpuTransport
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links, Receiver
-from tessera.execute.memory import bytes_of
+from tessera.execute.memory import bytes_of, is_shared
 from tessera.execute.messages import Begin, Done, PackedTensor, PeerLost, Setup, pack
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
@@ -158,9 +158,10 @@ class CudaWorker(DeviceWorker):
             if step == program.step and storage.nbytes() and name in order.inputs:
                 key = (room.number, step, name)
                 self._copy_in(key, storage, order.inputs[name], f"input '{name}'")
+        state = self._graphs.state(room, program) if order.state else {}
         for name, packed in order.state.items():
-            if name in room.state:
-                self._copy_in((room.number, -1, name), room.state[name], packed, f"state '{name}'")
+            if name in state:
+                self._copy_in((room.number, -1, name), state[name], packed, f"state '{name}'")
 
     def _copy_in(
         self, key: tuple[int, int, str], storage: torch.UntypedStorage, given: PackedTensor, what: str
@@ -183,7 +184,8 @@ class CudaWorker(DeviceWorker):
         """State on this device in a program, as flat bytes by name."""
         buffers = self._setup.traces[program.step].buffers
         names = [buffers[b].name for b, home in program.homes if home == self._setup.device]
-        return {name: bytes_of(room.state[name], 0, room.state[name].nbytes()) for name in names}
+        state = self._graphs.state(room, program)
+        return {name: bytes_of(state[name], 0, state[name].nbytes()) for name in names}
 
     def _end_runs(self) -> bool:
         """Reports ended runs; True if there were any."""
@@ -247,8 +249,9 @@ class CudaWorker(DeviceWorker):
         room = self._graphs.buffers(microbatch)
         with torch.cuda.stream(room.origin):
             for program in self._programs[lane]:
-                for contents in self._state_of(room, program).values():
-                    contents.zero_()
+                for name, contents in self._state_of(room, program).items():
+                    if not is_shared(program, name):
+                        contents.zero_()
 
 
 def _opener(setup: Setup, engine: EngineConnection) -> "Callable[[GpuDevice], GpuTransport] | None":

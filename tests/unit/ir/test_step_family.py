@@ -7,10 +7,14 @@ import pytest
 from kept_traces import recorded
 from report_factory import make_plan
 from tessera.analyze import build_graph
+from tessera.capture import record_sizes
 from tessera.errors import MismatchError
 from tessera.flow import LoadSteps
 from tessera.ir import Step, Trace
-from tessera.ir.graph import Rebatched
+from tessera.ir.graph import StepFamily
+from tessera.planning import ServedSteps
+from tessera.profile import make_cluster, parse_devices
+from tessera.profile.measured import combine
 
 # Their batches and lengths are those of other tests, so that few are recorded.
 STEPS = (
@@ -24,11 +28,11 @@ STEPS = (
 def test_the_trace_at_a_third_batch_is_the_one_that_is_recorded(step: Step) -> None:
     """Between the two recordings and beyond them, to the byte."""
     low, high, between = (build_graph(recorded(replace(step, batch=batch), "fake")) for batch in (8, 48, 16))
-    family = Rebatched(low, high)
+    family = StepFamily((low, high))
 
-    assert between == family.at(16)
-    assert low == Rebatched(between, high).at(8)
-    assert high is family.at(48)
+    assert between == family.at(replace(step, batch=16))
+    assert low == StepFamily((between, high)).at(replace(step, batch=8))
+    assert high is family.at(replace(step, batch=48))
 
 
 def test_recordings_that_differ_in_more_than_numbers_are_refused() -> None:
@@ -36,8 +40,10 @@ def test_recordings_that_differ_in_more_than_numbers_are_refused() -> None:
     low, high = (build_graph(recorded(Step("tiny-llama", "decode", batch, 20), "fake")) for batch in (8, 48))
     other = replace(high, trace=replace(high.trace, launches=high.trace.launches[:-1]))
 
-    with pytest.raises(MismatchError, match=r"recorded differently at batch 8 and 48: trace\.launches"):
-        Rebatched(low, other).at(16)
+    with pytest.raises(
+        MismatchError, match=r"recorded differently at other sizes \(batch 16\): trace\.launches"
+    ):
+        StepFamily((low, other)).at(replace(low.trace.step, batch=16))
 
 
 def test_a_planned_batch_that_is_recorded_otherwise_is_planned_again_as_it_is_recorded() -> None:
@@ -53,3 +59,31 @@ def test_a_planned_batch_that_is_recorded_otherwise_is_planned_again_as_it_is_re
     assert not steps.matches_recording(written)
     assert steps.at(1).graphs[0].trace.num_views == 99
     assert steps.matches_recording(replace(written, unit=steps.at(1)))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "tiny-llama",
+        pytest.param("tiny-gpt-oss", marks=pytest.mark.slow),
+        pytest.param("tiny-deepseek-v3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_served_step_is_known_at_every_size(model: str) -> None:
+    """Tokens, sequences, pages and length are its sizes; a sixth recording is what they give."""
+    steps = ServedSteps(model, make_cluster(parse_devices("emu:h20,emu:l40s"), "pcie4"))
+    other = steps.step(200, 40, 16_384, 300)
+    (recorded_other,) = record_sizes([other])
+
+    assert build_graph(recorded_other) == steps.family.at(other)
+    costs, _ = combine(recorded_other, steps.cluster.devices, {})
+    price = steps.price(200, 40, 300)
+    assert price.total_us(1) == pytest.approx(costs.total_us(1))
+    assert 0 < price.temporary_bytes
+
+
+def test_a_size_that_no_recording_varies_is_refused() -> None:
+    low, high = (build_graph(recorded(Step("tiny-llama", "decode", batch, 20), "fake")) for batch in (8, 48))
+
+    with pytest.raises(MismatchError, match="no recording varies"):
+        StepFamily((low, high)).at(replace(low.trace.step, batch=16, context=24))

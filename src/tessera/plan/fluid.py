@@ -1,0 +1,486 @@
+"""Fluid: drafts of a service for a load, rated by step times alone, without queues.
+
+A request reads P prompt tokens and then needs A = G - 1 steps for its other answer tokens. A mixed device
+whose steps have T tokens finishes T / (P + A) requests per step if the steps are full: n = T A / (P + A)
+answers and T - n prompt tokens. A prompts device reads T prompt tokens per step. An answers device advances
+all its sequences by a token per step. With prompts devices, a share of the mixed devices' steps has prompt
+tokens: the share at which as many prompts are read as answers end. Time per token is the mean time of a step.
+
+Drafts are candidates: the rehearsal of a service decides. `bound_per_s` is an upper bound of every policy: a
+linear program that divides the launches of a request among the devices at will, each at its cheapest step
+size, without transfers.
+
+Not modelled: waits between devices of one lane (`efficiency` stands for them), padding, and lengths other
+than their mean.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+from scipy.optimize import linprog
+
+from tessera.ir import Cluster, Load, Role
+from tessera.plan.arrays import Floats
+
+# Policies whose groups have one device each, and those with a lane over all devices.
+SINGLE, DATA_PARALLEL = "single", "data-parallel"
+PREFILL_DECODE, FRACTIONAL = "prefill-decode", "prefill-decode-fractional"
+DIVIDED = ("layer-pipeline", "attention-ffn", "kernel-level")
+POLICIES = (SINGLE, DATA_PARALLEL, PREFILL_DECODE, FRACTIONAL, *DIVIDED)
+# Tokens of a page.
+PAGE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FluidConfig:
+    # Tokens of a step: first, largest, and steps per doubling.
+    least_tokens: int = 32
+    most_tokens: int = 8192
+    per_doubling: int = 6
+    # Sequences of a microbatch, at most.
+    most_sequences: int = 1024
+    # Tokens of prompt steps.
+    prompt_tokens: tuple[int, ...] = (512, 1024, 2048, 4096)
+    # Prompt tokens of a mixed step beside a prompts group, as shares of its sequences.
+    chunks: tuple[float, ...] = (0.5, 1.0, 2.0)
+    # Mixed steps of a device by itself: one in so many has prompt tokens, as many as all need.
+    every: tuple[int, ...] = (1, 2, 4)
+    # Sequences beyond those that answer, so that mixed steps are full: a share and a number.
+    waiting_share: float = 0.12
+    waiting: int = 2
+    # Share of a device's memory for weights and pages.
+    memory_share: float = 0.9
+    # Standard deviation of the tokens that a sequence holds, relative to the mean, times two.
+    spread: float = 0.7
+    # Microbatches of a lane over several devices, and the share of the time that its devices compute.
+    microbatches: int = 3
+    efficiency: float = 0.8
+    # Drafts per policy.
+    num_drafts: int = 3
+    # Smaller prompt steps are preferred within this share of the rate.
+    prompt_gain: float = 0.02
+
+
+FLUID = FluidConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrice:
+    """Times of a step's kinds of launches, and its temporaries."""
+
+    # [kind of launch, device], all launches of a kind together.
+    us: Floats
+    temporary_bytes: int
+
+    def total_us(self, device: int) -> float:
+        return float(self.us[:, device].sum())
+
+
+# (tokens, sequences, mean length of a sequence) -> price.
+PriceStep = Callable[[int, int, int], StepPrice]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBytes:
+    """Memory of a served model."""
+
+    weights: int
+    # Pages of one token in all layers.
+    token: float
+    # State of one sequence beside pages.
+    sequence: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDraft:
+    role: Role
+    devices: tuple[int, ...]
+    # Sequences of a microbatch.
+    sequences: int
+    # Tokens of each step, ascending.
+    sizes: tuple[int, ...]
+    microbatches: int
+    # Positions of all its pages, with the unused page 0.
+    pool_tokens: int
+    # Mean tokens that a sequence holds.
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    policy: str
+    groups: tuple[GroupDraft, ...]
+    tokens_per_s: float
+    tpot_ms: float
+    ttft_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """A mixed or answers device at one size: times of its steps without and with prompt tokens."""
+
+    group: GroupDraft
+    plain_us: float
+    mixed_us: float
+    # Prompt tokens of a mixed step.
+    chunk: int
+
+    def step_us(self, share: float) -> float:
+        return (1.0 - share) * self.plain_us + share * self.mixed_us
+
+
+@dataclass(frozen=True, eq=False)
+class Fluid:
+    """Drafts of every policy for one load on one cluster."""
+
+    load: Load
+    cluster: Cluster
+    price: PriceStep
+    model: ModelBytes
+    config: FluidConfig = FLUID
+    # False where only whole sequences stay on a device: no prompts groups.
+    can_move: bool = True
+
+    # Sizes of a load.
+
+    @property
+    def answers(self) -> int:
+        """Steps of a request after its first token."""
+        return max(0, self.load.output_tokens - 1)
+
+    @property
+    def length(self) -> int:
+        """Mean tokens of a sequence that answers."""
+        return self.load.prompt_tokens + max(1, self.load.output_tokens // 2)
+
+    def room_tokens(self, device: int) -> int:
+        """Positions that fit beside the weights."""
+        room = self.config.memory_share * self.cluster.devices[device].memory_bytes - self.model.weights
+        return int(room / self.model.token) if self.model.token else 1 << 24
+
+    def pool_tokens(self, sequences: int, length: int) -> int:
+        """Positions for sequences of a mean length: with variance, growth by a page, and page 0."""
+        margin = 1.0 + self.config.spread / math.sqrt(sequences)
+        longest = 2 * (self.load.prompt_tokens + self.load.output_tokens)
+        return _pages(max(sequences * (length + PAGE) * margin, longest)) * PAGE + PAGE
+
+    def fits(self, device: int, pool_tokens: int, price: StepPrice) -> bool:
+        memory = self.cluster.devices[device].memory_bytes
+        pages = pool_tokens * self.model.token
+        held = self.model.weights + pages
+        return held <= self.config.memory_share * memory and held + price.temporary_bytes <= memory
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, ...], ...]:
+        """Equal devices that hold the model, each kind once."""
+        found: dict[object, list[int]] = {}
+        for number, device in enumerate(self.cluster.devices):
+            if self.room_tokens(number) > 2 * self.length:
+                found.setdefault((device.gpu, device.memory_bytes, device.kind, device.num_sms), []).append(
+                    number
+                )
+        return tuple(tuple(numbers) for numbers in found.values())
+
+    @cached_property
+    def step_tokens(self) -> tuple[int, ...]:
+        """Sizes of steps that are tried."""
+        config = self.config
+        num = int(config.per_doubling * math.log2(config.most_tokens / config.least_tokens))
+        sizes = (config.least_tokens * 2 ** (n / config.per_doubling) for n in range(num + 1))
+        return tuple(dict.fromkeys(_rounded(size) for size in sizes))
+
+    # Drafts.
+
+    def drafts(self, policy: str, slack: float = 1.0) -> list[Draft]:
+        """The best drafts of a policy within the limits times `slack`, best first."""
+        found = self._drafts(policy)
+        tpot, ttft = self.load.tpot_ms or math.inf, self.load.ttft_ms or math.inf
+        kept = [d for d in found if d.tpot_ms <= slack * tpot and d.ttft_ms <= slack * ttft]
+        return sorted(kept, key=lambda d: -d.tokens_per_s)[: self.config.num_drafts]
+
+    def fastest(self, policy: str) -> Draft | None:
+        """The draft with the least time per token."""
+        return min(self._drafts(policy), key=lambda d: (d.tpot_ms, d.ttft_ms), default=None)
+
+    def _drafts(self, policy: str) -> list[Draft]:
+        if policy not in self._known:
+            if policy in (SINGLE, DATA_PARALLEL):
+                made = self._replicas(policy)
+            elif policy in DIVIDED:
+                made = self._divided(policy)
+            else:
+                made = self._split(policy)
+            self._known[policy] = list(made)
+        return self._known[policy]
+
+    @cached_property
+    def _known(self) -> dict[str, list[Draft]]:
+        return {}
+
+    def _mixed(
+        self, devices: tuple[int, ...], tokens: int, microbatches: int = 1, every: int = 1
+    ) -> GroupDraft:
+        """A mixed group with so many tokens a step on average, prompt tokens in one of `every` steps."""
+        answering = self._answering(tokens)
+        waiting = self.config.waiting + self.config.waiting_share * answering
+        sequences = max(2, min(tokens, _even(answering + waiting)))
+        largest = tokens if every == 1 else _rounded(answering + every * (tokens - answering))
+        sizes = (sequences, largest) if largest > sequences else (largest,)
+        pool = self.pool_tokens(sequences * microbatches, self.length)
+        return GroupDraft(Role.MIXED, devices, sequences, sizes, microbatches, pool, self.length)
+
+    def _answering(self, tokens: int) -> float:
+        """Answers in a step of so many tokens on average."""
+        return tokens * self.answers / (self.answers + self.load.prompt_tokens)
+
+    def _times(
+        self, group: GroupDraft, tokens: int, step_us: float, every: int = 1
+    ) -> tuple[float, float, float]:
+        """(requests per second, ms per token, ms to the first token) of a mixed group, by its mean step."""
+        per_s = tokens / (self.answers + self.load.prompt_tokens) * 1e6 / step_us
+        tpot_ms = group.microbatches * step_us * 1e-3
+        chunk = max(1.0, tokens - self._answering(tokens))
+        waiting_s = group.microbatches * max(0.0, group.sequences - self._answering(tokens)) / per_s
+        reading = max(0.5 * every, self.load.prompt_tokens / chunk)
+        return per_s, tpot_ms, 1e3 * waiting_s + tpot_ms * reading
+
+    def _alone(self, device: int) -> Iterator[tuple[GroupDraft, float, float, float]]:
+        for tokens, every in product(self.step_tokens, self.config.every):
+            group = self._mixed((device,), tokens, every=every)
+            largest = group.sizes[-1]
+            if group.sequences > self.config.most_sequences or largest > self.config.most_tokens:
+                continue
+            price = self.price(largest, group.sequences, group.length)
+            step_us = price.total_us(device)
+            if not self.fits(device, group.pool_tokens, price):
+                continue
+            if every > 1:
+                plain = self.price(group.sizes[0], group.sequences, group.length)
+                step_us = step_us / every + plain.total_us(device) * (1.0 - 1.0 / every)
+            yield group, *self._times(group, tokens, step_us, every)
+
+    def _replicas(self, policy: str) -> Iterator[Draft]:
+        """Mixed devices: each at its best within every time per token that some device reaches."""
+        each = {kind: list(self._alone(kind[0])) for kind in self.kinds}
+        if policy == SINGLE:
+            for listed in each.values():
+                for group, per_s, tpot_ms, ttft_ms in listed:
+                    yield self._draft(policy, [group], per_s, tpot_ms, ttft_ms)
+            return
+        if sum(map(len, self.kinds)) < 2:
+            return
+        rows = [row for listed in each.values() for row in listed]
+        firsts = sorted({row[3] for row in rows}) if self.load.ttft_ms is not None else [math.inf]
+        for limit, first in product(sorted({row[2] for row in rows}), firsts):
+            groups: list[GroupDraft] = []
+            per_s = tpot_ms = ttft_ms = 0.0
+            for kind, listed in each.items():
+                within = [row for row in listed if row[2] <= limit and row[3] <= first]
+                if not within:
+                    break
+                group, rate, tpot, ttft = max(within, key=lambda row: row[1])
+                groups += [_on(group, device) for device in kind]
+                per_s += rate * len(kind)
+                tpot_ms, ttft_ms = max(tpot_ms, tpot), max(ttft_ms, ttft)
+            else:
+                yield self._draft(policy, groups, per_s, tpot_ms, ttft_ms)
+
+    def _draft(
+        self, policy: str, groups: Sequence[GroupDraft], per_s: float, tpot_ms: float, ttft_ms: float
+    ) -> Draft:
+        return Draft(policy, tuple(groups), per_s * self.load.output_tokens, tpot_ms, ttft_ms)
+
+    def _split(self, policy: str) -> Iterator[Draft]:
+        """Prompts groups on some devices of each kind, answers or mixed groups on the others."""
+        if not self.can_move or not self.answers or sum(map(len, self.kinds)) < 2:
+            return
+        seats = {kind: list(self._seats(kind[0], policy)) for kind in self.kinds}
+        for counts in product(*(range(len(kind) + 1) for kind in self.kinds)):
+            parts = list(zip(self.kinds, counts, strict=True))
+            readers = [device for kind, num in parts for device in kind[:num]]
+            rest = {kind: kind[num:] for kind, num in parts if num < len(kind)}
+            if not readers or not rest:
+                continue
+            prompts = [self._prompts(device) for device in readers]
+            for chosen in _alike([seats[kind] for kind in rest]):
+                yield self._balanced(policy, prompts, list(zip(chosen, rest.values(), strict=True)))
+
+    def _seats(self, device: int, policy: str) -> Iterator[_Seat]:
+        role = Role.ANSWERS if policy == PREFILL_DECODE else Role.MIXED
+        for sequences in self.step_tokens:
+            if sequences > self.config.most_sequences:
+                break
+            pool = self.pool_tokens(sequences, self.length)
+            plain = self.price(sequences, sequences, self.length)
+            if not self.fits(device, pool, plain):
+                break
+            plain_us = plain.total_us(device)
+            if role is Role.ANSWERS:
+                group = GroupDraft(role, (device,), sequences, (sequences,), 1, pool, self.length)
+                yield _Seat(group, plain_us, plain_us, 0)
+                continue
+            for share in self.config.chunks:
+                tokens = _rounded(sequences * (1.0 + share))
+                mixed = self.price(tokens, sequences, self.length)
+                if self.fits(device, pool, mixed):
+                    group = GroupDraft(role, (device,), sequences, (sequences, tokens), 1, pool, self.length)
+                    yield _Seat(group, plain_us, mixed.total_us(device), tokens - sequences)
+
+    def _prompts(self, device: int) -> tuple[GroupDraft, float]:
+        """A prompts group of one device, and its prompt tokens per second."""
+        found: list[tuple[float, GroupDraft, float]] = []
+        for tokens in self.config.prompt_tokens:
+            prompts = tokens / self.load.prompt_tokens
+            sequences = max(2, math.ceil(2.0 * prompts) + 2)
+            pool = self.pool_tokens(2 * sequences, self.load.prompt_tokens)
+            price = self.price(tokens, min(tokens, sequences), self.load.prompt_tokens)
+            us = price.total_us(device)
+            if found and (not self.fits(device, pool, price) or 3e-3 * us > (self.load.ttft_ms or math.inf)):
+                break
+            sizes = (tokens,) if tokens > sequences else (max(tokens, sequences),)
+            group = GroupDraft(Role.PROMPTS, (device,), sequences, sizes, 2, pool, self.load.prompt_tokens)
+            found.append((tokens / us * 1e6, group, us))
+        best = max(rate for rate, _, _ in found)
+        rate, group, _ = next(row for row in found if row[0] >= (1.0 - self.config.prompt_gain) * best)
+        return group, rate
+
+    def _balanced(
+        self,
+        policy: str,
+        prompts: Sequence[tuple[GroupDraft, float]],
+        chosen: Sequence[tuple[_Seat, tuple[int, ...]]],
+    ) -> Draft:
+        """The share of steps with prompt tokens at which prompts and answers balance."""
+        reading = sum(rate for _, rate in prompts)
+        in_flight = sum(2.0 * group.sizes[-1] / self.load.prompt_tokens for group, _ in prompts)
+        seats = sum(seat.group.sequences * len(on) for seat, on in chosen)
+        filled = max(0.1, 1.0 - in_flight / seats)
+
+        def rates(share: float) -> tuple[float, float]:
+            """Requests read and requests answered per second."""
+            read, answered = reading, 0.0
+            for seat, on in chosen:
+                steps_per_s = len(on) * 1e6 / seat.step_us(share)
+                read += share * seat.chunk * steps_per_s
+                answered += filled * seat.group.sequences * steps_per_s
+            return read / self.load.prompt_tokens, answered / self.answers
+
+        low, high = 0.0, 1.0 if any(seat.chunk for seat, _ in chosen) else 0.0
+        for _ in range(20 if high else 0):
+            middle = (low + high) / 2
+            read, answered = rates(middle)
+            low, high = (middle, high) if read < answered else (low, middle)
+        per_s = min(rates(high))
+        tpot_ms = max(seat.step_us(high) for seat, _ in chosen) * 1e-3
+        ttft_ms = max(3e3 * group.sizes[-1] / rate for group, rate in prompts)
+        groups = [group for group, _ in prompts]
+        groups += [_on(seat.group, device) for seat, on in chosen for device in on]
+        return self._draft(policy, groups, per_s, tpot_ms, ttft_ms)
+
+    def _divided(self, policy: str) -> Iterator[Draft]:
+        """One mixed group over all devices, its work divided by their speed."""
+        num, config = len(self.cluster.devices), self.config
+        if num < 2:
+            return
+        devices, in_flight = tuple(range(num)), max(config.microbatches, num)
+        room = sum(config.memory_share * d.memory_bytes for d in self.cluster.devices) - self.model.weights
+        for tokens in self.step_tokens:
+            group = self._mixed(devices, tokens, in_flight)
+            price = self.price(tokens, group.sequences, group.length)
+            needed = group.pool_tokens * self.model.token + in_flight * price.temporary_bytes
+            if group.sequences > config.most_sequences or needed > room:
+                break
+            ideal_us = 1.0 / sum(1.0 / price.total_us(d) for d in devices)
+            per_s, tpot_ms, ttft_ms = self._times(group, tokens, ideal_us / config.efficiency)
+            yield self._draft(policy, [group], per_s, tpot_ms, ttft_ms)
+
+    # Bound.
+
+    @cached_property
+    def bound_per_s(self) -> float:
+        """Upper bound of answer tokens per second of any policy, by busy time."""
+        room = sum(max(0, self.room_tokens(d)) for d in range(len(self.cluster.devices)))
+        if not self.kinds:
+            held = self.config.memory_share * sum(d.memory_bytes for d in self.cluster.devices)
+            room = int((held - self.model.weights) / self.model.token) if self.model.token else room
+        rows: list[Floats] = []
+        most = max(2, min(self.config.most_sequences, room // self.length))
+        prompt, answers = self.load.prompt_tokens, self.answers
+        for tokens in (*self.step_tokens, *self.config.prompt_tokens):
+            group = self._mixed((0,), tokens)
+            if group.sequences <= most or not rows:
+                price = self.price(tokens, group.sequences, group.length)
+                rows.append(price.us * ((answers + prompt) / tokens))
+        sequences = max(size for size in (2, *self.step_tokens) if size <= most)
+        answering = self.price(sequences, sequences, self.length).us * (answers / sequences)
+        for tokens in self.config.prompt_tokens:
+            read = max(2, math.ceil(tokens / prompt))
+            rows.append(answering + self.price(max(tokens, read), read, prompt).us * (prompt / tokens))
+        return self.load.output_tokens * 1e6 / _least_us(np.min(rows, axis=0))
+
+
+def _alike(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:
+    """One seat of every kind: the most sequences whose plain steps take no longer than the others'."""
+    shares = sorted({round(seat.chunk / seat.group.sequences, 1) for listed in seats for seat in listed})
+    limits = sorted({seat.plain_us for listed in seats for seat in listed})
+    seen = set()
+    for limit, share in product(limits, shares):
+        chosen = []
+        for listed in seats:
+            within = [seat for seat in listed if seat.plain_us <= limit]
+            if within:
+                most = within[-1].group.sequences
+                alike = [seat for seat in within if seat.group.sequences == most]
+                chosen.append(min(alike, key=lambda seat: abs(seat.chunk / most - share)))
+        if len(chosen) == len(seats) and (key := tuple(map(id, chosen))) not in seen:
+            seen.add(key)
+            yield tuple(chosen)
+
+
+def _least_us(us: Floats) -> float:
+    """Least time of the busiest device if every kind of launch [kind, device] is divided at will."""
+    num_kinds, num_devices = us.shape
+    size = num_kinds * num_devices
+    costs = np.zeros(size + 1)
+    costs[-1] = 1.0
+    busy = np.zeros((num_devices, size + 1))
+    whole = np.zeros((num_kinds, size + 1))
+    for kind, device in product(range(num_kinds), range(num_devices)):
+        busy[device, kind * num_devices + device] = us[kind, device]
+        whole[kind, kind * num_devices + device] = 1.0
+    busy[:, -1] = -1.0
+    solved = linprog(costs, busy, np.zeros(num_devices), whole, np.ones(num_kinds))
+    assert solved.fun is not None
+    return float(solved.fun)
+
+
+def _on(group: GroupDraft, device: int) -> GroupDraft:
+    return GroupDraft(
+        group.role,
+        (device,),
+        group.sequences,
+        group.sizes,
+        group.microbatches,
+        group.pool_tokens,
+        group.length,
+    )
+
+
+def _pages(tokens: float) -> int:
+    return math.ceil(tokens / PAGE)
+
+
+def _even(number: float) -> int:
+    """A multiple of 8 from 32 on, of 2 below."""
+    step = 8 if number >= 32 else 2
+    return step * math.ceil(number / step)
+
+
+def _rounded(tokens: float) -> int:
+    """A multiple of 64 from 512 on, of 16 from 64 on, of 8 below."""
+    step = 64 if tokens >= 512 else 16 if tokens >= 64 else 8
+    return step * round(tokens / step)

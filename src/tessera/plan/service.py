@@ -1,0 +1,114 @@
+"""Service: the best configuration of a service for a load, by rehearsal.
+
+Drafts of every policy (`fluid`) are made into service plans and rehearsed by the scheduler of the service on
+a virtual clock. Rehearsed times per token exceed drafted ones; where a limit is missed, the policy is drafted
+again for a limit that is lower by as much. Every policy gets its own best configuration within the same
+memory and limits; the coarsest policy within `TIE` of the best is the plan, the others are its rivals.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tessera.errors import PlanInfeasible
+from tessera.ir import Expected, Load, Rival, ServicePlan
+from tessera.plan.fluid import POLICIES, Draft, Fluid
+
+# Rates this close are equal.
+TIE = 0.005
+# Rehearsals of a policy at most, and of one whose draft is below this share of the best rehearsed rate.
+MAX_REHEARSED, MAX_BEHIND, BEHIND = 4, 2, 0.9
+# A limit is aimed at with this margin once it was missed.
+AIM = 0.985
+
+Rehearse = Callable[[ServicePlan, Load], Expected]
+MakePlan = Callable[[Draft], ServicePlan]
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A service plan with its figures."""
+
+    plan: ServicePlan
+    expected: Expected
+    is_within: bool
+
+
+def plan_service(
+    fluid: Fluid, make: MakePlan, rehearse: Rehearse, advance: Callable[[str], None] = lambda text: None
+) -> ServicePlan:
+    """The best plan of all policies, with its rivals and the bound."""
+    best: dict[str, Rehearsed] = {}
+    for policy in POLICIES:
+        advance(f"rehearsing {policy}")
+        most = max((r.expected.tokens_per_s for r in best.values() if r.is_within), default=0.0)
+        tried = _tried(fluid, policy, make, rehearse, most)
+        if tried:
+            best[policy] = max(tried, key=lambda r: (r.is_within, r.expected.tokens_per_s))
+    within = {policy: found for policy, found in best.items() if found.is_within}
+    if not within:
+        raise _refusal(fluid, list(best.values()))
+    most = max(found.expected.tokens_per_s for found in within.values())
+    chosen = next(f for f in within.values() if f.expected.tokens_per_s >= (1.0 - TIE) * most)
+    rivals = tuple(
+        Rival(policy, tuple(group.size for group in found.plan.groups), found.expected)
+        for policy, found in within.items()
+    )
+    return replace(chosen.plan, expected=chosen.expected, rivals=rivals, bound_per_s=fluid.bound_per_s)
+
+
+def _tried(fluid: Fluid, policy: str, make: MakePlan, rehearse: Rehearse, most: float) -> list[Rehearsed]:
+    """Rehearsals of a policy's drafts."""
+    tried: list[Rehearsed] = []
+    seen: set[Draft] = set()
+    slack = 1.0
+    for _ in range(MAX_REHEARSED):
+        drafts = [draft for draft in fluid.drafts(policy, slack) if draft not in seen]
+        if not drafts or (drafts[0].tokens_per_s < BEHIND * most and len(tried) >= MAX_BEHIND):
+            break
+        draft = drafts[0]
+        seen.add(draft)
+        try:
+            plan = make(draft)
+        except PlanInfeasible:
+            continue
+        expected = rehearse(plan, fluid.load)
+        tried.append(Rehearsed(plan, expected, expected.is_within(fluid.load)))
+        slack = _slack(fluid.load, draft, expected, slack)
+        if tried[-1].is_within and draft.tokens_per_s < max(r.expected.tokens_per_s for r in tried):
+            break
+    return tried
+
+
+def _slack(load: Load, draft: Draft, expected: Expected, slack: float) -> float:
+    """Share of the limits that drafts may take, after a rehearsal."""
+    ratios = [
+        AIM * drafted / rehearsed
+        for limit, drafted, rehearsed in (
+            (load.tpot_ms, draft.tpot_ms, expected.tpot_ms),
+            (load.ttft_ms, draft.ttft_ms, expected.ttft_ms),
+        )
+        if limit is not None and rehearsed > limit
+    ]
+    return min([slack, *ratios])
+
+
+def _refusal(fluid: Fluid, missed: Sequence[Rehearsed]) -> PlanInfeasible:
+    """Why there is no plan: limits that no policy keeps, or memory."""
+    if missed:
+        fastest = min((found.expected for found in missed), key=lambda e: (e.tpot_ms, e.ttft_ms))
+        tpot_ms, ttft_ms = fastest.tpot_ms, fastest.ttft_ms
+    else:
+        drafts = [draft for policy in POLICIES if (draft := fluid.fastest(policy)) is not None]
+        if not drafts:
+            need = (fluid.model.weights + fluid.model.token * 2 * fluid.length) / 1e9
+            return PlanInfeasible(
+                f"the model and one request need {need:.1f} GB, more than these devices have",
+                "Add a device, or plan for shorter requests.",
+            )
+        fastest_draft = min(drafts, key=lambda d: (d.tpot_ms, d.ttft_ms))
+        tpot_ms, ttft_ms = fastest_draft.tpot_ms, fastest_draft.ttft_ms
+    return PlanInfeasible(
+        f"no service keeps to the limits: the fastest takes {tpot_ms:.3g} ms a token and {ttft_ms:.3g} ms to "
+        "the first",
+        "Allow more time, or add a faster device.",
+    )

@@ -1,0 +1,256 @@
+"""Plans of services from a model's name: its served steps at any size, priced, and groups made of drafts.
+
+The step that a service runs, some tokens of some sequences over pages, is recorded without weights at a few
+sizes (`ANCHORS`) and interpolated at others: everything is linear in tokens, sequences, pages and expected
+length. Anchors do not depend on the load, so outlines of compiled steps serve every load. One more recording
+checks that nothing else grows.
+
+Not handled: models whose state is kept by row, which read prompts in steps of their own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tessera import flow
+from tessera.analyze import build_graph
+from tessera.capture import Workload, build, outlines, place_of, record_sizes
+from tessera.capture.models import another, steps_of_model
+from tessera.errors import MismatchError
+from tessera.ir import (
+    BufferKind,
+    Cluster,
+    Costs,
+    Graph,
+    Group,
+    Lane,
+    Load,
+    Objective,
+    Placement,
+    Plan,
+    ServicePlan,
+    Step,
+    Trace,
+    WorkUnit,
+    verify,
+)
+from tessera.ir.graph import StepFamily
+from tessera.plan import FULL, SearchConfig
+from tessera.plan.fluid import FLUID, Draft, Fluid, FluidConfig, GroupDraft, ModelBytes, StepPrice
+from tessera.plan.service import Rehearse, plan_service
+from tessera.profile import works
+from tessera.profile.measured import combine
+
+if TYPE_CHECKING:
+    from tessera.plan.arrays import Floats
+
+# Tokens, sequences, positions in pages and expected length of the recordings: each after the first differs in
+# one of them, the last in all.
+ANCHORS = (
+    (512, 64, 65_536, 1024),
+    (1024, 64, 65_536, 1024),
+    (512, 128, 65_536, 1024),
+    (512, 64, 131_072, 1024),
+    (512, 64, 65_536, 2048),
+)
+CHECKED = (1536, 96, 98_304, 1536)
+# Planner of a lane over several devices.
+PLANNERS = {"kernel-level": "single-placement"}
+
+
+def served_step(
+    model: str, tokens: int, sequences: int, pool_tokens: int, length: int, is_random: bool
+) -> Step:
+    return Step(
+        model, "tokens", min(tokens, sequences), tokens, 0, pool_tokens, is_random,
+        rows=sequences, length=length, joined_products=True,
+    )  # fmt: skip
+
+
+@dataclass(eq=False)
+class ServedSteps:
+    """The served step of a model at any size, priced on a cluster."""
+
+    model: str
+    cluster: Cluster
+    random_weights: bool = False
+    is_compiled: bool = False
+    advance: Callable[[str], None] = lambda text: None
+    _prices: dict[tuple[int, int, int], StepPrice] = field(default_factory=dict)
+
+    def step(self, tokens: int, sequences: int, pool_tokens: int, length: int) -> Step:
+        return served_step(place_of(self.model), tokens, sequences, pool_tokens, length, self.random_weights)
+
+    @property
+    def anchors(self) -> list[Step]:
+        return [self.step(*sizes) for sizes in ANCHORS]
+
+    @cached_property
+    def family(self) -> StepFamily:
+        self.advance(f"{'compiling' if self.is_compiled else 'recording'} the served step")
+        if self.is_compiled:
+            traces = compiled(self.anchors)
+        else:
+            *traces, checked = record_sizes([*self.anchors, self.step(*CHECKED)])
+        family = StepFamily(tuple(build_graph(trace) for trace in traces))
+        if not self.is_compiled and family.at(checked.step).trace != checked:
+            raise MismatchError(
+                f"the step of {self.model} is not linear in tokens, sequences, pages and length",
+                "Serve it on the devices themselves: tessera serve.",
+            )
+        return family
+
+    @cached_property
+    def _kinds(self) -> tuple[StepFamily, "Floats"]:
+        """One launch of each kind at every anchor, and the number of launches of each kind."""
+        traces = [graph.trace for graph in self.family.recordings]
+        first: dict[object, int] = {}
+        counts: dict[int, int] = {}
+        for number, key in enumerate(zip(*map(works, traces), strict=True)):
+            kept = first.setdefault(key, number)
+            counts[kept] = counts.get(kept, 0) + 1
+        reduced = (
+            replace(trace, launches=tuple(trace.launches[n] for n in counts), buffers=(), outputs=())
+            for trace in traces
+        )
+        family = StepFamily(tuple(Graph(trace, (), (), ()) for trace in reduced))
+        return family, np.array(list(counts.values()), dtype=np.float64)
+
+    @cached_property
+    def _live(self) -> "Floats":
+        """[anchor, launch]: bytes of temporaries and outputs that are live."""
+        return np.array([_live_bytes(graph.trace) for graph in self.family.recordings], dtype=np.float64)
+
+    @cached_property
+    def model_bytes(self) -> ModelBytes:
+        first, more = self.family.recordings[0].trace, self.family.recordings[3].trace
+        weights = sum(b.size_bytes for b in first.buffers if b.kind is BufferKind.WEIGHT)
+        states = [sum(b.size_bytes for b in t.buffers if b.kind is BufferKind.STATE) for t in (first, more)]
+        return ModelBytes(weights, (states[1] - states[0]) / (more.step.reserve - first.step.reserve))
+
+    def price(self, tokens: int, sequences: int, length: int) -> StepPrice:
+        key = tokens, sequences, length
+        if key not in self._prices:
+            family, counts = self._kinds
+            step = self.step(tokens, sequences, ANCHORS[0][2], length)
+            costs, _ = combine(family.at(step).trace, self.cluster.devices, {})
+            us = np.array([[cost.us for cost in row] for row in costs.costs]) * counts[:, None]
+            parts = [
+                (getattr(step, name) - getattr(first, name)) / (getattr(other, name) - getattr(first, name))
+                for name, other in zip(self.family.fields, self.anchors[1:], strict=True)
+                for first in self.anchors[:1]
+            ]
+            live = self._live[0] + np.array(parts) @ (self._live[1:] - self._live[0])
+            self._prices[key] = StepPrice(us, int(live.max()))
+        return self._prices[key]
+
+    def unit(self, group: GroupDraft) -> tuple[WorkUnit, tuple[Costs, ...]]:
+        """The group's steps, and their costs."""
+        sizes = [self.step(size, group.sequences, group.pool_tokens, group.length) for size in group.sizes]
+        graphs = tuple(self.family.at(step) for step in sizes)
+        # Mixed steps are nearly always full.
+        unit = WorkUnit(graphs, tuple(1 if n < len(graphs) - 1 else 8 for n in range(len(graphs))))
+        return unit, flow.price(unit, self.cluster)
+
+
+def _live_bytes(trace: Trace) -> list[int]:
+    """Bytes of temporaries and outputs that are live at every launch."""
+    last = {view.buffer: len(trace.launches) for _, view in trace.outputs}
+    first: dict[int, int] = {}
+    for number, launch in enumerate(trace.launches):
+        for access in launch.accesses:
+            first.setdefault(access.buffer, number)
+            last[access.buffer] = max(last.get(access.buffer, 0), number)
+    kinds = (BufferKind.TEMPORARY, BufferKind.OUTPUT, BufferKind.INPUT)
+    change = [0] * (len(trace.launches) + 2)
+    for buffer, start in first.items():
+        if trace.buffers[buffer].kind in kinds:
+            change[start] += trace.buffers[buffer].size_bytes
+            change[last[buffer] + 1] -= trace.buffers[buffer].size_bytes
+    return list(accumulate(change[: len(trace.launches)]))
+
+
+def compiled(steps: Sequence[Step]) -> list[Trace]:
+    """Outlines of one model's steps, compiled where they are not kept; the model is built once."""
+    from tessera.capture.inductor import record_inductor_offline
+
+    built: list[Workload] = []
+
+    def compile_step(step: Step) -> Trace:
+        with torch.device("meta"):
+            if not built:
+                built.append(build(steps[0]))
+            return record_inductor_offline(another(built[0], step))
+
+    return [outlines.made(step, compile_step) for step in steps]
+
+
+def is_served(model: str) -> bool:
+    """True if a service runs the model's tokens in steps over pages."""
+    return "decode" in steps_of_model(model)
+
+
+def make_group(steps: ServedSteps, draft: GroupDraft, policy: str, search: SearchConfig = FULL) -> Group:
+    """The group of a draft: its devices' placement, by search if there are several."""
+    unit, costs = steps.unit(draft)
+    names = [steps.cluster.names[d] for d in draft.devices]
+    if len(draft.devices) > 1:
+        name = PLANNERS.get(policy, policy)
+        plan = flow.make_plan(
+            unit, costs, steps.cluster, Objective.THROUGHPUT, draft.microbatches, name, search=search
+        )
+        plan = replace(
+            plan, policy=policy, home="+".join(names), microbatches=draft.microbatches, baselines=()
+        )
+    else:
+        plan = device_plan(unit, costs, steps.cluster, draft.devices[0], draft.microbatches)
+    return Group(draft.role, plan, draft.sequences, draft.microbatches)
+
+
+def device_plan(
+    unit: WorkUnit, costs: tuple[Costs, ...], cluster: Cluster, device: int, microbatches: int
+) -> Plan:
+    """All steps on one device, whose pages are there."""
+    placement = Placement(tuple((device,) * len(graph.trace.launches) for graph in unit.graphs))
+    us = sum(count * cost.total_us(device) for count, cost in zip(unit.counts, costs, strict=True))
+    per_s = 1e6 / us
+    plan = Plan(
+        unit=unit,
+        cluster=cluster,
+        costs=costs,
+        objective=Objective.THROUGHPUT,
+        policy="single",
+        lanes=(Lane(placement, per_s),),
+        microbatches=microbatches,
+        throughput_per_s=per_s,
+        simulated_per_s=per_s,
+        bound_per_s=per_s,
+        latency_us=us,
+        lane_table=(0,),
+        home=cluster.names[device],
+    )
+    verify(plan)
+    return plan
+
+
+def make_service_plan(
+    steps: ServedSteps,
+    load: Load,
+    rehearse: Rehearse,
+    search: SearchConfig = FULL,
+    config: FluidConfig = FLUID,
+) -> ServicePlan:
+    """The service with most tokens per second within the limits of a load."""
+    flow.check_modelled(steps.cluster)
+    fluid = Fluid(load, steps.cluster, steps.price, steps.model_bytes, config)
+
+    def make(draft: Draft) -> ServicePlan:
+        groups = tuple(make_group(steps, group, draft.policy, search) for group in draft.groups)
+        return ServicePlan(steps.model, draft.policy, load, groups)
+
+    return plan_service(fluid, make, rehearse, steps.advance)

@@ -1,0 +1,128 @@
+"""Drafts of services by step times, and the choice among them by rehearsal."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tessera.errors import PlanInfeasible
+from tessera.ir import Cluster, Expected, Load, Role, ServicePlan
+from tessera.plan.fluid import Draft, Fluid, ModelBytes, StepPrice
+from tessera.plan.service import plan_service
+from tessera.profile import make_cluster, parse_devices
+
+# A card that computes fast and reads slowly, and one that reads fast: us a token, us a step, us a sequence.
+RATES = {"emu:l40s": (80.0, 20_000.0, 250.0), "emu:h20": (130.0, 5_000.0, 50.0)}
+WEIGHTS = 16 << 30
+
+
+def price(cluster: Cluster) -> Callable[[int, int, int], StepPrice]:
+    """Products by the token with a floor, attention by the sequence."""
+
+    def at(tokens: int, sequences: int, length: int) -> StepPrice:
+        rates = [RATES[name.partition("#")[0]] for name in cluster.names]
+        products = [max(floor, tokens * us) for us, floor, _ in rates]
+        attention = [sequences * us * length / 1024 for _, _, us in rates]
+        return StepPrice(np.array([products, attention]), tokens << 16)
+
+    return at
+
+
+def fluid(devices: str, load: Load, token_bytes: int = 131_072) -> Fluid:
+    cluster = make_cluster(parse_devices(devices), "pcie4")
+    return Fluid(load, cluster, price(cluster), ModelBytes(WEIGHTS, token_bytes))
+
+
+def no_plan(draft: Draft) -> ServicePlan:
+    """A plan without groups, which only carries its draft's figures."""
+    return ServicePlan("m", draft.policy, Load(1, 1), (), Expected(
+        draft.tokens_per_s, draft.tpot_ms, draft.tpot_ms, draft.ttft_ms, draft.ttft_ms, (), (), 1,
+    ))  # fmt: skip
+
+
+def rehearsed(share: float = 1.0, slower: float = 1.0) -> Callable[[ServicePlan, Load], Expected]:
+    """Some share of the drafted rate, at longer times."""
+
+    def rehearse(plan: ServicePlan, load: Load) -> Expected:
+        drafted = plan.expected
+        assert drafted is not None
+        return Expected(
+            share * drafted.tokens_per_s, slower * drafted.tpot_ms, 0, slower * drafted.ttft_ms, 0, (), (), 1,
+        )  # fmt: skip
+
+    return rehearse
+
+
+def test_prompts_go_to_the_card_that_computes_and_answers_to_the_one_that_reads() -> None:
+    """The fractional split is best, and below the bound."""
+    found = fluid("emu:h20,emu:l40s", Load(1024, 256, tpot_ms=50.0))
+    best = found.drafts("prefill-decode-fractional")[0]
+    roles = {group.role: found.cluster.names[group.devices[0]] for group in best.groups}
+
+    assert {Role.PROMPTS: "emu:l40s", Role.MIXED: "emu:h20"} == roles
+    others = [
+        found.drafts(policy)[0].tokens_per_s for policy in ("single", "data-parallel", "prefill-decode")
+    ]
+    assert max(others) < best.tokens_per_s <= found.bound_per_s
+
+
+def test_drafts_keep_limits_and_memory() -> None:
+    """With less time per token, and with less memory, there are fewer sequences."""
+    loads = (Load(1024, 256), Load(1024, 256, tpot_ms=60.0), Load(1024, 256, tpot_ms=40.0))
+    drafts = [fluid("emu:h20", load).drafts("single")[0] for load in loads]
+    numbers = [draft.groups[0].sequences for draft in drafts]
+
+    assert sorted(numbers, reverse=True) == numbers
+    assert drafts[1].tpot_ms <= 60.0
+    assert drafts[2].tpot_ms <= 40.0
+    tight = fluid("emu:h20", Load(1024, 256), token_bytes=1 << 20)
+    (group,) = tight.drafts("single")[0].groups
+    assert group.pool_tokens * (1 << 20) + WEIGHTS <= 0.9 * tight.cluster.devices[0].memory_bytes
+
+
+@pytest.mark.parametrize(
+    "devices", ["emu:h20", "emu:h20,emu:h20,emu:l40s", "emu:l40s,emu:l40s,emu:l40s,emu:l40s"]
+)
+@pytest.mark.parametrize("lengths", [(1024, 256), (64, 512), (4096, 1)])
+def test_every_draft_is_below_the_bound_and_uses_devices_once(devices: str, lengths: tuple[int, int]) -> None:
+    found = fluid(devices, Load(*lengths))
+    for policy in ("single", "data-parallel", "prefill-decode", "prefill-decode-fractional"):
+        for draft in found.drafts(policy):
+            used = [device for group in draft.groups for device in group.devices]
+            assert len(used) == len(set(used)) == (1 if policy == "single" else len(found.cluster.devices))
+            assert 0 < draft.tokens_per_s <= 1.001 * found.bound_per_s
+            assert all(1 <= group.sequences <= max(group.sizes) for group in draft.groups)
+    assert found.drafts("single")
+
+
+def test_the_plan_is_the_best_rehearsed_policy_with_the_others_as_rivals() -> None:
+    found = fluid("emu:h20,emu:l40s", Load(1024, 256, tpot_ms=50.0))
+    plan = plan_service(found, no_plan, rehearsed(0.95))
+
+    assert "prefill-decode-fractional" == plan.policy
+    assert plan.expected is not None
+    assert plan.expected.tokens_per_s == max(rival.expected.tokens_per_s for rival in plan.rivals)
+    assert {"single", "data-parallel", "prefill-decode"} < {rival.policy for rival in plan.rivals}
+    assert plan.bound_per_s == found.bound_per_s
+
+
+def test_a_policy_that_misses_the_limit_in_rehearsal_is_drafted_for_a_lower_one() -> None:
+    """Rehearsed times are a fifth longer than drafted ones."""
+    load = Load(1024, 256, tpot_ms=50.0)
+    plan = plan_service(fluid("emu:h20,emu:l40s", load), no_plan, rehearsed(1.0, 1.2))
+
+    assert all(rival.expected.is_within(load) for rival in plan.rivals)
+    assert {"single", "data-parallel"} < {rival.policy for rival in plan.rivals}
+
+
+@pytest.mark.parametrize(
+    ("load", "token_bytes", "message"),
+    [
+        (Load(1024, 256, tpot_ms=0.5), 131_072, "no service keeps to the limits: the fastest takes"),
+        (Load(1024, 256, ttft_ms=0.5), 131_072, "no service keeps to the limits"),
+        (Load(1024, 256), 1 << 28, "need .* GB, more than these devices have"),
+    ],
+)
+def test_what_cannot_be_kept_is_said_in_a_line(load: Load, token_bytes: int, message: str) -> None:
+    with pytest.raises(PlanInfeasible, match=message):
+        plan_service(fluid("emu:h20,emu:l40s", load, token_bytes), no_plan, rehearsed())
