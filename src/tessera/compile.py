@@ -25,8 +25,8 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -354,7 +354,7 @@ class Session:
     def check(self, given: Given, result: RunResult) -> None:
         """Raises unless the step, run here on one thread, gives the workers' results."""
         state = {name: tensor.clone() for name, tensor in given.state.items()}
-        with _one_thread(), torch.no_grad(), rng.entered(state), own_launches():
+        with flow.one_thread(), torch.no_grad(), rng.entered(state), own_launches():
             outputs = self.function.call(given.inputs, rng.without_generators(state))
         for ours, theirs in ((outputs, result.outputs[-1]), (state, result.state)):
             for name, tensor in ours.items():
@@ -374,16 +374,6 @@ def _undefined(trace: Trace) -> set[str]:
     }
     made = set(trace.buffers_of(BufferKind.OUTPUT)) - written
     return {name for name, view in trace.outputs if view.buffer in made}
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _example(node: Any) -> Any:

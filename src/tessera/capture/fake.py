@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -215,13 +216,9 @@ CAPABILITY = (8, 0)
 def machine() -> Iterator[Run]:
     """While entered, new tensors are fake and CUDA appears available; yields the operator runner."""
     ensure_cuda_guard()
-    real = torch.cuda.get_device_capability
-    torch.cuda.get_device_capability = lambda device=None: CAPABILITY
-    try:
-        with FakeTensorMode() as mode, target_attention():
-            yield runner(mode)
-    finally:
-        torch.cuda.get_device_capability = real
+    capability = patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
+    with capability, FakeTensorMode() as mode, target_attention():
+        yield runner(mode)
 
 
 def runner(mode: FakeTensorMode) -> Run:

@@ -31,11 +31,12 @@ from tessera.cli.plan_load import (
     policy_figures,
     verdict,
 )
-from tessera.cli.plan_text import PlanFigures, plan_figures
+from tessera.cli.plan_text import PlanFigures, PlanTables, plan_figures
 from tessera.cli.run import is_equal, overlap, run_through, shares
 from tessera.errors import TesseraError, WorkerError
 from tessera.ir import Cluster, Objective, Plan, Step, Timeline, save
 from tessera.plan import Option
+from tessera.report import compared
 
 if TYPE_CHECKING:
     import torch
@@ -338,14 +339,13 @@ def _proof(policies: list[Policy]) -> Iterator[RenderableType]:
         )
 
 
-def _no_gain(plan: Plan) -> Iterator[RenderableType]:
+def _no_gain(plan: Plan) -> Iterator[RenderableType | Record]:
     from tessera.plan import explain
-    from tessera.report import comparison_table
 
     said = explain(plan)
     title = "Another gain" if said.is_gain else "No gain"
     yield Rule(f"3. {title}: the same {MODEL} on {' beside '.join(plan.cluster.names)}", align="left")
-    yield comparison_table(plan)
+    yield PlanTables(devices=(), policies=compared(plan))
     yield Text(said.verdict)
 
 

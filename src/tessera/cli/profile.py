@@ -21,7 +21,6 @@ from tessera.profile.measured import (
     Measured,
     Missed,
     Reconciled,
-    clocks_named,
     combine,
     count_distinct,
     measure,
@@ -115,9 +114,9 @@ def profile(
         Path | None, typer.Option(help="Where measurements are kept between commands.", show_default=False)
     ] = None,
     clocks: Annotated[
-        str,
+        Clocks,
         typer.Option(help="Stored times of other clocks: same (refuse them), any (use them), now (redo)."),
-    ] = "same",
+    ] = Clocks.SAME,
     links: Annotated[
         bool, typer.Option("--links", help="Measure what joins the devices; the plan's --link measured.")
     ] = False,
@@ -286,8 +285,8 @@ class Keeping:
         return Store(self.path, machine, self.clocks, self.spare)
 
 
-def keeping(store: Path | None, clocks: str) -> Keeping:
-    return Keeping(store or default_store(), clocks_named(clocks), warning() if store is None else None)
+def keeping(store: Path | None, clocks: Clocks) -> Keeping:
+    return Keeping(store or default_store(), clocks, warning() if store is None else None)
 
 
 def measure_devices(trace: Trace, devices: Sequence[Device], kept: Keeping) -> dict[str, Measured]:

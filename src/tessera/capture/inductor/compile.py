@@ -18,7 +18,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
@@ -210,16 +210,13 @@ class _Compiled:
     constants: tuple[torch.Tensor, ...]
 
 
+@dataclass(eq=False)
 class CompiledStep:
-    def __init__(
-        self,
-        names: Sequence[Sequence[str]],
-        regions: Sequence[GraphRegion],
-        outputs: dict[str, int],
-        settings: dict[str, Any],
-    ) -> None:
-        self._names, self._regions, self._outputs, self._settings = names, regions, outputs, settings
-        self._compiled: dict[Any, _Compiled] = {}
+    _names: Sequence[Sequence[str]]
+    _regions: Sequence[GraphRegion]
+    _outputs: dict[str, int]
+    _settings: dict[str, Any]
+    _compiled: dict[Any, _Compiled] = field(default_factory=dict)
 
     def run(
         self, weights: Tensors, inputs: Tensors, state: Tensors, around: Around = contextlib.nullcontext
