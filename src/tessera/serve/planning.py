@@ -228,7 +228,6 @@ def _plan(
     model: "ServedModel", cluster: Cluster, spec: ServeSpec, backend: StepBackend, advance: Listener
 ) -> Prepared:
     from tessera import flow
-    from tessera.plan import search_config
     from tessera.serve.policies import ServicePlanner
 
     advance(f"capturing {len(model.workloads)} steps")
@@ -239,9 +238,8 @@ def _plan(
     advance("pricing its launches")
     costs = backend.price(unit, model, advance)
     advance("planning and rehearsing")
-    shape, load, search = model.shape, spec.load, search_config(spec.effort)
-    sees = model.encode is not None
-    planner = ServicePlanner(model.model, shape, unit, costs, cluster, load, search, sees)
+    shape, sees = model.shape, model.encode is not None
+    planner = ServicePlanner(model.model, shape, unit, costs, cluster, spec.load, spec.effort, sees)
     try:
         policies = planner.plans(spec.policies)
     except (PlanInfeasible, DeviceMemoryError) as error:
@@ -249,7 +247,8 @@ def _plan(
         remedy = (
             f"Lower --microbatches, --seqs, --max-model-len or --max-batch-tokens ({now}), or add a device."
         )
-        raise type(error)(error.message, error.remedy or remedy, error.place) from error
+        is_size = isinstance(error, DeviceMemoryError) or not error.remedy
+        raise type(error)(error.message, remedy if is_size else error.remedy, error.place) from error
     return Prepared(model, policies, planner, backend.scale(policies[0].plans[0], model), capture_s)
 
 
@@ -297,13 +296,12 @@ def planner_of(
     model: "ServedModel | KeptModel", policies: Sequence[ServicePlan], spec: ServeSpec
 ) -> "ServicePlanner":
     """The planner that made these policies."""
-    from tessera.plan import search_config
     from tessera.serve.policies import ServicePlanner
 
     plan = policies[0].plans[0]
     sees = any(graph.trace.step.kind == "encode" for graph in plan.graphs)
     given = (policies[0].model, model.shape, plan.unit, plan.costs, plan.cluster, spec.load)
-    return ServicePlanner(*given, search_config(spec.effort), sees)
+    return ServicePlanner(*given, spec.effort, sees)
 
 
 def keep(key: str, found: Prepared, folder: Path) -> None:

@@ -16,6 +16,7 @@ Not handled: splits of models that keep state by row or see pictures.
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tessera.adapt.drift import Factors
 from tessera.adapt.replan import LEAST_GAIN
@@ -36,8 +37,7 @@ from tessera.ir import (
     ServicePlan,
     WorkUnit,
 )
-from tessera.plan import SearchConfig
-from tessera.serve.records import Shape
+from tessera.serve.records import COST_ERROR, Shape
 from tessera.serve.rehearse import rehearse
 
 AUTO = "auto"
@@ -50,8 +50,6 @@ SEARCHED: dict[str, tuple[Objective, str | None]] = {
     "latency": (Objective.LATENCY, None),
 }
 POLICIES = ("single", "data-parallel", *SPLITS, *SEARCHED)
-# Relative error of modelled rates: less is no reason to leave data-parallel.
-COST_ERROR = 0.03
 # Microbatches of a prompts group: one reads while the other is settled.
 PROMPT_MICROBATCHES = 2
 # Fewest microbatches of a group over several devices: one computes while the other is on its way.
@@ -75,7 +73,8 @@ class ServicePlanner:
     costs: tuple[Costs, ...]
     cluster: Cluster
     load: Load
-    search: SearchConfig
+    # Effort of searches; see `plan.config`.
+    effort: str = "full"
     # True if it sees pictures.
     sees: bool = False
 
@@ -115,7 +114,7 @@ class ServicePlanner:
 
     def best(self, name: str) -> ServicePlan:
         """A policy at its best, with its expected figures."""
-        planner = self.counted() if name in SEARCHED else self
+        planner = self._counted if name in SEARCHED else self
         rehearsed, why = [], None
         for groups in planner.candidates(name):
             try:
@@ -150,19 +149,20 @@ class ServicePlanner:
 
     def _searched(self, name: str) -> Iterator[tuple[Group, ...]]:
         from tessera import flow
+        from tessera.plan import search_config
 
         objective, policy = SEARCHED[name]
         microbatches = max(DIVIDED_MICROBATCHES, self.shape.microbatches)
-        plan = flow.make_plan(
-            self.unit, self.costs, self.cluster, objective, microbatches, policy, search=self.search
-        )
+        given = (self.unit, self.costs, self.cluster, objective, microbatches, policy)
+        plan = flow.make_plan(*given, search=search_config(self.effort))
         lanes = sorted(plan.lanes, key=lambda lane: -lane.rate_per_s)
         groups = tuple(self._along(replace(plan, policy=name), lane, microbatches) for lane in lanes)
         if len(groups) > 1:
             yield groups
         yield groups[:1]
 
-    def counted(self) -> "ServicePlanner":
+    @cached_property
+    def _counted(self) -> "ServicePlanner":
         """With steps counted as a rehearsal runs them."""
         base = self.best("data-parallel" if len(self.cluster.devices) > 1 else "single")
         assert base.expected is not None

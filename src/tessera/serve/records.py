@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # Default number of microbatches, and rows of each.
 MICROBATCHES, ROWS, GPU_ROWS = 2, 8, 64
+# Relative error of modelled rates: less is no reason to leave data-parallel.
+COST_ERROR = 0.03
 # Default load of a service.
 LOAD = Load(prompt_tokens=128, output_tokens=64)
 

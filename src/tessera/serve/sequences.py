@@ -604,7 +604,7 @@ class SequenceBatch:
         return True
 
     def _grow(self, sequence: SeatedSequence) -> bool:
-        """Reserve the page of the next token; False if there is none, or the sequence itself was preempted."""
+        """Reserve the page of the next token; False: there is none, or it was preempted itself."""
         while sequence.read >= sequence.num_pages * PAGE and sequence.is_begun:
             if self.pool.num_free and self._num_entries < self._shape.num_page_entries:
                 sequence.append(self.pool.take())

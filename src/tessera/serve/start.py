@@ -20,8 +20,7 @@ from tessera.ir import Cluster, DeviceKind, GroupSize, ServicePlan
 from tessera.kernels import PAGE
 from tessera.serve.limits import HttpLimits
 from tessera.serve.planning import Prepared, prepare
-from tessera.serve.policies import COST_ERROR
-from tessera.serve.records import ServeSpec
+from tessera.serve.records import COST_ERROR, ServeSpec
 from tessera.serve.service import Service
 from tessera.serve.text import open_text
 

@@ -17,7 +17,7 @@ import pytest
 import steps_factory
 from commands import without_transformers
 from own_code import reference
-from serving_factory import GREEDY, Told, read, read_all, wait_for
+from serving_factory import GREEDY, Told, policies_of, read, read_all, wait_for
 from tessera.errors import CaptureError, MismatchError, WorkerError
 from tessera.execute import hub as hubs
 from tessera.execute.engine_connection import EngineAddress
@@ -110,9 +110,9 @@ def away(folder: Path) -> Iterator[Away]:
     made = steps_factory.over_both()
     names = ["emu:a100", "emu:l40s"]
     workers = made.workers(hub=lambda setups: Hub(names, setups, rendezvous=gate, here=frozenset({0})))
-    planner = made.replanner()
+    given = (made.policies, made.model.shape, ByteText())
     try:
-        with workers as stepper, Service(stepper, made.model.shape, ByteText(), planner=planner) as service:
+        with workers as stepper, Service(stepper, *given, planner=made.planner) as service:
             yield Away(service, stepper, host, gate)
     finally:
         gate.close()

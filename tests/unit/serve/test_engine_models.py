@@ -15,7 +15,7 @@ from benchmarks.coverage_models import MODELS
 from own_code import reference as own_code
 from paged_mixer import plain_model
 from sampling import examples
-from serving_factory import GREEDY, random_ask, read, read_all, read_some, wait_for
+from serving_factory import GREEDY, policies_of, random_ask, read, read_all, read_some, wait_for
 from tessera.serve.records import Ask, Sampling, ServeSpec
 from tessera.serve.service import Service
 from tessera.serve.steps import ServedModel, served

@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -69,7 +68,7 @@ def check_pages(router: Router) -> None:
 
 
 @pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are counted after every event."""
     settle, moved = Router._settled, Router._moved
 
@@ -83,7 +82,6 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(Router, "_settled", settled_and_checked)
     monkeypatch.setattr(Router, "_moved", moved_and_checked)
-    yield
 
 
 @pytest.mark.usefixtures("checked")
@@ -242,4 +240,3 @@ def test_cancelled_requests_leave_nothing_behind() -> None:
 
     assert 0 == sum(pool.num_used for pool in router.pools.values())
     assert not router._transits
-

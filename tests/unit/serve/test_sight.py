@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 from own_code import reference
+from serving_factory import policies_of
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.execute.reference import ReferenceStepper
 from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
