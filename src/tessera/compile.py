@@ -139,7 +139,6 @@ class Workers:
         self._waiting_lock = threading.Lock()
 
     def run(self, request: Call) -> RunResult:
-        """Runs one call, together with those that wait."""
         mine = _Waiting(request)
         with self._waiting_lock:
             self._waiting.append(mine)
@@ -152,7 +151,6 @@ class Workers:
         return mine.result
 
     def close(self) -> None:
-        """Stops the workers; a later run starts new ones."""
         with self._turn:
             if self._end is not None:
                 self._end()
@@ -321,7 +319,6 @@ def _drop(compiled: "weakref.ref[Compiled]", session: "weakref.ref[Session]") ->
 
 
 def make_plan(trace: Trace, cluster: Cluster, options: Options) -> Plan:
-    """The plan of one step that is called repeatedly."""
     unit = flow.make_unit([trace], [1])
     costs = flow.price(unit, cluster)
     objective = Objective(options.objective)

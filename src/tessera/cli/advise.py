@@ -196,7 +196,6 @@ def _rent(advice: Advice, plan: PlanFigures) -> list[str]:
 
 
 def _use(advice: Advice) -> list[str]:
-    """What to do, what it gains, what it costs, and what to rent next."""
     way, load = advice.advised, advice.load
     enough = "enough" if way.is_enough else "too little"
     rate = f"{way.requests_per_s:.4g} {load.unit}/s, {enough} for {load.rate_per_s:g} + {load.margin:.0%}"

@@ -210,7 +210,6 @@ def _measured_device(measured: Measured, sums: Reconciled) -> MeasuredDevice:
 
 
 def _modelled_notes(trace: Trace, costs: Costs) -> tuple[str, ...]:
-    """Remarks on those devices that a model prices, wholly or in part."""
     rows = enumerate(costs.devices)
     modelled = [
         d
@@ -290,7 +289,6 @@ def keeping(store: Path | None, clocks: Clocks) -> Keeping:
 
 
 def measure_devices(trace: Trace, devices: Sequence[Device], kept: Keeping) -> dict[str, Measured]:
-    """Device -> measured costs, for devices that are measured."""
     wanted = [d for d in devices if needs_measuring(d)]
     if not wanted:
         return {}

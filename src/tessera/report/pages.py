@@ -51,7 +51,6 @@ def read_paper(path: Path) -> Mapping[str, Any]:
 
 
 def paper_part(document: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Figures of an evaluation beside the published ones."""
     try:
         return [_part(document, name, about, folder) for name, about in document["figures"].items()]
     except (KeyError, TypeError, AttributeError) as error:
