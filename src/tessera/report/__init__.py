@@ -17,13 +17,13 @@ from tessera.report.figures import (
     short_name,
     size,
 )
-from tessera.report.page import Shown, write_page
-from tessera.report.pages import AdviceBar, AdviceTable, write_advice, write_report
+from tessera.report.page import Bar, Shown, write_page
+from tessera.report.pages import AdviceTable, write_advice, write_report
 from tessera.report.perfetto import write_perfetto
 from tessera.report.picture import layer_picture
 
 __all__ = [
-    "AdviceBar", "AdviceTable", "DeviceUse", "PolicyLine", "Shown", "compared", "device_uses", "duration",
+    "AdviceTable", "Bar", "DeviceUse", "PolicyLine", "Shown", "compared", "device_uses", "duration",
     "layer_picture", "main_lane", "percent", "rate", "ratio", "round_limits", "short_name", "size",
     "write_advice", "write_page", "write_perfetto", "write_report",
 ]  # fmt: skip
