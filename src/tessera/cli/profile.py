@@ -37,6 +37,7 @@ from tessera.profile.store import (
     keep_links,
     remark,
 )
+from tessera.report import duration, short_name
 
 DEVICES_HELP = "Devices, such as cuda:0,cpu or emu:a100,emu:l40s. Those of this machine are measured."
 
@@ -173,8 +174,6 @@ def _price(
 
 
 def _kernels(trace: Trace, costs: Costs) -> tuple[KernelCost, ...]:
-    from tessera.report import duration, short_name
-
     indices: dict[str, list[int]] = {}
     for index in range(len(trace.launches)):
         indices.setdefault(trace.kernel_of(index).name, []).append(index)
