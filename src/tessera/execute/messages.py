@@ -37,7 +37,7 @@ from tessera.ir import AWAY, BufferKind, Cluster, Program, Trace, verify
 # Rank of a worker that takes any free device.
 ANY_RANK = -1
 FINGERPRINT_VALUES = 4096
-# Bytes of a weight in one message: at most about a millisecond of the engine's time.
+# Bytes of a weight in one message, and of a piece of a move: about a millisecond of a process's time.
 PIECE_BYTES = 4 << 20
 
 Whole = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -115,14 +115,49 @@ class Clear(_Message, frozen=True):
     lane: Whole
 
 
+class MovePages(_Message, frozen=True):
+    """Engine to worker: send pages of a home here to pages of another home, on a device or this one."""
+
+    # Counted with the runs of programs.
+    run: Index
+    # Of the destination.
+    device: Index
+    home: Index
+    to_home: Index
+    # (state buffer, bytes of a page)
+    buffers: list[tuple[str, Index]]
+    from_pages: list[Index]
+    to_pages: list[Index]
+
+
+class PageFrame(_Message, frozen=True):
+    """Worker to worker: a piece of a move, in a slot of shared memory or in a raw frame behind this."""
+
+    run: Index
+    # Counts the sender's pieces.
+    piece: Index
+    slot: Index
+    home: Index
+    # (state buffer, bytes of a page, pages), in the order of the bytes
+    parts: list[tuple[str, Index, list[Index]]]
+    # Pieces of the move.
+    total: Index
+
+
+class PageTaken(_Message, frozen=True):
+    """Worker to worker: a piece was put down; its slot is free."""
+
+    piece: Index
+
+
 class Cancel(_Message, frozen=True):
-    """Engine to worker: forget a run; its microbatch will be used by another."""
+    """Engine to worker: forget a run or a move; its microbatch or pages will be used by another."""
 
     run: Whole
 
 
 class Cancelled(_Message, frozen=True):
-    """Worker to engine: nothing of a cancelled run goes on here any more."""
+    """Worker to engine: nothing of a cancelled run or move goes on here any more."""
 
     run: Whole
 
@@ -228,7 +263,7 @@ class LinkFrame(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """Worker to engine: its share of a run is done."""
+    """Worker to engine: its share of a run is done, or a move has ended here."""
 
     run: Whole
     outputs: PackedTensors
@@ -281,9 +316,9 @@ class StoreValue(_Message, frozen=True):
 
 
 Joining = Hello | Welcome | Refused | Want | WeightBytes | Configured | Leave
-Linking = LinkOpen | LinkClose | LinkFrame | Relink | PeerLost
+Linking = LinkOpen | LinkClose | LinkFrame | PageFrame | PageTaken | Relink | PeerLost
 Storing = WorkerReady | StoreSet | StoreGet | StoreValue
-Order = Begin | Clear | Cancel | LoadLanes | Where
+Order = Begin | Clear | Cancel | LoadLanes | MovePages | Where
 Message = Joining | Linking | Storing | Order | Cancelled | Done | Progress | Failed
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

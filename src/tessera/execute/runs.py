@@ -93,6 +93,11 @@ class Runs:
     def _trace(self, program: Program) -> Trace:
         return self.lanes.graphs[program.step].trace
 
+    def new_run(self) -> int:
+        """Number of a run or move."""
+        self._num_runs += 1
+        return self._num_runs
+
     def _open(self, microbatch: int, lane: LoadedLane, state: Tensors | None) -> None:
         """State is sent with the first program that holds it, else it is zeros."""
         self.opened[microbatch] = OpenMicrobatch(microbatch, lane, dict(state or {}))
@@ -210,11 +215,11 @@ class Runs:
         fresh = self._take_state(opened, program)
         wants_state = is_step and call.wants_state
         devices = participants(program, {*fresh, *(d for _, d in program.homes if wants_state)})
-        self._num_runs += 1
-        self.running[self._num_runs] = Running(opened, step, program, set(devices), self._due_s())
+        number = self.new_run()
+        self.running[number] = Running(opened, step, program, set(devices), self._due_s())
         skips = call.skips if is_step else ()
         for device in devices:
-            place = (self._num_runs, opened.number, opened.lane.number, index)
+            place = (number, opened.number, opened.lane.number, index)
             given = {name: packed for name, packed in inputs.items() if name in wanted[device]}
             wants = (wants_state, self.spans is not None)
             order = Begin(*place, given, fresh.get(device, {}), *wants, skips)

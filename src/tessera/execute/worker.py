@@ -31,6 +31,7 @@ from tessera.execute.memory import (
     tensor_of,
 )
 from tessera.execute.messages import Begin, Done, Failed, Setup, pack, unpack
+from tessera.execute.page_mover import PageCopier, PageMover
 from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.transport import RunTransfer, TransferArrived, open_transport
@@ -74,6 +75,9 @@ class CpuWorker(DeviceWorker):
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64)
         self._progress = progress.numpy().reshape(-1).data
         self._transport = open_transport(setup, engine.mailbox, engine.post)
+        links, copier = self._transport.links, PageCopier(torch.device("cpu"))
+        links.pages = self._hear_pages
+        self._pages = PageMover(setup, self._memory.homes, copier, links, engine.tell)
 
     @property
     def address(self) -> str:

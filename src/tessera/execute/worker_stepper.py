@@ -30,9 +30,19 @@ from tessera.execute.messages import (
     Where,
     make_setups,
 )
+from tessera.execute.moves import Moves, MoveUnderWay
 from tessera.execute.processes import FORKSERVER, hidden_main
 from tessera.execute.runs import Runs
-from tessera.execute.stepper import DeviceBack, DeviceLost, DeviceUse, Event, PageMove, Tensors
+from tessera.execute.stepper import (
+    DeviceBack,
+    DeviceLost,
+    DeviceUse,
+    Event,
+    Moved,
+    PageMove,
+    Tensors,
+    routes_of,
+)
 from tessera.execute.transport import AUTO, resolve
 from tessera.ir import Graph, Plan, Program, Recv, Send
 
@@ -101,6 +111,7 @@ class WorkerStepper(Runs):
         self.add(lanes)
         self._inquiries: list[_Inquiry] = []
         self._events: deque[Event] = deque()
+        self._moves = Moves(made, timeout_s, self._events.append)
         # Link -> (run, device) cancelled when it was reopened: until they end, complaints are about the old
         # link.
         self._stale: dict[tuple[int, int], set[tuple[int, int]]] = {}
@@ -144,7 +155,29 @@ class WorkerStepper(Runs):
         self._open(microbatch, self.lanes.all[lane], state)
 
     def move(self, move: PageMove) -> None:
-        raise TesseraError(f"move {move.number}: workers cannot move pages")
+        ends = (move.source, move.destination)
+        if any(number in self.dead for number in ends):
+            self._events.append(Moved(move.number, "the device of one of its microbatches was lost"))
+            return
+        lanes = [self.opened[number].lane if number in self.opened else None for number in ends]
+        routes = routes_of(move, self.lanes, lanes[0], lanes[1])
+        if lanes[0] is not None and lanes[1] is not None:
+            self._moves.start(move, routes, lanes[0], lanes[1], self.new_run)
+
+    def close(self, microbatch: int) -> None:
+        super().close(microbatch)
+        self._fail_moves({microbatch}, "one of its microbatches was closed")
+
+    def _fail_moves(self, microbatches: Collection[int], why: str, gone: Collection[int] = ()) -> None:
+        """Ends moves of closed microbatches, and those over lost devices."""
+
+        def is_hit(found: MoveUnderWay) -> bool:
+            ends = {found.move.source, found.move.destination}
+            return bool(ends & set(microbatches)) or any(
+                set(pair) & set(gone) for pair in found.runs.values()
+            )
+
+        self._moves.fail(why, is_hit, gone)
 
     def take(self, timeout_s: float | None) -> Event | None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -171,7 +204,10 @@ class WorkerStepper(Runs):
 
     def use(self) -> DeviceUse:
         devices = {name: self.hub.status(device) for device, name in enumerate(self._names)}
-        return DeviceUse(dict(self.busy_s), dict(self.moved), devices)
+        pages = Counter(
+            {(self._names[src], self._names[dst]): num for (src, dst), num in self._moves.moved.items()}
+        )
+        return DeviceUse(dict(self.busy_s), dict(self.moved + pages), devices)
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -201,8 +237,10 @@ class WorkerStepper(Runs):
     def _hear(self, device: int, message: Any) -> None:
         match message:
             case Done():
-                self._collect(device, message)
+                if not self._moves.done(device, message.run):
+                    self._collect(device, message)
             case Cancelled(run):
+                self._moves.cancelled(run, device)
                 self.over(run, device)
                 for stale in self._stale.values():
                     stale.discard((run, device))
@@ -238,6 +276,7 @@ class WorkerStepper(Runs):
         asked = {inquiry.run for inquiry in self._inquiries}
         times = [running.until_s for run, running in self.running.items() if run not in asked]
         times += [inquiry.until_s for inquiry in self._inquiries]
+        times += [found.until_s for found in self._moves.under_way]
         return None if not times or min(times) == float("inf") else min(times)
 
     def _look_at_clock(self) -> None:
@@ -253,6 +292,11 @@ class WorkerStepper(Runs):
         for run, running in self.running.items():
             if running.until_s <= now and run not in asked:
                 self._ask(_Inquiry(set(running.missing), run))
+        pairs, silent = self._moves.late()
+        for pair in pairs:
+            self.hub.relink(*pair)
+        for device in silent:
+            self._lose(device, f"it has not cancelled a move of pages within {self._timeout_s:g} s")
 
     def _ask(self, inquiry: _Inquiry) -> None:
         self._inquiries.append(inquiry)
@@ -294,6 +338,8 @@ class WorkerStepper(Runs):
         going = self.running
         uses = [x for x in going.values() if any(_pair(t.src, t.dst) == pair for t in x.program.transfers)]
         hit = [running.microbatch.number for running in uses]
+        words = f"the link between {self._names[device]} and {self._names[peer]} was cut ({why})"
+        self._moves.fail(words, lambda found: any(_pair(*ends) == pair for ends in found.runs.values()))
         self.hub.relink(device, peer)
         if not hit:
             return
@@ -301,12 +347,10 @@ class WorkerStepper(Runs):
         over = [(run, running.missing) for run, running in going.items() if running.microbatch.number in hit]
         self._stale[pair] = {(run, at) for run, missing in over for at in missing if at in pair}
         self.end(hit, set())
-        one, two = self._names[device], self._names[peer]
-        message = (
-            f"the link between {one} and {two} was cut ({why}); both workers answer, and it is opened again"
-        )
+        one, message = self._names[device], f"{words}; both workers answer, and it is opened again"
         is_certain = self._cuts[pair] > MAX_CUTS
         self._events.append(DeviceLost(one, tuple(sorted(hit)), message, 0, 0.0, is_certain))
+        self._fail_moves(hit, words)
         self._events.append(DeviceBack(one))
 
     def _lose(self, device: int, what: str, remedy: str = "", is_certain: bool = True) -> None:
@@ -334,6 +378,7 @@ class WorkerStepper(Runs):
         self._events.append(
             DeviceLost(name, tuple(sorted(hit)), message, lost.failures, lost.retry_s, is_certain)
         )
+        self._fail_moves(hit, f"{name} was lost", {device})
 
     def _whereabouts(self, device: int) -> str:
         """What a device was doing, as far as known."""
