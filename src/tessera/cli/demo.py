@@ -36,7 +36,16 @@ from tessera.cli.run import is_equal, overlap, run_through, shares
 from tessera.errors import TesseraError, WorkerError
 from tessera.ir import Cluster, Objective, Plan, Step, Timeline, save
 from tessera.plan import Option
-from tessera.report import compared
+from tessera.report import (
+    Shown,
+    compared,
+    duration,
+    layer_picture,
+    main_lane,
+    short_name,
+    write_perfetto,
+    write_report,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +234,6 @@ def _run(
 
 def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, str]:
     from tessera.plan import explain
-    from tessera.report import Shown, write_perfetto, write_report
     from tessera.simulate import simulate
 
     first = policies[0]
@@ -298,8 +306,6 @@ def _story(full: "LoadPlan", policies: list[Policy], run: DemoRun) -> Iterator[R
 
 
 def _gain(full: "LoadPlan", gain: DemoGain) -> Iterator[RenderableType | Record]:
-    from tessera.report import layer_picture, main_lane
-
     yield Rule(f"1. The gain: {FULL.model} on {' beside '.join(gain.devices)}", align="left")
     yield Text(
         f"Decodes at a context of {FULL.prompt_tokens:,}; every policy has the memory of both cards and "
@@ -316,7 +322,6 @@ def _gain(full: "LoadPlan", gain: DemoGain) -> Iterator[RenderableType | Record]
 def _why(plan: Plan) -> str:
     """For each device its most important kernel: the time there and on the best other device."""
     from tessera.plan import explain
-    from tessera.report import duration, short_name
 
     weightiest: dict[str, str] = {}
     for r in explain(plan).reasons:

@@ -19,6 +19,7 @@ from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, met, serve_rank
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load, need_one_batch
+from tessera.report import write_perfetto
 
 if TYPE_CHECKING:
     from tessera.execute.offline import Request, RunResult
@@ -310,8 +311,6 @@ def _report(
     first = ran.picked.number if ran.picked else 0
     plan, num = plans[first], len(ran.results)
     if trace is not None:
-        from tessera.report import write_perfetto
-
         write_perfetto(ran.timeline, trace, simulate(plan, num))
     predicted = simulate(plan, min(num, PREDICTED_REQUESTS), is_detailed=False)
     lost = sum(bool(r.error) for r in ran.results)
