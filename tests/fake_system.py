@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from tessera.adapt.capability import Capability
-from tessera.adapt.controller import Plans
 from tessera.errors import TesseraError
+from tessera.ir import Plan
 
 
 class FakeSystem:
@@ -14,8 +14,8 @@ class FakeSystem:
     def __init__(self, capabilities: Sequence[Capability] = ()) -> None:
         self.now, self._capabilities = 1000.0, capabilities
         self.switched: list[str] = []
-        self.loaded: list[Plans] = []
-        self._jobs: list[tuple[Future[Plans], Callable[[], Plans]]] = []
+        self.loaded: list[tuple[Plan, ...]] = []
+        self._jobs: list[tuple[Future[tuple[Plan, ...]], Callable[[], tuple[Plan, ...]]]] = []
 
     def now_s(self) -> float:
         return self.now
@@ -23,13 +23,13 @@ class FakeSystem:
     def switch(self, policy: str) -> None:
         self.switched.append(policy)
 
-    def load(self, plans: Plans) -> None:
+    def load(self, plans: tuple[Plan, ...]) -> None:
         self.loaded.append(plans)
 
-    def rate(self, plans: Plans) -> Sequence[Capability]:
+    def rate(self, plans: tuple[Plan, ...]) -> Sequence[Capability]:
         return self._capabilities
 
-    def submit(self, job: Callable[[], Plans]) -> Future[Plans]:
+    def submit(self, job: Callable[[], tuple[Plan, ...]]) -> Future[tuple[Plan, ...]]:
         self._jobs.append((Future(), job))
         return self._jobs[-1][0]
 

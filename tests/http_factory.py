@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera.ir import Decision, DecisionKind, Plan
+from tessera.ir import Decision, DecisionKind, ServicePlan
 from tessera.serve.app import create_app
 from tessera.serve.limits import HttpLimits
 from tessera.serve.metrics import Metrics
@@ -124,7 +124,7 @@ def running(
     service: Scripted,
     limits: HttpLimits | None = None,
     keys: Sequence[str] = (),
-    plans: tuple[Plan, ...] = (),
+    plans: tuple[ServicePlan, ...] = (),
     is_local: bool = False,
 ) -> Iterator[Running]:
     """Serves a scripted service until the end of the block."""

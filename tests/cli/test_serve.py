@@ -83,7 +83,7 @@ def test_first_line_says_where_it_is(server: Started) -> None:
     """With --json one line has the address, the devices, the policies and the sizes."""
     assert server.said["model"] == "tiny-llama"
     assert server.said["devices"] == DEVICES.split(",")
-    assert server.said["policies"] == ["throughput", "latency"]
+    assert server.said["policy"] == server.said["policies"][0]
     assert (server.said["microbatches"], server.said["seqs"], server.said["max_model_len"]) == (2, 4, 256)
 
 
@@ -160,7 +160,7 @@ def test_metrics_and_plan_tell_of_both_devices(server: Started) -> None:
     assert {s.labels["device"] for s in busy[0].samples} == set(DEVICES.split(","))
     plan = httpx.get(f"{server.url}/v1/plan", timeout=60).json()
     assert [p["policy"] for p in plan["plans"]] == server.said["policies"]
-    steps = plan["plans"][0]["lanes"][0]["steps"]
+    steps = plan["plans"][0]["groups"][0]["steps"]
     assert [step["step"] for step in steps] == ["tokens-4", "tokens-32", "tokens-128"]
     assert all(sum(step["launches"].values()) > 0 for step in steps)
 
@@ -212,7 +212,7 @@ def test_missing_extra_names_the_line_to_install(
         (("--seqs", "0"), "Invalid value for '--seqs'"),
         (("--max-batch-tokens", "0"), "Invalid value for '--max-batch-tokens'"),
         (("--memory-share", "1.5"), "Invalid value for '--memory-share'"),
-        (("--policy", "fastest"), "unknown policy 'fastest'; known: auto, latency, throughput"),
+        (("--policy", "fastest"), "unknown policy 'fastest'; known: attention-ffn, auto"),
         (("--api-key", "short"), "--api-key: a key needs"),
         (("--devices", "emu:nothing"), "nothing"),
         (("--drain", "-1"), "--drain"),

@@ -40,9 +40,7 @@ SLACK_BYTES = 16 << 20
 def prepared(devices: str) -> Prepared:
     """The tiny Llama from compiled code: the plan, one device, and a plan that crosses in every layer."""
     cluster = make_cluster(parse_devices(devices), "pcie4")
-    names = (
-        ("data-parallel", "single", "prefill-decode", CROSSING) if len(cluster.devices) > 1 else ("single",)
-    )
+    names = ("single", "data-parallel", "prefill-decode", CROSSING)[: 4 if len(cluster.devices) > 1 else 1]
     return prepare(
         "tiny-llama",
         cluster,

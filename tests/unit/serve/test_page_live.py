@@ -62,9 +62,15 @@ def test_state_document_keeps_the_last_decisions() -> None:
     assert len(document["decisions"]) == 20
 
 
+def make_policy() -> ServicePlan:
+    plan = make_plan()
+    plan = replace(plan, lanes=plan.lanes[:1])
+    return ServicePlan(MODEL, "throughput", Load(8, 8), (Group(Role.MIXED, plan, 2, 1),))
+
+
 def test_plan_route_names_the_policy_in_force() -> None:
     """GET /v1/plan has the policy, a document a plan, and the decisions."""
-    with running(Scripted(), plans=(make_plan(),)) as server:
+    with running(Scripted(), plans=(make_policy(),)) as server:
         document = httpx.get(f"{server.url}/v1/plan").json()
 
     assert document["policy"] == "throughput"
@@ -79,7 +85,7 @@ def test_page_shows_what_the_service_does(opened: Any) -> None:
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-    with running(service, plans=(make_plan(),)) as server:
+    with running(service, plans=(make_policy(),)) as server:
         page.goto(server.url)
         page.wait_for_selector("#status.live")
         assert page.inner_text("h1") == MODEL
@@ -115,7 +121,7 @@ def test_page_shows_what_the_service_does(opened: Any) -> None:
 def test_page_fits_a_phone(opened: Any, scheme: Any, tmp_path: Path) -> None:
     """At 360 pixels nothing has to be scrolled to sideways, in light and in dark."""
     page = opened.new_page(viewport=PHONE, color_scheme=scheme)
-    with running(Scripted(), plans=(make_plan(),)) as server:
+    with running(Scripted(), plans=(make_policy(),)) as server:
         page.goto(server.url)
         page.wait_for_selector("#status.live")
         assert width_of(page) <= PHONE["width"]
