@@ -52,6 +52,9 @@ KEEP_ALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 5,
     zmq.TCP_MAXRT: 15_000,
 }
+# Plain numbers: operations on the library's enums take microseconds.
+EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+SEND_MORE = int(zmq.SNDMORE) | NOBLOCK
 # Where the library asks whether a client key is admitted.
 ZAP = "inproc://zeromq.zap.01"
 TOO_LONG = "it sent a message that is too long"
@@ -230,9 +233,11 @@ class Mailbox:
             if connection.is_closed:
                 return False
             try:
-                end.socket.send_multipart(parts, zmq.NOBLOCK)
+                for part in parts[:-1]:
+                    end.socket.send(part, SEND_MORE)
+                end.socket.send(parts[-1], NOBLOCK)
                 # Sending may take in the signal that something came.
-                if end.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
+                if _has_message(end.socket):
                     self.wake()
                 return True
             except zmq.ZMQError:  # unknown peer, or one that does not read
@@ -329,8 +334,8 @@ class Mailbox:
     def _receive(self, end: _End) -> "list[zmq.Frame] | None":
         """The next message; None if nothing is left, or another thread closed the socket."""
         with self._lock, contextlib.suppress(zmq.ZMQError):
-            if end.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
-                return end.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            if _has_message(end.socket):
+                return end.socket.recv_multipart(NOBLOCK, copy=False)
         return None
 
     def _deliver(self, end: _End, frames: "list[zmq.Frame]") -> None:
@@ -414,6 +419,10 @@ class Mailbox:
         elif not connection.is_open and time.monotonic() > connection.until_s:
             return Hangup("no connection could be opened")
         return None
+
+
+def _has_message(source: "zmq.Socket[bytes]") -> bool:
+    return bool(source.getsockopt(EVENTS) & POLLIN)  # type: ignore[operator]
 
 
 def _host(fd: int) -> str:
