@@ -40,7 +40,7 @@ from tessera.ir import (
     verify,
 )
 from tessera.ir.graph import StepFamily
-from tessera.plan import FULL, SearchConfig
+from tessera.plan import FULL, DeviceMemory, SearchConfig
 from tessera.plan.fluid import FLUID, Draft, Fluid, FluidConfig, GroupDraft, ModelBytes, StepPrice
 from tessera.plan.service import Rehearse, plan_service
 from tessera.profile import works
@@ -158,21 +158,46 @@ class ServedSteps:
         return unit, flow.price(unit, self.cluster)
 
 
-def _live_bytes(trace: Trace) -> list[int]:
-    """Bytes of temporaries and outputs that are live at every launch."""
+def _live_bytes(trace: Trace, devices: Sequence[int] = (), device: int = 0) -> list[int]:
+    """Bytes of inputs, temporaries and outputs that are live at every launch; given devices, on one."""
     last = {view.buffer: len(trace.launches) for _, view in trace.outputs}
     first: dict[int, int] = {}
     for number, launch in enumerate(trace.launches):
-        for access in launch.accesses:
+        for access in launch.accesses if not devices or devices[number] == device else ():
             first.setdefault(access.buffer, number)
             last[access.buffer] = max(last.get(access.buffer, 0), number)
-    kinds = (BufferKind.TEMPORARY, BufferKind.OUTPUT, BufferKind.INPUT)
     change = [0] * (len(trace.launches) + 2)
     for buffer, start in first.items():
-        if trace.buffers[buffer].kind in kinds:
+        if trace.buffers[buffer].kind not in (BufferKind.WEIGHT, BufferKind.STATE):
             change[start] += trace.buffers[buffer].size_bytes
             change[last[buffer] + 1] -= trace.buffers[buffer].size_bytes
     return list(accumulate(change[: len(trace.launches)]))
+
+
+def service_memory(plan: ServicePlan) -> tuple[DeviceMemory, ...]:
+    """Memory of every device: weights, pages once per home, temporaries of every microbatch."""
+    found = []
+    for index, device in enumerate(plan.cluster.devices):
+        held: dict[tuple[BufferKind, str, str], int] = {}
+        temporary = largest = 0
+        for group in plan.groups:
+            peak = 0
+            placement = group.plan.lanes[0].placement.devices
+            for graph, devices in zip(group.plan.graphs, placement, strict=True):
+                trace = graph.trace
+                peak = max(peak, *_live_bytes(trace, devices, index))
+                here = (x for x, d in zip(trace.launches, devices, strict=True) if d == index)
+                for buffer in (trace.buffers[access.buffer] for launch in here for access in launch.accesses):
+                    if buffer.kind in (BufferKind.WEIGHT, BufferKind.STATE):
+                        home = group.plan.home if buffer.kind is BufferKind.STATE else ""
+                        held[buffer.kind, home, buffer.name] = buffer.size_bytes
+            temporary, largest = temporary + group.microbatches * peak, max(largest, peak)
+        weights, state = (
+            sum(size for (of, _, _), size in held.items() if of is kind)
+            for kind in (BufferKind.WEIGHT, BufferKind.STATE)
+        )
+        found.append(DeviceMemory(device.name, device.memory_bytes, weights, largest, state, temporary))
+    return tuple(found)
 
 
 def compiled(steps: Sequence[Step]) -> list[Trace]:
@@ -243,6 +268,7 @@ def make_service_plan(
     load: Load,
     rehearse: Rehearse,
     search: SearchConfig = FULL,
+    objective: Objective = Objective.THROUGHPUT,
     config: FluidConfig = FLUID,
 ) -> ServicePlan:
     """The service with most tokens per second within the limits of a load."""
@@ -253,4 +279,4 @@ def make_service_plan(
         groups = tuple(make_group(steps, group, draft.policy, search) for group in draft.groups)
         return ServicePlan(steps.model, draft.policy, load, groups)
 
-    return plan_service(fluid, make, rehearse, steps.advance)
+    return plan_service(fluid, make, rehearse, steps.advance, objective)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tessera.errors import PlanInfeasible
-from tessera.ir import Expected, Load, Rival, ServicePlan
-from tessera.plan.fluid import POLICIES, Draft, Fluid
+from tessera.ir import Cluster, Expected, Load, Objective, Rival, ServicePlan
+from tessera.plan.fluid import DATA_PARALLEL, POLICIES, SINGLE, Draft, Fluid
+from tessera.plan.load_figures import Comparison, Option
+from tessera.plan.search.objectives import IDLE_SHARE
 
 # Rates this close are equal.
 TIE = 0.005
@@ -32,9 +34,17 @@ class Rehearsed:
     expected: Expected
     is_within: bool
 
+    @property
+    def rival(self) -> Rival:
+        return Rival(self.plan.policy, tuple(group.size for group in self.plan.groups), self.expected)
+
 
 def plan_service(
-    fluid: Fluid, make: MakePlan, rehearse: Rehearse, advance: Callable[[str], None] = lambda text: None
+    fluid: Fluid,
+    make: MakePlan,
+    rehearse: Rehearse,
+    advance: Callable[[str], None] = lambda text: None,
+    objective: Objective = Objective.THROUGHPUT,
 ) -> ServicePlan:
     """The best plan of all policies, with its rivals and the bound."""
     best: dict[str, Rehearsed] = {}
@@ -47,13 +57,48 @@ def plan_service(
     within = {policy: found for policy, found in best.items() if found.is_within}
     if not within:
         raise _refusal(fluid, list(best.values()))
-    most = max(found.expected.tokens_per_s for found in within.values())
-    chosen = next(f for f in within.values() if f.expected.tokens_per_s >= (1.0 - TIE) * most)
-    rivals = tuple(
-        Rival(policy, tuple(group.size for group in found.plan.groups), found.expected)
-        for policy, found in within.items()
-    )
+    figures = {name: option_of(r.rival, fluid.cluster).figure(objective) for name, r in within.items()}
+    most = max(figures.values())
+    chosen = next(within[name] for name, figure in figures.items() if figure >= (1.0 - TIE) * most)
+    rivals = tuple(found.rival for found in within.values())
     return replace(chosen.plan, expected=chosen.expected, rivals=rivals, bound_per_s=fluid.bound_per_s)
+
+
+def compared(plan: ServicePlan, objective: Objective = Objective.THROUGHPUT) -> Comparison:
+    """A rehearsed plan beside the other policies; one copy per device is always among them."""
+    assert plan.expected is not None, "it was rehearsed"
+    sizes = tuple(group.size for group in plan.groups)
+    chosen = option_of(Rival(plan.policy, sizes, plan.expected), plan.cluster)
+    others = (r for r in plan.rivals if r.policy in (SINGLE, DATA_PARALLEL) or r.policy != plan.policy)
+    baselines = tuple(option_of(rival, plan.cluster) for rival in others)
+    return Comparison(plan.policy, chosen, baselines, objective)
+
+
+def option_of(rival: Rival, cluster: Cluster) -> Option:
+    """Figures of a rehearsed policy, with rent and energy of the devices that it uses."""
+    expected = rival.expected
+    used = {name for group in rival.groups for name in group.devices}
+    devices = [(d, busy) for d, busy in zip(cluster.devices, expected.busy, strict=True) if d.name in used]
+    rents = [device.usd_per_hour for device, _ in devices if device.usd_per_hour is not None]
+    watts = [
+        device.tdp_w * (IDLE_SHARE + (1.0 - IDLE_SHARE) * busy)
+        for device, busy in devices
+        if device.tdp_w is not None
+    ]
+    batch: dict[str, int] = {}
+    for group in rival.groups:
+        for name in group.devices:
+            batch[name] = batch.get(name, 0) + group.sequences * group.microbatches
+    return Option(
+        rival.policy,
+        expected.tokens_per_s,
+        expected.tpot_ms,
+        expected.ttft_ms,
+        batch,
+        sum(group.microbatches for group in rival.groups),
+        usd_per_hour=sum(rents) if len(rents) == len(devices) else None,
+        joules_per_token=sum(watts) / expected.tokens_per_s if len(watts) == len(devices) else None,
+    )
 
 
 def _tried(fluid: Fluid, policy: str, make: MakePlan, rehearse: Rehearse, most: float) -> list[Rehearsed]:

@@ -36,7 +36,7 @@ def fluid(devices: str, load: Load, token_bytes: int = 131_072) -> Fluid:
 def no_plan(draft: Draft) -> ServicePlan:
     """A plan without groups, which only carries its draft's figures."""
     return ServicePlan("m", draft.policy, Load(1, 1), (), Expected(
-        draft.tokens_per_s, draft.tpot_ms, draft.tpot_ms, draft.ttft_ms, draft.ttft_ms, (), (), 1,
+        draft.tokens_per_s, draft.tpot_ms, draft.tpot_ms, draft.ttft_ms, draft.ttft_ms, (1.0, 1.0), (), 1,
     ))  # fmt: skip
 
 
@@ -46,9 +46,8 @@ def rehearsed(share: float = 1.0, slower: float = 1.0) -> Callable[[ServicePlan,
     def rehearse(plan: ServicePlan, load: Load) -> Expected:
         drafted = plan.expected
         assert drafted is not None
-        return Expected(
-            share * drafted.tokens_per_s, slower * drafted.tpot_ms, 0, slower * drafted.ttft_ms, 0, (), (), 1,
-        )  # fmt: skip
+        tpot_ms, ttft_ms = slower * drafted.tpot_ms, slower * drafted.ttft_ms
+        return Expected(share * drafted.tokens_per_s, tpot_ms, 0, ttft_ms, 0, (1.0, 1.0), (), 1)
 
     return rehearse
 
