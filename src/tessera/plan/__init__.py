@@ -18,7 +18,7 @@ from tessera.plan.solve import PlanConfig, solve
 
 __all__ = [
     "BATCHES", "EFFORTS", "FULL", "NEAR", "PLANNERS", "QUICK", "Batched", "Comparison", "Constraint",
-    "DeviceMemory", "Explanation", "LoadConfig", "LoadPlan", "Option", "PlanConfig", "PricedLoad", "SearchConfig",
-    "Simulator", "Target", "Tried", "constraints_of", "explain", "latency_bound_us", "parse_constraint",
-    "plan_load", "search_config", "solve", "solve_batches",
+    "DeviceMemory", "Explanation", "LoadConfig", "LoadPlan", "Option", "PlanConfig", "PricedLoad",
+    "SearchConfig", "Simulator", "Target", "Tried", "constraints_of", "explain", "latency_bound_us",
+    "parse_constraint", "plan_load", "search_config", "solve", "solve_batches",
 ]  # fmt: skip
