@@ -59,7 +59,8 @@ ANCHORS = (
     (512, 64, 65_536, 2048),
 )
 CHECKED = (1536, 96, 98_304, 1536)
-# Planner of a lane over several devices.
+# Seconds of the search for one placement, and the planner of a lane over several devices.
+SEARCH_S = 5.0
 PLANNERS = {"kernel-level": "single-placement"}
 
 
@@ -225,7 +226,7 @@ def make_group(steps: ServedSteps, draft: GroupDraft, policy: str, search: Searc
     unit, costs = steps.unit(draft)
     names = [steps.cluster.names[d] for d in draft.devices]
     if len(draft.devices) > 1:
-        name = PLANNERS.get(policy, policy)
+        name, search = PLANNERS.get(policy, policy), replace(search, single_limit_s=SEARCH_S)
         plan = flow.make_plan(
             unit, costs, steps.cluster, Objective.THROUGHPUT, draft.microbatches, name, search=search
         )

@@ -17,10 +17,10 @@ from tessera.plan.search.objectives import IDLE_SHARE
 
 # Rates this close are equal.
 TIE = 0.005
-# Rehearsals of a policy at most, and of one whose draft is below this share of the best rehearsed rate.
-MAX_REHEARSED, MAX_BEHIND, BEHIND = 4, 2, 0.9
-# A limit is aimed at with this margin once it was missed.
-AIM = 0.985
+# Rehearsals of a policy at most, and within the limits of one whose draft is below this share of the best rate.
+MAX_REHEARSED, BEHIND = 4, 0.9
+# A limit is aimed at with this margin after a rehearsal; one that is undercut by more is aimed at again.
+AIM, UNDERCUT = 0.985, 0.92
 
 Rehearse = Callable[[ServicePlan, Load], Expected]
 MakePlan = Callable[[Draft], ServicePlan]
@@ -107,10 +107,10 @@ def _tried(fluid: Fluid, policy: str, make: MakePlan, rehearse: Rehearse, most: 
     seen: set[Draft] = set()
     slack = 1.0
     for _ in range(MAX_REHEARSED):
-        drafts = [draft for draft in fluid.drafts(policy, slack) if draft not in seen]
-        if not drafts or (drafts[0].tokens_per_s < BEHIND * most and len(tried) >= MAX_BEHIND):
+        draft = next((draft for draft in fluid.drafts(policy, slack) if draft not in seen), None)
+        best = max((r.expected.tokens_per_s for r in tried if r.is_within), default=0.0)
+        if draft is None or (best and draft.tokens_per_s < max(BEHIND * most, (1.0 + TIE) * best)):
             break
-        draft = drafts[0]
         seen.add(draft)
         try:
             plan = make(draft)
@@ -119,22 +119,25 @@ def _tried(fluid: Fluid, policy: str, make: MakePlan, rehearse: Rehearse, most: 
         expected = rehearse(plan, fluid.load)
         tried.append(Rehearsed(plan, expected, expected.is_within(fluid.load)))
         slack = _slack(fluid.load, draft, expected, slack)
-        if tried[-1].is_within and draft.tokens_per_s < max(r.expected.tokens_per_s for r in tried):
-            break
     return tried
 
 
 def _slack(load: Load, draft: Draft, expected: Expected, slack: float) -> float:
     """Share of the limits that drafts may take, after a rehearsal."""
     ratios = [
-        AIM * drafted / rehearsed
+        (AIM * drafted / rehearsed, rehearsed > limit)
         for limit, drafted, rehearsed in (
             (load.tpot_ms, draft.tpot_ms, expected.tpot_ms),
             (load.ttft_ms, draft.ttft_ms, expected.ttft_ms),
         )
-        if limit is not None and rehearsed > limit
+        if limit is not None
     ]
-    return min([slack, *ratios])
+    missed = [ratio for ratio, is_missed in ratios if is_missed]
+    if missed:
+        return min(slack, *missed)
+    # Several groups have times of their own, of which the rehearsal gives the median.
+    is_undercut = len(draft.groups) == 1 and ratios and min(ratio for ratio, _ in ratios) > 1.0 / UNDERCUT
+    return min(ratio for ratio, _ in ratios) if is_undercut else slack
 
 
 def _refusal(fluid: Fluid, missed: Sequence[Rehearsed]) -> PlanInfeasible:
