@@ -40,9 +40,11 @@ from tessera.ir import (
     verify,
 )
 from tessera.ir.graph import StepFamily
+from tessera.kernels import PAGE
 from tessera.plan import FULL, DeviceMemory, SearchConfig
 from tessera.plan.fluid import FLUID, Draft, Fluid, FluidConfig, GroupDraft, ModelBytes, StepPrice
 from tessera.plan.service import Rehearse, plan_service
+from tessera.plan.solve import place
 from tessera.profile import works
 from tessera.profile.measured import combine
 
@@ -222,43 +224,50 @@ def is_served(model: str) -> bool:
 
 
 def make_group(steps: ServedSteps, draft: GroupDraft, policy: str, search: SearchConfig = FULL) -> Group:
-    """The group of a draft: its devices' placement, by search if there are several."""
+    """The group of a draft: its placement is one device, or found by a policy."""
     unit, costs = steps.unit(draft)
-    names = [steps.cluster.names[d] for d in draft.devices]
-    if len(draft.devices) > 1:
-        name, search = PLANNERS.get(policy, policy), replace(search, single_limit_s=SEARCH_S)
-        plan = flow.make_plan(
-            unit, costs, steps.cluster, Objective.THROUGHPUT, draft.microbatches, name, search=search
-        )
-        plan = replace(
-            plan, policy=policy, home="+".join(names), microbatches=draft.microbatches, baselines=()
-        )
+    if len(draft.devices) == 1:
+        devices = tuple(draft.devices * len(graph.trace.launches) for graph in unit.graphs)
+        placement = Placement(devices)
     else:
-        plan = device_plan(unit, costs, steps.cluster, draft.devices[0], draft.microbatches)
+        # Microbatches share pages: each is planned with its part.
+        part = replace(draft, pool_tokens=draft.pool_tokens // draft.microbatches // PAGE * PAGE)
+        limited = replace(search, single_limit_s=SEARCH_S)
+        name = PLANNERS.get(policy, policy)
+        placement = place(*steps.unit(part), steps.cluster, name, draft.microbatches, limited)
+    home = "+".join(steps.cluster.names[device] for device in draft.devices)
+    plan = lane_plan(unit, costs, steps.cluster, placement, draft.microbatches, home)
     return Group(draft.role, plan, draft.sequences, draft.microbatches)
 
 
-def device_plan(
-    unit: WorkUnit, costs: tuple[Costs, ...], cluster: Cluster, device: int, microbatches: int
+def lane_plan(
+    unit: WorkUnit,
+    costs: tuple[Costs, ...],
+    cluster: Cluster,
+    placement: Placement,
+    microbatches: int,
+    home: str,
 ) -> Plan:
-    """All steps on one device, whose pages are there."""
-    placement = Placement(tuple((device,) * len(graph.trace.launches) for graph in unit.graphs))
-    us = sum(count * cost.total_us(device) for count, cost in zip(unit.counts, costs, strict=True))
-    per_s = 1e6 / us
+    """A plan of one lane, whose rate is that of its busiest device."""
+    busy_us = [0.0] * len(cluster.devices)
+    for count, cost, devices in zip(unit.counts, costs, placement.devices, strict=True):
+        for launch, device in enumerate(devices):
+            busy_us[device] += count * cost.us(launch, device)
+    per_s = 1e6 / max(busy_us)
     plan = Plan(
         unit=unit,
         cluster=cluster,
         costs=costs,
         objective=Objective.THROUGHPUT,
-        policy="single",
+        policy="single-placement",
         lanes=(Lane(placement, per_s),),
         microbatches=microbatches,
         throughput_per_s=per_s,
         simulated_per_s=per_s,
         bound_per_s=per_s,
-        latency_us=us,
+        latency_us=sum(busy_us),
         lane_table=(0,),
-        home=cluster.names[device],
+        home=home,
     )
     verify(plan)
     return plan

@@ -24,6 +24,7 @@ import numpy as np
 from scipy.optimize import linprog
 
 from tessera.ir import Cluster, Load, Role
+from tessera.kernels import PAGE
 from tessera.plan.arrays import Floats
 
 # Policies whose groups have one device each, and those with a lane over all devices.
@@ -31,8 +32,6 @@ SINGLE, DATA_PARALLEL = "single", "data-parallel"
 PREFILL_DECODE, FRACTIONAL = "prefill-decode", "prefill-decode-fractional"
 DIVIDED = ("layer-pipeline", "attention-ffn", "kernel-level")
 POLICIES = (SINGLE, DATA_PARALLEL, PREFILL_DECODE, FRACTIONAL, *DIVIDED)
-# Tokens of a page.
-PAGE = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from tessera.plan.search.objectives import IDLE_SHARE
 
 # Rates this close are equal.
 TIE = 0.005
-# Rehearsals of a policy at most, and within the limits of one whose draft is below this share of the best rate.
+# Rehearsals of a policy, and the share of the best rate below which drafts are not tried twice.
 MAX_REHEARSED, BEHIND = 4, 0.9
 # A limit is aimed at with this margin after a rehearsal; one that is undercut by more is aimed at again.
 AIM, UNDERCUT = 0.985, 0.92
