@@ -50,7 +50,8 @@ class FluidConfig:
     backlog: float = 2.0
     # Mixed steps of a device by itself: one in so many has prompt tokens, as many as all need.
     every: tuple[int, ...] = (1, 2, 4)
-    # Sequences beyond those that answer, so that mixed steps are full: a share and a number.
+    # Sequences beyond those that answer, so that mixed steps are full: a share and a number. Both are zero in
+    # drafts for a limit of the time to the first token.
     waiting_share: float = 0.12
     waiting: int = 2
     # Share of a device's memory for weights and pages.
@@ -229,7 +230,9 @@ class Fluid:
     ) -> GroupDraft:
         """A mixed group with so many tokens a step on average, prompt tokens in one of `every` steps."""
         answering = self._answering(tokens)
-        waiting = self.config.waiting + self.config.waiting_share * answering
+        waiting = 0.0
+        if self.load.ttft_ms is None:
+            waiting = self.config.waiting + self.config.waiting_share * answering
         sequences = max(2, min(tokens, _even(answering + waiting)))
         largest = tokens if every == 1 else _rounded(answering + every * (tokens - answering))
         sizes = (sequences, largest) if largest > sequences else (largest,)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tessera.errors import PlanInfeasible
 from tessera.ir import Cluster, Expected, Load, Objective, Rival, ServicePlan
-from tessera.plan.fluid import DATA_PARALLEL, POLICIES, SINGLE, Draft, Fluid
+from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, POLICIES, SINGLE, Draft, Fluid
 from tessera.plan.load_figures import Comparison, Option
 from tessera.plan.search.objectives import IDLE_SHARE
 
@@ -105,11 +105,11 @@ def _tried(fluid: Fluid, policy: str, make: MakePlan, rehearse: Rehearse, most: 
     """Rehearsals of a policy's drafts."""
     tried: list[Rehearsed] = []
     seen: set[Draft] = set()
-    slack = 1.0
+    slack = gain = 1.0
     for _ in range(MAX_REHEARSED):
         draft = next((draft for draft in fluid.drafts(policy, slack) if draft not in seen), None)
         best = max((r.expected.tokens_per_s for r in tried if r.is_within), default=0.0)
-        if draft is None or (best and draft.tokens_per_s < max(BEHIND * most, (1.0 + TIE) * best)):
+        if draft is None or (best and gain * draft.tokens_per_s < max(BEHIND * most, (1.0 + TIE) * best)):
             break
         seen.add(draft)
         try:
@@ -119,6 +119,8 @@ def _tried(fluid: Fluid, policy: str, make: MakePlan, rehearse: Rehearse, most: 
         expected = rehearse(plan, fluid.load)
         tried.append(Rehearsed(plan, expected, expected.is_within(fluid.load)))
         slack = _slack(fluid.load, draft, expected, slack)
+        if policy in DIVIDED:  # waits of a lane over several devices are hardly known before
+            gain = expected.tokens_per_s / draft.tokens_per_s
     return tried
 
 
