@@ -50,8 +50,7 @@ class FluidConfig:
     backlog: float = 2.0
     # Mixed steps of a device by itself: one in so many has prompt tokens, as many as all need.
     every: tuple[int, ...] = (1, 2, 4)
-    # Sequences beyond those that answer, so that mixed steps are full: a share and a number. Both are zero in
-    # drafts for a limit of the time to the first token.
+    # Sequences beyond those that answer, so that mixed steps are full: a share and a number.
     waiting_share: float = 0.12
     waiting: int = 2
     # Share of a device's memory for weights and pages.
@@ -230,9 +229,7 @@ class Fluid:
     ) -> GroupDraft:
         """A mixed group with so many tokens a step on average, prompt tokens in one of `every` steps."""
         answering = self._answering(tokens)
-        waiting = 0.0
-        if self.load.ttft_ms is None:
-            waiting = self.config.waiting + self.config.waiting_share * answering
+        waiting = self.config.waiting + self.config.waiting_share * answering
         sequences = max(2, min(tokens, _even(answering + waiting)))
         largest = tokens if every == 1 else _rounded(answering + every * (tokens - answering))
         sizes = (sequences, largest) if largest > sequences else (largest,)
@@ -250,9 +247,8 @@ class Fluid:
         per_s = tokens / (self.answers + self.load.prompt_tokens) * 1e6 / step_us
         tpot_ms = group.microbatches * step_us * 1e-3
         chunk = max(1.0, tokens - self._answering(tokens))
-        waiting_s = group.microbatches * max(0.0, group.sequences - self._answering(tokens)) / per_s
         reading = max(0.5 * every, self.load.prompt_tokens / chunk)
-        return per_s, tpot_ms, 1e3 * waiting_s + tpot_ms * reading
+        return per_s, tpot_ms, tpot_ms * reading
 
     def _alone(self, device: int) -> Iterator[tuple[GroupDraft, float, float, float]]:
         for tokens, every in product(self.step_tokens, self.config.every):

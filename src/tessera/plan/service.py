@@ -6,6 +6,7 @@ again for a limit that is lower by as much. Every policy gets its own best confi
 memory and limits; the coarsest policy within `TIE` of the best is the plan, the others are its rivals.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,10 +20,13 @@ from tessera.plan.search.objectives import IDLE_SHARE
 TIE = 0.005
 # Rehearsals of a policy, and the share of the best rate below which drafts are not tried twice.
 MAX_REHEARSED, BEHIND = 4, 0.9
+# Rehearsals with fewer requests at once.
+MAX_FEWER = 3
 # A limit is aimed at with this margin after a rehearsal; one that is undercut by more is aimed at again.
 AIM, UNDERCUT = 0.985, 0.92
 
-Rehearse = Callable[[ServicePlan, Load], Expected]
+# With so many requests at once; None: as many as the plan holds.
+Rehearse = Callable[[ServicePlan, Load, int | None], Expected]
 MakePlan = Callable[[Draft], ServicePlan]
 
 
@@ -116,12 +120,26 @@ def _tried(fluid: Fluid, policy: str, make: MakePlan, rehearse: Rehearse, most: 
             plan = make(draft)
         except PlanInfeasible:
             continue
-        expected = rehearse(plan, fluid.load)
+        expected = _rehearsed(plan, fluid.load, rehearse)
         tried.append(Rehearsed(plan, expected, expected.is_within(fluid.load)))
         slack = _slack(fluid.load, draft, expected, slack)
         if policy in DIVIDED:  # waits of a lane over several devices are hardly known before
             gain = expected.tokens_per_s / draft.tokens_per_s
     return tried
+
+
+def _rehearsed(plan: ServicePlan, load: Load, rehearse: Rehearse) -> Expected:
+    """Figures at full load, or with as many requests at once as wait no longer than allowed."""
+    expected = rehearse(plan, load, None)
+    for _ in range(MAX_FEWER):
+        if load.ttft_ms is None or expected.ttft_ms <= load.ttft_ms:
+            break
+        late_s = 1e-3 * (expected.ttft_ms - AIM * load.ttft_ms)
+        fewer = math.ceil(late_s * expected.tokens_per_s / load.output_tokens)
+        if fewer >= expected.clients:
+            break
+        expected = rehearse(plan, load, expected.clients - fewer)
+    return expected
 
 
 def _slack(load: Load, draft: Draft, expected: Expected, slack: float) -> float:

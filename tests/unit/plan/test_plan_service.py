@@ -8,7 +8,7 @@ import pytest
 from tessera.errors import PlanInfeasible
 from tessera.ir import Cluster, Expected, Load, Role, ServicePlan
 from tessera.plan.fluid import Draft, Fluid, ModelBytes, StepPrice
-from tessera.plan.service import plan_service
+from tessera.plan.service import Rehearse, plan_service
 from tessera.profile import make_cluster, parse_devices
 
 # A card that computes fast and reads slowly, and one that reads fast: us a token, us a step, us a sequence.
@@ -40,10 +40,10 @@ def no_plan(draft: Draft) -> ServicePlan:
     ))  # fmt: skip
 
 
-def rehearsed(share: float = 1.0, slower: float = 1.0) -> Callable[[ServicePlan, Load], Expected]:
+def rehearsed(share: float = 1.0, slower: float = 1.0) -> Rehearse:
     """Some share of the drafted rate, at longer times."""
 
-    def rehearse(plan: ServicePlan, load: Load) -> Expected:
+    def rehearse(plan: ServicePlan, load: Load, clients: int | None) -> Expected:
         drafted = plan.expected
         assert drafted is not None
         tpot_ms, ttft_ms = slower * drafted.tpot_ms, slower * drafted.ttft_ms
