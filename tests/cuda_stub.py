@@ -139,6 +139,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "open_shared": lambda ordinal, handle: IpcMemory.made[handle].data_ptr(),
         "close_shared": lambda address: None,
         "bytes_at": _bytes_at,
+        "pin": lambda tensor: None,
         "mem_ops": _mem_ops,
         "copy": lambda stream, target, source, num: ctypes.memmove(target, source, num),
     }.items():

@@ -40,7 +40,7 @@ def reference(model: ServedModel, num_threads: int | None = None) -> Iterator[Re
 
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    with ReferenceStepper(_plan(model), run, zeros) as stepper:
+    with ReferenceStepper([_plan(model)], run, zeros) as stepper:
         yield stepper
 
 

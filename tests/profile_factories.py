@@ -1,5 +1,7 @@
 """Hand-made launches and traces for the profile tests: a kernel name, shapes, and what it touches."""
 
+import torch
+
 from tessera.ir import (
     Access,
     Arg,
@@ -29,6 +31,13 @@ def contiguous(shape: Shape) -> Shape:
     return tuple(reversed(strides))
 
 
+def schema_of(name: str) -> str:
+    """Torch's schema of an operator; empty for other kernels."""
+    packet, _, overload = name.removeprefix("aten.").rpartition(".")
+    operator = getattr(getattr(torch.ops.aten, packet, None), overload, None) if packet else None
+    return str(operator._schema) if operator else ""
+
+
 class TraceMaker:
     """Collects launches; every tensor gets a buffer of its own."""
 
@@ -49,7 +58,7 @@ class TraceMaker:
         self, name: str, args: tuple[Arg, ...], *outputs: View, origin: Origin = Origin.ATEN
     ) -> Launch:
         """One launch that reads its tensors and writes its results."""
-        kernel = Kernel(name, origin)
+        kernel = Kernel(name, origin, schema_of(name))
         if kernel not in self.kernels:
             self.kernels.append(kernel)
         read = tuple(access(v, read=True) for v in args if isinstance(v, View) and v.num_elements)

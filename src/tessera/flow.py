@@ -1,6 +1,7 @@
 """Combinations of stages that several commands share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -400,6 +401,17 @@ class ReferenceRun:
 
     outputs: list[dict[str, torch.Tensor]]
     state: dict[str, torch.Tensor]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As in workers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def run_reference(unit: WorkUnit, request: UnitRequest) -> ReferenceRun:

@@ -90,7 +90,7 @@ def wanted(seed: int) -> RunResult:
     """What the launches give one by one, in program order."""
     plan = whole_plan(unit(), Cluster(parse_devices("cuda:0"), ()), 0)
     run = InOrder([g.trace for g in unit().graphs], weights(), driver.card(0))
-    with ReferenceStepper(plan, run, dict) as stepper:
+    with ReferenceStepper([plan], run, dict) as stepper:
         return run_offline(stepper, [request(seed)]).results[0]
 
 

@@ -119,7 +119,6 @@ class Size:
         ).rel_error
 
     def on(self, cluster: Cluster) -> Variant:
-        """The same work on the devices of a cluster."""
         at = [self.limit.column_of[d.gpu] for d in cluster.devices]
         return Variant(
             self.unit,
@@ -240,7 +239,6 @@ def _steps_of(load: Load) -> tuple[list[Step], list[int]]:
 
 
 def _use(priced: PricedCards) -> tuple[Advice, tuple[Plan, ...]]:
-    """What to do with given cards, and which one to rent next."""
     market, target = priced.market, priced.load.target
     prices = [dict(gpu(name).prices) for name in priced.have]
     rents = [p.get(market.provider) if market.provider else min(p.values(), default=None) for p in prices]
@@ -303,8 +301,6 @@ def _regimes(planned: LoadPlan, error: float, tokens: int) -> Iterable[Regime]:
 
 
 class _Rent:
-    """The search for the cheapest sets of cards that carry the load."""
-
     def __init__(self, priced: PricedCards, show: Advance) -> None:
         self._priced, self._load, self._market, self._show = priced, priced.load, priced.market, show
         self._listed = baskets(priced.offers, self._market.max_devices, self._market.provider)

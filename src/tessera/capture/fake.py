@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -48,7 +49,6 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 @functools.cache
 def ensure_cuda_guard() -> None:
-    """Make fake CUDA tensors usable in this process, once."""
     ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if ensure is None:
         raise CaptureError("this torch cannot hold fake CUDA tensors", _REMEDY)
@@ -215,13 +215,9 @@ CAPABILITY = (8, 0)
 def machine() -> Iterator[Run]:
     """While entered, new tensors are fake and CUDA appears available; yields the operator runner."""
     ensure_cuda_guard()
-    real = torch.cuda.get_device_capability
-    torch.cuda.get_device_capability = lambda device=None: CAPABILITY
-    try:
-        with FakeTensorMode() as mode, target_attention():
-            yield runner(mode)
-    finally:
-        torch.cuda.get_device_capability = real
+    capability = patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
+    with capability, FakeTensorMode() as mode, target_attention():
+        yield runner(mode)
 
 
 def runner(mode: FakeTensorMode) -> Run:

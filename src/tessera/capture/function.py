@@ -244,7 +244,6 @@ class FunctionCall:
                 self._results.append(Made(name, storage, size, part_of(leaf)))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Tensors the call reads and never changes, by name."""
         current = [h.current for h in self._held]
         return {
             self._names[i]: current[self.blocks[i].parts[0][0] - self._num_args].detach()
@@ -291,7 +290,6 @@ class FunctionCall:
         return Given(tensors, inputs, state)
 
     def at_its_turn(self, given: Given) -> Given:
-        """The same call with the generators' current states."""
         return replace(given, state=given.state | {name: rng.state_now(name) for name in self._generators})
 
     def _tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:

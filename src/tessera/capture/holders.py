@@ -61,8 +61,6 @@ class Held:
 
 
 class GradOf:
-    """A tensor as the holder of its gradient."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
@@ -97,7 +95,6 @@ class Finder:
             self.look(_join(name, word), item, place, at, depth + 1)
 
     def look_at_optimizers(self) -> None:
-        """Search optimisers: options, and state of each parameter."""
         for name, optimizer in self.optimizers.items():
             for i, group in enumerate(optimizer.param_groups):
                 self.look(_join(name, f"group.{i}"), group)

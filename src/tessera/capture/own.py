@@ -59,19 +59,16 @@ class OwnLaunch:
     # Tensors passed as tables, by index; and why some could not be read.
     tables: tuple[tuple[int, torch.Tensor], ...] = ()
     unread: str = ""
+    # Launches a compiled Triton kernel again.
+    relaunch: Relaunch | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         return [t for arg in self.args for t in tensors_in(arg)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TritonLaunch(OwnLaunch):
-    relaunch: Relaunch
-
-
 @contextlib.contextmanager
-def inductor_launches(see: Callable[[TritonLaunch], None]) -> Iterator[None]:
+def inductor_launches(see: Callable[[OwnLaunch], None]) -> Iterator[None]:
     """While active, `see` gets every launch of an Inductor-made kernel."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -87,7 +84,7 @@ def inductor_launches(see: Callable[[TritonLaunch], None]) -> Iterator[None]:
         yield
 
 
-def _from_autotuner(tuner: Any, args: tuple[Any, ...]) -> TritonLaunch:
+def _from_autotuner(tuner: Any, args: tuple[Any, ...]) -> OwnLaunch:
     (launcher,) = tuner.launchers
     compiled = launcher.__globals__.get("bin")
     result = next((r for r in tuner.compile_results if r.kernel is compiled), None)
@@ -108,7 +105,7 @@ def _from_autotuner(tuner: Any, args: tuple[Any, ...]) -> TritonLaunch:
 
 def from_jit(
     function: Any, compiled: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], grid: Any
-) -> TritonLaunch:
+) -> OwnLaunch:
     """The program's launch of a kernel, from Triton's function and compiled kernel."""
     names = function.arg_names
     mine = {k: v for k, v in kwargs.items() if k in names}
@@ -134,7 +131,7 @@ def _launch(
     given: Mapping[str, Any],
     grid: Sequence[int],
     mutated: frozenset[str],
-) -> TritonLaunch:
+) -> OwnLaunch:
     params = [n for n, kind in signature.items() if kind != "constexpr"]
 
     def relaunch(grid: Grid, args: Sequence[Any]) -> None:
@@ -142,7 +139,7 @@ def _launch(
         compiled[grid](*(constants[n] if n in constants else next(values) for n in signature))
 
     kernel = _kernel(compiled, function, signature, constants)
-    return TritonLaunch(
+    return OwnLaunch(
         kernel,
         tuple(given[n] for n in params),
         (int(grid[0]), int(grid[1]), int(grid[2])),
@@ -194,7 +191,6 @@ _seeing: list[See | None] = []
 
 
 def tensors_in(arg: Any) -> list[torch.Tensor]:
-    """Tensors of an argument, including a table's entries."""
     items = arg if isinstance(arg, tuple) else (arg,)
     return [item for item in items if isinstance(item, torch.Tensor)]
 
@@ -217,7 +213,6 @@ def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
 
 
 def _with_tables(seen: OwnLaunch) -> OwnLaunch:
-    """The launch with tables replaced by the tensors they point to."""
     given = [(i, seen.args[i]) for i in tables_of(seen.kernel) if isinstance(seen.args[i], torch.Tensor)]
     args, unread = list(seen.args), []
     with reads_allowed():

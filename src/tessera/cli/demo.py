@@ -31,11 +31,21 @@ from tessera.cli.plan_load import (
     policy_figures,
     verdict,
 )
-from tessera.cli.plan_text import PlanFigures, plan_figures, sure
+from tessera.cli.plan_text import PlanFigures, PlanTables, plan_figures, sure
 from tessera.cli.run import is_equal, overlap, run_through, shares
 from tessera.errors import TesseraError, WorkerError
 from tessera.ir import Cluster, Objective, Plan, Step, Timeline, save
 from tessera.plan import Option
+from tessera.report import (
+    Shown,
+    compared,
+    duration,
+    layer_picture,
+    main_lane,
+    short_name,
+    write_perfetto,
+    write_report,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -224,7 +234,6 @@ def _run(
 
 def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, str]:
     from tessera.plan import explain
-    from tessera.report import Shown, write_perfetto, write_report
     from tessera.simulate import simulate
 
     first = policies[0]
@@ -298,8 +307,6 @@ def _story(full: "LoadPlan", policies: list[Policy], run: DemoRun) -> Iterator[R
 
 
 def _gain(full: "LoadPlan", gain: DemoGain) -> Iterator[RenderableType | Record]:
-    from tessera.report import layer_picture, main_lane
-
     yield Rule(f"1. The gain: {FULL.model} on {' beside '.join(gain.devices)}", align="left")
     yield Text(
         f"Decodes at a context of {FULL.prompt_tokens:,}; every policy has the memory of both cards and "
@@ -316,7 +323,6 @@ def _gain(full: "LoadPlan", gain: DemoGain) -> Iterator[RenderableType | Record]
 def _why(plan: Plan) -> str:
     """For each device its most important kernel: the time there and on the best other device."""
     from tessera.plan import explain
-    from tessera.report import duration, short_name
 
     weightiest: dict[str, str] = {}
     for r in explain(plan).reasons:
@@ -339,14 +345,13 @@ def _proof(policies: list[Policy]) -> Iterator[RenderableType]:
         )
 
 
-def _no_gain(plan: Plan) -> Iterator[RenderableType]:
+def _no_gain(plan: Plan) -> Iterator[RenderableType | Record]:
     from tessera.plan import explain
-    from tessera.report import comparison_table
 
     said = explain(plan)
     title = "Another gain" if said.is_gain else "No gain"
     yield Rule(f"3. {title}: the same {MODEL} on {' beside '.join(plan.cluster.names)}", align="left")
-    yield comparison_table(plan)
+    yield PlanTables(devices=(), policies=compared(plan))
     yield Text(said.verdict)
 
 

@@ -6,6 +6,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
+import msgspec
+
 from tessera import __version__
 from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.errors import install_line
@@ -73,12 +75,7 @@ def doctor() -> Doctor:
             cores=os.cpu_count() or 1,
             versions={name: _version(name) for name in CORE},
             devices=_devices(),
-            transports=tuple(
-                TransportLine(
-                    name=t.name, joins=t.joins, is_present=t.is_present, is_usable=t.is_usable, why=t.why
-                )
-                for t in usable
-            ),
+            transports=msgspec.convert(usable, tuple[TransportLine, ...], from_attributes=True),
             chosen_transports=chosen(usable),
             extras=tuple(_extra(name, modules) for name, modules in EXTRAS.items()),
         )

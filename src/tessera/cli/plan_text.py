@@ -12,6 +12,7 @@ from tessera.ir import Objective, Plan
 from tessera.ir.plan import Robust
 from tessera.plan.explain import DeviceMemory, Gain, KernelUse, Reason, Usage
 from tessera.profile.coverage import CostShare
+from tessera.report import DeviceUse, PolicyLine, compared, device_uses, layer_picture, main_lane
 
 if TYPE_CHECKING:
     from tessera.plan import Tried
@@ -211,9 +212,15 @@ def reasons_of(made: Plan) -> PlanReasons:
     return PlanReasons(notes=notes, **{name: getattr(found, name) for name in names})
 
 
-def pictures(made: Plan) -> tuple[RenderableType, ...]:
-    """A layer's placement, the devices, and the plan against coarser policies."""
-    from tessera.report import comparison_table, devices_table, layer_picture, main_lane
+class PlanTables(Record, frozen=True):
+    """For people: the devices, and the plan against coarser policies."""
 
+    devices: Annotated[tuple[DeviceUse, ...], shown("devices (utilisation modelled)")]
+    policies: Annotated[tuple[PolicyLine, ...], shown("against coarser policies (modelled costs, simulated)")]
+
+
+def pictures(made: Plan) -> tuple[RenderableType | Record, ...]:
+    """A layer's placement, and the tables."""
     step = len(made.unit.graphs) - 1
-    return layer_picture(made, main_lane(made), step), devices_table(made), comparison_table(made)
+    tables = PlanTables(devices=device_uses(made), policies=compared(made))
+    return layer_picture(made, main_lane(made), step), tables

@@ -21,7 +21,6 @@ from tessera.profile.measured import (
     Measured,
     Missed,
     Reconciled,
-    clocks_named,
     combine,
     count_distinct,
     measure,
@@ -38,6 +37,7 @@ from tessera.profile.store import (
     keep_links,
     remark,
 )
+from tessera.report import duration, short_name
 
 DEVICES_HELP = "Devices, such as cuda:0,cpu or emu:a100,emu:l40s. Those of this machine are measured."
 
@@ -115,9 +115,9 @@ def profile(
         Path | None, typer.Option(help="Where measurements are kept between commands.", show_default=False)
     ] = None,
     clocks: Annotated[
-        str,
+        Clocks,
         typer.Option(help="Stored times of other clocks: same (refuse them), any (use them), now (redo)."),
-    ] = "same",
+    ] = Clocks.SAME,
     links: Annotated[
         bool, typer.Option("--links", help="Measure what joins the devices; the plan's --link measured.")
     ] = False,
@@ -174,8 +174,6 @@ def _price(
 
 
 def _kernels(trace: Trace, costs: Costs) -> tuple[KernelCost, ...]:
-    from tessera.report import duration, short_name
-
     indices: dict[str, list[int]] = {}
     for index in range(len(trace.launches)):
         indices.setdefault(trace.kernel_of(index).name, []).append(index)
@@ -211,7 +209,6 @@ def _measured_device(measured: Measured, sums: Reconciled) -> MeasuredDevice:
 
 
 def _modelled_notes(trace: Trace, costs: Costs) -> tuple[str, ...]:
-    """Remarks on those devices that a model prices, wholly or in part."""
     rows = enumerate(costs.devices)
     modelled = [
         d
@@ -286,12 +283,11 @@ class Keeping:
         return Store(self.path, machine, self.clocks, self.spare)
 
 
-def keeping(store: Path | None, clocks: str) -> Keeping:
-    return Keeping(store or default_store(), clocks_named(clocks), warning() if store is None else None)
+def keeping(store: Path | None, clocks: Clocks) -> Keeping:
+    return Keeping(store or default_store(), clocks, warning() if store is None else None)
 
 
 def measure_devices(trace: Trace, devices: Sequence[Device], kept: Keeping) -> dict[str, Measured]:
-    """Device -> measured costs, for devices that are measured."""
     wanted = [d for d in devices if needs_measuring(d)]
     if not wanted:
         return {}

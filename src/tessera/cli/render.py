@@ -72,8 +72,6 @@ UNITS: dict[str, Callable[[float], str]] = {
 
 
 class Field(NamedTuple):
-    """How one field of a record is shown."""
-
     name: str
     label: str
     unit: str
@@ -81,7 +79,6 @@ class Field(NamedTuple):
 
 
 def fields_of(record: type[Any]) -> tuple[Field, ...]:
-    """The fields of a record type, in order."""
     struct = getattr(record, "__struct_fields__", None)
     names = struct or [f.name for f in dataclasses.fields(record)]
     hints = get_type_hints(record, include_extras=True)
@@ -214,48 +211,32 @@ def render_table(
     turned = [["", *heads[1:]], *([head, *rest] for head, *rest in zip(*rows, strict=True))]
     console.print(_title(title))
     right = [False, *(True for _ in records)]
+    endless = console.options.update(width=10**6)  # a measure is cut to the width of its options
     for columns, justified, folds in ((table, rights, False), (turned, right, False), (table, rights, True)):
-        if widths := _widths(columns, console.width, folds):
-            return _print_table(columns, widths, justified, console)
+        made = _table(columns, justified, folds)
+        if console.measure(made, options=endless).minimum <= console.width:
+            return console.print(made)
     for index in range(len(records)):
         _flush([(head, cells[index]) for head, cells in zip(heads, rows, strict=True)], console)
         console.print()
     return None
 
 
-def _widths(columns: Sequence[Sequence[str]], width: int, folds: bool) -> list[int] | None:
-    """The width of each column, None if they do not fit; folds: long words may be broken."""
-    wanted = []
-    for head, *cells in columns:
-        word = max((len(x) for x in head.split()), default=0)
-        wanted.append(max([word, *(len(cell) for cell in cells)]))
-    long = [n for n in range(len(columns)) if wanted[n] >= PROSE_LENGTH]
-    prose = [n for n in long if folds or _has_words(columns[n][1:])]
-    excess = sum(wanted) + GAP * (len(wanted) - 1) - width
-    while excess > 0:
-        widest = max(prose, key=lambda n: wanted[n], default=None)
-        if widest is None or wanted[widest] <= PROSE_WIDTH:
-            return None
-        wanted[widest] -= 1
-        excess -= 1
-    return wanted
-
-
-def _has_words(cells: Sequence[str]) -> bool:
-    """Whether the cells can be wrapped between words."""
-    return all(len(word) <= PROSE_WIDTH for cell in cells for word in cell.split())
-
-
-def _print_table(
-    columns: Sequence[Sequence[str]], widths: Sequence[int], rights: Sequence[bool], console: Console
-) -> None:
+def _table(columns: Sequence[Sequence[str]], rights: Sequence[bool], folds: bool) -> Table:
+    """Columns of head and cells; long texts wrap, between words unless `folds`."""
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold underline")
     table.show_header = any(head for head, *_ in columns)
-    for (head, *_), width, is_right in zip(columns, widths, rights, strict=True):
-        title = Text("\n".join(textwrap.wrap(head, width, break_on_hyphens=False)))
+    for (head, *cells), is_right in zip(columns, rights, strict=True):
+        width = max(map(len, (*head.split(), *cells)), default=0)
+        has_words = all(len(word) <= PROSE_WIDTH for cell in cells for word in cell.split())
+        wraps = width >= PROSE_LENGTH and (folds or has_words)
         table.add_column(
-            title, justify="right" if is_right else "left", width=width, vertical="top", overflow="fold"
+            Text("\n".join(textwrap.wrap(head, width, break_on_hyphens=False))),
+            justify="right" if is_right else "left",
+            no_wrap=not wraps,
+            min_width=PROSE_WIDTH if wraps else width,
+            overflow="fold",
         )
-    for cells in zip(*(column[1:] for column in columns), strict=True):
-        table.add_row(*map(Text, cells))
-    console.print(table)
+    for row in zip(*(column[1:] for column in columns), strict=True):
+        table.add_row(*map(Text, row))
+    return table

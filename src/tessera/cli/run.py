@@ -19,6 +19,7 @@ from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, met, serve_rank
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load, need_one_batch
+from tessera.report import write_perfetto
 
 if TYPE_CHECKING:
     from tessera.execute.offline import Request, RunResult
@@ -310,8 +311,6 @@ def _report(
     first = ran.picked.number if ran.picked else 0
     plan, num = plans[first], len(ran.results)
     if trace is not None:
-        from tessera.report import write_perfetto
-
         write_perfetto(ran.timeline, trace, simulate(plan, num))
     predicted = simulate(plan, min(num, PREDICTED_REQUESTS), is_detailed=False)
     lost = sum(bool(r.error) for r in ran.results)
@@ -426,7 +425,7 @@ def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[Request]") -> "
     for trace in traces:
         refuse_generators(trace)
     run = InOrder(traces, weights, driver.card(plan.cluster.devices[0].ordinal))
-    with ReferenceStepper(whole_plan(plan.unit, plan.cluster, 0), run, dict) as stepper:
+    with ReferenceStepper([whole_plan(plan.unit, plan.cluster, 0)], run, dict) as stepper:
         return run_offline(stepper, requests).results
 
 

@@ -145,16 +145,19 @@ def serve(
     if meeting is not None and meeting.rank > 0:
         _join(meeting, model)
         return
-    _check_early(transport)
+    _check_extra()
     from tessera.execute.processes import warm_up
+
+    if meeting is None and ray is None:
+        warm_up()  # it imports torch while this process does
+    from tessera.execute.transport import check_name
     from tessera.serve.limits import read_keys
     from tessera.serve.planning import default_folder
     from tessera.serve.server import is_loopback
     from tessera.serve.start import ServeOptions
 
+    check_name(transport)
     keys, limits = read_keys(api_key or ()), _http_limits(max_body, max_requests, drain)
-    if meeting is None and ray is None:
-        warm_up()  # workers import torch meanwhile, under the raised limit of open files
     with gathered(devices or _own_devices(), model, meeting, ray) as (gathered_devices, hub):
         cluster = _wired(gathered_devices, link)
         sizes = (microbatches, seqs, max_model_len, max_batch_tokens)
@@ -247,10 +250,10 @@ def _serve(
 def _http_limits(body_bytes: int, requests: int, drain_s: float) -> "HttpLimits":
     """Limits, with fewer connections where the shell allows fewer open files."""
     from tessera.serve.limits import HttpLimits
-    from tessera.serve.server import raise_file_limit
+    from tessera.serve.server import allowed_connections
 
     limits = HttpLimits(body_bytes=body_bytes, requests=requests, drain_s=drain_s)
-    allowed, remark = raise_file_limit(limits.connections)
+    allowed, remark = allowed_connections(limits.connections)
     if remark:
         _say(f"note: {remark}")
     return replace(limits, connections=allowed)
@@ -279,14 +282,11 @@ def _log_access() -> None:
     log.setLevel(logging.INFO)
 
 
-def _check_early(transport: str) -> None:
-    """Refuse a missing extra or an unknown transport before anything slow is done."""
+def _check_extra() -> None:
+    """Refuse a missing extra before anything slow is done."""
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(module) is None:
             raise MissingExtra(module, "serve")
-    from tessera.execute.transport import check_name
-
-    check_name(transport)
 
 
 def _say(text: str) -> None:

@@ -8,6 +8,7 @@ import heapq
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import torch
@@ -40,25 +41,22 @@ class EdgeClass:
 
 def legal_order(num_launches: int, pairs: Iterable[Pair], rng: random.Random, number: int = 1) -> list[int]:
     """A random order that keeps every pair; `number` selects its eagerness."""
-    waits = [0] * num_launches
-    after: list[list[int]] = [[] for _ in range(num_launches)]
-    for src, dst in set(pairs):
-        waits[dst] += 1
-        after[src].append(dst)
+    sorter = TopologicalSorter[int](dict.fromkeys(range(num_launches), ()))
+    for src, dst in pairs:
+        sorter.add(dst, src)
+    try:
+        sorter.prepare()
+    except CycleError:
+        raise ValueError("the pairs contradict each other: no order satisfies them all") from None
     eager = EAGERNESS[number % len(EAGERNESS)]
     rank = [(1 - eager) * rng.random() - eager * i / num_launches for i in range(num_launches)]
-    ready = [(rank[i], i) for i in range(num_launches) if waits[i] == 0]
-    heapq.heapify(ready)
+    ready: list[tuple[float, int]] = []
     order = []
-    while ready:
-        _, launch = heapq.heappop(ready)
-        order.append(launch)
-        for later in after[launch]:
-            waits[later] -= 1
-            if waits[later] == 0:
-                heapq.heappush(ready, (rank[later], later))
-    if len(order) != num_launches:
-        raise ValueError("the pairs contradict each other: no order satisfies them all")
+    while sorter.is_active():
+        for launch in sorter.get_ready():
+            heapq.heappush(ready, (rank[launch], launch))
+        order.append(heapq.heappop(ready)[1])
+        sorter.done(order[-1])
     return order
 
 
@@ -98,7 +96,6 @@ def order_against(graph: Graph, edge: Edge, rng: random.Random, number: int) -> 
 
 
 def _ancestors(pairs: Iterable[Pair], num_launches: int) -> list[int]:
-    """ancestors[launch]: a bit for each launch with a path to it."""
     sources: list[list[int]] = [[] for _ in range(num_launches)]
     for src, dst in pairs:
         sources[dst].append(src)

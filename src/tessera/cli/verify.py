@@ -43,18 +43,14 @@ def verify(
 def prove(
     trace: Trace, file: str, orders: int, seed: int, requests: int, advance: Callable[[str], None]
 ) -> Verified:
-    import torch
-
     from tessera.analyze import build_graph
     from tessera.cli.trials import Trials
+    from tessera.flow import one_thread
 
-    started, threads = time.perf_counter(), torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the workers
-    try:
+    started = time.perf_counter()
+    with one_thread():
         trials = Trials(build_graph(trace), orders, seed, advance)
         fresh, legal, classes = trials.fresh(requests), trials.legal(), trials.classes()
-    finally:
-        torch.set_num_threads(threads)
     is_equal = legal.equal == legal.renamed_equal == orders and fresh.equal == requests
     is_shown = all(row.necessary is not Necessity.NOT_SHOWN for row in classes)
     return Verified(

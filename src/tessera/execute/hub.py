@@ -13,11 +13,9 @@ ignored.
 Clocks of machines are compared once, when a worker is ready, to the time one message takes.
 """
 
-import contextlib
 import fcntl
 import os
 import queue
-import resource
 import secrets
 import shutil
 import tempfile
@@ -54,7 +52,7 @@ from tessera.execute.messages import (
     Welcome,
     WorkerReady,
 )
-from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up
+from tessera.execute.processes import FORKSERVER, LocalProcess, raise_file_limit, warm_up
 from tessera.execute.stepper import DeviceState, DeviceStatus
 from tessera.execute.transport import RESTART_TOGETHER
 from tessera.ir import BufferKind, Program, Trace
@@ -150,7 +148,7 @@ class Rendezvous:
     def __init__(
         self, host: str, port: int, secret: bytes, complain: Callable[[str], None] = lambda line: None
     ) -> None:
-        _raise_file_limit()
+        raise_file_limit()  # silent connections hold a descriptor each until their handshake times out
         self.host, self.secret, self._complain = host, secret, complain
         # One line per refused worker, the last ones.
         self.complaints: deque[str] = deque(maxlen=NUM_COMPLAINTS)
@@ -174,15 +172,6 @@ class Rendezvous:
 
     def close(self) -> None:
         self.mailbox.close()
-
-
-def _raise_file_limit() -> None:
-    """Silent connections hold a descriptor each until their handshake times out."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
-    if soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @dataclass

@@ -4,16 +4,20 @@ Rule: the lane furthest below its share of the open microbatches, counting the n
 plan's lane table gives the shares (entry i is the lane of microbatch i), else the lanes' rates.
 
 Lanes of all plans ever loaded are numbered consecutively, so that a microbatch can finish on a lane of a
-replaced plan. Imports no torch.
+replaced plan. Plans may have different steps: the steps of all plans are numbered too, equal ones once.
+
+A home is a set of pages: microbatches on lanes of the same home share them. Plans name their home; plans of
+one name must have the same pages on the same devices. Imports no torch.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tessera.errors import MismatchError
 from tessera.execute.lower import homes_of, outputs_of
-from tessera.ir import Lane, Plan
+from tessera.ir import Costs, Graph, Lane, Plan
+from tessera.kernels import NEWEST, PAGE
 
 
 class LaneShares:
@@ -39,6 +43,22 @@ def shares_of(lanes: Sequence[Lane], table: Sequence[int] = ()) -> list[float]:
     return [float(counts[i]) or 1e-9 for i in range(len(lanes))]
 
 
+@dataclass(frozen=True, slots=True)
+class PageBuffer:
+    """One state buffer of a home; its outermost dimension is the page."""
+
+    device: int
+    num_pages: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    number: int
+    # By name of the state buffer.
+    buffers: Mapping[str, PageBuffer]
+
+
 @dataclass(frozen=True, eq=False)
 class LoadedLane:
     # Number among the lanes of all plans ever loaded.
@@ -49,6 +69,10 @@ class LoadedLane:
     index: int
     # Devices of any of its steps.
     devices: frozenset[str]
+    # Number of each step of `plan.graphs` among the steps of all plans.
+    steps: tuple[int, ...]
+    # Number of its home; None: each microbatch has its own state.
+    home: int | None = None
 
     @property
     def lane(self) -> Lane:
@@ -60,6 +84,11 @@ class Lanes:
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         self.all: list[LoadedLane] = []
+        # Steps of all plans, and their costs in the first plan that has them, if any.
+        self.graphs: list[Graph] = []
+        self.costs: list[Costs | None] = []
+        # By name.
+        self.homes: dict[str, Home] = {}
         # Lost devices.
         self.lost: set[str] = set()
         # Per loaded plan: number of its first lane, and its shares.
@@ -69,14 +98,32 @@ class Lanes:
     def load(self, plans: Sequence[Plan]) -> tuple[LoadedLane, ...]:
         """Replaces the loaded plans; returns the new lanes."""
         check_alike([*([self.all[0].plan] if self.all else []), *plans])
+        self.homes = _with_homes(self.homes, plans)
         first = len(self.all)
         self._tables = []
         for policy, plan in enumerate(plans):
             self._tables.append((len(self.all), LaneShares(shares_of(plan.lanes, plan.lane_table))))
+            steps, home = self._number_steps(plan), self.homes[plan.home].number if plan.home else None
             for index in range(len(plan.lanes)):
                 devices = devices_of(plan, index)
-                self.all.append(LoadedLane(len(self.all), plan, policy, index, devices))
+                self.all.append(LoadedLane(len(self.all), plan, policy, index, devices, steps, home))
         return tuple(self.all[first:])
+
+    def _number_steps(self, plan: Plan) -> tuple[int, ...]:
+        """Numbers of a plan's steps, all different; unknown steps are added."""
+        found: list[int] = []
+        for step, graph in enumerate(plan.graphs):
+            known = (
+                number
+                for number, other in enumerate(self.graphs)
+                if number not in found and (other is graph or other.trace.digest == graph.trace.digest)
+            )
+            number = next(known, len(self.graphs))
+            if number == len(self.graphs):
+                self.graphs.append(graph)
+                self.costs.append(plan.prices[step] if plan.prices else None)
+            found.append(number)
+        return tuple(found)
 
     def open(self, policy: int | None = None) -> list[LoadedLane]:
         """Loaded lanes without a lost device, of one policy or of all."""
@@ -111,12 +158,39 @@ def devices_of(plan: Plan, index: int) -> frozenset[str]:
 
 
 def check_alike(plans: Sequence[Plan]) -> None:
-    """Raises unless plans are for the same steps on the same devices."""
+    """Raises unless plans are for the same devices and links."""
     first = plans[0]
     for plan in plans[1:]:
-        same = [g.trace.digest for g in plan.graphs] == [g.trace.digest for g in first.graphs]
-        same &= len(plan.variants) == len(first.variants)
-        if not same or plan.cluster != first.cluster or plan.unit.counts != first.unit.counts:
-            message = f"the {plan.policy} plan is for other steps or devices than the {first.policy} plan"
-            remedy = "Plan all policies from the same traces, for the same devices and link."
-            raise MismatchError(message, remedy)
+        if plan.cluster != first.cluster:
+            message = f"the {plan.policy} plan is for other devices than the {first.policy} plan"
+            raise MismatchError(message, "Plan all policies for the same devices and link.")
+
+
+def _with_homes(known: Mapping[str, Home], plans: Sequence[Plan]) -> dict[str, Home]:
+    """The homes and those of further plans; raises MismatchError if plans of one home differ in pages."""
+    homes = dict(known)
+    for plan in (plan for plan in plans if plan.home):
+        for lane in plan.lanes:
+            buffers = _page_buffers(plan, lane)
+            home = homes.setdefault(plan.home, Home(len(homes), buffers))
+            if home.buffers != buffers:
+                message = f"plans of home '{plan.home}' have pages of other sizes or on other devices"
+                remedy = "Give lanes with other pages another home."
+                raise MismatchError(message, remedy, f"the {plan.policy} plan")
+    return homes
+
+
+def _page_buffers(plan: Plan, lane: Lane) -> dict[str, PageBuffer]:
+    """Paged state of a lane by name; raises MismatchError for other state, or if steps differ."""
+    found: dict[str, PageBuffer] = {}
+    for graph, place in zip(plan.unit_of(lane).graphs, lane.placement.devices, strict=True):
+        num = graph.trace.step.reserve // PAGE
+        for index, device in homes_of(graph, place):
+            buffer = graph.trace.buffers[index]
+            if buffer.name == NEWEST:
+                continue
+            page = PageBuffer(device, num, buffer.size_bytes // max(1, num))
+            if num * page.page_bytes != buffer.size_bytes or found.setdefault(buffer.name, page) != page:
+                message = f"state '{buffer.name}' is not in pages, or not in the same ones in every step"
+                raise MismatchError(message, "Plan without a home.", f"the {plan.policy} plan")
+    return found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
-from tessera.execute.messages import LinkClose, LinkFrame, LinkOpen
+from tessera.execute.messages import PIECE_BYTES, LinkClose, LinkFrame, LinkOpen, PageFrame, PageTaken
 
 # Time to open a link.
 OPEN_S = 20.0
@@ -57,6 +57,8 @@ class Links:
         self._outs: dict[int, PeerConnection] = {}
         self._ins: dict[int, PeerConnection] = {}
         self._peers: dict[PeerConnection, int] = {}
+        # Takes frames about pages; called by the thread that pumps the mailbox.
+        self.pages: Callable[[int, PageFrame | PageTaken, memoryview], None] | None = None
         self._lock = threading.Lock()
         self._is_closed = False
         name = f"link-{device}-{self.epochs[device]}"
@@ -65,7 +67,9 @@ class Links:
         if not host:
             self._secret = b""
 
-    def post(self, peer: int, frame: LinkFrame, contents: memoryview | None = None) -> None:
+    def post(
+        self, peer: int, frame: LinkFrame | PageFrame | PageTaken, contents: memoryview | None = None
+    ) -> None:
         """Sends a frame without waiting; the contents may be overwritten when this returns."""
         with self._lock:
             out = self._outs.get(peer)
@@ -122,14 +126,17 @@ class Links:
         match message:
             case LinkOpen(device, epoch):
                 self._open(connection, device, epoch)
-            case LinkFrame() if (peer := self._peers.get(connection)) is not None:
-                size, limit = len(contents or b""), self._max_bytes(peer)
+            case LinkFrame() | PageFrame() | PageTaken() if (peer := self._peers.get(connection)) is not None:
+                is_step = isinstance(message, LinkFrame)
+                size, limit = len(contents or b""), self._max_bytes(peer) if is_step else PIECE_BYTES
                 if size > limit:
                     self._end(
                         connection, f"it sent a frame of {size} bytes, no program has more than {limit}"
                     )
-                else:
+                elif isinstance(message, LinkFrame):
                     self._receiver.arrived(peer, message, contents or memoryview(b""))
+                elif self.pages is not None:
+                    self.pages(peer, message, contents or memoryview(b""))
             case LinkClose():
                 with self._lock:
                     sender = self._peers.pop(connection, -1)

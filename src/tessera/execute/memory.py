@@ -2,9 +2,10 @@
 
 The footprint is computed before anything is allocated:
 
-    peak = weights that some lane reads there + microbatches x the most that one microbatch needs
-    one microbatch = its lane's state there + the peak of inputs, received values, temporaries and outputs
-                     of a program there, each counted until its `Free`
+    peak = weights that some lane reads there + pages of its homes
+           + microbatches x the most that one microbatch needs
+    one microbatch = its lane's own state there + the peak of inputs, received values, temporaries and
+                     outputs of a program there, each counted until its `Free`
 
 It counts multiples of `ALIGN`. A CPU worker may take somewhat more: freed memory serves buffers of the same
 size only. Weights of several plans over one model are counted once by name, constants once per step. Not
@@ -12,8 +13,8 @@ counted: scratch memory inside a launch, and the shared memory of transfers (`la
 
 `Memory` is what a launcher runs on. `PlacedMemory` gives every buffer a fixed place, so that launches can be
 bound to it. `ProgramMemory` is one program in one microbatch on one device, reused by every run.
-`WorkerMemory` is the memory under all of them: weights once; per microbatch its state by name, and one pool
-for everything else, since it runs one program at a time.
+`WorkerMemory` is the memory under all of them: weights once; pages once per home; per microbatch its own
+state by name, and one pool for everything else, since it runs one program at a time.
 """
 
 from collections import defaultdict
@@ -26,6 +27,7 @@ from tessera.errors import DeviceMemoryError, MismatchError
 from tessera.execute.lower import check_programs, lower
 from tessera.execute.schedule import until_wait
 from tessera.ir import Buffer, BufferKind, Free, Instruction, Plan, Program, Recv, Run, Send, Trace, View
+from tessera.kernels import NEWEST
 
 # programs[lane][index]
 Programs = Sequence[Sequence[Program]]
@@ -46,11 +48,18 @@ class Footprint:
     microbatch_bytes: int
     microbatches: int
     held_bytes: int
+    # Bytes of pages that microbatches share.
+    home_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """Total with every microbatch in use."""
-        return self.weight_bytes + self.held_bytes
+        return self.weight_bytes + self.home_bytes + self.held_bytes
+
+
+def is_shared(program: Program, name: str) -> bool:
+    """True if the state of this name is in pages of the program's home."""
+    return program.home >= 0 and name != NEWEST
 
 
 def ready_programs(plan: Plan) -> tuple[tuple[Program, ...], ...]:
@@ -61,16 +70,22 @@ def ready_programs(plan: Plan) -> tuple[tuple[Program, ...], ...]:
     return lanes
 
 
-def footprints(plans: Sequence[Plan], programs: Sequence[Programs]) -> tuple[Footprint, ...]:
-    """Footprint per device of plans that are loaded together."""
-    microbatches = max(plan.microbatches for plan in plans)
+def footprints(
+    plans: Sequence[Plan], programs: Sequence[Programs], microbatches: int | None = None
+) -> tuple[Footprint, ...]:
+    """Footprint per device of plans that are loaded together.
+
+    `microbatches`: most that are open at once; default: the largest number of a plan.
+    """
+    microbatches = microbatches or max(plan.microbatches for plan in plans)
     found = []
     for index, device in enumerate(plans[0].cluster.devices):
         weights = {
             w: s for p, lanes in zip(plans, programs, strict=True) for w, s in _weights(p, lanes, index)
         }
+        pages: dict[tuple[str, str], int] = {}
         each = [
-            [_lane_bytes(plan, lane, index) for lane in lanes]
+            [_lane_bytes(plan, lane, index, pages) for lane in lanes]
             for plan, lanes in zip(plans, programs, strict=True)
         ]
         most = max(max(lanes) for lanes in each)
@@ -78,7 +93,8 @@ def footprints(plans: Sequence[Plan], programs: Sequence[Programs]) -> tuple[Foo
         held = microbatches * most
         if len(plans) == 1 and table:  # any microbatch may use the largest lane
             held = sum(each[0][table[microbatch % len(table)]] for microbatch in range(microbatches))
-        found.append(Footprint(device.name, sum(weights.values()), most, microbatches, held))
+        sizes = (sum(weights.values()), most, microbatches, held, sum(pages.values()))
+        found.append(Footprint(device.name, *sizes))
     return tuple(found)
 
 
@@ -122,17 +138,21 @@ def _named(trace: Trace, program: Program, instruction: Instruction) -> Iterator
         yield program.transfers[instruction.transfer].buffer
 
 
-def _lane_bytes(plan: Plan, programs: Sequence[Program], device: int) -> int:
-    """Bytes of one microbatch of a lane on a device."""
+def _lane_bytes(
+    plan: Plan, programs: Sequence[Program], device: int, pages: dict[tuple[str, str], int]
+) -> int:
+    """Bytes of one microbatch of a lane on a device; adds those of its home to `pages`."""
     state: dict[str, int] = {}
     most = 0
     for program in programs:
         buffers = plan.graphs[program.step].trace.buffers
         now = 0
         for index, is_needed in touched(plan.graphs[program.step].trace, program, device):
-            size = _aligned(buffers[index].size_bytes)
-            if buffers[index].kind is BufferKind.STATE:
-                state[buffers[index].name] = size
+            size, name = _aligned(buffers[index].size_bytes), buffers[index].name
+            if buffers[index].kind is BufferKind.STATE and plan.home and name != NEWEST:
+                pages[plan.home, name] = size
+            elif buffers[index].kind is BufferKind.STATE:
+                state[name] = size
             else:
                 now += size if is_needed else -size
                 most = max(most, now)
@@ -154,8 +174,9 @@ def check_memory(footprint: Footprint, memory_bytes: int, what: str = "") -> Non
     over = footprint.peak_bytes - memory_bytes
     if over <= 0:
         return
+    pages = f", {_gb(footprint.home_bytes)} of pages" if footprint.home_bytes else ""
     message = (
-        f"{_gb(footprint.peak_bytes)} are needed ({_gb(footprint.weight_bytes)} of weights and "
+        f"{_gb(footprint.peak_bytes)} are needed ({_gb(footprint.weight_bytes)} of weights{pages} and "
         f"{footprint.microbatches} microbatches of {_gb(footprint.microbatch_bytes)}), "
         f"{_gb(over)} more than its {_gb(memory_bytes)}{what}"
     )
@@ -180,13 +201,13 @@ def _weights(plan: Plan, programs: Programs, device: int) -> list[tuple[str, int
             trace = plan.graphs[program.step].trace
             for buffer in program.weights[device]:
                 weight = trace.buffers[buffer]
-                name = f"{weight.name} of step {program.step}" if weight.constant_hex else weight.name
+                name = f"{weight.name} of {trace.digest}" if weight.constant_hex else weight.name
                 found.append((name, weight.size_bytes))
     return found
 
 
 def _remedy(footprint: Footprint, memory_bytes: int) -> str:
-    room = memory_bytes - footprint.weight_bytes
+    room = memory_bytes - footprint.weight_bytes - footprint.home_bytes
     fitting = room // footprint.microbatch_bytes if footprint.microbatch_bytes else 0
     if fitting >= 1:
         return f"Lower --microbatches to {fitting}, or capture with a smaller batch or context."
@@ -344,8 +365,31 @@ class WorkerMemory:
         self._traces, self._device, self._weights = traces, device, weights
         # (microbatch, name, bytes): variants may have state of different sizes under one name.
         self._state: dict[tuple[int, str, int], Storage] = {}
+        # homes[home][name]
+        self.homes: dict[int, dict[str, Storage]] = defaultdict(dict)
         # pools[microbatch][bytes]
         self._pools: dict[int, dict[int, list[Storage]]] = defaultdict(dict)
+
+    def add(self, programs: Programs) -> None:
+        """Allocates the pages of homes that are new."""
+        for program in (program for lane in programs for program in lane):
+            for buffer, device in program.homes:
+                if device == self._device and is_shared(
+                    program, self._traces[program.step].buffers[buffer].name
+                ):
+                    self._state_of(0, program, buffer)
+
+    def _state_of(self, microbatch: int, program: Program, index: int) -> Storage:
+        buffer = self._traces[program.step].buffers[index]
+        if is_shared(program, buffer.name):
+            pages = self.homes[program.home]
+            if buffer.name not in pages:  # zeros: numbers in unused places must be finite
+                pages[buffer.name] = torch.zeros(buffer.size_bytes, dtype=torch.uint8).untyped_storage()
+            return pages[buffer.name]
+        key = (microbatch, buffer.name, buffer.size_bytes)
+        if key not in self._state:
+            self._state[key] = allocate(buffer.size_bytes)
+        return self._state[key]
 
     def program_memory(self, microbatch: int, program: Program, us: Sequence[float]) -> ProgramMemory:
         """`us`: modelled time of each launch on this device; empty: unknown."""
@@ -372,10 +416,7 @@ class WorkerMemory:
             found = trace.buffers[buffer]
             size = found.size_bytes
             if found.kind is BufferKind.STATE:
-                key = (microbatch, found.name, size)
-                if key not in self._state:
-                    self._state[key] = allocate(size)
-                places[buffer] = self._state[key]
+                places[buffer] = self._state_of(microbatch, program, buffer)
             elif not is_needed:
                 free.setdefault(size, []).append(places[buffer])
             elif free.get(size):

@@ -30,13 +30,14 @@ import torch
 from msgspec import Meta
 
 from tessera.errors import MismatchError, RuleBroken, TesseraError, WorkerError
+from tessera.execute.lanes import Lanes
 from tessera.execute.memory import flat_bytes
-from tessera.ir import AWAY, BufferKind, Cluster, Plan, Program, Trace, verify
+from tessera.ir import AWAY, BufferKind, Cluster, Program, Trace, verify
 
 # Rank of a worker that takes any free device.
 ANY_RANK = -1
 FINGERPRINT_VALUES = 4096
-# Bytes of a weight in one message: at most about a millisecond of the engine's time.
+# Bytes of a weight in one message, and of a piece of a move: about a millisecond of a process's time.
 PIECE_BYTES = 4 << 20
 
 Whole = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -108,20 +109,55 @@ class Begin(_Message, frozen=True):
 
 
 class Clear(_Message, frozen=True):
-    """Engine to worker: all state of a lane that lives here is zeros from now on, for one microbatch."""
+    """Engine to worker: a microbatch's own state on a lane becomes zeros here; pages of a home stay."""
 
     microbatch: Whole
     lane: Whole
 
 
+class MovePages(_Message, frozen=True):
+    """Engine to worker: send pages of a home here to pages of another home, on a device or this one."""
+
+    # Counted with the runs of programs.
+    run: Index
+    # Destination.
+    device: Index
+    home: Index
+    to_home: Index
+    # (state buffer, bytes of a page)
+    buffers: list[tuple[str, Index]]
+    from_pages: list[Index]
+    to_pages: list[Index]
+
+
+class PageFrame(_Message, frozen=True):
+    """Worker to worker: a piece of a move, in a slot of shared memory or in a raw frame behind this."""
+
+    run: Index
+    # Counts the sender's pieces.
+    piece: Index
+    slot: Index
+    home: Index
+    # (state buffer, bytes of a page, pages), in the order of the bytes
+    parts: list[tuple[str, Index, list[Index]]]
+    # Pieces of the move.
+    total: Index
+
+
+class PageTaken(_Message, frozen=True):
+    """Worker to worker: a piece was put down; its slot is free."""
+
+    piece: Index
+
+
 class Cancel(_Message, frozen=True):
-    """Engine to worker: forget a run; its microbatch will be used by another."""
+    """Engine to worker: forget a run or a move; its microbatch or pages will be used by another."""
 
     run: Whole
 
 
 class Cancelled(_Message, frozen=True):
-    """Worker to engine: nothing of a cancelled run goes on here any more."""
+    """Worker to engine: nothing of a cancelled run or move goes on here any more."""
 
     run: Whole
 
@@ -227,7 +263,7 @@ class LinkFrame(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """Worker to engine: its share of a run is done."""
+    """Worker to engine: its share of a run is done, or a move has ended here."""
 
     run: Whole
     outputs: PackedTensors
@@ -280,9 +316,9 @@ class StoreValue(_Message, frozen=True):
 
 
 Joining = Hello | Welcome | Refused | Want | WeightBytes | Configured | Leave
-Linking = LinkOpen | LinkClose | LinkFrame | Relink | PeerLost
+Linking = LinkOpen | LinkClose | LinkFrame | PageFrame | PageTaken | Relink | PeerLost
 Storing = WorkerReady | StoreSet | StoreGet | StoreValue
-Order = Begin | Clear | Cancel | LoadLanes | Where
+Order = Begin | Clear | Cancel | LoadLanes | MovePages | Where
 Message = Joining | Linking | Storing | Order | Cancelled | Done | Progress | Failed
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -373,7 +409,7 @@ class Setup(WorkerConfig):
 
 
 def make_setups(
-    plan: Plan,
+    loaded: Lanes,
     programs: Sequence[Sequence[Program]],
     weights: Mapping[str, torch.Tensor],
     microbatches: int,
@@ -382,15 +418,17 @@ def make_setups(
     is_profiled: bool = False,
 ) -> list[Setup]:
     """One per device; `programs` by lane number."""
-    traces = tuple(g.trace for g in plan.graphs)
+    cluster, traces = loaded.all[0].plan.cluster, tuple(g.trace for g in loaded.graphs)
     names = {t.buffers[b].name for t in traces for b in t.buffers_of(BufferKind.WEIGHT)}
     shared = {name: tensor.detach().share_memory_() for name, tensor in weights.items() if name in names}
-    lanes, devices = tuple(map(tuple, programs)), plan.cluster.devices
-    first = Setup(0, plan.cluster, traces, lanes, microbatches, transport, weights=shared)
+    lanes, devices = tuple(map(tuple, programs)), cluster.devices
+    first = Setup(0, cluster, traces, lanes, microbatches, transport, weights=shared)
     first = replace(first, epochs=(0,) * len(devices), scale=scale, is_profiled=is_profiled)
     setups = []
     for number in range(len(devices)):
-        us = tuple(tuple(row[number].us for row in costs.costs) for costs in plan.prices)
+        prices = [costs for costs in loaded.costs if costs is not None]
+        us = tuple(tuple(row[number].us for row in costs.costs) for costs in prices)
+        us = us if len(us) == len(traces) else ()
         setups.append(replace(first, device=number, us=us))
     return setups
 

@@ -11,13 +11,14 @@ process and the child it has just started.
 import multiprocessing
 import os
 import pickle
+import resource
 import socket
 import struct
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import context, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -28,6 +29,8 @@ from typing import Any, ClassVar
 FORKSERVER = "forkserver"
 # Imports of the server process.
 PRELOADED = ["tessera.execute.worker"]
+# Open files: connections, and tensors in shared memory.
+MAX_FILES = 1 << 16
 # A killed process is gone within this time.
 KILL_S = 5.0
 # Number of descriptors, and bytes of the object.
@@ -40,8 +43,20 @@ _hiding = threading.Lock()
 _hidden: list[types.ModuleType] = []
 
 
+def raise_file_limit() -> int:
+    """Allows this process and its children up to MAX_FILES open files; returns how many are allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return wanted
+    return soft
+
+
 def warm_up() -> None:
     """Starts the server process that workers are forked from, unless it runs."""
+    raise_file_limit()
     multiprocessing.get_context(FORKSERVER).set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
 

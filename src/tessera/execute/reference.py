@@ -3,8 +3,9 @@
 `TraceRunner` is the one in-order runner of a trace: the reference and replays use it.
 
 `ReferenceStepper` is a stepper without workers. A step is a function `run(step, inputs, state) -> outputs`
-that changes the state in place: the model's own code, or a trace's launches (`InOrder`). Steps run while
-`take` is called, in the order of `start`. Of a plan it uses the number of microbatches only.
+that changes the state in place: the model's own code, or a trace's launches (`InOrder`); steps of all plans
+are numbered as in `Lanes.graphs`. Steps and moves run while `take` is called, in the order they were asked
+for. Placements are not followed. Microbatches of one home share all state but `NEWEST`.
 
 `Replay` runs the launches of one trace in any order and compares the results bit by bit (`tessera verify`):
   shared   one storage per buffer, as on one device. An order is correct iff it keeps every RAW, WAR and WAW
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from tessera.errors import TesseraError, WorkerError
-from tessera.execute.lanes import Lanes
+from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import (
     Memory,
@@ -42,8 +43,19 @@ from tessera.execute.memory import (
     is_allocation,
     tensor_of,
 )
-from tessera.execute.stepper import DeviceStatus, DeviceUse, Event, StepCall, StepDone, Tensors
+from tessera.execute.stepper import (
+    DeviceStatus,
+    DeviceUse,
+    Event,
+    Moved,
+    PageMove,
+    StepCall,
+    StepDone,
+    Tensors,
+    routes_of,
+)
 from tessera.ir import BufferKind, Plan, Trace, Value
+from tessera.kernels import NEWEST
 
 # A step's outputs, given its inputs and the microbatch's state, which it changes.
 Run = Callable[[int, Tensors, dict[str, Any]], Tensors]
@@ -58,21 +70,21 @@ GARBAGE_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, ArithmeticErr
 class ReferenceStepper:
     """A stepper without workers.
 
-    run runs a step make_state initial state of a microbatch opened without one
+    run         runs a step
+    make_state  initial state of a microbatch opened without one; a page is a row of a tensor
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        run: Run,
-        make_state: Callable[[], Mapping[str, Any]],
-    ) -> None:
-        self.plans: tuple[Plan, ...] = (plan,)
+    def __init__(self, plans: Sequence[Plan], run: Run, make_state: Callable[[], Mapping[str, Any]]) -> None:
+        self.plans: tuple[Plan, ...] = tuple(plans)
         self.lanes = Lanes(self.plans)
         self._run, self._make_state = run, make_state
-        self._device = plan.cluster.names[0]
+        self._device = plans[0].cluster.names[0]
+        self._lanes: dict[int, LoadedLane] = {}
+        # State of a microbatch, and pages of a home.
         self._states: dict[int, dict[str, Any]] = {}
-        self._due: deque[StepCall] = deque()
+        self._homes: dict[int, dict[str, Any]] = {}
+        self._due: deque[StepCall | PageMove] = deque()
+        self._moved_bytes = 0
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._busy_s = 0.0
 
@@ -80,7 +92,7 @@ class ReferenceStepper:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._states = {}
+        self._states, self._homes = {}, {}
 
     def load(self, plans: Sequence[Plan]) -> None:
         self.plans = tuple(plans)
@@ -90,10 +102,18 @@ class ReferenceStepper:
         if microbatch in self._states:
             raise TesseraError(f"microbatch {microbatch} is open already")
         given = self._make_state() if state is None else state
-        self._states[microbatch] = {name: tensor.clone() for name, tensor in given.items()}
+        found = self.lanes.all[lane]
+        self._lanes[microbatch] = found
+        own = {name: tensor.clone() for name, tensor in given.items()}
+        if found.home is not None:
+            pages = {name: own.pop(name) for name in list(own) if name != NEWEST}
+            home = self._homes.setdefault(found.home, pages)
+            if state is not None:
+                home |= pages
+        self._states[microbatch] = own
 
     def close(self, microbatch: int) -> None:
-        del self._states[microbatch]
+        del self._states[microbatch], self._lanes[microbatch]
 
     def can_queue(self, microbatch: int) -> bool:
         return False
@@ -101,18 +121,27 @@ class ReferenceStepper:
     def start(self, call: StepCall) -> None:
         self._due.append(call)
 
+    def move(self, move: PageMove) -> None:
+        routes_of(move, self.lanes, self._lanes.get(move.source), self._lanes.get(move.destination))
+        self._due.append(move)
+
     def take(self, timeout_s: float | None) -> Event | None:
-        """Runs the next step; without one, None after the timeout or a wake."""
+        """Runs the next step or move; without one, None after the timeout or a wake."""
         if self._due:
-            return self._step(self._due.popleft())
+            due = self._due.popleft()
+            return self._step(due) if isinstance(due, StepCall) else self._move(due)
         try:
             return self._wakes.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def _step(self, call: StepCall) -> StepDone:
-        begun_s, state = time.monotonic(), self._states[call.microbatch]
-        outputs = self._run(call.step, call.inputs, state)
+        begun_s, own, lane = time.monotonic(), self._states[call.microbatch], self._lanes[call.microbatch]
+        home = self._homes[lane.home] if lane.home is not None else {}
+        state = {**home, **own}
+        outputs = self._run(lane.steps[call.step], call.inputs, state)
+        home.update((name, state[name]) for name in home)  # it may have gone to a GPU
+        own.update((name, state[name]) for name in own)
         seconds = time.monotonic() - begun_s
         self._busy_s += seconds
         final = (
@@ -120,11 +149,26 @@ class ReferenceStepper:
         )
         return StepDone(call.microbatch, call.step, outputs, seconds, final, {self._device: seconds})
 
+    def _move(self, move: PageMove) -> Moved:
+        lanes = [self._lanes.get(number) for number in (move.source, move.destination)]
+        if lanes[0] is None or lanes[1] is None:
+            return Moved(move.number, "one of its microbatches was closed")
+        begun_s, num_bytes = time.monotonic(), 0
+        if lanes[0].home != lanes[1].home:
+            source, destination = (self._homes[lane.home or 0] for lane in lanes if lane is not None)
+            for name, pages in source.items():
+                contents = pages[list(move.from_pages)]
+                destination[name][list(move.to_pages)] = contents
+                num_bytes += contents.nbytes
+        self._moved_bytes += num_bytes
+        return Moved(move.number, "", time.monotonic() - begun_s, num_bytes)
+
     def wake(self) -> None:
         self._wakes.put(None)
 
     def use(self) -> DeviceUse:
-        return DeviceUse({self._device: self._busy_s}, {}, {self._device: DeviceStatus("ready")})
+        moved = {(self._device, self._device): self._moved_bytes} if self._moved_bytes else {}
+        return DeviceUse({self._device: self._busy_s}, moved, {self._device: DeviceStatus("ready")})
 
     def now_s(self) -> float:
         return time.monotonic()

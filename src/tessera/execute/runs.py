@@ -20,11 +20,11 @@ import torch
 
 from tessera.errors import MismatchError, TesseraError
 from tessera.execute.hub import Hub
-from tessera.execute.lanes import LoadedLane
+from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.memory import named_on
 from tessera.execute.messages import Begin, Cancel, Clear, Done, Message, PackedTensor, encode, pack, unpack
 from tessera.execute.stepper import SpanLog, StepCall, StepDone, Tensors
-from tessera.ir import BufferKind, Plan, Program, Run, Trace
+from tessera.ir import BufferKind, Program, Run, Trace
 
 
 @dataclass
@@ -65,9 +65,9 @@ class Running:
 class Runs:
     """Orders to workers, and their results."""
 
-    def __init__(self, plan: Plan, hub: Hub, timeout_s: float | None) -> None:
-        self._plan, self.hub, self._timeout_s = plan, hub, timeout_s  # all plans have the same steps
-        self._names = plan.cluster.names
+    def __init__(self, lanes: Lanes, hub: Hub, timeout_s: float | None) -> None:
+        self.lanes, self.hub, self._timeout_s = lanes, hub, timeout_s
+        self._names = lanes.all[0].plan.cluster.names
         # By lane number; for every program, the inputs that each device reads.
         self.programs: list[Sequence[Program]] = []
         self._inputs: list[list[list[frozenset[str]]]] = []
@@ -87,9 +87,16 @@ class Runs:
 
     def add(self, lanes: Sequence[Sequence[Program]]) -> None:
         self.programs += lanes
-        graphs = self._plan.graphs
-        self._inputs += [[_inputs_of(p, graphs[p.step].trace) for p in lane] for lane in lanes]
+        self._inputs += [[_inputs_of(p, self._trace(p)) for p in lane] for lane in lanes]
         self._steps += [_steps_of(lane) for lane in lanes]
+
+    def _trace(self, program: Program) -> Trace:
+        return self.lanes.graphs[program.step].trace
+
+    def new_run(self) -> int:
+        """Number of a run or move."""
+        self._num_runs += 1
+        return self._num_runs
 
     def _open(self, microbatch: int, lane: LoadedLane, state: Tensors | None) -> None:
         """State is sent with the first program that holds it, else it is zeros."""
@@ -130,7 +137,7 @@ class Runs:
         opened, step, program = running.microbatch, running.step, running.program
         is_step = not step.left
         skips = step.call.skips if is_step else ()
-        trace = self._plan.graphs[program.step].trace
+        trace = self._trace(program)
         wants_state = is_step and step.call.wants_state
         wrong = problem_of(done, trace, program, device, running.missing, skips, wants_state)
         if wrong:
@@ -141,7 +148,7 @@ class Runs:
         step.busy_s[self._names[device]] = step.busy_s.get(self._names[device], 0.0) + done.busy_s
         self.busy_s[self._names[device]] += done.busy_s
         if self.spans is not None:
-            self.spans.add(device, done, program, opened.number, self.hub.clock_offset_s)
+            self.spans.add(device, done, program, trace, opened.number, self.hub.clock_offset_s)
         if running.missing:
             return None
         del self.running[done.run]
@@ -184,11 +191,12 @@ class Runs:
         self.dead.update(microbatches)
 
     def _path(self, opened: OpenMicrobatch, step: int) -> list[int]:
-        """Programs from a microbatch's position to a step, ending with the step's own."""
-        steps = self._steps[opened.lane.number]
-        if step not in steps:
+        """Programs from a microbatch's position to a step of its plan, ending with the step's own."""
+        steps, numbers = self._steps[opened.lane.number], opened.lane.steps
+        number = numbers[step] if 0 <= step < len(numbers) else -1
+        if number not in steps:
             raise MismatchError(f"lane {opened.lane.number} has no step {step}")
-        index = steps[step]
+        index = steps[number]
         moves = set(range(len(self.programs[opened.lane.number]))) - set(steps.values())
         if any(index < move <= opened.at for move in moves):
             message = f"state moves between the steps of lane {opened.lane.index}, which cannot go back"
@@ -207,11 +215,11 @@ class Runs:
         fresh = self._take_state(opened, program)
         wants_state = is_step and call.wants_state
         devices = participants(program, {*fresh, *(d for _, d in program.homes if wants_state)})
-        self._num_runs += 1
-        self.running[self._num_runs] = Running(opened, step, program, set(devices), self._due_s())
+        number = self.new_run()
+        self.running[number] = Running(opened, step, program, set(devices), self._due_s())
         skips = call.skips if is_step else ()
         for device in devices:
-            place = (self._num_runs, opened.number, opened.lane.number, index)
+            place = (number, opened.number, opened.lane.number, index)
             given = {name: packed for name, packed in inputs.items() if name in wanted[device]}
             wants = (wants_state, self.spans is not None)
             order = Begin(*place, given, fresh.get(device, {}), *wants, skips)
@@ -236,7 +244,7 @@ class Runs:
 
     def _take_state(self, opened: OpenMicrobatch, program: Program) -> dict[int, dict[str, PackedTensor]]:
         """Device -> its state that this run is the first to use."""
-        buffers = self._plan.graphs[program.step].trace.buffers
+        buffers = self._trace(program).buffers
         found: dict[int, dict[str, PackedTensor]] = {}
         for buffer, device in program.homes:
             name = buffers[buffer].name
@@ -259,7 +267,7 @@ def participants(program: Program, taking: Collection[int]) -> list[int]:
 
 
 def _steps_of(programs: Sequence[Program]) -> dict[int, int]:
-    """Step -> index of its program; other programs only move state."""
+    """Number of a step -> index of its program; other programs only move state."""
     return {
         program.step: index
         for index, program in enumerate(programs)

@@ -8,6 +8,8 @@ A stepper has plans loaded. A microbatch is opened on one lane of one of them, w
 one step at a time: `start` begins it, `take` reports its end. Where `can_queue` allows, the next step is
 queued behind the running one, which hides this process. The scheduler chooses the lane, from `lanes`.
 
+Microbatches of one home (`lanes`) share pages; `move` copies pages from one home to another.
+
 A lost device closes the microbatches of its lanes; `take` reports it. The stepper restarts the device in the
 background and reports that too.
 
@@ -21,8 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from tessera.execute.lanes import Lanes
-from tessera.ir import Clock, Plan, Program, Span, Timeline
+from tessera.errors import MismatchError, TesseraError
+from tessera.execute.lanes import Lanes, LoadedLane
+from tessera.ir import Clock, Plan, Program, Span, Timeline, Trace
 
 Tensors = Mapping[str, Any]
 DeviceState = Literal["starting", "ready", "lost"]
@@ -31,7 +34,7 @@ DeviceState = Literal["starting", "ready", "lost"]
 @dataclass(frozen=True, slots=True)
 class StepCall:
     microbatch: int
-    # Number of the step in `Plan.graphs`, over all variants.
+    # Number of the step in `Plan.graphs` of its lane's plan, over all variants.
     step: int
     inputs: Tensors = field(default_factory=dict)
     # Outputs that are not needed.
@@ -135,7 +138,7 @@ class Stepper(Protocol):
     lanes: Lanes
 
     def load(self, plans: Sequence[Plan]) -> None:
-        """Replaces the plans by others of the same steps and devices.
+        """Replaces the plans by others for the same devices; workers must have their steps.
 
         Nothing is drained: open microbatches keep their lanes.
         """
@@ -152,6 +155,13 @@ class Stepper(Protocol):
     def start(self, call: StepCall) -> None:
         """Begins a step of an open microbatch, or queues it."""
 
+    def move(self, move: PageMove) -> None:
+        """Begins a move of pages between the homes of two open microbatches; it ends with `Moved`.
+
+        Steps go on meanwhile. Pages that a running step writes must not be moved, nor pages at the
+        destination be used before the end.
+        """
+
     def take(self, timeout_s: float | None) -> Event | None:
         """The next event; None after the timeout or a wake."""
 
@@ -163,6 +173,38 @@ class Stepper(Protocol):
 
     def now_s(self) -> float:
         """The stepper's clock, real or virtual."""
+
+
+# (source device, destination device) -> (state buffer, bytes of a page) that a move takes that way.
+Routes = dict[tuple[int, int], list[tuple[str, int]]]
+
+
+def routes_of(
+    move: PageMove, lanes: Lanes, source: LoadedLane | None, destination: LoadedLane | None
+) -> Routes:
+    """Routes of a move between microbatches on these lanes, none within a home; raises TesseraError."""
+    place = f"move {move.number}"
+    if source is None or destination is None:
+        raise TesseraError("one of its microbatches is not open", place=place)
+    if source.home is None or destination.home is None:
+        remedy = "Plan with a home; a model with state by row has none."
+        raise TesseraError("state that is not in the pages of a home does not move", remedy, place)
+    if source.home == destination.home:
+        return {}
+    homes = list(lanes.homes.values())
+    one, other = homes[source.home].buffers, homes[destination.home].buffers
+    if {n: x.page_bytes for n, x in one.items()} != {n: x.page_bytes for n, x in other.items()}:
+        raise MismatchError("the pages of the two homes differ", "Plan both for the same model.", place)
+    ends = ((move.from_pages, one), (move.to_pages, other))
+    limits = [min((x.num_pages for x in buffers.values()), default=1 << 63) for _, buffers in ends]
+    is_inside = all(0 < p < limit for (pages, _), limit in zip(ends, limits, strict=True) for p in pages)
+    if len(move.from_pages) != len(move.to_pages) or not is_inside:
+        remedy = "Give as many places as pages, page 0 not among them."
+        raise TesseraError(f"pages {move.from_pages} cannot go to pages {move.to_pages}", remedy, place)
+    routes: Routes = {}
+    for name, buffer in one.items():
+        routes.setdefault((buffer.device, other[name].device), []).append((name, buffer.page_bytes))
+    return routes
 
 
 if TYPE_CHECKING:
@@ -193,14 +235,19 @@ class SpanLog:
         self._spans.pop(request, None)
 
     def add(
-        self, device: int, done: "Done", program: Program, microbatch: int, offset_s: Callable[[int], float]
+        self,
+        device: int,
+        done: "Done",
+        program: Program,
+        trace: Trace,
+        microbatch: int,
+        offset_s: Callable[[int], float],
     ) -> None:
         """Adds one worker's report of a run; `offset_s`: from a device's clock to the stepper's."""
         request = self._requests.get(microbatch)
         if request is None:
             return
         names = self._plan.cluster.names
-        trace = self._plan.graphs[program.step].trace
         spans = self._spans.setdefault(request, [])
         here_s = offset_s(device) - self._origin_s
         for launch, start, stop, cpu_s in done.spans:

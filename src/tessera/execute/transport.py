@@ -64,6 +64,20 @@ class Gone:
     epoch: int
 
 
+def shared_bytes(path: Path, size: int) -> torch.Tensor:
+    """Memory that workers of one machine share under a path of the session's folder."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)  # raises here rather than faulting later
+        shared = mmap.mmap(fd, size)
+    except OSError as error:
+        what = f"could not take {size:,} bytes of shared memory: {error.strerror}"
+        raise WorkerError(what, "Lower --microbatches, or use --transport host.") from error
+    finally:
+        os.close(fd)
+    return torch.frombuffer(shared, dtype=torch.uint8)
+
+
 def check_name(name: str) -> None:
     if name not in NAMES:
         raise UnknownName("transport", name, NAMES)
@@ -96,11 +110,11 @@ class Transport(ABC):
         self.load(setup.programs)
         where = {"folder": setup.folder, "host": setup.host, "secret": setup.secret}
         limit = self._largest.__getitem__
-        self._links = Links(mailbox, setup.device, setup.epochs, self, limit, **where)  # type: ignore[arg-type]
+        self.links = Links(mailbox, setup.device, setup.epochs, self, limit, **where)  # type: ignore[arg-type]
 
     @property
     def address(self) -> str:
-        return self._links.address
+        return self.links.address
 
     @abstractmethod
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
@@ -120,16 +134,16 @@ class Transport(ABC):
 
     def relink(self, device: int, epoch: int, address: str) -> None:
         """A peer was restarted, or the link to it was cut: the next transfer opens another."""
-        self._links.relink(device, epoch, address)
+        self.links.relink(device, epoch, address)
 
     def close(self) -> None:
-        self._links.close()
+        self.links.close()
 
     def arrived(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
         self._post(TransferArrived(frame.run, frame.transfer, frame.sent_s, time.monotonic()))
 
     def gone(self, peer: int, why: str) -> None:
-        self._post(Gone(peer, why, self._links.epochs[peer]))
+        self._post(Gone(peer, why, self.links.epochs[peer]))
 
 
 class SharedMemory(Transport):
@@ -153,7 +167,7 @@ class SharedMemory(Transport):
         start_s = time.monotonic()
         self._place(transfer).copy_(contents)
         dst = transfer.program.transfers[transfer.number].dst
-        self._links.post(dst, LinkFrame(transfer.run, transfer.number, start_s))
+        self.links.post(dst, LinkFrame(transfer.run, transfer.number, start_s))
 
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
         into.copy_(self._place(transfer))
@@ -172,17 +186,7 @@ class SharedMemory(Transport):
     def _arena(self, src: int, dst: int, stride: int) -> torch.Tensor:
         if (src, dst, stride) not in self._arenas:
             path = Path(self._folder) / f"arena-{src}-{dst}-{stride}"
-            size = stride * self._microbatches
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                os.posix_fallocate(fd, 0, size)  # raises here rather than faulting later
-                shared = mmap.mmap(fd, size)
-            except OSError as error:
-                what = f"could not take {size:,} bytes of shared memory: {error.strerror}"
-                raise WorkerError(what, "Lower --microbatches, or use --transport host.") from error
-            finally:
-                os.close(fd)
-            self._arenas[src, dst, stride] = torch.frombuffer(shared, dtype=torch.uint8)
+            self._arenas[src, dst, stride] = shared_bytes(path, stride * self._microbatches)
         return self._arenas[src, dst, stride]
 
 
@@ -198,7 +202,7 @@ class OverHost(Transport):
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
         dst = transfer.program.transfers[transfer.number].dst
         frame = LinkFrame(transfer.run, transfer.number, time.monotonic())
-        self._links.post(dst, frame, contents.numpy().data)
+        self.links.post(dst, frame, contents.numpy().data)
 
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
         with self._lock:

@@ -22,8 +22,16 @@ import torch
 from tessera.errors import TesseraError
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import ProgramMemory, WorkerMemory, bind_storages, bytes_of, tensor_of
+from tessera.execute.memory import (
+    ProgramMemory,
+    WorkerMemory,
+    bind_storages,
+    bytes_of,
+    is_shared,
+    tensor_of,
+)
 from tessera.execute.messages import Begin, Done, Failed, Setup, pack, unpack
+from tessera.execute.page_mover import PageCopier, PageMover
 from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.transport import RunTransfer, TransferArrived, open_transport
@@ -55,11 +63,11 @@ class CpuWorker(DeviceWorker):
         self._cancelled: set[int] = set()
         # Run -> (transfer, start, arrival); transfers may arrive before the order of their run.
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
-        self._programs += setup.programs
         self._launchers = [Launcher(t, torch.device("cpu")) for t in setup.traces]
         kinds = (BufferKind.WEIGHT,)
         weights = [bind_storages(t, kinds, setup.weights, is_partial=True) for t in setup.traces]
         self._memory = WorkerMemory(setup.traces, setup.device, weights)
+        self._add(setup.programs)
         # (microbatch, lane, index)
         self._programs_memory: dict[tuple[int, int, int], ProgramMemory] = {}
         progress = setup.progress
@@ -67,6 +75,9 @@ class CpuWorker(DeviceWorker):
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64)
         self._progress = progress.numpy().reshape(-1).data
         self._transport = open_transport(setup, engine.mailbox, engine.post)
+        links, copier = self._transport.links, PageCopier(torch.device("cpu"))
+        links.pages = self._hear_pages
+        self._pages = PageMover(setup, self._memory.homes, copier, links, engine.tell)
 
     @property
     def address(self) -> str:
@@ -89,8 +100,12 @@ class CpuWorker(DeviceWorker):
         return job is not None
 
     def _load(self, programs: Sequence[Sequence[Program]]) -> None:
-        self._programs += programs
+        self._add(programs)
         self._transport.load(programs)
+
+    def _add(self, programs: Sequence[Sequence[Program]]) -> None:
+        self._programs += programs
+        self._memory.add(programs)
 
     def _relink(self, device: int, epoch: int, address: str) -> None:
         self._transport.relink(device, epoch, address)
@@ -175,9 +190,10 @@ class CpuWorker(DeviceWorker):
         return self._programs_memory[key]
 
     def _clear(self, microbatch: int, lane: int) -> None:
-        for index in range(len(self._programs[lane])):
-            for contents in self._memory_of(microbatch, lane, index).state.values():
-                contents.zero_()
+        for index, program in enumerate(self._programs[lane]):
+            for name, contents in self._memory_of(microbatch, lane, index).state.items():
+                if not is_shared(program, name):
+                    contents.zero_()
 
     def _cancel(self, run: int) -> None:
         self._cancelled.add(run)

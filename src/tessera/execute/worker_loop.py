@@ -20,12 +20,16 @@ from tessera.execute.messages import (
     Cancelled,
     Clear,
     LoadLanes,
+    MovePages,
+    PageFrame,
+    PageTaken,
     PeerLost,
     Relink,
     Setup,
     WorkerReady,
     unpack_programs,
 )
+from tessera.execute.page_mover import PageMover, PageNews
 from tessera.execute.transport import Gone
 from tessera.ir import Program
 
@@ -38,6 +42,12 @@ class DeviceWorker(ABC):
         # programs[lane], and the first lane of the current plans.
         self._programs: list[Sequence[Program]] = []
         self._newest = 0
+        # Set by the worker of a kind of device.
+        self._pages: PageMover
+
+    def _hear_pages(self, peer: int, frame: PageFrame | PageTaken, contents: memoryview) -> None:
+        """Called by another thread."""
+        self._engine.post(PageNews(peer, frame, contents))
 
     @property
     @abstractmethod
@@ -55,13 +65,14 @@ class DeviceWorker(ABC):
                 return
             if news is not None:
                 self._handle(news)
-            is_idle = news is None and not self._advance()
+            is_idle = news is None and not (self._advance() | self._pages.advance())
 
     def _handle(self, news: Any) -> None:
         match news:
             case Begin():
                 self._begin(news)
             case Cancel(run):
+                self._pages.cancel(run)
                 self._cancel(run)
                 self._engine.tell(Cancelled(run))
             case Clear(microbatch, lane):
@@ -69,8 +80,14 @@ class DeviceWorker(ABC):
             case LoadLanes(first_lane, packed):
                 self._newest = first_lane
                 self._load(unpack_programs(packed))
+                self._pages.retry()
+            case MovePages():
+                self._pages.order(news)
+            case PageNews():
+                self._pages.hear(news)
             case Relink(device, epoch, address):
                 self._relink(device, epoch, address)
+                self._pages.reset(device)
             case Gone(device, message, epoch):
                 self._engine.tell(PeerLost(device, message, epoch))
             case _:
@@ -87,7 +104,7 @@ class DeviceWorker(ABC):
         """Ends a run that will never be complete."""
 
     def _clear(self, microbatch: int, lane: int) -> None:
-        """Sets the state of a microbatch to zeros."""
+        """Sets the state of a microbatch to zeros, except pages of its home."""
 
     def _load(self, programs: Sequence[Sequence[Program]]) -> None:
         """Adds the programs of new lanes."""

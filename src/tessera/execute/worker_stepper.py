@@ -11,12 +11,12 @@ another waits for, the link between them was cut: it is reopened, and only runs 
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute.hub import Hub, LostWorker, Up, Wake
-from tessera.execute.lanes import Lanes
+from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.lower import describe
 from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import Footprint, check_fits, footprints, ready_programs
@@ -30,11 +30,21 @@ from tessera.execute.messages import (
     Where,
     make_setups,
 )
+from tessera.execute.moves import Moves, MoveUnderWay
 from tessera.execute.processes import FORKSERVER, hidden_main
 from tessera.execute.runs import Runs
-from tessera.execute.stepper import DeviceBack, DeviceLost, DeviceUse, Event, Tensors
+from tessera.execute.stepper import (
+    DeviceBack,
+    DeviceLost,
+    DeviceUse,
+    Event,
+    Moved,
+    PageMove,
+    Tensors,
+    routes_of,
+)
 from tessera.execute.transport import AUTO, resolve
-from tessera.ir import Plan, Program, Recv, Send
+from tessera.ir import Graph, Plan, Program, Recv, Send
 
 __all__ = ["FORKSERVER", "MakeHub", "WorkerStepper", "hidden_main", "make_setups"]
 
@@ -88,18 +98,20 @@ class WorkerStepper(Runs):
         scale: float = 1.0,
         is_profiled: bool = False,
     ) -> None:
-        self.plans, self.lanes = tuple(plans), Lanes(plans)
-        lanes, self.footprints = _ready(plans)
+        self.plans, loaded = tuple(plans), Lanes(plans)
         self.microbatches = microbatches or max(plan.microbatches for plan in plans)
+        lowered, self.footprints = _ready(plans, self.microbatches)
+        lanes = _numbered(loaded.all, lowered)
         chosen = resolve(transport, plans[0].cluster.devices, is_local=hub is None)
         sizes = (self.microbatches, chosen, scale, is_profiled)
-        setups = make_setups(plans[0], lanes, weights, *sizes)
+        setups = make_setups(loaded, lanes, weights, *sizes)
         made = hub(setups) if hub is not None else Hub(plans[0].cluster.names, setups, method)
         made.max_failures = max_failures
-        super().__init__(plans[0], made, timeout_s)
+        super().__init__(loaded, made, timeout_s)
         self.add(lanes)
         self._inquiries: list[_Inquiry] = []
         self._events: deque[Event] = deque()
+        self._moves = Moves(made, timeout_s, self._events.append)
         # Link -> (run, device) cancelled when it was reopened: until they end, complaints are about the old
         # link.
         self._stale: dict[tuple[int, int], set[tuple[int, int]]] = {}
@@ -124,8 +136,14 @@ class WorkerStepper(Runs):
             raise MismatchError(
                 f"there are {self.microbatches} microbatches only", "Plan with fewer (--microbatches)."
             )
-        lanes, needed = _ready(plans)
+        digests = {graph.trace.digest for graph in self.lanes.graphs}
+        new_steps = [g.trace.step for plan in plans for g in plan.graphs if g.trace.digest not in digests]
+        if new_steps:
+            message = f"the workers have no {new_steps[0].kind} step of context {new_steps[0].context}"
+            raise MismatchError(message, "Start the workers with plans that have all steps.")
+        lowered, needed = _ready(plans, self.microbatches)
         new = self.lanes.load(plans)
+        lanes = _numbered(new, lowered)
         self.add(lanes)
         self.plans, self.footprints = tuple(plans), needed
         self.hub.load(new[0].number, lanes)
@@ -135,6 +153,31 @@ class WorkerStepper(Runs):
         if microbatch in self.opened or not 0 <= microbatch < self.microbatches:
             raise TesseraError(f"microbatch {microbatch} is open already, or not one of {self.microbatches}")
         self._open(microbatch, self.lanes.all[lane], state)
+
+    def move(self, move: PageMove) -> None:
+        ends = (move.source, move.destination)
+        if any(number in self.dead for number in ends):
+            self._events.append(Moved(move.number, "the device of one of its microbatches was lost"))
+            return
+        lanes = [self.opened[number].lane if number in self.opened else None for number in ends]
+        routes = routes_of(move, self.lanes, lanes[0], lanes[1])
+        if lanes[0] is not None and lanes[1] is not None:
+            self._moves.start(move, routes, lanes[0], lanes[1], self.new_run)
+
+    def close(self, microbatch: int) -> None:
+        super().close(microbatch)
+        self._fail_moves({microbatch}, "one of its microbatches was closed")
+
+    def _fail_moves(self, microbatches: Collection[int], why: str, gone: Collection[int] = ()) -> None:
+        """Ends moves of closed microbatches, and those over lost devices."""
+
+        def is_hit(found: MoveUnderWay) -> bool:
+            ends = {found.move.source, found.move.destination}
+            return bool(ends & set(microbatches)) or any(
+                set(pair) & set(gone) for pair in found.runs.values()
+            )
+
+        self._moves.fail(why, is_hit, gone)
 
     def take(self, timeout_s: float | None) -> Event | None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -161,7 +204,10 @@ class WorkerStepper(Runs):
 
     def use(self) -> DeviceUse:
         devices = {name: self.hub.status(device) for device, name in enumerate(self._names)}
-        return DeviceUse(dict(self.busy_s), dict(self.moved), devices)
+        pages = Counter(
+            {(self._names[src], self._names[dst]): num for (src, dst), num in self._moves.moved.items()}
+        )
+        return DeviceUse(dict(self.busy_s), dict(self.moved + pages), devices)
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -191,8 +237,10 @@ class WorkerStepper(Runs):
     def _hear(self, device: int, message: Any) -> None:
         match message:
             case Done():
-                self._collect(device, message)
+                if not self._moves.done(device, message.run):
+                    self._collect(device, message)
             case Cancelled(run):
+                self._moves.cancelled(run, device)
                 self.over(run, device)
                 for stale in self._stale.values():
                     stale.discard((run, device))
@@ -228,6 +276,7 @@ class WorkerStepper(Runs):
         asked = {inquiry.run for inquiry in self._inquiries}
         times = [running.until_s for run, running in self.running.items() if run not in asked]
         times += [inquiry.until_s for inquiry in self._inquiries]
+        times += [found.until_s for found in self._moves.under_way]
         return None if not times or min(times) == float("inf") else min(times)
 
     def _look_at_clock(self) -> None:
@@ -243,6 +292,11 @@ class WorkerStepper(Runs):
         for run, running in self.running.items():
             if running.until_s <= now and run not in asked:
                 self._ask(_Inquiry(set(running.missing), run))
+        pairs, silent = self._moves.late()
+        for pair in pairs:
+            self.hub.relink(*pair)
+        for device in silent:
+            self._lose(device, f"it has not cancelled a move of pages within {self._timeout_s:g} s")
 
     def _ask(self, inquiry: _Inquiry) -> None:
         self._inquiries.append(inquiry)
@@ -284,6 +338,8 @@ class WorkerStepper(Runs):
         going = self.running
         uses = [x for x in going.values() if any(_pair(t.src, t.dst) == pair for t in x.program.transfers)]
         hit = [running.microbatch.number for running in uses]
+        words = f"the link between {self._names[device]} and {self._names[peer]} was cut ({why})"
+        self._moves.fail(words, lambda found: any(_pair(*ends) == pair for ends in found.runs.values()))
         self.hub.relink(device, peer)
         if not hit:
             return
@@ -291,12 +347,10 @@ class WorkerStepper(Runs):
         over = [(run, running.missing) for run, running in going.items() if running.microbatch.number in hit]
         self._stale[pair] = {(run, at) for run, missing in over for at in missing if at in pair}
         self.end(hit, set())
-        one, two = self._names[device], self._names[peer]
-        message = (
-            f"the link between {one} and {two} was cut ({why}); both workers answer, and it is opened again"
-        )
+        one, message = self._names[device], f"{words}; both workers answer, and it is opened again"
         is_certain = self._cuts[pair] > MAX_CUTS
         self._events.append(DeviceLost(one, tuple(sorted(hit)), message, 0, 0.0, is_certain))
+        self._fail_moves(hit, words)
         self._events.append(DeviceBack(one))
 
     def _lose(self, device: int, what: str, remedy: str = "", is_certain: bool = True) -> None:
@@ -324,6 +378,7 @@ class WorkerStepper(Runs):
         self._events.append(
             DeviceLost(name, tuple(sorted(hit)), message, lost.failures, lost.retry_s, is_certain)
         )
+        self._fail_moves(hit, f"{name} was lost", {device})
 
     def _whereabouts(self, device: int) -> str:
         """What a device was doing, as far as known."""
@@ -334,18 +389,30 @@ class WorkerStepper(Runs):
         for run, running in self.running.items():
             what = f"microbatch {running.microbatch.number}"
             if known.get(run, -1) >= 0:
-                return whereabouts(self._plan, running.program, device, known[run], what)
+                graph = self.lanes.graphs[running.program.step]
+                return whereabouts(graph, running.program, device, known[run], what)
             if device in running.missing:
                 mine.append(what)
         return f"before its share of {min(mine)}" if mine else "with no work of its own"
 
 
-def _ready(plans: Sequence[Plan]) -> tuple[list[Sequence[Program]], tuple[Footprint, ...]]:
+def _ready(plans: Sequence[Plan], microbatches: int) -> tuple[list[Sequence[Program]], tuple[Footprint, ...]]:
     """Programs of all lanes, and footprints; raises if a device lacks memory."""
     programs = [ready_programs(plan) for plan in plans]
-    needed = footprints(plans, programs)
+    needed = footprints(plans, programs, microbatches)
     check_fits(plans, needed)
     return [lane for found in programs for lane in found], needed
+
+
+def _numbered(lanes: Sequence[LoadedLane], lowered: Sequence[Sequence[Program]]) -> list[Sequence[Program]]:
+    """Programs with the numbers of their steps among all plans, and of their homes."""
+    return [
+        tuple(
+            replace(program, step=lane.steps[program.step], home=-1 if lane.home is None else lane.home)
+            for program in programs
+        )
+        for lane, programs in zip(lanes, lowered, strict=True)
+    ]
 
 
 def _pair(one: int, two: int) -> tuple[int, int]:
@@ -395,10 +462,9 @@ def _has_sent(program: Program, device: int, transfer: int, position: int | None
     return any(isinstance(i, Send) and i.transfer == transfer for i in column[: position + 1])
 
 
-def whereabouts(plan: Plan, program: Program, device: int, position: int, what: str) -> str:
+def whereabouts(graph: Graph, program: Program, device: int, position: int, what: str) -> str:
     column = program.instructions[device]
     if not 0 <= position < len(column):
         return f"before its share of {what}"
-    graph = plan.graphs[program.step]
     words = describe(graph, program, column[position])
     return f"at instruction {position} of {len(column)}, {words}, {graph.trace.step.kind} of {what}"

@@ -272,7 +272,7 @@ class Program:
     """Instructions of every device for one run of a step along a lane."""
 
     lane: int
-    # Index into `Plan.graphs`.
+    # Index into `Plan.graphs`; in a stepper over workers, into the steps of all its plans.
     step: int
     # Runs of this step per request.
     count: int
@@ -284,3 +284,5 @@ class Program:
     homes: tuple[tuple[int, int], ...]
     # (output name, device at the end of the step).
     outputs: tuple[tuple[str, int], ...]
+    # Number of the home whose pages it uses; -1: each microbatch has its own state.
+    home: int = -1

@@ -21,7 +21,6 @@ from functools import cached_property
 from itertools import product
 
 import numpy as np
-from scipy.optimize import linprog
 
 from tessera.ir import Cluster, Load, Role
 from tessera.kernels import PAGE
@@ -453,6 +452,8 @@ def _alike(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:
 
 def _least_us(us: Floats) -> float:
     """Least time of the busiest device if every kind of launch [kind, device] is divided at will."""
+    from scipy.optimize import linprog  # slow to import
+
     num_kinds, num_devices = us.shape
     size = num_kinds * num_devices
     costs = np.zeros(size + 1)

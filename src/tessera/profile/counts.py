@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
-from tessera.ir import Arg, Kernel, Launch, Origin, View, arg_views
+from tessera.ir import Kernel, Launch, Origin, View, arg_views
 from tessera.ir.trace import item_bytes
 from tessera.profile.overheads import Overhead, attention_overhead, copies_first, fused_overhead, overhead_of
 
@@ -80,20 +80,6 @@ _BY_CLASS: dict[str, str] = {
         view_as_real view_as_complex resize record_stream""",
 }
 OPERATORS: dict[str, str] = {name: op for op, names in _BY_CLASS.items() for name in names.split()}
-
-# Argument position of `is_causal`.
-CAUSAL_ARG: dict[str, int] = {
-    "scaled_dot_product_attention": 5,
-    "_scaled_dot_product_attention_math": 5,
-    "_scaled_dot_product_attention_math_for_mps": 5,
-    "_scaled_dot_product_flash_attention": 4,
-    "_scaled_dot_product_flash_attention_for_cpu": 4,
-    "_scaled_dot_product_efficient_attention": 6,
-    "_scaled_dot_product_cudnn_attention": 6,
-    "_scaled_dot_product_fused_attention_overrideable": 5,
-    "_flash_attention_forward": 8,
-    "_cudnn_attention_forward": 10,
-}
 
 
 class OpClass(StrEnum):
@@ -308,7 +294,7 @@ def _attention(kernel: Kernel, launch: Launch, views: tuple[View, ...]) -> Work:
     query, key, value = views[:3]
     num_q, num_k = query.shape[sequence], key.shape[sequence]
     pairs = float(num_q * num_k)
-    causal = _is_causal(base, launch) and num_k >= num_q
+    causal = _is_causal(kernel, launch) and num_k >= num_q
     if causal:
         pairs -= num_q * (num_q - 1) / 2
     width = query.shape[3] + value.shape[3]
@@ -345,9 +331,8 @@ def _paged(launch: Launch, views: tuple[View, ...]) -> Work:
     return Work(op, query.dtype, flops, num_bytes, shape, overhead)
 
 
-def _is_causal(base: str, launch: Launch) -> bool:
-    named: dict[str, Arg] = dict(launch.kwargs)
-    if "is_causal" in named:
-        return named["is_causal"] is True
-    place = CAUSAL_ARG.get(base)
-    return place is not None and len(launch.args) > place and launch.args[place] is True
+def _is_causal(kernel: Kernel, launch: Launch) -> bool:
+    before, named, _ = kernel.schema.partition(" is_causal")
+    place = before.count(",")
+    given = launch.args[place] if named and len(launch.args) > place else None
+    return dict(launch.kwargs).get("is_causal", given) is True

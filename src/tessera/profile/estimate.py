@@ -6,10 +6,12 @@ measured corrections apply. Launches with empty results cost the floor of their 
 kernel (allocations, views) cost nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from typing import Any
 
 from tessera.errors import TesseraError
-from tessera.ir import Arg, Cost, Costs, Device, DeviceKind, Launch, Source, Trace, View, verify
+from tessera.ir import Arg, Cost, Costs, Device, DeviceKind, Launch, Source, Symbol, Trace, View, verify
+from tessera.ir.trace import item_bytes
 from tessera.profile.corrections import Corrections, calibration_of, packaged
 from tessera.profile.counts import OpClass, Work, is_zero_size, work_of
 from tessera.profile.fitted import family_of, model_of, price_many
@@ -17,6 +19,8 @@ from tessera.profile.gpus import gpu
 from tessera.profile.table_files import SYSTEMS
 from tessera.profile.tables import Tables, installed_tables, missing_note
 
+# Torch picks other kernels for tensors not aligned to this.
+ALIGN = 16
 FAMILY_WORDS = {"any": "", "f16": " in 16 bits", "f32": " in fp32", "f64": " in fp64", "f8": " in 8 bits"}
 
 
@@ -70,31 +74,32 @@ def works(trace: Trace) -> tuple[Work, ...]:
     known: dict[object, Work] = {}
     counted = []
     for launch in trace.launches:
-        key = _signature(launch)
+        # Accesses of a PTX kernel follow from its code.
+        key = launch.kernel, signature(launch), launch.accesses if launch.grid else ()
         if key not in known:
             known[key] = work_of(trace.kernels[launch.kernel], launch)
         counted.append(known[key])
     return tuple(counted)
 
 
-def _signature(launch: Launch) -> object:
-    """Everything that work depends on, with buffers numbered by first use, so layers compare equal."""
+def signature(launch: Launch, cold: Set[int] = frozenset()) -> tuple[Any, ...]:
+    """What equal launches share: types, shapes, strides and alignment of tensors, plain arguments, memory
+    sharing, and which buffers are `cold`.
+    """
     first: dict[int, int] = {}
-    views = tuple(_plain(arg, first) for arg in (*launch.args, *(value for _, value in launch.kwargs)))
-    made = tuple(_plain(v, first) for v in launch.outputs)
-    touched = tuple(
-        (first.setdefault(a.buffer, len(first)), a.region, a.read, a.write, a.atomic) for a in launch.accesses
-    )
-    return launch.kernel, views, made, tuple(key for key, _ in launch.kwargs), touched
 
+    def words(arg: Arg) -> Any:
+        if isinstance(arg, View):
+            start = arg.offset * item_bytes(arg.dtype) % ALIGN
+            number = first.setdefault(arg.buffer, len(first))
+            return number, arg.dtype, arg.shape, arg.stride, start, arg.buffer in cold
+        if isinstance(arg, Symbol):
+            return "device" if arg.kind == "device" else f"{arg.kind} {arg.name}"
+        return tuple(map(words, arg)) if isinstance(arg, tuple) else repr(arg)
 
-def _plain(arg: Arg, first: dict[int, int]) -> object:
-    if isinstance(arg, View):
-        return first.setdefault(arg.buffer, len(first)), arg.dtype, arg.shape, arg.stride, arg.offset
-    if isinstance(arg, tuple):
-        return tuple(_plain(x, first) for x in arg)
-    # True == 1, but they differ as arguments.
-    return type(arg), arg
+    named = tuple((name, words(a)) for name, a in launch.kwargs)
+    made = tuple(map(words, launch.outputs))
+    return tuple(map(words, launch.args)), named, made, launch.grid, launch.block
 
 
 def notes(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = True) -> tuple[str, ...]:
@@ -119,7 +124,6 @@ def notes(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = Tru
 
 
 def _guessed(name: str, distinct: list[Work], tables: Tables | None) -> list[str]:
-    """Classes never measured on this GPU, with the expected error."""
     worst: dict[str, float] = {}
     for work, cost in zip(distinct, price_works(distinct, name, tables), strict=True):
         if work.op is not OpClass.ALLOCATION and cost.source is Source.CLASS:

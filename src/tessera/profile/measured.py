@@ -15,16 +15,15 @@ the median ratio of measured to modelled.
 import hashlib
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import hypot
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
-from tessera.errors import CannotTime, DeviceGone, UnknownName
+from tessera.errors import CannotTime, DeviceGone
 from tessera.ir import (
     AWAY,
-    Arg,
     Cost,
     Costs,
     Device,
@@ -33,17 +32,13 @@ from tessera.ir import (
     Launch,
     Origin,
     Source,
-    Symbol,
     Trace,
-    View,
-    arg_views,
     verify,
 )
-from tessera.ir.trace import item_bytes
 from tessera.profile.counts import OpClass, class_of, is_zero_size, work_of
-from tessera.profile.estimate import modelled, works
+from tessera.profile.estimate import modelled, signature, works
 from tessera.profile.gpus import gpu
-from tessera.profile.store import Clocks, Enough, Machine, Store, Timing, timing, until
+from tessera.profile.store import Enough, Machine, Store, Timing, timing, until
 
 # Bounds of a plausible ratio of step to sum.
 MIN_SCALE, MAX_SCALE = 0.5, 2.0
@@ -56,8 +51,6 @@ LEAST_ERROR = 0.005
 
 # Usable share of the cache; the rest is lost to sharing and conflicts.
 USEFUL_CACHE = 0.5
-# Torch picks other kernels for tensors not aligned to this.
-ALIGN = 16
 YARDSTICK = "a100"
 # Minimum number of ratios for a class.
 MIN_RATIOS = 3
@@ -65,8 +58,6 @@ Advance = Callable[[str], None]
 
 
 class Timer(Protocol):
-    """Times launches of one trace on one device."""
-
     # Last-level cache size.
     cache_bytes: int
     # How inputs were generated; empty for the model's own.
@@ -158,7 +149,6 @@ class _Session:
     _slow: list[str] = field(default_factory=list)
 
     def measure(self) -> Measured:
-        """Times launches in program order, then the whole step."""
         whole, why = self._whole() if self._only is None else (None, ())
         todo = {g.launches[0]: g for g in self._groups if self._is_wanted(g)}
         last = max(todo, default=-1)
@@ -282,12 +272,6 @@ def _scale(
     )
 
 
-def clocks_named(name: str) -> Clocks:
-    if name not in tuple(Clocks):
-        raise UnknownName("choice of clocks", name, tuple(Clocks))
-    return Clocks(name)
-
-
 def distinct(trace: Trace, cache_bytes: int) -> tuple[Distinct, ...]:
     cold = cold_buffers(trace, cache_bytes)
     names = [_kernel_name(k) for k in trace.kernels]
@@ -336,34 +320,7 @@ def _kernel_name(kernel: Kernel) -> str:
 
 
 def _key(kernel: str, launch: Launch, cold: frozenset[int]) -> str:
-    numbers: dict[int, int] = {}
-    for view in _views(launch):
-        numbers.setdefault(view.buffer, len(numbers))
-
-    def words(arg: Arg) -> Any:
-        if isinstance(arg, View):
-            start = arg.offset * item_bytes(arg.dtype) % ALIGN
-            return [numbers[arg.buffer], arg.dtype, arg.shape, arg.stride, start, arg.buffer in cold]
-        if isinstance(arg, Symbol):
-            return "device" if arg.kind == "device" else f"{arg.kind} {arg.name}"
-        if isinstance(arg, tuple):
-            return [words(item) for item in arg]
-        return repr(arg)
-
-    parts = [
-        kernel,
-        [words(a) for a in launch.args],
-        [[name, words(a)] for name, a in launch.kwargs],
-        [words(v) for v in launch.outputs],
-        launch.grid,
-        launch.block,
-    ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def _views(launch: Launch) -> Iterable[View]:
-    for arg in (*launch.args, *(value for _, value in launch.kwargs), *launch.outputs):
-        yield from arg_views(arg)
+    return hashlib.sha256(json.dumps([kernel, *signature(launch, cold)]).encode()).hexdigest()[:32]
 
 
 def needs_measuring(device: Device) -> bool:
@@ -375,7 +332,6 @@ def needs_measuring(device: Device) -> bool:
 def combine(
     trace: Trace, devices: tuple[Device, ...], found: Mapping[str, Measured]
 ) -> tuple[Costs, dict[str, Reconciled]]:
-    """Costs on all devices, and sums for measured ones."""
     columns: list[tuple[Cost, ...]] = []
     reconciled: dict[str, Reconciled] = {}
     for device in devices:
@@ -392,7 +348,6 @@ def combine(
 
 
 def _modelled(trace: Trace, device: Device) -> tuple[Cost, ...]:
-    """Costs of the GPU that the device is or emulates."""
     if not device.gpu:
         remedy = "Run the command where it can be measured."
         raise CannotTime(f"{device.name} was not measured, and no model knows it", remedy)
@@ -400,7 +355,6 @@ def _modelled(trace: Trace, device: Device) -> tuple[Cost, ...]:
 
 
 def _partial(costs: tuple[Cost, ...], device: Device) -> tuple[Cost, ...]:
-    """Scales by the number of SMs, with a wide error."""
     if not device.num_sms:
         return costs
     share = min(1.0, device.num_sms / gpu(device.gpu).num_sms)

@@ -3,15 +3,23 @@
 Reads plans, graphs and timelines; imports only `ir`, `errors`, rich and jinja2.
 """
 
-from tessera.report.figures import duration, main_lane, percent, rate, ratio, round_limits, short_name, size
-from tessera.report.page import Shown, write_page
-from tessera.report.pages import AdviceBar, AdviceTable, write_advice, write_report
+from tessera.report.figures import (
+    DeviceUse,
+    PolicyLine,
+    compared,
+    device_uses,
+    duration,
+    main_lane,
+    round_limits,
+    short_name,
+)
+from tessera.report.page import Bar, Shown, write_page
+from tessera.report.pages import AdviceTable, write_advice, write_report
 from tessera.report.perfetto import write_perfetto
 from tessera.report.picture import layer_picture
-from tessera.report.tables import comparison_table, devices_table
 
 __all__ = [
-    "AdviceBar", "AdviceTable", "Shown", "comparison_table", "devices_table", "duration",
-    "layer_picture", "main_lane", "percent", "rate", "ratio", "round_limits", "short_name", "size",
+    "AdviceTable", "Bar", "DeviceUse", "PolicyLine", "Shown", "compared", "device_uses", "duration",
+    "layer_picture", "main_lane", "round_limits", "short_name", "size",
     "write_advice", "write_page", "write_perfetto", "write_report",
 ]  # fmt: skip

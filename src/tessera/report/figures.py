@@ -37,7 +37,6 @@ def step_us(plan: Plan, lane: Lane, step: int) -> tuple[float, ...]:
 
 
 def launches_on(plan: Plan) -> tuple[float, ...]:
-    """Launches per device of an average work unit."""
     placed = [0.0] * len(plan.cluster.devices)
     for share, lane in zip(shares(plan), plan.lanes, strict=True):
         each = share / plan.weight_of(lane)
@@ -88,10 +87,65 @@ def _score(objective: Objective, made: Baseline | Plan) -> float | None:
 
 
 def gain(plan: Plan, made: Baseline | Plan) -> float | None:
-    """Ratio to the best baseline by the plan's objective."""
     best = best_baseline(plan)
     own, other = _score(plan.objective, made), _score(plan.objective, best) if best else None
     return own / other if own and other else None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLine:
+    """Rate of a policy; its latency is that of one request alone."""
+
+    policy: str
+    how: str
+    requests_per_s: float | None
+    ratio_to_best_baseline: float | None = None
+    latency_us: float | None = None
+
+
+def compared(plan: Plan) -> tuple[PolicyLine, ...]:
+    """The plan, all baselines under the same costs, and the bound."""
+    how, best = f"simulated, {plan.microbatches} in flight", best_baseline(plan)
+    name, ratio_to_best = f"{plan.policy} (this plan)", gain(plan, plan)
+    baselines = sorted(plan.baselines, key=lambda b: -(b.throughput_per_s or 0.0))
+    marks = {b.name: f"{b.name} (best baseline)" if b == best else b.name for b in baselines}
+    return (
+        PolicyLine(name, how, plan.simulated_per_s, ratio_to_best, plan.latency_us),
+        PolicyLine("the same", "by busy time alone", plan.throughput_per_s),
+        *(
+            PolicyLine(marks[b.name], _how(b), b.throughput_per_s, gain(plan, b), b.latency_us)
+            for b in baselines
+        ),
+        PolicyLine("upper bound", "of any mix, modelled", plan.bound_per_s),
+    )
+
+
+def _how(baseline: Baseline) -> str:
+    return "does not apply" if baseline.throughput_per_s is None else "simulated"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Launches of a request, busy share and weights of one device."""
+
+    device: str
+    gpu: str
+    launches: float
+    share: float
+    utilisation: float
+    weight_bytes: int
+
+
+def device_uses(plan: Plan, timeline: Timeline | None = None) -> tuple[DeviceUse, ...]:
+    """Utilisation is of the timeline, else of the plan's rates."""
+    placed, names = launches_on(plan), plan.cluster.names
+    busy = dict(zip(names, modelled_utilisation(plan), strict=True))
+    if timeline is not None:
+        busy = {t.name: utilisation(t, end_us(timeline)) for t in tracks(timeline, names)}
+    return tuple(
+        DeviceUse(device.name, device.gpu, num, num / (sum(placed) or 1), busy[device.name], size)
+        for device, num, size in zip(plan.cluster.devices, placed, weight_bytes(plan), strict=True)
+    )
 
 
 def headline(plan: Plan) -> tuple[float, str]:
@@ -103,15 +157,12 @@ def headline(plan: Plan) -> tuple[float, str]:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Spans of a device or link, by start."""
-
     name: str
     is_link: bool
     spans: tuple[Span, ...]
 
     @property
     def ends(self) -> tuple[str, str] | None:
-        """Source and destination of a link, else None."""
         src, arrow, dst = self.name.partition(LINK_ARROW)
         return (src, dst) if self.is_link and arrow else None
 
@@ -134,7 +185,6 @@ def busy_us(spans: Sequence[Span]) -> float:
 
 
 def utilisation(track: Track, run_us: float) -> float:
-    """Busy fraction of a run of that length."""
     return busy_us(track.spans) / run_us if run_us > 0 else 0.0
 
 

@@ -22,12 +22,13 @@ from tessera.ir.files import write_whole
 from tessera.report.figures import (
     Track,
     best_baseline,
+    compared,
+    device_uses,
     digits,
     duration,
     end_us,
     gain,
     headline,
-    launches_on,
     main_lane,
     percent,
     plural,
@@ -41,7 +42,6 @@ from tessera.report.figures import (
     step_us,
     tracks,
     utilisation,
-    weight_bytes,
 )
 from tessera.report.picture import Picture, layer_of, layer_picture
 
@@ -173,7 +173,7 @@ def plan_part(shown: Shown) -> dict[str, Any]:
         "names": plan.cluster.names,
         "tiles": _tiles(plan, timeline),
         "comparison": _comparison(plan),
-        "usage": [*_devices(plan, timeline, found), *_links(plan, timeline, found)],
+        "usage": [*_devices(plan, timeline), *_links(plan, timeline, found)],
         "num_hidden_links": sum(t.is_link for t in found) - MAX_LINKS,
         "clock": timeline.clock.value,
         "run": _run(timeline),
@@ -231,37 +231,25 @@ def _tiles(plan: Plan, timeline: Timeline) -> list[tuple[str, str, str]]:
 
 
 def _comparison(plan: Plan) -> list[Bar]:
-    """Throughput of the plan and all baselines, and the bound."""
-    top = max(plan.simulated_per_s, plan.throughput_per_s, plan.bound_per_s)
-    top = max(top, *(b.throughput_per_s or 0.0 for b in plan.baselines), 0.0) or 1.0
-
-    def bar(
-        name: str, how: str, per_s: float | None, latency_us: float | None, factor: float | None, style: str
-    ) -> Bar:
-        value = "" if per_s is None else rate(per_s)
-        alone = "" if latency_us is None else f"{duration(latency_us)} alone"
-        facts = alone if value else f"does not apply {alone}"
+    lines = compared(plan)
+    top = max(line.requests_per_s or 0.0 for line in lines) or 1.0
+    styles = ("own", "own soft", *[""] * (len(lines) - 3), "bound")
+    bars = []
+    for line, style in zip(lines, styles, strict=True):
+        value = "" if line.requests_per_s is None else rate(line.requests_per_s)
+        alone = "" if line.latency_us is None else f"{duration(line.latency_us)} alone"
+        factor = line.ratio_to_best_baseline
         against = "" if factor is None else ratio(factor)
-        return Bar(name, how, (per_s or 0.0) / top, value, facts, against, style)
-
-    how, factor = f"simulated, {plan.microbatches} in flight", gain(plan, plan)
-    baselines = sorted(plan.baselines, key=lambda b: -(b.throughput_per_s or 0.0))
-    return [
-        bar(f"{plan.policy} (this plan)", how, plan.simulated_per_s, plan.latency_us, factor, "own"),
-        bar("the same", "by busy time alone", plan.throughput_per_s, None, None, "own soft"),
-        *(bar(b.name, "simulated", b.throughput_per_s, b.latency_us, gain(plan, b), "") for b in baselines),
-        bar("upper bound", "of any mix, modelled", plan.bound_per_s, None, None, "bound"),
-    ]
+        share = (line.requests_per_s or 0.0) / top
+        bars.append(Bar(line.policy, line.how, share, value, alone, against, style))
+    return bars
 
 
-def _devices(plan: Plan, timeline: Timeline, found: Sequence[Track]) -> Iterator[Bar]:
-    placed, weights, run_us = launches_on(plan), weight_bytes(plan), end_us(timeline)
-    busy = {track.name: utilisation(track, run_us) for track in found}
-    for index, device in enumerate(plan.cluster.devices):
-        facts = f"{placed[index]:,.0f} launches, {size(weights[index])} weights"
-        share, kind = busy[device.name], device.gpu or "CPU"
-        style = device_class(index)
-        yield Bar(device.name, kind, min(1.0, share), percent(share), facts, style=style)
+def _devices(plan: Plan, timeline: Timeline) -> Iterator[Bar]:
+    for index, x in enumerate(device_uses(plan, timeline)):
+        facts = f"{x.launches:,.0f} launches, {size(x.weight_bytes)} weights"
+        share, style = min(1.0, x.utilisation), device_class(index)
+        yield Bar(x.device, x.gpu or "CPU", share, percent(x.utilisation), facts, style=style)
 
 
 def _links(plan: Plan, timeline: Timeline, found: Sequence[Track]) -> Iterator[Bar]:
@@ -341,7 +329,6 @@ def _column(busy: dict[int, float]) -> tuple[int, int]:
 
 
 def _closer_look(timeline: Timeline, found: Sequence[Track]) -> DrawnTimeline | None:
-    """Spans around the middle of the run, or None if empty."""
     if not timeline.spans:
         return None
     start_us, stop_us = _window(timeline)

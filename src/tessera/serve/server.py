@@ -12,7 +12,6 @@ end with an error. A second signal ends the server at once.
 import asyncio
 import errno
 import logging
-import resource
 import signal
 import socket
 import threading
@@ -26,6 +25,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tessera.errors import TesseraError
+from tessera.execute.processes import raise_file_limit
 from tessera.serve.limits import CONNECTION, HEAD_BYTES, HttpLimits
 
 # File descriptors besides connections: workers, files, the loop.
@@ -259,16 +259,11 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{shown}:{port}"
 
 
-def raise_file_limit(wanted: int) -> tuple[int, str]:
+def allowed_connections(wanted: int) -> tuple[int, str]:
     """Possible connections of the process, at most `wanted`, and a remark if fewer."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = wanted + OWN_FILES
-    if soft < need:
-        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft >= need:
+    need, allowed = wanted + OWN_FILES, max(1, raise_file_limit() - OWN_FILES)
+    if allowed >= wanted:
         return wanted, ""
-    allowed = max(1, soft - OWN_FILES)
     remark = f"this shell allows {allowed:,} connections, not {wanted:,}: raise it with `ulimit -n {need}`"
     return allowed, remark
 

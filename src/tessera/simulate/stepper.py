@@ -3,35 +3,40 @@
 Devices, links and queues are those of `machine`. `take` moves the clock to the next end of a step, loss or
 return of a device, or by its timeout. A step takes the true costs of its launches and transfers, times its
 `scale` and jitter. State that an earlier step left elsewhere moves before the later step, in proportion to
-the earlier scale; state of joining rows never moves back. Deterministic by seed.
+the earlier scale; state of joining rows never moves back. Moves of pages take their links one after the
+other and no device's time. Deterministic by seed.
 
-True costs (`Truth`) are independent of the costs that plans were made with. Not handled: counts of moved
-bytes, and memory.
+True costs (`Truth`) are independent of the costs that plans were made with. Not handled: counts of bytes that
+steps transfer, moves and steps that compete for a link, and memory.
 """
 
 import heapq
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
 
 from tessera.adapt.drift import scaled_costs
-from tessera.execute.lanes import Lanes
+from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.stepper import (
     DeviceBack,
     DeviceLost,
     DeviceStatus,
     DeviceUse,
     Event,
+    Moved,
+    PageMove,
     StepCall,
     StepDone,
     Tensors,
+    routes_of,
 )
-from tessera.ir import Cluster, Plan
-from tessera.simulate.columns import Scripts
+from tessera.ir import Cluster, Plan, Variant
+from tessera.simulate.columns import Scripts, Wires
 from tessera.simulate.core import Work
 from tessera.simulate.machine import VirtualMachine
 
@@ -58,11 +63,13 @@ class Truth:
         words = [self.seed, zlib.crc32(kernel.encode()), zlib.crc32(device.encode())]
         return found * math.exp(self.noise * float(np.random.default_rng(words).standard_normal()))
 
-    def scripts(self) -> tuple[Scripts, ...]:
-        return tuple(
-            Scripts(variant.unit, scaled_costs(variant.unit, variant.costs, self.factor), self.cluster)
-            for variant in self.plan.every_variant
+    def scripts(self, variant: Variant) -> Scripts:
+        """Scripts with true costs; steps that the plan does not have cost what their own plan says."""
+        mine = {g.trace.digest: x for g, x in zip(self.plan.graphs, self.plan.prices, strict=True)}
+        costs = tuple(
+            mine.get(g.trace.digest, x) for g, x in zip(variant.unit.graphs, variant.costs, strict=True)
         )
+        return Scripts(variant.unit, scaled_costs(variant.unit, costs, self.factor), self.cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,14 @@ class _Open:
     queued: StepCall | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _VirtualMove:
+    move: PageMove
+    since_us: float
+    # By (source, destination).
+    num_bytes: Counter[tuple[int, int]]
+
+
 class VirtualStepper:
     """A `Stepper`; `outputs` makes step outputs where they are read."""
 
@@ -114,10 +129,16 @@ class VirtualStepper:
         self.plans, self.lanes = tuple(plans), Lanes(plans)
         self._truth, self._faults, self._outputs = truth or Truth(plans[0]), faults, outputs
         self._names = self._truth.cluster.names
-        self._scripts = self._truth.scripts()
-        num_devices, num_buses = len(self._names), len(self._scripts[0].wires.buses)
+        # By the steps of a variant.
+        self._scripts: dict[tuple[int, ...], Scripts] = {}
+        self._wires = Wires(self._truth.cluster)
+        num_devices, num_buses = len(self._names), len(self._wires.buses)
         self.machine = VirtualMachine(num_devices, num_buses, not faults.jitter)
         self._open: dict[int, _Open] = {}
+        # Moves under way, until when moves occupy each bus, and the bytes they have moved.
+        self._moves: dict[int, _VirtualMove] = {}
+        self._bus_free_us = [0.0] * num_buses
+        self._moved: Counter[tuple[str, str]] = Counter()
         # (lane, step before, its scale, step, scale) -> runs.
         self._known: dict[tuple[int, int, float, int, float], tuple[Work, ...]] = {}
         self._busy_s: dict[Work, dict[str, float]] = {}
@@ -147,6 +168,7 @@ class VirtualStepper:
 
     def close(self, microbatch: int) -> None:
         self._open.pop(microbatch, None)
+        self._fail_moves({microbatch}, "one of its microbatches was closed")
 
     def can_queue(self, microbatch: int) -> bool:
         """As workers do: on a lane of one device."""
@@ -164,6 +186,40 @@ class VirtualStepper:
         here.is_running, here.works = True, self._works_of(here, call)
         here.call, here.since_us = call, self.machine.now_us
         self.machine.start(call.microbatch, here.works)
+
+    def move(self, move: PageMove) -> None:
+        ends = [self._open.get(number) for number in (move.source, move.destination)]
+        lanes = [None if here is None else self.lanes.all[here.lane] for here in ends]
+        routes, num = routes_of(move, self.lanes, lanes[0], lanes[1]), len(move.from_pages)
+        now_us = until_us = self.machine.now_us
+        num_bytes = Counter({pair: num * sum(size for _, size in parts) for pair, parts in routes.items()})
+        for (src, dst), size in num_bytes.items():
+            if src != dst:
+                wire = self._wires.of(0, src, dst, size)
+                start_us = max(now_us, self._bus_free_us[wire.bus])
+                self._bus_free_us[wire.bus] = start_us + wire.wire_us
+                until_us = max(until_us, start_us + wire.wire_us + wire.latency_us)
+        self._moves[move.number] = _VirtualMove(move, now_us, num_bytes)
+        self._at(until_us * 1e-6, lambda: self._moved_all(move))
+
+    def _moved_all(self, move: PageMove) -> Moved | None:
+        """The end of a move, unless it has failed before."""
+        found = self._moves.get(move.number)
+        if found is None or found.move is not move:
+            return None
+        del self._moves[move.number]
+        for (src, dst), size in found.num_bytes.items():
+            self._moved[self._names[src], self._names[dst]] += size
+        seconds = (self.machine.now_us - found.since_us) * 1e-6
+        return Moved(move.number, "", seconds, found.num_bytes.total())
+
+    def _fail_moves(self, microbatches: Collection[int], why: str) -> None:
+        for number, found in list(self._moves.items()):
+            if found.move.source in microbatches or found.move.destination in microbatches:
+                del self._moves[number]
+                seconds = (self.machine.now_us - found.since_us) * 1e-6
+                failed = Moved(number, why, seconds)
+                self._at(self.now_s(), lambda failed=failed: failed)  # type: ignore[misc]
 
     def take(self, timeout_s: float | None) -> Event | None:
         """Move the clock; None at once if there is nothing to wait for and no timeout."""
@@ -186,7 +242,7 @@ class VirtualStepper:
         lost = self.lanes.lost
         status = {name: DeviceStatus("lost" if name in lost else "ready") for name in self._names}
         busy = dict(zip(self._names, (us * 1e-6 for us in self.busy_us), strict=False))
-        return DeviceUse(busy, {}, status)
+        return DeviceUse(busy, dict(self._moved), status)
 
     def now_s(self) -> float:
         return self.machine.now_us * 1e-6
@@ -224,7 +280,7 @@ class VirtualStepper:
         if found is None:
             lane = self.lanes.all[here.lane]
             first = lane.plan.first_step(lane.lane)
-            steps = self._scripts[lane.lane.variant].steps(lane.lane.placement)
+            steps = self._scripts_of(lane).steps(lane.lane.placement)
             between = [] if last is None else range(before + 1, call.step + 1)
             moves = [(move, moved) for n in between for move in steps[n - first][0]]
             found = (*moves, (steps[call.step - first][1], call.scale))
@@ -233,6 +289,13 @@ class VirtualStepper:
             return found
         factor = float(np.exp(self._faults.jitter * self._random.standard_normal()))
         return tuple((script, scale * factor) for script, scale in found)
+
+    def _scripts_of(self, lane: LoadedLane) -> Scripts:
+        variant, first = lane.plan.every_variant[lane.lane.variant], lane.plan.first_step(lane.lane)
+        key = lane.steps[first : first + len(variant.unit.graphs)]
+        if key not in self._scripts:
+            self._scripts[key] = self._truth.scripts(variant)
+        return self._scripts[key]
 
     def _at(self, second: float, action: Callable[[], Event | None]) -> None:
         heapq.heappush(self._agenda, (second * 1e6, next(self._order), action))
@@ -246,6 +309,7 @@ class VirtualStepper:
         self.machine.drop(gone)
         for number in gone:
             del self._open[number]
+        self._fail_moves(gone, f"{name} was lost")
         if loss.back_s is not None:
             retry_s: float | None = loss.back_s - loss.at_s
         else:
@@ -258,5 +322,5 @@ class VirtualStepper:
 
     def _slow_down(self, name: str, factor: float) -> None:
         self._truth = replace(self._truth, slow=(*self._truth.slow, (name, factor)))
-        self._scripts = self._truth.scripts()
+        self._scripts.clear()
         self._known.clear()

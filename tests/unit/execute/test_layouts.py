@@ -5,6 +5,7 @@ import torch
 
 import steps_factory as factory
 from tessera.errors import MismatchError
+from tessera.execute.lanes import Lanes
 from tessera.execute.memory import ready_programs
 from tessera.execute.messages import Setup, make_setups, pack_config, setup_of, unpack_config
 from tessera.ir import Plan
@@ -14,7 +15,7 @@ from tessera.serve.steps import for_cpu, served
 
 def setup_for(plan: Plan, weights: dict[str, torch.Tensor]) -> Setup:
     """The setup of the plan's first device."""
-    return make_setups(plan, ready_programs(plan), weights, 1)[plan.used[0]]
+    return make_setups(Lanes([plan]), ready_programs(plan), weights, 1)[plan.used[0]]
 
 
 def test_a_worker_elsewhere_lays_its_weights_out_as_the_engine_does() -> None:

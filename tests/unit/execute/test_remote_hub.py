@@ -26,6 +26,7 @@ from tessera.execute.engine_connection import (
     own_version,
 )
 from tessera.execute.hub import FIRST_PAUSE_S, Hub, Rendezvous, Up
+from tessera.execute.lanes import Lanes
 from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import ready_programs
 from tessera.execute.messages import (
@@ -93,7 +94,7 @@ def stepper_of(plan: Plan, gate: Rendezvous, here: frozenset[int] = frozenset())
 def setups(plan: Plan) -> list[Setup]:
     """One a device."""
     weights = made.workloads()[0].weights()
-    return make_setups(plan, list(ready_programs(plan)), weights, 3, "host", 1.0, False)
+    return make_setups(Lanes([plan]), list(ready_programs(plan)), weights, 3, "host", 1.0, False)
 
 
 def hub_of(plan: Plan, gate: Rendezvous, digest: str = "") -> Hub:

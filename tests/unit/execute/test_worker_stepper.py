@@ -180,7 +180,7 @@ def test_plans_for_more_microbatches_or_other_devices_are_refused() -> None:
     stepper = workers(split(0))
     with pytest.raises(MismatchError, match="3 microbatches only"):
         stepper.load([replace(split(1), microbatches=4)])
-    with pytest.raises(MismatchError, match="other steps or devices"):
+    with pytest.raises(MismatchError, match="other devices"):
         stepper.load([split(0, 3)])
 
 

@@ -1,23 +1,32 @@
-"""Tables for the terminal."""
+"""Tables of devices and policies."""
 
-from rich.console import Console, RenderableType
+import io
+
+import pytest
+from rich.console import Console
 
 from report_factory import make_cluster, make_plan, make_timeline
-from tessera.ir import Clock, Objective, verify
-from tessera.report import comparison_table, devices_table
+from tessera.cli.plan_text import pictures
+from tessera.cli.render import render
+from tessera.ir import Clock, Objective, Plan, verify
+from tessera.report import DeviceUse, PolicyLine, compared, device_uses
 
 
-def text_of(shown: RenderableType) -> str:
+def line_of(plan: Plan, word: str) -> PolicyLine:
+    """The first policy with a word in its name."""
+    return next(line for line in compared(plan) if word in line.policy)
+
+
+def use_of(uses: tuple[DeviceUse, ...], name: str) -> DeviceUse:
+    return next(use for use in uses if use.device == name)
+
+
+def text_of(plan: Plan) -> str:
     """What a plain, wide terminal shows."""
-    console = Console(width=160, color_system=None)
-    with console.capture() as capture:
-        console.print(shown)
-    return capture.get()
-
-
-def line_of(shown: RenderableType, word: str) -> str:
-    """The first line with a word."""
-    return next(line for line in text_of(shown).splitlines() if word in line)
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    render(pictures(plan)[1], console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 def test_the_factory_keeps_the_rules() -> None:
@@ -31,62 +40,59 @@ def test_the_factory_keeps_the_rules() -> None:
     assert {span.track for span in timeline.spans} >= set(plan.cluster.names)
 
 
-def test_devices_table_shows_utilisation_of_the_run() -> None:
-    """Utilisation is busy time over the length of the run, and the title says whose clock it is."""
+def test_utilisation_is_of_the_run() -> None:
+    """Busy time over the length of the run."""
     plan = make_plan()
     timeline = make_timeline(plan, clock=Clock.MEASURED)
-    expected = f"{100 * timeline.busy_us()['emu:a100'] / timeline.makespan_us:.0f} %"
+    expected = timeline.busy_us()["emu:a100"] / timeline.makespan_us
 
-    assert expected in line_of(devices_table(plan, timeline), "emu:a100")
-    assert "measured" in text_of(devices_table(plan, timeline))
+    assert pytest.approx(expected) == use_of(device_uses(plan, timeline), "emu:a100").utilisation
 
 
-def test_devices_table_without_a_run_is_modelled() -> None:
+def test_utilisation_without_a_run_is_modelled() -> None:
     """Without a timeline the rates and costs of the plan say how busy a device is."""
-    table = devices_table(make_plan())
-
-    assert "modelled" in text_of(table)
-    assert "100 %" in line_of(table, "emu:l40s")
+    assert "modelled" in text_of(make_plan())
+    assert pytest.approx(1.0, abs=0.01) == use_of(device_uses(make_plan()), "emu:l40s").utilisation
 
 
-def test_devices_table_counts_launches_and_weights() -> None:
+def test_devices_count_launches_and_weights() -> None:
     """Launches are those of an average work unit; a weight that two steps or lanes read counts once."""
-    assert "912 (42 %)" in line_of(devices_table(make_plan()), "emu:l40s")
-    assert "38.0 MB" in line_of(devices_table(make_plan()), "emu:l40s")
-    assert "66.0 MB" in line_of(devices_table(make_plan()), "emu:a100")
+    slow, fast = (use_of(device_uses(make_plan()), name) for name in ("emu:l40s", "emu:a100"))
+
+    assert (912, 42) == (round(slow.launches), round(100 * slow.share))
+    assert (38_000_000, 66_000_000) == (slow.weight_bytes, fast.weight_bytes)
 
 
 def test_comparison_is_marked_as_modelled_and_relative_to_the_best_baseline() -> None:
     """The plan's ratio is to the best baseline, whose own is one."""
-    table = comparison_table(make_plan())
+    plan = make_plan()
 
-    assert "modelled" in text_of(table)
-    assert "1.14x" in line_of(table, "this plan")
-    assert "1.00x" in line_of(table, "best baseline)")
-    assert "data-parallel" in line_of(table, "best baseline)")
-    assert "n/a" in line_of(table, "layer pipeline")
+    assert "modelled" in text_of(plan)
+    assert pytest.approx(1.14, abs=0.005) == line_of(plan, "this plan").ratio_to_best_baseline
+    assert pytest.approx(1.0) == line_of(plan, "best baseline)").ratio_to_best_baseline
+    assert "data-parallel" in line_of(plan, "best baseline)").policy
+    assert line_of(plan, "layer pipeline").requests_per_s is None
 
 
 def test_comparison_of_a_latency_plan_is_by_latency() -> None:
     """For latency the best baseline is the quickest, and slower plans are below one."""
-    table = comparison_table(make_plan(objective=Objective.LATENCY))
+    plan = make_plan(objective=Objective.LATENCY)
 
-    assert "best single GPU" in line_of(table, "best baseline)")
-    assert "0.88x" in line_of(table, "this plan")
+    assert "best single GPU" in line_of(plan, "best baseline)").policy
+    assert pytest.approx(0.88, abs=0.005) == line_of(plan, "this plan").ratio_to_best_baseline
 
 
 def test_comparison_is_between_simulated_figures() -> None:
     """The ratio is of two simulated rates; the rate by busy time stands apart and has none."""
-    table = comparison_table(make_plan(throughput_per_s=45.0))
+    plan = make_plan(throughput_per_s=45.0)
 
-    assert "simulated" in text_of(table)
-    assert "0.97x" in line_of(table, "this plan")
-    assert "x" not in line_of(table, "by busy time").replace("by busy time", "")
+    assert "simulated" in line_of(plan, "this plan").how
+    assert pytest.approx(0.97, abs=0.005) == line_of(plan, "this plan").ratio_to_best_baseline
+    assert line_of(plan, "the same").ratio_to_best_baseline is None
 
 
 def test_names_are_not_markup() -> None:
     """A device named like console markup is shown as it is named."""
     plan = make_plan(cluster=make_cluster(("[red]a", "[/b]")), best_baseline="[bold]x")
 
-    assert all(name in text_of(devices_table(plan)) for name in ("[red]a", "[/b]"))
-    assert "[bold]x" in text_of(comparison_table(plan))
+    assert all(name in text_of(plan) for name in ("[red]a", "[/b]", "[bold]x"))

@@ -19,7 +19,7 @@ from tessera.errors import TesseraError  # noqa: E402
 from tessera.serve.limits import HttpLimits  # noqa: E402
 from tessera.serve.openai.bodies import CompletionRequest, parse  # noqa: E402
 from tessera.serve.openai.errors import ApiError  # noqa: E402
-from tessera.serve.server import bind, is_loopback, raise_file_limit  # noqa: E402
+from tessera.serve.server import allowed_connections, bind, is_loopback  # noqa: E402
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 LONG = CHAT | {"max_tokens": 200}
@@ -312,7 +312,7 @@ def test_fewer_files_mean_fewer_connections(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("resource.getrlimit", lambda which: (512, 1024))
     monkeypatch.setattr("resource.setrlimit", lambda which, limits: None)
 
-    allowed, remark = raise_file_limit(10_000)
+    allowed, remark = allowed_connections(10_000)
 
     assert allowed == 768
     assert "ulimit -n 10256" in remark

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -42,6 +44,26 @@ CALLED = {
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<|end|>"}}]
 WITH_TOOLS = "{{ tools | tojson }}" + TEMPLATE + "{{ messages[1].tool_calls[0].function.arguments['a'] }}"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+# Reads a chat body in four threads of a fresh process, of which each begins while msgspec, slowed down,
+# inspects the body's types for the one before.
+FIRST_USE = """
+import threading, time
+from tessera.serve.openai.bodies import ChatRequest, parse
+
+def slow(frame, event, arg):
+    if event == "call" and frame.f_code.co_name == "get_class_annotations":
+        time.sleep(0.05)
+
+def read():
+    parse(ChatRequest, b'{"messages": [{"role": "user", "content": "a"}]}', "m")
+    print("read")
+
+threading.setprofile(slow)
+threads = [threading.Thread(target=read) for _ in range(4)]
+for thread in threads:
+    thread.start()
+    time.sleep(0.07)
+"""
 WORDS = "Sphinx of black quartz, judge my vow. "
 
 
@@ -239,3 +261,10 @@ def test_nobody_waits_for_a_heavy_body(server: Running, name: str) -> None:
     assert answer.status_code in (200, 400)
     assert max(waits) < max(0.1, seconds / 3, 2 * max(before)), f"{seconds:.2f} s; {sorted(waits)[-5:]}"
     assert statistics.median(waits) < 0.1
+
+
+def test_first_bodies_may_come_at_once() -> None:
+    """msgspec crashes the process if a thread uses a type that another inspects for the first time."""
+    ended = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, timeout=120, check=False)
+
+    assert (ended.returncode, ended.stdout.split()) == (0, [b"read"] * 4)

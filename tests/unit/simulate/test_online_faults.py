@@ -147,7 +147,7 @@ def test_a_plan_for_a_device_that_is_not_there_is_refused() -> None:
     """A policy's devices are devices of the machine."""
     three = make_plan([make_chain(4)], [[[0, 1, 2, 2]]], cluster=make_cluster(3))
 
-    with pytest.raises(MismatchError, match="other steps or devices"):
+    with pytest.raises(MismatchError, match="other devices"):
         SimulatedServer([alone_plan(), three], load_of(three.unit, at_us(0.0), 1))
 
 

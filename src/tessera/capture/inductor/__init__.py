@@ -25,7 +25,7 @@ from tessera.capture.inductor.compile import CompiledStep, compile_step
 from tessera.capture.offline import CONFIG as OFFLINE_CONFIG
 from tessera.capture.offline import offline
 from tessera.capture.operators import check_operator
-from tessera.capture.own import Relaunch, TritonLaunch, inductor_launches
+from tessera.capture.own import OwnLaunch, Relaunch, inductor_launches
 from tessera.capture.recorder import Ledger
 from tessera.capture.rng import generator_of
 from tessera.capture.workload import Tensors, Workload
@@ -86,9 +86,10 @@ def record_code(
     ledger.declare(BufferKind.STATE, state)
     kernels: dict[int, Relaunch] = {}
 
-    def see(seen: TritonLaunch) -> None:
+    def see(seen: OwnLaunch) -> None:
         launch = ledger.kernel_launch(seen)
         ledger.launch(launch)
+        assert seen.relaunch is not None
         kernels[launch.kernel] = seen.relaunch
 
     @contextlib.contextmanager
@@ -110,8 +111,6 @@ ALLOCATORS = frozenset(
 
 
 class ExternCalls(TorchDispatchMode):
-    """While active, adds every dispatched operator to a ledger."""
-
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger

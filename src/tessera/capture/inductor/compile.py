@@ -18,7 +18,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
@@ -210,16 +210,13 @@ class _Compiled:
     constants: tuple[torch.Tensor, ...]
 
 
+@dataclass(eq=False)
 class CompiledStep:
-    def __init__(
-        self,
-        names: Sequence[Sequence[str]],
-        regions: Sequence[GraphRegion],
-        outputs: dict[str, int],
-        settings: dict[str, Any],
-    ) -> None:
-        self._names, self._regions, self._outputs, self._settings = names, regions, outputs, settings
-        self._compiled: dict[Any, _Compiled] = {}
+    _names: Sequence[Sequence[str]]
+    _regions: Sequence[GraphRegion]
+    _outputs: dict[str, int]
+    _settings: dict[str, Any]
+    _compiled: dict[Any, _Compiled] = field(default_factory=dict)
 
     def run(
         self, weights: Tensors, inputs: Tensors, state: Tensors, around: Around = contextlib.nullcontext
@@ -288,7 +285,6 @@ def _compile(region: GraphRegion, args: Sequence[torch.Tensor], settings: dict[s
 
 
 def _check_views(region: GraphRegion, args: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-    """Check that results aliasing an argument in the program do so in compiled code."""
     for result, source in region.views:
         if made[result].untyped_storage()._cdata != args[source].untyped_storage()._cdata:
             remedy = "Capture it with the torch front end."
@@ -415,8 +411,6 @@ def _is_unknown(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _borders(module: torch.nn.Module, tracer: _Tracer) -> Iterator[None]:
-    """While entered, notes where calls of the model's blocks begin and end."""
-
     def note(*_: Any) -> None:
         tracer.borders.append(tracer.length)
 

@@ -97,15 +97,14 @@ def build(step: Step) -> Workload:
 
 
 def place_of(model: str) -> str:
-    """Absolute path of a folder; other names unchanged."""
     if model in _BUILDERS:
         return model
     folder = Path(model) if Path(model).is_dir() else checkpoint.cached(model)
     return str(folder.resolve()) if folder else model
 
 
-for _name, (_family, _sizes, _dtype) in catalog.LANGUAGE.items():
-    register(_name, STEPS.get(_family, CAUSAL_STEPS), SERVED_STEPS)(built_in(_family, _sizes, _dtype))
+for _name, _model in catalog.LANGUAGE.items():
+    register(_name, STEPS.get(_model[0], CAUSAL_STEPS), SERVED_STEPS)(partial(built_in, *_model))
 for _name, _denoiser in catalog.DENOISERS.items():
     register(_name, denoisers.STEPS)(partial(denoisers.built_in, *_denoiser))
 

@@ -27,16 +27,11 @@ STEPS = {"qwen2_5_vl": ("encode", "prefill", "decode")}
 SERVED_STEPS = ("tokens", "call")
 
 
-def built_in(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> Callable[[Step], Workload]:
-    def builder(step: Step) -> Workload:
-        config = _transformers().AutoConfig.for_model(family, **sizes)
-        return _workload(config, step, dtype, None)
-
-    return builder
+def built_in(family: str, sizes: dict[str, Any], dtype: torch.dtype, step: Step) -> Workload:
+    return _workload(_transformers().AutoConfig.for_model(family, **sizes), step, dtype, None)
 
 
 def from_folder(step: Step) -> Workload:
-    """Model of a folder with config.json and weights."""
     folder = Path(step.model)
     config = config_of(folder)
     steps = steps_of(config)

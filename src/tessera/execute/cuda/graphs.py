@@ -12,7 +12,8 @@ Memory that a send reads is kept until the whole program is issued. The launches
 its first capture, without transfers, so that libraries and kernels initialise. This rehearsal has separate,
 zeroed state, since a microbatch may be running under another plan; zeros are valid indices.
 
-`DeviceGraphs`: every microbatch has one graph per program, over the same weights and its own state; equal
+`DeviceGraphs`: every microbatch has one graph per program, over the same weights, the pages of the program's
+home and its own state; equal
 programs without transfers share a graph. Graphs are captured by `prepare` or on first use. Memory is checked
 before anything is allocated; temporaries come on top, in the graphs' pools. Without a transport it measures
 steps on one device.
@@ -42,6 +43,7 @@ from tessera.execute.memory import (
     constant,
     fresh,
     is_allocation,
+    is_shared,
     storage_of,
     tensor_of,
 )
@@ -66,7 +68,8 @@ class MicrobatchBuffers:
     pool: Any
     # Address of the pinned word with its graph's position.
     mark: int = 0
-    state: dict[str, Storage] = field(default_factory=dict)
+    # Own state by (name, bytes).
+    state: dict[tuple[str, int], Storage] = field(default_factory=dict)
     # (step, name)
     inputs: dict[tuple[int, str], Storage] = field(default_factory=dict)
 
@@ -230,7 +233,7 @@ class _Issue:
             place = transport.landing(self._spot(number), size)
             self._arrivals.append(number)
         if is_move_of_state(self._program, number):
-            home = self._room.state[self._share.trace.buffers[transfer.buffer].name]
+            home = self._share._base[transfer.buffer]
             if not self._is_rehearsal:  # its contents are needed
                 with torch.cuda.stream(self._compute):
                     bytes_of(home, 0, size).copy_(bytes_of(place, 0, size), non_blocking=True)
@@ -364,6 +367,8 @@ class DeviceGraphs:
         self._numbers: dict[object, int] = {}
         self._shared: list[int] = []
         self._buffers: list[MicrobatchBuffers] = []
+        # Pages that microbatches share: homes[home][name]
+        self.homes: dict[int, dict[str, Storage]] = {}
         # Position of each microbatch's graph, written by the graph: 1 + the receive it waits at, 2 + the
         # receive it passed.
         self.marks = driver.pinned((num_microbatches,), torch.int32)
@@ -379,7 +384,8 @@ class DeviceGraphs:
         self._programs += programs
         for number, program in enumerate(programs, first):
             # Equal programs without transfers share the first one's graph.
-            key = (program.step, program.instructions, program.weights, program.homes, program.outputs)
+            step = (program.step, program.home, program.instructions, program.weights)
+            key = (step, program.homes, program.outputs)
             self._shared.append(number if program.transfers else self._numbers.setdefault(key, number))
         if self.transport is not None:
             self.transport.add(programs, self.traces)
@@ -428,7 +434,7 @@ class DeviceGraphs:
         return True
 
     def close(self) -> None:
-        self._graphs, self._buffers, self._resident, self._weights = {}, [], {}, {}
+        self._graphs, self._buffers, self._resident, self._weights, self.homes = {}, [], {}, {}, {}
         if self.transport is not None:
             self.transport.close()
         self.device.close()
@@ -459,8 +465,7 @@ class DeviceGraphs:
         base = {b: self._weight(program.step, b) for b in program.weights[number]}
         for buffer in trace.buffers_of(BufferKind.INPUT):
             base[buffer] = room.inputs[program.step, trace.buffers[buffer].name]
-        for buffer in self._state_buffers(program):
-            base[buffer] = room.state[trace.buffers[buffer].name]
+        base |= {b: self._state(room, program, b) for b in self._state_buffers(program)}
         for index, found in enumerate(trace.buffers):
             if found.size_bytes == 0 and index not in base:  # never sent, but any launch may name it
                 base[index] = torch.empty(0, dtype=torch.uint8, device=self.device.card).untyped_storage()
@@ -474,6 +479,30 @@ class DeviceGraphs:
             if is_move_of_state(program, at) and number in (transfer.src, transfer.dst):
                 found.add(transfer.buffer)
         return sorted(found)
+
+    def state(self, room: MicrobatchBuffers, program: Program) -> dict[str, Storage]:
+        """State of a program on this device by name."""
+        buffers = self.traces[program.step].buffers
+        return {buffers[b].name: self._state(room, program, b) for b in self._state_buffers(program)}
+
+    def _state(self, room: MicrobatchBuffers, program: Program, index: int) -> Storage:
+        """One state buffer of its home or of the microbatch, zeros at first: they are valid indices."""
+        buffer = self.traces[program.step].buffers[index]
+
+        def zeros() -> Storage:
+            return torch.zeros(
+                buffer.size_bytes, dtype=torch.uint8, device=self.device.card
+            ).untyped_storage()
+
+        if is_shared(program, buffer.name):
+            pages = self.homes.setdefault(program.home, {})
+            if buffer.name not in pages:
+                pages[buffer.name] = zeros()
+            return pages[buffer.name]
+        key = (buffer.name, buffer.size_bytes)
+        if key not in room.state:
+            room.state[key] = zeros()
+        return room.state[key]
 
     def _weight(self, step: int, index: int) -> Storage:
         buffer = self.traces[step].buffers[index]
@@ -505,10 +534,7 @@ class DeviceGraphs:
     def _allocate_for(self, room: MicrobatchBuffers, program: Program) -> None:
         """Allocates zeros, which are valid indices."""
         trace, card = self.traces[program.step], self.device.card
-        for buffer in self._state_buffers(program):
-            name, size = trace.buffers[buffer].name, trace.buffers[buffer].size_bytes
-            if name not in room.state:
-                room.state[name] = torch.zeros(size, dtype=torch.uint8, device=card).untyped_storage()
+        self.state(room, program)
         for buffer in trace.buffers_of(BufferKind.INPUT):
             key, size = (program.step, trace.buffers[buffer].name), trace.buffers[buffer].size_bytes
             if key not in room.inputs:
@@ -517,20 +543,26 @@ class DeviceGraphs:
     def _check_memory(self, new: Sequence[Program]) -> None:
         number, card = self.device.number, self.device.card
         weights: dict[str, int] = {}
-        state: dict[str, int] = {}
+        state: dict[tuple[str, int], int] = {}
+        pages: dict[tuple[int, str], int] = {}
         for program in new:
             buffers = self.traces[program.step].buffers
             for b in program.weights[number]:
                 held = self._weights.get(buffers[b].name)
                 if held is None or held.untyped_storage().device != card:
                     weights[buffers[b].name] = buffers[b].size_bytes
-            state |= {buffers[b].name: buffers[b].size_bytes for b in self._state_buffers(program)}
+            for b in self._state_buffers(program):
+                name, size = buffers[b].name, buffers[b].size_bytes
+                if not is_shared(program, name):
+                    state[name, size] = size
+                elif name not in self.homes.get(program.home, {}):
+                    pages[program.home, name] = size
         known = set(self._buffers[0].state) if self._buffers else set()
         weights = {n: size for n, size in weights.items() if n not in self._resident}
         inbox = self.transport.new_bytes(new, self.traces) if self.transport is not None else 0
         each = sum(size for n, size in state.items() if n not in known) + inbox // self.num_microbatches
         size, num = sum(weights.values()), self.num_microbatches
-        footprint = Footprint(self.device.record.name, size, each, num, num * each)
+        footprint = Footprint(self.device.record.name, size, each, num, num * each, sum(pages.values()))
         check_memory(footprint, torch.cuda.mem_get_info(card)[0], " that are free")
 
 

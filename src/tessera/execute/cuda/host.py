@@ -73,8 +73,7 @@ class Host(GpuTransport):
         self._early: dict[int, list[tuple[LinkFrame, memoryview]]] = {}
         self._changed = threading.Condition()
         self._is_closed = False
-        self._links = make_links(self, lambda peer: self._largest.get(peer, 0))
-        self.address = self._links.address
+        self.links: Links = make_links(self, lambda peer: self._largest.get(peer, 0))
         self._senders: set[int] = set()
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
@@ -141,14 +140,14 @@ class Host(GpuTransport):
 
     def relink(self, device: int, epoch: int, address: str) -> bool:
         """The links reconnect; graphs name this process's memory only."""
-        self._links.relink(device, epoch, address)
+        self.links.relink(device, epoch, address)
         return False
 
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._links.close()
+        self.links.close()
 
     # Methods of `links.Receiver`.
 
@@ -179,7 +178,7 @@ class Host(GpuTransport):
         mirror.flags[mirror.layout.flag(spot) // WORD] = 1
 
     def gone(self, peer: int, why: str) -> None:
-        self._post(Gone(peer, why, self._links.epochs[peer]))
+        self._post(Gone(peer, why, self.links.epochs[peer]))
 
     # Sending.
 
@@ -212,7 +211,7 @@ class Host(GpuTransport):
             transfer = self._transfer(spot)
             start = self._inboxes.place(spot, dst) + transfer.start
             frame = LinkFrame(run, number, time.monotonic())
-            self._links.post(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
+            self.links.post(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
         return bool(found.size)
 
     def _fill(self, microbatch: int, value: int, device: int | None = None) -> None:

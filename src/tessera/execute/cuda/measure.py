@@ -112,10 +112,11 @@ class UnitOnDevice:
     def run(self, request: Request) -> list[dict[str, torch.Tensor]]:
         """Runs one request, which fills the memory for timing."""
         room, found = self._graphs.buffers(0), list[dict[str, torch.Tensor]]()
+        state = {name: storage for (name, _), storage in room.state.items()}
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name, tensor in request.state().items():
-                if name in room.state:
-                    _put(room.state[name], tensor)
+                if name in state:
+                    _put(state[name], tensor)
             for step, count in enumerate(self.unit.counts):
                 for run in range(count):
                     given = request.inputs(step, run, found[-1] if found else {})
@@ -130,7 +131,7 @@ class UnitOnDevice:
     def state(self) -> dict[str, torch.Tensor]:
         """Flat bytes by name."""
         held = self._graphs.buffers(0).state
-        return {name: bytes_of(s, 0, s.nbytes()).clone() for name, s in held.items()}
+        return {name: bytes_of(s, 0, s.nbytes()).clone() for (name, _), s in held.items()}
 
 
 def _put(storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ import torch
 from tessera.execute import driver
 from tessera.execute.cuda.pace import RECORD_WORDS
 from tessera.execute.driver import MemOp
+from tessera.execute.links import Links
 from tessera.ir import Program, Trace
 
 # Torch's alignment: results can depend on it.
@@ -142,8 +143,8 @@ class GpuTransport(ABC):
 
     # True if a transfer brings its record.
     carries_records = True
-    # Where links of this worker listen; empty: it has none.
-    address = ""
+    # Links of this worker; None: it has none.
+    links: Links | None = None
 
     def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int) -> None:
         self._device, self._ordinal = device, ordinal

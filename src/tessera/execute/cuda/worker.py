@@ -26,12 +26,15 @@ from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.direct import Ipc, Nvshmem, PeerAway
 from tessera.execute.cuda.graphs import DeviceGraphs, MicrobatchBuffers, ShareGraph
 from tessera.execute.cuda.host import Host
-from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED
+from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED, link_hold, throttled_links
+from tessera.execute.cuda.pages import GpuCopier
 from tessera.execute.cuda.transport import GpuTransport
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links, Receiver
-from tessera.execute.memory import bytes_of
-from tessera.execute.messages import Begin, Done, PackedTensor, PeerLost, Setup, pack
+from tessera.execute.memory import bytes_of, is_shared
+from tessera.execute.messages import Begin, Done, LinkFrame, PackedTensor, PeerLost, Setup, pack
+from tessera.execute.page_mover import PageMover
+from tessera.execute.transport import Gone
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
 
@@ -76,6 +79,12 @@ class CudaWorker(DeviceWorker):
             transport=_opener(setup, engine),
         )
         self._clock = GpuClock.of(self._graphs.device) if setup.is_profiled else None
+        self._links = _links_of(setup, engine, self._graphs.transport)
+        copier = GpuCopier(self._graphs.device)
+        if self._links is not None:
+            self._links.pages = self._hear_pages
+        hold_s = _hold_s(setup)
+        self._pages = PageMover(setup, self._graphs.homes, copier, self._links, engine.tell, hold_s)
         # Oldest first.
         self._running: dict[int, _Running] = {}
         # Runs not launched because a peer was away.
@@ -87,7 +96,7 @@ class CudaWorker(DeviceWorker):
 
     @property
     def address(self) -> str:
-        return self._graphs.transport.address if self._graphs.transport is not None else ""
+        return self._links.address if self._links is not None else ""
 
     def _advance(self) -> bool:
         if self._running and not self._end_runs():
@@ -98,6 +107,8 @@ class CudaWorker(DeviceWorker):
         """Releases the weights, which belong to the engine, before the process ends."""
         if self._running:  # a graph that waits for a lost peer never ends
             return
+        if self._links is not None:
+            self._links.close()
         self._graphs.close()
         self._setup = replace(self._setup, weights={})
 
@@ -111,6 +122,9 @@ class CudaWorker(DeviceWorker):
         self._graphs.prepare(self._numbers[self._newest][0])
 
     def _relink(self, device: int, epoch: int, address: str) -> None:
+        transport = self._graphs.transport
+        if self._links is not None and (transport is None or transport.links is None):
+            self._links.relink(device, epoch, address)
         if self._graphs.relink(device, epoch, address):
             self._prepare()
 
@@ -158,9 +172,10 @@ class CudaWorker(DeviceWorker):
             if step == program.step and storage.nbytes() and name in order.inputs:
                 key = (room.number, step, name)
                 self._copy_in(key, storage, order.inputs[name], f"input '{name}'")
+        state = self._graphs.state(room, program) if order.state else {}
         for name, packed in order.state.items():
-            if name in room.state:
-                self._copy_in((room.number, -1, name), room.state[name], packed, f"state '{name}'")
+            if name in state:
+                self._copy_in((room.number, -1, name), state[name], packed, f"state '{name}'")
 
     def _copy_in(
         self, key: tuple[int, int, str], storage: torch.UntypedStorage, given: PackedTensor, what: str
@@ -183,7 +198,8 @@ class CudaWorker(DeviceWorker):
         """State on this device in a program, as flat bytes by name."""
         buffers = self._setup.traces[program.step].buffers
         names = [buffers[b].name for b, home in program.homes if home == self._setup.device]
-        return {name: bytes_of(room.state[name], 0, room.state[name].nbytes()) for name in names}
+        state = self._graphs.state(room, program)
+        return {name: bytes_of(state[name], 0, state[name].nbytes()) for name in names}
 
     def _end_runs(self) -> bool:
         """Reports ended runs; True if there were any."""
@@ -247,8 +263,9 @@ class CudaWorker(DeviceWorker):
         room = self._graphs.buffers(microbatch)
         with torch.cuda.stream(room.origin):
             for program in self._programs[lane]:
-                for contents in self._state_of(room, program).values():
-                    contents.zero_()
+                for name, contents in self._state_of(room, program).items():
+                    if not is_shared(program, name):
+                        contents.zero_()
 
 
 def _opener(setup: Setup, engine: EngineConnection) -> "Callable[[GpuDevice], GpuTransport] | None":
@@ -264,14 +281,51 @@ def _opener(setup: Setup, engine: EngineConnection) -> "Callable[[GpuDevice], Gp
         if setup.transport == "nvshmem":
             return Nvshmem(*place, engine, setup.epoch)
 
-        def links(receiver: Receiver, max_bytes: Callable[[int], int]) -> Links:
-            where = {"folder": setup.folder, "host": setup.host, "secret": setup.secret}
-            box = engine.mailbox
-            return Links(box, setup.device, setup.epochs, receiver, max_bytes, **where)  # type: ignore[arg-type]
-
-        return Host(*place, links, engine.post)
+        return Host(*place, lambda receiver, limit: _make_links(setup, engine, receiver, limit), engine.post)
 
     return open_transport
+
+
+def _make_links(
+    setup: Setup, engine: EngineConnection, receiver: Receiver, max_bytes: Callable[[int], int]
+) -> Links:
+    where = {"folder": setup.folder, "host": setup.host, "secret": setup.secret}
+    return Links(engine.mailbox, setup.device, setup.epochs, receiver, max_bytes, **where)  # type: ignore[arg-type]
+
+
+class _PagesOnly:
+    """Receiver of links that carry pages alone."""
+
+    def __init__(self, setup: Setup, engine: EngineConnection) -> None:
+        self._post = engine.post
+        self.links = _make_links(setup, engine, self, lambda peer: 0)
+
+    def arrived(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
+        """Transfers of steps take another way."""
+
+    def gone(self, peer: int, why: str) -> None:
+        self._post(Gone(peer, why, self.links.epochs[peer]))
+
+
+def _links_of(setup: Setup, engine: EngineConnection, transport: GpuTransport | None) -> Links | None:
+    """Links for pages: the transport's, or others; None with one device."""
+    if transport is None or transport.links is not None:
+        return None if transport is None else transport.links
+    return _PagesOnly(setup, engine).links
+
+
+def _hold_s(setup: Setup) -> Callable[[int, int], tuple[float, float]]:
+    """Modelled seconds of a piece on the wire, and of latency, where a link keeps modelled time."""
+    links = throttled_links(setup.cluster)
+
+    def hold_s(device: int, size: int) -> tuple[float, float]:
+        link = links.get((setup.device, device))
+        if link is None:
+            return 0.0, 0.0
+        hold = link_hold(link, size, setup.scale)
+        return hold.hold_ns * 1e-9, hold.extra_ns * 1e-9
+
+    return hold_s
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

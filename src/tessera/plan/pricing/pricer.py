@@ -23,8 +23,6 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from tessera.plan.arrays import Floats, Holdings, Ints, Labels
 from tessera.plan.config import FULL, SearchConfig
@@ -53,6 +51,9 @@ class Network:
 
     def solve(self, own: Floats, forward: Floats, backward: Floats) -> tuple[Ints, float]:
         """(side of every item, proved lower bound of the cost)."""
+        from scipy.sparse import csr_array  # slow to import
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         base = own.min(axis=1) if self.num_items else np.zeros(0)
         to_sink, from_source = own[:, 0] - base, own[:, 1] - base
         terms = np.where(self.term_forward, forward[self.term_value], backward[self.term_value])

@@ -28,7 +28,6 @@ import numpy as np
 from tessera.errors import PlanInfeasible
 from tessera.plan.arrays import Floats
 from tessera.plan.config import FULL, SearchConfig
-from tessera.plan.pricing.milp import best_placement, check_total, roomiest, shortage
 from tessera.plan.pricing.pricer import Pricer, Prices
 from tessera.plan.problem import Column, Kinds, Mix, Problem, kinds_of, microbatch_counts, spread_us
 
@@ -184,6 +183,8 @@ def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True, least_microba
 
     `is_proved`: prove it, which may take long. Columns of a pool with fewer microbatches can be passed in.
     """
+    from tessera.plan.pricing import milp  # slow to import
+
     if pool.is_seeded:
         return
     for mix in mixes:
@@ -196,15 +197,15 @@ def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True, least_microba
     for microbatches in range(pool.microbatches, min(least_microbatches, pool.microbatches) - 1, -1):
         pool.add(pool.fitting(microbatches))
         if microbatches in (1, pool.microbatches) and is_few:
-            best = best_placement(prob, pool.config.few_limit_s, microbatches)
+            best = milp.best_placement(prob, pool.config.few_limit_s, microbatches)
             _ = best is not None and pool.add(best[0])
     if not pool.columns:
-        check_total(prob)
+        milp.check_total(prob)
         if not is_proved:
             raise PlanInfeasible("no placement was found that fits")
-        found, least_bytes = roomiest(prob, pool.config.shortage_limit_s)
+        found, least_bytes = milp.roomiest(prob, pool.config.shortage_limit_s)
         if not pool.add(found):
-            raise shortage(prob, found, least_bytes)
+            raise milp.shortage(prob, found, least_bytes)
 
 
 def _costs(columns: list[Column], prices: Prices) -> Floats:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from tessera.errors import UnknownName
 from tessera.plan import latency
 from tessera.plan.baselines import COARSE
-from tessera.plan.pricing import milp
 from tessera.plan.problem import Mix
 from tessera.plan.search.local import throughput_mixes
 from tessera.plan.search.task import Task
@@ -23,6 +22,8 @@ def single_placement(task: Task, time_limit_s: float | None = None) -> tuple[Mix
     """The best single placement of the MILP and the coarse policies."""
     limit_s = task.config.single_limit_s if time_limit_s is None else time_limit_s
     columns = [m.columns[0] for m in task.coarse_mixes if len(m.columns) == 1]
+    from tessera.plan.pricing import milp  # slow to import
+
     solved = milp.best_placement(task.problem, limit_s, task.microbatches)
     columns += [] if solved is None else [solved[0]]
     mixes = [mix for c in columns if (mix := task.pool.held_by((c,))) is not None]

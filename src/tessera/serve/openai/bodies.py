@@ -286,6 +286,16 @@ class ImageRequest(_Body, kw_only=True):
 
 
 Body = TypeVar("Body", bound=_Body)
+# Made here, before there are threads: msgspec inspects a type at its first use, and crashes the process if a
+# second thread uses the type meanwhile.
+DECODERS: dict[type[_Body], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind)
+    for kind in (
+        *(ChatRequest, CompletionRequest, EmbeddingRequest, ImageRequest),
+        *(TokenizeRequest, DetokenizeRequest),
+    )
+}
+FIELDS_DECODER = msgspec.json.Decoder(dict[str, Raw])
 
 
 def parse(kind: type[Body], raw: bytes, served: str) -> Body:
@@ -299,8 +309,9 @@ def parse(kind: type[Body], raw: bytes, served: str) -> Body:
 def _decode(kind: type[Body], raw: bytes) -> Body:
     try:
         if raw.lstrip()[:1] == b"{":  # else the second line has the expectation
-            _check_names(msgspec.json.decode(raw, type=dict[str, Raw]), kind.__struct_fields__)
-        return msgspec.json.decode(raw, type=kind)
+            _check_names(FIELDS_DECODER.decode(raw), kind.__struct_fields__)
+        request: Body = DECODERS[kind].decode(raw)
+        return request
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,0 +1,113 @@
+"""Moves: the engine's list of moves of pages under way.
+
+A move has a run per pair of devices, numbered with the runs of steps. The source's worker gets the order, the
+destination's reports the end. A move that fails is cancelled at both ends first: `Moved` with its failure
+comes when neither writes any more, so that its pages can be used again at once.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from tessera.errors import MismatchError
+from tessera.execute.hub import Hub
+from tessera.execute.lanes import LoadedLane
+from tessera.execute.messages import PIECE_BYTES, Cancel, MovePages
+from tessera.execute.page_mover import WORD
+from tessera.execute.stepper import Moved, PageMove, Routes
+
+
+@dataclass
+class MoveUnderWay:
+    move: PageMove
+    num_bytes: Counter[tuple[int, int]]
+    # Run -> its source and destination, without those that ended.
+    runs: dict[int, tuple[int, int]]
+    # Deadline: of the move, or of the cancellation once it has failed.
+    until_s: float
+    began_s: float = field(default_factory=time.monotonic)
+    failure: str = ""
+    # (run, device) that have not confirmed the cancellation.
+    ending: set[tuple[int, int]] = field(default_factory=set)
+
+
+class Moves:
+    """tell  takes the end of a move."""
+
+    def __init__(self, hub: Hub, timeout_s: float | None, tell: Callable[[Moved], None]) -> None:
+        self._hub, self._timeout_s, self._tell = hub, timeout_s, tell
+        self.under_way: list[MoveUnderWay] = []
+        # By (source, destination).
+        self.moved: Counter[tuple[int, int]] = Counter()
+
+    def start(
+        self,
+        move: PageMove,
+        routes: Routes,
+        source: LoadedLane,
+        destination: LoadedLane,
+        new_run: Callable[[], int],
+    ) -> None:
+        for size in (size for parts in routes.values() for _, size in parts):
+            if size > PIECE_BYTES or size % WORD:
+                message = f"a page has {size} bytes: no multiple of {WORD}, or more than {PIECE_BYTES}"
+                raise MismatchError(message, "Plan without moves.", f"move {move.number}")
+        pages = (list(move.from_pages), list(move.to_pages))
+        found = MoveUnderWay(move, Counter(), {}, self._due_s())
+        for (src, dst), parts in routes.items() if pages[0] else ():
+            run = new_run()
+            found.runs[run] = (src, dst)
+            found.num_bytes[src, dst] += len(pages[0]) * sum(size for _, size in parts)
+            self._hub.order(src, MovePages(run, dst, source.home or 0, destination.home or 0, parts, *pages))
+        self.under_way.append(found)
+        self._settle(found)
+
+    def done(self, device: int, run: int) -> bool:
+        """The destination has all pages; False if this is no run of a move."""
+        for found in self.under_way:
+            if found.runs.get(run, (-1, -1))[1] == device:
+                if not found.failure:
+                    del found.runs[run]
+                    self._settle(found)
+                return True
+        return False
+
+    def cancelled(self, run: int, device: int) -> None:
+        for found in list(self.under_way):
+            found.ending.discard((run, device))
+            self._settle(found)
+
+    def fail(self, why: str, is_hit: Callable[[MoveUnderWay], bool], gone: Collection[int] = ()) -> None:
+        """Cancels moves; `gone`: devices whose workers are gone."""
+        for found in list(self.under_way):
+            if not found.failure and is_hit(found):
+                found.failure, found.until_s = why, self._due_s()
+                found.ending = {(run, device) for run, ends in found.runs.items() for device in ends}
+                for run, device in found.ending:
+                    if device not in gone:
+                        self._hub.order(device, Cancel(run))
+            found.ending = {(run, device) for run, device in found.ending if device not in gone}
+            self._settle(found)
+
+    def late(self) -> tuple[list[tuple[int, int]], set[int]]:
+        """Cancels moves past their deadline; (their pairs of devices, devices that did not confirm)."""
+        late = [found for found in self.under_way if found.until_s <= time.monotonic()]
+        silent = {device for found in late if found.failure for _, device in found.ending}
+        pairs = [pair for found in late if not found.failure for pair in found.runs.values()]
+        why = f"its pages have not arrived within {self._timeout_s:g} s" if late else ""
+        self.fail(why, lambda found: any(found is other for other in late))
+        return pairs, silent
+
+    def _settle(self, found: MoveUnderWay) -> None:
+        if (not found.failure and found.runs) or found.ending:
+            return
+        self.under_way.remove(found)
+        num_bytes = 0 if found.failure else found.num_bytes.total()
+        if not found.failure:
+            self.moved += found.num_bytes
+        seconds = time.monotonic() - found.began_s
+        self._tell(Moved(found.move.number, found.failure, seconds, num_bytes))
+
+    def _due_s(self) -> float:
+        return float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s

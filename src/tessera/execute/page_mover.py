@@ -1,0 +1,329 @@
+"""PageMover: a worker's end of moves of pages.
+
+The engine orders a move from the worker that holds the pages. It cuts the move into pieces of bounded size,
+gathers a piece into a staging slot and tells the destination, which scatters it, returns the slot, and
+reports to the engine when it has all pieces. A slot is shared memory of both workers, or its bytes follow the
+frame over the link. A few slots per destination bound what is under way. Pages of another home on the same
+device are copied without a slot.
+
+Nothing blocks the worker's loop: copies of a GPU run on a stream of their own, and the loop looks whether
+they have ended. On a link that keeps modelled time a piece leaves no sooner than its time on the wire allows.
+A cancelled move writes nothing after the worker has confirmed the cancellation.
+
+Not handled: moves and transfers of steps that compete for a modelled link.
+"""
+
+import contextlib
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tessera.execute.links import Links
+from tessera.execute.memory import Storage, bytes_of
+from tessera.execute.messages import PIECE_BYTES, Done, Message, MovePages, PageFrame, PageTaken, Setup
+from tessera.execute.transport import IPC, SHM, shared_bytes
+
+# A page is a multiple of this many bytes.
+WORD = 8
+# Pieces under way to one destination.
+SLOTS = 8
+# Seconds between two looks at copies of a GPU.
+LOOK_S = 20e-6
+# Cancelled moves remembered, to drop their late pieces.
+REMEMBERED = 4096
+# (pages of one state buffer as rows, chosen pages)
+PageRows = tuple[torch.Tensor, Sequence[int]]
+# (state buffer, bytes of a page, pages here, pages at the destination)
+PiecePart = tuple[str, int, Sequence[int], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class PageNews:
+    """A frame about pages from another worker."""
+
+    peer: int
+    frame: PageFrame | PageTaken
+    contents: memoryview
+
+
+class PageCopier:
+    """Copies between pages and staging memory; on the CPU at once."""
+
+    def __init__(self, card: torch.device) -> None:
+        self._card = card
+
+    def gather(self, parts: Sequence[PageRows], into: torch.Tensor) -> Any:
+        """Starts a copy of pages, one after the other, into flat memory; returns a mark, None if it ended."""
+        at = 0
+        with self.stream():
+            for rows, pages in parts:
+                chosen = rows.index_select(0, self._index(pages)).view(torch.uint8).reshape(-1)
+                into[at : at + chosen.numel()].copy_(chosen, non_blocking=True)
+                at += chosen.numel()
+            return self.mark()
+
+    def scatter(self, parts: Sequence[PageRows], contents: torch.Tensor) -> Any:
+        """Starts a copy of flat memory to pages; returns a mark, None if it ended."""
+        at = 0
+        with self.stream():
+            here = contents.to(self._card, non_blocking=True)
+            for rows, pages in parts:
+                size = len(pages) * rows.shape[1] * WORD
+                chosen = here[at : at + size].view(torch.int64).view(len(pages), -1)
+                rows.index_copy_(0, self._index(pages), chosen)
+                at += size
+            return self.mark()
+
+    def copy(self, sources: Sequence[PageRows], destinations: Sequence[PageRows]) -> Any:
+        """Starts a copy from pages to others of this device."""
+        with self.stream():
+            for (rows, pages), (others, places) in zip(sources, destinations, strict=True):
+                others.index_copy_(0, self._index(places), rows.index_select(0, self._index(pages)))
+            return self.mark()
+
+    def _index(self, pages: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(pages, dtype=torch.int64).to(self._card, non_blocking=True)
+
+    def stream(self) -> Any:
+        """Context of the copies."""
+        return contextlib.nullcontext()
+
+    def mark(self) -> Any:
+        """A mark behind the copies so far, with `query` and `synchronize`."""
+        return None
+
+    def staging(self, size: int, path: Path | None) -> torch.Tensor:
+        """Flat memory, shared under this path if given."""
+        return torch.empty(size, dtype=torch.uint8) if path is None else shared_bytes(path, size)
+
+
+@dataclass
+class _Job:
+    order: MovePages
+    pieces: deque[list[PiecePart]]
+    total: int
+
+
+@dataclass
+class _Copying:
+    """A copy under way, and what follows it; `finish` is told whether the move was cancelled."""
+
+    run: int
+    mark: Any
+    finish: Callable[[bool], None]
+    due_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return (self.mark is None or self.mark.query()) and time.monotonic() >= self.due_s
+
+
+@dataclass
+class _Way:
+    """Staging slots to one destination."""
+
+    free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
+    # Piece -> its slot, until it is taken.
+    sent: dict[int, int] = field(default_factory=dict)
+    jobs: deque[_Job] = field(default_factory=deque)
+    # When the modelled link is free.
+    free_s: float = 0.0
+
+
+class PageMover:
+    """Used by the worker's loop.
+
+    homes   pages by home and name of the state buffer
+    tell    sends a message to the engine
+    hold_s  (destination, bytes) -> modelled seconds on the wire, and of latency
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        homes: Mapping[int, Mapping[str, Storage]],
+        copier: PageCopier,
+        links: Links | None,
+        tell: Callable[[Message], None],
+        hold_s: Callable[[int, int], tuple[float, float]] = lambda device, size: (0.0, 0.0),
+    ) -> None:
+        self._device, self._homes, self._copier = setup.device, homes, copier
+        self._links, self._tell, self._hold_s = links, tell, hold_s
+        self._folder = setup.folder if setup.transport in (SHM, IPC) else ""
+        self._ways: dict[int, _Way] = defaultdict(_Way)
+        self._slots: dict[tuple[int, int], torch.Tensor] = {}
+        self._copying: list[_Copying] = []
+        # Move -> pieces that were put down; moves that write nothing any more; pieces for unknown homes.
+        self._taken: dict[int, int] = {}
+        self._cancelled: dict[int, None] = {}
+        self._early: list[PageNews] = []
+        # Pieces of an earlier worker of this device have other numbers.
+        self._num_pieces = setup.epoch << 32
+
+    def order(self, order: MovePages) -> None:
+        pieces = cut(order)
+        self._ways[order.device].jobs.append(_Job(order, pieces, len(pieces)))
+
+    def advance(self) -> bool:
+        """Continues copies; False if only news can continue them."""
+        over = [copying for copying in self._copying if copying.is_over]
+        for copying in over:
+            self._copying.remove(copying)
+            copying.finish(False)
+        started = [self._start_piece(device, way) for device, way in list(self._ways.items()) if way.jobs]
+        if self._copying and not over and not any(started):
+            time.sleep(LOOK_S)
+        return bool(self._copying) or any(started)
+
+    def hear(self, news: PageNews) -> None:
+        if isinstance(news.frame, PageTaken):
+            way = self._ways[news.peer]
+            slot = way.sent.pop(news.frame.piece, None)
+            if slot is not None:
+                way.free.append(slot)
+        elif news.frame.run in self._cancelled:
+            self._return_slot(news)
+        elif news.frame.home not in self._homes:  # its lanes are being loaded
+            self._early.append(news)
+        else:
+            self._take(news, news.frame)
+
+    def retry(self) -> None:
+        """Lanes were loaded."""
+        early, self._early = self._early, []
+        for news in early:
+            self.hear(news)
+
+    def cancel(self, run: int) -> None:
+        """Ends a move; nothing of it is copied when this returns."""
+        self._cancelled[run] = None
+        while len(self._cancelled) > REMEMBERED:
+            del self._cancelled[next(iter(self._cancelled))]
+        self._taken.pop(run, None)
+        for way in self._ways.values():
+            way.jobs = deque(job for job in way.jobs if job.order.run != run)
+        for copying in [copying for copying in self._copying if copying.run == run]:
+            if copying.mark is not None:
+                copying.mark.synchronize()
+            self._copying.remove(copying)
+            copying.finish(True)
+        self.retry()
+
+    def reset(self, peer: int) -> None:
+        """The link to a peer is another one; the engine has cancelled moves over the last."""
+        way = self._ways[peer]
+        way.free, way.sent = list(range(SLOTS)), {}
+
+    def _rows(self, home: int, name: str, page_bytes: int) -> torch.Tensor:
+        """Pages of a state buffer as rows of words."""
+        storage = self._homes[home][name]
+        return bytes_of(storage, 0, storage.nbytes()).view(torch.int64).view(-1, page_bytes // WORD)
+
+    def _start_piece(self, device: int, way: _Way) -> bool:
+        """Gathers the next piece for a destination; False if no slot is free."""
+        job = way.jobs[0]
+        if device != self._device and not way.free:
+            return False
+        parts, order = job.pieces.popleft(), job.order
+        if not job.pieces:
+            way.jobs.popleft()
+        sources = [(self._rows(order.home, name, size), pages) for name, size, pages, _ in parts]
+        if device == self._device:
+            targets = [(self._rows(order.to_home, name, size), places) for name, size, _, places in parts]
+            mark = self._copier.copy(sources, targets)
+            self._add(
+                _Copying(
+                    order.run, mark, lambda is_cancelled: self._put_down(order.run, job.total, is_cancelled)
+                )
+            )
+            return True
+        slot, piece = way.free.pop(), self._num_pieces
+        self._num_pieces += 1
+        size = sum(size * len(pages) for _, size, pages, _ in parts)
+        contents = self._staging(self._device, device)[slot][:size]
+        wire_s, latency_s = self._hold_s(device, size)
+        way.free_s = max(way.free_s, time.monotonic()) + wire_s
+        listed = [(name, size, list(places)) for name, size, _, places in parts]
+        frame = PageFrame(order.run, piece, slot, order.to_home, listed, job.total)
+
+        def send(is_cancelled: bool) -> None:
+            if is_cancelled:
+                way.free.append(slot)
+            elif self._links is not None:
+                way.sent[piece] = slot
+                self._links.post(device, frame, None if self._folder else contents.numpy().data)
+
+        mark = self._copier.gather(sources, contents)
+        self._add(_Copying(order.run, mark, send, way.free_s + latency_s if wire_s else 0.0))
+        return True
+
+    def _take(self, news: PageNews, frame: PageFrame) -> None:
+        """Scatters an arrived piece."""
+        pages = self._homes[frame.home]
+        sizes = [size * len(places) for _, size, places in frame.parts]
+        if any(
+            name not in pages or size < 1 or size % WORD or pages[name].nbytes() % size
+            for name, size, _ in frame.parts
+        ):
+            return  # no worker of this session sends that
+        if self._folder:
+            contents = self._staging(news.peer, self._device)[frame.slot % SLOTS][: sum(sizes)]
+        else:
+            contents = torch.frombuffer(bytearray(news.contents), dtype=torch.uint8)
+        targets = [(self._rows(frame.home, name, size), places) for name, size, places in frame.parts]
+        if contents.numel() != sum(sizes) or any(max(p, default=0) >= len(rows) for rows, p in targets):
+            return
+
+        def taken(is_cancelled: bool) -> None:
+            self._return_slot(news)
+            self._put_down(frame.run, frame.total, is_cancelled)
+
+        self._add(_Copying(frame.run, self._copier.scatter(targets, contents), taken))
+
+    def _put_down(self, run: int, total: int, is_cancelled: bool) -> None:
+        """A piece has arrived; the last one ends the move."""
+        if is_cancelled:
+            return
+        self._taken[run] = self._taken.get(run, 0) + 1
+        if self._taken[run] == total:
+            del self._taken[run]
+            self._tell(Done(run, {}, {}))
+
+    def _return_slot(self, news: PageNews) -> None:
+        if self._links is not None and isinstance(news.frame, PageFrame):
+            self._links.post(news.peer, PageTaken(news.frame.piece))
+
+    def _add(self, copying: _Copying) -> None:
+        if copying.is_over:
+            copying.finish(False)
+        else:
+            self._copying.append(copying)
+
+    def _staging(self, source: int, destination: int) -> torch.Tensor:
+        key = (source, destination)
+        if key not in self._slots:
+            path = Path(self._folder) / f"pages-{source}-{destination}" if self._folder else None
+            self._slots[key] = self._copier.staging(SLOTS * PIECE_BYTES, path).view(SLOTS, PIECE_BYTES)
+        return self._slots[key]
+
+
+def cut(order: MovePages) -> deque[list[PiecePart]]:
+    """Pieces of at most `PIECE_BYTES`, in the order of the buffers and pages."""
+    pieces: deque[list[PiecePart]] = deque()
+    left = 0
+    for name, size in order.buffers:
+        at = 0
+        while at < len(order.from_pages):
+            if left < size:
+                pieces.append([])
+                left = PIECE_BYTES
+            num = min(left // size, len(order.from_pages) - at)
+            pages, places = order.from_pages[at : at + num], order.to_pages[at : at + num]
+            pieces[-1].append((name, size, pages, places))
+            at, left = at + num, left - num * size
+    return pieces

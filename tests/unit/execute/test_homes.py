@@ -1,0 +1,227 @@
+"""Homes: pages that microbatches share, plans of different steps, and moves of pages between homes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+import engine_factory
+import home_factory as made
+from tessera.errors import MismatchError, TesseraError
+from tessera.execute.lanes import Lanes
+from tessera.execute.memory import footprints, ready_programs
+from tessera.execute.reference import InOrder, ReferenceStepper
+from tessera.execute.stepper import Moved, PageMove, StepCall, StepDone, Stepper
+from tessera.execute.worker_stepper import WorkerStepper
+from tessera.ir import Plan
+from tessera.kernels import PAGE
+from tessera.simulate.stepper import Faults, Loss, VirtualStepper
+
+
+def plans() -> tuple[Plan, ...]:
+    """Two plans of one home with different steps, one of another home, and one over both devices."""
+    return (
+        made.plan_of((2, 4), [0], "left"),
+        made.plan_of((3,), [0], "left"),
+        made.plan_of((4, 2), [1], "right"),
+        made.plan_of((2,), [0, 1], "both"),
+    )
+
+
+def in_order() -> ReferenceStepper:
+    """The launches of every step, in this process."""
+    found = Lanes(plans())
+    run = InOrder([graph.trace for graph in found.graphs], made.weights(), torch.device("cpu"))
+    return ReferenceStepper(plans(), run, lambda: made.workload(2).make_state(0))
+
+
+def workers(transport: str) -> Callable[[], WorkerStepper]:
+    """Processes of this machine."""
+    return lambda: WorkerStepper(plans(), made.weights(), transport=transport, timeout_s=30.0)
+
+
+@pytest.fixture(scope="module", params=["in order", "shm", "host"])
+def stepper(request: pytest.FixtureRequest) -> Iterator[Stepper]:
+    """Each kind that computes."""
+    make = in_order if request.param == "in order" else workers(request.param)
+    with ExitStack() as stack:
+        yield stack.enter_context(make())
+
+
+def step(stepper: Stepper, call: StepCall) -> torch.Tensor:
+    """Output of one step."""
+    stepper.start(call)
+    done = stepper.take(60.0)
+    assert isinstance(done, StepDone), done
+    assert (call.microbatch, call.step) == (done.microbatch, done.step)
+    return done.outputs["y"]
+
+
+def lane_of(stepper: Stepper, policy: int) -> int:
+    """Number of the lane of a plan."""
+    return stepper.lanes.open(policy)[0].number
+
+
+def test_equal_steps_are_numbered_once_and_homes_by_name() -> None:
+    """Steps of 2, 4 and 3 tokens; three homes."""
+    found = Lanes(plans())
+
+    assert [2, 4, 3] == [graph.trace.step.context for graph in found.graphs]
+    assert [(0, 1), (2,), (1, 0), (0,)] == [lane.steps for lane in found.all]
+    assert [0, 0, 1, 2] == [lane.home for lane in found.all]
+    buffers = found.homes["both"].buffers
+    assert [(0, made.PAGES, made.PAGE_BYTES), (1, made.PAGES, made.PAGE_BYTES)] == [
+        (buffers[name].device, buffers[name].num_pages, buffers[name].page_bytes) for name in made.NAMES
+    ]
+
+
+def test_a_home_on_other_devices_or_of_another_size_is_refused() -> None:
+    """Nothing is loaded."""
+    found = Lanes(plans())
+    with pytest.raises(MismatchError, match="plans of home 'left' have pages"):
+        found.load([made.plan_of((2,), [1], "left")])
+    with pytest.raises(MismatchError, match="'kept' is not in pages"):
+        Lanes([replace(engine_factory.plan_of([engine_factory.scattered(Random(0), [0])], 1), home="x")])
+
+    assert 4 == len(found.all)
+
+
+def test_microbatches_of_a_home_see_one_anothers_pages(stepper: Stepper) -> None:
+    """Whatever the plan and the step; `newest` is each one's own, zeros when it is opened again."""
+    wanted = made.Expectation()
+    for microbatch, policy in enumerate((0, 1, 2)):
+        stepper.open(microbatch, lane_of(stepper, policy))
+    # (microbatch, home, step, tokens, written from, read from)
+    script = [
+        (0, "left", 1, 4, PAGE, PAGE),
+        (1, "left", 0, 3, 2 * PAGE, PAGE),
+        (2, "right", 0, 4, PAGE, 2 * PAGE),
+        (0, "left", 0, 2, 3 * PAGE, 2 * PAGE),
+        (2, "right", 1, 2, 2 * PAGE, PAGE),
+    ]
+    for seed, (microbatch, home, number, tokens, first, read) in enumerate(script):
+        given = made.inputs(tokens, first, read, seed)
+        found = step(stepper, StepCall(microbatch, number, given))
+        assert torch.equal(wanted.run(home, microbatch, tokens, given), found)
+    stepper.close(1)
+    stepper.open(1, lane_of(stepper, 1))
+    del wanted.newest[1]
+    given = made.inputs(3, 4 * PAGE, PAGE)
+    assert torch.equal(wanted.run("left", 1, 3, given), step(stepper, StepCall(1, 0, given)))
+    for microbatch in range(3):
+        stepper.close(microbatch)
+
+
+def test_pages_are_counted_once_however_many_microbatches_share_them() -> None:
+    """Pages once per home, what is a microbatch's own for each."""
+    found = [footprints([p], [ready_programs(p)], num)[0] for p in plans()[:1] for num in (1, 4)]
+    pages = len(made.NAMES) * made.PAGES * made.PAGE_BYTES
+
+    assert [pages, pages] == [x.home_bytes for x in found]
+    assert found[1].peak_bytes - found[0].peak_bytes == 3 * found[0].microbatch_bytes
+    both = footprints(plans(), [ready_programs(p) for p in plans()], 4)
+    assert [pages + pages // 2] * 2 == [x.home_bytes for x in both]
+
+
+def test_workers_refuse_plans_with_steps_that_they_do_not_have() -> None:
+    """With what to do."""
+    found = workers("shm")()
+    with pytest.raises(MismatchError, match="no tokens step of context 5"):
+        found.load([made.plan_of((5,), [0], "left")])
+
+
+def test_plans_of_known_steps_can_be_loaded_and_keep_the_pages_of_their_home(stepper: Stepper) -> None:
+    """A plan with one of the steps, in another order."""
+    wanted = made.Expectation()
+    stepper.open(0, lane_of(stepper, 0))
+    given = made.inputs(4, PAGE, PAGE)
+    assert torch.equal(wanted.run("left", 0, 4, given), step(stepper, StepCall(0, 1, given)))
+    stepper.load([made.plan_of((4,), [0], "left")])
+    stepper.open(1, lane_of(stepper, 0))
+    given = made.inputs(4, 2 * PAGE, PAGE)
+    assert torch.equal(wanted.run("left", 1, 4, given), step(stepper, StepCall(1, 0, given)))
+    stepper.load(plans())
+    for microbatch in (0, 1):
+        stepper.close(microbatch)
+
+
+# Moves.
+
+
+def virtual(faults: Faults | None = None) -> VirtualStepper:
+    """Microbatches 0 and 1 at home left and right."""
+    found = VirtualStepper(plans(), faults=faults or Faults())
+    for microbatch, policy in enumerate((0, 2, 3)):
+        found.open(microbatch, lane_of(found, policy))
+    return found
+
+
+def test_a_virtual_move_takes_its_link_one_after_the_other() -> None:
+    """Bytes over the rate, and a latency; the other direction is another link."""
+    found = virtual()
+    num_bytes = 2 * len(made.NAMES) * made.PAGE_BYTES
+    wire_s, latency_s = num_bytes / 1e9, 1e-6
+    found.move(PageMove(7, 0, 1, (1, 2), (3, 4)))
+    found.move(PageMove(8, 0, 1, (3, 4), (1, 2)))
+    found.move(PageMove(9, 1, 0, (1, 2), (3, 4)))
+    events = [found.take(None) for _ in range(3)]
+
+    assert [7, 9, 8] == [event.number for event in events if isinstance(event, Moved)]
+    assert found.now_s() == pytest.approx(2 * wire_s + latency_s)
+    assert all(isinstance(e, Moved) and not e.failure and e.num_bytes == num_bytes for e in events)
+    assert {("d0", "d1"): 2 * num_bytes, ("d1", "d0"): num_bytes} == found.use().moved
+    assert not any(found.busy_us)
+
+
+def test_a_virtual_move_to_a_home_over_two_devices_takes_what_is_elsewhere_only_over_links() -> None:
+    """One layer stays on its device."""
+    found = virtual()
+    found.move(PageMove(1, 0, 2, (1,), (1,)))
+    event = found.take(None)
+
+    assert isinstance(event, Moved)
+    assert 2 * made.PAGE_BYTES == event.num_bytes
+    assert event.seconds == pytest.approx(made.PAGE_BYTES / 1e9 + 1e-6)
+
+
+def test_a_lost_device_or_a_closed_microbatch_ends_a_virtual_move() -> None:
+    """Once, with why."""
+    found = virtual(Faults(losses=(Loss("d1", 1e-6, 1.0),)))
+    found.move(PageMove(1, 0, 1, (1,), (1,)))
+    found.take(None)
+    lost = found.take(None)
+    assert isinstance(lost, Moved)
+    assert "d1 was lost" in lost.failure
+    other = virtual()
+    other.move(PageMove(2, 0, 1, (1,), (1,)))
+    other.close(0)
+    closed = other.take(None)
+    assert isinstance(closed, Moved)
+    assert "closed" in closed.failure
+    assert other.take(1.0) is None
+    assert not other.use().moved
+
+
+@pytest.mark.parametrize("make", [virtual, in_order])
+def test_moves_that_cannot_be_are_refused(make: Callable[[], Stepper]) -> None:
+    """With the reason; within a home there is nothing to move."""
+    found = make()
+    found.load([*plans(), replace(plans()[0], home="")])
+    for microbatch, policy in enumerate((0, 2, 1, 4), 10):
+        found.open(microbatch, lane_of(found, policy))
+    for move, why in (
+        (PageMove(1, 10, 19, (1,), (1,)), "is not open"),
+        (PageMove(1, 10, 13, (1,), (1,)), "not in the pages of a home"),
+        (PageMove(1, 10, 11, (1, 2), (1,)), "cannot go"),
+        (PageMove(1, 10, 11, (0,), (1,)), "cannot go"),
+        (PageMove(1, 10, 11, (1,), (made.PAGES,)), "cannot go"),
+    ):
+        with pytest.raises(TesseraError, match=why):
+            found.move(move)
+    found.move(PageMove(5, 10, 12, (1,), (2,)))
+    event = found.take(1.0)
+    assert isinstance(event, Moved)
+    assert (5, "", 0) == (event.number, event.failure, event.num_bytes)
