@@ -243,9 +243,11 @@ class Fluid:
         self, group: GroupDraft, tokens: int, step_us: float, every: int = 1
     ) -> tuple[float, float, float]:
         """(requests per second, ms per token, ms to the first token) of a mixed group, by its mean step."""
-        per_s = tokens / (self.answers + self.load.prompt_tokens) * 1e6 / step_us
+        answering = self._answering(tokens)
+        read = (group.sizes[-1] - answering) / every / self.load.prompt_tokens
+        per_s = min(tokens / (self.answers + self.load.prompt_tokens), read) * 1e6 / step_us
         tpot_ms = group.microbatches * step_us * 1e-3
-        chunk = max(1.0, tokens - self._answering(tokens))
+        chunk = max(1.0, tokens - answering)
         reading = max(0.5 * every, self.load.prompt_tokens / chunk)
         return per_s, tpot_ms, tpot_ms * reading
 
