@@ -70,7 +70,11 @@ MemoryShare = Annotated[
 ]
 PrefixCaching = Annotated[bool, typer.Option(help="Compute common prefixes of prompts once.")]
 PlanCache = Annotated[bool, typer.Option(help="Reuse plans of an earlier start of the same service.")]
-PolicyOption = Annotated[str, typer.Option(help="Scheduling policy: auto, throughput or latency.")]
+POLICY_HELP = (
+    "auto, single, data-parallel, prefill-decode, prefill-decode-fractional, attention-ffn, layer-pipeline, "
+    "kernel-level or latency."
+)
+PolicyOption = Annotated[str, typer.Option(help=POLICY_HELP)]
 MaxWaiting = Annotated[int, typer.Option(min=1, help="Maximum number of waiting requests.")]
 MaxRequests = Annotated[int, typer.Option(min=1, help="Maximum number of requests, waiting ones included.")]
 MaxBody = Annotated[int, typer.Option(min=1, help="Maximum bytes of a request body.")]
@@ -94,6 +98,7 @@ class ServeReady(Record, frozen=True):
     seconds: Annotated[float, HIDDEN]
     # Language models only.
     policies: Annotated[tuple[str, ...], HIDDEN] = ()
+    policy: Annotated[str | None, HIDDEN] = None
     microbatches: Annotated[int | None, HIDDEN] = None
     seqs: Annotated[int | None, HIDDEN] = None
     max_model_len: Annotated[int | None, HIDDEN] = None
@@ -180,7 +185,7 @@ def _spec(
     random_weights: bool,
     effort: str,
 ) -> "ServeSpec":
-    from tessera.serve.planning import objectives_of
+    from tessera.serve.policies import check_policy
     from tessera.serve.records import ServeSpec, sizes_for
 
     usual = sizes_for(cluster)
@@ -190,7 +195,7 @@ def _spec(
         max_model_len,
         max_batch_tokens,
         memory_share=memory_share,
-        policies=objectives_of(policy),
+        policies=(check_policy(policy),),
         random_weights=random_weights,
         effort=effort,
     )

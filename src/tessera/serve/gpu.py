@@ -68,7 +68,6 @@ class GpuBackend:
     cluster: Cluster
     spec: ServeSpec
     is_compiled: bool = True
-    rehearses = True
     # Step -> compiled kernels of its launches.
     kernels: dict[int, Mapping[int, Any]] = field(default_factory=dict)
 

@@ -109,7 +109,7 @@ def served(
         pool_tokens = _pool_tokens(room / each if each else float("inf"), rows, size, capacity)
     steps = [replace(smallest, kind="encode", context=PICTURE_TOKENS, reserve=0)] if sees else []
     pool_tokens = PAGE * pages_for(pool_tokens)
-    length = min(size, spec.average.prompt + spec.average.output // 2)
+    length = min(size, spec.load.prompt_tokens + spec.load.output_tokens // 2)
     pages = replace(smallest, reserve=pool_tokens, rows=rows, length=length)
     if layout == DENSE:  # maximum tokens of a row
         size = min(size, num_dense(first.module, pages))
