@@ -1,4 +1,4 @@
-"""Services on two dilated devices of one GPU: every policy at its own best configuration for a load, measured.
+"""Services on two dilated devices of one GPU: every policy at its own best configuration for a load.
 
     export CUDA_MPS_PIPE_DIRECTORY=... CUDA_MPS_LOG_DIRECTORY=...; nvidia-cuda-mps-control -d
     python benchmarks/gpu_services.py --out benchmarks/results --name services_h200_202611 \
@@ -80,17 +80,20 @@ def measured(args: argparse.Namespace, policy: str, steps: Any, load: Any) -> di
         prepared = prepare(steps.model, steps.cluster, spec, advance=advance)
     else:
         plan = make_service_plan(steps, load, rehearse, policies=(policy,))
-        planned = asdict(plan.expected)
-        moments.append(["planned, tokens per s", round(planned["tokens_per_s"], 1)])
+        assert plan.expected is not None, "it was rehearsed"
+        moments.append(["planned, tokens per s", round(plan.expected.tokens_per_s, 1)])
         prepared = prepare(steps.model, steps.cluster, ServeSpec(load=load), plan=plan, advance=advance)
     (served,) = prepared.policies
     expected, scale = served.expected, prepared.scale
+    assert expected is not None, "it was rehearsed"
     advance("starting workers")
-    with prepared.workers(args.transport) as stepper:
-        with Service(stepper, prepared.policies, prepared.model.shape, ByteText()) as service:
-            advance("running")
-            found = run_load(service, expected.clients, load, args.seconds)
-            shot = service.snapshot()
+    with (
+        prepared.workers(args.transport) as stepper,
+        Service(stepper, prepared.policies, prepared.model.shape, ByteText()) as service,
+    ):
+        advance("running")
+        found = run_load(service, expected.clients, load, args.seconds)
+        shot = service.snapshot()
     rate = found.pop("tokens per s") * scale
     times = {name: found.pop(name) for name in ("tpot ms", "ttft ms")}
     return {
