@@ -75,7 +75,7 @@ class GroupSize:
     role: Role
     devices: tuple[str, ...]
     sequences: int
-    # Of the largest step.
+    # Largest step.
     tokens: int
     microbatches: int
 
