@@ -14,6 +14,8 @@ from tessera.execute.stepper import (
     DeviceLost,
     DeviceUse,
     Event,
+    Moved,
+    PageMove,
     StepCall,
     StepDone,
     Tensors,
@@ -99,6 +101,10 @@ class ClockedStepper:
         seconds = self.seconds.get((call.microbatch, call.step), 1.0) * call.scale
         self._push(self.now + seconds, StepDone(call.microbatch, call.step, {}, seconds))
 
+    def move(self, move: PageMove) -> None:
+        """At once: there are no pages."""
+        self._push(self.now, Moved(move.number))
+
     def take(self, timeout_s: float | None) -> Event | None:
         """Moves the clock."""
         limit = float("inf") if timeout_s is None else self.now + timeout_s
@@ -106,6 +112,8 @@ class ClockedStepper:
             self.now, _, event = heapq.heappop(self._agenda)
             if isinstance(event, DeviceLost):
                 return self._lose(event)
+            if isinstance(event, Moved):
+                return event
             if isinstance(event, DeviceBack):
                 self.lanes.lost.discard(event.device)
                 return event

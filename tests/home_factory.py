@@ -8,68 +8,73 @@ import torch
 
 from factories import make_cluster, make_plan
 from tessera.capture import Workload, record
+from tessera.capture.workload import on_device
 from tessera.ir import Cluster, Plan, Step, Trace
 from tessera.kernels import NEWEST, PAGE
 
 WIDTH, PAGES = 16, 8
 PAGE_BYTES = PAGE * WIDTH * 4
+# Numbers of a position and pages of a home; small by default.
+Size = tuple[int, int]
+SMALL: Size = (WIDTH, PAGES)
 NAMES = ("pages.0", "pages.1")
 
 
 class PagedNet(torch.nn.Module):
     """Each layer writes what comes in to its slots, and reads other slots."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.layers = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) / 4) for _ in NAMES
+            torch.nn.Parameter(torch.randn(width, width, generator=generator) / 4) for _ in NAMES
         )
 
 
 @functools.cache
-def net() -> PagedNet:
+def net(width: int = WIDTH) -> PagedNet:
     """One for all steps."""
-    return PagedNet()
+    return PagedNet(width)
 
 
 @functools.cache
-def workload(tokens: int, sequences: int = 2) -> Workload:
+def workload(tokens: int, sequences: int = 2, size: Size = SMALL) -> Workload:
     """A step of so many tokens; `newest` counts its runs, for so many sequences."""
+    width, num_pages = size
 
     def call(
         inputs: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         x = inputs["x"]
-        for name, weight in zip(NAMES, net().layers, strict=True):
-            places = state[name].view(-1, WIDTH)
+        for name, weight in zip(NAMES, net(width).layers, strict=True):
+            places = state[name].view(-1, width)
             places.index_copy_(0, inputs["slots"], x)
             x = torch.tanh(places[inputs["read"]] @ weight)
         state[NEWEST].add_(1)
         return {"y": x + state[NEWEST].sum()}
 
     def make_inputs(seed: int) -> dict[str, torch.Tensor]:
-        x = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(seed))
+        x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed))
         slots = torch.arange(PAGE, PAGE + tokens)
         return {"x": x, "slots": slots, "read": slots.clone()}
 
     def make_state(seed: int) -> dict[str, torch.Tensor]:
-        pages = {name: torch.zeros(PAGES, PAGE, WIDTH) for name in NAMES}
+        pages = {name: torch.zeros(num_pages, PAGE, width) for name in NAMES}
         return {**pages, NEWEST: torch.zeros(sequences, dtype=torch.int64)}
 
-    step = Step("paged", "tokens", sequences, tokens, reserve=PAGES * PAGE)
-    return Workload(step, net(), call, make_inputs, make_state, lambda first, run, last: dict(first))
+    step = Step("paged", "tokens", sequences, tokens, reserve=num_pages * PAGE)
+    return Workload(step, net(width), call, make_inputs, make_state, lambda first, run, last: dict(first))
 
 
 @functools.cache
-def trace(tokens: int, sequences: int = 2) -> Trace:
-    """The step, recorded."""
-    return record(workload(tokens, sequences))
+def trace(tokens: int, sequences: int = 2, size: Size = SMALL, device: str = "cpu") -> Trace:
+    """The step, recorded; its weights are on that device from then on."""
+    return record(on_device(workload(tokens, sequences, size), device))
 
 
-def inputs(tokens: int, first: int, read: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def inputs(tokens: int, first: int, read: int, seed: int = 0, size: Size = SMALL) -> dict[str, torch.Tensor]:
     """Tokens that are written from slot `first` on, and read from slot `read` on."""
-    made = workload(tokens).make_inputs(seed)
+    made = workload(tokens, size=size).make_inputs(seed)
     span = torch.arange(tokens)
     return {**made, "slots": first + span, "read": read + span}
 
@@ -81,9 +86,11 @@ def plan_of(
     sequences: int = 2,
     cluster: Cluster | None = None,
     microbatches: int = 4,
+    size: Size = SMALL,
+    device: str = "cpu",
 ) -> Plan:
     """A plan of steps whose first layer is on the first device and whose second is on the last."""
-    traces = [trace(num, sequences) for num in tokens]
+    traces = [trace(num, sequences, size, device) for num in tokens]
     lane = [_place(found, devices[0], devices[-1]) for found in traces]
     plan = make_plan(traces, [lane], cluster=cluster or make_cluster(2), microbatches=microbatches)
     return replace(plan, home=home)
@@ -98,9 +105,9 @@ def _place(found: Trace, first: int, second: int) -> list[int]:
     return [first if n < boundary else second for n in range(len(found.launches))]
 
 
-def weights() -> dict[str, torch.Tensor]:
+def weights(size: Size = SMALL) -> dict[str, torch.Tensor]:
     """Of every step."""
-    return dict(workload(2).weights())
+    return dict(workload(2, size=size).weights())
 
 
 class Expectation:

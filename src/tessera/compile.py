@@ -26,6 +26,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -111,13 +112,8 @@ class Call:
         return self.given_inputs
 
 
-@dataclass
-class _Waiting:
-    """A call that waits for its turn or has ended."""
-
-    request: Call
-    result: RunResult | None = None
-    error: BaseException | None = None
+# A call that waits for its turn or has ended.
+Waiting = tuple[Call, Future[RunResult]]
 
 
 class Workers:
@@ -135,47 +131,43 @@ class Workers:
         self._stepper: WorkerStepper | None = None
         self._end: Callable[[], Any] | None = None
         self._turn = threading.RLock()
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Waiting] = []
         self._waiting_lock = threading.Lock()
 
     def run(self, request: Call) -> RunResult:
-        """Runs one call, together with those that wait."""
-        mine = _Waiting(request)
+        mine: Future[RunResult] = Future()
         with self._waiting_lock:
-            self._waiting.append(mine)
+            self._waiting.append((request, mine))
         with self._turn:
-            if mine.result is None and mine.error is None:
+            if not mine.done():
                 self._run_waiting(mine)
-        if mine.error is not None:
-            raise mine.error
-        assert mine.result is not None, "an ended call has a result or an error"
-        return mine.result
+        return mine.result()
 
     def close(self) -> None:
-        """Stops the workers; a later run starts new ones."""
         with self._turn:
             if self._end is not None:
                 self._end()
             self._stepper, self._end = None, None
 
-    def _run_waiting(self, mine: _Waiting) -> None:
+    def _run_waiting(self, mine: Future[RunResult]) -> None:
         with self._waiting_lock:
             batch, self._waiting = self._waiting, []
+        is_sound = False
         try:
-            run = run_offline(self._started(), [waiting.request for waiting in batch])
+            run = run_offline(self._started(), [request for request, _ in batch])
             run.raise_failures()
+            for (_, waiting), result in zip(batch, run.results, strict=True):
+                waiting.set_result(result)
+            is_sound = True
         except TesseraError as error:
-            for waiting in batch:
-                waiting.error = error
-        else:
-            for waiting, result in zip(batch, run.results, strict=True):
-                waiting.result = result
+            for _, waiting in batch:
+                waiting.set_exception(error)
         finally:
-            left = [w for w in batch if w.result is None and w.error is None]
-            if left or batch[0].error is not None:  # work may be left in the queues
+            if not is_sound:  # work may be left in the queues
                 self.close()
             with self._waiting_lock:  # after an interruption the others still need their results
-                self._waiting = [w for w in left if w is not mine] + self._waiting
+                left = [x for x in batch if not x[1].done() and x[1] is not mine]
+                self._waiting = left + self._waiting
 
     def _started(self) -> WorkerStepper:
         with self.live_lock:
@@ -321,7 +313,6 @@ def _drop(compiled: "weakref.ref[Compiled]", session: "weakref.ref[Session]") ->
 
 
 def make_plan(trace: Trace, cluster: Cluster, options: Options) -> Plan:
-    """The plan of one step that is called repeatedly."""
     unit = flow.make_unit([trace], [1])
     costs = flow.price(unit, cluster)
     objective = Objective(options.objective)

@@ -77,7 +77,6 @@ class Market:
         return gpu(name).memory_bytes * self.memory_share
 
     def cluster(self, basket: Basket) -> Cluster:
-        """The cards of a set, at their rents."""
         devices = parse_devices(",".join(f"emu:{name}" for name in basket.gpus))
         prices = (dict(gpu(d.gpu).prices).get(basket.provider, d.usd_per_hour) for d in devices)
         usable = (

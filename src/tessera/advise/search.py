@@ -20,7 +20,15 @@ from functools import cached_property
 from tessera.advise.records import Advice, Candidate, Load, Market, Regime, Times
 from tessera.capture.models import steps_of_model
 from tessera.errors import PlanInfeasible, TesseraError
-from tessera.flow import LoadSteps, anchors_of, choose_launches, make_batched_plan, plan_for, plan_recorded
+from tessera.flow import (
+    LoadSteps,
+    anchors_of,
+    at_batches,
+    choose_launches,
+    make_batched_plan,
+    plan_for,
+    plan_recorded,
+)
 from tessera.ir import Cluster, Costs, Objective, Plan, Step, Variant, WorkUnit
 from tessera.plan import BATCHES, LoadConfig, LoadPlan, Option, PlanConfig
 from tessera.plan.rent import Basket, Limit, Offer, alone_bytes, baskets, limit_of, shortest_us
@@ -111,7 +119,6 @@ class Size:
         ).rel_error
 
     def on(self, cluster: Cluster) -> Variant:
-        """The same work on the devices of a cluster."""
         at = [self.limit.column_of[d.gpu] for d in cluster.devices]
         return Variant(
             self.unit,
@@ -130,7 +137,7 @@ class PricedCards:
         steps, counts = _steps_of(load)
         self.batches = market.batches or BATCHES
         anchors = anchors_of(self.batches)
-        self.is_compiled, self.note = choose_launches(steps, anchors, market.launches)
+        self.is_compiled, self.note = choose_launches(at_batches(steps, anchors), market.launches)
         self.recorded = LoadSteps(steps, counts, anchors, advance, self.is_compiled)
         self.offers, self.skipped = self._offers()
 
@@ -232,7 +239,6 @@ def _steps_of(load: Load) -> tuple[list[Step], list[int]]:
 
 
 def _use(priced: PricedCards) -> tuple[Advice, tuple[Plan, ...]]:
-    """What to do with given cards, and which one to rent next."""
     market, target = priced.market, priced.load.target
     prices = [dict(gpu(name).prices) for name in priced.have]
     rents = [p.get(market.provider) if market.provider else min(p.values(), default=None) for p in prices]
@@ -295,8 +301,6 @@ def _regimes(planned: LoadPlan, error: float, tokens: int) -> Iterable[Regime]:
 
 
 class _Rent:
-    """The search for the cheapest sets of cards that carry the load."""
-
     def __init__(self, priced: PricedCards, show: Advance) -> None:
         self._priced, self._load, self._market, self._show = priced, priced.load, priced.market, show
         self._listed = baskets(priced.offers, self._market.max_devices, self._market.provider)

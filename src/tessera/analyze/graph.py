@@ -126,7 +126,6 @@ class History:
         return entries[-1] if entries else None
 
     def cover(self, region: Region, by: int) -> None:
-        """Drop accesses of other launches that a write covers."""
         num_past, stop = self._num_past, region.stop
         both = (self._writes, self._reads)
         for seen in (s for entries in both for listed in entries.near(region, False) for s in listed):
@@ -281,7 +280,6 @@ class _Version:
 
 
 def values(trace: Trace) -> tuple[Value, ...]:
-    """Versions of all buffers, ordered by buffer and version."""
     newest = [_Version(b, None) for b in range(len(trace.buffers))]
     versions: list[list[_Version]] = [[v] for v in newest]
     for index, launch in enumerate(trace.launches):

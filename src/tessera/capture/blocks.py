@@ -64,12 +64,10 @@ def part_of(tensor: torch.Tensor) -> BlockPart:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage while it is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def blocks_of(tensors: Sequence[torch.Tensor]) -> tuple[MemoryBlock, ...]:
-    """Blocks behind some tensors, in order of first appearance."""
     parts: dict[int, list[tuple[int, BlockPart]]] = {}
     for number, tensor in enumerate(tensors):
         parts.setdefault(storage_key(tensor), []).append((number, part_of(tensor)))
@@ -135,7 +133,6 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> None:
 def flatten(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[tuple[str, Any]], Any]:
-    """Leaves of a call's arguments with their names."""
     leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
     words = parameters(fn, len(args))
     named = []
@@ -174,7 +171,6 @@ def unique(names: Sequence[str]) -> list[str]:
 
 
 def open_dataclasses(value: Any) -> None:
-    """Register the dataclasses of a result with torch's pytree."""
     while True:
         kinds = {type(leaf) for leaf in pytree.tree_leaves(value) if dataclasses.is_dataclass(leaf)}
         kinds -= {type, *pytree.SUPPORTED_NODES}

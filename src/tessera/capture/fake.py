@@ -49,7 +49,6 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 @functools.cache
 def ensure_cuda_guard() -> None:
-    """Make fake CUDA tensors usable in this process, once."""
     ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if ensure is None:
         raise CaptureError("this torch cannot hold fake CUDA tensors", _REMEDY)

@@ -111,7 +111,6 @@ def place_of(node: torch.fx.Node) -> str:
 
 
 def _source(node: torch.fx.Node) -> Path:
-    """Origin of a graph argument as a path; empty if unknown."""
     source = getattr(node.meta.get("grapharg"), "source", None) or getattr(node, "_dynamo_source", None)
     if source is None:
         return ()

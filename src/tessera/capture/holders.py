@@ -61,8 +61,6 @@ class Held:
 
 
 class GradOf:
-    """A tensor as the holder of its gradient."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
@@ -97,7 +95,6 @@ class Finder:
             self.look(_join(name, word), item, place, at, depth + 1)
 
     def look_at_optimizers(self) -> None:
-        """Search optimisers: options, and state of each parameter."""
         for name, optimizer in self.optimizers.items():
             for i, group in enumerate(optimizer.param_groups):
                 self.look(_join(name, f"group.{i}"), group)
@@ -389,7 +386,9 @@ class _PySearch:
         if isinstance(value, torch.nn.Module):
             self._look_module(name, value, depth)
         elif isinstance(value, torch.optim.Optimizer):
-            self.values.append(PyValue(f"the settings of '{name}'", partial(_settings, value)))
+            for held in (*value.param_groups, *value.state.values()):
+                for key in (k for k, v in held.items() if not isinstance(v, list | torch.Tensor)):
+                    self._add(_join(name, key), held, key)
         elif isinstance(value, types.FunctionType):
             self._look_function(name, value, depth)
         elif isinstance(value, dict | list | tuple | set | frozenset | deque | types.MethodType):
@@ -470,11 +469,6 @@ class _PySearch:
 
     def _add(self, name: str, holder: Any, key: Any) -> None:
         self.values.append(PyValue(f"'{name}'", partial(holder.get, key, _MISSING)))
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    groups = optimizer.param_groups
-    return [{k: v for k, v in group.items() if not isinstance(v, list | torch.Tensor)} for group in groups]
 
 
 def _contents(cell: types.CellType) -> Any:

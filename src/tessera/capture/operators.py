@@ -69,7 +69,6 @@ def byte_region(view: View) -> Region | None:
 
 
 def symbol_of(value: Any) -> Symbol | None:
-    """Name of a torch constant; None for anything else."""
     for kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
         if isinstance(value, kind):
             return Symbol(kind.__name__, str(value).removeprefix("torch."))
@@ -99,7 +98,6 @@ def arguments(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
 
 
 def argument_accesses(schema: Any, args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> list[Access]:
-    """Accesses of the arguments, from the schema's alias annotations."""
     accesses = []
     for argument, value, writes in arguments(schema, args, kwargs):
         reads = not (writes and (schema.name in OVERWRITERS or argument.is_out))

@@ -191,7 +191,6 @@ _seeing: list[See | None] = []
 
 
 def tensors_in(arg: Any) -> list[torch.Tensor]:
-    """Tensors of an argument, including a table's entries."""
     items = arg if isinstance(arg, tuple) else (arg,)
     return [item for item in items if isinstance(item, torch.Tensor)]
 
@@ -214,7 +213,6 @@ def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
 
 
 def _with_tables(seen: OwnLaunch) -> OwnLaunch:
-    """The launch with tables replaced by the tensors they point to."""
     given = [(i, seen.args[i]) for i in tables_of(seen.kernel) if isinstance(seen.args[i], torch.Tensor)]
     args, unread = list(seen.args), []
     with reads_allowed():

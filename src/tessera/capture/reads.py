@@ -37,7 +37,6 @@ NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
 @contextmanager
 def traced() -> Iterator[None]:
-    """While entered, transformers avoids decisions by tensor values."""
     module = sys.modules.get(IMPORTS)
     answer, checks = getattr(module, ANSWER, None), os.environ.get(NO_CHECKS)
     if module is None or answer is None:

@@ -192,7 +192,6 @@ def _record(
 
 
 def first_difference(one: Trace, other: Trace) -> tuple[int, str] | None:
-    """First launch that differs between two recordings, and how."""
     for number, (a, b) in enumerate(zip(one.launches, other.launches, strict=False)):
         names = one.kernel_of(number).name, other.kernel_of(number).name
         if names[0] != names[1]:
@@ -210,8 +209,6 @@ def first_difference(one: Trace, other: Trace) -> tuple[int, str] | None:
 
 
 def _values(trace: Trace, launch: Launch) -> list[object]:
-    """Plain values of a launch, and bytes of its constants."""
-
     def plain(arg: Arg) -> object:
         if isinstance(arg, View):
             said = trace.buffers[arg.buffer].constant_hex
@@ -234,5 +231,4 @@ class CallablePackage(types.ModuleType):
 
 
 def make_callable(package: str) -> None:
-    """Make an imported package callable by replacing its class."""
     sys.modules[package].__class__ = CallablePackage

@@ -217,8 +217,6 @@ class Ledger:
 
 
 class Scopes:
-    """While entered, tracks calls of a module's submodules."""
-
     def __init__(self, module: torch.nn.Module) -> None:
         self._names = {id(m): name for name, m in module.named_modules()}
         self._stack: list[str] = []
@@ -231,7 +229,6 @@ class Scopes:
         return self._stack[-1] if self._stack else ""
 
     def of_launch(self) -> str:
-        """Scope of the running operator, forward or backward."""
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             return self._by_number.get(node._sequence_nr(), "")
@@ -282,7 +279,6 @@ def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator as one launch; explain failures."""
     try:
         with inside_operator():
             return run(func, args, kwargs)

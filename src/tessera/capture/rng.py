@@ -50,7 +50,6 @@ def size_of(name: str) -> int:
 
 
 def state_now(name: str) -> torch.Tensor:
-    """Copy of the current state of torch's generator."""
     with no_dispatch():
         return _generator(name).get_state().clone()
 
@@ -82,7 +81,6 @@ def entered(state: Tensors) -> Iterator[None]:
 
 
 def forked() -> AbstractContextManager[None]:
-    """While entered, draws do not affect the program's generators."""
     used = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     return torch.random.fork_rng(devices=list(used))
 
@@ -110,7 +108,6 @@ class Draws:
             self._known[name] = state_now(name)
 
     def check(self) -> None:
-        """Raise if a generator changed outside recorded launches."""
         for name in self._known:
             self._check(name)
 

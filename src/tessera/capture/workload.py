@@ -80,7 +80,6 @@ class Workload:
         return all(torch.equal(first[name], other[name]) for name in first)
 
     def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
-        """New values for some of the step's tensors."""
         given = without_generators(tensors)
         return {**tensors, **fresh(given, seed, is_mild)}
 

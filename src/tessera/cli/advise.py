@@ -196,7 +196,6 @@ def _rent(advice: Advice, plan: PlanFigures) -> list[str]:
 
 
 def _use(advice: Advice) -> list[str]:
-    """What to do, what it gains, what it costs, and what to rent next."""
     way, load = advice.advised, advice.load
     enough = "enough" if way.is_enough else "too little"
     rate = f"{way.requests_per_s:.4g} {load.unit}/s, {enough} for {load.rate_per_s:g} + {load.margin:.0%}"
@@ -248,13 +247,15 @@ def _write_page(
     remarks: Sequence[str],
     cells: list[dict[str, Any]],
 ) -> None:
-    from tessera.report import AdviceBar, AdviceTable, write_advice
+    from tessera.report import AdviceTable, Bar, write_advice
+    from tessera.report.figures import digits
 
     unit = advice.load.unit
     bars = []
     for c in advice.candidates:
         name = c.way if advice.have else ", ".join(c.gpus)
-        bars.append(AdviceBar(name, c.policy, c.requests_per_s, f"{unit}/s", _facts(c, unit), c.is_advised))
+        value, style = f"{digits(c.requests_per_s)} {unit}/s", "own" if c.is_advised else ""
+        bars.append(Bar(name, c.policy, c.requests_per_s, value, _facts(c, unit), style=style))
     regimes = [(f"{r.tpot_ms:g} ms", text_of(r.requests_per_s), r.best) for r in advice.by_tpot]
     cards = [
         (c.gpus[0], f"{c.requests_per_s:.4g}", _facts(c, unit), text_of(c.is_enough))

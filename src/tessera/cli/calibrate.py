@@ -136,7 +136,6 @@ def _share(costs: list[Cost]) -> float:
 
 
 def _ratios(rows: Iterable[MeasuredWork]) -> dict[str, float]:
-    """Class -> measured time over modelled, of all its measured launches together."""
     sums: dict[str, tuple[float, float]] = {}
     for row in rows:
         us, modelled = sums.get(row.work.op.value, (0.0, 0.0))

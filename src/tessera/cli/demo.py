@@ -31,12 +31,21 @@ from tessera.cli.plan_load import (
     policy_figures,
     verdict,
 )
-from tessera.cli.plan_text import PlanFigures, PlanTables, plan_figures
+from tessera.cli.plan_text import PlanFigures, PlanTables, plan_figures, sure
 from tessera.cli.run import is_equal, overlap, run_through, shares
 from tessera.errors import TesseraError, WorkerError
 from tessera.ir import Cluster, Objective, Plan, Step, Timeline, save
 from tessera.plan import Option
-from tessera.report import compared
+from tessera.report import (
+    Shown,
+    compared,
+    duration,
+    layer_picture,
+    main_lane,
+    short_name,
+    write_perfetto,
+    write_report,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +234,6 @@ def _run(
 
 def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, str]:
     from tessera.plan import explain
-    from tessera.report import Shown, write_perfetto, write_report
     from tessera.simulate import simulate
 
     first = policies[0]
@@ -242,8 +250,9 @@ def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, 
     write_perfetto(runs[0], files["full_perfetto"])
     write_perfetto(runs[1], files["perfetto"])
     write_perfetto(first.measured, files["perfetto_measured"])
+    said = how_sure(full, sure(full.plan).rel_error)
     plans = [
-        (FULL.model, Shown(full.plan, runs[0], f"{verdict(full)} {how_sure(full)}")),
+        (FULL.model, Shown(full.plan, runs[0], f"{verdict(full)} {said}")),
         (MODEL, Shown(first.plan, runs[1], explain(first.plan).verdict)),
     ]
     write_report(output, plans, None, files["page"])
@@ -298,8 +307,6 @@ def _story(full: "LoadPlan", policies: list[Policy], run: DemoRun) -> Iterator[R
 
 
 def _gain(full: "LoadPlan", gain: DemoGain) -> Iterator[RenderableType | Record]:
-    from tessera.report import layer_picture, main_lane
-
     yield Rule(f"1. The gain: {FULL.model} on {' beside '.join(gain.devices)}", align="left")
     yield Text(
         f"Decodes at a context of {FULL.prompt_tokens:,}; every policy has the memory of both cards and "
@@ -310,13 +317,12 @@ def _gain(full: "LoadPlan", gain: DemoGain) -> Iterator[RenderableType | Record]
     yield layer_picture(full.plan, main_lane(full.plan), 0)
     yield Text(f"Why: {_why(full.plan)} (modelled).")
     yield Text(verdict(full), style="bold")
-    yield Text(how_sure(full))
+    yield Text(how_sure(full, sure(full.plan).rel_error))
 
 
 def _why(plan: Plan) -> str:
     """For each device its most important kernel: the time there and on the best other device."""
     from tessera.plan import explain
-    from tessera.report import duration, short_name
 
     weightiest: dict[str, str] = {}
     for r in explain(plan).reasons:

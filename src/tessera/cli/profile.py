@@ -37,6 +37,7 @@ from tessera.profile.store import (
     keep_links,
     remark,
 )
+from tessera.report import duration, short_name
 
 DEVICES_HELP = "Devices, such as cuda:0,cpu or emu:a100,emu:l40s. Those of this machine are measured."
 
@@ -173,8 +174,6 @@ def _price(
 
 
 def _kernels(trace: Trace, costs: Costs) -> tuple[KernelCost, ...]:
-    from tessera.report import duration, short_name
-
     indices: dict[str, list[int]] = {}
     for index in range(len(trace.launches)):
         indices.setdefault(trace.kernel_of(index).name, []).append(index)
@@ -210,7 +209,6 @@ def _measured_device(measured: Measured, sums: Reconciled) -> MeasuredDevice:
 
 
 def _modelled_notes(trace: Trace, costs: Costs) -> tuple[str, ...]:
-    """Remarks on those devices that a model prices, wholly or in part."""
     rows = enumerate(costs.devices)
     modelled = [
         d
@@ -290,7 +288,6 @@ def keeping(store: Path | None, clocks: Clocks) -> Keeping:
 
 
 def measure_devices(trace: Trace, devices: Sequence[Device], kept: Keeping) -> dict[str, Measured]:
-    """Device -> measured costs, for devices that are measured."""
     wanted = [d for d in devices if needs_measuring(d)]
     if not wanted:
         return {}

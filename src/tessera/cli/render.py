@@ -72,8 +72,6 @@ UNITS: dict[str, Callable[[float], str]] = {
 
 
 class Field(NamedTuple):
-    """How one field of a record is shown."""
-
     name: str
     label: str
     unit: str
@@ -81,7 +79,6 @@ class Field(NamedTuple):
 
 
 def fields_of(record: type[Any]) -> tuple[Field, ...]:
-    """The fields of a record type, in order."""
     struct = getattr(record, "__struct_fields__", None)
     names = struct or [f.name for f in dataclasses.fields(record)]
     hints = get_type_hints(record, include_extras=True)

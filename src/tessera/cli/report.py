@@ -1,7 +1,7 @@
 """tessera report: everything a folder holds on one page."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -9,9 +9,7 @@ from tessera.cli.output import HIDDEN, Record, progress
 from tessera.errors import ArtifactError, TesseraError
 from tessera.ir import Plan, Timeline, load
 from tessera.ir.files import kind_of
-
-if TYPE_CHECKING:
-    from tessera.report import Shown
+from tessera.report import Shown, write_report
 
 # Requests of a simulated run, for a plan that has no timeline beside it.
 SIMULATED_REQUESTS = 64
@@ -35,13 +33,11 @@ def report(
 ) -> WrittenPage:
     """Write one self-contained HTML page about what is in a folder.
 
-    First a summary of its plans, best first; then for every plan its rate, the comparison and a layer's
-    placement, and folded away timeline, utilisation, dependencies and lanes. A
-    timeline of the same name is shown where there is one (NAME.plan, NAME.timeline); otherwise a run is
-    simulated. For a folder of `python -m benchmarks.paper`: its figures and the map of regimes.
+    A summary of its plans, best first; then each plan with its rate, the comparison and a layer's placement,
+    and folded away timeline, utilisation, dependencies and lanes. The timeline is NAME.timeline beside
+    NAME.plan, else a simulated run. For a folder of `python -m benchmarks.paper`: its figures and the map of
+    regimes.
     """
-    from tessera.report import write_report
-
     if not folder.is_dir():
         what = "this is a file, not a folder" if folder.exists() else "there is no such folder"
         raise TesseraError(what, "Give the folder that holds the plans.", str(folder))
@@ -65,9 +61,8 @@ def report(
     )
 
 
-def _shown(path: Path) -> "Shown":
+def _shown(path: Path) -> Shown:
     from tessera.plan import explain
-    from tessera.report import Shown
     from tessera.simulate import simulate
 
     plan = load(Plan, path)

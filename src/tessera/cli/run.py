@@ -19,6 +19,7 @@ from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, met, serve_rank
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load, need_one_batch
+from tessera.report import write_perfetto
 
 if TYPE_CHECKING:
     from tessera.execute.offline import Request, RunResult
@@ -120,7 +121,7 @@ class Ran:
     reference: str | None = None
 
     def divided(self, scale: float) -> "Ran":
-        """With modelled times, of a run in which all of them were so many times as long."""
+        """The run with all times divided by the scale of dilated devices."""
         if scale == 1.0:
             return self
         timeline = self.timeline
@@ -310,8 +311,6 @@ def _report(
     first = ran.picked.number if ran.picked else 0
     plan, num = plans[first], len(ran.results)
     if trace is not None:
-        from tessera.report import write_perfetto
-
         write_perfetto(ran.timeline, trace, simulate(plan, num))
     predicted = simulate(plan, min(num, PREDICTED_REQUESTS), is_detailed=False)
     lost = sum(bool(r.error) for r in ran.results)
@@ -431,7 +430,7 @@ def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[Request]") -> "
 
 
 def check_pick(plans: Sequence[Plan], is_picked: bool) -> None:
-    """There must be a choice, and devices whose time is worth measuring, if plans are to be tried out."""
+    """Raises unless there are several plans of one batch, and no emulated device."""
     if not is_picked:
         return
     if len(plans) < 2:

@@ -96,7 +96,6 @@ def order_against(graph: Graph, edge: Edge, rng: random.Random, number: int) -> 
 
 
 def _ancestors(pairs: Iterable[Pair], num_launches: int) -> list[int]:
-    """ancestors[launch]: a bit for each launch with a path to it."""
     sources: list[list[int]] = [[] for _ in range(num_launches)]
     for src, dst in pairs:
         sources[dst].append(src)

@@ -20,7 +20,7 @@ _RESOURCE_SM = 1  # CU_DEV_RESOURCE_TYPE_SM
 _DEFAULT_STREAM = 1  # CU_GREEN_CTX_DEFAULT_STREAM
 _WAIT_32, _WRITE_32, _WAIT_64, _WRITE_64 = 1, 2, 4, 5  # CUstreamBatchMemOpType
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
-_PORTABLE = 1  # cudaHostRegisterPortable
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 IPC_HANDLE_BYTES = 64
 # SMs per group where the driver does not say: valid on every architecture, the smallest on Hopper.
@@ -97,9 +97,8 @@ def pinned(shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> torch.Tens
 
 def pin(tensor: torch.Tensor) -> None:
     """Makes host memory accessible to GPUs, for as long as the process lives."""
-    status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, _PORTABLE))
-    if status:
-        raise WorkerError(f"cudaHostRegister failed: error {status}", "Raise the limit of locked memory.")
+    place, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+    ask("cuMemHostRegister_v2", place, size, ctypes.c_uint(_PORTABLE))
 
 
 def new_stream(ordinal: int, priority: int = 0) -> torch.cuda.Stream:

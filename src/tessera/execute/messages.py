@@ -120,7 +120,7 @@ class MovePages(_Message, frozen=True):
 
     # Counted with the runs of programs.
     run: Index
-    # Of the destination.
+    # Destination.
     device: Index
     home: Index
     to_home: Index

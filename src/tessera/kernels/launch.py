@@ -90,8 +90,6 @@ def _bytes(storage: torch.UntypedStorage) -> Any:
 
 
 class PtxKernel:
-    """One PTX entry, loaded into the current CUDA context."""
-
     def __init__(self, kernel: Kernel, block: tuple[int, ...]) -> None:
         torch.cuda.current_stream()  # creates the context
         self._name, self._shared = kernel.name, kernel.shared_bytes

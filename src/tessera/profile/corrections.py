@@ -121,12 +121,10 @@ class Corrections:
         return ratios
 
     def apply(self, work: Work, cost: Cost, spec: Gpu) -> Cost:
-        """Cost of one launch with all corrections that apply."""
         cost = self._with_kernel(work, cost, spec) or self._with_terms(work, cost, spec)
         return self.apply_rows(work, cost)
 
     def apply_rows(self, work: Work, cost: Cost) -> Cost:
-        """Cost corrected by measured launches of this GPU."""
         if work in self._measured_us:
             detail = f"calibrated on {self.gpu}"
             return Cost(self._measured_us[work], Source.MEASURED, MEASURED_ERROR, detail)

@@ -124,7 +124,6 @@ def notes(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = Tru
 
 
 def _guessed(name: str, distinct: list[Work], tables: Tables | None) -> list[str]:
-    """Classes never measured on this GPU, with the expected error."""
     worst: dict[str, float] = {}
     for work, cost in zip(distinct, price_works(distinct, name, tables), strict=True):
         if work.op is not OpClass.ALLOCATION and cost.source is Source.CLASS:

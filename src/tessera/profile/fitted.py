@@ -91,8 +91,6 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Work of many launches of one class, as columns."""
-
     flops: Array
     num_bytes: Array
     # GEMM: batch, m, n, k, or 0 if unknown. Shape (4, launches).
@@ -142,8 +140,6 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Parameters for one GPU and class, with their error."""
-
     params: Params
     source: Source
     # Expected relative error below and above LONG_US.

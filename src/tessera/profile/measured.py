@@ -58,8 +58,6 @@ Advance = Callable[[str], None]
 
 
 class Timer(Protocol):
-    """Times launches of one trace on one device."""
-
     # Last-level cache size.
     cache_bytes: int
     # How inputs were generated; empty for the model's own.
@@ -151,7 +149,6 @@ class _Session:
     _slow: list[str] = field(default_factory=list)
 
     def measure(self) -> Measured:
-        """Times launches in program order, then the whole step."""
         whole, why = self._whole() if self._only is None else (None, ())
         todo = {g.launches[0]: g for g in self._groups if self._is_wanted(g)}
         last = max(todo, default=-1)
@@ -335,7 +332,6 @@ def needs_measuring(device: Device) -> bool:
 def combine(
     trace: Trace, devices: tuple[Device, ...], found: Mapping[str, Measured]
 ) -> tuple[Costs, dict[str, Reconciled]]:
-    """Costs on all devices, and sums for measured ones."""
     columns: list[tuple[Cost, ...]] = []
     reconciled: dict[str, Reconciled] = {}
     for device in devices:
@@ -352,7 +348,6 @@ def combine(
 
 
 def _modelled(trace: Trace, device: Device) -> tuple[Cost, ...]:
-    """Costs of the GPU that the device is or emulates."""
     if not device.gpu:
         remedy = "Run the command where it can be measured."
         raise CannotTime(f"{device.name} was not measured, and no model knows it", remedy)
@@ -360,7 +355,6 @@ def _modelled(trace: Trace, device: Device) -> tuple[Cost, ...]:
 
 
 def _partial(costs: tuple[Cost, ...], device: Device) -> tuple[Cost, ...]:
-    """Scales by the number of SMs, with a wide error."""
     if not device.num_sms:
         return costs
     share = min(1.0, device.num_sms / gpu(device.gpu).num_sms)

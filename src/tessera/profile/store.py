@@ -189,7 +189,6 @@ def _ends_line(path: Path) -> bool:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Documents of a store; empty without a file."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

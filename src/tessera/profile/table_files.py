@@ -353,7 +353,6 @@ def _most_frequent(names: list[str]) -> tuple[str, Any]:
 
 @cache
 def installed_root() -> Path | None:
-    """Systems folder of the installed package, or None."""
     spec = find_spec(PACKAGE)
     for place in spec.submodule_search_locations or () if spec else ():
         root = Path(place) / "systems" / "data"
@@ -363,7 +362,6 @@ def installed_root() -> Path | None:
 
 
 def table_files(root: Path, gpu_name: str, op: OpClass) -> tuple[TableFile, ...]:
-    """Tables of one GPU and class, best first."""
     if gpu_name not in SYSTEMS or op not in KINDS:
         return ()
     kind, found = KINDS[op], []

@@ -86,8 +86,6 @@ LEAST_ERROR = 0.02
 
 @dataclass(frozen=True)
 class Surface:
-    """Measured points of one table, relative to the model."""
-
     # (points, sizes), in octaves.
     places: Array
     residual: Array
@@ -260,7 +258,6 @@ def too_fast(rows: Rows, wrong: npt.NDArray[np.bool_], spec: Gpu) -> str:
 
 
 def not_square(rows: Rows) -> str:
-    """Refuses prompt attention that does not grow quadratically."""
     if rows.file.op is not OpClass.PREFILL:
         return ""
     exponents = _exponents(rows)
@@ -412,5 +409,4 @@ def installed_tables() -> Tables | None:
 
 
 def missing_note() -> str:
-    """Hint to install tables that exist for these GPUs."""
     return f"public tables are not installed: {MissingExtra(DISTRIBUTION, 'tables')}"

@@ -10,20 +10,16 @@ from tessera.report.figures import (
     device_uses,
     duration,
     main_lane,
-    percent,
-    rate,
-    ratio,
     round_limits,
     short_name,
-    size,
 )
-from tessera.report.page import Shown, write_page
-from tessera.report.pages import AdviceBar, AdviceTable, write_advice, write_report
+from tessera.report.page import Bar, Shown, write_page
+from tessera.report.pages import AdviceTable, write_advice, write_report
 from tessera.report.perfetto import write_perfetto
 from tessera.report.picture import layer_picture
 
 __all__ = [
-    "AdviceBar", "AdviceTable", "DeviceUse", "PolicyLine", "Shown", "compared", "device_uses", "duration",
-    "layer_picture", "main_lane", "percent", "rate", "ratio", "round_limits", "short_name", "size",
+    "AdviceTable", "Bar", "DeviceUse", "PolicyLine", "Shown", "compared", "device_uses", "duration",
+    "layer_picture", "main_lane", "round_limits", "short_name",
     "write_advice", "write_page", "write_perfetto", "write_report",
 ]  # fmt: skip

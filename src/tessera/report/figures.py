@@ -37,7 +37,6 @@ def step_us(plan: Plan, lane: Lane, step: int) -> tuple[float, ...]:
 
 
 def launches_on(plan: Plan) -> tuple[float, ...]:
-    """Launches per device of an average work unit."""
     placed = [0.0] * len(plan.cluster.devices)
     for share, lane in zip(shares(plan), plan.lanes, strict=True):
         each = share / plan.weight_of(lane)
@@ -88,7 +87,6 @@ def _score(objective: Objective, made: Baseline | Plan) -> float | None:
 
 
 def gain(plan: Plan, made: Baseline | Plan) -> float | None:
-    """Ratio to the best baseline by the plan's objective."""
     best = best_baseline(plan)
     own, other = _score(plan.objective, made), _score(plan.objective, best) if best else None
     return own / other if own and other else None
@@ -159,15 +157,12 @@ def headline(plan: Plan) -> tuple[float, str]:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Spans of a device or link, by start."""
-
     name: str
     is_link: bool
     spans: tuple[Span, ...]
 
     @property
     def ends(self) -> tuple[str, str] | None:
-        """Source and destination of a link, else None."""
         src, arrow, dst = self.name.partition(LINK_ARROW)
         return (src, dst) if self.is_link and arrow else None
 
@@ -190,7 +185,6 @@ def busy_us(spans: Sequence[Span]) -> float:
 
 
 def utilisation(track: Track, run_us: float) -> float:
-    """Busy fraction of a run of that length."""
     return busy_us(track.spans) / run_us if run_us > 0 else 0.0
 
 

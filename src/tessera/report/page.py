@@ -231,7 +231,6 @@ def _tiles(plan: Plan, timeline: Timeline) -> list[tuple[str, str, str]]:
 
 
 def _comparison(plan: Plan) -> list[Bar]:
-    """Throughput of the plan and all baselines, and the bound."""
     lines = compared(plan)
     top = max(line.requests_per_s or 0.0 for line in lines) or 1.0
     styles = ("own", "own soft", *[""] * (len(lines) - 3), "bound")
@@ -330,7 +329,6 @@ def _column(busy: dict[int, float]) -> tuple[int, int]:
 
 
 def _closer_look(timeline: Timeline, found: Sequence[Track]) -> DrawnTimeline | None:
-    """Spans around the middle of the run, or None if empty."""
     if not timeline.spans:
         return None
     start_us, stop_us = _window(timeline)

@@ -9,13 +9,13 @@ import base64
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tessera.errors import ArtifactError
 from tessera.ir import Plan
-from tessera.report.figures import digits, gain, percent, rate, ratio
+from tessera.report.figures import gain, percent, rate, ratio
 from tessera.report.page import Bar, Shown, layers, plan_part, render
 
 # Minimum gain of each shade.
@@ -51,7 +51,6 @@ def read_paper(path: Path) -> Mapping[str, Any]:
 
 
 def paper_part(document: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Figures of an evaluation beside the published ones."""
     try:
         return [_part(document, name, about, folder) for name, about in document["figures"].items()]
     except (KeyError, TypeError, AttributeError) as error:
@@ -129,16 +128,6 @@ def _cell(row: Case | None) -> tuple[str, str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class AdviceBar:
-    name: str
-    about: str
-    value: float
-    unit: str
-    facts: str
-    is_advised: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class AdviceTable:
     title: str
     note: str
@@ -150,31 +139,20 @@ def write_advice(
     path: str | Path,
     title: str,
     answer: Sequence[str],
-    bars: Sequence[AdviceBar],
+    bars: Sequence[Bar],
     tables: Sequence[AdviceTable],
     plan: Plan,
     remarks: Sequence[str],
     regimes: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Writes one self-contained file; `regimes` are cells of an evaluation's map, if any."""
-    top = max(way.value for way in bars) or 1.0
-    ways = [
-        Bar(
-            way.name,
-            way.about,
-            way.value / top,
-            f"{digits(way.value)} {way.unit}",
-            way.facts,
-            style="own" if way.is_advised else "",
-        )
-        for way in bars
-    ]
+    """Writes one self-contained file; shares of `bars` are relative, `regimes` are cells of a map, if any."""
+    top = max(bar.share for bar in bars) or 1.0
     render(
         path,
         "advice.html",
         title=title,
         answer=answer,
-        bars=ways,
+        bars=[replace(bar, share=bar.share / top) for bar in bars],
         tables=tables,
         layers=layers(plan),
         remarks=remarks,

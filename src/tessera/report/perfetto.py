@@ -27,7 +27,6 @@ Drawn = tuple[int, Span]
 
 
 def write_perfetto(timeline: Timeline, path: str | Path, beside: Timeline | None = None) -> None:
-    """Writes a JSON trace for ui.perfetto.dev and chrome://tracing."""
     write_whole(path, (chunk.encode() for chunk in _document(timeline, beside)))
 
 

@@ -51,7 +51,6 @@ class Row:
         return next((c for c in self.arrivals if c.src == device), None)
 
     def is_passed(self, device: int) -> bool:
-        """True if an arrow passes a device's column."""
         return any(min(c.src, self.device) < device < max(c.src, self.device) for c in self.arrivals)
 
 

@@ -34,7 +34,6 @@ def ratios(costs: Costs, classes: Sequence[str]) -> dict[str, list[tuple[float, 
 
 
 def sources(costs: Costs) -> str:
-    """Cost sources of each device, most frequent first."""
     words = []
     for index, device in enumerate(costs.devices):
         counted = Counter(row[index].source.value for row in costs.costs if row[index].us > 0)

@@ -27,6 +27,9 @@ from tessera.execute.messages import (
     LinkOpen,
     LoadLanes,
     Message,
+    MovePages,
+    PageFrame,
+    PageTaken,
     PeerLost,
     Progress,
     Refused,
@@ -54,6 +57,8 @@ PACKED = st.lists(st.integers(0, 3), max_size=3).map(lambda shape: pack(torch.ze
 TENSORS = st.dictionaries(TEXTS, PACKED, max_size=2)
 BYTES = st.binary(max_size=4)
 INDEX = st.integers(0, 1 << 40)
+INDEXES = st.lists(INDEX, max_size=3)
+PARTS = st.lists(st.tuples(TEXTS, INDEX), max_size=2)
 
 
 def rows(*parts: st.SearchStrategy[Any]) -> st.SearchStrategy[list[tuple[Any, ...]]]:
@@ -73,6 +78,9 @@ FIELDS: dict[type, list[st.SearchStrategy[Any]]] = {
     LinkOpen: [INDEX, INDEX],
     LinkClose: [],
     LinkFrame: [INDEX, INDEX, FLOATS],
+    MovePages: [*[INDEX] * 4, PARTS, INDEXES, INDEXES],
+    PageFrame: [*[INDEX] * 4, st.lists(st.tuples(TEXTS, INDEX, INDEXES), max_size=2), INDEX],
+    PageTaken: [INDEX],
     WorkerReady: [FLOATS, NUMBERS, TEXTS],
     StoreSet: [TEXTS, BYTES],
     StoreGet: [TEXTS],

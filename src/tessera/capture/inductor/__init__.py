@@ -111,8 +111,6 @@ ALLOCATORS = frozenset(
 
 
 class ExternCalls(TorchDispatchMode):
-    """While active, adds every dispatched operator to a ledger."""
-
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger

@@ -285,7 +285,6 @@ def _compile(region: GraphRegion, args: Sequence[torch.Tensor], settings: dict[s
 
 
 def _check_views(region: GraphRegion, args: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-    """Check that results aliasing an argument in the program do so in compiled code."""
     for result, source in region.views:
         if made[result].untyped_storage()._cdata != args[source].untyped_storage()._cdata:
             remedy = "Capture it with the torch front end."
@@ -412,8 +411,6 @@ def _is_unknown(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _borders(module: torch.nn.Module, tracer: _Tracer) -> Iterator[None]:
-    """While entered, notes where calls of the model's blocks begin and end."""
-
     def note(*_: Any) -> None:
         tracer.borders.append(tracer.length)
 

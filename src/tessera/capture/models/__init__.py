@@ -97,7 +97,6 @@ def build(step: Step) -> Workload:
 
 
 def place_of(model: str) -> str:
-    """Absolute path of a folder; other names unchanged."""
     if model in _BUILDERS:
         return model
     folder = Path(model) if Path(model).is_dir() else checkpoint.cached(model)

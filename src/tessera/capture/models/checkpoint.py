@@ -149,7 +149,6 @@ def check_format(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def no_config(folder: Path) -> CaptureError:
-    """Error for a folder without config.json, with its contents."""
     if (folder / "adapter_config.json").exists():
         remedy = "Merge it into its base model (peft: merge_and_unload), and name that folder."
         return CaptureError("this folder holds a LoRA adapter, not a model", remedy, str(folder))
@@ -166,7 +165,6 @@ def _short(value: int) -> str:
 
 
 def read_weights(folder: Path) -> dict[str, Any]:
-    """Lazily read tensors by name; empty without weights."""
     safetensors = extra_module("safetensors", "hf")
     index, names = _listed(folder)
     tensors: dict[str, Any] = {}
@@ -187,7 +185,6 @@ def read_weights(folder: Path) -> dict[str, Any]:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of a folder's weights; 0 without any."""
     return sum(_inside(folder, name).stat().st_size for name in _listed(folder)[1])
 
 
@@ -329,7 +326,6 @@ def has_values() -> bool:
 
 @contextmanager
 def _bounded(folder: Path, what: str) -> Iterator[None]:
-    """While a model is created, limits its tensors and time."""
     num, started_s = 0, time.monotonic()
 
     def add(module: Any, name: str, tensor: Any) -> None:

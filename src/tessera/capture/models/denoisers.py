@@ -245,7 +245,6 @@ class Denoiser:
 
     @property
     def _makers(self) -> dict[str, Callable[[torch.Generator], torch.Tensor | None]]:
-        """Example inputs by parameter; None where the configuration has none."""
         config, batch, words = self._config, self._num_rows, self._num_words
         width = next((config[name] for name in WIDTHS if config.get(name)), None)
         width = width[0] if isinstance(width, list | tuple) else width

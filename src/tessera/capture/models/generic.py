@@ -66,7 +66,6 @@ def choose(logits: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def check_length(config: Any, step: Step) -> int:
-    """Positions of a step, within the model's limit."""
     capacity, most = step.context + step.reserve, getattr(config, "max_position_embeddings", None)
     if most is not None and capacity > most:
         raise CaptureError(
@@ -112,7 +111,6 @@ def _plain(
 
 
 def _check_taken(part: Callable[..., Any], step: Step) -> None:
-    """Raise unless a forward takes every tensor of the step's file."""
     parameters = inspect.signature(getattr(part, "forward", part)).parameters
     for name in read_inputs(step.inputs):
         if name not in parameters:
@@ -332,7 +330,6 @@ class CachedSteps:
             raise ValueError("it holds no tensors")
 
     def _first_tokens(self, num: int) -> list[dict[str, torch.Tensor]]:
-        """Tokens for each row, and one more, on the model's device."""
         random = torch.Generator().manual_seed(0)
         with torch.device("cpu"):
             start = torch.zeros((self._step.batch, 1), dtype=torch.long)
@@ -450,7 +447,6 @@ class CachedSteps:
         return inputs
 
     def state(self, seed: int) -> dict[str, torch.Tensor]:
-        """Zeros for a prefill; random state for a decode."""
         return self._remembered(torch.Generator().manual_seed(seed)) if self._is_carried else {}
 
     def _remembered(self, random: torch.Generator) -> dict[str, torch.Tensor]:
@@ -538,7 +534,6 @@ def call_on_meta(model: Any) -> None:
 
 
 def call_on_fakes(model: Any) -> None:
-    """The same on fake tensors of the model's device."""
     held = _held(model)
     mode = detect_fake_mode(list(held.values())) or FakeTensorMode(allow_non_fake_inputs=True)
     with mode:

@@ -32,7 +32,6 @@ def built_in(family: str, sizes: dict[str, Any], dtype: torch.dtype, step: Step)
 
 
 def from_folder(step: Step) -> Workload:
-    """Model of a folder with config.json and weights."""
     folder = Path(step.model)
     config = config_of(folder)
     steps = steps_of(config)

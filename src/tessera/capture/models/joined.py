@@ -202,7 +202,6 @@ def _fitting(model: torch.nn.Module, first_of: dict[_Kind, str], call: Callable[
 
 
 def _runs(model: torch.nn.Module, groups: Iterable[_Group], call: Callable[[], object]) -> bool:
-    """True if the example runs with these groups joined; undone afterwards."""
     undo = [_join(model, path, kind) for path, kind in groups]
     try:
         call()

@@ -87,8 +87,6 @@ class Parts:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """How a model is called, and its memory."""
-
     kind: str
     # Memory after a first call; later calls replace its tensors.
     memory: ModelMemory
@@ -321,7 +319,6 @@ def num_dense(model: Any, step: Step) -> int:
 
 
 def max_positions(model: Any) -> int:
-    """Positions in a model's configuration; 0 if absent."""
     config = model.config.get_text_config(decoder=True)
     return next((n for name in LIMITS if (n := getattr(config, name, None))), 0)
 
@@ -425,7 +422,6 @@ def _used(size: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) ->
 
 
 def _example_parts(model: Any, step: Step, chance: Random) -> list[tuple[int, int]]:
-    """(length, new tokens) of each sequence, within the step's limits."""
     num_pages = step.reserve // PAGE - 1
     num = min(chance.randint(-(-step.batch // 2), step.batch), num_pages)
     room = min(num_pages // num * PAGE, max_positions(model) or step.reserve)
@@ -445,7 +441,6 @@ def _example_parts(model: Any, step: Step, chance: Random) -> list[tuple[int, in
 def _make_inputs(
     model: Any, step: Step, kind: str, parts: Sequence[tuple[int, int]], seed: int
 ) -> dict[str, torch.Tensor]:
-    """Inputs for new tokens of these sequences, in shuffled pages."""
     random, free = torch.Generator().manual_seed(seed), list(range(1, step.reserve // PAGE))
     Random(seed).shuffle(free)
     used = sum(new for _, new in parts)

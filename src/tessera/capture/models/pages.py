@@ -279,5 +279,4 @@ def _dense_mask(tables: PageTables, rule: Any, dtype: torch.dtype) -> torch.Tens
 
 
 def places_ago(num: int, device: torch.device) -> torch.Tensor:
-    """Distance of each dense key from the newest."""
     return torch.arange(num - 1, -1, -1, device=device)

@@ -37,7 +37,6 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.rows, self.positions, self.last = rows, positions, last
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Zeros shaped like the first keys and values."""
         self.hold(
             *(new.new_zeros((*new.shape[:2], self.slots, new.shape[3])) for new in (key_states, value_states))
         )
@@ -83,8 +82,6 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
 @cache
 def recurrent(kind: Any) -> Any:
-    """Layer class that also holds a recurrent state."""
-
     class Recurrent(cache_utils.LinearAttentionLayer, kind):  # type: ignore[misc]
         def __init__(self, *args: Any, number_of_states: int) -> None:
             kind.__init__(self, *args)
@@ -225,7 +222,6 @@ def additive(barred: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def row_masks() -> Iterator[None]:
-    """While entered, `row_mask` makes the masks of a RowCache."""
     mapping = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
 
     def choose(plain: Callable[..., Any]) -> Callable[..., Any]:

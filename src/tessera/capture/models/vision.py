@@ -79,7 +79,6 @@ def _encode(model: Any, step: Step) -> Workload:
 
 
 def _patch_places(height: int, width: int, merge: int) -> torch.Tensor:
-    """Row and column of each patch, grouped by merged token."""
     row, column = (
         axis.reshape(height, merge, width, merge).transpose(1, 2).flatten()
         for axis in torch.meshgrid(torch.arange(height * merge), torch.arange(width * merge), indexing="ij")
@@ -101,8 +100,6 @@ def _windows(height: int, width: int, side: int, batch: int) -> tuple[list[int],
 
 
 class PictureSteps(CachedSteps):
-    """Prefill and decode with `rotary` positions and image embeddings."""
-
     def _count_seen(self) -> int:
         return 0
 

@@ -1,10 +1,12 @@
 """GpuCopier: copies of pages on a stream of their own, beside the graphs, through pinned memory."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tessera.errors import WorkerError
 from tessera.execute import driver
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.page_mover import PageCopier
@@ -28,5 +30,6 @@ class GpuCopier(PageCopier):
         if path is None:
             return driver.pinned((size,))
         shared = shared_bytes(path, size)
-        driver.pin(shared)
+        with suppress(WorkerError):  # copies are then slower
+            driver.pin(shared)
         return shared
