@@ -35,7 +35,10 @@ from benchmarks.gpu_common import Log, about
 
 MODEL = "llama-3-8b"
 PAIR = ("cuda:0/as=a100,cuda:0/as=l40s", "pcie4")
-COARSE = ("data-parallel", "single", "layer-pipeline")
+POLICIES = (
+    "prefill-decode-fractional", "data-parallel", "prefill-decode", "attention-ffn", "layer-pipeline",
+    "single",
+)  # fmt: skip
 
 
 def engine(log: Log, args: argparse.Namespace) -> None:
@@ -49,12 +52,12 @@ def engine(log: Log, args: argparse.Namespace) -> None:
 
     rates: dict[str, list[float]] = {"tessera": [], "hf": []}
     with Beside({**sizes(args), "model": MODEL, "steps": args.steps, "mode": args.hf}) as theirs:
-        prepared = _prepared(log, args, named(MODEL, args.layers), whole_card(), ())
+        prepared = _prepared(log, args, named(MODEL, args.layers), whole_card(), ("single",))
         shape = prepared.model.shape
         log.put("hf", theirs.ready())
         with prepared.workers() as stepper:
             log.attempt("stepper alone", lambda: stepper_per_s(stepper, prepared.model, args.steps))
-            with Service(stepper, shape, ByteText()) as service:
+            with Service(stepper, prepared.policies, shape, ByteText()) as service:
 
                 def round_of() -> dict[str, Any]:
                     found = run_full(service, args.batch, args.prompt, args.output, shape.vocab_size)
@@ -77,27 +80,28 @@ def pair(log: Log, args: argparse.Namespace) -> None:
     from tessera.serve.text import ByteText
 
     cluster = make_cluster(parse_devices(args.devices), args.link)
-    prepared = _prepared(log, args, named(MODEL, args.layers), cluster, COARSE)
+    prepared = _prepared(log, args, named(MODEL, args.layers), cluster, tuple(args.policies.split(",")))
     log.put("scale", round(prepared.scale, 3))
     rates: dict[str, float] = {}
     shape = prepared.model.shape
     with prepared.workers(args.transport) as stepper:
-        for number, plan in enumerate(prepared.plans):
+        for number, plan in enumerate(prepared.policies):
 
             def loaded(policy: str = plan.policy, plan: Any = plan) -> dict[str, Any]:
-                with Service(stepper, shape, ByteText(), policy=policy) as service:
-                    clients = shape.microbatches * shape.rows
-                    found = run_load(service, clients, args.prompt, args.output, args.seconds)
+                with Service(stepper, prepared.policies, shape, ByteText(), policy=policy) as service:
+                    found = run_load(service, plan.clients, plan.load, args.seconds)
+                    moved = service.snapshot().pages_moved
                 rates[policy] = found["tokens per s"] * prepared.scale
-                predicted = plan.simulated_per_s * shape.rows * args.output
+                predicted = plan.expected.tokens_per_s
                 return {
                     **found, "modelled tokens per s": round(rates[policy], 1),
                     "predicted tokens per s": round(predicted, 1),
-                    "measured / predicted": round(rates[policy] / predicted, 4), "lanes": len(plan.lanes),
+                    "measured / predicted": round(rates[policy] / predicted, 4), "pages moved": moved,
+                    "groups": [str(group.size) for group in plan.groups],
                 }  # fmt: skip
 
             log.attempt(f"{number} {plan.policy}", loaded)
-            first = prepared.plans[0].policy
+            first = prepared.policies[0].policy
             gains = {
                 name: round(rates[first] / rate, 4) for name, rate in rates.items() if rate and first in rates
             }
@@ -111,10 +115,12 @@ def arrivals(log: Log, args: argparse.Namespace) -> None:
     from tessera.profile import make_cluster, parse_devices
 
     cluster = make_cluster(parse_devices(args.devices), args.link)
-    prepared = _prepared(log, args, named(MODEL, args.layers), cluster, ("data-parallel",))
+    prepared = _prepared(
+        log, args, named(MODEL, args.layers), cluster, ("prefill-decode-fractional", "data-parallel")
+    )
     log.put("scale", round(prepared.scale, 3))
     with prepared.workers(args.transport) as stepper:
-        for number, plan in enumerate(prepared.plans):
+        for number, plan in enumerate(prepared.policies):
             log.attempt(f"{number} {plan.policy}", partial(_arrived, prepared, stepper, number, args))
 
 
@@ -126,24 +132,22 @@ def _arrived(prepared: Any, stepper: Any, number: int, args: argparse.Namespace)
     from tessera.serve.text import ByteText
     from tessera.simulate.arrivals import make_arrivals
 
-    first, plan, shape = prepared.plans[0], prepared.plans[number], prepared.model.shape
-    most_per_s = first.simulated_per_s * shape.rows
-    if first.policy in prepared.rehearsed:
-        most_per_s = prepared.rehearsed[first.policy] / args.output
+    plan, shape = prepared.policies[number], prepared.model.shape
+    most_per_s = prepared.policies[0].expected.tokens_per_s / args.output
     lengths = f"lognormal:{args.prompt},{args.output},0.5"
     stream = make_arrivals(f"poisson:{args.load * most_per_s!r}", args.requests, 0, lengths)
     asks = asks_of(stream, shape)
-    virtual = arrive_virtually(prepared.plans, number, shape, asks)
-    with Service(stepper, shape, ByteText(), policy=plan.policy) as service:
+    virtual = arrive_virtually(plan, shape, asks)
+    with Service(stepper, prepared.policies, shape, ByteText(), policy=plan.policy) as service:
         arrive(service, [(0.0, ask) for _, ask in asks[:2]], 1.0)  # what is slow only once
         real = arrive(service, asks, prepared.scale)
     return {"requests per s": round(args.load * most_per_s, 3), **compared_waits(real, virtual)}
 
 
-def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, coarse: tuple[str, ...]) -> Any:
-    from tessera.ir import Objective
+def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, policies: tuple[str, ...]) -> Any:
+    from tessera.ir import Load
     from tessera.serve.planning import prepare
-    from tessera.serve.records import Average, ServeSpec
+    from tessera.serve.records import ServeSpec
 
     began, moments = time.monotonic(), list[Any]()
     prepared = prepare(
@@ -154,15 +158,14 @@ def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, coar
             args.batch,
             args.capacity,
             args.max_batch_tokens,
-            average=Average(args.prompt, args.output),
-            policies=(Objective.THROUGHPUT,),
+            load=Load(args.prompt, args.output),
+            policies=policies,
         ),
-        coarse=coarse,
         advance=lambda what: moments.append([_since(began), what]),
     )
     launches = [len(g.trace.launches) for g in prepared.plans[0].unit.graphs]
     totals = [[round(c.total_us(d), 1) for d in range(len(cluster.devices))] for c in prepared.plans[0].costs]
-    rehearsed = {name: round(rate, 1) for name, rate in prepared.rehearsed.items()}
+    rehearsed = {policy.policy: round(policy.expected.tokens_per_s, 1) for policy in prepared.policies}
     log.put("rehearsed, tokens per s", rehearsed)
     more = {"prepared s": _since(began), "moments": moments, "launches": launches, "steps us": totals}
     log.put("model", {**sizes(args), **more, "counts": prepared.plans[0].unit.counts})
@@ -231,6 +234,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--parts", default="engine,pair,arrivals")
     parser.add_argument("--tag", default="", help="told apart from other runs of the same part")
     parser.add_argument("--keep", type=Path, default=None, help="results whose other parts are taken over")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="of the part pair, the plan first")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--batch", type=int, default=32, help="rows of a microbatch")
     parser.add_argument("--microbatches", type=int, default=1)

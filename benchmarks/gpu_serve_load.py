@@ -13,20 +13,22 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import torch
 
 from tessera.execute.stepper import Event, StepCall, StepDone, Tensors
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.ir import Arrivals, Plan
+from tessera.ir import Arrivals, Load, ServicePlan
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.engine import Engine
-from tessera.serve.records import AnswerPiece, Ask, Average, Finish, Sampling, Shape
-from tessera.serve.rehearse import lengths_of
+from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling, Shape
+from tessera.serve.router import plans_of
 from tessera.serve.service import Service
 from tessera.serve.steps import ServedModel
 from tessera.serve.text import ByteText
+from tessera.simulate.arrivals import lengths_of
 from tessera.simulate.stepper import VirtualStepper
 
 GREEDY = Sampling(temperature=0.0)
@@ -43,6 +45,8 @@ class Tally:
     # (moment, tokens) of every piece.
     came: list[tuple[float, int]] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
+    # Seconds per token after the first, of whole answers.
+    each_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     finished: int = 0
 
@@ -51,7 +55,7 @@ class Tally:
         return sum(n for at, n in self.came if start <= at < stop) / (stop - start)
 
 
-def run_load(service: Service, clients: int, prompt: int, output: int, seconds: float) -> dict[str, Any]:
+def run_load(service: Service, clients: int, load: Load, seconds: float) -> dict[str, Any]:
     """Clients that ask again and again: the rate of so many seconds, counted from when the load is steady.
 
     It is steady when as many requests have ended as there are clients. Lengths are those of a rehearsal; a
@@ -67,7 +71,7 @@ def run_load(service: Service, clients: int, prompt: int, output: int, seconds: 
 
     async def one(number: int) -> None:
         rng, is_first = random.Random(number), True
-        lengths = lengths_of(Average(prompt, output), MAX_EACH, number)
+        lengths = cycle(lengths_of(load, MAX_EACH, number))
         while time.monotonic() < until() and not tally.errors:
             size, length = next(lengths)
             length = min(rng.randint(1, length) if is_first else length, shape.max_tokens - 1)
@@ -80,17 +84,24 @@ def run_load(service: Service, clients: int, prompt: int, output: int, seconds: 
         await asyncio.gather(*(one(number) for number in range(clients)))
 
     asyncio.run(everybody())
-    start, firsts = until() - seconds, sorted(tally.first_s)
+    start = until() - seconds
     return {
+        "tpot ms": quantiles_ms(tally.each_s),
+        "ttft ms": quantiles_ms(tally.first_s),
         "tokens per s": round(tally.per_s(start, start + seconds), 1),
         "by thirds": [
             round(tally.per_s(start + k * seconds / 3, start + (k + 1) * seconds / 3), 1) for k in range(3)
         ],
         "steady after s": round(start - begun, 1),
         "requests finished": tally.finished,
-        "time to first token, median s": round(firsts[len(firsts) // 2], 3) if firsts else None,
         "errors": tally.errors[:3],
     }
+
+
+def quantiles_ms(times_s: Sequence[float]) -> tuple[float, float]:
+    """Median and 99th percentile; the first round of requests, which all begin at once, is not counted."""
+    later = sorted(times_s[len(times_s) // 3 :]) or [0.0]
+    return 1e3 * later[len(later) // 2], 1e3 * later[min(len(later) - 1, len(later) * 99 // 100)]
 
 
 def run_full(service: Service, clients: int, prompt: int, output: int, vocab: int) -> dict[str, Any]:
@@ -152,18 +163,20 @@ async def _read(
     on_first: Callable[[float], Any] = lambda moment: None,
 ) -> None:
     """Reads one answer, or as much of it as comes before the end."""
-    asked, is_first = time.monotonic(), True
+    asked, first = time.monotonic(), 0.0
     answer = service.answer(ask)
     async for event in answer:
         now = time.monotonic()
         if isinstance(event, AnswerPiece):
             tally.came.append((now, len(event.tokens)))
-            if is_first:
+            if not first:
+                first = now
                 tally.first_s.append(now - asked)
                 on_first(now)
-            is_first = False
         elif isinstance(event, Finish):
             tally.finished += event.reason == "length"
+            if event.output_tokens > 1:
+                tally.each_s.append((now - first) / (event.output_tokens - 1))
             if event.reason == "error":
                 tally.errors.append(event.message)
         if now > until():
@@ -225,18 +238,15 @@ class _Arriving(VirtualStepper):
         return super().take(left_s if timeout_s is None else min(timeout_s, left_s))
 
 
-def arrive_virtually(
-    plans: Sequence[Plan], number: int, shape: Shape, asks: Sequence[tuple[float, Ask]]
-) -> list[Waited]:
+def arrive_virtually(plan: ServicePlan, shape: Shape, asks: Sequence[tuple[float, Ask]]) -> list[Waited]:
     """The same asks through the service's engine, over the simulator's stepper."""
-    steps = [graph.trace.step for graph in plans[0].graphs]
+    rows = max(group.sequences for group in plan.groups)
 
     def outputs(call: StepCall) -> Tensors:
-        return {"next_tokens": torch.zeros(steps[call.step].batch, dtype=torch.int64)}
+        return {"next_tokens": torch.zeros(rows, dtype=torch.int64)}
 
-    stepper, text = _Arriving(plans, outputs=outputs), ByteText()
-    engine = Engine(stepper, shape, (), len(asks) + 1)
-    engine.scheduler.switch(number)
+    stepper, text = _Arriving(plans_of([plan]), outputs=outputs), ByteText()
+    engine = Engine(stepper, [plan], shape, (), len(asks) + 1, is_filled=False)
     due = sorted(asks, key=lambda pair: pair[0])[::-1]
     open_: dict[ActiveRequest, tuple[float, list[float]]] = {}
     found: list[Waited] = []

@@ -51,7 +51,7 @@ def check(model: Model) -> Row:
         wanted = _generated(folder, prompts)
         prepared = prepare(folder, cluster, spec)
         shape = prepared.model.shape
-        with prepared.workers() as stepper, Service(stepper, shape, ByteText()) as service:
+        with prepared.workers() as stepper, Service(stepper, prepared.policies, shape, ByteText()) as service:
             alone = [asyncio.run(_answers(service, [prompt]))[0] for prompt in prompts]
             together = asyncio.run(_answers(service, prompts))
     return {

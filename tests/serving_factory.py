@@ -26,15 +26,19 @@ from tessera.execute.stepper import (
     DeviceLost,
     DeviceStatus,
     DeviceUse,
+    Moved,
+    PageMove,
     StepCall,
     StepDone,
+    Stepper,
     Tensors,
 )
 from tessera.execute.stepper import Event as StepperEvent
-from tessera.ir import Cluster, Device, DeviceKind, Link, Plan, Trace
+from tessera.ir import Cluster, Device, DeviceKind, Group, Link, Load, Plan, Role, ServicePlan, Trace
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Sampling, Shape, Token
+from tessera.serve.router import plans_of
 from tessera.serve.sampling import choose
 from tessera.serve.service import Service
 from tessera.serve.text import END, ByteText
@@ -61,25 +65,67 @@ def _toy_logits(read: tuple[int, ...]) -> torch.Tensor:
 TOYS = ("toy:0", "toy:1")
 
 
-def toy_plans(
-    policies: Sequence[str], shape: Shape = SHAPE, kind: DeviceKind = DeviceKind.EMU
-) -> tuple[Plan, ...]:
-    """Plans with a lane on each of two devices."""
+def toy_plan(
+    policy: str, placement: Sequence[int], shape: Shape = SHAPE, kind: DeviceKind = DeviceKind.EMU
+) -> Plan:
+    """One lane: a device for each step. Pages on one device are those of all plans there."""
     gpu = "" if kind is DeviceKind.CPU else "a100"
     links = tuple(Link(a, b, "wire", 1.0, 1.0) for a, b in (TOYS, TOYS[::-1]))
     cluster = Cluster(tuple(Device(name, kind, gpu, 1 << 30) for name in TOYS), links)
-    num = len(shape.sizes)
-    traces = [toy_trace(size) for size in shape.sizes]
-    plan = make_plan(
-        traces, [[(0,)] * num, [(1,)] * num], (4,) * num, cluster, microbatches=shape.microbatches
+    traces = [toy_trace(size, shape) for size in shape.sizes]
+    placed = [[(device,) for device in placement]]
+    plan = make_plan(traces, placed, (4,) * len(traces), cluster, microbatches=shape.microbatches)
+    home = ",".join(sorted({TOYS[device] for device in placement})) if shape.is_flat else ""
+    return replace(plan, policy=policy, home=home)
+
+
+def toy_group(
+    policy: str,
+    device: int,
+    role: Role = Role.MIXED,
+    shape: Shape = SHAPE,
+    kind: DeviceKind = DeviceKind.EMU,
+    microbatches: int | None = None,
+) -> Group:
+    """All on one device, with half of the microbatches."""
+    microbatches = microbatches or max(1, shape.microbatches // 2)
+    plan = toy_plan(policy, [device] * len(shape.sizes), shape, kind)
+    return Group(role, replace(plan, microbatches=microbatches), shape.rows, microbatches)
+
+
+def toy_policy(name: str, *groups: Group) -> ServicePlan:
+    return ServicePlan("toy", name, Load(8, 16), groups)
+
+
+def toy_policies(
+    names: Sequence[str], shape: Shape = SHAPE, kind: DeviceKind = DeviceKind.EMU
+) -> tuple[ServicePlan, ...]:
+    """A mixed group on each of two devices, or one group of one microbatch."""
+    devices = (0, 1) if shape.microbatches > 1 else (0,)
+    return tuple(
+        toy_policy(name, *(toy_group(name, device, Role.MIXED, shape, kind) for device in devices))
+        for name in names
     )
-    return tuple(replace(plan, policy=name) for name in policies)
 
 
-def toy_trace(size: int) -> Trace:
+def split_policy(name: str, role: Role, shape: Shape = SHAPE, reader: int = 0) -> ServicePlan:
+    """One device reads prompts; groups of this role are on the other."""
+    prompts = toy_group(name, reader, Role.PROMPTS, shape, microbatches=2)
+    return toy_policy(name, prompts, toy_group(name, 1 - reader, role, shape))
+
+
+def policies_of(stepper: Stepper, shape: Shape) -> tuple[ServicePlan, ...]:
+    """A policy per plan: all microbatches in one group."""
+    return tuple(
+        ServicePlan("", plan.policy, Load(8, 16), (Group(Role.MIXED, plan, shape.rows, shape.microbatches),))
+        for plan in stepper.plans
+    )
+
+
+def toy_trace(size: int, shape: Shape = SHAPE) -> Trace:
     """A step of so many tokens, of which nothing is known."""
     made = make_trace([[(0, 0, 64, "w")]], kind="tokens")
-    return replace(made, step=replace(made.step, context=size))
+    return replace(made, step=replace(made.step, context=size, reserve=shape.pool_tokens, rows=shape.rows))
 
 
 @dataclass(frozen=True)
@@ -98,7 +144,7 @@ class Space:
     """The state of one microbatch."""
 
     lane: int
-    # Token by place; by row where state is kept so.
+    # Token by place, shared with all of its home; by row where state is kept so.
     pages: dict[int, int] = field(default_factory=dict)
     rows: dict[int, list[int]] = field(default_factory=dict)
     # What runs, and what is queued behind it.
@@ -117,12 +163,13 @@ class ToyStepper:
         seed: int = 0,
         losses: Mapping[int, Loss] | None = None,
         step_s: float = 0.0,
-        plans: Sequence[Plan] = (),
+        plans: Sequence[ServicePlan] = (),
         busy_s: Mapping[str, float] | None = None,
         queues: bool = True,
     ) -> None:
         self.shape, self._queues = shape, queues
-        self.plans = tuple(plans) or toy_plans(policies, shape)
+        self.policies = tuple(plans) or toy_policies(policies, shape)
+        self.plans = plans_of(self.policies)
         self.lanes = Lanes(self.plans)
         self._random = random.Random(seed)
         self._losses = dict(losses or {})
@@ -130,6 +177,12 @@ class ToyStepper:
         # What steps take each device, as they say.
         self.busy_s = dict(busy_s or {})
         self._spaces: dict[int, Space] = {}
+        # Home -> token by place.
+        self._homes: dict[str, dict[int, int]] = {}
+        self._moves: list[PageMove] = []
+        # Numbers of moves that fail; and all moves.
+        self.failing: set[int] = set()
+        self.moves: list[PageMove] = []
         self._events: deque[StepperEvent] = deque()
         # (when, device)
         self._backs: list[tuple[float, str]] = []
@@ -158,9 +211,10 @@ class ToyStepper:
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
         """A microbatch is opened once, and with empty state, on a lane that can be followed."""
         assert microbatch not in self._spaces
-        assert 0 <= microbatch < self.shape.microbatches
         assert not self.lanes.all[lane].devices & self.lanes.lost
-        self._spaces[microbatch] = Space(lane)
+        home = self.lanes.all[lane].plan.home
+        pages = self._homes.setdefault(home, {}) if home else {}
+        self._spaces[microbatch] = Space(lane, pages)
         self.opened.append((microbatch, self.lanes.all[lane].policy))
 
     def bring_back(self, device: str) -> None:
@@ -169,7 +223,8 @@ class ToyStepper:
         self.wake()
 
     def close(self, microbatch: int) -> None:
-        """Only one that runs nothing is closed."""
+        """Only one that runs and moves nothing is closed."""
+        assert not any(microbatch in (move.source, move.destination) for move in self._moves)
         assert not self._spaces.pop(microbatch).steps
 
     def can_queue(self, microbatch: int) -> bool:
@@ -184,8 +239,27 @@ class ToyStepper:
         space.steps.append(replace(call, inputs=inputs))
         self.num_queued += len(space.steps) > 1
 
+    def move(self, move: PageMove) -> None:
+        """Copies when it ends; pages are read as they are then."""
+        assert len(move.from_pages) == len(move.to_pages)
+        assert 0 not in (*move.from_pages, *move.to_pages)
+        assert self._spaces[move.source].pages is not self._spaces[move.destination].pages
+        self._moves.append(move)
+        self.moves.append(move)
+
+    def _end_move(self, move: PageMove) -> Moved:
+        self._moves.remove(move)
+        source, destination = self._spaces.get(move.source), self._spaces.get(move.destination)
+        if source is None or destination is None or move.number in self.failing:
+            return Moved(move.number, "it was told to fail")
+        for one, other in zip(move.from_pages, move.to_pages, strict=True):
+            for at in range(PAGE):
+                if one * PAGE + at in source.pages:
+                    destination.pages[other * PAGE + at] = source.pages[one * PAGE + at]
+        return Moved(move.number, "", 1e-3, len(move.from_pages))
+
     def take(self, timeout_s: float | None) -> StepperEvent | None:
-        """Any of the steps that run."""
+        """Any of the steps that run, or of the moves."""
         for back in [back for back in self._backs if back[0] <= time.monotonic()]:
             self._backs.remove(back)
             self.lanes.lost.discard(back[1])
@@ -194,6 +268,10 @@ class ToyStepper:
         if self._events:
             return self._events.popleft()
         running = [number for number, space in self._spaces.items() if space.steps]
+        if self._moves and self._random.random() < 0.5:
+            return self._end_move(self._random.choice(self._moves))
+        if not running and self._moves:
+            return self._end_move(self._moves[0])
         if not running:
             waits = [max(0.0, at - time.monotonic()) for at, _ in self._backs]
             self._is_awake.wait(min([*waits, *([] if timeout_s is None else [timeout_s])], default=None))
@@ -229,6 +307,9 @@ class ToyStepper:
         gone = tuple(n for n, space in self._spaces.items() if device in self.lanes.all[space.lane].devices)
         for number in gone:
             del self._spaces[number]
+        self.failing |= {move.number for move in self._moves if {move.source, move.destination} & {*gone}}
+        for home in [home for home in self._homes if device in home.split(",")]:
+            del self._homes[home]
         if loss.retry_s is not None:
             self._backs.append((time.monotonic() + loss.retry_s, device))
         self._events.append(
@@ -314,7 +395,7 @@ class ToyStepper:
 def service_of(stepper: ToyStepper, **changes: Any) -> Service:
     """A service of the toy, that says nothing."""
     known: dict[str, Any] = {"model": "toy", "log": lambda line: None}
-    return Service(stepper, stepper.shape, ByteText(), **{**known, **changes})
+    return Service(stepper, stepper.policies, stepper.shape, ByteText(), **{**known, **changes})
 
 
 def expected(ask: Ask) -> tuple[list[int], str, str]:

@@ -2,19 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from tessera import flow
 from tessera.execute.stepper import StepDone, Stepper
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.ir import Objective, Plan
-from tessera.plan import QUICK
+from tessera.ir import Load, Plan
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import Prepared, prepare
-from tessera.serve.records import POLICIES, Average, ServeSpec
+from tessera.serve.records import ServeSpec
 from tessera.serve.sequences import Steps
 from tessera.serve.steps import ServedModel
 
@@ -27,8 +25,8 @@ Script = list[tuple[int, dict[str, torch.Tensor]]]
 
 
 @cache
-def prepared(model: str = "tiny-llama", policies: tuple[Objective, ...] = POLICIES) -> Prepared:
-    """Two microbatches on two unlike devices."""
+def prepared(model: str = "tiny-llama", *policies: str) -> Prepared:
+    """Two unlike devices; by default both of them beside one another, and divided for one request."""
     return prepare(
         model,
         make_cluster(parse_devices(DEVICES), "pcie4"),
@@ -37,8 +35,8 @@ def prepared(model: str = "tiny-llama", policies: tuple[Objective, ...] = POLICI
             ROWS,
             CAPACITY,
             SIZES[-1],
-            average=Average(prompt=12, output=8),
-            policies=policies,
+            load=Load(12, 8),
+            policies=policies or ("data-parallel", "latency"),
             effort="quick",
         ),
     )
@@ -46,17 +44,13 @@ def prepared(model: str = "tiny-llama", policies: tuple[Objective, ...] = POLICI
 
 @cache
 def plan_by(policy: str, model: str = "tiny-llama") -> Plan:
-    """A coarser policy's plan of the same unit."""
-    made = prepared() if model == "tiny-llama" else prepared(model, (Objective.THROUGHPUT,))
-    first = made.plans[0]
-    return flow.make_plan(
-        first.unit, first.costs, first.cluster, Objective.THROUGHPUT, 2, policy, search=QUICK
-    )
+    """A plan of one policy: that of its first group."""
+    return prepared(model, policy).policies[0].plans[0]
 
 
 def over_both() -> Prepared:
-    """A service whose one lane needs both devices, so that no loss can be avoided."""
-    return replace(prepared(), plans=(plan_by("attention-ffn"),))
+    """A service whose one group needs both devices, so that no loss can be avoided."""
+    return prepared("tiny-llama", "attention-ffn")
 
 
 def built(made: Prepared) -> ServedModel:

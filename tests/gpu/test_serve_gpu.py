@@ -14,10 +14,10 @@ from serving_factory import GREEDY, Told, random_ask, read_all
 from steps_factory import Local, built, working
 from tessera.execute.cuda.direct import MPS_PIPE
 from tessera.execute.stepper import StepCall, StepDone, Tensors
-from tessera.ir import Objective
+from tessera.ir import Load
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve.planning import Prepared, prepare
-from tessera.serve.records import Ask, Average, ServeSpec
+from tessera.serve.records import Ask, ServeSpec
 from tessera.serve.service import Service
 from tessera.serve.text import ByteText
 
@@ -40,7 +40,9 @@ SLACK_BYTES = 16 << 20
 def prepared(devices: str) -> Prepared:
     """The tiny Llama from compiled code: the plan, one device, and a plan that crosses in every layer."""
     cluster = make_cluster(parse_devices(devices), "pcie4")
-    coarse = ("single", CROSSING) if len(cluster.devices) > 1 else ()
+    names = (
+        ("data-parallel", "single", "prefill-decode", CROSSING) if len(cluster.devices) > 1 else ("single",)
+    )
     return prepare(
         "tiny-llama",
         cluster,
@@ -49,10 +51,9 @@ def prepared(devices: str) -> Prepared:
             ROWS,
             CAPACITY,
             MAX_BATCH_TOKENS,
-            average=Average(12, 8),
-            policies=(Objective.THROUGHPUT,),
+            load=Load(12, 8),
+            policies=names,
         ),
-        coarse=coarse,
     )
 
 
@@ -64,8 +65,7 @@ def local(request: pytest.FixtureRequest) -> Iterator[Local]:
 
 
 def policies(local: Local) -> list[str]:
-    """By number."""
-    return [plan.policy for plan in local.stepper.plans]
+    return [policy.policy for policy in local.prepared.policies]
 
 
 def calls(local: Local, microbatch: int) -> list[StepCall]:
@@ -78,32 +78,26 @@ def calls(local: Local, microbatch: int) -> list[StepCall]:
 
 
 def outputs(local: Local, policy: str) -> list[Tensors]:
-    """Everything that both microbatches give, run beside one another, under a policy."""
+    """Everything that two microbatches give, one after the other, in the last group of a policy."""
     stepper, found = local.stepper, list[Tensors]()
-    lanes = [stepper.lanes.take(policies(local).index(policy)) for _ in range(MICROBATCHES)]
-    for microbatch, lane in enumerate(lanes):
-        assert lane is not None
+    plan = local.prepared.policies[policies(local).index(policy)].plans[-1]
+    lane = next(lane for lane in stepper.lanes.all if lane.plan is plan)
+    for microbatch in range(MICROBATCHES):
         stepper.open(microbatch, lane.number)
-    for together in zip(*(calls(local, number) for number in range(MICROBATCHES)), strict=True):
-        for call in together:
+        for call in calls(local, microbatch):
             stepper.start(call)
-        done: dict[int, Tensors] = {}
-        while len(done) < MICROBATCHES:
             event = stepper.take(60.0)
             assert isinstance(event, StepDone), event
-            done[event.microbatch] = event.outputs
-        found += [done[number] for number in range(MICROBATCHES)]
-    for microbatch, lane in enumerate(lanes):
-        assert lane is not None
+            found.append(event.outputs)
         stepper.close(microbatch)
-        stepper.lanes.give_back(lane.number)
     return found
 
 
 def answers(local: Local, asks: list[Ask], policy: str = "auto") -> list[Told]:
     """What a service answers to all, asked at once."""
     shape = local.prepared.model.shape
-    with Service(local.stepper, shape, ByteText(), policy=policy) as service:
+    given = (local.stepper, local.prepared.policies, shape, ByteText())
+    with Service(*given, policy=policy) as service:
         return asyncio.run(asyncio.wait_for(read_all(service, asks), 120.0))
 
 
@@ -151,7 +145,8 @@ def test_a_service_whose_worker_is_killed_answers_the_same(local: Local) -> None
         return await asyncio.wait_for(reading, 120.0)
 
     shape = local.prepared.model.shape
-    with Service(local.stepper, shape, ByteText(), policy=CROSSING) as service:
+    given = (local.stepper, local.prepared.policies, shape, ByteText())
+    with Service(*given, policy=CROSSING) as service:
         told = asyncio.run(while_killed(service))
 
     assert wanted == [t.what for t in told]

@@ -2,10 +2,6 @@
 
 At a load below both capacities the policy with less normalised latency is better, else the one with more
 capacity; so the load at which to switch is computed.
-
-`capabilities_of` derives them from served plans without simulation. A plan has rates by number of
-microbatches in flight, each a unit of work for `rows` requests: by Little's law, s microbatches at r units/s
-hold each request for s / r seconds.
 """
 
 import math
@@ -14,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
-
-from tessera.ir import Plan, WorkUnit
 
 # A policy is at capacity with 1 + NEXT times the requests of its curve's last point.
 NEXT = 0.5
@@ -142,35 +136,17 @@ def _bisected(policies: tuple[Capability, ...], idle: Capability, low: float, hi
     return high
 
 
-def capabilities_of(plans: Sequence[Plan], rows: int) -> tuple[Capability, ...]:
-    """One per plan, in requests per second; empty if some plan has no rates by microbatches."""
-    if not all(any(rate for _, rate in _rates(plan)) for plan in plans):
-        return ()
-    return tuple(_capability(plan, rows) for plan in plans)
+def capability_of(name: str, points: Sequence[tuple[int, float]], tokens: int) -> Capability:
+    """From (requests present, requests per second) at ascending numbers, and tokens of an answer.
 
-
-def _rates(plan: Plan) -> list[tuple[int, float]]:
-    """(microbatches in flight, units per second), up to the plan's number."""
-    return sorted((num, rate) for num, rate in plan.by_microbatches if num <= plan.microbatches)
-
-
-def answer_tokens(unit: WorkUnit) -> int:
-    """Tokens of an average answer: one more than the runs of the full decode step."""
-    for graph, count in zip(unit.graphs, unit.counts, strict=True):
-        step = graph.trace.step
-        if step.kind == "tokens" and step.context == step.rows:
-            return count + 1
-    return unit.counts[-1] + 1
-
-
-def _capability(plan: Plan, rows: int) -> Capability:
-    tokens, least_s, rates = answer_tokens(plan.unit), plan.latency_us * 1e-6, _rates(plan)
-    capacity = rows * max(rate for _, rate in rates)
-    first = ALONE * capacity
-    points = [Point(first, least_s / tokens, first * least_s)]
-    for microbatches, rate in rates:
-        load = rows * rate
-        # The curve ends below capacity: more microbatches only wait.
-        if points[-1].rate_per_s < load < ENOUGH * capacity:
-            points.append(Point(load, max(microbatches / rate, least_s) / tokens, float(microbatches * rows)))
-    return Capability(plan.policy, capacity, tuple(points))
+    By Little's law, n requests present at r per second stay for n / r seconds each.
+    """
+    capacity = max(rate for _, rate in points)
+    curve: list[Point] = []
+    for num, rate in points:
+        # The curve ends below capacity: more requests only wait.
+        if not curve or curve[-1].rate_per_s < rate < ENOUGH * capacity:
+            curve.append(Point(rate, num / rate / tokens, float(num)))
+    first = curve[0]
+    alone = Point(ALONE * first.rate_per_s, first.normalised_s, ALONE * first.num_requests)
+    return Capability(name, capacity, (alone, *curve))

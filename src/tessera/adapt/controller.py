@@ -12,33 +12,34 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from tessera.adapt.capability import Capability
 from tessera.adapt.drift import Factors
 from tessera.adapt.monitor import Monitor, PlannedLane
 from tessera.errors import TesseraError
-from tessera.ir import Decision, DecisionKind, Plan
+from tessera.ir import Decision, DecisionKind, Plan, ServicePlan
 
 # Maximum kept decisions.
 MAX_DECISIONS = 1000
 # Logged decisions.
 LOGGED = (DecisionKind.LOSE, DecisionKind.RETURN, DecisionKind.ADOPT)
 
-Plans = tuple[Plan, ...]
+# A policy of a simulation or of a service.
+P = TypeVar("P", Plan, ServicePlan)
 
 
-class Planner(Protocol):
+class Planner(Protocol[P]):
     """Replaces the plans of a running system (`adapt.replan.Replanner`). Called from background threads."""
 
-    def corrected(self, plans: Plans, factors: Factors) -> Plans:
-        """Plans at costs corrected by these factors."""
+    def corrected(self, plans: tuple[P, ...], factors: Factors) -> tuple[P, ...]:
+        """tuple[P, ...] at costs corrected by these factors."""
 
-    def without(self, plans: Plans, lost: frozenset[str]) -> Plans:
-        """Plans that leave devices unused."""
+    def without(self, plans: tuple[P, ...], lost: frozenset[str]) -> tuple[P, ...]:
+        """tuple[P, ...] that leave devices unused."""
 
 
-class System(Protocol):
+class System(Protocol[P]):
     """A service or a simulation."""
 
     @property
@@ -50,16 +51,16 @@ class System(Protocol):
     def switch(self, policy: str) -> None:
         """Use a policy for microbatches opened from now on; thread-safe."""
 
-    def load(self, plans: Plans) -> None:
+    def load(self, plans: tuple[P, ...]) -> None:
         """Replace the plans."""
 
-    def submit(self, job: Callable[[], Plans]) -> Future[Plans]:
+    def submit(self, job: Callable[[], tuple[P, ...]]) -> Future[tuple[P, ...]]:
         """Run a job in the background, then `Controller.poll`."""
 
-    def rate(self, plans: Plans) -> Sequence[Capability]: ...
+    def rate(self, plans: tuple[P, ...]) -> Sequence[Capability]: ...
 
 
-class Controller:
+class Controller(Generic[P]):
     """plans    for all devices; the first is used unless a monitor chooses
     monitor  None: the policy is fixed
     planner  None: plans stay
@@ -68,19 +69,21 @@ class Controller:
 
     def __init__(
         self,
-        system: System,
-        plans: Sequence[Plan],
+        system: System[P],
+        plans: Sequence[P],
         monitor: Monitor | None = None,
-        planner: Planner | None = None,
+        planner: Planner[P] | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._system, self._monitor, self._planner, self._log = system, monitor, planner, log
-        self.plans = tuple(plans)
+        self._system: System[P] = system
+        self._planner: Planner[P] | None = planner
+        self._monitor, self._log = monitor, log
+        self.plans: tuple[P, ...] = tuple(plans)
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self.counts: Counter[DecisionKind] = Counter()
         # Devices planned around, by current plans or a running job.
         self._without: frozenset[str] = frozenset()
-        self._job: Future[Plans] | None = None
+        self._job: Future[tuple[P, ...]] | None = None
         # Guards monitor, request count and decisions; not held while plans are loaded.
         self._lock = threading.RLock()
         self._num_requests = 0
@@ -170,11 +173,11 @@ class Controller:
         if without:
             self._load(plans, f"plans{without} are in force")
             return
-        num = sum(new.lanes != old.lanes for new, old in zip(plans, self.plans, strict=True))
+        num = sum(_lanes(new) != _lanes(old) for new, old in zip(plans, self.plans, strict=True))
         self.plans = plans
         self._load(plans, f"costs are corrected; {num} of {len(plans)} plans are new")
 
-    def _load(self, plans: Plans, why: str) -> None:
+    def _load(self, plans: tuple[P, ...], why: str) -> None:
         try:
             self._system.load(plans)
         except TesseraError as error:  # the old plans run on
@@ -182,7 +185,7 @@ class Controller:
         else:
             self._adopted(plans, why)
 
-    def _adopted(self, plans: Plans, why: str) -> None:
+    def _adopted(self, plans: tuple[P, ...], why: str) -> None:
         if self._monitor is not None:
             capabilities = self._system.rate(plans) if plans else ()
             with self._lock:
@@ -197,3 +200,7 @@ class Controller:
             self.counts[kind] += 1
         if kind in LOGGED:
             self._log(why)
+
+
+def _lanes(policy: Plan | ServicePlan) -> list[object]:
+    return [plan.lanes for plan in (policy.plans if isinstance(policy, ServicePlan) else (policy,))]

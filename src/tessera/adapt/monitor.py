@@ -166,6 +166,10 @@ class Monitor:
         is_over = load - self._config.errors * error > now.capacity_per_s
         if now_s - self._switched_s < self._config.dwell_windows * self.window_s and not is_over:
             return None
+        best = better(tuple(self._policies.values()), 0.0)
+        if not (num_requests or load) and best is not now:  # nothing has a price
+            self.current, self._switched_s = best.name, now_s
+            return f"{self._meter.seen(now_s)}, none are here; {best.name} is quickest for the next"
         for horizon in self._config.horizons:
             seconds = horizon * self.window_s
 

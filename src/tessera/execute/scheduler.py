@@ -15,7 +15,8 @@ allow.
 A microbatch is opened on a lane of the current policy when a request needs one, and closed when its content
 has no next step, unless it is worth keeping (`is_kept`). A switch of policy, new plans and a returned device
 renew microbatches one by one. Requests that can restart cheaply move to new microbatches as soon as there are
-places for all of them. No state moves.
+places for all of them. Where requests go is decided by a few methods that a subclass replaces: `serve.router`
+does, for groups of microbatches whose sequences move with their pages.
 
 A lost device closes its microbatches. Their requests go to the front of the queue and restart from what they
 have on any open lane; a request fails after `max_retries` losses, not counting losses blamed without proof.
@@ -43,7 +44,16 @@ from tessera.execute.admission import (
     width_of,
 )
 from tessera.execute.lanes import LoadedLane
-from tessera.execute.stepper import DeviceBack, DeviceLost, Event, StepCall, StepDone, Stepper, Tensors
+from tessera.execute.stepper import (
+    DeviceBack,
+    DeviceLost,
+    Event,
+    Moved,
+    StepCall,
+    StepDone,
+    Stepper,
+    Tensors,
+)
 from tessera.ir import Plan
 
 R = TypeVar("R")
@@ -259,6 +269,8 @@ class Scheduler(Generic[R]):
             self._lose(event)
         elif isinstance(event, DeviceBack):
             self._welcome(event)
+        else:
+            self._moved(event)
         return event
 
     def drain(self, timeout_s: float) -> None:
@@ -308,29 +320,39 @@ class Scheduler(Generic[R]):
         else:
             assert not isinstance(found, bool)
             found.content.add(request)
-            if found.is_idle:
-                found.is_idle = False
-                self._ready.append(found)
+            self._awake(found)
             self._watcher.seated(request, found)
         return True
 
-    def _open(self, lane: LoadedLane, request: R) -> None:
+    def _awake(self, microbatch: Microbatch[R]) -> None:
+        """An idle microbatch may have a step now."""
+        if microbatch.is_idle:
+            microbatch.is_idle = False
+            self._ready.append(microbatch)
+
+    def _open(self, lane: LoadedLane, request: R | None = None) -> Microbatch[R]:
         if self._unused:
             number = heapq.heappop(self._unused)
         else:
             number, self._num_numbers = self._num_numbers, self._num_numbers + 1
-        costs = self._costs.get(lane.number)
-        if costs is None:
-            costs = self._costs[lane.number] = costs_of(lane)
+        costs = self._costs_of(lane)
         lost = self.stepper.lanes.lost
         without = frozenset(lost) if lost else frozenset()
         content, first = self._make(number, lane), lane.plan.first_step(lane.lane)
-        made = Microbatch(number, lane, content, self.plan, without, costs, first)
-        self.microbatches[number] = made
-        content.add(request)
+        opened = Microbatch(number, lane, content, self.plan, without, costs, first)
+        self.microbatches[number] = opened
+        if request is not None:
+            content.add(request)
         self.stepper.open(number, lane.number, content.state())
-        self._ready.append(made)
-        self._watcher.seated(request, made)
+        self._ready.append(opened)
+        if request is not None:
+            self._watcher.seated(request, opened)
+        return opened
+
+    def _costs_of(self, lane: LoadedLane) -> tuple[StepCost, ...]:
+        if lane.number not in self._costs:
+            self._costs[lane.number] = costs_of(lane)
+        return self._costs[lane.number]
 
     def _close(self, microbatch: Microbatch[R]) -> None:
         """The stepper has closed it."""
@@ -340,6 +362,9 @@ class Scheduler(Generic[R]):
         self.stepper.lanes.give_back(microbatch.lane.number)
         self._may_seat = True
 
+    def _can_close(self, microbatch: Microbatch[R]) -> bool:
+        return True
+
     # Steps.
 
     def _start(self, microbatch: Microbatch[R]) -> None:
@@ -348,12 +373,13 @@ class Scheduler(Generic[R]):
                 microbatch.running.append(call)
                 self.stepper.start(call)
             return
-        if microbatch.is_old and microbatch.content.can_move and self._has_places(microbatch):
-            self._move(microbatch)
+        if microbatch.is_old and self._leave_old(microbatch):
             return
         call = microbatch.content.next_step()
         if call is None:
-            microbatch.is_idle = microbatch.content.is_kept and not microbatch.is_old
+            content = microbatch.content
+            is_kept = content.is_kept and not microbatch.is_old
+            microbatch.is_idle = is_kept or content.num_used > 0 or not self._can_close(microbatch)
             if not microbatch.is_idle:
                 self.stepper.close(microbatch.number)
                 self._close(microbatch)
@@ -389,13 +415,19 @@ class Scheduler(Generic[R]):
         more = max(0, self._depth + 1 - len(places)) if self.stepper.lanes.open(self.policy) else 0
         return 0 < old.content.num_used <= free + more * self._config.rows
 
-    def _move(self, microbatch: Microbatch[R]) -> None:
-        """Requests go to the front of the queue and restart from what they have."""
+    def _leave_old(self, microbatch: Microbatch[R]) -> bool:
+        """Closes an old microbatch if its requests can restart: they go to the front of the queue."""
+        if not (microbatch.content.can_move and self._has_places(microbatch)):
+            return False
         self.stepper.close(microbatch.number)
         self._close(microbatch)
         for request in microbatch.content.requests():
             self.queue.give_back(request)
             self._watcher.moved(request)
+        return True
+
+    def _moved(self, event: Moved) -> None:
+        """A move of pages has ended; nothing moves here."""
 
     def _free(self, *numbers: int) -> None:
         """Starts held-back steps after steps of these ended or were lost."""
@@ -424,6 +456,7 @@ class Scheduler(Generic[R]):
             self._count(microbatch, microbatch.running[0])
         left = microbatch.content.end(done)
         self._ready.append(microbatch)
+        self._settled(microbatch)
         if microbatch.content.takes:
             self._may_seat = True
         self._watcher.stepped(microbatch, done)
@@ -431,6 +464,9 @@ class Scheduler(Generic[R]):
             if self._retries:
                 self._retries.pop(request, None)
             self._watcher.finished(request)
+
+    def _settled(self, microbatch: Microbatch[R]) -> None:
+        """A step has ended and its content is up to date."""
 
     # Policies and plans.
 
@@ -450,7 +486,8 @@ class Scheduler(Generic[R]):
 
     def _close_old(self) -> None:
         """Closes idle microbatches that must be renewed."""
-        for microbatch in [m for m in self.microbatches.values() if m.is_idle and m.is_old]:
+        idle = [m for m in self.microbatches.values() if m.is_idle and not m.content.num_used]
+        for microbatch in [m for m in idle if m.is_old and self._can_close(m)]:
             self.stepper.close(microbatch.number)
             self._close(microbatch)
 
@@ -460,15 +497,19 @@ class Scheduler(Generic[R]):
         self.lost[event.device] = event
         self._watcher.lost(event)
         gone = [self.microbatches[n] for n in event.microbatches if n in self.microbatches]
+        requests = [request for microbatch in gone for request in microbatch.content.requests()]
         for microbatch in gone:
             self._close(microbatch)
+        self._dropped(event.device, gone)
         if gone:
             self._ready = [m for m in self._ready if m.number in self.microbatches]
             self._free(*(microbatch.number for microbatch in gone))
-        for microbatch in gone:
-            for request in microbatch.content.requests():
-                self._retry(request, event)
+        for request in requests:
+            self._retry(request, event)
         self._judge()
+
+    def _dropped(self, device: str, gone: Sequence[Microbatch[R]]) -> None:
+        """A device and these microbatches are lost; their requests are not yet retried."""
 
     def _retry(self, request: R, event: DeviceLost) -> None:
         if event.is_certain:

@@ -169,8 +169,8 @@ class ActiveRequest:
             return ""
         return self.watch.feed(self.reader.flush()) + self.watch.flush()
 
-    def times(self) -> Times:
+    def times(self, now_s: float) -> Times:
         start = self.arrived_s
         queued = None if self.seated_s is None else self.seated_s - start
         first = None if self.first_s is None else self.first_s - start
-        return Times(queued, first, time.monotonic() - start)
+        return Times(queued, first, now_s - start)

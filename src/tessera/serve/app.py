@@ -34,7 +34,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from tessera import __version__
-from tessera.ir import Lane, Plan
+from tessera.ir import Lane, Plan, ServicePlan
 from tessera.serve.limits import (
     CLIENT,
     AccessMiddleware,
@@ -241,7 +241,7 @@ def _add_models(app: FastAPI, endpoint: Endpoint) -> None:
 
 def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics) -> None:
     html, policy = live_page()
-    explained: list[tuple[Plan, dict[str, Any]]] = []
+    explained: list[tuple[ServicePlan, dict[str, Any]]] = []
 
     @app.get("/", tags=["live"])
     async def live() -> Response:
@@ -317,28 +317,26 @@ def state_document(snapshot: Snapshot) -> dict[str, Any]:
     return document
 
 
-def plan_document(plan: Plan) -> dict[str, Any]:
+def plan_document(service: ServicePlan) -> dict[str, Any]:
+    """A policy: its groups, its expected figures, and why the group with most devices is placed so."""
     from tessera.plan import explain  # slow to import
 
-    explained = explain(plan, is_brief=True)
-    names = plan.cluster.names
-    total = sum(lane.rate_per_s for lane in plan.lanes)
+    main = max(service.groups, key=lambda group: len(group.plan.used)).plan
+    explained, names = explain(main, is_brief=True), service.cluster.names
+    busy = service.expected.busy if service.expected is not None else ()
     return {
-        "policy": plan.policy,
-        "objective": plan.objective.value,
+        "policy": service.policy,
         "modelled": True,
         "devices": list(names),
-        "lanes": [
-            {"share": lane.rate_per_s / total, "steps": _steps(plan, lane, names)} for lane in plan.lanes
+        "load": asdict(service.load),
+        "groups": [
+            asdict(group.size) | {"steps": _steps(group.plan, group.plan.lanes[0], names)}
+            for group in service.groups
         ],
-        "utilisation": {use.name: use.utilisation for use in explained.devices},
-        "link_utilisation": {use.name: use.utilisation for use in explained.links},
-        "bottleneck": explained.bottleneck,
-        "simulated_per_s": plan.simulated_per_s,
-        "bound_per_s": plan.bound_per_s,
-        "latency_us": plan.latency_us,
-        "baselines": {b.name: b.throughput_per_s for b in plan.baselines},
-        "layer": _layer(plan),
+        "expected": service.expected and asdict(service.expected),
+        "rivals": {rival.policy: rival.expected.tokens_per_s for rival in service.rivals},
+        "utilisation": dict(zip(names, busy, strict=False)),
+        "layer": _layer(main),
         "why": [explained.verdict, *(reason.sentence for reason in explained.reasons), *explained.remarks],
     }
 

@@ -18,15 +18,16 @@ from collections.abc import Callable, Sequence
 
 from tessera.adapt.controller import Controller
 from tessera.errors import ServiceClosing, TesseraError
-from tessera.execute.lanes import LoadedLane
-from tessera.execute.scheduler import Microbatch, Scheduler, SchedulerConfig, Watcher
+from tessera.execute.scheduler import Microbatch, SchedulerConfig, Watcher
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone, Stepper
-from tessera.ir import DeviceKind
+from tessera.ir import DeviceKind, ServicePlan
 from tessera.serve.answer import ActiveRequest, WakeUps
 from tessera.serve.meters import LOOK_S, Meters
+from tessera.serve.pages import PagePool
 from tessera.serve.records import Finish, Reason, Shape, Token
+from tessera.serve.router import RoutedGroup, Router
 from tessera.serve.sampling import choose
-from tessera.serve.sequences import OutputRows, SequenceBatch, Steps
+from tessera.serve.sequences import OutputRows, SequenceBatch
 from tessera.serve.sight import Sight
 
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."
@@ -48,23 +49,35 @@ class Engine(Watcher[ActiveRequest]):
     def __init__(
         self,
         stepper: Stepper,
+        policies: Sequence[ServicePlan],
         shape: Shape,
         end: Sequence[int],
         max_waiting: int = MAX_WAITING,
         meters: Meters | None = None,
         sight: Sight | None = None,
         prefix_caching: bool = True,
+        is_filled: bool = True,
     ) -> None:
+        """`is_filled` is False if nothing reads step inputs: on a virtual clock."""
         self.stepper, self.shape, self._end = stepper, shape, frozenset(end)
         self.meters = meters or Meters()
-        steps = Steps.of(stepper.plans[0])
 
-        def make(number: int, lane: LoadedLane) -> SequenceBatch:
-            return SequenceBatch(number, shape, steps, self.settle, self.meters, sight, prefix_caching)
+        def make(number: int, group: RoutedGroup, pool: PagePool | None) -> SequenceBatch:
+            return SequenceBatch(
+                number,
+                group.shape,
+                group.steps,
+                self.settle,
+                self.meters,
+                sight,
+                prefix_caching,
+                pool,
+                is_filled,
+            )
 
-        config = SchedulerConfig(max_waiting, shape.microbatches, shape.rows, MAX_RETRIES)
-        self.scheduler: Scheduler[ActiveRequest] = Scheduler(stepper, make, config, self)
-        self.controller: Controller | None = None
+        config = SchedulerConfig(max_waiting, max_retries=MAX_RETRIES)
+        self.scheduler = Router(stepper, policies, shape, make, config, self, prefix_caching)
+        self.controller: Controller[ServicePlan] | None = None
         self._timed = {d.name for d in stepper.plans[0].cluster.devices if d.kind in TIMED}
         self._lock = threading.Lock()
         self._posted: deque[Callable[[], None]] = deque()
@@ -151,7 +164,7 @@ class Engine(Watcher[ActiveRequest]):
         self.meters.stepped(batch.kind_of(done.step), done.seconds)
         if not rows:
             return []
-        now, ended = time.monotonic(), []
+        now, ended = self.stepper.now_s(), []
         for (_, request), chosen in zip(rows, _choose(done, rows), strict=True):
             if chosen is None:
                 self.finish(request, "error", request.pick.failure or NO_NUMBERS)
@@ -205,6 +218,7 @@ class Engine(Watcher[ActiveRequest]):
 
     def finish(self, request: ActiveRequest, reason: Reason, message: str = "") -> None:
         request.is_over = True
+        self.scheduler.drop(request)
         if request.batch is not None:
             request.batch.leave(request)
         rest = request.rest_of_text()
@@ -214,7 +228,7 @@ class Engine(Watcher[ActiveRequest]):
         finish = Finish(reason, *prompt, message, tuple(request.prompt_notes))
         request.buffer.finish(finish)
         self._wake_ups.add(request.buffer)
-        self.meters.ended(finish, request.times())
+        self.meters.ended(finish, request.times(self.stepper.now_s()))
         self._count_end()
 
     def _count_end(self) -> None:
@@ -243,7 +257,7 @@ class Engine(Watcher[ActiveRequest]):
 
     def seated(self, request: ActiveRequest, microbatch: Microbatch[ActiveRequest]) -> None:
         if request.seated_s is None:
-            request.seated_s = time.monotonic()
+            request.seated_s = self.stepper.now_s()
             self.meters.seated(request.seated_s - request.arrived_s)
 
     def stepped(self, microbatch: Microbatch[ActiveRequest], done: StepDone) -> None:

@@ -121,6 +121,14 @@ def _families(now: Snapshot) -> list[Family]:
         (Counter, "num_preemptions", "Sequences preempted because pages ran out.", now.preemptions),
         (Counter, "num_requests_retried", "Restarted after a lost device.", now.retried),
         (Counter, "plan_changes", "Changes of plans.", now.plan_changes),
+        (Counter, "pages_moved", "Pages moved to another group.", now.pages_moved),
+        (Counter, "policy_switches", "Changes of policy.", now.switches),
+        (
+            Gauge,
+            "policy_switch_seconds",
+            "Time of the last change of policy.",
+            (now.last_switch_ms or 0.0) * 1e-3,
+        ),
     ]
     return [
         *((kind, name, text, (), {(): value}) for kind, name, text, value in alone),

@@ -1,9 +1,12 @@
-"""PagePool: the KV cache pages of one microbatch, with prefix caching.
+"""PagePool: the KV cache pages of a home, with prefix caching.
 
 A page holds keys and values of `PAGE` positions. Its key covers its tokens and all tokens before them
 (`page_key`), so sequences with a common prefix share pages, while they run and afterwards. Unused pages stay
 findable until pages run out, then the least recently used is reused. Page 0 is never handed out: padding
 writes there.
+
+Microbatches that share a home run their steps in any order. A page that a planned step fills is found by the
+microbatch of that step only, until the step has ended.
 
 Not handled: a shared prefix that does not fill a page.
 """
@@ -50,6 +53,8 @@ class PagePool:
         self._users = [0] * num_pages
         self._keys: list[bytes | None] = [None] * num_pages
         self._by_key: dict[bytes, int] = {}
+        # Published pages that a planned step fills -> its microbatch.
+        self._filling: dict[int, object] = {}
         # Findable unused pages, least recently used first.
         self._idle: dict[int, None] = {}
 
@@ -76,11 +81,11 @@ class PagePool:
         self._users[page] = 1
         return page
 
-    def find(self, keys: Iterable[bytes]) -> list[int]:
+    def find(self, keys: Iterable[bytes], owner: object = None) -> list[int]:
         found = []
         for key in keys:
             page = self._by_key.get(key)
-            if page is None:
+            if page is None or self._filling.get(page, owner) is not owner:
                 break
             found.append(page)
         return found
@@ -94,10 +99,19 @@ class PagePool:
             self._idle.pop(page, None)
             self._users[page] += 1
 
-    def publish(self, page: int, key: bytes) -> None:
-        if self._is_caching and self._keys[page] is None and key not in self._by_key:
-            self._keys[page] = key
-            self._by_key[key] = page
+    def publish(self, page: int, key: bytes, owner: object = None) -> bool:
+        """True if it can be found now; by `owner` only, until it is `filled`."""
+        if not self._is_caching or self._keys[page] is not None or key in self._by_key:
+            return False
+        self._keys[page] = key
+        self._by_key[key] = page
+        if owner is not None:
+            self._filling[page] = owner
+        return True
+
+    def filled(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._filling.pop(page, None)
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Release the pages of a sequence; its last ones are reused first."""

@@ -3,10 +3,7 @@
 Imports that capture and plan are local: a start from kept plans needs none of them. A `StepBackend` builds,
 captures and prices steps: on this machine's CPU here, on GPUs in `gpu`.
 
-The work unit of serving is what a microbatch does for `rows` average requests: the largest step as often as
-their prompts need it, the step of one token per row as often as an answer has tokens, every other size once.
-Vision models get one picture per request. Every state has one home in all steps (`WorkUnit.is_served`). There
-is one plan per policy over the same unit and costs; one device gets only the first.
+Policies are made and rehearsed by `policies`. Every state has one home in all steps (`WorkUnit.is_served`).
 
 Plans are kept under `$XDG_CACHE_HOME/tessera/plans`, in a folder named by a hash of everything they depend
 on: this package's code, library versions, the model's files, sizes, devices and page memory. Unreadable
@@ -22,8 +19,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,20 +30,19 @@ import msgspec
 import torch
 
 import tessera
-from tessera.adapt.replan import Replanner
 from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
-from tessera.errors import DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
-from tessera.execute.memory import check_fits, footprints, ready_programs
+from tessera.errors import DeviceMemoryError, MismatchError, PlanInfeasible, TesseraError
 from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
-from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit, load, save
-from tessera.ir.files import cache_folder
+from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Plan, ServicePlan, Trace, WorkUnit, load, save
+from tessera.ir.files import cache_folder, chunks_of
 from tessera.serve.pages import modest_bytes
-from tessera.serve.records import POLICIES, Average, ServeSpec, Shape, step_name
+from tessera.serve.records import ServeSpec, Shape, step_name
+from tessera.serve.router import plans_of
 
 if TYPE_CHECKING:
-    from tessera.plan import SearchConfig
+    from tessera.serve.policies import ServicePlanner
     from tessera.serve.sight import Eyes, Sight
     from tessera.serve.steps import ServedModel
 
@@ -55,10 +51,6 @@ Listener = Callable[[str], None]
 MAX_BYTES = 4 << 30
 # A step that takes longer than this is taken for hung.
 STEP_TIMEOUT_S = 60.0
-# Service policy -> objectives to plan for; with "auto" the monitor switches between both.
-OBJECTIVES = {"auto": POLICIES, "throughput": POLICIES[:1], "latency": POLICIES[1:]}
-# Simpler policies that the throughput plan is rehearsed against.
-RIVALS = ("single-placement", "data-parallel", "layer-pipeline")
 MAX_KEPT = 32
 # Maximum bytes of kept weights.
 MAX_WEIGHT_BYTES = 64 << 20
@@ -69,12 +61,6 @@ _UNREADABLE = (
     OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError, TesseraError,
     msgspec.MsgspecError,
 )  # fmt: skip
-
-
-def objectives_of(policy: str) -> tuple[Objective, ...]:
-    if policy not in OBJECTIVES:
-        raise UnknownName("policy", policy, OBJECTIVES)
-    return OBJECTIVES[policy]
 
 
 @dataclass(frozen=True)
@@ -101,22 +87,27 @@ class KeptModel:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model and its plans, which share one cluster, unit and costs."""
+    """A model and its policies."""
 
     model: "ServedModel | KeptModel"
-    plans: tuple[Plan, ...]
+    policies: tuple[ServicePlan, ...]
+    # Plans again at run time; None: plans stay.
+    planner: "ServicePlanner | None" = None
     # Measured time = modelled time x scale; 1 where no device is dilated.
     scale: float = 1.0
-    # Policy -> modelled tokens/s when served, where rehearsed.
-    rehearsed: Mapping[str, float] = field(default_factory=dict)
     # Capture time.
     capture_s: float = 0.0
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return plans_of(self.policies)
 
     def workers(self, transport: str = "auto", hub: MakeHub | None = None) -> WorkerStepper:
         return WorkerStepper(
             self.plans,
             self.model.weights(),
-            microbatches=self.model.shape.microbatches,
+            # Groups of two policies are open during a switch.
+            microbatches=sum(group.microbatches for policy in self.policies for group in policy.groups),
             transport=transport,
             timeout_s=STEP_TIMEOUT_S,
             method=FORKSERVER,
@@ -124,37 +115,16 @@ class Prepared:
             scale=self.scale,
         )
 
-    def replanner(self, effort: str = "full") -> Replanner:
-        """Replans with the same settings; compares plans by rehearsal (latency: one client)."""
-        from tessera.serve.rehearse import rehearse
-
-        shape, half = self.model.shape, self.model.shape.capacity // 2
-        average = Average(min(Average().prompt, half), min(Average().output, half))
-
-        def make(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...]) -> Plan:
-            from tessera.plan import search_config
-
-            return plan_policies(shape, cluster, plan.unit, costs, (plan.objective,), search_config(effort))[
-                0
-            ]
-
-        def gain(old: Plan, new: Plan) -> float:
-            clients = 1 if old.objective is Objective.LATENCY else None
-            before, after = rehearse([old, new], shape, average, clients)
-            return after / before
-
-        return Replanner(make, gain)
-
 
 class StepBackend(Protocol):
-    # True if the throughput plan is rehearsed against `RIVALS`.
-    rehearses: bool
-
     @property
     def memory_bytes(self) -> Sequence[float]:
         """Memory given to weights and pages; kept plans depend on it."""
 
     def build(self, model: str, spec: ServeSpec) -> "ServedModel": ...
+
+    def placed(self, model: "ServedModel") -> "ServedModel":
+        """The steps with their inputs where they are captured."""
 
     def capture(self, model: "ServedModel") -> list[Trace]: ...
 
@@ -169,7 +139,6 @@ class CpuBackend:
     cluster: Cluster
     microbatches: int
     store: Path | None = None
-    rehearses = False
 
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
@@ -184,6 +153,9 @@ class CpuBackend:
             return for_cpu(
                 served(model, spec, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes)
             )
+
+    def placed(self, model: "ServedModel") -> "ServedModel":
+        return model
 
     def capture(self, model: "ServedModel") -> list[Trace]:
         with blamed_for_run(model.model):
@@ -220,17 +192,17 @@ def prepare(
     cluster: Cluster,
     spec: ServeSpec,
     *,
+    plan: ServicePlan | None = None,
     store: Path | None = None,
     kept: Path | None = None,
-    coarse: Sequence[str] = (),
     is_compiled: bool = True,
     advance: Listener = lambda what: None,
 ) -> Prepared:
     """Plan a service.
 
+    plan         groups to serve by; None: planned here
     store        measurement store
     kept         folder of kept plans; None: always plan
-    coarse       simpler policies to plan as well, such as data-parallel
     is_compiled  capture GPU steps from compiled code, else operator by operator
     advance      progress callback, one line per stage
     """
@@ -243,106 +215,107 @@ def prepare(
         warm_up()  # in parallel with capture and planning
         backend = CpuBackend(cluster, spec.microbatches, store)
 
+    if plan is not None:
+        check_plan(plan, model, cluster)
+        first = plan.groups[0]
+        spec = replace(spec, rows=first.sequences, pool_tokens=first.pool_tokens, load=plan.load)
+
     def build() -> "ServedModel":
         advance(f"building {model}")
         return backend.build(model, spec)
 
-    def plan() -> Prepared:
-        return _plan(build(), cluster, spec, backend, coarse, advance)
+    def make() -> Prepared:
+        if plan is not None:
+            return _follow(build(), plan, cluster, backend, spec.effort, advance)
+        return _plan(build(), cluster, spec, backend, advance)
 
     if kept is None:
-        return plan()
-    key = key_of(place_of(model), spec, cluster, tuple(backend.memory_bytes), tuple(coarse), is_compiled)
-    prepared = find(key, kept, build)
+        return make()
+    digest = "" if plan is None else hashlib.sha256(b"".join(chunks_of(plan))).hexdigest()
+    key = key_of(place_of(model), spec, cluster, tuple(backend.memory_bytes), is_compiled, digest)
+    prepared = find(key, kept, build, spec, plan is None)
     if prepared is None:
-        prepared = plan()
+        prepared = make()
         keep(key, prepared, kept)
     return prepared
 
 
-def _plan(
+def check_plan(plan: ServicePlan, model: str, cluster: Cluster) -> None:
+    """Raises MismatchError for a plan of another model or other devices."""
+    if place_of(plan.model) != place_of(model):
+        raise MismatchError(f"the plan is for {plan.model}, not {model}", f"Serve {plan.model}.", "--plan")
+    theirs, ours = ([d.gpu or d.name for d in c.devices] for c in (plan.cluster, cluster))
+    if theirs != ours:
+        message = f"the plan is for {', '.join(theirs)}; these devices are {', '.join(ours)}"
+        raise MismatchError(message, "Name the plan's devices in its order, or plan for these.", "--plan")
+
+
+def _follow(
     model: "ServedModel",
+    plan: ServicePlan,
     cluster: Cluster,
-    spec: ServeSpec,
     backend: StepBackend,
-    coarse: Sequence[str],
+    effort: str,
     advance: Listener,
 ) -> Prepared:
-    from tessera import flow
-    from tessera.plan import search_config
-    from tessera.serve.rehearse import best_served
+    """The groups of a plan with captured steps, and what they are expected to reach.
 
-    search = search_config(spec.effort)
+    A lane over several devices is placed as planned where the launches are the same, else searched again.
+    """
+    from tessera import flow
+    from tessera.serve.policies import check_groups, follow_group
+    from tessera.serve.rehearse import rehearse
+
+    if not model.shape.is_flat:
+        raise MismatchError(f"{model.model} keeps state by row", "Serve it without --plan.", "--plan")
+    begun_s, scale = time.perf_counter(), 1.0
+    captured: dict[tuple[object, ...], tuple[WorkUnit, tuple[Costs, ...]]] = {}
+    groups = []
+    for group in plan.groups:
+        key = (group.sequences, group.sizes, group.pool_tokens)
+        sized = backend.placed(model.resized(group))
+        if key not in captured:
+            advance(f"capturing steps of {', '.join(str(size) for size in group.sizes)} tokens")
+            traces = backend.capture(sized)
+            unit = flow.make_unit(traces, group.plan.unit.counts)
+            captured[key] = unit, backend.price(unit, sized, advance)
+        made = follow_group(group, sized.shape, *captured[key], cluster, effort)
+        groups.append(made)
+        scale = max(scale, backend.scale(made.plan, sized))
+    check_groups(groups)
+    capture_s = time.perf_counter() - begun_s
+    advance("rehearsing")
+    followed = replace(plan, groups=tuple(groups))
+    expected = rehearse(followed, plan.load, shape=model.shape)
+    return Prepared(model, (replace(followed, expected=expected),), None, scale, capture_s)
+
+
+def _plan(
+    model: "ServedModel", cluster: Cluster, spec: ServeSpec, backend: StepBackend, advance: Listener
+) -> Prepared:
+    from tessera import flow
+    from tessera.serve.policies import ServicePlanner
+
     advance(f"capturing {len(model.workloads)} steps")
     begun_s = time.perf_counter()
     traces = backend.capture(model)
     capture_s = time.perf_counter() - begun_s
-    unit = flow.make_unit(traces, counts_of(model.shape, spec.average, model.encode is not None))
+    unit = flow.make_unit(traces, (1,) * len(traces))
     advance("pricing its launches")
     costs = backend.price(unit, model, advance)
-    advance("planning")
-    is_single = len(cluster.devices) == 1
-    plans = plan_policies(
-        model.shape, cluster, unit, costs, spec.policies[:1] if is_single else spec.policies, search
-    )
-
-    def others(names: Sequence[str]) -> Iterator[Plan]:
-        for name in names:
-            with contextlib.suppress(PlanInfeasible):
-                yield flow.make_plan(
-                    unit, costs, cluster, Objective.THROUGHPUT, spec.microbatches, name, search=search
-                )
-
-    rehearsed: dict[str, float] = {}
-    if backend.rehearses and not is_single and plans[0].objective is Objective.THROUGHPUT:
-        advance("rehearsing")
-        best, rehearsed = best_served((plans[0], *others(RIVALS)), model.shape, spec.average)
-        plans = (best, *plans[1:])
-    plans += tuple(others([name for name in coarse if name != plans[0].policy]))
-    return Prepared(model, plans, backend.scale(plans[0], model), rehearsed, capture_s)
-
-
-def counts_of(shape: Shape, average: Average, sees: bool = False) -> tuple[int, ...]:
-    """How often each step runs for `rows` average requests."""
-    counts = dict.fromkeys(shape.sizes, 1)
-    answers = next(size for size in shape.sizes if size >= shape.rows)
-    counts[answers] = max(1, average.output - 1)
-    prompt = min(average.prompt, shape.capacity)
-    if shape.is_flat:
-        counts[shape.sizes[-1]] = -(-shape.rows * prompt // shape.sizes[-1])
-    else:
-        for size in reversed(shape.part_sizes):
-            num = min(1, prompt // size) if shape.is_first_only else prompt // size
-            counts[size] = max(1, shape.rows * num)
-            prompt -= num * size
-            if num and shape.is_first_only:
-                break
-        counts[answers] += prompt
-    return (*([shape.rows] if sees else []), *counts.values())
-
-
-def plan_policies(
-    shape: Shape,
-    cluster: Cluster,
-    unit: WorkUnit,
-    costs: tuple[Costs, ...],
-    policies: tuple[Objective, ...],
-    search: "SearchConfig",
-) -> tuple[Plan, ...]:
-    from tessera import flow
-
+    advance("planning and rehearsing")
+    shape, sees = model.shape, model.encode is not None
+    planner = ServicePlanner(model.model, shape, unit, costs, cluster, spec.load, spec.effort, sees)
     try:
-        plans = tuple(
-            flow.make_plan(unit, costs, cluster, x, shape.microbatches, search=search) for x in policies
-        )
-        check_fits(plans, footprints(plans, [ready_programs(plan) for plan in plans]))
+        policies = planner.plans(spec.policies)
     except (PlanInfeasible, DeviceMemoryError) as error:
         now = f"now {shape.microbatches}, {shape.rows}, {shape.capacity} and {shape.sizes[-1]}"
         remedy = (
             f"Lower --microbatches, --seqs, --max-model-len or --max-batch-tokens ({now}), or add a device."
         )
-        raise type(error)(error.message, remedy, error.place) from error
-    return plans
+        is_size = isinstance(error, DeviceMemoryError) or not error.remedy
+        raise type(error)(error.message, remedy if is_size else error.remedy, error.place) from error
+    return Prepared(model, policies, planner, backend.scale(policies[0].plans[0], model), capture_s)
 
 
 def default_folder() -> Path:
@@ -362,40 +335,54 @@ def key_of(place: str, *given: object) -> str:
 
 
 class _More(msgspec.Struct):
-    num_plans: int
+    num_policies: int
     scale: float
-    rehearsed: dict[str, float]
     # Only for a kept model.
     shape: Shape | None
     state_bytes: int
 
 
-def find(key: str, folder: Path, build: Callable[[], "ServedModel"]) -> Prepared | None:
+def find(
+    key: str, folder: Path, build: Callable[[], "ServedModel"], spec: ServeSpec, replans: bool = True
+) -> Prepared | None:
     own = folder / key
     try:
         more = msgspec.json.decode((own / _MORE).read_bytes(), type=_More)
-        plans = tuple(load(Plan, own / f"{n}.plan") for n in range(more.num_plans))
-        model = None
+        policies = tuple(load(ServicePlan, own / f"{n}.plan") for n in range(more.num_policies))
+        kept = None
         if more.shape is not None:
             weights = torch.load(own / _WEIGHTS, weights_only=True)
-            model = KeptModel(more.shape, more.state_bytes, weights)
+            kept = KeptModel(more.shape, more.state_bytes, weights)
         os.utime(own)
     except _UNREADABLE:
         return None
-    return Prepared(model or build(), plans, more.scale, more.rehearsed)
+    model = kept or build()
+    return Prepared(model, policies, planner_of(model, policies, spec) if replans else None, more.scale)
+
+
+def planner_of(
+    model: "ServedModel | KeptModel", policies: Sequence[ServicePlan], spec: ServeSpec
+) -> "ServicePlanner":
+    """The planner that made these policies."""
+    from tessera.serve.policies import ServicePlanner
+
+    plan = policies[0].plans[0]
+    sees = any(graph.trace.step.kind == "encode" for graph in plan.graphs)
+    given = (policies[0].model, model.shape, plan.unit, plan.costs, plan.cluster, spec.load)
+    return ServicePlanner(*given, spec.effort, sees)
 
 
 def keep(key: str, found: Prepared, folder: Path) -> None:
     """Keep plans under this name atomically; failures are reported on standard error."""
     model = KeptModel.of(found.model)
     kept = (None, 0) if model is None else (model.shape, model.state_bytes)
-    more = _More(len(found.plans), found.scale, dict(found.rehearsed), *kept)
+    more = _More(len(found.policies), found.scale, *kept)
     part = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
-        for number, plan in enumerate(found.plans):
-            save(plan, part / f"{number}.plan")
+        for number, policy in enumerate(found.policies):
+            save(policy, part / f"{number}.plan")
         if model is not None:
             torch.save(dict(model.tensors), part / _WEIGHTS)
         (part / _MORE).write_bytes(msgspec.json.encode(more))

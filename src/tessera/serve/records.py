@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from tessera.ir import Cluster, Decision, DeviceKind, Objective, Step
+from tessera.ir import Cluster, Decision, DeviceKind, Expected, GroupSize, Load, Step
 from tessera.kernels import PAGE
 
 if TYPE_CHECKING:
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 # Default number of microbatches, and rows of each.
 MICROBATCHES, ROWS, GPU_ROWS = 2, 8, 64
-# Default policies of a service.
-POLICIES = (Objective.THROUGHPUT, Objective.LATENCY)
+# Relative error of modelled rates: less is no reason to leave data-parallel.
+COST_ERROR = 0.03
+# Default load of a service.
+LOAD = Load(prompt_tokens=128, output_tokens=64)
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 
@@ -76,12 +78,6 @@ def sizes_for(cluster: Cluster) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Average:
-    prompt: int = 128
-    output: int = 64
-
-
-@dataclass(frozen=True, slots=True)
 class ServeSpec:
     """What a service is planned for; None: chosen for the model."""
 
@@ -93,9 +89,9 @@ class ServeSpec:
     pool_tokens: int | None = None
     # Share of a device's memory for weights and pages; the rest is for temporaries.
     memory_share: float = 0.9
-    average: Average = Average()
-    # One plan per policy.
-    policies: tuple[Objective, ...] = POLICIES
+    load: Load = LOAD
+    # Names of `policies`, such as auto or data-parallel; the first is current at the start.
+    policies: tuple[str, ...] = ("auto",)
     # Seed of random weights; a folder's weights are used unless `random_weights`.
     seed: int = 0
     random_weights: bool = False
@@ -235,6 +231,15 @@ class Counts:
     plan_changes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class GroupView(GroupSize):
+    """A group of the current policy, and its sequences now."""
+
+    running: int = 0
+    # On their way to it.
+    waiting: int = 0
+
+
 @dataclass(kw_only=True, eq=False)
 class Snapshot(Counts):
     model: str
@@ -245,6 +250,13 @@ class Snapshot(Counts):
     links: tuple[tuple[str, str, float, int], ...]
     running: int
     waiting: int
+    # Groups of the current policy, and its figures on a virtual clock at full load.
+    groups: tuple[GroupView, ...] = ()
+    expected: Expected | None = None
+    # Changes of policy; milliseconds of the last, until no sequence was left in a group of the one before.
+    switches: int = 0
+    last_switch_ms: float | None = None
+    pages_moved: int = 0
     # Pages in use, of all pages.
     pages_used: int = 0
     pages: int = 0

@@ -1,85 +1,153 @@
-"""rehearse: modelled rates of plans when served, by the service's engine over the simulator's stepper.
+"""rehearse: figures of a service plan under a load, by the service's engine on a virtual clock.
 
-A plan's own figures assume work units that pass its lanes one after another. In a service a microbatch keeps
-its lane while it has requests and mixes prompts with answers, so devices wait unless there are enough
-microbatches. Not handled: CPU time between steps.
+The load is closed: as many requests as fit are present at all times. Answers present at the start are cut at
+random, as in steady state; one round of requests warms up.
+
+Not handled: CPU time between steps.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections import Counter
 from itertools import cycle
+from typing import NamedTuple
 
-import torch
-
-from tessera.execute.offline import Trial, pick
-from tessera.execute.stepper import StepCall, Tensors
-from tessera.ir import Plan
+from tessera.errors import PlanInfeasible
+from tessera.execute.scheduler import Microbatch
+from tessera.execute.stepper import StepDone
+from tessera.ir import Expected, Load, ServicePlan
+from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.engine import Engine
-from tessera.serve.records import Ask, Average, Sampling, Shape
+from tessera.serve.meters import quantile
+from tessera.serve.records import Ask, Sampling, Shape
+from tessera.serve.router import plans_of
+from tessera.serve.sequences import OutputRows, SequenceBatch
 from tessera.serve.text import ByteText
-from tessera.simulate.arrivals import make_lengths
+from tessera.simulate.arrivals import lengths_of
 from tessera.simulate.stepper import VirtualStepper
 
-# Counted rounds of answers, after one warm-up round.
-COUNTED = 2
+# Counted rounds of requests after the first, and fewest requests counted.
+COUNTED, MIN_COUNTED = 2, 64
 GREEDY = Sampling(temperature=0.0)
 
 
-def lengths_of(average: Average, num: int, seed: int = 0) -> Iterator[tuple[int, int]]:
-    prompts, outputs = make_lengths(f"uniform:{average.prompt},{average.output}", num, seed)
-    return cycle(zip(prompts, outputs, strict=True))
-
-
 def rehearse(
-    plans: Sequence[Plan], shape: Shape, average: Average, clients: int | None = None
-) -> list[float]:
-    """Tokens/s of each plan with this many average requests at once; default: as many as fit."""
-    clients = clients or shape.microbatches * shape.rows
-    return [_rate_per_s(plans, number, shape, average, clients) for number in range(len(plans))]
+    plan: ServicePlan, load: Load, clients: int | None = None, seed: int = 0, shape: Shape | None = None
+) -> Expected:
+    """Expected figures with this many requests at once; default: as many as fit.
+
+    `shape`: of the model, where it is known.
+    """
+    clients = clients or plan.clients
+    return _Rehearsal(plan, load, clients, seed, shape or shape_for(plan)).run()
 
 
-def best_served(plans: Sequence[Plan], shape: Shape, average: Average) -> tuple[Plan, dict[str, float]]:
-    """The plan to serve by, with all rates; the first unless another is clearly better."""
-    rates = rehearse(plans, shape, average)
-    trials = [Trial(n, plan.policy, rate) for n, (plan, rate) in enumerate(zip(plans, rates, strict=True))]
-    return plans[pick(trials).plan], {trial.policy: trial.per_s for trial in trials}
+def shape_for(plan: ServicePlan) -> Shape:
+    """Shape of a model of which only the plan is known: a request may fill the pages."""
+    group, pool_tokens = plan.groups[0], min(group.pool_tokens for group in plan.groups)
+    sizes = (group.microbatches, group.sequences, pool_tokens - PAGE, group.sizes)
+    return Shape(*sizes, pool_tokens, vocab_size=1)
 
 
-def _rate_per_s(plans: Sequence[Plan], number: int, shape: Shape, average: Average, clients: int) -> float:
-    steps = [graph.trace.step for graph in plans[0].graphs]
+class _Mark(NamedTuple):
+    at_s: float
+    output_tokens: int
+    busy_us: list[float]
+    pages_moved: int
 
-    def outputs(call: StepCall) -> Tensors:
-        return {"next_tokens": torch.zeros(steps[call.step].batch, dtype=torch.int64)}
 
-    stepper, text = VirtualStepper(plans, outputs=outputs), ByteText()
-    first, lengths = random.Random(0), lengths_of(average, (1 + COUNTED) * clients)
-    engine = Engine(stepper, shape, (), 2 * clients, prefix_caching=False)
-    engine.scheduler.switch(number)
-    waiting: list[ActiveRequest] = []
+class _Rehearsal(Engine):
+    """The engine without text: all tokens are the same."""
 
-    def ask(is_first: bool = False) -> None:
-        length, tokens = next(lengths)
-        if is_first:  # answers end staggered from the start, as in steady state
-            tokens = first.randint(1, tokens)
-        tokens = min(tokens, shape.max_tokens - 1)
-        prompt = (0,) * min(length, shape.max_tokens - tokens)
-        request = ActiveRequest(Ask(prompt, tokens, GREEDY, ignores_end=True), text.reader(), ())
-        waiting.append(request)
-        engine.submit(request)
+    def __init__(self, plan: ServicePlan, load: Load, clients: int, seed: int, shape: Shape) -> None:
+        self._virtual = VirtualStepper(plans_of([plan]))
+        super().__init__(
+            self._virtual, [plan], shape, (), 2 * clients + 1, prefix_caching=False, is_filled=False
+        )
+        self._clients, self._counted = clients, max(COUNTED * clients, MIN_COUNTED)
+        self._lengths = cycle(lengths_of(load, clients + self._counted, seed))
+        self._random, self._reader = random.Random(seed), ByteText().reader()
+        self._steps: Counter[tuple[int, int]] = Counter()
+        self._num_ended = 0
+        # Of each request: seconds to its first token, and per token after it.
+        self._first_s: list[float] = []
+        self._token_s: list[float] = []
 
-    for _ in range(clients):
-        ask(is_first=True)
-    marks: list[tuple[float, int]] = []
-    finished = 0
-    for goal in (clients, (1 + COUNTED) * clients):
-        while finished < goal:
-            engine.step()
-            over = [request for request in waiting if request.is_over]
-            for request in over:
-                waiting.remove(request)
-                ask()
-            finished += len(over)
-        marks.append((stepper.now_s(), engine.meters.output_tokens))
-    (start_s, before), (stop_s, after) = marks
-    return (after - before) / (stop_s - start_s)
+    def run(self) -> Expected:  # type: ignore[override]
+        for _ in range(self._clients):
+            self._ask(is_first=True)
+        start = self._run_to(self._clients)
+        self._first_s.clear()
+        self._token_s.clear()
+        self._steps.clear()
+        stop = self._run_to(self._clients + self._counted)
+        seconds = stop.at_s - start.at_s
+        num_devices = len(self.scheduler.plan.cluster.devices)
+        busy = [b - a for a, b in zip(start.busy_us, stop.busy_us, strict=True)][:num_devices]
+        first, token = sorted(self._first_s), sorted(self._token_s)
+        (tpot, tpot_p99), (ttft, ttft_p99) = (
+            (1e3 * (quantile(x, 0.5) or 0.0), 1e3 * (quantile(x, 0.99) or 0.0)) for x in (token, first)
+        )
+        return Expected(
+            (stop.output_tokens - start.output_tokens) / seconds,
+            tpot,
+            tpot_p99,
+            ttft,
+            ttft_p99,
+            busy=tuple(us * 1e-6 / seconds for us in busy),
+            steps=tuple(
+                tuple(self._steps[number, step] for step in range(len(group.plan.graphs)))
+                for number, group in enumerate(self.scheduler.service_plan.groups)
+            ),
+            clients=self._clients,
+            pages_moved=stop.pages_moved - start.pages_moved,
+        )
+
+    def _run_to(self, num_ended: int) -> _Mark:
+        scheduler = self.scheduler
+        while self._num_ended < num_ended:
+            scheduler.begin()
+            if scheduler.wait(None) is None:
+                raise PlanInfeasible("a request of the load does not fit in the plan's pages")
+        busy_us, moved = list(self._virtual.busy_us), scheduler.counts.pages_moved
+        return _Mark(self._virtual.now_s(), self.meters.output_tokens, busy_us, moved)
+
+    def _ask(self, is_first: bool = False) -> None:
+        length, tokens = next(self._lengths)
+        tokens = min(tokens, self.shape.max_tokens - 1)
+        if is_first:
+            tokens = self._random.randint(1, tokens)
+        prompt = (0,) * min(length, self.shape.max_tokens - tokens)
+        request = ActiveRequest(Ask(prompt, tokens, GREEDY, ignores_end=True), self._reader, ())
+        request.arrived_s = self._virtual.now_s()
+        self.scheduler.push(request)
+
+    def settle(self, batch: SequenceBatch, done: StepDone, rows: OutputRows) -> list[ActiveRequest]:
+        now_s, ended = self._virtual.now_s(), []
+        for _, request in rows:
+            request.sequence.append(0)
+            request.num_out += 1
+            if request.num_out == 1:
+                request.first_s = now_s
+            if request.num_out >= request.ask.max_tokens:
+                request.last_s = now_s
+                ended.append(request)
+        self.meters.output_tokens += len(rows)
+        return ended
+
+    def stepped(self, microbatch: Microbatch[ActiveRequest], done: StepDone) -> None:
+        groups = self.scheduler.groups
+        self._steps[groups.index(self.scheduler.group_of(microbatch)), done.step] += 1
+
+    def finished(self, request: ActiveRequest) -> None:
+        """A request has ended; the next one comes."""
+        self.scheduler.drop(request)
+        first_s, num = request.first_s or 0.0, request.num_out
+        self._first_s.append(first_s - request.arrived_s)
+        if num > 1:
+            self._token_s.append((request.last_s - first_s) / (num - 1))
+        self._num_ended += 1
+        self._ask()
+
+    def seated(self, request: ActiveRequest, microbatch: Microbatch[ActiveRequest]) -> None:
+        """Nothing is metered."""

@@ -8,14 +8,18 @@ A step holds some tokens of some sequences, in one of a few sizes. Decoding sequ
 each; prompt chunks fill the step in arrival order, so no answer waits longer than the largest step takes. In
 sizes up to `rows` every sequence has one token.
 
-Sequences hold pages of a pool (`pages`). A sequence begins when there are pages for all its tokens, after
-cached prefix pages, including those the same step fills. When pages run out, the newest sequence is
-preempted; its pages stay findable. The oldest is never preempted, so everything ends. Pages behind the
+Sequences hold pages of a pool (`pages`), which microbatches of one home share. A sequence begins when there
+are pages for all its tokens, after cached prefix pages, including those the same step fills. When pages run
+out, the newest sequence of the microbatch is preempted; its pages stay findable. A preempted sequence needs
+more pages than it gave back, so it begins again only after another has ended. Pages behind the
 attention window of all layers are released once the next token does not see them: steps of a microbatch run
 in order, so a new owner writes later.
 
 Where state is kept by row (`is_flat` is False), a sequence keeps its row, reads one token per step and shares
 no pages. A prompt chunk, where the model supports it, is a step of its own.
+
+A sequence may read its prompt here and answer elsewhere (`stop`): it then waits for its pages to be moved
+(`serve.router`) and begins there behind them, with all but its newest token read (`arrive`).
 
 While a step runs, the next one can be planned (`can_look_ahead`) if all choices are greedy: an unknown token
 is named by its row in the running step's outputs, and the model finds it there. An answer that turns out to
@@ -25,7 +29,7 @@ have ended has read one token too many; that output is dropped.
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -74,6 +78,8 @@ class SeatedSequence:
         self.request, self.turn, self.row, self.seen = request, turn, row, seen
         # The request's own list.
         self.tokens = request.sequence
+        # Tokens to read here, if it answers elsewhere.
+        self.stop: int | None = None
         # Whether it has pages, and whether it ever had.
         self.is_begun = self.was_begun = False
         # Tokens read, including those of running steps.
@@ -89,7 +95,9 @@ class SeatedSequence:
 
     @property
     def left(self) -> int:
-        """Tokens to read, not counting the last of an answer."""
+        """Tokens to read here, not counting the last of an answer."""
+        if self.stop is not None:
+            return self.stop - self.read
         request = self.request
         is_last = request.num_out + self.num_due >= request.ask.max_tokens
         return len(self.tokens) + self.num_due - self.read - (self.num_due > 0 and is_last)
@@ -103,8 +111,8 @@ class SeatedSequence:
     def pages(self) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
         return self.table[: self.num_pages]
 
-    def begin(self, found: Sequence[int]) -> None:
-        self.is_begun, self.read, self.num_published = True, len(found) * PAGE, len(found)
+    def begin(self, found: Sequence[int], read: int, num_published: int) -> None:
+        self.is_begun, self.read, self.num_published = True, read, num_published
         self.table = np.zeros(max(8, 2 * len(found)), dtype=np.int32)
         self.table[: len(found)] = found
         self.num_pages, self.num_behind = len(found), 0
@@ -210,6 +218,9 @@ class StartedStep:
     parts: list[Part]
     # True if all choices are greedy.
     is_plain: bool
+    # Published pages that it fills; pages that sequences gave back while it ran.
+    published: list[int]
+    released: list[int] = field(default_factory=list)
 
 
 class SequenceBatch:
@@ -222,12 +233,16 @@ class SequenceBatch:
         counts: Counts,
         sight: Sight | None = None,
         is_caching: bool = True,
+        pool: PagePool | None = None,
+        is_filled: bool = True,
     ) -> None:
+        """`pool` is shared with other microbatches; `is_filled` is False if nothing reads step inputs."""
         self.number, self._shape, self._steps, self._settle = number, shape, steps, settle
         self._counts, self._sight = counts, sight
         self._is_caching = is_caching and shape.is_flat
-        self.pool = PagePool(shape.pool_tokens // PAGE, self._is_caching)
-        self._inputs = StepInputs(shape, sight)
+        self._is_shared = pool is not None
+        self.pool = pool or PagePool(shape.pool_tokens // PAGE, self._is_caching)
+        self._inputs = StepInputs(shape, sight) if is_filled else None
         # Sizes in which a sequence may have more than one token.
         self._part_sizes = shape.part_sizes
         # True if the newest step was a prompt chunk alone.
@@ -242,6 +257,12 @@ class SequenceBatch:
         self._num_entries = 0
         # Pages that waiting sequences need.
         self._num_wanted = 0
+        # Rows of sequences on their way here.
+        self.num_coming = 0
+        # Pages that the planned step fills.
+        self._published: list[int] = []
+        # Sequences that read more than one token, in the newest step or after it.
+        self._num_reading = 0
         # Running steps, oldest first; the sequence whose picture is encoded; whether tokens were read since.
         self._started: deque[StartedStep] = deque()
         self._looking: SeatedSequence | None = None
@@ -253,7 +274,18 @@ class SequenceBatch:
 
     @property
     def num_free(self) -> int:
-        return self._shape.rows - len(self._by_request)
+        return self._shape.rows - len(self._by_request) - self.num_coming
+
+    @property
+    def is_reading(self) -> bool:
+        """True if some sequence has more than its newest token to read."""
+        return self._num_reading > 0 or bool(self._aside)
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens known and not read by ended steps."""
+        running = sum(part.num_tokens for step in self._started for part in step.parts)
+        return running + sum(max(0, s.left) for s in (*self._begun, *self._aside))
 
     @property
     def takes(self) -> bool:
@@ -267,7 +299,7 @@ class SequenceBatch:
 
     @property
     def is_kept(self) -> bool:
-        return self.pool.num_kept > 0
+        return self._is_shared or self.pool.num_kept > 0
 
     def overlap(self, request: ActiveRequest) -> int:
         return len(self._found(request)) * PAGE
@@ -277,13 +309,84 @@ class SequenceBatch:
 
     def state(self) -> None: ...
 
-    def add(self, request: ActiveRequest) -> None:
+    def add(self, request: ActiveRequest, goes_on: bool = False) -> None:
+        """A request begins; `goes_on`: it answers elsewhere, after its known tokens are read."""
+        sequence = self._seated(request)
+        if goes_on:
+            sequence.stop = len(sequence.tokens)
+        self._wait(sequence)
+
+    def _seated(self, request: ActiveRequest) -> SeatedSequence:
         seen = None if self._sight is None else SeenPictures(request.ask.pictures)
         sequence = SeatedSequence(request, self._num_turns, heappop(self._unused_rows), seen)
         self._num_turns += 1
         self._by_request[request] = sequence
         request.batch = self
-        self._wait(sequence)
+        return sequence
+
+    # Sequences that come and go with their pages.
+
+    def expect(self, num_pages: int) -> bool:
+        """Reserve a row and page table entries; False if there are none."""
+        if self.num_free < 1 or self._num_entries + num_pages > self._shape.num_page_entries:
+            return False
+        self.num_coming += 1
+        self._num_entries += num_pages
+        return True
+
+    def cancel(self, num_pages: int) -> None:
+        """End a reservation; nothing comes."""
+        self.num_coming -= 1
+        self._num_entries -= num_pages
+
+    def arrive(self, request: ActiveRequest, pages: Sequence[int], read: int, num_expected: int) -> None:
+        """Begin an expected sequence behind pages that hold its first `read` tokens."""
+        self.num_coming -= 1
+        self._num_entries += len(pages) - num_expected
+        sequence = self._seated(request)
+        sequence.begin(pages, read, 0)
+        sequence.was_begun = True
+        insort(self._begun, sequence, key=lambda s: s.turn)
+        self._publish(sequence, read)
+        self._filled()
+
+    def depart(self, request: ActiveRequest) -> list[int]:
+        """Remove a begun sequence that no step reads; its pages are the caller's."""
+        sequence = self._by_request.pop(request)
+        request.batch = None
+        heappush(self._unused_rows, sequence.row)
+        self._begun.remove(sequence)
+        self._num_entries -= sequence.num_pages
+        return sequence.pages.tolist()
+
+    def hold(self, request: ActiveRequest, is_held: bool = True) -> None:
+        """Read no more here than what is read now; `is_held` False: read and answer on."""
+        sequence = self._by_request[request]
+        sequence.stop = sequence.read if is_held else None
+
+    def is_held(self, request: ActiveRequest) -> bool:
+        return self._by_request[request].stop is not None
+
+    def position(self, request: ActiveRequest) -> tuple[list[int], int] | None:
+        """Pages, and tokens read by ended steps; None: it has not begun, or has left."""
+        sequence = self._by_request.get(request)
+        if sequence is None or not sequence.is_begun:
+            return None
+        running = sum(p.num_tokens for step in self._started for p in step.parts if p.sequence is sequence)
+        return sequence.pages.tolist(), sequence.read - running
+
+    def clear(self) -> None:
+        """All sequences leave; nothing runs any more."""
+        for step in self._started:
+            self.pool.filled(step.published)
+            self.pool.give_back(step.released)
+        self._started.clear()
+        for request in self.requests():
+            self.leave(request)
+
+    def preempted(self) -> list[ActiveRequest]:
+        """Sequences that had pages and wait for them again."""
+        return [sequence.request for sequence in self._aside if sequence.was_begun]
 
     def leave(self, request: ActiveRequest) -> None:
         """Remove a request; outputs of a running step for it are dropped."""
@@ -307,13 +410,15 @@ class SequenceBatch:
             return call
         if self._shape.window:
             for sequence in self._begun:
-                self.pool.give_back(sequence.pass_by(self._shape.window))
+                if sequence.stop is None:  # else all its pages are moved
+                    self._give_back(sequence.pass_by(self._shape.window))
         planned = self._plan()
         if not planned:  # empty, or all wait for a picture or a running step
             return self._look()
         size, skips = self._size_of(planned), _skips(planned)
-        inputs = self._inputs.fill(planned, size)
-        self._started.append(StartedStep(planned, "logits" in skips and self._sight is None))
+        inputs = self._inputs.fill(planned, size) if self._inputs is not None else {}
+        published, self._published = self._published, []
+        self._started.append(StartedStep(planned, "logits" in skips and self._sight is None, published))
         for number, part in enumerate(planned):
             part.sequence.read += part.num_tokens
             if part.is_due:
@@ -328,19 +433,38 @@ class SequenceBatch:
             self._looking.seen.take(done.outputs["image"])
             self._looking = None
             return self._settle(self, done, ())
-        ended, looked_at = self._started.popleft(), []
+        ended, looked_at, seated = self._started.popleft(), [], self._by_request
+        self.pool.filled(ended.published)
+        self.pool.give_back(ended.released)
         for number, part in enumerate(ended.parts):
             sequence, request = part.sequence, part.sequence.request
             sequence.num_due -= part.is_due
-            if self._by_request.get(request) is sequence and (part.is_due or request.wants_prompt):
+            if seated.get(request) is sequence and (part.is_due or request.wants_prompt):
                 looked_at.append((part.row_in(self._shape, number), request))
         left = self._settle(self, done, looked_at)
         for request in left:
             self.leave(request)
-        for sequence, _, _ in ended.parts:
-            if sequence.is_begun:
-                self._publish(sequence, sequence.read)
+        if self._is_caching:
+            for sequence, _, _ in ended.parts:
+                if sequence.is_begun:
+                    self._publish(sequence, sequence.read)
+            self._filled()
         return left
+
+    def _filled(self) -> None:
+        """Published pages are full, or after the running step."""
+        pages, self._published = self._published, []
+        if self._started:
+            self._started[-1].published.extend(pages)
+        else:
+            self.pool.filled(pages)
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        """Release pages; shared ones when no running step of this microbatch reads or writes them."""
+        if self._is_shared and self._started:
+            self._started[-1].released.extend(pages)
+        else:
+            self.pool.give_back(pages)
 
     def kind_of(self, step: int) -> str:
         return self._steps.names[step]
@@ -389,20 +513,30 @@ class SequenceBatch:
         return left >= self._part_sizes[0] and is_early and not sequence.request.wants_prompt
 
     def _plan_mixed(self) -> list[Part]:
-        begun = [(left, sequence) for sequence in self._begun if (left := sequence.left)]
-        budget = self._budget(sum(left for left, _ in begun) + sum(s.left for s in self._aside))
+        answering: list[tuple[int, SeatedSequence]] = []
+        reading: list[tuple[int, SeatedSequence]] = []
+        for sequence in self._begun:
+            if left := sequence.left:
+                (answering if left == 1 else reading).append((left, sequence))
+        num_left = len(answering) + sum(left for left, _ in reading) + sum(s.left for s in self._aside)
+        budget, num_preempted = self._budget(num_left), self._counts.preemptions
         planned: list[Part] = []
-        for left, sequence in (*(x for x in begun if x[0] == 1), *(x for x in begun if x[0] > 1)):
+        self._num_reading = len(reading)
+        for left, sequence in (*answering, *reading):
             count = self._count(sequence, left, budget)
-            if count and self._grow(sequence):
+            has_page = sequence.read < sequence.num_pages * PAGE
+            if count and ((has_page and sequence.is_begun) or self._grow(sequence)):
                 planned.append(Part(sequence, count, count == left))
                 budget -= count
-        planned = [part for part in planned if part.sequence.is_begun]
-        for sequence, count, _ in planned:
-            self._publish(sequence, sequence.read + count)
+        if self._counts.preemptions != num_preempted:
+            planned = [part for part in planned if part.sequence.is_begun]
+        if self._is_caching:
+            for sequence, count, _ in planned:
+                self._publish(sequence, sequence.read + count)
         # After the others, so that a new sequence can share pages filled in this step.
         while budget > 0 and self._aside and self._begin(sequence := self._aside[0]):
             left = sequence.left
+            self._num_reading += left > 1
             count = self._count(sequence, left, budget)
             if count:
                 planned.append(Part(sequence, count, count == left))
@@ -422,7 +556,9 @@ class SequenceBatch:
         return self._shape.sizes[-1]
 
     def _count(self, sequence: SeatedSequence, left: int, budget: int) -> int:
-        count = min(left, budget)
+        count = left if left < budget else budget
+        if count == 1 and self._shape.is_flat and sequence.seen is None:
+            return 1
         if not self._shape.is_flat and self._part_sizes and sequence.read == 0:
             count = 0 if self._can_read_part(sequence, left) else count  # its first part comes next
         if count > 1 and (not self._shape.is_flat or not self._part_sizes or sequence.request.wants_prompt):
@@ -441,7 +577,7 @@ class SequenceBatch:
         """Cached pages of a request's prefix; its last token is always read."""
         if not self._is_caching or request.wants_prompt:
             return []
-        return self.pool.find(request.keys((len(request.sequence) - 1) // PAGE))
+        return self.pool.find(request.keys((len(request.sequence) - 1) // PAGE), self)
 
     def _begin(self, sequence: SeatedSequence) -> bool:
         """Reserve the pages of a waiting sequence if one per other sequence is left."""
@@ -456,7 +592,7 @@ class SequenceBatch:
         self._aside.remove(sequence)
         self._num_wanted -= sequence.num_wanted
         self.pool.share(found)
-        sequence.begin(found)
+        sequence.begin(found, len(found) * PAGE, len(found))
         for _ in range(wanted - len(found)):
             sequence.append(self.pool.take())
         self._num_entries += wanted
@@ -468,11 +604,13 @@ class SequenceBatch:
         return True
 
     def _grow(self, sequence: SeatedSequence) -> bool:
-        """Reserve the page of the next token; False if the sequence itself was preempted."""
+        """Reserve the page of the next token; False: there is none, or it was preempted itself."""
         while sequence.read >= sequence.num_pages * PAGE and sequence.is_begun:
             if self.pool.num_free and self._num_entries < self._shape.num_page_entries:
                 sequence.append(self.pool.take())
                 self._num_entries += 1
+            elif self._started and self._is_shared:  # nothing is free before the running step has ended
+                return False
             else:
                 last = self._begun[-1]
                 self._release(last)
@@ -489,16 +627,20 @@ class SequenceBatch:
         if first < after and self._is_caching:
             keys = sequence.request.keys(after)
             for index in range(max(first, sequence.num_behind), after):
-                self.pool.publish(int(sequence.table[index]), keys[index])
+                page = int(sequence.table[index])
+                if self.pool.publish(page, keys[index], self):
+                    self._published.append(page)
             sequence.num_published = after
 
     def _release(self, sequence: SeatedSequence) -> None:
         self._begun.remove(sequence)
-        self.pool.give_back(sequence.pages[sequence.num_behind :].tolist())
+        self._give_back(sequence.pages[sequence.num_behind :].tolist())
         self._num_entries -= sequence.num_pages
         sequence.is_begun = False
 
     def _wait(self, sequence: SeatedSequence) -> None:
+        if sequence.stop is not None:
+            sequence.stop = len(sequence.tokens)
         sequence.read, sequence.num_wanted = 0, _pages_of(sequence)
         insort(self._aside, sequence, key=lambda s: s.turn)
         self._num_wanted += sequence.num_wanted
@@ -509,9 +651,10 @@ def _pages_of(sequence: SeatedSequence) -> int:
 
 
 def _skips(planned: list[Part]) -> tuple[str, ...]:
-    if any(part.sequence.request.wants_prompt for part in planned):
-        return ()
-    due = [part.sequence.request for part in planned if part.is_due]
-    if not due:
-        return "logits", "next_tokens"
-    return ("logits",) if all(request.pick.is_plain for request in due) else ()
+    is_due = False
+    for part in planned:
+        request = part.sequence.request
+        if request.wants_prompt or (part.is_due and not request.pick.is_plain):
+            return ()
+        is_due |= part.is_due
+    return ("logits",) if is_due else ("logits", "next_tokens")

@@ -1,6 +1,6 @@
 """Service: answers asks with a served model; the object HTTP, tests and benchmarks use.
 
-    with Service(stepper, shape, text) as service:
+    with Service(stepper, policies, shape, text) as service:
         async for event in service.answer(ask): ...
 
 `answer` is thread-safe and raises `AskError`, `ServiceBusy` or `ServiceClosing` at once. The caller closes
@@ -16,17 +16,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 
-from tessera.adapt.capability import Capability, capabilities_of
-from tessera.adapt.controller import Controller, Planner, Plans
+from tessera.adapt.capability import Capability, capability_of
+from tessera.adapt.controller import Controller, Planner
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import AskError, UnknownName
 from tessera.execute.stepper import DeviceStatus, Stepper
+from tessera.ir import ServicePlan
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest, Answer
 from tessera.serve.engine import MAX_WAITING, Engine
 from tessera.serve.meters import Meters
 from tessera.serve.records import Ask, Counts, DeviceView, Shape, Snapshot
-from tessera.serve.sequences import SequenceBatch
+from tessera.serve.rehearse import rehearse
 from tessera.serve.sight import Sight
 from tessera.serve.text import Text
 
@@ -37,6 +38,9 @@ GRACE_S = 30.0
 MIN_WINDOW_S = 2.0
 # Seconds of step times before costs are judged: replanning takes a core for a while.
 COST_S = 30.0
+# Shares of the most requests at which policies are compared, beside one request.
+COMPARED = (0.25, 1.0)
+Policies = tuple[ServicePlan, ...]
 
 
 def say(line: str) -> None:
@@ -56,7 +60,7 @@ class Service:
 
     policy          "auto": the monitor chooses among several policies
     prefix_caching  False: compute common prefixes for each sequence
-    capabilities    of the plans, if the plans do not have them
+    capabilities    of the policies; default: rehearsed
     planner         makes new plans at run time; None: plans stay
     log             gets one line per device or plan event
     """
@@ -64,6 +68,7 @@ class Service:
     def __init__(
         self,
         stepper: Stepper,
+        policies: Sequence[ServicePlan],
         shape: Shape,
         text: Text,
         *,
@@ -74,14 +79,17 @@ class Service:
         prefix_caching: bool = True,
         meters: Meters | None = None,
         sight: Sight | None = None,
-        planner: Planner | None = None,
+        planner: Planner[ServicePlan] | None = None,
         log: Callable[[str], None] = say,
     ) -> None:
         self.text, self.model, self.shape, self._stepper = text, model, shape, stepper
-        policies = self._policies()
-        if policy not in (AUTO, *policies):
-            raise UnknownName("policy", policy, (AUTO, *policies))
-        self._engine = Engine(stepper, shape, text.end, max_waiting, meters, sight, prefix_caching)
+        self._most_tokens = min(
+            shape.capacity, *(g.pool_tokens - PAGE for policy in policies for g in policy.groups)
+        )
+        names = tuple(policy.policy for policy in policies)
+        if policy not in (AUTO, *names):
+            raise UnknownName("policy", policy, (AUTO, *names))
+        self._engine = Engine(stepper, policies, shape, text.end, max_waiting, meters, sight, prefix_caching)
         self._begun_s = time.monotonic()
         # Two: a lost device is planned for while an obsolete correction still runs.
         self._background = ThreadPoolExecutor(2, "tessera-replan")
@@ -89,20 +97,24 @@ class Service:
         monitor = None
         if policy != AUTO:
             self.switch(policy)
-        elif len(policies) > 1 or planner is not None:
-            monitor = _monitor(tuple(capabilities) or self.rate(stepper.plans))
-        self._controller = Controller(self, stepper.plans, monitor, planner, log)
+        elif len(names) > 1 or planner is not None:
+            monitor = _monitor(tuple(capabilities) or self.rate(tuple(policies)))
+        self._controller = Controller(self, policies, monitor, planner, log)
         self._engine.controller = self._controller
         self._thread = threading.Thread(target=self._engine.run, name="tessera-engine", daemon=True)
 
     def _policies(self) -> tuple[str, ...]:
-        return tuple(plan.policy for plan in self._stepper.plans)
+        return tuple(policy.policy for policy in self._engine.scheduler.policies)
+
+    @property
+    def policies(self) -> Policies:
+        return self._engine.scheduler.policies
 
     # Interface of the controller.
 
     @property
     def policy(self) -> str:
-        return self._engine.scheduler.plan.policy
+        return self._engine.scheduler.service_plan.policy
 
     def now_s(self) -> float:
         """Seconds since the start."""
@@ -117,17 +129,26 @@ class Service:
 
         self._engine.post(switch) if self._is_started else switch()
 
-    def load(self, plans: Plans) -> None:
-        self._engine.scheduler.load(plans)
+    def load(self, plans: Policies) -> None:
+        self._engine.scheduler.adopt(plans)
         self._engine.meters.plan_changes += 1
 
-    def submit(self, job: Callable[[], Plans]) -> Future[Plans]:
+    def submit(self, job: Callable[[], Policies]) -> Future[Policies]:
         future = self._background.submit(job)
         future.add_done_callback(lambda _: self._engine.post(self._controller.poll))
         return future
 
-    def rate(self, plans: Plans) -> tuple[Capability, ...]:
-        return capabilities_of(plans, self.shape.rows)
+    def rate(self, plans: Policies) -> tuple[Capability, ...]:
+        """Capabilities by rehearsal; of one policy nothing is compared."""
+        found = []
+        for plan in plans:
+            clients = sorted({1, *(max(1, int(share * plan.clients)) for share in COMPARED)})
+            if len(plans) == 1:
+                clients = clients[-1:]
+            tokens = plan.load.output_tokens
+            rates = [rehearse(plan, plan.load, n, shape=self.shape).tokens_per_s / tokens for n in clients]
+            found.append(capability_of(plan.policy, list(zip(clients, rates, strict=True)), tokens))
+        return tuple(found)
 
     def __enter__(self) -> "Service":
         self.start()
@@ -162,14 +183,14 @@ class Service:
 
     def _check(self, ask: Ask) -> None:
         """Checks that depend on the model; `openai.bodies` has done the others."""
-        shape = self.shape
+        shape, most = self.shape, self._most_tokens
         if not ask.prompt:
             raise AskError("the prompt is empty", "Send at least one token.", "prompt")
         total = len(ask.prompt) + ask.max_tokens
-        if total > shape.max_tokens:
+        if total > most:
             message = f"{len(ask.prompt)} prompt tokens plus {ask.max_tokens} answer tokens is {total}"
-            remedy = f"The maximum is {shape.max_tokens}."
-            raise AskError(message, remedy, "max_tokens" if len(ask.prompt) < shape.max_tokens else "prompt")
+            remedy = f"The maximum is {most}."
+            raise AskError(message, remedy, "max_tokens" if len(ask.prompt) < most else "prompt")
         biased = [number for number, _ in ask.sampling.logit_bias]
         for place, tokens in (
             ("prompt", ask.prompt),
@@ -182,20 +203,25 @@ class Service:
                 )
 
     def snapshot(self) -> Snapshot:
-        scheduler, meters, shape = self._engine.scheduler, self._engine.meters, self.shape
-        contents = [microbatch.content for microbatch in list(scheduler.microbatches.values())]
-        pools = [content.pool for content in contents if isinstance(content, SequenceBatch)]
+        router, meters = self._engine.scheduler, self._engine.meters
+        microbatches, plan = list(router.microbatches.values()), router.service_plan
+        pools = router.every_pool()
         bytes_per_s = {(x.src, x.dst): x.gbps * 1e9 for x in self._stepper.plans[0].cluster.links}
         return Snapshot(
             model=self.model,
-            policy=scheduler.plan.policy,
+            policy=plan.policy,
             policies=self._policies(),
             devices=self._devices(),
             links=tuple(meters.moved(bytes_per_s)),
-            running=sum(content.num_used for content in contents),
-            waiting=len(scheduler.queue),
+            running=sum(microbatch.content.num_used for microbatch in microbatches),
+            waiting=len(router.queue),
+            groups=router.views(),
+            expected=plan.expected,
+            switches=router.counts.switches,
+            last_switch_ms=router.counts.last_switch_ms,
+            pages_moved=router.counts.pages_moved,
             pages_used=sum(pool.num_used for pool in pools),
-            pages=shape.microbatches * (shape.pool_tokens // PAGE - 1),
+            pages=sum(pool.num_pages - 1 for pool in pools),
             tokens_per_s=meters.tokens_per_s,
             latency=meters.latency,
             up_s=self.now_s(),

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from tessera.capture import place_of
 from tessera.execute.worker_stepper import MakeHub
-from tessera.ir import Cluster, DeviceKind
+from tessera.ir import Cluster, DeviceKind, GroupSize, ServicePlan
 from tessera.kernels import PAGE
-from tessera.report.figures import modelled_utilisation
 from tessera.serve.limits import HttpLimits
 from tessera.serve.planning import Prepared, prepare
-from tessera.serve.records import Average, ServeSpec
+from tessera.serve.records import COST_ERROR, ServeSpec
 from tessera.serve.service import Service
 from tessera.serve.text import open_text
 
@@ -49,6 +48,8 @@ class ServeOptions:
     limits: HttpLimits = field(default_factory=HttpLimits)
     # Folder of kept plans; None: always plan.
     kept: Path | None = None
+    # Groups to serve by; None: planned at the start.
+    plan: ServicePlan | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _planned(
     from tessera.serve.metrics import Metrics
     from tessera.serve.openai.read import Endpoint, ModelCard
 
-    prepared = prepare(model, cluster, options.spec, kept=options.kept, advance=advance)
+    prepared = prepare(model, cluster, options.spec, plan=options.plan, kept=options.kept, advance=advance)
     advance("starting workers")
     shape, text = prepared.model.shape, open_text(place_of(model))
     sight, eyes = prepared.model.senses() or (None, None)
@@ -115,6 +116,7 @@ def _planned(
     metrics = Metrics(name, lambda: service.snapshot())  # noqa: PLW0108 - each needs the other
     service = Service(
         stepper,
+        prepared.policies,
         shape,
         text,
         model=name,
@@ -122,11 +124,11 @@ def _planned(
         prefix_caching=options.prefix_caching,
         meters=metrics,
         sight=sight,
-        planner=prepared.replanner(options.spec.effort),
+        planner=prepared.planner,
     )
     card = ModelCard(name, text, shape.max_tokens, shape.vocab_size, eyes.mark if eyes else "")
     grammars = open_grammars(text, shape.vocab_size)
-    endpoint = Endpoint(card, service, int(time.time()), lambda: stepper.plans, eyes, grammars)
+    endpoint = Endpoint(card, service, int(time.time()), lambda: service.policies, eyes, grammars)
     stack.enter_context(service)
     facts = {
         "model": name,
@@ -137,8 +139,9 @@ def _planned(
         "max_model_len": shape.capacity,
         "step_tokens": list(shape.sizes),
         "pool_tokens": shape.pool_tokens,
+        "policy": service.policy,
     }
-    lines = lines_of(prepared, options.spec.average)
+    lines = lines_of(prepared)
     return RunningService(name, service, _app(endpoint, metrics, options, stack), lines, facts)
 
 
@@ -175,56 +178,65 @@ def _single_device(
     return RunningService(f"{name} ({makes})", service, app, (), facts)
 
 
-# Rates are modelled at full load: rehearsed if available, else the plan's simulated rate. One more card
-# counts as a copy of the service behind a router; a plan over all cards is at least as good.
+# Figures are of the rehearsal, at full load. One more card counts as a copy of the service behind a router.
 
 
-def lines_of(prepared: Prepared, average: Average) -> tuple[str, str, str]:
-    """Choice, expected rate, and gain of one more card."""
-    return _chosen(prepared), _expected(prepared, average), _one_more(prepared, average)
+def lines_of(prepared: Prepared) -> tuple[str, str, str]:
+    """Choice, expected figures, and gain of one more card."""
+    plan = prepared.policies[0]
+    return _chosen(prepared, plan), _expected(plan), _one_more(plan)
 
 
-def _chosen(prepared: Prepared) -> str:
-    shape, plan = prepared.model.shape, prepared.plans[0]
-    sizes = ", ".join(f"{size:,}" for size in shape.sizes)
+def _chosen(prepared: Prepared, plan: ServicePlan) -> str:
     when = f"captured in {prepared.capture_s:.1f} s" if prepared.capture_s else "as planned before"
-    held = shape.microbatches * prepared.model.state_bytes
-    busy = dict(zip(plan.cluster.names, modelled_utilisation(plan), strict=True))
-    shares = {name: share / sum(busy.values()) for name, share in busy.items() if share}
-    parts = [f"{name} {100 * share:.0f} %" for name, share in shares.items()]
-    where = f"work on {', '.join(parts)}" if len(parts) > 1 else f"all work on {plan.cluster.names[0]}"
+    groups = "; ".join(_said(group.size) for group in plan.groups)
+    homes = {group.plan.home: group.pool_tokens - PAGE for group in plan.groups}
+    pages = " + ".join(f"{tokens:,}" for tokens in homes.values())
+    least = min(prepared.model.shape.capacity, *homes.values())
+    others = [rival.policy for rival in plan.rivals if rival.policy != "latency"]
+    why = ""
+    if plan.policy == "data-parallel" and others:
+        why = f" (no other policy is better by more than {COST_ERROR:.0%}: {', '.join(others)})"
     return (
-        f"chosen: {shape.microbatches} x {shape.rows} requests at once, steps of {sizes} tokens ({when}), "
-        f"{shape.microbatches} x {shape.pool_tokens - PAGE:,} tokens in pages ({held / 1e9:.2f} GB), "
-        f"a request up to {shape.max_tokens:,}; {where}"
+        f"chosen: {plan.policy}{why}: {groups} ({when}), {pages} tokens in pages, a request up to {least:,}"
     )
 
 
-def _expected(prepared: Prepared, average: Average) -> str:
-    plan = prepared.plans[0]
-    per_s = prepared.rehearsed.get(plan.policy) or _tokens_per_s(prepared, average, plan.simulated_per_s)
-    if not per_s:
+def _said(size: GroupSize) -> str:
+    return (
+        f"{size.role} on {', '.join(size.devices)}, {size.microbatches} x {size.sequences} sequences, "
+        f"steps of up to {size.tokens:,} tokens"
+    )
+
+
+def _expected(plan: ServicePlan) -> str:
+    load, expected = plan.load, plan.expected
+    if expected is None:
         return "expected: not modelled"
-    held = prepared.model.shape.microbatches * prepared.model.shape.rows
     return (
-        f"expected (modelled, full load, {average.prompt} tokens in and {average.output} out): "
-        f"{per_s:,.0f} tokens/s, {1e3 * held / per_s:,.1f} ms a token"
+        f"expected (modelled, {expected.clients} requests at once, {load.prompt_tokens} tokens in and "
+        f"{load.output_tokens} out): {expected.tokens_per_s:,.0f} tokens/s, "
+        f"{expected.tpot_ms:,.1f} ms a token, {expected.ttft_ms:,.0f} ms to the first"
     )
 
 
-def _one_more(prepared: Prepared, average: Average) -> str:
-    plan = prepared.plans[0]
-    added = {}
+def _one_more(plan: ServicePlan) -> str:
+    """By busy time: tokens per second of one device that runs what an average device of the service runs."""
+    if plan.expected is None or not sum(map(sum, plan.expected.steps)):
+        return "with one more device: not modelled"
+    expected, added = plan.expected, {}
+    busy_s = sum(expected.busy)
     for number, device in enumerate(plan.cluster.devices):
-        counted = zip(plan.costs, plan.unit.counts, strict=True)
-        if us := sum(count * costs.total_us(number) for costs, count in counted):
-            added[device.gpu or device.name] = _tokens_per_s(prepared, average, 1e6 / us)
+        own_us = all_us = 0.0
+        for group, counts in zip(plan.groups, expected.steps, strict=True):
+            for costs, place, num in zip(
+                group.plan.costs, group.plan.lanes[0].placement.devices, counts, strict=True
+            ):
+                own_us += num * costs.total_us(number)
+                all_us += num * sum(costs.us(launch, d) for launch, d in enumerate(place))
+        if own_us and busy_s:
+            added[device.gpu or device.name] = expected.tokens_per_s * all_us / own_us / busy_s
     if not added:
         return "with one more device: not modelled"
     parts = [f"{kind} adds {per_s:,.0f}" for kind, per_s in added.items()]
-    return f"with one more card, as a copy beside these (modelled, tokens/s, at least): {', '.join(parts)}"
-
-
-def _tokens_per_s(prepared: Prepared, average: Average, units_per_s: float) -> float:
-    """One unit serves an average request in each row."""
-    return units_per_s * prepared.model.shape.rows * average.output
+    return f"with one more card, as a copy beside these (modelled, tokens/s, about): {', '.join(parts)}"

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.errors import ArrivalsError, UnknownName
-from tessera.ir import Arrivals, verify
+from tessera.ir import Arrivals, Load, verify
 
 Floats = npt.NDArray[np.float64]
 
@@ -38,6 +38,8 @@ BURST = (4.0, 0.1, 10.0)
 DEFAULT_NUM = 1000
 # Largest rate, length or time that fits a draw.
 MOST = 1e9
+# Default spread of lognormal lengths.
+SIGMA = 0.7
 LENGTHS = ("fixed", "uniform", "geometric", "lognormal")
 
 
@@ -121,6 +123,16 @@ def make_lengths(text: str, num: int, seed: int = 0) -> tuple[tuple[int, ...], t
     drawn = [_drawn(kind, mean, numbers[-1], num, random) for mean in numbers[:2]]
     prompts, outputs = (tuple(np.maximum(1, np.rint(x)).astype(int).tolist()) for x in drawn)
     return prompts, outputs
+
+
+def lengths_of(load: Load, num: int, seed: int = 0) -> list[tuple[int, int]]:
+    """Tokens of (prompt, answer) of so many requests of a load."""
+    if load.lengths:
+        chosen = np.random.default_rng([seed, 4]).integers(len(load.lengths), size=num)
+        return [load.lengths[i] for i in chosen]
+    sigma = f",{SIGMA}" if load.spread == "lognormal" else ""
+    means = f"{load.spread}:{load.prompt_tokens},{load.output_tokens}{sigma}"
+    return list(zip(*make_lengths(means, num, seed), strict=True))
 
 
 def _drawn(kind: str, mean: float, sigma: float, num: int, random: np.random.Generator) -> Floats:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from tessera.adapt.capability import Capability
-from tessera.adapt.controller import Controller, Planner, Plans
+from tessera.adapt.controller import Controller, Planner
 from tessera.adapt.monitor import DEFAULT, Monitor, MonitorConfig
 from tessera.adapt.replan import MakePlan, Replanner
 from tessera.errors import ArrivalsError, MismatchError, TesseraError
@@ -50,7 +50,7 @@ class AdaptiveServer(SimulatedServer):
         truth: Truth | None = None,
         faults: Faults = NO_FAULTS,
         max_waiting: int | None = None,
-        planner: Planner | None = None,
+        planner: Planner[Plan] | None = None,
         replan_s: float = 10.0,
     ) -> None:
         super().__init__(plans, requests, truth, faults, max_waiting)
@@ -73,11 +73,11 @@ class AdaptiveServer(SimulatedServer):
     def policy(self) -> str:
         return self.scheduler.plan.policy
 
-    def load(self, plans: Plans) -> None:
+    def load(self, plans: tuple[Plan, ...]) -> None:
         self.scheduler.load(plans)
 
-    def submit(self, job: Callable[[], Plans]) -> Future[Plans]:
-        future: Future[Plans] = Future()
+    def submit(self, job: Callable[[], tuple[Plan, ...]]) -> Future[tuple[Plan, ...]]:
+        future: Future[tuple[Plan, ...]] = Future()
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
@@ -90,7 +90,7 @@ class AdaptiveServer(SimulatedServer):
         self.at(self.now_s() + self._replan_s, run)
         return future
 
-    def rate(self, plans: Plans) -> Sequence[Capability]:
+    def rate(self, plans: tuple[Plan, ...]) -> Sequence[Capability]:
         return capabilities(plans, self.requests)
 
     # Scheduler callbacks.

@@ -17,7 +17,7 @@ import pytest
 import steps_factory
 from commands import without_transformers
 from own_code import reference
-from serving_factory import GREEDY, Told, read, read_all, wait_for
+from serving_factory import GREEDY, Told, policies_of, read, read_all, wait_for
 from tessera.errors import CaptureError, MismatchError, WorkerError
 from tessera.execute import hub as hubs
 from tessera.execute.engine_connection import EngineAddress
@@ -110,9 +110,9 @@ def away(folder: Path) -> Iterator[Away]:
     made = steps_factory.over_both()
     names = ["emu:a100", "emu:l40s"]
     workers = made.workers(hub=lambda setups: Hub(names, setups, rendezvous=gate, here=frozenset({0})))
-    planner = made.replanner()
+    given = (made.policies, made.model.shape, ByteText())
     try:
-        with workers as stepper, Service(stepper, made.model.shape, ByteText(), planner=planner) as service:
+        with workers as stepper, Service(stepper, *given, planner=made.planner) as service:
             yield Away(service, stepper, host, gate)
     finally:
         gate.close()
@@ -126,7 +126,10 @@ def expected() -> dict[Ask, list[int]]:
     """What the model itself answers."""
     asks = [*some_asks(24, 0), *some_asks(6, 1)]
     model = steps_factory.built(steps_factory.prepared())
-    with reference(model, 1) as stepper, Service(stepper, model.shape, ByteText()) as service:
+    with (
+        reference(model, 1) as stepper,
+        Service(stepper, policies_of(stepper, model.shape), model.shape, ByteText()) as service,
+    ):
         told = wait_for(read_all(service, asks), LIMIT_S)
     return {ask: one.numbers for ask, one in zip(asks, told, strict=True)}
 

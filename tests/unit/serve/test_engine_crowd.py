@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from serving_factory import GREEDY, ToyStepper, service_of
+from serving_factory import GREEDY, ToyStepper, service_of, toy_group, toy_policy
 from tessera.execute.stepper import Tensors
 from tessera.serve.records import Ask, Shape
 from tessera.serve.service import Service
@@ -28,7 +28,7 @@ class Timed(ToyStepper):
     """Remembers which microbatches were open before any step had ended."""
 
     def __init__(self) -> None:
-        super().__init__(SHAPE)
+        super().__init__(SHAPE, plans=(toy_policy("one", toy_group("one", 0, shape=SHAPE, microbatches=3)),))
         self.first: set[int] = set()
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:

@@ -15,7 +15,7 @@ from benchmarks.coverage_models import MODELS
 from own_code import reference as own_code
 from paged_mixer import plain_model
 from sampling import examples
-from serving_factory import GREEDY, random_ask, read, read_all, read_some, wait_for
+from serving_factory import GREEDY, policies_of, random_ask, read, read_all, read_some, wait_for
 from tessera.serve.records import Ask, Sampling, ServeSpec
 from tessera.serve.service import Service
 from tessera.serve.steps import ServedModel, served
@@ -36,7 +36,10 @@ def model(request: pytest.FixtureRequest) -> ServedModel:
 @pytest.fixture
 def service(model: ServedModel) -> Iterator[Service]:
     """The model itself behind the engine."""
-    with own_code(model, num_threads=1) as stepper, Service(stepper, model.shape, ByteText()) as made:
+    with (
+        own_code(model, num_threads=1) as stepper,
+        Service(stepper, policies_of(stepper, model.shape), model.shape, ByteText()) as made,
+    ):
         yield made
 
 
@@ -96,7 +99,10 @@ def test_greedy_is_the_same_with_few_pages_and_shared_beginnings(model: ServedMo
     few = served(
         model.model, ServeSpec(microbatches=1, rows=4, capacity=80, max_batch_tokens=8, pool_tokens=16 * 6)
     )
-    with own_code(few, num_threads=1) as stepper, Service(stepper, few.shape, ByteText()) as service:
+    with (
+        own_code(few, num_threads=1) as stepper,
+        Service(stepper, policies_of(stepper, few.shape), few.shape, ByteText()) as service,
+    ):
         found = [told.numbers for _ in range(2) for told in wait_for(read_all(service, asks))]
         snapshot = service.snapshot()
 
@@ -131,7 +137,10 @@ def test_pages_behind_the_window_are_given_to_others(tmp_path: Path) -> None:
     asks = [
         Ask(tuple(rng.randrange(3, 90) for _ in range(n)), 90, GREEDY, ignores_end=True) for n in (3, 9, 17)
     ]
-    with own_code(made, num_threads=1) as stepper, Service(stepper, made.shape, ByteText()) as service:
+    with (
+        own_code(made, num_threads=1) as stepper,
+        Service(stepper, policies_of(stepper, made.shape), made.shape, ByteText()) as service,
+    ):
         found = [told.numbers for told in wait_for(read_all(service, asks))]
         snapshot = service.snapshot()
 

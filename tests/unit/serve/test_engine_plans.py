@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,23 +18,27 @@ from serving_factory import (
     read,
     read_all,
     service_of,
-    toy_plans,
+    toy_group,
+    toy_plan,
+    toy_policies,
+    toy_policy,
     until,
     wait_for,
 )
 from tessera.adapt.capability import Capability, Point
 from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
-from tessera.ir import DeviceKind, Lane, Placement, Plan
+from tessera.ir import DeviceKind, Group, Lane, Placement, Role, ServicePlan
+from tessera.serve.policies import recosted
 from tessera.serve.records import Ask
 
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 STEPS = len(SHAPE.sizes)
 
 
-def only_on(plan: Plan, device: int) -> Plan:
-    """One lane, all of it on one device."""
-    return replace(plan, lanes=(Lane(Placement(((device,),) * STEPS), 1.0),))
+def only_on(device: int, kind: DeviceKind = DeviceKind.EMU) -> ServicePlan:
+    """One group, all of it on one device."""
+    return toy_policy("quick", toy_group("quick", device, kind=kind, microbatches=2))
 
 
 class ToyPlanner:
@@ -45,29 +48,26 @@ class ToyPlanner:
         self.wanted: list[Any] = []
         self._is_able = is_able
 
-    def without(self, plans: tuple[Plan, ...], lost: Iterable[str]) -> tuple[Plan, ...]:
+    def without(self, plans: tuple[ServicePlan, ...], lost: Iterable[str]) -> tuple[ServicePlan, ...]:
         """All on the other device."""
         gone = sorted(lost)
         self.wanted.append(gone)
         if not self._is_able or len(gone) > 1:
             raise PlanInfeasible("it does not fit")
-        (plan,) = toy_plans(["quick"])
-        return (only_on(plan, 1 - TOYS.index(gone[0])),)
+        return (only_on(1 - TOYS.index(gone[0])),)
 
-    def corrected(self, plans: tuple[Plan, ...], factors: Factors) -> tuple[Plan, ...]:
+    def corrected(self, plans: tuple[ServicePlan, ...], factors: Factors) -> tuple[ServicePlan, ...]:
         """All on the device that is quicker than was thought."""
         self.wanted.append(factors)
-        costs = factors.apply(plans[0].unit, plans[0].costs)
+        plan = plans[0].plans[0]
+        costs = factors.apply(plan.unit, plan.costs)
         quicker = min((0, 1), key=lambda device: costs[0].us(0, device))
-        return tuple(replace(only_on(plan, quicker), costs=costs) for plan in plans)
+        return (recosted(only_on(quicker, DeviceKind.CPU), factors),)
 
 
-def both(microbatches: int = 2) -> list[Plan]:
-    """A lane that needs both devices, so that no loss can be avoided."""
-    return [
-        replace(plan, lanes=(Lane(Placement(((0,), (1,))), 1.0),))
-        for plan in toy_plans(["quick"], replace(SHAPE, microbatches=microbatches))
-    ]
+def both() -> list[ServicePlan]:
+    """A group that needs both devices, so that no loss can be avoided."""
+    return [toy_policy("quick", Group(Role.MIXED, toy_plan("quick", (0, 1)), SHAPE.rows, 2))]
 
 
 def test_a_device_that_fails_again_and_again_is_planned_around() -> None:
@@ -85,7 +85,7 @@ def test_a_device_that_fails_again_and_again_is_planned_around() -> None:
     assert expected(LONG) == told.what == again.what
     assert [["toy:1"]] == planner.wanted
     assert [(Lane(Placement(((0,),) * STEPS), 1.0),)] == around
-    assert [plan.lanes for plan in both()] == [plan.lanes for plan in stepper.plans]
+    assert [plan.lanes for plan in both()[0].plans] == [plan.lanes for plan in stepper.plans]
     assert ["lose", "adopt", "return", "adopt"] == [decision.kind.value for decision in snapshot.decisions]
     assert said == [decision.why for decision in snapshot.decisions]
     assert "lost device toy:1: it was told to (it is tried again in 3600 s; failure 3 in a row)" == said[0]
@@ -149,7 +149,7 @@ def served_until(stepper: ToyStepper, planner: ToyPlanner, num_changes: int, lim
 @pytest.mark.usefixtures("hasty")
 def test_measured_times_bring_other_plans() -> None:
     """A device is ten times as slow as was thought: plans are made anew, adopted and used; answers stay."""
-    plans = toy_plans(["quick"], SHAPE, DeviceKind.CPU)
+    plans = toy_policies(["quick"], SHAPE, DeviceKind.CPU)
     stepper = ToyStepper(plans=plans, busy_s={"toy:0": 1e-4, "toy:1": 1e-5}, step_s=1e-4)
     planner = ToyPlanner()
     snapshot = served_until(stepper, planner, 1, 20.0)
@@ -163,7 +163,7 @@ def test_measured_times_bring_other_plans() -> None:
 @pytest.mark.usefixtures("hasty")
 def test_times_of_emulated_devices_say_nothing() -> None:
     """They compute on a CPU: their times are nobody's."""
-    plans = toy_plans(["quick"], SHAPE, DeviceKind.EMU)
+    plans = toy_policies(["quick"], SHAPE, DeviceKind.EMU)
     stepper = ToyStepper(plans=plans, busy_s={"toy:0": 1e-4, "toy:1": 1e-5}, step_s=1e-4)
     planner = ToyPlanner()
     snapshot = served_until(stepper, planner, 1, 1.0)
@@ -172,19 +172,19 @@ def test_times_of_emulated_devices_say_nothing() -> None:
 
 
 def test_a_planner_adopts_what_is_better_and_keeps_what_is_not() -> None:
-    """A plan leaves a device that becomes twenty times as slow, and stays as it is where nothing changed."""
-    made = steps_factory.prepared()
-    planner = made.replanner()
-    kernels = {k.name for graph in made.plans[0].unit.graphs for k in graph.trace.kernels}
-    placed = [device for step in made.plans[1].lanes[0].placement.devices for device in step]
-    used = max(set(placed), key=placed.count)
-    slow = Factors({(made.plans[0].cluster.names[used], kernel): 20.0 for kernel in kernels})
-    same = planner.corrected(made.plans, Factors({}))
-    new = planner.corrected(made.plans, slow)
-    ratio = new[0].costs[0].us(0, used) / made.plans[0].costs[0].us(0, used)
+    """A policy leaves a device that is twenty times as slow, and stays where nothing changed."""
+    made = steps_factory.prepared("tiny-llama", "single")
+    planner, (policy,) = made.planner, made.policies
+    assert planner is not None
+    kernels = {k.name for graph in policy.plans[0].unit.graphs for k in graph.trace.kernels}
+    (used,) = policy.plans[0].used
+    slow = Factors({(policy.cluster.names[used], kernel): 20.0 for kernel in kernels})
+    (same,) = planner.corrected(made.policies, Factors({}))
+    (new,) = planner.corrected(made.policies, slow)
+    ratio = new.plans[0].costs[0].us(0, used) / policy.plans[0].costs[0].us(0, used)
 
-    assert [plan.policy for plan in made.plans] == [plan.policy for plan in new]
+    assert "single" == new.policy == same.policy
     # Compared by hand: the records are too large to be shown.
-    assert [True, True] == [a.lanes == b.lanes for a, b in zip(made.plans, same, strict=True)]
-    assert (made.plans[1].lanes == new[1].lanes) is False
+    assert (policy.plans[0].lanes == same.plans[0].lanes) is True
+    assert (policy.plans[0].lanes == new.plans[0].lanes) is False
     assert 20.0 == pytest.approx(ratio)

@@ -22,7 +22,9 @@ from serving_factory import (
     read_all,
     read_some,
     service_of,
+    toy_group,
     toy_logits,
+    toy_policy,
     until,
     wait_for,
 )
@@ -241,12 +243,12 @@ def test_answers_go_on_beside_long_prompts() -> None:
     assert 45 + 1 >= len(stepper.log)
 
 
-def test_few_requests_are_packed_into_one_microbatch(service: Service) -> None:
-    """Three requests, a row each: the second microbatch stays closed."""
-    wait_for(read_all(service, [Ask((n,), 9, GREEDY, ignores_end=True) for n in range(3)]))
+def test_few_requests_are_packed_into_one_microbatch() -> None:
+    """Three requests, a row each: the second microbatch of the group stays closed."""
+    stepper = ToyStepper(plans=(toy_policy("quick", toy_group("quick", 0, microbatches=2)),))
+    with service_of(stepper) as service:
+        wait_for(read_all(service, [Ask((n,), 9, GREEDY, ignores_end=True) for n in range(3)]))
 
-    stepper = service._engine.stepper
-    assert isinstance(stepper, ToyStepper)
     assert {0} == {microbatch for microbatch, _ in stepper.opened}
 
 
@@ -374,7 +376,7 @@ def test_a_policy_by_name_is_kept() -> None:
         wait_for(read_all(service, [LONG] * 5))
 
         assert "wide" == service.snapshot().policy
-    assert {1} == {policy for _, policy in stepper.opened}
+    assert {"wide"} == {stepper.plans[policy].policy for _, policy in stepper.opened}
 
 
 def test_the_next_step_is_started_while_one_runs() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import steps_factory
 from own_code import reference
-from serving_factory import GREEDY, Told, random_ask, read, read_all, wait_for
+from serving_factory import GREEDY, Told, policies_of, random_ask, read, read_all, wait_for
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.serve.engine import MAX_FAILURES
 from tessera.serve.records import Ask
@@ -22,7 +22,10 @@ What = tuple[list[int], str, str]
 def model_answers(asks: Sequence[Ask]) -> list[What]:
     """What the model itself answers."""
     model = steps_factory.built(steps_factory.prepared())
-    with reference(model, 1) as stepper, Service(stepper, model.shape, ByteText()) as service:
+    with (
+        reference(model, 1) as stepper,
+        Service(stepper, policies_of(stepper, model.shape), model.shape, ByteText()) as service,
+    ):
         return [told.what for told in wait_for(read_all(service, asks))]
 
 
@@ -54,8 +57,8 @@ def test_no_request_is_lost_with_its_worker() -> None:
     shape = steps_factory.prepared().model.shape
     asks = [random_ask(rng, shape.capacity, ignores_end=True) for _ in range(6)]
     wanted = model_answers(asks)
-    workers = steps_factory.prepared().workers()
-    with workers as stepper, Service(stepper, shape, ByteText()) as service:
+    made = steps_factory.prepared()
+    with made.workers() as stepper, Service(stepper, made.policies, shape, ByteText()) as service:
         once = wait_for(read_while_killing(service, stepper, asks, 1))
         often = wait_for(read_while_killing(service, stepper, asks, 2))
         retried = service.snapshot().retried
@@ -77,7 +80,8 @@ def test_a_device_that_fails_again_and_again_is_planned_around() -> None:
     made, ask = steps_factory.over_both(), Ask((1, 2, 3), 9, GREEDY, ignores_end=True)
     said, killed = list[str](), set[int]()
     with made.workers() as stepper:
-        service = Service(stepper, made.model.shape, ByteText(), planner=made.replanner(), log=said.append)
+        given = (stepper, made.policies, made.model.shape, ByteText())
+        service = Service(*given, planner=made.planner, log=said.append)
         with service:
             first = wait_for(read(service, ask))
             while len(killed) < MAX_FAILURES:

@@ -13,17 +13,17 @@ import torch
 
 import cuda_stub
 from own_code import reference
-from serving_factory import GREEDY, Told, random_ask, read, read_all, wait_for
+from serving_factory import GREEDY, Told, policies_of, random_ask, read, read_all, wait_for
 from steps_factory import Local, working
 from tessera.errors import TesseraError
 from tessera.execute.cuda.graphs import ShareGraph
-from tessera.ir import Cluster, Objective
+from tessera.ir import Cluster, Load
 from tessera.profile import make_cluster, parse_devices
 from tessera.profile.devices import Card
 from tessera.serve import planning
 from tessera.serve.gpu import check_gpus
 from tessera.serve.planning import Prepared
-from tessera.serve.records import Ask, Average, ServeSpec
+from tessera.serve.records import Ask, ServeSpec
 from tessera.serve.service import Service
 from tessera.serve.start import ServeOptions, started
 from tessera.serve.steps import served
@@ -39,7 +39,6 @@ CARD = Card("NVIDIA H200", 141 << 30, 132)
 def _stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     cuda_stub.install(monkeypatch)
-    monkeypatch.setattr(planning, "RIVALS", ("data-parallel",))
     yield
     torch.set_num_threads(threads)  # workers are threads here, and set their own
 
@@ -50,13 +49,12 @@ def make_devices(text: str) -> Cluster:
 
 
 @functools.cache
-def prepare(text: str, *coarse: str) -> Prepared:
+def prepare(text: str, *policies: str) -> Prepared:
     """The tiny Llama, captured operator by operator."""
     return planning.prepare(
         "tiny-llama",
         make_devices(text),
-        ServeSpec(**SIZES, average=Average(8, 3), policies=(Objective.THROUGHPUT,), effort="quick"),
-        coarse=coarse,
+        ServeSpec(**SIZES, load=Load(8, 3), policies=policies or ("single",), effort="quick"),
         is_compiled=False,
     )
 
@@ -71,7 +69,8 @@ def asks() -> list[Ask]:
 def wanted() -> list[Any]:
     """What the model itself answers."""
     model = served("tiny-llama", ServeSpec(**SIZES))
-    with reference(model) as whole, Service(whole, model.shape, ByteText()) as service:
+    given = (model.shape, ByteText())
+    with reference(model) as whole, Service(whole, policies_of(whole, model.shape), *given) as service:
         return [told.what for told in wait_for(read_all(service, asks()))]
 
 
@@ -79,15 +78,17 @@ def answers(local: Local, policy: str, log: list[str] | None = None) -> list[Tol
     """What a service on workers answers."""
     shape = local.prepared.model.shape
     heard = [] if log is None else log
-    with Service(local.stepper, shape, ByteText(), policy=policy, log=heard.append) as service:
+    given = (local.stepper, local.prepared.policies, shape, ByteText())
+    with Service(*given, policy=policy, log=heard.append) as service:
         return wait_for(read_all(service, asks()))
 
 
 @pytest.mark.parametrize("transport", ["ipc", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_service_on_dilated_devices_answers_as_the_model_does(transport: str) -> None:
-    """Random requests at once, under the plan and under one that crosses in every layer."""
-    with working(prepare(PAIR, CROSSING), transport=transport) as local:
-        for policy in (local.prepared.plans[0].policy, CROSSING):
+    """Random requests at once, beside one another, moved, and under a policy that crosses in every layer."""
+    policies = ("data-parallel", "prefill-decode", CROSSING)
+    with working(prepare(PAIR, *policies), transport=transport) as local:
+        for policy in policies:
             assert wanted() == [told.what for told in answers(local, policy)]
         assert any(local.stepper.use().moved.values())
 
@@ -96,9 +97,8 @@ def test_one_card_is_measured_and_has_one_plan() -> None:
     """There is nothing to decide, and its launches have their own times."""
     found = prepare("cuda:0")
 
-    assert 1 == len(found.plans)
+    assert ["single"] == [policy.policy for policy in found.policies]
     assert 1.0 == found.scale
-    assert {} == found.rehearsed
     assert {"measured"} == {
         str(c.source) for costs in found.plans[0].costs for row in costs.costs for c in row
     }
@@ -122,7 +122,7 @@ def test_a_gpu_that_fails_is_started_again_and_the_answers_come(
     coarse = (CROSSING,) if text == PAIR else ()
     with working(prepare(text, *coarse)) as local:
         monkeypatch.setattr(ShareGraph, "replay", fail_once)
-        told = answers(local, coarse[0] if coarse else "auto", heard)
+        told = answers(local, coarse[0] if coarse else "single", heard)
 
         assert wanted() == [one.what for one in told]
         assert 1 <= sum(status.restarts for status in local.stepper.use().devices.values())
@@ -135,7 +135,7 @@ def test_the_command_serves_from_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("prometheus_client")
     monkeypatch.setattr("tessera.serve.start.prepare", partial(planning.prepare, is_compiled=False))
-    options = ServeOptions(spec=ServeSpec(1, 2, 32, 8, average=Average(8, 3), effort="quick"))
+    options = ServeOptions(spec=ServeSpec(1, 2, 32, 8, load=Load(8, 3), effort="quick"))
     with started("tiny-llama", make_devices("cuda:0"), options) as ready:
         assert isinstance(ready.service, Service)
         told = wait_for(read(ready.service, Ask((1, 2, 3), 4, GREEDY, ignores_end=True)))

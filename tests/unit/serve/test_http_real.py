@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 from http_factory import Running, serving, wait_until  # noqa: E402
 from own_code import reference  # noqa: E402
 from sampling import examples  # noqa: E402
+from serving_factory import policies_of  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.read import Endpoint, ModelCard  # noqa: E402
 from tessera.serve.records import ServeSpec  # noqa: E402
@@ -35,7 +36,7 @@ def service() -> Iterator[Service]:
     model = served(MODEL, ServeSpec(microbatches=2, rows=ROWS, capacity=CAPACITY, max_batch_tokens=32))
     with (
         reference(model, num_threads=1) as stepper,
-        Service(stepper, model.shape, ByteText(), model=MODEL) as found,
+        Service(stepper, policies_of(stepper, model.shape), model.shape, ByteText(), model=MODEL) as found,
     ):
         yield found
 

@@ -9,18 +9,18 @@ from typing import NoReturn
 import pytest
 import torch
 
-from serving_factory import toy_plans
-from tessera.ir import Objective
+from serving_factory import toy_policies
+from tessera.ir import Load
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve import planning
 from tessera.serve.pages import steady
 from tessera.serve.planning import MAX_KEPT, KeptModel, Prepared, find, keep, key_of, prepare
-from tessera.serve.records import Average, ServeSpec, Shape
+from tessera.serve.records import ServeSpec, Shape
 from tessera.serve.start import lines_of
 from tessera.serve.steps import served
 
 MODEL = KeptModel(Shape(1, 2, 32, (2, 8), 64, 258), 4096, {"w": torch.ones(64)})
-FOUND = Prepared(MODEL, toy_plans(["throughput", "latency"]), 2.5, {"throughput": 12.0})
+FOUND = Prepared(MODEL, toy_policies(["data-parallel", "latency"]), scale=2.5)
 
 
 def not_built() -> NoReturn:
@@ -28,14 +28,14 @@ def not_built() -> NoReturn:
 
 
 def found(name: str, folder: Path) -> Prepared | None:
-    return find(name, folder, not_built)
+    return find(name, folder, not_built, ServeSpec())
 
 
 def is_alike(one: Prepared | None) -> bool:
     """The same as was kept."""
     assert one is not None
-    whole = (one.plans, one.scale, one.rehearsed, one.model.shape, one.model.state_bytes)
-    return whole == (FOUND.plans, 2.5, FOUND.rehearsed, MODEL.shape, MODEL.state_bytes)
+    whole = (one.policies, one.scale, one.model.shape, one.model.state_bytes)
+    return whole == (FOUND.policies, 2.5, MODEL.shape, MODEL.state_bytes)
 
 
 def test_what_was_kept_is_found_again(tmp_path: Path) -> None:
@@ -85,15 +85,15 @@ def test_a_second_start_plans_nothing(
     """And serves by the very plans and weights of the first; a small model is not even built."""
     monkeypatch.setattr(planning, "MAX_WEIGHT_BYTES", most_bytes)
     cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
-    policies = (Objective.THROUGHPUT,)
+    policies = ("data-parallel",)
     spec = ServeSpec(
-        rows=2, capacity=32, max_batch_tokens=8, average=Average(8, 4), policies=policies, effort="quick"
+        rows=2, capacity=32, max_batch_tokens=8, load=Load(8, 4), policies=policies, effort="quick"
     )
     said: list[list[str]] = [[], []]
     first, second = (prepare("tiny-llama", cluster, spec, kept=tmp_path, advance=s.append) for s in said)
-    assert "planning" in said[0]
+    assert "planning and rehearsing" in said[0]
     assert said[1] == then
-    assert second.plans == first.plans
+    assert second.policies == first.policies
     assert second.model.shape == first.model.shape
     assert second.model.state_bytes == first.model.state_bytes
     weights, again = first.model.weights(), second.model.weights()
@@ -130,12 +130,11 @@ def test_a_start_by_kept_plans_imports_no_model_code() -> None:
 
 def test_what_was_chosen_is_said_in_three_lines(tmp_path: Path) -> None:
     cluster = make_cluster(parse_devices("emu:a100"), "pcie4")
-    average = Average(8, 4)
-    spec = ServeSpec(microbatches=1, rows=2, capacity=32, max_batch_tokens=8, average=average)
+    spec = ServeSpec(microbatches=1, rows=2, capacity=32, max_batch_tokens=8, load=Load(8, 4))
     prepared = prepare("tiny-llama", cluster, spec)
-    chosen, expected, more = lines_of(prepared, average)
-    per_s = prepared.plans[0].simulated_per_s * 2 * 4
-    assert "1 x 2 requests" in chosen
-    assert "all work on emu:a100" in chosen
-    assert f"{per_s:,.0f} tokens/s" in expected
+    chosen, expected, more = lines_of(prepared)
+    figures = prepared.policies[0].expected
+    assert figures is not None
+    assert "single: mixed on emu:a100, 1 x 2 sequences" in chosen
+    assert f"{figures.tokens_per_s:,.0f} tokens/s" in expected
     assert "a100 adds" in more

@@ -1,6 +1,5 @@
 """From a model and devices to plans for serving, and to others around a device."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -10,15 +9,15 @@ from benchmarks.coverage_models import MODELS
 import steps_factory as factory
 from own_code import reference
 from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
-from tessera.execute.lanes import check_alike, devices_of
+from tessera.execute.lanes import devices_of
 from tessera.execute.lower import lower
 from tessera.execute.memory import footprints, ready_programs
 from tessera.execute.processes import FORKSERVER
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.ir import Cluster, Device, DeviceKind, Objective, verify
+from tessera.ir import Cluster, Device, DeviceKind, Load, verify
 from tessera.profile.devices import make_cluster, parse_devices
-from tessera.serve.planning import counts_of, prepare
-from tessera.serve.records import Average, ServeSpec
+from tessera.serve.planning import prepare
+from tessera.serve.records import ServeSpec
 from tessera.serve.steps import servable_models, served, sizes_of, state_bytes
 
 
@@ -26,14 +25,18 @@ def emulated(names: str = factory.DEVICES) -> Cluster:
     return make_cluster(parse_devices(names), "pcie4")
 
 
-def test_there_is_a_plan_for_each_policy_over_one_unit() -> None:
-    """Steps of all sizes are planned together, once for throughput and once for latency."""
+def test_policies_are_made_of_groups_over_one_unit() -> None:
+    """A group on each device, and one over both for one request; all with steps of all sizes."""
     made = factory.prepared()
-    assert [plan.policy for plan in made.plans] == ["throughput", "latency"]
-    assert [g.trace.step.context for g in made.plans[0].unit.graphs] == list(factory.SIZES)
-    assert made.plans[0].unit.counts == (7, 3)
-    assert made.plans[0].unit.is_served
-    assert made.plans[1].latency_us <= made.plans[0].latency_us
+    parallel, latency = made.policies
+    assert ("data-parallel", "latency") == (parallel.policy, latency.policy)
+    assert [("emu:a100",), ("emu:l40s",)] == [group.devices for group in parallel.groups]
+    for group in (*parallel.groups, *latency.groups):
+        assert factory.SIZES == group.sizes
+        assert group.plan.unit.is_served
+        assert 1 == len(group.plan.lanes)
+    assert parallel.expected is not None
+    assert parallel.expected.tokens_per_s > 0.0
 
 
 @pytest.mark.parametrize("policy", ["attention-ffn", "layer-pipeline"])
@@ -43,16 +46,36 @@ def test_no_plan_moves_state_between_steps(policy: str) -> None:
         assert [program.step for program in lane] == [0, 1]
 
 
-def test_a_service_has_no_phases() -> None:
-    """Its steps read prompts and answers together, over pages that do not move: none is prefill alone."""
-    with pytest.raises(PlanInfeasible):
-        factory.plan_by("prefill-decode")
+@pytest.mark.parametrize(
+    ("policy", "roles"),
+    [("prefill-decode", ["answers", "prompts"]), ("prefill-decode-fractional", ["mixed", "prompts"])],
+)
+def test_a_split_has_a_device_for_prompts(policy: str, roles: list[str]) -> None:
+    """Which one is decided by rehearsal; pages move."""
+    (plan,) = factory.prepared("tiny-llama", policy).policies
+    assert roles == sorted(group.role.value for group in plan.groups)
+    assert 2 == len({group.devices for group in plan.groups})
+    assert plan.expected is not None
+    assert plan.expected.pages_moved > 0
 
 
-def test_one_device_has_one_plan() -> None:
-    """With nothing to decide there is one policy."""
+def test_a_model_with_state_by_row_is_not_split() -> None:
+    with pytest.raises(PlanInfeasible, match="state in pages"):
+        factory.prepared("tiny-mamba", "prefill-decode")
+
+
+def test_auto_is_the_best_rehearsal_and_names_the_others() -> None:
+    first, *_ = factory.prepared("tiny-llama", "auto").policies
+    rates = {rival.policy: rival.expected.tokens_per_s for rival in first.rivals}
+    assert first.expected is not None
+    assert {"single", "data-parallel", "prefill-decode"} - {first.policy} <= set(rates)
+    assert max(rates.values()) <= 1.04 * first.expected.tokens_per_s
+
+
+def test_one_device_has_one_policy() -> None:
+    """With nothing to decide there is one."""
     made = prepare("tiny-llama", emulated("emu:a100"), ServeSpec(rows=2, capacity=16, max_batch_tokens=8))
-    assert [plan.policy for plan in made.plans] == ["throughput"]
+    assert [policy.policy for policy in made.policies] == ["single"]
 
 
 def test_sizes_that_nobody_names_suit_the_model() -> None:
@@ -82,20 +105,6 @@ def test_small_sizes_are_not_worth_their_capture_everywhere() -> None:
     assert sizes_of(8, 2048, is_flat=True, min_size=64) == (8, 128, 512, 2048)
     assert sizes_of(128, 2048, is_flat=True, min_size=64) == (128, 512, 2048)
     assert sizes_of(256, 2048, is_flat=True, min_size=64) == (64, 256, 512, 2048)
-
-
-def test_counts_follow_the_average_request() -> None:
-    """Parts of prompts are rounded up; a recurrent model reads its prompt as it answers."""
-    assert counts_of(factory.prepared().model.shape, Average(prompt=17, output=5)) == (4, 5)
-    shape = served("tiny-mamba", ServeSpec(rows=2)).shape
-    assert counts_of(dataclasses.replace(shape, sizes=(2,)), Average(prompt=10, output=5)) == (14,)
-    assert (2, 32, 128) == shape.sizes
-    assert counts_of(shape, Average(prompt=300, output=5)) == (4 + 12, 2, 4)
-    assert counts_of(dataclasses.replace(shape, is_first_only=True), Average(prompt=300, output=5)) == (
-        4 + 172,
-        1,
-        2,
-    )
 
 
 def test_what_cannot_be_served_is_refused_in_one_line() -> None:
@@ -191,21 +200,22 @@ def test_a_sharded_checkpoint_is_served_with_its_own_weights(sharded: Path) -> N
 def test_plans_around_a_device_are_plans_for_all_of_them() -> None:
     """The device is left unused, the cluster stays, and a service can go over to them and back."""
     made = factory.prepared()
-    around = made.replanner().without(made.plans, {"emu:a100"})
+    assert made.planner is not None
+    around = made.planner.without(made.policies, {"emu:a100"})
 
-    assert made.plans[0].cluster.names == around[0].cluster.names
-    for plan in around:
+    assert ["data-parallel", "latency"] == [policy.policy for policy in around]
+    for plan in (plan for policy in around for plan in policy.plans):
         verify(plan)
-        assert {"emu:l40s"} == {name for i in range(len(plan.lanes)) for name in devices_of(plan, i)}
-    check_alike([*made.plans, *around])
+        assert {"emu:l40s"} == devices_of(plan, 0)
+        assert made.plans[0].cluster == plan.cluster
     with pytest.raises(PlanInfeasible, match="no device is left"):
-        made.replanner().without(made.plans, made.plans[0].cluster.names)
+        made.planner.without(made.policies, made.plans[0].cluster.names)
 
 
 @pytest.mark.parametrize("model", [pytest.param("tiny-gpt-oss", marks=pytest.mark.slow), "tiny-mamba"])
 def test_steps_of_other_families_give_the_same_bits_divided(model: str) -> None:
     """Windows, experts and recurrences too: layers on two devices give what the model itself gives."""
-    made = factory.prepared(model, (Objective.THROUGHPUT,))
+    made = factory.prepared(model, "layer-pipeline")
     plan = factory.plan_by("layer-pipeline", model)
     assert len(plan.used) == 2
     steps = factory.script(factory.built(made), 6)
@@ -225,7 +235,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     made = prepare(
         "tiny-llama",
         emulated("cpu"),
-        ServeSpec(microbatches=1, rows=1, capacity=8, max_batch_tokens=8, average=Average(4, 2)),
+        ServeSpec(microbatches=1, rows=1, capacity=8, max_batch_tokens=8, load=Load(4, 2)),
         store=tmp_path / "file" / "measured.jsonl",
     )
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from serving_factory import GREEDY, SHAPE, toy_plans
+from serving_factory import GREEDY, SHAPE, toy_plan
 from tessera.execute.stepper import StepCall, StepDone
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
@@ -26,7 +26,7 @@ def batch_of(shape: Shape = WIDE, is_caching: bool = True) -> SequenceBatch:
             request.add(5)
         return ()
 
-    steps = Steps.of(toy_plans(["only"], shape)[0])
+    steps = Steps.of(toy_plan("only", [0] * len(shape.sizes), shape))
     return SequenceBatch(0, shape, steps, settle, Counts(), is_caching=is_caching)
 
 

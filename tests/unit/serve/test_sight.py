@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 from own_code import reference
+from serving_factory import policies_of
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.execute.reference import ReferenceStepper
 from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
@@ -91,7 +92,14 @@ def service() -> Iterator[Service]:
     made = model()
     with (
         reference(made, num_threads=1) as stepper,
-        Service(stepper, made.shape, ByteText(), model="tiny-qwen2.5-vl", sight=made.sight) as running,
+        Service(
+            stepper,
+            policies_of(stepper, made.shape),
+            made.shape,
+            ByteText(),
+            model="tiny-qwen2.5-vl",
+            sight=made.sight,
+        ) as running,
     ):
         yield running
 
@@ -182,7 +190,9 @@ def test_a_picture_is_encoded_again_after_a_loss() -> None:
     made = model()
     with reference(made, num_threads=1) as inner:
         stepper: Any = Forgetful(inner, 0)
-        with Service(stepper, made.shape, ByteText(), sight=made.sight) as running:
+        with Service(
+            stepper, policies_of(stepper, made.shape), made.shape, ByteText(), sight=made.sight
+        ) as running:
             found = asyncio.run(tokens_of(running, ASKS[2]))
 
     assert expected(2) == found

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tessera.errors import MissingExtra
-from tessera.ir import Plan
+from tessera.ir import ServicePlan
 from tessera.serve.grammar import Grammar, GrammarCompiler
 from tessera.serve.openai.bodies import (
     MAX_INT,
@@ -90,8 +90,8 @@ class Endpoint:
     service: AnswerService
     # Unix time.
     created: int
-    # Current plans; may be empty.
-    plans: Callable[[], Sequence[Plan]] = tuple
+    # Current policies; may be empty.
+    plans: Callable[[], Sequence[ServicePlan]] = tuple
     # Vision models only.
     eyes: "Eyes | None" = None
     # None: the extra 'grammar' is not installed.

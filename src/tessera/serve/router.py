@@ -1,0 +1,614 @@
+"""Router: the scheduler of a service. Requests go to groups of microbatches, sequences from group to group.
+
+A policy is a `ServicePlan`. Roles are planned, work is pulled:
+
+    mixed     takes requests, the group with the least predicted seconds of work first
+    prompts   takes requests until `BACKLOG` of its largest steps are waiting; its sequences answer elsewhere
+    answers   takes sequences whose prompts are read
+    mixed beside prompts   also takes those; a microbatch that reads no prompt pulls one from the queue
+
+Without a usable prompts group, or with nothing but prompts groups, every group is mixed.
+
+Pages live in homes. When a request is placed in a prompts group, a row and pages for its prompt and one page
+more are reserved at its destination, or it waits in the queue. After each step the pages that are full are
+sent; with the first token the rest follows. When all have arrived, the sequence goes on there, and the source
+gives its pages back; they stay findable. Nothing waits for room while it holds a reservation, so there is no
+deadlock. Pages found at the destination are not sent.
+
+If the destination is lost, the
+sequence answers where it is; so it does after a failed move. If the source is lost, it restarts like any
+request of a lost device. Pages of a move are given back when the move has ended, not before.
+
+A switch of policy hands sequences over: in place where the new policy has a group with the same home, else by
+moving their pages, else (no room, or a prompt that is partly read) by restarting from their tokens.
+
+Not handled: moves of state that is kept by row; such groups are mixed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from tessera.execute.lanes import LoadedLane
+from tessera.execute.scheduler import Microbatch, Scheduler, SchedulerConfig, Watcher
+from tessera.execute.stepper import DeviceBack, Moved, PageMove, Stepper
+from tessera.ir import Group, Plan, Role, ServicePlan
+from tessera.kernels import PAGE
+from tessera.serve.answer import ActiveRequest
+from tessera.serve.pages import PagePool, pages_for
+from tessera.serve.records import GroupView, Shape
+from tessera.serve.sequences import SequenceBatch, Steps
+
+# Largest steps of work that a prompts group keeps.
+BACKLOG = 2
+# Weight of the newest answer in the mean length of answers.
+NEWEST_WEIGHT = 0.05
+
+
+def plans_of(policies: Sequence[ServicePlan]) -> tuple[Plan, ...]:
+    """Plans of all groups, each once."""
+    return tuple({id(plan): plan for policy in policies for plan in policy.plans}.values())
+
+
+def shape_of(group: Group, model: Shape) -> Shape:
+    """Shape of a group of a model."""
+    return replace(
+        model,
+        microbatches=group.microbatches,
+        rows=group.sequences,
+        sizes=group.sizes,
+        pool_tokens=group.pool_tokens,
+    )
+
+
+@dataclass(eq=False)
+class RoutedGroup:
+    """A group of a loaded policy."""
+
+    group: Group
+    lane: LoadedLane
+    shape: Shape
+    steps: Steps
+    # Predicted seconds per prompt token and per answer token.
+    prompt_s: float
+    answer_s: float
+
+    @property
+    def role(self) -> Role:
+        return self.group.role
+
+    @property
+    def home(self) -> str:
+        return self.group.plan.home
+
+    def is_like(self, other: "RoutedGroup") -> bool:
+        return (self.lane, self.role, self.shape) == (other.lane, other.role, other.shape)
+
+
+RoutedMicrobatch = Microbatch[ActiveRequest]
+
+
+@dataclass(eq=False)
+class Transit:
+    """A sequence on its way to another microbatch."""
+
+    request: ActiveRequest
+    source: RoutedMicrobatch
+    destination: RoutedMicrobatch
+    # Of the destination; None: both share it, and nothing is sent.
+    pool: PagePool | None
+    # At the destination, in the order of the sequence; the first `num_sent` are there or in flight.
+    pages: list[int]
+    num_sent: int
+    num_expected: int
+    in_flight: int = 0
+    # True if it is given up: its pages are given back when nothing is in flight.
+    is_over: bool = False
+
+    def release(self) -> None:
+        if self.pool is not None and not self.in_flight:
+            self.pool.give_back(self.pages)
+            self.pages = []
+
+
+@dataclass(frozen=True, eq=False)
+class PagesInFlight:
+    transit: Transit
+    # Numbers of both microbatches.
+    ends: tuple[int, int]
+    # Of the source, which keeps them until they have arrived.
+    pool: PagePool
+    pages: tuple[int, ...]
+
+
+@dataclass
+class RouterCounts:
+    pages_moved: int = 0
+    switches: int = 0
+    # Milliseconds from the last switch until no sequence was left in a group of the policy before.
+    last_switch_ms: float | None = None
+
+
+# (number, group, pool; None: its own) -> the batch of a microbatch.
+MakeBatch = Callable[[int, RoutedGroup, PagePool | None], SequenceBatch]
+
+
+def batch_of(microbatch: RoutedMicrobatch) -> SequenceBatch:
+    assert isinstance(microbatch.content, SequenceBatch)
+    return microbatch.content
+
+
+class Router(Scheduler[ActiveRequest]):
+    def __init__(
+        self,
+        stepper: Stepper,
+        policies: Sequence[ServicePlan],
+        shape: Shape,
+        make: MakeBatch,
+        config: SchedulerConfig,
+        watcher: Watcher[ActiveRequest],
+        is_caching: bool = True,
+    ) -> None:
+        """`shape` is the model's; sizes of the groups replace its own."""
+        self.policies, self._shape, self._make_batch = tuple(policies), shape, make
+        self._is_caching = is_caching and shape.is_flat
+        self.pools: dict[str, PagePool] = {}
+        self.counts = RouterCounts()
+        # By policy; and by open microbatch.
+        self._groups: list[list[RoutedGroup]] = []
+        self._by_number: dict[int, RoutedGroup] = {}
+        self._opening: RoutedGroup | None = None
+        self._transits: dict[ActiveRequest, Transit] = {}
+        self._moves: dict[int, PagesInFlight] = {}
+        self._move_numbers = count()
+        self._mean_answer = float(max(1, policies[0].load.output_tokens))
+        self._switched_s: float | None = None
+        super().__init__(stepper, self._make_content, config, watcher)
+
+    # Policies.
+
+    @property
+    def service_plan(self) -> ServicePlan:
+        return self.policies[self.policy]
+
+    @property
+    def groups(self) -> list[RoutedGroup]:
+        """Groups of the current policy."""
+        return self._groups[self.policy]
+
+    def _measure(self) -> None:
+        """Loads the groups of all policies once."""
+        if not self._groups:
+            lanes = {id(lane.plan): lane for lane in self.stepper.lanes.all}
+            self._groups = [[self._routed(g, lanes[id(g.plan)]) for g in p.groups] for p in self.policies]
+        self.plan = self.service_plan.groups[0].plan
+
+    def _routed(self, group: Group, lane: LoadedLane) -> RoutedGroup:
+        costs, shape, steps = self._costs_of(lane), shape_of(group, self._shape), Steps.of(group.plan)
+        largest = shape.sizes[-1]
+        answers = next((size for size in shape.sizes if size >= shape.rows), largest)
+        prompt_s = costs[steps.number[largest]].alone_s / largest
+        answer_s = costs[steps.number[answers]].alone_s / shape.rows
+        return RoutedGroup(group, lane, shape, steps, prompt_s, answer_s)
+
+    def switch(self, policy: int) -> None:
+        """Makes a policy current; sequences of other groups are handed over."""
+        if policy == self.policy:
+            return
+        self.counts.switches += 1
+        self._switched_s = self.stepper.now_s()
+        super().switch(policy)
+
+    def adopt(self, policies: Sequence[ServicePlan]) -> None:
+        """Replaces the policies; the one of the same name stays current, else the first."""
+        name = self.service_plan.policy
+        self.stepper.load(plans_of(policies))
+        self.policies, self._groups = tuple(policies), []
+        names = [policy.policy for policy in policies]
+        self.policy = names.index(name) if name in names else 0
+        self._renew()
+        self._judge()
+
+    def _renew(self) -> None:
+        self._measure()
+        for microbatch in self.microbatches.values():
+            alike = [g for g in self.groups if g.is_like(self._by_number[microbatch.number])]
+            microbatch.is_old = not alike
+            if alike:
+                self._by_number[microbatch.number] = alike[0]
+        for transit in [t for t in self._transits.values() if t.destination.is_old]:
+            self._stay(transit)
+        self._close_old()
+        self._may_seat = True
+        for microbatch in self.microbatches.values():
+            self._awake(microbatch)
+        self._note_switched()
+
+    def _note_switched(self) -> None:
+        """Takes the time of a switch when the last old microbatch has closed."""
+        if self._switched_s is not None and not any(m.is_old for m in self.microbatches.values()):
+            self.counts.last_switch_ms = 1e3 * (self.stepper.now_s() - self._switched_s)
+            self._switched_s = None
+
+    # Microbatches.
+
+    @property
+    def is_idle(self) -> bool:
+        busy = any(m.content.num_used or not m.is_idle for m in self.microbatches.values())
+        return not (self.queue or busy or self._moves)
+
+    def _make_content(self, number: int, lane: LoadedLane) -> SequenceBatch:
+        group = self._opening
+        assert group is not None, "a microbatch is opened for a group"
+        self._by_number[number] = group
+        return self._make_batch(number, group, self.pool_of(group))
+
+    def group_of(self, microbatch: RoutedMicrobatch) -> RoutedGroup:
+        return self._by_number[microbatch.number]
+
+    def pool_of(self, group: RoutedGroup) -> PagePool | None:
+        """Pages of its home; None: each microbatch has its own."""
+        if not group.home:
+            return None
+        if group.home not in self.pools:
+            self.pools[group.home] = PagePool(group.shape.pool_tokens // PAGE, self._is_caching)
+        return self.pools[group.home]
+
+    def every_pool(self) -> list[PagePool]:
+        """Pools of the homes of the current policy, and those of microbatches without a home."""
+        shared = [pool for group in self.groups if (pool := self.pool_of(group)) is not None]
+        own = [batch_of(m).pool for m in list(self.microbatches.values()) if not self.group_of(m).home]
+        return list({id(pool): pool for pool in (*shared, *own)}.values())
+
+    def views(self) -> tuple[GroupView, ...]:
+        """Groups of the current policy; from any thread."""
+        found, numbers = [], dict(self._by_number)
+        for routed in self.groups:
+            size = routed.group.size
+            batches = [m.content for n, m in list(self.microbatches.items()) if numbers.get(n) is routed]
+            running = sum(content.num_used for content in batches)
+            coming = sum(content.num_coming for content in batches if isinstance(content, SequenceBatch))
+            found.append(
+                GroupView(
+                    size.role, size.devices, size.sequences, size.tokens, size.microbatches, running, coming
+                )
+            )
+        return tuple(found)
+
+    def _usable(self) -> list[RoutedGroup]:
+        """Groups without a lost device: of the current policy, else of any."""
+        lost = self.stepper.lanes.lost
+        for groups in (self.groups, [group for policy in self._groups for group in policy]):
+            usable = [group for group in groups if not group.lane.devices & lost]
+            if usable:
+                return usable
+        return []
+
+    def open_of(self, group: RoutedGroup) -> list[RoutedMicrobatch]:
+        """Its microbatches, in order of opening."""
+        return [m for n, m in self.microbatches.items() if self._by_number[n] is group and not m.is_old]
+
+    def _place(self, group: RoutedGroup, is_pull: bool = False) -> RoutedMicrobatch | RoutedGroup | None:
+        """A microbatch of a group with room for one more; the group itself: open one; None: it is full.
+
+        On one device microbatches are filled one after the other, because every step reads all weights; on
+        several they are filled evenly. `is_pull`: only microbatches that read no prompt.
+        """
+        opened = self.open_of(group)
+        can_open = len(opened) < group.group.microbatches
+        is_divided = len(group.lane.devices) > 1
+        if is_divided and can_open and all(m.content.num_used for m in opened):
+            return group
+        fitting = [m for m in opened if m.content.takes and not (is_pull and batch_of(m).is_reading)]
+        if fitting:
+            return min(fitting, key=lambda m: m.content.num_used) if is_divided else fitting[0]
+        return group if can_open else None
+
+    def _opened(self, place: RoutedMicrobatch | RoutedGroup) -> RoutedMicrobatch:
+        if isinstance(place, RoutedGroup):
+            self._opening = place
+            place = self._open(place.lane)
+            place.without = frozenset()
+        return place
+
+    def _close(self, microbatch: RoutedMicrobatch) -> None:
+        super()._close(microbatch)
+        del self._by_number[microbatch.number]
+        self._note_switched()
+
+    # Requests.
+
+    def _work_s(self, group: RoutedGroup) -> float:
+        """Predicted seconds of work left in a group."""
+        work_s = 0.0
+        for microbatch in self.open_of(group):
+            batch = batch_of(microbatch)
+            left = sum(max(1.0, self._answer_of(r) - r.num_out) for r in batch.requests())
+            work_s += batch.num_unread * group.prompt_s + left * group.answer_s
+        return work_s
+
+    def _answer_of(self, request: ActiveRequest) -> float:
+        return min(self._mean_answer, request.ask.max_tokens)
+
+    def _found(self, request: ActiveRequest, group: RoutedGroup) -> int:
+        """Tokens of a request that are in pages of a group's home."""
+        pool = self.pools.get(group.home)
+        if not self._is_caching or pool is None or request.wants_prompt:
+            return 0
+        return PAGE * len(pool.find(request.keys((len(request.sequence) - 1) // PAGE)))
+
+    def _seat_next(self) -> bool:
+        request = self.queue.peek()
+        if request is None:
+            return False
+        groups = self._usable()
+        prompts = [group for group in groups if group.role is Role.PROMPTS]
+        others = [group for group in groups if group.role is not Role.PROMPTS]
+        if not (prompts and others):
+            return self._seat(request, groups)
+        near = [group for group in others if self._reads_rest(request, group)]
+        if near and self._seat(request, near):
+            return True
+        if self._seat_prompt(request, prompts, others):
+            return True
+        return self._seat(request, [group for group in others if group.role is Role.MIXED], is_pull=True)
+
+    def _reads_rest(self, request: ActiveRequest, group: RoutedGroup) -> bool:
+        """True if its pages are in this home but for what one step reads."""
+        left = len(request.sequence) - self._found(request, group)
+        return left < len(request.sequence) and left <= group.shape.sizes[-1] - group.shape.rows
+
+    def _seat(self, request: ActiveRequest, groups: Sequence[RoutedGroup], is_pull: bool = False) -> bool:
+        """Begins a request where it ends soonest."""
+        places = [(group, place) for group in groups if (place := self._place(group, is_pull)) is not None]
+        if not places:
+            return False
+
+        def end_s(choice: tuple[RoutedGroup, RoutedMicrobatch | RoutedGroup]) -> float:
+            group = choice[0]
+            num = len(request.sequence) - self._found(request, group)
+            return self._work_s(group) + num * group.prompt_s + self._answer_of(request) * group.answer_s
+
+        _, place = min(places, key=end_s) if len(places) > 1 else places[0]
+        return self._add(request, self._opened(place))
+
+    def _add(self, request: ActiveRequest, microbatch: RoutedMicrobatch, goes_on: bool = False) -> bool:
+        popped = self.queue.pop()
+        assert popped is request, "only this thread takes requests"
+        batch_of(microbatch).add(request, goes_on)
+        self._awake(microbatch)
+        self._watcher.seated(request, microbatch)
+        return True
+
+    def _seat_prompt(
+        self, request: ActiveRequest, prompts: Sequence[RoutedGroup], others: Sequence[RoutedGroup]
+    ) -> bool:
+        """Begins a request in a prompts group that has less work than it should."""
+        for group in prompts:
+            unread = sum(batch_of(m).num_unread for m in self.open_of(group))
+            place = self._place(group) if unread < BACKLOG * group.shape.sizes[-1] else None
+            if place is None:
+                continue
+            if request.num_out + 1 >= request.ask.max_tokens:  # it ends with its first token
+                return self._add(request, self._opened(place))
+            reserved = self._reserve(request, others, group.home)
+            if reserved is not None:
+                source = self._opened(place)
+                self._transits[request] = Transit(request, source, *reserved)
+                return self._add(request, source, goes_on=True)
+        return False
+
+    def drop(self, request: ActiveRequest) -> None:
+        """A request has ended."""
+        transit = self._transits.get(request)
+        if transit is not None:
+            self._end_transit(transit)
+        if request.num_out:
+            self._mean_answer += NEWEST_WEIGHT * (request.num_out - self._mean_answer)
+
+    def _start(self, microbatch: RoutedMicrobatch) -> None:
+        super()._start(microbatch)
+        group = self._by_number.get(microbatch.number)
+        if group is None or group.role is not Role.ANSWERS:
+            return
+        batch = batch_of(microbatch)
+        waiting = batch.preempted()
+        if waiting and any(g.role is Role.PROMPTS for g in self._usable()):
+            for request in waiting:
+                self._restart(request, batch)
+
+    def _restart(self, request: ActiveRequest, batch: SequenceBatch) -> None:
+        batch.leave(request)
+        self.queue.give_back(request)
+        self._may_seat = True
+        self._watcher.moved(request)
+
+    # Moves.
+
+    def _reserve(
+        self, request: ActiveRequest, groups: Sequence[RoutedGroup], home: str
+    ) -> tuple[RoutedMicrobatch, PagePool | None, list[int], int, int] | None:
+        """A row and pages for a sequence that comes from `home`: where they are, and how many are there."""
+        length = len(request.sequence)
+        most = pages_for(len(request.ask.prompt) + request.ask.max_tokens)
+        num = min(pages_for(length + 1) + 1, most)
+        choices: list[tuple[float, RoutedMicrobatch | RoutedGroup, PagePool | None, list[int]]] = []
+        for group in groups:
+            place, pool = self._place(group), self.pool_of(group)
+            if place is None or pool is None:
+                continue
+            if group.home == home:
+                choices.append((-1.0, place, None, []))
+                continue
+            keys = request.keys((length - 1) // PAGE) if self._is_caching else ()
+            found = pool.find(keys)
+            spare = sum(m.content.num_used for m in self.open_of(group))
+            if num - len(found) + spare <= pool.num_free - pool.num_idle(found):
+                choices.append((self._work_s(group), place, pool, found))
+        for _, place, pool, found in sorted(choices, key=lambda choice: choice[0]):
+            microbatch, num_expected = self._opened(place), num if pool is not None else 0
+            if not batch_of(microbatch).expect(num_expected):
+                continue
+            pages = list(found)
+            if pool is not None:
+                pool.share(found)
+                pages += [pool.take() for _ in range(num - len(found))]
+            return microbatch, pool, pages, len(found), num_expected
+        return None
+
+    def _settled(self, microbatch: RoutedMicrobatch) -> None:
+        if self._transits:
+            for transit in [t for t in self._transits.values() if t.source is microbatch]:
+                self._send(transit)
+        self._awake_waiting()
+
+    def _awake_waiting(self) -> None:
+        """Sequences may have waited for pages of a shared pool."""
+        for microbatch in self.microbatches.values():
+            if microbatch.is_idle and microbatch.content.num_used:
+                self._awake(microbatch)
+
+    def _send(self, transit: Transit) -> None:
+        """Sends pages that are full; all of them and the sequence once its tokens are read."""
+        request, batch = transit.request, batch_of(transit.source)
+        position = batch.position(request)
+        if position is None:
+            return
+        pages, read = position
+        is_read = read == len(request.sequence) - 1 and batch.is_held(request)
+        if transit.pool is None:
+            if is_read:
+                self._arrive(transit, read)
+            return
+        end = pages_for(read) if is_read else read // PAGE
+        while len(transit.pages) < end:  # it was preempted meanwhile, and read one token more
+            if not transit.pool.num_free:
+                self._stay(transit)
+                return
+            transit.pages.append(transit.pool.take())
+        first, transit.num_sent = transit.num_sent, max(transit.num_sent, end)
+        if first < end:
+            number, sent = next(self._move_numbers), tuple(pages[first:end])
+            batch.pool.share(sent)
+            transit.in_flight += 1
+            ends = (transit.source.number, transit.destination.number)
+            self._moves[number] = PagesInFlight(transit, ends, batch.pool, sent)
+            self.stepper.move(PageMove(number, *ends, sent, tuple(transit.pages[first:end])))
+        elif is_read and not transit.in_flight:
+            self._arrive(transit, read)
+
+    def _arrive(self, transit: Transit, read: int) -> None:
+        """The sequence goes on at its destination."""
+        request, source = transit.request, batch_of(transit.source)
+        del self._transits[request]
+        if transit.pool is None:
+            pages = source.depart(request)
+        else:
+            pages = transit.pages
+            source.leave(request)
+        batch_of(transit.destination).arrive(request, pages, read, transit.num_expected)
+        self._may_seat = True
+        self._awake(transit.destination)
+        self._awake(transit.source)
+
+    def _moved(self, event: Moved) -> None:
+        move = self._moves.pop(event.number)
+        move.pool.give_back(move.pages)
+        transit = move.transit
+        transit.in_flight -= 1
+        if transit.is_over:
+            transit.release()
+        elif event.failure:
+            self._stay(transit)
+        else:
+            self.counts.pages_moved += len(move.pages)
+            self._send(transit)
+        self._may_seat = True
+        self._awake_waiting()
+        for end in move.ends:
+            if end in self.microbatches and self.microbatches[end].is_old:
+                self._awake(self.microbatches[end])
+
+    def _can_close(self, microbatch: RoutedMicrobatch) -> bool:
+        """False while pages move from or to it."""
+        return not any(microbatch.number in move.ends for move in self._moves.values())
+
+    def _stay(self, transit: Transit) -> None:
+        """Gives a transit up: its sequence answers where it is, or restarts if that must be left."""
+        self._end_transit(transit)
+        batch = batch_of(transit.source)
+        if transit.request.batch is not batch:  # it has ended
+            return
+        if transit.source.is_old:
+            self._restart(transit.request, batch)
+        else:
+            batch.hold(transit.request, False)
+            self._awake(transit.source)
+
+    def _end_transit(self, transit: Transit) -> None:
+        del self._transits[transit.request]
+        transit.is_over = True
+        if self.microbatches.get(transit.destination.number) is transit.destination:
+            batch_of(transit.destination).cancel(transit.num_expected)
+        transit.release()
+
+    def _leave_old(self, microbatch: RoutedMicrobatch) -> bool:
+        """Hands sequences over to groups of the current policy; those without a place there go on here."""
+        batch, home = batch_of(microbatch), self.group_of(microbatch).home
+        lost = self.stepper.lanes.lost
+        usable = [group for group in self.groups if not group.lane.devices & lost]
+        groups = [group for group in usable if group.role is not Role.PROMPTS] or usable
+        for request in batch.requests() if groups else ():
+            if request not in self._transits:
+                self._hand_over(request, microbatch, batch, home, groups)
+        return False
+
+    def _hand_over(
+        self,
+        request: ActiveRequest,
+        source: RoutedMicrobatch,
+        batch: SequenceBatch,
+        home: str,
+        groups: Sequence[RoutedGroup],
+    ) -> None:
+        position = batch.position(request)
+        if position is None or not home or 0 in position[0]:
+            if position is None or batch.can_move:
+                self._restart(request, batch)
+            return
+        is_reading = position[1] < len(request.sequence) - 1
+        if is_reading:  # a prompt goes on where its pages are, or from its tokens
+            groups = [group for group in groups if group.home == home and group.role is Role.MIXED]
+        reserved = self._reserve(request, groups, home)
+        if reserved is not None:
+            transit = self._transits[request] = Transit(request, source, *reserved)
+            batch.hold(request)
+            if transit.pool is None:
+                self._arrive(transit, position[1])
+            else:
+                self._send(transit)
+        elif is_reading:
+            self._restart(request, batch)
+
+    # Lost devices.
+
+    def _dropped(self, device: str, gone: Sequence[RoutedMicrobatch]) -> None:
+        homes: dict[str, frozenset[str]] = {}
+        for group in (group for policy in self._groups for group in policy):
+            homes[group.home] = homes.get(group.home, group.lane.devices) & group.lane.devices
+        for home, devices in homes.items():
+            if device in devices:
+                self.pools.pop(home, None)
+        numbers = {id(microbatch) for microbatch in gone}
+        for transit in list(self._transits.values()):
+            if id(transit.source) in numbers:
+                self._end_transit(transit)
+            elif id(transit.destination) in numbers:
+                self._stay(transit)
+        for microbatch in gone:
+            batch_of(microbatch).clear()
+        self._awake_waiting()
+
+    def _welcome(self, event: DeviceBack) -> None:
+        super()._welcome(event)
+        self._renew()
