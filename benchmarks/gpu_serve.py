@@ -35,8 +35,10 @@ from benchmarks.gpu_common import Log, about
 
 MODEL = "llama-3-8b"
 PAIR = ("cuda:0/as=a100,cuda:0/as=l40s", "pcie4")
-SPLIT = "prefill-decode-fractional"
-POLICIES = (SPLIT, "data-parallel", "prefill-decode", "attention-ffn", "layer-pipeline", "single")
+POLICIES = (
+    "prefill-decode-fractional", "data-parallel", "prefill-decode", "attention-ffn", "layer-pipeline",
+    "single",
+)  # fmt: skip
 
 
 def engine(log: Log, args: argparse.Namespace) -> None:
@@ -114,7 +116,7 @@ def arrivals(log: Log, args: argparse.Namespace) -> None:
 
     cluster = make_cluster(parse_devices(args.devices), args.link)
     prepared = _prepared(
-        log, args, named(MODEL, args.layers), cluster, (SPLIT, "data-parallel")
+        log, args, named(MODEL, args.layers), cluster, ("prefill-decode-fractional", "data-parallel")
     )
     log.put("scale", round(prepared.scale, 3))
     with prepared.workers(args.transport) as stepper:

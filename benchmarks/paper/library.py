@@ -18,7 +18,7 @@ from benchmarks.paper.records import Load, Shape
 
 import tessera
 from tessera.capture import record_step
-from tessera.flow import ANCHORS, LoadSteps, choose_launches
+from tessera.flow import ANCHORS, LoadSteps, at_batches, choose_launches
 from tessera.ir import Step, Trace, WorkUnit, load, save
 
 # Loads whose steps a process keeps at hand: at all batches, some hundred megabytes of a large model.
@@ -58,7 +58,7 @@ class Library:
 
     def is_compiled(self, asked: Load) -> bool:
         """Are its launches those of compiled steps? They are where the package has them."""
-        return choose_launches(asked.steps, ANCHORS, "")[0]
+        return choose_launches(at_batches(asked.steps, ANCHORS), "")[0]
 
     def recorded_for(self, asked: Load) -> list[Step]:
         """What has to be recorded before a load can be planned for."""
@@ -92,7 +92,7 @@ def _plain(value: Any) -> Any:
 
 @lru_cache(maxsize=NUM_KEPT)
 def _steps(library: Library, steps: tuple[Step, ...], counts: tuple[int, ...]) -> LoadSteps:
-    is_compiled, _ = choose_launches(steps, ANCHORS, "")
+    is_compiled, _ = choose_launches(at_batches(steps, ANCHORS), "")
     return LoadSteps(steps, counts, is_compiled=is_compiled, record=library.record)
 
 

@@ -145,14 +145,14 @@ def record_compiled(step: Step) -> Trace:
     return record_inductor_offline(workload)
 
 
-def choose_launches(steps: Sequence[Step], batches: Sequence[int], wanted: str) -> tuple[bool, str]:
+def choose_launches(steps: Sequence[Step], wanted: str) -> tuple[bool, str]:
     """(use compiled launches?, one line why not); `wanted` is compiled, eager or empty.
 
     Compiling takes a minute, so compiled launches are used where they are cached or asked for.
     """
     if wanted == "eager":
         return False, ""
-    if all(outlines.known(replace(step, batch=batch)) for step in steps for batch in batches):
+    if all(outlines.known(step) for step in steps):
         return True, ""
     if not outlines.can_compile():
         return (
@@ -250,6 +250,10 @@ def plan_for(
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:
     return ANCHORS if len(batches) > 1 else tuple(batches)
+
+
+def at_batches(steps: Sequence[Step], batches: Sequence[int]) -> list[Step]:
+    return [replace(step, batch=batch) for step in steps for batch in batches]
 
 
 def make_load_plan(

@@ -40,9 +40,11 @@ from tessera.ir import (
     verify,
 )
 from tessera.ir.graph import StepFamily
-from tessera.plan import FULL, SearchConfig
-from tessera.plan.fluid import FLUID, Draft, Fluid, FluidConfig, GroupDraft, ModelBytes, StepPrice
+from tessera.kernels import PAGE
+from tessera.plan import FULL, DeviceMemory, SearchConfig
+from tessera.plan.fluid import FLUID, POLICIES, Draft, Fluid, FluidConfig, GroupDraft, ModelBytes, StepPrice
 from tessera.plan.service import Rehearse, plan_service
+from tessera.plan.solve import place
 from tessera.profile import works
 from tessera.profile.measured import combine
 
@@ -59,7 +61,8 @@ ANCHORS = (
     (512, 64, 65_536, 2048),
 )
 CHECKED = (1536, 96, 98_304, 1536)
-# Planner of a lane over several devices.
+# Seconds of the search for one placement, and the planner of a lane over several devices.
+SEARCH_S = 5.0
 PLANNERS = {"kernel-level": "single-placement"}
 
 
@@ -158,21 +161,46 @@ class ServedSteps:
         return unit, flow.price(unit, self.cluster)
 
 
-def _live_bytes(trace: Trace) -> list[int]:
-    """Bytes of temporaries and outputs that are live at every launch."""
+def _live_bytes(trace: Trace, devices: Sequence[int] = (), device: int = 0) -> list[int]:
+    """Bytes of inputs, temporaries and outputs that are live at every launch; given devices, on one."""
     last = {view.buffer: len(trace.launches) for _, view in trace.outputs}
     first: dict[int, int] = {}
     for number, launch in enumerate(trace.launches):
-        for access in launch.accesses:
+        for access in launch.accesses if not devices or devices[number] == device else ():
             first.setdefault(access.buffer, number)
             last[access.buffer] = max(last.get(access.buffer, 0), number)
-    kinds = (BufferKind.TEMPORARY, BufferKind.OUTPUT, BufferKind.INPUT)
     change = [0] * (len(trace.launches) + 2)
     for buffer, start in first.items():
-        if trace.buffers[buffer].kind in kinds:
+        if trace.buffers[buffer].kind not in (BufferKind.WEIGHT, BufferKind.STATE):
             change[start] += trace.buffers[buffer].size_bytes
             change[last[buffer] + 1] -= trace.buffers[buffer].size_bytes
     return list(accumulate(change[: len(trace.launches)]))
+
+
+def service_memory(plan: ServicePlan) -> tuple[DeviceMemory, ...]:
+    """Memory of every device: weights, pages once per home, temporaries of every microbatch."""
+    found = []
+    for index, device in enumerate(plan.cluster.devices):
+        held: dict[tuple[BufferKind, str, str], int] = {}
+        temporary = largest = 0
+        for group in plan.groups:
+            peak = 0
+            placement = group.plan.lanes[0].placement.devices
+            for graph, devices in zip(group.plan.graphs, placement, strict=True):
+                trace = graph.trace
+                peak = max(peak, *_live_bytes(trace, devices, index))
+                here = (x for x, d in zip(trace.launches, devices, strict=True) if d == index)
+                for buffer in (trace.buffers[access.buffer] for launch in here for access in launch.accesses):
+                    if buffer.kind in (BufferKind.WEIGHT, BufferKind.STATE):
+                        home = group.plan.home if buffer.kind is BufferKind.STATE else ""
+                        held[buffer.kind, home, buffer.name] = buffer.size_bytes
+            temporary, largest = temporary + group.microbatches * peak, max(largest, peak)
+        weights, state = (
+            sum(size for (of, _, _), size in held.items() if of is kind)
+            for kind in (BufferKind.WEIGHT, BufferKind.STATE)
+        )
+        found.append(DeviceMemory(device.name, device.memory_bytes, weights, largest, state, temporary))
+    return tuple(found)
 
 
 def compiled(steps: Sequence[Step]) -> list[Trace]:
@@ -196,43 +224,50 @@ def is_served(model: str) -> bool:
 
 
 def make_group(steps: ServedSteps, draft: GroupDraft, policy: str, search: SearchConfig = FULL) -> Group:
-    """The group of a draft: its devices' placement, by search if there are several."""
+    """The group of a draft: its placement is one device, or found by a policy."""
     unit, costs = steps.unit(draft)
-    names = [steps.cluster.names[d] for d in draft.devices]
-    if len(draft.devices) > 1:
-        name = PLANNERS.get(policy, policy)
-        plan = flow.make_plan(
-            unit, costs, steps.cluster, Objective.THROUGHPUT, draft.microbatches, name, search=search
-        )
-        plan = replace(
-            plan, policy=policy, home="+".join(names), microbatches=draft.microbatches, baselines=()
-        )
+    if len(draft.devices) == 1:
+        devices = tuple(draft.devices * len(graph.trace.launches) for graph in unit.graphs)
+        placement = Placement(devices)
     else:
-        plan = device_plan(unit, costs, steps.cluster, draft.devices[0], draft.microbatches)
+        # Microbatches share pages: each is planned with its part.
+        part = replace(draft, pool_tokens=draft.pool_tokens // draft.microbatches // PAGE * PAGE)
+        limited = replace(search, single_limit_s=SEARCH_S)
+        name = PLANNERS.get(policy, policy)
+        placement = place(*steps.unit(part), steps.cluster, name, draft.microbatches, limited)
+    home = "+".join(steps.cluster.names[device] for device in draft.devices)
+    plan = lane_plan(unit, costs, steps.cluster, placement, draft.microbatches, home)
     return Group(draft.role, plan, draft.sequences, draft.microbatches)
 
 
-def device_plan(
-    unit: WorkUnit, costs: tuple[Costs, ...], cluster: Cluster, device: int, microbatches: int
+def lane_plan(
+    unit: WorkUnit,
+    costs: tuple[Costs, ...],
+    cluster: Cluster,
+    placement: Placement,
+    microbatches: int,
+    home: str,
 ) -> Plan:
-    """All steps on one device, whose pages are there."""
-    placement = Placement(tuple((device,) * len(graph.trace.launches) for graph in unit.graphs))
-    us = sum(count * cost.total_us(device) for count, cost in zip(unit.counts, costs, strict=True))
-    per_s = 1e6 / us
+    """A plan of one lane, whose rate is that of its busiest device."""
+    busy_us = [0.0] * len(cluster.devices)
+    for count, cost, devices in zip(unit.counts, costs, placement.devices, strict=True):
+        for launch, device in enumerate(devices):
+            busy_us[device] += count * cost.us(launch, device)
+    per_s = 1e6 / max(busy_us)
     plan = Plan(
         unit=unit,
         cluster=cluster,
         costs=costs,
         objective=Objective.THROUGHPUT,
-        policy="single",
+        policy="single-placement",
         lanes=(Lane(placement, per_s),),
         microbatches=microbatches,
         throughput_per_s=per_s,
         simulated_per_s=per_s,
         bound_per_s=per_s,
-        latency_us=us,
+        latency_us=sum(busy_us),
         lane_table=(0,),
-        home=cluster.names[device],
+        home=home,
     )
     verify(plan)
     return plan
@@ -243,7 +278,9 @@ def make_service_plan(
     load: Load,
     rehearse: Rehearse,
     search: SearchConfig = FULL,
+    objective: Objective = Objective.THROUGHPUT,
     config: FluidConfig = FLUID,
+    policies: Sequence[str] = POLICIES,
 ) -> ServicePlan:
     """The service with most tokens per second within the limits of a load."""
     flow.check_modelled(steps.cluster)
@@ -253,4 +290,4 @@ def make_service_plan(
         groups = tuple(make_group(steps, group, draft.policy, search) for group in draft.groups)
         return ServicePlan(steps.model, draft.policy, load, groups)
 
-    return plan_service(fluid, make, rehearse, steps.advance)
+    return plan_service(fluid, make, rehearse, steps.advance, objective, policies)

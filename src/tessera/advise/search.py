@@ -20,7 +20,15 @@ from functools import cached_property
 from tessera.advise.records import Advice, Candidate, Load, Market, Regime, Times
 from tessera.capture.models import steps_of_model
 from tessera.errors import PlanInfeasible, TesseraError
-from tessera.flow import LoadSteps, anchors_of, choose_launches, make_batched_plan, plan_for, plan_recorded
+from tessera.flow import (
+    LoadSteps,
+    anchors_of,
+    at_batches,
+    choose_launches,
+    make_batched_plan,
+    plan_for,
+    plan_recorded,
+)
 from tessera.ir import Cluster, Costs, Objective, Plan, Step, Variant, WorkUnit
 from tessera.plan import BATCHES, LoadConfig, LoadPlan, Option, PlanConfig
 from tessera.plan.rent import Basket, Limit, Offer, alone_bytes, baskets, limit_of, shortest_us
@@ -129,7 +137,7 @@ class PricedCards:
         steps, counts = _steps_of(load)
         self.batches = market.batches or BATCHES
         anchors = anchors_of(self.batches)
-        self.is_compiled, self.note = choose_launches(steps, anchors, market.launches)
+        self.is_compiled, self.note = choose_launches(at_batches(steps, anchors), market.launches)
         self.recorded = LoadSteps(steps, counts, anchors, advance, self.is_compiled)
         self.offers, self.skipped = self._offers()
 

@@ -31,7 +31,7 @@ from tessera.cli.plan_load import (
     policy_figures,
     verdict,
 )
-from tessera.cli.plan_text import PlanFigures, PlanTables, plan_figures
+from tessera.cli.plan_text import PlanFigures, PlanTables, plan_figures, sure
 from tessera.cli.run import is_equal, overlap, run_through, shares
 from tessera.errors import TesseraError, WorkerError
 from tessera.ir import Cluster, Objective, Plan, Step, Timeline, save
@@ -250,8 +250,9 @@ def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, 
     write_perfetto(runs[0], files["full_perfetto"])
     write_perfetto(runs[1], files["perfetto"])
     write_perfetto(first.measured, files["perfetto_measured"])
+    said = how_sure(full, sure(full.plan).rel_error)
     plans = [
-        (FULL.model, Shown(full.plan, runs[0], f"{verdict(full)} {how_sure(full)}")),
+        (FULL.model, Shown(full.plan, runs[0], f"{verdict(full)} {said}")),
         (MODEL, Shown(first.plan, runs[1], explain(first.plan).verdict)),
     ]
     write_report(output, plans, None, files["page"])
@@ -316,7 +317,7 @@ def _gain(full: "LoadPlan", gain: DemoGain) -> Iterator[RenderableType | Record]
     yield layer_picture(full.plan, main_lane(full.plan), 0)
     yield Text(f"Why: {_why(full.plan)} (modelled).")
     yield Text(verdict(full), style="bold")
-    yield Text(how_sure(full))
+    yield Text(how_sure(full, sure(full.plan).rel_error))
 
 
 def _why(plan: Plan) -> str:

@@ -11,6 +11,7 @@ import typer
 from tessera.cli.capture import Launches, RandomWeights, checked_launches
 from tessera.cli.output import Illustrated, only_if, progress
 from tessera.cli.plan_load import LoadFigures, PlannedLoad, plan_for_load
+from tessera.cli.plan_service import ServicePlanFigures, plan_for_service
 from tessera.cli.plan_text import PlanFigures, pictures, plan_figures, reasons_of
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, Variant, WorkUnit, load, save
@@ -129,7 +130,7 @@ def plan(
     effort: EffortOption = "full",
     explain: ExplainOption = False,
     output: OutputOption = None,
-) -> Illustrated[PlanFigures] | Illustrated[LoadFigures]:
+) -> Illustrated[PlanFigures] | Illustrated[LoadFigures] | ServicePlanFigures:
     """Decide which device runs which launch, and what that gives.
 
     For a model, batch and microbatches are chosen too: most tokens per second (or per dollar, or per
@@ -147,7 +148,12 @@ def plan(
             traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, prefill_batch, microbatches,
             random_weights, checked_launches(launches), objective, effort,
         )  # fmt: skip
-        return plan_for_load(wanted, _cluster(devices, links, buses), output)
+        from tessera.capture.models import steps_of_model
+
+        cluster = _cluster(devices, links, buses)
+        if output_tokens and "decode" in steps_of_model(traces[0]):
+            return plan_for_service(wanted, cluster, output)
+        return plan_for_load(wanted, cluster, output)
     from tessera.plan import PlanConfig, search_config
 
     if launches:

@@ -14,7 +14,17 @@ from tessera.cli.output import HIDDEN, Illustrated, Record, progress, shown
 from tessera.cli.plan_text import CostFigures, sure
 from tessera.errors import TesseraError
 from tessera.ir import Cluster, Objective, Step, save
-from tessera.plan import BATCHES, DeviceMemory, LoadConfig, LoadPlan, Option, Target, explain, search_config
+from tessera.plan import (
+    BATCHES,
+    Comparison,
+    DeviceMemory,
+    LoadConfig,
+    LoadPlan,
+    Option,
+    Target,
+    explain,
+    search_config,
+)
 
 BASELINES = "coarser policies, each at its own best (simulated)"
 # Columns of the curve in the terminal.
@@ -117,13 +127,13 @@ def planned(
     load: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]
 ) -> tuple[LoadPlan, bool, str]:
     """The plan, whether its launches are compiled, and why not."""
-    _check(load)
-    from tessera.flow import anchors_of, choose_launches, make_load_plan
+    check(load)
+    from tessera.flow import anchors_of, at_batches, choose_launches, make_load_plan
 
     steps = _steps(load)
     target = Target(load.output_tokens if steps[-1].kind == "decode" else 1, load.tpot_ms, load.ttft_ms)
     batches = (load.batch,) if load.batch else BATCHES
-    is_compiled, note = choose_launches(steps, anchors_of(batches), load.launches)
+    is_compiled, note = choose_launches(at_batches(steps, anchors_of(batches)), load.launches)
     search = search_config(load.effort)
     config = LoadConfig(
         batches,
@@ -136,7 +146,7 @@ def planned(
     return found, is_compiled, note
 
 
-def _check(load: PlannedLoad) -> None:
+def check(load: PlannedLoad) -> None:
     """Refuse impossible limits before anything takes long."""
     for name, limit in (("--tpot-ms", load.tpot_ms), ("--ttft-ms", load.ttft_ms)):
         if limit is not None and not 0 < limit < math.inf:
@@ -169,7 +179,7 @@ def load_figures(found: LoadPlan) -> LoadFigures:
     return LoadFigures(
         source="simulated on modelled costs",
         objective=found.objective,
-        policy=found.plan.policy,
+        policy=found.policy,
         throughput=found.plan.simulated_per_s,
         bound=found.plan.bound_per_s,
         tokens_per_s=chosen.tokens_per_s,
@@ -188,8 +198,8 @@ def load_figures(found: LoadPlan) -> LoadFigures:
         ratio_to_data_parallel=found.ratio_to(parallel) if parallel else None,
         frontier=tuple(found.frontier),
         costs=costs,
-        memory={room.device: _memory(room) for room in explain(found.plan, is_brief=True).memory},
-        notes=(f"Costs: {costs.sentence}", how_sure(found)),
+        memory={room.device: memory_figures(room) for room in explain(found.plan, is_brief=True).memory},
+        notes=(f"Costs: {costs.sentence}", how_sure(found, costs.rel_error)),
         headline=verdict(found),
     )
 
@@ -199,7 +209,7 @@ def policy_figures(option: Option) -> PolicyFigures:
     return PolicyFigures(**{name: getattr(option, name) for name in names})
 
 
-def _memory(room: DeviceMemory) -> MemoryFigures:
+def memory_figures(room: DeviceMemory) -> MemoryFigures:
     return MemoryFigures(
         weights=room.weight_bytes,
         state=room.state_bytes,
@@ -208,32 +218,31 @@ def _memory(room: DeviceMemory) -> MemoryFigures:
     )
 
 
-def _ratios(found: LoadPlan) -> dict[str, float]:
+def _ratios(found: Comparison) -> dict[str, float]:
     """Coarser policy -> ratio of the plan to it, for data-parallel and the best one."""
     best = found.best_baseline
     compared = [o for o in found.baselines if o is best or o.policy == "data-parallel"]
     return {o.policy: found.ratio_to(o) for o in sorted(compared, key=lambda o: o is best)}
 
 
-def verdict(found: LoadPlan) -> str:
+def verdict(found: Comparison, how: str = "simulated") -> str:
     """The plan against the best coarser policy and data-parallel, in a sentence."""
     if found.best_baseline is None:
         return "No coarser policy keeps to the limits."
     best, ratios = found.best_baseline.policy, _ratios(found)
-    text = f"No gain: {best} is best here" if found.plan.policy == best else f"{ratios[best]:.3f}x {best}"
+    text = f"No gain: {best} is best here" if found.policy == best else f"{ratios[best]:.3f}x {best}"
     if "data-parallel" in ratios and best not in ("single", "data-parallel"):
         text += f", {ratios['data-parallel']:.3f}x data-parallel"
     what = {Objective.COST: "by the dollar, ", Objective.ENERGY: "by the joule, "}.get(found.objective, "")
-    return f"{text}, {what}each at its own best batch (simulated on modelled costs)."
+    return f"{text}, {what}each at its own best batch ({how} on modelled costs)."
 
 
-def how_sure(found: LoadPlan) -> str:
+def how_sure(found: Comparison, error: float) -> str:
     """Which of the gains exceed the error of the costs."""
-    error = sure(found.plan).rel_error
     parts = [
         f"{ratio:.2f}x {name} is {'beyond' if ratio - 1.0 > error else 'within'} it"
         for name, ratio in _ratios(found).items()
-        if name != found.plan.policy
+        if name != found.policy
     ]
     return f"The costs have an error of ±{error:.0%}{': ' if parts else ''}{', '.join(parts)}."
 

@@ -143,5 +143,6 @@ class ServicePlan:
 
     @property
     def clients(self) -> int:
-        """Sequences that can be present at once, those on their way from prompts groups included."""
-        return sum(group.sequences * group.microbatches for group in self.groups)
+        """Sequences that can be present at once. One in a prompts group has a place where it will answer."""
+        answering = [group for group in self.groups if group.role is not Role.PROMPTS]
+        return sum(group.sequences * group.microbatches for group in answering)

@@ -11,14 +11,14 @@ from tessera.plan.constraints import Constraint, constraints_of, parse_constrain
 from tessera.plan.explain import DeviceMemory, Explanation, explain, latency_bound_us
 from tessera.plan.load import BATCHES, NEAR, LoadConfig, PricedLoad
 from tessera.plan.load_cells import plan_load
-from tessera.plan.load_figures import LoadPlan, Option, Target
+from tessera.plan.load_figures import Comparison, LoadPlan, Option, Target
 from tessera.plan.search.planners import PLANNERS
 from tessera.plan.search.task import Simulator
 from tessera.plan.solve import PlanConfig, solve
 
 __all__ = [
-    "BATCHES", "EFFORTS", "FULL", "NEAR", "PLANNERS", "QUICK", "Batched", "Constraint", "DeviceMemory",
-    "Explanation", "LoadConfig", "LoadPlan", "Option", "PlanConfig", "PricedLoad", "SearchConfig",
-    "Simulator", "Target", "Tried", "constraints_of", "explain", "latency_bound_us", "parse_constraint",
-    "plan_load", "search_config", "solve", "solve_batches",
+    "BATCHES", "EFFORTS", "FULL", "NEAR", "PLANNERS", "QUICK", "Batched", "Comparison", "Constraint",
+    "DeviceMemory", "Explanation", "LoadConfig", "LoadPlan", "Option", "PlanConfig", "PricedLoad",
+    "SearchConfig", "Simulator", "Target", "Tried", "constraints_of", "explain", "latency_bound_us",
+    "parse_constraint", "plan_load", "search_config", "solve", "solve_batches",
 ]  # fmt: skip

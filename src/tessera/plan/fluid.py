@@ -23,6 +23,7 @@ from itertools import product
 import numpy as np
 
 from tessera.ir import Cluster, Load, Role
+from tessera.kernels import PAGE
 from tessera.plan.arrays import Floats
 
 # Policies whose groups have one device each, and those with a lane over all devices.
@@ -30,8 +31,6 @@ SINGLE, DATA_PARALLEL = "single", "data-parallel"
 PREFILL_DECODE, FRACTIONAL = "prefill-decode", "prefill-decode-fractional"
 DIVIDED = ("layer-pipeline", "attention-ffn", "kernel-level")
 POLICIES = (SINGLE, DATA_PARALLEL, PREFILL_DECODE, FRACTIONAL, *DIVIDED)
-# Tokens of a page.
-PAGE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,10 @@ class FluidConfig:
     most_sequences: int = 1024
     # Tokens of prompt steps.
     prompt_tokens: tuple[int, ...] = (512, 1024, 2048, 4096)
-    # Prompt tokens of a mixed step beside a prompts group, as shares of its sequences.
-    chunks: tuple[float, ...] = (0.5, 1.0, 2.0)
+    # Prompt tokens of a mixed step beside a prompts group, at least.
+    chunks: tuple[int, ...] = (16, 80, 144, 272, 528)
+    # Prompts that a prompts group holds per prompt of a step, and steps of work that it keeps.
+    backlog: float = 2.0
     # Mixed steps of a device by itself: one in so many has prompt tokens, as many as all need.
     every: tuple[int, ...] = (1, 2, 4)
     # Sequences beyond those that answer, so that mixed steps are full: a share and a number.
@@ -187,10 +188,12 @@ class Fluid:
     @cached_property
     def step_tokens(self) -> tuple[int, ...]:
         """Sizes of steps that are tried."""
-        config = self.config
-        num = int(config.per_doubling * math.log2(config.most_tokens / config.least_tokens))
-        sizes = (config.least_tokens * 2 ** (n / config.per_doubling) for n in range(num + 1))
-        return tuple(dict.fromkeys(_rounded(size) for size in sizes))
+        return tuple(dict.fromkeys(_rounded(size) for size in self._sizes(self.config.per_doubling)))
+
+    def _sizes(self, per_doubling: int) -> list[float]:
+        least, most = self.config.least_tokens, self.config.most_tokens
+        num = int(per_doubling * math.log2(most / least))
+        return [least * 2 ** (n / per_doubling) for n in range(num + 1)]
 
     # Drafts.
 
@@ -240,12 +243,13 @@ class Fluid:
         self, group: GroupDraft, tokens: int, step_us: float, every: int = 1
     ) -> tuple[float, float, float]:
         """(requests per second, ms per token, ms to the first token) of a mixed group, by its mean step."""
-        per_s = tokens / (self.answers + self.load.prompt_tokens) * 1e6 / step_us
+        answering = self._answering(tokens)
+        read = (group.sizes[-1] - answering) / every / self.load.prompt_tokens
+        per_s = min(tokens / (self.answers + self.load.prompt_tokens), read) * 1e6 / step_us
         tpot_ms = group.microbatches * step_us * 1e-3
-        chunk = max(1.0, tokens - self._answering(tokens))
-        waiting_s = group.microbatches * max(0.0, group.sequences - self._answering(tokens)) / per_s
+        chunk = max(1.0, tokens - answering)
         reading = max(0.5 * every, self.load.prompt_tokens / chunk)
-        return per_s, tpot_ms, 1e3 * waiting_s + tpot_ms * reading
+        return per_s, tpot_ms, tpot_ms * reading
 
     def _alone(self, device: int) -> Iterator[tuple[GroupDraft, float, float, float]]:
         for tokens, every in product(self.step_tokens, self.config.every):
@@ -310,7 +314,7 @@ class Fluid:
 
     def _seats(self, device: int, policy: str) -> Iterator[_Seat]:
         role = Role.ANSWERS if policy == PREFILL_DECODE else Role.MIXED
-        for sequences in self.step_tokens:
+        for sequences in dict.fromkeys(_even(size) for size in self._sizes(2 * self.config.per_doubling)):
             if sequences > self.config.most_sequences:
                 break
             pool = self.pool_tokens(sequences, self.length)
@@ -322,8 +326,10 @@ class Fluid:
                 group = GroupDraft(role, (device,), sequences, (sequences,), 1, pool, self.length)
                 yield _Seat(group, plain_us, plain_us, 0)
                 continue
-            for share in self.config.chunks:
-                tokens = _rounded(sequences * (1.0 + share))
+            for chunk in self.config.chunks:
+                tokens = _rounded(sequences + chunk, math.floor)
+                if tokens <= sequences:
+                    continue
                 mixed = self.price(tokens, sequences, self.length)
                 if self.fits(device, pool, mixed):
                     group = GroupDraft(role, (device,), sequences, (sequences, tokens), 1, pool, self.length)
@@ -334,14 +340,15 @@ class Fluid:
         found: list[tuple[float, GroupDraft, float]] = []
         for tokens in self.config.prompt_tokens:
             prompts = tokens / self.load.prompt_tokens
-            sequences = max(2, math.ceil(2.0 * prompts) + 2)
-            pool = self.pool_tokens(2 * sequences, self.load.prompt_tokens)
+            sequences = max(4, math.ceil(2.0 * self.config.backlog * prompts) + 4)
+            pool = self.pool_tokens(sequences, self.load.prompt_tokens)
             price = self.price(tokens, min(tokens, sequences), self.load.prompt_tokens)
             us = price.total_us(device)
-            if found and (not self.fits(device, pool, price) or 3e-3 * us > (self.load.ttft_ms or math.inf)):
+            is_late = (self.config.backlog + 0.5) * us * 1e-3 > (self.load.ttft_ms or math.inf)
+            if found and (is_late or not self.fits(device, pool, price)):
                 break
             sizes = (tokens,) if tokens > sequences else (max(tokens, sequences),)
-            group = GroupDraft(Role.PROMPTS, (device,), sequences, sizes, 2, pool, self.load.prompt_tokens)
+            group = GroupDraft(Role.PROMPTS, (device,), sequences, sizes, 1, pool, self.load.prompt_tokens)
             found.append((tokens / us * 1e6, group, us))
         best = max(rate for rate, _, _ in found)
         rate, group, _ = next(row for row in found if row[0] >= (1.0 - self.config.prompt_gain) * best)
@@ -355,7 +362,8 @@ class Fluid:
     ) -> Draft:
         """The share of steps with prompt tokens at which prompts and answers balance."""
         reading = sum(rate for _, rate in prompts)
-        in_flight = sum(2.0 * group.sizes[-1] / self.load.prompt_tokens for group, _ in prompts)
+        held = sum(self.config.backlog * group.sizes[-1] for group, _ in prompts)
+        in_flight = held / self.load.prompt_tokens
         seats = sum(seat.group.sequences * len(on) for seat, on in chosen)
         filled = max(0.1, 1.0 - in_flight / seats)
 
@@ -364,7 +372,7 @@ class Fluid:
             read, answered = reading, 0.0
             for seat, on in chosen:
                 steps_per_s = len(on) * 1e6 / seat.step_us(share)
-                read += share * seat.chunk * steps_per_s
+                read += share * self._read(seat.chunk) * steps_per_s
                 answered += filled * seat.group.sequences * steps_per_s
             return read / self.load.prompt_tokens, answered / self.answers
 
@@ -375,10 +383,14 @@ class Fluid:
             low, high = (middle, high) if read < answered else (low, middle)
         per_s = min(rates(high))
         tpot_ms = max(seat.step_us(high) for seat, _ in chosen) * 1e-3
-        ttft_ms = max(3e3 * group.sizes[-1] / rate for group, rate in prompts)
+        ttft_ms = max(1e3 * (self.config.backlog + 0.5) * group.sizes[-1] / rate for group, rate in prompts)
         groups = [group for group, _ in prompts]
         groups += [_on(seat.group, device) for seat, on in chosen for device in on]
         return self._draft(policy, groups, per_s, tpot_ms, ttft_ms)
+
+    def _read(self, chunk: int) -> float:
+        """Prompt tokens that a chunk holds on average: the last chunk of a prompt is not full."""
+        return chunk * self.load.prompt_tokens / (self.load.prompt_tokens + chunk / 2)
 
     def _divided(self, policy: str) -> Iterator[Draft]:
         """One mixed group over all devices, its work divided by their speed."""
@@ -424,20 +436,20 @@ class Fluid:
 
 def _alike(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:
     """One seat of every kind: the most sequences whose plain steps take no longer than the others'."""
-    shares = sorted({round(seat.chunk / seat.group.sequences, 1) for listed in seats for seat in listed})
     limits = sorted({seat.plain_us for listed in seats for seat in listed})
     seen = set()
-    for limit, share in product(limits, shares):
-        chosen = []
+    for limit in limits:
+        alike = []
         for listed in seats:
             within = [seat for seat in listed if seat.plain_us <= limit]
-            if within:
-                most = within[-1].group.sequences
-                alike = [seat for seat in within if seat.group.sequences == most]
-                chosen.append(min(alike, key=lambda seat: abs(seat.chunk / most - share)))
-        if len(chosen) == len(seats) and (key := tuple(map(id, chosen))) not in seen:
-            seen.add(key)
-            yield tuple(chosen)
+            most = within[-1].group.sequences if within else 0
+            alike.append([seat for seat in within if seat.group.sequences == most])
+        # As many prompt tokens on all, or as near as there are.
+        for number in range(max(map(len, alike))) if all(alike) else ():
+            chosen = tuple(listed[min(number, len(listed) - 1)] for listed in alike)
+            if (key := tuple(map(id, chosen))) not in seen:
+                seen.add(key)
+                yield chosen
 
 
 def _least_us(us: Floats) -> float:
@@ -481,7 +493,7 @@ def _even(number: float) -> int:
     return step * math.ceil(number / step)
 
 
-def _rounded(tokens: float) -> int:
-    """A multiple of 64 from 512 on, of 16 from 64 on, of 8 below."""
-    step = 64 if tokens >= 512 else 16 if tokens >= 64 else 8
-    return step * round(tokens / step)
+def _rounded(tokens: float, how: Callable[[float], int] = round) -> int:
+    """A multiple of 64 from 128 on, of 16 from 32 on, of 8 below: products are computed in tiles."""
+    step = 64 if tokens >= 128 else 16 if tokens >= 32 else 8
+    return step * how(tokens / step)

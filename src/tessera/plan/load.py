@@ -298,7 +298,7 @@ class _Search:
             o for o in self.options if o.tokens_per_s <= rates.get(o.policy, 0) or not o.keeps(self.target)
         )
         plan = against(make(), baselines, self.target)
-        return LoadPlan(plan, chosen, baselines, options, self.objective)
+        return LoadPlan(plan.policy, chosen, baselines, self.objective, plan=plan, options=options)
 
     def _too_slow(self) -> PlanInfeasible:
         fastest = min(self.options, key=lambda o: o.tpot_ms)

@@ -98,7 +98,8 @@ def best_of(found: Sequence[LoadPlan], target: Target) -> LoadPlan:
             policies[option.policy] = option
     options = tuple(o for one in found for o in one.options)
     baselines = tuple(policies.values())
-    return LoadPlan(against(best.plan, baselines, target), best.chosen, baselines, options, goal)
+    plan = against(best.plan, baselines, target)
+    return LoadPlan(plan.policy, best.chosen, baselines, goal, plan=plan, options=options)
 
 
 def _joined(load: PricedLoad, parts: Sequence[tuple[LoadPlan, Cells]]) -> LoadPlan:
@@ -113,7 +114,7 @@ def _joined(load: PricedLoad, parts: Sequence[tuple[LoadPlan, Cells]]) -> LoadPl
         else _together(cluster, policy, [(_of_policy(part, policy), cells) for part, cells in parts])
         for policy in dict.fromkeys(o.policy for o in parts[0][0].baselines)
     ]
-    return LoadPlan(plan, chosen, tuple(baselines), (*baselines, chosen), goal)
+    return LoadPlan(plan.policy, chosen, tuple(baselines), goal, plan=plan, options=(*baselines, chosen))
 
 
 def _of_policy(part: LoadPlan, policy: str) -> Option:

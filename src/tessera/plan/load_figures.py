@@ -53,15 +53,14 @@ class Option:
 
 
 @dataclass(frozen=True)
-class LoadPlan:
-    """The plan for a load, and every coarse policy at its best."""
+class Comparison:
+    """A plan's figures beside those of other policies."""
 
-    plan: ir.Plan
+    # The plan's policy.
+    policy: str
     chosen: Option
     # One per policy that applies.
     baselines: tuple[Option, ...]
-    # All simulated options.
-    options: tuple[Option, ...]
     objective: ir.Objective = ir.Objective.THROUGHPUT
 
     def ratio_to(self, other: Option) -> float:
@@ -71,6 +70,15 @@ class LoadPlan:
     @property
     def best_baseline(self) -> Option | None:
         return max(self.baselines, key=lambda o: o.figure(self.objective), default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan(Comparison):
+    """The plan for a load, and every coarse policy at its best."""
+
+    plan: ir.Plan
+    # All simulated options.
+    options: tuple[Option, ...]
 
     @property
     def frontier(self) -> tuple[Option, ...]:

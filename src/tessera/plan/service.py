@@ -6,21 +6,27 @@ again for a limit that is lower by as much. Every policy gets its own best confi
 memory and limits; the coarsest policy within `TIE` of the best is the plan, the others are its rivals.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tessera.errors import PlanInfeasible
-from tessera.ir import Expected, Load, Rival, ServicePlan
-from tessera.plan.fluid import POLICIES, Draft, Fluid
+from tessera.ir import Cluster, Expected, Load, Objective, Rival, ServicePlan
+from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, POLICIES, SINGLE, Draft, Fluid
+from tessera.plan.load_figures import Comparison, Option
+from tessera.plan.search.objectives import IDLE_SHARE
 
 # Rates this close are equal.
 TIE = 0.005
-# Rehearsals of a policy at most, and of one whose draft is below this share of the best rehearsed rate.
-MAX_REHEARSED, MAX_BEHIND, BEHIND = 4, 2, 0.9
-# A limit is aimed at with this margin once it was missed.
-AIM = 0.985
+# Rehearsals of a policy, and the share of the best rate below which drafts are not tried twice.
+MAX_REHEARSED, BEHIND = 4, 0.9
+# Rehearsals with fewer requests at once.
+MAX_FEWER = 3
+# A limit is aimed at with this margin after a rehearsal; one that is undercut by more is aimed at again.
+AIM, UNDERCUT = 0.985, 0.92
 
-Rehearse = Callable[[ServicePlan, Load], Expected]
+# With so many requests at once; None: as many as the plan holds.
+Rehearse = Callable[[ServicePlan, Load, int | None], Expected]
 MakePlan = Callable[[Draft], ServicePlan]
 
 
@@ -32,13 +38,22 @@ class Rehearsed:
     expected: Expected
     is_within: bool
 
+    @property
+    def rival(self) -> Rival:
+        return Rival(self.plan.policy, tuple(group.size for group in self.plan.groups), self.expected)
+
 
 def plan_service(
-    fluid: Fluid, make: MakePlan, rehearse: Rehearse, advance: Callable[[str], None] = lambda text: None
+    fluid: Fluid,
+    make: MakePlan,
+    rehearse: Rehearse,
+    advance: Callable[[str], None] = lambda text: None,
+    objective: Objective = Objective.THROUGHPUT,
+    policies: Sequence[str] = POLICIES,
 ) -> ServicePlan:
-    """The best plan of all policies, with its rivals and the bound."""
+    """The best plan of these policies, with its rivals and the bound."""
     best: dict[str, Rehearsed] = {}
-    for policy in POLICIES:
+    for policy in policies:
         advance(f"rehearsing {policy}")
         most = max((r.expected.tokens_per_s for r in best.values() if r.is_within), default=0.0)
         tried = _tried(fluid, policy, make, rehearse, most)
@@ -47,49 +62,103 @@ def plan_service(
     within = {policy: found for policy, found in best.items() if found.is_within}
     if not within:
         raise _refusal(fluid, list(best.values()))
-    most = max(found.expected.tokens_per_s for found in within.values())
-    chosen = next(f for f in within.values() if f.expected.tokens_per_s >= (1.0 - TIE) * most)
-    rivals = tuple(
-        Rival(policy, tuple(group.size for group in found.plan.groups), found.expected)
-        for policy, found in within.items()
-    )
+    figures = {name: option_of(r.rival, fluid.cluster).figure(objective) for name, r in within.items()}
+    most = max(figures.values())
+    chosen = next(within[name] for name, figure in figures.items() if figure >= (1.0 - TIE) * most)
+    rivals = tuple(found.rival for found in within.values())
     return replace(chosen.plan, expected=chosen.expected, rivals=rivals, bound_per_s=fluid.bound_per_s)
+
+
+def compared(plan: ServicePlan, objective: Objective = Objective.THROUGHPUT) -> Comparison:
+    """A rehearsed plan beside the other policies; one copy per device is always among them."""
+    assert plan.expected is not None, "it was rehearsed"
+    sizes = tuple(group.size for group in plan.groups)
+    chosen = option_of(Rival(plan.policy, sizes, plan.expected), plan.cluster)
+    others = (r for r in plan.rivals if r.policy in (SINGLE, DATA_PARALLEL) or r.policy != plan.policy)
+    baselines = tuple(option_of(rival, plan.cluster) for rival in others)
+    return Comparison(plan.policy, chosen, baselines, objective)
+
+
+def option_of(rival: Rival, cluster: Cluster) -> Option:
+    """Figures of a rehearsed policy, with rent and energy of the devices that it uses."""
+    expected = rival.expected
+    used = {name for group in rival.groups for name in group.devices}
+    devices = [(d, busy) for d, busy in zip(cluster.devices, expected.busy, strict=True) if d.name in used]
+    rents = [device.usd_per_hour for device, _ in devices if device.usd_per_hour is not None]
+    watts = [
+        device.tdp_w * (IDLE_SHARE + (1.0 - IDLE_SHARE) * busy)
+        for device, busy in devices
+        if device.tdp_w is not None
+    ]
+    batch: dict[str, int] = {}
+    for group in rival.groups:
+        for name in group.devices:
+            batch[name] = batch.get(name, 0) + group.sequences * group.microbatches
+    return Option(
+        rival.policy,
+        expected.tokens_per_s,
+        expected.tpot_ms,
+        expected.ttft_ms,
+        batch,
+        sum(group.microbatches for group in rival.groups),
+        usd_per_hour=sum(rents) if len(rents) == len(devices) else None,
+        joules_per_token=sum(watts) / expected.tokens_per_s if len(watts) == len(devices) else None,
+    )
 
 
 def _tried(fluid: Fluid, policy: str, make: MakePlan, rehearse: Rehearse, most: float) -> list[Rehearsed]:
     """Rehearsals of a policy's drafts."""
     tried: list[Rehearsed] = []
     seen: set[Draft] = set()
-    slack = 1.0
+    slack = gain = 1.0
     for _ in range(MAX_REHEARSED):
-        drafts = [draft for draft in fluid.drafts(policy, slack) if draft not in seen]
-        if not drafts or (drafts[0].tokens_per_s < BEHIND * most and len(tried) >= MAX_BEHIND):
+        draft = next((draft for draft in fluid.drafts(policy, slack) if draft not in seen), None)
+        best = max((r.expected.tokens_per_s for r in tried if r.is_within), default=0.0)
+        if draft is None or (best and gain * draft.tokens_per_s < max(BEHIND * most, (1.0 + TIE) * best)):
             break
-        draft = drafts[0]
         seen.add(draft)
         try:
             plan = make(draft)
         except PlanInfeasible:
             continue
-        expected = rehearse(plan, fluid.load)
+        expected = _rehearsed(plan, fluid.load, rehearse)
         tried.append(Rehearsed(plan, expected, expected.is_within(fluid.load)))
         slack = _slack(fluid.load, draft, expected, slack)
-        if tried[-1].is_within and draft.tokens_per_s < max(r.expected.tokens_per_s for r in tried):
-            break
+        if policy in DIVIDED:  # waits of a lane over several devices are hardly known before
+            gain = expected.tokens_per_s / draft.tokens_per_s
     return tried
+
+
+def _rehearsed(plan: ServicePlan, load: Load, rehearse: Rehearse) -> Expected:
+    """Figures at full load, or with as many requests at once as wait no longer than allowed."""
+    expected = rehearse(plan, load, None)
+    for _ in range(MAX_FEWER):
+        if load.ttft_ms is None or expected.ttft_ms <= load.ttft_ms:
+            break
+        late_s = 1e-3 * (expected.ttft_ms - AIM * load.ttft_ms)
+        fewer = math.ceil(late_s * expected.tokens_per_s / load.output_tokens)
+        if fewer >= expected.clients:
+            break
+        expected = rehearse(plan, load, expected.clients - fewer)
+    return expected
 
 
 def _slack(load: Load, draft: Draft, expected: Expected, slack: float) -> float:
     """Share of the limits that drafts may take, after a rehearsal."""
     ratios = [
-        AIM * drafted / rehearsed
+        (AIM * drafted / rehearsed, rehearsed > limit)
         for limit, drafted, rehearsed in (
             (load.tpot_ms, draft.tpot_ms, expected.tpot_ms),
             (load.ttft_ms, draft.ttft_ms, expected.ttft_ms),
         )
-        if limit is not None and rehearsed > limit
+        if limit is not None
     ]
-    return min([slack, *ratios])
+    missed = [ratio for ratio, is_missed in ratios if is_missed]
+    if missed:
+        return min(slack, *missed)
+    # Several groups have times of their own, of which the rehearsal gives the median.
+    is_undercut = len(draft.groups) == 1 and ratios and min(ratio for ratio, _ in ratios) > 1.0 / UNDERCUT
+    return min(ratio for ratio, _ in ratios) if is_undercut else slack
 
 
 def _refusal(fluid: Fluid, missed: Sequence[Rehearsed]) -> PlanInfeasible:

@@ -96,6 +96,22 @@ def solution(
     return max(solved, key=lambda s: objective_figure(s.plan, config.objective))
 
 
+def place(
+    unit: ir.WorkUnit,
+    costs: tuple[ir.Costs, ...],
+    cluster: ir.Cluster,
+    policy: str,
+    microbatches: int,
+    config: SearchConfig = FULL,
+) -> ir.Placement:
+    """One placement for all requests by a policy, by busy time alone."""
+    task = Task(build(unit, costs, cluster), microbatches, is_served=True, policy=policy, config=config)
+    mixes = [mix for mix in planner_named(policy)(task) or () if len(mix.columns) == 1]
+    if not mixes:
+        raise PlanInfeasible(f"the policy '{policy}' does not apply to this work or does not fit")
+    return task.draft(max(mixes, key=task.upper_bound_per_s)).lanes[0].placement
+
+
 def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
     """The objective's figure; higher is better."""
     if objective is ir.Objective.LATENCY:

@@ -8,7 +8,7 @@ import pytest
 from tessera.errors import PlanInfeasible
 from tessera.ir import Cluster, Expected, Load, Role, ServicePlan
 from tessera.plan.fluid import Draft, Fluid, ModelBytes, StepPrice
-from tessera.plan.service import plan_service
+from tessera.plan.service import Rehearse, plan_service
 from tessera.profile import make_cluster, parse_devices
 
 # A card that computes fast and reads slowly, and one that reads fast: us a token, us a step, us a sequence.
@@ -36,19 +36,18 @@ def fluid(devices: str, load: Load, token_bytes: int = 131_072) -> Fluid:
 def no_plan(draft: Draft) -> ServicePlan:
     """A plan without groups, which only carries its draft's figures."""
     return ServicePlan("m", draft.policy, Load(1, 1), (), Expected(
-        draft.tokens_per_s, draft.tpot_ms, draft.tpot_ms, draft.ttft_ms, draft.ttft_ms, (), (), 1,
+        draft.tokens_per_s, draft.tpot_ms, draft.tpot_ms, draft.ttft_ms, draft.ttft_ms, (1.0, 1.0), (), 1,
     ))  # fmt: skip
 
 
-def rehearsed(share: float = 1.0, slower: float = 1.0) -> Callable[[ServicePlan, Load], Expected]:
+def rehearsed(share: float = 1.0, slower: float = 1.0) -> Rehearse:
     """Some share of the drafted rate, at longer times."""
 
-    def rehearse(plan: ServicePlan, load: Load) -> Expected:
+    def rehearse(plan: ServicePlan, load: Load, clients: int | None) -> Expected:
         drafted = plan.expected
         assert drafted is not None
-        return Expected(
-            share * drafted.tokens_per_s, slower * drafted.tpot_ms, 0, slower * drafted.ttft_ms, 0, (), (), 1,
-        )  # fmt: skip
+        tpot_ms, ttft_ms = slower * drafted.tpot_ms, slower * drafted.ttft_ms
+        return Expected(share * drafted.tokens_per_s, tpot_ms, 0, ttft_ms, 0, (1.0, 1.0), (), 1)
 
     return rehearse
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 from browser import PHONE, browser, width_of  # noqa: E402
 from http_factory import MODEL, Scripted, running, wait_until  # noqa: E402
 from report_factory import make_plan  # noqa: E402
+from tessera.ir import Group, Load, Role, ServicePlan  # noqa: E402
 from tessera.serve.app import (  # noqa: E402
     live_page,
     plan_document,
@@ -38,17 +40,17 @@ def test_page_loads_nothing_from_elsewhere() -> None:
 
 
 def test_plan_document_says_where_every_step_runs() -> None:
-    """Launches of each step add up over the devices, and shares of the lanes to one."""
-    plan = make_plan()
-    document = plan_document(plan)
+    """Launches of each step of each group add up over the devices."""
+    policy = make_policy()
+    document = plan_document(policy)
 
     assert document["modelled"] is True
-    assert sum(lane["share"] for lane in document["lanes"]) == pytest.approx(1)
-    for lane in document["lanes"]:
-        for step, graph in zip(lane["steps"], plan.unit.graphs, strict=True):
+    for shown, group in zip(document["groups"], policy.groups, strict=True):
+        assert "mixed" == shown["role"]
+        for step, graph in zip(shown["steps"], group.plan.unit.graphs, strict=True):
             assert step["step"] == graph.trace.step.kind
             assert sum(step["launches"].values()) == len(graph.trace.launches)
-    assert document["utilisation"].keys() == set(plan.cluster.names)
+    assert list(policy.cluster.names) == document["devices"]
     assert document["why"][0]
 
 
