@@ -48,7 +48,7 @@ def test_plan_document_says_where_every_step_runs() -> None:
     for shown, group in zip(document["groups"], policy.groups, strict=True):
         assert "mixed" == shown["role"]
         for step, graph in zip(shown["steps"], group.plan.unit.graphs, strict=True):
-            assert step["step"] == graph.trace.step.kind
+            assert step["step"] == f"tokens-{graph.trace.step.context}"
             assert sum(step["launches"].values()) == len(graph.trace.launches)
     assert list(policy.cluster.names) == document["devices"]
     assert document["why"][0]
@@ -66,7 +66,11 @@ def test_state_document_keeps_the_last_decisions() -> None:
 
 def make_policy() -> ServicePlan:
     plan = make_plan()
-    plan = replace(plan, lanes=plan.lanes[:1])
+    graphs = tuple(
+        replace(g, trace=replace(g.trace, step=replace(g.trace.step, kind="tokens", context=size)))
+        for size, g in enumerate(plan.unit.graphs, 4)
+    )
+    plan = replace(plan, lanes=plan.lanes[:1], unit=replace(plan.unit, graphs=graphs))
     return ServicePlan(MODEL, "throughput", Load(8, 8), (Group(Role.MIXED, plan, 2, 1),))
 
 

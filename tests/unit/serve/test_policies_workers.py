@@ -1,4 +1,4 @@
-"""Every policy on worker processes: the model's own answers, alone and sixteen at once, also through kills."""
+"""Every policy on worker processes: the model's own answers, alone, sixteen at once, and through kills."""
 
 import asyncio
 import os
