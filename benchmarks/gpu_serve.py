@@ -36,7 +36,8 @@ from benchmarks.gpu_common import Log, about
 MODEL = "llama-3-8b"
 PAIR = ("cuda:0/as=a100,cuda:0/as=l40s", "pcie4")
 POLICIES = (
-    "prefill-decode-fractional", "data-parallel", "prefill-decode", "attention-ffn", "layer-pipeline", "single",
+    "prefill-decode-fractional", "data-parallel", "prefill-decode", "attention-ffn", "layer-pipeline",
+    "single",
 )  # fmt: skip
 
 

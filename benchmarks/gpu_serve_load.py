@@ -45,6 +45,8 @@ class Tally:
     # (moment, tokens) of every piece.
     came: list[tuple[float, int]] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
+    # Seconds per token after the first, of whole answers.
+    each_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     finished: int = 0
 
@@ -82,17 +84,24 @@ def run_load(service: Service, clients: int, load: Load, seconds: float) -> dict
         await asyncio.gather(*(one(number) for number in range(clients)))
 
     asyncio.run(everybody())
-    start, firsts = until() - seconds, sorted(tally.first_s)
+    start = until() - seconds
     return {
+        "tpot ms": quantiles_ms(tally.each_s),
+        "ttft ms": quantiles_ms(tally.first_s),
         "tokens per s": round(tally.per_s(start, start + seconds), 1),
         "by thirds": [
             round(tally.per_s(start + k * seconds / 3, start + (k + 1) * seconds / 3), 1) for k in range(3)
         ],
         "steady after s": round(start - begun, 1),
         "requests finished": tally.finished,
-        "time to first token, median s": round(firsts[len(firsts) // 2], 3) if firsts else None,
         "errors": tally.errors[:3],
     }
+
+
+def quantiles_ms(times_s: Sequence[float]) -> tuple[float, float]:
+    """Median and 99th percentile; the first round of requests, which all begin at once, is not counted."""
+    later = sorted(times_s[len(times_s) // 3 :]) or [0.0]
+    return 1e3 * later[len(later) // 2], 1e3 * later[min(len(later) - 1, len(later) * 99 // 100)]
 
 
 def run_full(service: Service, clients: int, prompt: int, output: int, vocab: int) -> dict[str, Any]:
@@ -154,18 +163,20 @@ async def _read(
     on_first: Callable[[float], Any] = lambda moment: None,
 ) -> None:
     """Reads one answer, or as much of it as comes before the end."""
-    asked, is_first = time.monotonic(), True
+    asked, first = time.monotonic(), 0.0
     answer = service.answer(ask)
     async for event in answer:
         now = time.monotonic()
         if isinstance(event, AnswerPiece):
             tally.came.append((now, len(event.tokens)))
-            if is_first:
+            if not first:
+                first = now
                 tally.first_s.append(now - asked)
                 on_first(now)
-            is_first = False
         elif isinstance(event, Finish):
             tally.finished += event.reason == "length"
+            if event.output_tokens > 1:
+                tally.each_s.append((now - first) / (event.output_tokens - 1))
             if event.reason == "error":
                 tally.errors.append(event.message)
         if now > until():

@@ -42,7 +42,7 @@ from tessera.ir import (
 from tessera.ir.graph import StepFamily
 from tessera.kernels import PAGE
 from tessera.plan import FULL, DeviceMemory, SearchConfig
-from tessera.plan.fluid import FLUID, Draft, Fluid, FluidConfig, GroupDraft, ModelBytes, StepPrice
+from tessera.plan.fluid import FLUID, POLICIES, Draft, Fluid, FluidConfig, GroupDraft, ModelBytes, StepPrice
 from tessera.plan.service import Rehearse, plan_service
 from tessera.plan.solve import place
 from tessera.profile import works
@@ -280,6 +280,7 @@ def make_service_plan(
     search: SearchConfig = FULL,
     objective: Objective = Objective.THROUGHPUT,
     config: FluidConfig = FLUID,
+    policies: Sequence[str] = POLICIES,
 ) -> ServicePlan:
     """The service with most tokens per second within the limits of a load."""
     flow.check_modelled(steps.cluster)
@@ -289,4 +290,4 @@ def make_service_plan(
         groups = tuple(make_group(steps, group, draft.policy, search) for group in draft.groups)
         return ServicePlan(steps.model, draft.policy, load, groups)
 
-    return plan_service(fluid, make, rehearse, steps.advance, objective)
+    return plan_service(fluid, make, rehearse, steps.advance, objective, policies)

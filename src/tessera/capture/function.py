@@ -40,7 +40,7 @@ from tessera.capture.blocks import (
     view_of,
 )
 from tessera.capture.fxgraph import GraphStep
-from tessera.capture.holders import Before, Finder, Held, PyValue, find, line_that_changes, python_state, root
+from tessera.capture.holders import Before, Held, PyValue, find, line_that_changes, python_state, root
 from tessera.capture.operators import check_tensor
 from tessera.capture.own import own_launches, standing_for
 from tessera.capture.reads import traced
@@ -120,7 +120,6 @@ class FunctionCall:
 
     def _learn(self, named: list[tuple[str, Any]], tensors: list[torch.Tensor]) -> None:
         """Run the call once to see what it touches, changes and returns."""
-        settings = _settings(find(self.fn, named))
         keys = [storage_key(tensors[block.parts[0][0]]) for block in self.blocks]
         parts = [part_of(tensor) for tensor in tensors]
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
@@ -132,7 +131,6 @@ class FunctionCall:
                     result = self.fn(*args, **kwargs)
                 touched = {keys[block] for block in watch.touched}
                 self._check_held(named, (args, kwargs), tensors, parts, keys, touched)
-                _check_settings(settings, _settings(find(self.fn, named)))
         finally:
             for held in self._held:
                 held.put_back()
@@ -405,26 +403,6 @@ def _output_name(keys: Sequence[Any]) -> str:
     """Dictionary keys are used alone; list indices get a prefix."""
     name = path(keys)
     return name if name and not name[0].isdigit() else ".".join(filter(None, ["output", name]))
-
-
-def _settings(found: Finder) -> dict[str, Any]:
-    """Plain values of optimisers, by name."""
-    return {
-        f"{name}.{key}": value
-        for name, optimizer in found.optimizers.items()
-        for held in (*optimizer.param_groups, *optimizer.state.values())
-        for key, value in held.items()
-        if isinstance(value, bool | int | float)
-    }
-
-
-def _check_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    for name, value in after.items():
-        if before.get(name) != value:
-            raise CaptureError(
-                f"the call changes '{name}' from {before.get(name)} to {value}, a value on the host",
-                "Keep it in a tensor, or change it between calls and capture again.",
-            )
 
 
 KIND = "call"

@@ -386,7 +386,9 @@ class _PySearch:
         if isinstance(value, torch.nn.Module):
             self._look_module(name, value, depth)
         elif isinstance(value, torch.optim.Optimizer):
-            self.values.append(PyValue(f"the settings of '{name}'", partial(_settings, value)))
+            for held in (*value.param_groups, *value.state.values()):
+                for key in (k for k, v in held.items() if not isinstance(v, list | torch.Tensor)):
+                    self._add(_join(name, key), held, key)
         elif isinstance(value, types.FunctionType):
             self._look_function(name, value, depth)
         elif isinstance(value, dict | list | tuple | set | frozenset | deque | types.MethodType):
@@ -467,11 +469,6 @@ class _PySearch:
 
     def _add(self, name: str, holder: Any, key: Any) -> None:
         self.values.append(PyValue(f"'{name}'", partial(holder.get, key, _MISSING)))
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    groups = optimizer.param_groups
-    return [{k: v for k, v in group.items() if not isinstance(v, list | torch.Tensor)} for group in groups]
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -128,7 +128,7 @@ def capture(
 
 
 def _record_compiled(step: Step, device: str) -> Trace:
-    """What Inductor launches: on the GPU itself, or, as far as it can be known, without one."""
+    """Launches of Inductor, recorded on the GPU or predicted without one."""
     from tessera.capture import build, record_step
     from tessera.capture.inductor import record_inductor
     from tessera.capture.workload import on_device

@@ -33,10 +33,10 @@ def report(
 ) -> WrittenPage:
     """Write one self-contained HTML page about what is in a folder.
 
-    First a summary of its plans, best first; then for every plan its rate, the comparison and a layer's
-    placement, and folded away timeline, utilisation, dependencies and lanes. A
-    timeline of the same name is shown where there is one (NAME.plan, NAME.timeline); otherwise a run is
-    simulated. For a folder of `python -m benchmarks.paper`: its figures and the map of regimes.
+    A summary of its plans, best first; then each plan with its rate, the comparison and a layer's placement,
+    and folded away timeline, utilisation, dependencies and lanes. The timeline is NAME.timeline beside
+    NAME.plan, else a simulated run. For a folder of `python -m benchmarks.paper`: its figures and the map of
+    regimes.
     """
     if not folder.is_dir():
         what = "this is a file, not a folder" if folder.exists() else "there is no such folder"

@@ -121,7 +121,7 @@ class Ran:
     reference: str | None = None
 
     def divided(self, scale: float) -> "Ran":
-        """With modelled times, of a run in which all of them were so many times as long."""
+        """The run with all times divided by the scale of dilated devices."""
         if scale == 1.0:
             return self
         timeline = self.timeline
@@ -430,7 +430,7 @@ def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[Request]") -> "
 
 
 def check_pick(plans: Sequence[Plan], is_picked: bool) -> None:
-    """There must be a choice, and devices whose time is worth measuring, if plans are to be tried out."""
+    """Raises unless there are several plans of one batch, and no emulated device."""
     if not is_picked:
         return
     if len(plans) < 2:

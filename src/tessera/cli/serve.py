@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -74,6 +75,12 @@ POLICY_HELP = (
     "auto, single, data-parallel, prefill-decode, prefill-decode-fractional, attention-ffn, layer-pipeline, "
     "kernel-level or latency."
 )
+PlanOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", exists=True, dir_okay=False, help="Serve by this plan for a load, of `tessera plan MODEL`."
+    ),
+]
 PolicyOption = Annotated[str, typer.Option(help=POLICY_HELP)]
 MaxWaiting = Annotated[int, typer.Option(min=1, help="Maximum number of waiting requests.")]
 MaxRequests = Annotated[int, typer.Option(min=1, help="Maximum number of requests, waiting ones included.")]
@@ -129,6 +136,7 @@ def serve(
     max_batch_tokens: MaxBatchTokens = None,
     memory_share: MemoryShare = 0.9,
     prefix_caching: PrefixCaching = True,
+    plan: PlanOption = None,
     plan_cache: PlanCache = True,
     random_weights: RandomWeights = False,
     policy: PolicyOption = "auto",
@@ -152,6 +160,7 @@ def serve(
         return
     _check_extra()
     from tessera.execute.processes import warm_up
+    from tessera.ir import ServicePlan, load
 
     if meeting is None and ray is None:
         warm_up()  # it imports torch while this process does
@@ -169,7 +178,7 @@ def serve(
         spec = _spec(cluster, *sizes, memory_share, policy, random_weights, effort)
         options = ServeOptions(
             served_model_name or "", spec, transport, max_waiting, prefix_caching, keys, is_loopback(host),
-            limits, default_folder() if plan_cache else None,
+            limits, default_folder() if plan_cache else None, load(ServicePlan, plan) if plan else None,
         )  # fmt: skip
         yield from _serve(model, cluster, options, (host, port), started_s, hub)
 

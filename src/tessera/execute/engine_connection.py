@@ -115,6 +115,10 @@ class EngineConnection:
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
         self._is_over = False
+        # True: the loop reads its messages itself while it is idle; for loops that never block elsewhere.
+        self.leads = False
+        # The thread of the loop while it waits for messages.
+        self._waiting = 0
         # (microbatch, run, position) of every active run; set by the worker.
         self.where: Callable[[], list[tuple[int, int, int]]] = list
         # Called once when the connection ends.
@@ -156,16 +160,26 @@ class EngineConnection:
 
     def take(self, block: bool) -> Any:
         """The next news of the loop; None if there is none and `block` is False."""
+        if self.leads and self._news.empty() and not self._is_over:
+            self._lead(block)
         if not block and self._news.empty():  # the usual case, without an exception
             return None
         return self._news.get()
 
+    def _lead(self, block: bool) -> None:
+        self._waiting = threading.get_ident() if block else 0
+        while self._news.empty() and self.mailbox.lead(None if block else 0.0) and block:
+            pass
+        self._waiting = 0
+
     def post(self, news: Any) -> None:
         self._news.put(news)
+        if self._waiting not in (0, threading.get_ident()):
+            self.mailbox.wake()
 
     @property
     def is_empty(self) -> bool:
-        return self._news.empty()
+        return self._news.empty() and not (self.leads and self.mailbox.has_news)
 
     def end(self) -> None:
         """The loop sees a Hangup, and threads that wait for values give up."""

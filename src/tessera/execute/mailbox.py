@@ -11,15 +11,15 @@ Bounds: size of a message, number of queued messages, duration of a handshake. L
 socket reports closed connections; TCP keep-alive finds machines that vanished. Cuts shorter than that are
 bridged by TCP. The library retries a connection that cannot be opened.
 
-Threads: any thread may send. One thread calls `pump`: the engine while it waits for news, in a worker a
-thread of its own, which also answers while the worker computes.
+Threads: any thread may send. One thread at a time calls `pump`: the engine while it waits for news; in a
+worker its loop while it is idle (`lead`), and a thread of its own while the loop computes for long.
 """
 
 import contextlib
 import errno
 import hmac
 import os
-import selectors
+import select
 import socket
 import threading
 import time
@@ -52,6 +52,11 @@ KEEP_ALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 5,
     zmq.TCP_MAXRT: 15_000,
 }
+# Plain numbers: operations on the library's enums take microseconds.
+EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+SEND_MORE = int(zmq.SNDMORE) | NOBLOCK
+# A loop that has not pumped for this long computes: the mailbox's own thread pumps instead.
+TAKE_OVER_S = 0.02
 # Where the library asks whether a client key is admitted.
 ZAP = "inproc://zeromq.zap.01"
 TOO_LONG = "it sent a message that is too long"
@@ -136,15 +141,20 @@ class Mailbox:
         self._refused = refused
         self._context = zmq.Context()
         self._lock = threading.Lock()
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        # File descriptor -> its end, and whether it is the monitor's.
+        self._by_fd: dict[int, tuple[_End, bool]] = {}
         self._ends: list[_End] = []
         self._num_sockets = 0
         # Connections found broken by `send`.
         self._broken: deque[PeerConnection] = deque()
         self._thread: threading.Thread | None = None
         self._is_over = False
+        # Held by the thread that pumps, where there are two; calls of `lead` so far.
+        self._pumping = threading.Lock()
+        self._num_led = 0
 
     def listen(
         self,
@@ -192,11 +202,19 @@ class Mailbox:
         return end.connection
 
     def start(self) -> None:
-        """Pumps in a thread until `close`."""
+        """Pumps in a thread until `close`, unless another thread does (`lead`)."""
 
         def run() -> None:
+            num_led = 0
             while not self._is_over:
-                self.pump(None)
+                if num_led != self._num_led or not self._pumping.acquire(blocking=False):
+                    num_led = self._num_led
+                    time.sleep(TAKE_OVER_S)
+                    continue
+                try:
+                    self.pump(None)
+                finally:
+                    self._pumping.release()
 
         self._thread = threading.Thread(target=run, name="tessera-mailbox", daemon=True)
         self._thread.start()
@@ -205,18 +223,34 @@ class Mailbox:
         """Waits up to so long for news, and delivers all there is."""
         # End -> whether its monitor has news. Reading a monitor that has none costs as much as a message.
         ready: dict[_End, bool] = {}
-        for key, _ in self._selector.select(timeout_s):
-            if key.data is None:
+        for fd, _ in self._epoll.poll(timeout_s):
+            if fd == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
                 ready |= dict.fromkeys(list(self._ends), True)
-            else:
-                end, is_monitor = key.data
+            elif (source := self._by_fd.get(fd)) is not None:  # else another thread has closed it
+                end, is_monitor = source
                 ready[end] = ready.get(end, False) or is_monitor
         for end, has_events in ready.items():
             self._drain(end, has_events)
         while self._broken:
             self._hang_up(self._broken.popleft(), Hangup())
+
+    def lead(self, timeout_s: float | None) -> bool:
+        """Pumps in place of the mailbox's thread; False if that does just now, for the last time."""
+        self._num_led += 1
+        if self._is_over or not self._pumping.acquire(blocking=False):
+            return False
+        try:
+            self.pump(timeout_s)
+        finally:
+            self._pumping.release()
+        return True
+
+    @property
+    def has_news(self) -> bool:
+        """True if `lead` would deliver something."""
+        return not self._is_over and bool(self._epoll.poll(0)) and not self._pumping.locked()
 
     def wake(self) -> None:
         """Makes `pump` return; from any thread."""
@@ -230,9 +264,11 @@ class Mailbox:
             if connection.is_closed:
                 return False
             try:
-                end.socket.send_multipart(parts, zmq.NOBLOCK)
+                for part in parts[:-1]:
+                    end.socket.send(part, SEND_MORE)
+                end.socket.send(parts[-1], NOBLOCK)
                 # Sending may take in the signal that something came.
-                if end.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
+                if _has_message(end.socket):
                     self.wake()
                 return True
             except zmq.ZMQError:  # unknown peer, or one that does not read
@@ -260,7 +296,7 @@ class Mailbox:
             self._thread.join(1.0)
         self._context.term()
         if self._thread is None:
-            self._selector.close()
+            self._epoll.close()
             os.close(self._wake_fd)
 
     def _end(self, kind: int, hear: Hear, max_bytes: Callable[[PeerConnection], int]) -> _End:
@@ -288,13 +324,16 @@ class Mailbox:
             self._ends.append(end)
             for each, is_monitor in ((end.socket, False), (end.monitor, True)):
                 fd: Any = each.getsockopt(zmq.FD)
-                self._selector.register(fd, selectors.EVENT_READ, (end, is_monitor))
+                self._by_fd[fd] = end, is_monitor
+                self._epoll.register(fd, select.EPOLLIN)
         self.wake()
 
     def _close_end(self, end: _End, linger_s: float) -> None:
         for each in (end.socket, end.monitor):
-            with contextlib.suppress(KeyError, ValueError, zmq.ZMQError):
-                self._selector.unregister(each.getsockopt(zmq.FD))  # type: ignore[arg-type]
+            with contextlib.suppress(OSError, zmq.ZMQError):
+                fd: Any = each.getsockopt(zmq.FD)
+                self._by_fd.pop(fd, None)
+                self._epoll.unregister(fd)
         with contextlib.suppress(zmq.ZMQError):
             end.socket.disable_monitor()
         end.monitor.close(0)
@@ -329,8 +368,8 @@ class Mailbox:
     def _receive(self, end: _End) -> "list[zmq.Frame] | None":
         """The next message; None if nothing is left, or another thread closed the socket."""
         with self._lock, contextlib.suppress(zmq.ZMQError):
-            if end.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
-                return end.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            if _has_message(end.socket):
+                return end.socket.recv_multipart(NOBLOCK, copy=False)
         return None
 
     def _deliver(self, end: _End, frames: "list[zmq.Frame]") -> None:
@@ -414,6 +453,10 @@ class Mailbox:
         elif not connection.is_open and time.monotonic() > connection.until_s:
             return Hangup("no connection could be opened")
         return None
+
+
+def _has_message(source: "zmq.Socket[bytes]") -> bool:
+    return bool(source.getsockopt(EVENTS) & POLLIN)  # type: ignore[operator]
 
 
 def _host(fd: int) -> str:

@@ -49,10 +49,11 @@ def plan_service(
     rehearse: Rehearse,
     advance: Callable[[str], None] = lambda text: None,
     objective: Objective = Objective.THROUGHPUT,
+    policies: Sequence[str] = POLICIES,
 ) -> ServicePlan:
-    """The best plan of all policies, with its rivals and the bound."""
+    """The best plan of these policies, with its rivals and the bound."""
     best: dict[str, Rehearsed] = {}
-    for policy in POLICIES:
+    for policy in policies:
         advance(f"rehearsing {policy}")
         most = max((r.expected.tokens_per_s for r in best.values() if r.is_within), default=0.0)
         tried = _tried(fluid, policy, make, rehearse, most)

@@ -20,6 +20,6 @@ from tessera.report.picture import layer_picture
 
 __all__ = [
     "AdviceTable", "Bar", "DeviceUse", "PolicyLine", "Shown", "compared", "device_uses", "duration",
-    "layer_picture", "main_lane", "round_limits", "short_name", "size",
+    "layer_picture", "main_lane", "round_limits", "short_name",
     "write_advice", "write_page", "write_perfetto", "write_report",
 ]  # fmt: skip

@@ -88,7 +88,11 @@ class GpuBackend:
         if plain.encode is not None:
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", PLACE)
-        return replace(plain, workloads=tuple(blank(on_device(w, card)) for w in plain.workloads))
+        return self.placed(plain)
+
+    def placed(self, model: ServedModel) -> ServedModel:
+        card = str(driver.card(self.cluster.devices[0].ordinal))
+        return replace(model, workloads=tuple(blank(on_device(w, card)) for w in model.workloads))
 
     def capture(self, model: ServedModel) -> list[Trace]:
         traces = []

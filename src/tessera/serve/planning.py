@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,11 +32,11 @@ import torch
 import tessera
 from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
-from tessera.errors import DeviceMemoryError, PlanInfeasible, TesseraError
+from tessera.errors import DeviceMemoryError, MismatchError, PlanInfeasible, TesseraError
 from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Plan, ServicePlan, Trace, WorkUnit, load, save
-from tessera.ir.files import cache_folder
+from tessera.ir.files import cache_folder, chunks_of
 from tessera.serve.pages import modest_bytes
 from tessera.serve.records import ServeSpec, Shape, step_name
 from tessera.serve.router import plans_of
@@ -123,6 +123,9 @@ class StepBackend(Protocol):
 
     def build(self, model: str, spec: ServeSpec) -> "ServedModel": ...
 
+    def placed(self, model: "ServedModel") -> "ServedModel":
+        """The steps with their inputs where they are captured."""
+
     def capture(self, model: "ServedModel") -> list[Trace]: ...
 
     def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]: ...
@@ -150,6 +153,9 @@ class CpuBackend:
             return for_cpu(
                 served(model, spec, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes)
             )
+
+    def placed(self, model: "ServedModel") -> "ServedModel":
+        return model
 
     def capture(self, model: "ServedModel") -> list[Trace]:
         with blamed_for_run(model.model):
@@ -186,6 +192,7 @@ def prepare(
     cluster: Cluster,
     spec: ServeSpec,
     *,
+    plan: ServicePlan | None = None,
     store: Path | None = None,
     kept: Path | None = None,
     is_compiled: bool = True,
@@ -193,6 +200,7 @@ def prepare(
 ) -> Prepared:
     """Plan a service.
 
+    plan         groups to serve by; None: planned here
     store        measurement store
     kept         folder of kept plans; None: always plan
     is_compiled  capture GPU steps from compiled code, else operator by operator
@@ -207,21 +215,79 @@ def prepare(
         warm_up()  # in parallel with capture and planning
         backend = CpuBackend(cluster, spec.microbatches, store)
 
+    if plan is not None:
+        check_plan(plan, model, cluster)
+        first = plan.groups[0]
+        spec = replace(spec, rows=first.sequences, pool_tokens=first.pool_tokens, load=plan.load)
+
     def build() -> "ServedModel":
         advance(f"building {model}")
         return backend.build(model, spec)
 
-    def plan() -> Prepared:
+    def make() -> Prepared:
+        if plan is not None:
+            return _follow(build(), plan, cluster, backend, spec.effort, advance)
         return _plan(build(), cluster, spec, backend, advance)
 
     if kept is None:
-        return plan()
-    key = key_of(place_of(model), spec, cluster, tuple(backend.memory_bytes), is_compiled)
-    prepared = find(key, kept, build, spec)
+        return make()
+    digest = "" if plan is None else hashlib.sha256(b"".join(chunks_of(plan))).hexdigest()
+    key = key_of(place_of(model), spec, cluster, tuple(backend.memory_bytes), is_compiled, digest)
+    prepared = find(key, kept, build, spec, plan is None)
     if prepared is None:
-        prepared = plan()
+        prepared = make()
         keep(key, prepared, kept)
     return prepared
+
+
+def check_plan(plan: ServicePlan, model: str, cluster: Cluster) -> None:
+    """Raises MismatchError for a plan of another model or other devices."""
+    if place_of(plan.model) != place_of(model):
+        raise MismatchError(f"the plan is for {plan.model}, not {model}", f"Serve {plan.model}.", "--plan")
+    theirs, ours = ([d.gpu or d.name for d in c.devices] for c in (plan.cluster, cluster))
+    if theirs != ours:
+        message = f"the plan is for {', '.join(theirs)}; these devices are {', '.join(ours)}"
+        raise MismatchError(message, "Name the plan's devices in its order, or plan for these.", "--plan")
+
+
+def _follow(
+    model: "ServedModel",
+    plan: ServicePlan,
+    cluster: Cluster,
+    backend: StepBackend,
+    effort: str,
+    advance: Listener,
+) -> Prepared:
+    """The groups of a plan with captured steps, and what they are expected to reach.
+
+    A lane over several devices is placed as planned where the launches are the same, else searched again.
+    """
+    from tessera import flow
+    from tessera.serve.policies import check_groups, follow_group
+    from tessera.serve.rehearse import rehearse
+
+    if not model.shape.is_flat:
+        raise MismatchError(f"{model.model} keeps state by row", "Serve it without --plan.", "--plan")
+    begun_s, scale = time.perf_counter(), 1.0
+    captured: dict[tuple[object, ...], tuple[WorkUnit, tuple[Costs, ...]]] = {}
+    groups = []
+    for group in plan.groups:
+        key = (group.sequences, group.sizes, group.pool_tokens)
+        sized = backend.placed(model.resized(group))
+        if key not in captured:
+            advance(f"capturing steps of {', '.join(str(size) for size in group.sizes)} tokens")
+            traces = backend.capture(sized)
+            unit = flow.make_unit(traces, group.plan.unit.counts)
+            captured[key] = unit, backend.price(unit, sized, advance)
+        made = follow_group(group, sized.shape, *captured[key], cluster, effort)
+        groups.append(made)
+        scale = max(scale, backend.scale(made.plan, sized))
+    check_groups(groups)
+    capture_s = time.perf_counter() - begun_s
+    advance("rehearsing")
+    followed = replace(plan, groups=tuple(groups))
+    expected = rehearse(followed, plan.load, shape=model.shape)
+    return Prepared(model, (replace(followed, expected=expected),), None, scale, capture_s)
 
 
 def _plan(
@@ -276,7 +342,9 @@ class _More(msgspec.Struct):
     state_bytes: int
 
 
-def find(key: str, folder: Path, build: Callable[[], "ServedModel"], spec: ServeSpec) -> Prepared | None:
+def find(
+    key: str, folder: Path, build: Callable[[], "ServedModel"], spec: ServeSpec, replans: bool = True
+) -> Prepared | None:
     own = folder / key
     try:
         more = msgspec.json.decode((own / _MORE).read_bytes(), type=_More)
@@ -289,7 +357,7 @@ def find(key: str, folder: Path, build: Callable[[], "ServedModel"], spec: Serve
     except _UNREADABLE:
         return None
     model = kept or build()
-    return Prepared(model, policies, planner_of(model, policies, spec), more.scale)
+    return Prepared(model, policies, planner_of(model, policies, spec) if replans else None, more.scale)
 
 
 def planner_of(

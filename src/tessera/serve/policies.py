@@ -251,6 +251,33 @@ def group_on(
     return Group(role, plan, shape.rows, microbatches)
 
 
+def follow_group(
+    group: Group,
+    shape: Shape,
+    unit: WorkUnit,
+    costs: tuple[Costs, ...],
+    cluster: Cluster,
+    effort: str,
+) -> Group:
+    """A planned group over captured steps."""
+    from tessera import flow
+    from tessera.plan import search_config
+
+    (lane,), used = group.plan.lanes, group.plan.used
+    if len(used) == 1:
+        return group_on(used[0], group.role, shape, unit, costs, cluster, group.microbatches)
+    names = [
+        [k.name for k in map(g.trace.kernel_of, range(len(g.trace.launches)))] for g in group.plan.graphs
+    ]
+    if names != [[k.name for k in map(g.trace.kernel_of, range(len(g.trace.launches)))] for g in unit.graphs]:
+        policy = SEARCHED.get(group.plan.policy, (Objective.THROUGHPUT, None))[1]
+        given = (unit, costs, cluster, Objective.THROUGHPUT, group.microbatches, policy)
+        found = flow.make_plan(*given, search=search_config(effort))
+        lane = max(found.lanes, key=lambda lane: lane.rate_per_s)
+    plan = replace(group.plan, unit=unit, costs=costs, cluster=cluster, lanes=(lane,))
+    return replace(group, plan=plan)
+
+
 def check_groups(groups: Sequence[Group]) -> None:
     plans = list({id(group.plan): group.plan for group in groups}.values())
     check_fits(plans, footprints(plans, [ready_programs(plan) for plan in plans]))

@@ -48,6 +48,8 @@ class ServeOptions:
     limits: HttpLimits = field(default_factory=HttpLimits)
     # Folder of kept plans; None: always plan.
     kept: Path | None = None
+    # Groups to serve by; None: planned at the start.
+    plan: ServicePlan | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def _planned(
     from tessera.serve.metrics import Metrics
     from tessera.serve.openai.read import Endpoint, ModelCard
 
-    prepared = prepare(model, cluster, options.spec, kept=options.kept, advance=advance)
+    prepared = prepare(model, cluster, options.spec, plan=options.plan, kept=options.kept, advance=advance)
     advance("starting workers")
     shape, text = prepared.model.shape, open_text(place_of(model))
     sight, eyes = prepared.model.senses() or (None, None)

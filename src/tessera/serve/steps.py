@@ -23,7 +23,7 @@ from tessera.capture.models.joined import JoinedLinear
 from tessera.capture.models.paged import DENSE, FLAT, layout_of, max_positions, num_dense
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
-from tessera.ir import Step
+from tessera.ir import Group, Step
 from tessera.kernels import PAGE
 from tessera.serve.pages import modest_bytes, pages_for
 from tessera.serve.records import ServeSpec, Shape
@@ -65,6 +65,20 @@ class ServedModel:
     def senses(self) -> tuple[Sight, Eyes] | None:
         encode, sight = self.encode, self.sight
         return None if encode is None or sight is None else (sight, Eyes.of(encode))
+
+    def resized(self, group: Group) -> "ServedModel":
+        """The steps of a group of a plan, over the same weights."""
+        last, planned = self.workloads[-1], group.plan.graphs[-1].trace.step
+        shape = replace(
+            self.shape,
+            microbatches=group.microbatches,
+            rows=group.sequences,
+            sizes=group.sizes,
+            pool_tokens=group.pool_tokens,
+        )
+        first = replace(last.step, reserve=group.pool_tokens, rows=group.sequences, length=planned.length)
+        steps = (replace(first, batch=shape.num_sequences(size), context=size) for size in group.sizes)
+        return replace(self, shape=shape, workloads=tuple(another(last, step) for step in steps))
 
 
 def served(

@@ -172,7 +172,7 @@ def test_times_of_emulated_devices_say_nothing() -> None:
 
 
 def test_a_planner_adopts_what_is_better_and_keeps_what_is_not() -> None:
-    """A policy leaves a device that becomes twenty times as slow, and stays as it is where nothing changed."""
+    """A policy leaves a device that is twenty times as slow, and stays where nothing changed."""
     made = steps_factory.prepared("tiny-llama", "single")
     planner, (policy,) = made.planner, made.policies
     assert planner is not None
