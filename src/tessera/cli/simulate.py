@@ -199,9 +199,7 @@ def _service_run(
         requests_at_once=expected.clients,
         pages_moved=expected.pages_moved,
         utilisation=dict(zip(plan.cluster.names, expected.busy, strict=True)),
-        ratio_to_plan=expected.tokens_per_s / plan.expected.tokens_per_s
-        if is_alike and plan.expected
-        else None,
+        ratio_to_plan=expected.tokens_per_s / planned.tokens_per_s if planned else None,
         is_within=expected.is_within(plan.load),
     )
 

@@ -1,7 +1,7 @@
 """rehearse: figures of a service plan under a load, by the service's engine on a virtual clock.
 
 `rehearse`: the load is closed, as many requests as fit are present at all times. Those of the start are in
-the middle of an answer, as in steady state; one round of requests warms up. `play`: requests arrive over time.
+the middle of an answer, as in steady state; one round of requests warms up. `play`: requests arrive.
 
 Not handled: CPU time between steps.
 """
@@ -119,7 +119,7 @@ class _Rehearsal(Engine):
             tpot_p99,
             ttft,
             ttft_p99,
-            busy=tuple(us * 1e-6 / seconds for us in busy),
+            busy=tuple(min(1.0, us * 1e-6 / seconds) for us in busy),
             steps=tuple(
                 tuple(self._steps[number, step] for step in range(len(group.plan.graphs)))
                 for number, group in enumerate(self.scheduler.service_plan.groups)
