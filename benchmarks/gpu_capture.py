@@ -106,7 +106,7 @@ def _build(step: Step, layers: int) -> Workload:
         sizes_of["vision_config"] = {**sizes_of["vision_config"], "depth": 1, "fullatt_block_indexes": [0]}
     else:
         sizes_of["num_hidden_layers"] = layers
-    return built_in(family, sizes_of, dtype)(step)
+    return built_in(family, sizes_of, dtype, step)
 
 
 # Runs -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def named(model: str, layers: int) -> str:
     name = f"{model}-of-{layers}"
     if name not in known_models():
         fewer = {**sizes, "num_hidden_layers": layers}
-        register(name, CAUSAL_STEPS, SERVED_STEPS)(built_in(family, fewer, dtype))
+        register(name, CAUSAL_STEPS, SERVED_STEPS)(partial(built_in, family, fewer, dtype))
     return name
 
 

@@ -2,10 +2,10 @@
 
     export CUDA_MPS_PIPE_DIRECTORY=... CUDA_MPS_LOG_DIRECTORY=...; nvidia-cuda-mps-control -d
     python benchmarks/gpu_services.py --out benchmarks/results --name services_h200_202611 \
-        --cases h20+l40s:1024/256:50,a100+l40s:1024/256:30
+        --cases h20+l40s:1024/256:50,a100+l40s:1024/256:30,h20+h100:128/512:50=data-parallel|attention-ffn
 
-For each case (pair : prompt tokens / answer tokens : limit in ms per token of the whole model) each policy is
-planned for the load, its steps are captured, and it is rehearsed in virtual time over the captured steps'
+For each case (pair : prompt tokens / answer tokens : limit in ms per token of the whole model = policies, if
+not all) each policy is planned for the load, its steps are captured, and it is rehearsed in virtual time over the captured steps'
 modelled costs. Then the same load runs for real: two worker processes, each kernel stretched to the modelled
 time of its card, pages moved at the modelled link's speed. Clients ask again and again, so that the service
 is full; lengths are drawn by the function that the rehearsal draws them with. Rates and times are in modelled
@@ -33,13 +33,15 @@ FIXED = "fixed"
 POLICIES = ("prefill-decode-fractional", "data-parallel", "prefill-decode", FIXED)
 
 
-def case(log: Log, args: argparse.Namespace, text: str) -> None:
+def case(log: Log, args: argparse.Namespace, text: str, kept: dict[str, Any]) -> None:
+    """One pair and load; recordings of the model are kept from case to case."""
     from benchmarks.gpu_serve_hf import named
 
     from tessera.ir import Load
     from tessera.planning import ServedSteps
     from tessera.profile import make_cluster, parse_devices
 
+    text, _, names = text.partition("=")
     pair, lengths, limit = text.split(":")
     prompt, output = (int(n) for n in lengths.split("/"))
     tpot_ms = float(limit) * args.layers / LAYERS if limit else None
@@ -47,7 +49,10 @@ def case(log: Log, args: argparse.Namespace, text: str) -> None:
     devices = ",".join(f"cuda:0/as={gpu}" for gpu in pair.split("+"))
     cluster, model = make_cluster(parse_devices(devices), args.link), named(MODEL, args.layers)
     steps = ServedSteps(model, cluster, is_compiled=True)
-    for policy in args.policies.split(","):
+    if model in kept:
+        steps.__dict__["family"] = kept[model]
+    kept[model] = steps.family
+    for policy in (names or args.policies).replace("|", ",").split(","):
         name = f"{text} {policy}"
         if time.monotonic() - log.began < args.limit - args.each:
             log.attempt(name, measured, args, policy, steps, load)
@@ -134,9 +139,10 @@ def main() -> None:
     log = Log(path)
     words = " ".join("OUT" if word == str(args.out) else word for word in sys.argv[1:])
     log.put("about", {**about(), "command": f"python benchmarks/gpu_services.py {words}"})
+    kept: dict[str, Any] = {}
     for text in args.cases.split(","):
         try:
-            case(log, args, text)
+            case(log, args, text, kept)
         except Exception:  # noqa: BLE001 - one case must not stop the others
             log.put(f"{text}: failed", {"error": traceback.format_exc()[-3000:]})
     path.with_suffix(".md").write_text(table(json.loads(path.read_text())))

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from tessera.errors import TesseraError
 from tessera.execute import page_mover
 from tessera.execute.messages import MovePages
 from tessera.execute.page_mover import cut
-from tessera.execute.stepper import DeviceLost, Event, Moved, PageMove, StepCall, StepDone
+from tessera.execute.stepper import DeviceBack, DeviceLost, Event, Moved, PageMove, StepCall, StepDone
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Cluster, Device, DeviceKind, Link, Plan
 from tessera.kernels import PAGE
@@ -336,3 +337,96 @@ def test_a_modelled_link_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None
 
     assert 0.1 <= min(seconds[0], seconds[2])
     assert max(seconds[0], seconds[2]) < 0.2 <= seconds[1] < 0.4
+
+
+class Stress:
+    """Random writes and moves between two homes, and what their pages must hold; None: unknown."""
+
+    def __init__(self, stepper: WorkerStepper, seed: int) -> None:
+        self.stepper, self.random = stepper, random.Random(seed)
+        self.pages: list[list[int | None]] = [[0] * made.PAGES for _ in range(2)]
+        # Move -> (source, destination, pairs)
+        self.under_way: dict[int, tuple[int, int, list[tuple[int, int]]]] = {}
+        self.num_moves = 0
+
+    def free(self, home: int) -> list[int]:
+        """Pages that no move under way reads or writes."""
+        used = {
+            pair[side]
+            for source, destination, pairs in self.under_way.values()
+            for side, end in ((0, source), (1, destination))
+            if end == home
+            for pair in pairs
+        }
+        return [page for page in range(1, made.PAGES) if page not in used]
+
+    def take(self) -> Event:
+        """The next event, noted."""
+        event = self.stepper.take(30.0)
+        assert event is not None, self.under_way
+        if isinstance(event, Moved):
+            source, destination, pairs = self.under_way.pop(event.number)
+            for page, place in pairs:
+                self.pages[destination][place] = None if event.failure else self.pages[source][page]
+        elif isinstance(event, DeviceLost):
+            self.pages[int(event.device[1:])] = [0] * made.PAGES
+        elif isinstance(event, DeviceBack):
+            open_all(self.stepper)
+        return event
+
+    def write(self, home: int) -> None:
+        """A number to a free page, by a step."""
+        page, value = self.random.choice(self.free(home)), self.random.randrange(1, 1000)
+        x = torch.full((2, made.WIDTH), float(value))
+        self.stepper.start(StepCall(home, 0, {**made.inputs(2, page * PAGE, page * PAGE), "x": x}))
+        while True:
+            event = self.take()
+            if isinstance(event, StepDone):
+                self.pages[home][page] = value
+                return
+            if isinstance(event, DeviceLost) and home in event.microbatches:
+                return
+
+    def begin(self, home: int) -> None:
+        """A move of free pages to free pages."""
+        free, there = self.free(home), self.free(1 - home)
+        num = min(len(free), len(there), 2)
+        if num:
+            pairs = list(zip(self.random.sample(free, num), self.random.sample(there, num), strict=True))
+            self.under_way[self.num_moves] = (home, 1 - home, pairs)
+            ends = [tuple(pair[side] for pair in pairs) for side in (0, 1)]
+            self.stepper.move(PageMove(self.num_moves, home, 1 - home, ends[0], ends[1]))
+            self.num_moves += 1
+
+    def held(self, home: int) -> list[int]:
+        """First number of every page."""
+        self.stepper.start(StepCall(home, 0, made.inputs(2, 0, 0), wants_state=True))
+        while not isinstance(event := self.take(), StepDone):
+            pass
+        pages = event.state[made.NAMES[0]].view(torch.float32).view(made.PAGES, PAGE, made.WIDTH)
+        return [round(number) for number in pages[:, 0, 0].tolist()]
+
+
+@pytest.mark.parametrize("transport", ["shm", "host"])
+def test_random_moves_and_kills_leave_no_wrong_page(transport: str) -> None:
+    """Every move ends once; what arrived is right, and what failed is not believed."""
+    with opened(transport) as stepper:
+        open_all(stepper)
+        stress, kills = Stress(stepper, 3), [12, 25, 40]
+        while stress.num_moves < 60:
+            for home in (0, 1):
+                if home in stepper.opened:
+                    stress.write(home)
+                if {0, 1} <= stepper.opened.keys():
+                    stress.begin(home)
+            if kills and stress.num_moves >= kills[0] and len(stepper.opened) == len(HOMES):
+                signal_to(stepper, kills.pop(0) % 2, signal.SIGKILL)
+            if stress.under_way or len(stepper.opened) < len(HOMES):
+                stress.take()
+        while stress.under_way or len(stepper.opened) < len(HOMES):
+            stress.take()
+        for home in (0, 1):
+            found = stress.held(home)
+            known = {n: value for n, value in enumerate(stress.pages[home]) if n and value is not None}
+            assert known == {n: found[n] for n in known}
+            assert len(known) > made.PAGES // 2
