@@ -5,8 +5,8 @@
         --cases h20+l40s:1024/256:50,a100+l40s:1024/256:30,h20+h100:128/512:50=data-parallel|attention-ffn
 
 For each case (pair : prompt tokens / answer tokens : limit in ms per token of the whole model = policies, if
-not all) each policy is planned for the load, its steps are captured, and it is rehearsed in virtual time over the captured steps'
-modelled costs. Then the same load runs for real: two worker processes, each kernel stretched to the modelled
+not all) each policy is planned for the load, its steps are captured, and it is rehearsed in virtual time over
+the captured steps' modelled costs. Then the same load runs for real: two worker processes, each kernel stretched to the modelled
 time of its card, pages moved at the modelled link's speed. Clients ask again and again, so that the service
 is full; lengths are drawn by the function that the rehearsal draws them with. Rates and times are in modelled
 time: measured x scale, measured / scale.
