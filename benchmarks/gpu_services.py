@@ -6,10 +6,10 @@
 
 For each case (pair : prompt tokens / answer tokens : limit in ms per token of the whole model = policies, if
 not all) each policy is planned for the load, its steps are captured, and it is rehearsed in virtual time over
-the captured steps' modelled costs. Then the same load runs for real: two worker processes, each kernel stretched to the modelled
-time of its card, pages moved at the modelled link's speed. Clients ask again and again, so that the service
-is full; lengths are drawn by the function that the rehearsal draws them with. Rates and times are in modelled
-time: measured x scale, measured / scale.
+the captured steps' modelled costs. Then the same load runs for real: two worker processes, each kernel
+stretched to the modelled time of its card, pages moved at the modelled link's speed. Clients ask again and
+again, so that the service is full; lengths are drawn by the function that the rehearsal draws them with.
+Rates and times are in modelled time: measured x scale, measured / scale.
 
 `fixed` is data-parallel with two microbatches of 64 sequences per device and steps of 64 to 2048 tokens,
 whatever the load. With fewer layers than the model has, limits are reduced in proportion.
