@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,7 +14,7 @@ from tessera.cli.output import Illustrated, only_if, progress
 from tessera.cli.plan_load import LoadFigures, PlannedLoad, plan_for_load
 from tessera.cli.plan_service import ServicePlanFigures, plan_for_service
 from tessera.cli.plan_text import PlanFigures, pictures, plan_figures, reasons_of
-from tessera.errors import MismatchError, TesseraError
+from tessera.errors import CaptureError, MismatchError, TesseraError
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, Variant, WorkUnit, load, save
 
 if TYPE_CHECKING:
@@ -152,7 +153,8 @@ def plan(
 
         cluster = _cluster(devices, links, buses)
         if output_tokens and "decode" in steps_of_model(traces[0]):
-            return plan_for_service(wanted, cluster, output)
+            with suppress(CaptureError):  # state by row: no steps of mixed tokens
+                return plan_for_service(wanted, cluster, output)
         return plan_for_load(wanted, cluster, output)
     from tessera.plan import PlanConfig, search_config
 

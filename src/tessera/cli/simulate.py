@@ -8,7 +8,9 @@ import typer
 from tessera.cli.online import OnlineOptions, OnlineRun, run_online
 from tessera.cli.output import Record, excludes, needs, progress
 from tessera.cli.plan import EffortOption
-from tessera.ir import Clock, Plan, Timeline, load, save
+from tessera.cli.plan_service import ServiceFigures
+from tessera.errors import TesseraError
+from tessera.ir import Clock, Plan, ServicePlan, Timeline, kind_of, load, save
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 NUM_REQUESTS = 100
@@ -104,6 +106,29 @@ class SimulatedTimeline(Record, frozen=True):
     page: Path | None
 
 
+class SimulatedService(Record, frozen=True):
+    """A service on a virtual clock: full load without --arrivals, else requests over time."""
+
+    clock: Clock
+    policy: str
+    arrivals: str
+    service: ServiceFigures
+    tokens_per_s: float
+    tpot_ms: float
+    ttft_ms: float
+    # Median and 99th percentile are of requests.
+    tpot_p99_ms: float
+    ttft_p99_ms: float
+    # Most requests at once.
+    requests_at_once: int
+    pages_moved: int
+    utilisation: dict[str, float]
+    # Whether the load's limits are kept.
+    is_within: bool
+    # Rate over the plan's own; None with arrivals.
+    ratio_to_plan: float | None = None
+
+
 def simulate(
     plan: Annotated[Path, typer.Argument(help="The plan to simulate.")],
     other: OtherArgument = None,
@@ -126,12 +151,17 @@ def simulate(
     trace: TraceOption = None,
     page: PageOption = None,
     output: OutputOption = None,
-) -> SimulatedTimeline | OnlineRun:
+) -> SimulatedTimeline | OnlineRun | SimulatedService:
     """Run requests through a plan on its modelled costs, with the executor's own schedule.
 
     With --arrivals requests arrive over time, through the scheduler of the service, and a monitor may
     switch between policies; without, all wait at the start and a timeline is made.
     """
+    if kind_of(plan) == "service-plan":
+        for name, value in (("--lose", lose), ("--slow", slow), ("--monitor", monitor), ("OTHER", other)):
+            if value:
+                raise TesseraError("a service plan is simulated without faults and monitor", place=name)
+        return _service_run(plan, requests, arrivals, lengths, speed, seed)
     if arrivals is None:
         return _offline(plan, requests or NUM_REQUESTS, trace, page, output)
     options = OnlineOptions(
@@ -139,6 +169,39 @@ def simulate(
         tuple(lose or ()), tuple(slow or ()), slo, window, threshold, effort,
     )  # fmt: skip
     return run_online([plan] if other is None else [plan, other], options, monitor)
+
+
+def _service_run(
+    path: Path, requests: int | None, arrivals: str | None, lengths: str | None, speed: float, seed: int
+) -> SimulatedService:
+    """The service of a plan under its own load, or under arrivals."""
+    from tessera.serve.rehearse import play, rehearse
+    from tessera.simulate.arrivals import make_arrivals
+
+    with progress(f"reading {path.name}") as advance:
+        plan = load(ServicePlan, path)
+        advance("simulating")
+        if arrivals is None:
+            expected = rehearse(plan, plan.load, plan.expected.clients if plan.expected else None, seed)
+        else:
+            expected = play(plan, make_arrivals(arrivals, requests, seed, lengths, speed), seed)
+    planned = None if arrivals else plan.expected
+    return SimulatedService(
+        clock=Clock.SIMULATED,
+        policy=plan.policy,
+        arrivals=arrivals or "full load",
+        service=ServiceFigures(groups=tuple(group.size for group in plan.groups), expected=expected),
+        tokens_per_s=expected.tokens_per_s,
+        tpot_ms=expected.tpot_ms,
+        ttft_ms=expected.ttft_ms,
+        tpot_p99_ms=expected.tpot_p99_ms,
+        ttft_p99_ms=expected.ttft_p99_ms,
+        requests_at_once=expected.clients,
+        pages_moved=expected.pages_moved,
+        utilisation=dict(zip(plan.cluster.names, expected.busy, strict=True)),
+        ratio_to_plan=expected.tokens_per_s / planned.tokens_per_s if planned else None,
+        is_within=expected.is_within(plan.load),
+    )
 
 
 def _offline(

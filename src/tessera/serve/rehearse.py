@@ -1,20 +1,22 @@
 """rehearse: figures of a service plan under a load, by the service's engine on a virtual clock.
 
-The load is closed: as many requests as fit are present at all times. Answers present at the start are cut at
-random, as in steady state; one round of requests warms up.
+`rehearse`: the load is closed, as many requests as fit are present at all times. Those of the start are in
+the middle of an answer, as in steady state; one round of requests warms up. `play`: requests arrive.
 
 Not handled: CPU time between steps.
 """
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import NamedTuple
 
 from tessera.errors import PlanInfeasible
 from tessera.execute.scheduler import Microbatch
 from tessera.execute.stepper import StepDone
-from tessera.ir import Expected, Load, ServicePlan
+from tessera.ir import Arrivals, Expected, Load, ServicePlan
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.engine import Engine
@@ -40,6 +42,14 @@ def rehearse(
     """
     clients = clients or plan.clients
     return _Rehearsal(plan, load, clients, seed, shape or shape_for(plan)).run()
+
+
+def play(plan: ServicePlan, arrivals: Arrivals, seed: int = 0) -> Expected:
+    """Figures of requests that arrive over time; those without lengths are of the plan's load."""
+    lengths = list(zip(arrivals.prompts, arrivals.outputs, strict=True))
+    lengths = lengths or lengths_of(plan.load, len(arrivals.times_s), seed)
+    rehearsal = _Rehearsal(plan, replace(plan.load, lengths=()), len(lengths), seed, shape_for(plan))
+    return rehearsal.play(list(zip(arrivals.times_s, lengths, strict=True)))
 
 
 def shape_for(plan: ServicePlan) -> Shape:
@@ -68,19 +78,34 @@ class _Rehearsal(Engine):
         self._lengths = cycle(lengths_of(load, clients + self._counted, seed))
         self._random, self._reader = random.Random(seed), ByteText().reader()
         self._steps: Counter[tuple[int, int]] = Counter()
-        self._num_ended = 0
+        # A request that ends makes room for the next one.
+        self._num_ended, self._is_closed = 0, True
         # Of each request: seconds to its first token, and per token after it.
         self._first_s: list[float] = []
         self._token_s: list[float] = []
 
     def run(self) -> Expected:  # type: ignore[override]
         for _ in range(self._clients):
-            self._ask(is_first=True)
+            self._ask(*next(self._lengths), is_first=True)
         start = self._run_to(self._clients)
         self._first_s.clear()
         self._token_s.clear()
         self._steps.clear()
-        stop = self._run_to(self._clients + self._counted)
+        return self._between(start, self._run_to(self._clients + self._counted))
+
+    def play(self, arrivals: Sequence[tuple[float, tuple[int, int]]]) -> Expected:
+        """Figures from the first arrival to the last end."""
+        start, self._is_closed, most = self._mark(), False, 0
+        for num, (at_s, lengths) in enumerate(arrivals):
+            while self._virtual.now_s() < at_s:
+                self.scheduler.begin()
+                self.scheduler.wait(at_s - self._virtual.now_s())
+            self._ask(*lengths)
+            most = max(most, num + 1 - self._num_ended)
+        expected = self._between(start, self._run_to(len(arrivals)))
+        return replace(expected, clients=most)
+
+    def _between(self, start: _Mark, stop: _Mark) -> Expected:
         seconds = stop.at_s - start.at_s
         num_devices = len(self.scheduler.plan.cluster.devices)
         busy = [b - a for a, b in zip(start.busy_us, stop.busy_us, strict=True)][:num_devices]
@@ -94,7 +119,7 @@ class _Rehearsal(Engine):
             tpot_p99,
             ttft,
             ttft_p99,
-            busy=tuple(us * 1e-6 / seconds for us in busy),
+            busy=tuple(min(1.0, us * 1e-6 / seconds) for us in busy),
             steps=tuple(
                 tuple(self._steps[number, step] for step in range(len(group.plan.graphs)))
                 for number, group in enumerate(self.scheduler.service_plan.groups)
@@ -109,14 +134,16 @@ class _Rehearsal(Engine):
             scheduler.begin()
             if scheduler.wait(None) is None:
                 raise PlanInfeasible("a request of the load does not fit in the plan's pages")
-        busy_us, moved = list(self._virtual.busy_us), scheduler.counts.pages_moved
+        return self._mark()
+
+    def _mark(self) -> _Mark:
+        busy_us, moved = list(self._virtual.busy_us), self.scheduler.counts.pages_moved
         return _Mark(self._virtual.now_s(), self.meters.output_tokens, busy_us, moved)
 
-    def _ask(self, is_first: bool = False) -> None:
-        length, tokens = next(self._lengths)
+    def _ask(self, length: int, tokens: int, is_first: bool = False) -> None:
         tokens = min(tokens, self.shape.max_tokens - 1)
-        if is_first:
-            tokens = self._random.randint(1, tokens)
+        if is_first:  # in the middle of an answer: its prompt is read
+            length, tokens = 1, self._random.randint(1, tokens)
         prompt = (0,) * min(length, self.shape.max_tokens - tokens)
         request = ActiveRequest(Ask(prompt, tokens, GREEDY, ignores_end=True), self._reader, ())
         request.arrived_s = self._virtual.now_s()
@@ -147,7 +174,8 @@ class _Rehearsal(Engine):
         if num > 1:
             self._token_s.append((request.last_s - first_s) / (num - 1))
         self._num_ended += 1
-        self._ask()
+        if self._is_closed:
+            self._ask(*next(self._lengths))
 
     def seated(self, request: ActiveRequest, microbatch: Microbatch[ActiveRequest]) -> None:
         """Nothing is metered."""

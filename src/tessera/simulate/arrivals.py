@@ -38,6 +38,8 @@ BURST = (4.0, 0.1, 10.0)
 DEFAULT_NUM = 1000
 # Largest rate, length or time that fits a draw.
 MOST = 1e9
+# Parts of the range of uniform lengths.
+NUM_PARTS = 16
 # Default spread of lognormal lengths.
 SIGMA = 0.7
 LENGTHS = ("fixed", "uniform", "geometric", "lognormal")
@@ -139,7 +141,9 @@ def _drawn(kind: str, mean: float, sigma: float, num: int, random: np.random.Gen
     if kind == "fixed":
         return np.full(num, mean)
     if kind == "uniform":
-        return random.uniform(0.5 * mean, 1.5 * mean, num)
+        # One of every part of the range among as many requests, so that few give the mean.
+        parts = np.concatenate([random.permutation(NUM_PARTS) for _ in range(-(-num // NUM_PARTS))])[:num]
+        return mean * (0.5 + (parts + random.random(num)) / NUM_PARTS)
     if kind == "geometric":
         return random.geometric(1.0 / mean, num).astype(np.float64)
     return random.lognormal(np.log(mean) - sigma * sigma / 2, sigma, num)
