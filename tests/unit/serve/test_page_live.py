@@ -70,7 +70,10 @@ def make_policy() -> ServicePlan:
         replace(g, trace=replace(g.trace, step=replace(g.trace.step, kind="tokens", context=size)))
         for size, g in enumerate(plan.unit.graphs, 4)
     )
-    plan = replace(plan, lanes=plan.lanes[:1], unit=replace(plan.unit, graphs=graphs))
+    costs = tuple(
+        replace(c, trace_digest=graph.trace.digest) for c, graph in zip(plan.costs, graphs, strict=True)
+    )
+    plan = replace(plan, lanes=plan.lanes[:1], unit=replace(plan.unit, graphs=graphs), costs=costs)
     return ServicePlan(MODEL, "throughput", Load(8, 8), (Group(Role.MIXED, plan, 2, 1),))
 
 
