@@ -138,6 +138,7 @@ def _verify(plan: Any, method: str) -> None:
 def _serve(row: Row, folder: str) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from own_code import reference
+    from serving_factory import policies_of
     from tessera.errors import TesseraError
     from tessera.serve.records import AnswerPiece, Ask, Sampling, ServeSpec, step_name
     from tessera.serve.service import Service
@@ -167,7 +168,10 @@ def _serve(row: Row, folder: str) -> None:
             for t in event.tokens
         ]
 
-    with reference(model, num_threads=1) as stepper, Service(stepper, model.shape, ByteText()) as service:
+    with (
+        reference(model, num_threads=1) as stepper,
+        Service(stepper, policies_of(stepper, model.shape), model.shape, ByteText()) as service,
+    ):
         found = asyncio.run(answer(service))
     if found != _generated(model, ask):
         raise TesseraError("its greedy answer is not `generate`'s")

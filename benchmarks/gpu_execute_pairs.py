@@ -123,7 +123,7 @@ def wanted(built: Any, num: int) -> list[RunResult]:
 
     plan = whole_plan(built.unit, Cluster(parse_devices("cuda:0"), ()), 0)
     run = InOrder(traces, built.weights, driver.card(0))
-    with ReferenceStepper(plan, run, dict) as stepper:
+    with ReferenceStepper([plan], run, dict) as stepper:
         return run_offline(stepper, [built.request(seed) for seed in range(num)]).results
 
 

@@ -165,7 +165,7 @@ def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, poli
     )
     launches = [len(g.trace.launches) for g in prepared.plans[0].unit.graphs]
     totals = [[round(c.total_us(d), 1) for d in range(len(cluster.devices))] for c in prepared.plans[0].costs]
-    rehearsed = {policy.policy: round(policy.expected.tokens_per_s, 1) for policy in prepared.policies}
+    rehearsed = {p.policy: round(p.expected.tokens_per_s, 1) for p in prepared.policies if p.expected}
     log.put("rehearsed, tokens per s", rehearsed)
     more = {"prepared s": _since(began), "moments": moments, "launches": launches, "steps us": totals}
     log.put("model", {**sizes(args), **more, "counts": prepared.plans[0].unit.counts})

@@ -12,7 +12,8 @@ again, so that the service is full; lengths are drawn by the function that the r
 Rates and times are in modelled time: measured x scale, measured / scale.
 
 `fixed` is data-parallel with two microbatches of 64 sequences per device and steps of 64 to 2048 tokens,
-whatever the load. With fewer layers than the model has, limits are reduced in proportion.
+whatever the load. With fewer layers than the model has, limits are reduced in proportion to the weights
+that a step reads.
 """
 
 import argparse
@@ -29,6 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its sibli
 from benchmarks.gpu_common import Log, about
 
 MODEL, LAYERS = "llama-3-8b", 32
+# Layers that weigh as much as the head.
+HEAD = 2.4
 FIXED = "fixed"
 POLICIES = ("prefill-decode-fractional", "data-parallel", "prefill-decode", FIXED)
 
@@ -44,7 +47,7 @@ def case(log: Log, args: argparse.Namespace, text: str, kept: dict[str, Any]) ->
     text, _, names = text.partition("=")
     pair, lengths, limit = text.split(":")
     prompt, output = (int(n) for n in lengths.split("/"))
-    tpot_ms = float(limit) * args.layers / LAYERS if limit else None
+    tpot_ms = float(limit) * (args.layers + HEAD) / (LAYERS + HEAD) if limit else None
     load = Load(prompt, output, tpot_ms=tpot_ms)
     devices = ",".join(f"cuda:0/as={gpu}" for gpu in pair.split("+"))
     cluster, model = make_cluster(parse_devices(devices), args.link), named(MODEL, args.layers)

@@ -28,23 +28,20 @@ from tessera.ir import (
     Costs,
     Graph,
     Group,
-    Lane,
     Load,
     Objective,
     Placement,
-    Plan,
     ServicePlan,
     Step,
     Trace,
     WorkUnit,
-    verify,
 )
 from tessera.ir.graph import StepFamily
 from tessera.kernels import PAGE
 from tessera.plan import FULL, DeviceMemory, SearchConfig
 from tessera.plan.fluid import FLUID, POLICIES, Draft, Fluid, FluidConfig, GroupDraft, ModelBytes, StepPrice
 from tessera.plan.service import Rehearse, plan_service
-from tessera.plan.solve import place
+from tessera.plan.solve import lane_plan, place
 from tessera.profile import works
 from tessera.profile.measured import combine
 
@@ -238,39 +235,6 @@ def make_group(steps: ServedSteps, draft: GroupDraft, policy: str, search: Searc
     home = "+".join(steps.cluster.names[device] for device in draft.devices)
     plan = lane_plan(unit, costs, steps.cluster, placement, draft.microbatches, home)
     return Group(draft.role, plan, draft.sequences, draft.microbatches)
-
-
-def lane_plan(
-    unit: WorkUnit,
-    costs: tuple[Costs, ...],
-    cluster: Cluster,
-    placement: Placement,
-    microbatches: int,
-    home: str,
-) -> Plan:
-    """A plan of one lane, whose rate is that of its busiest device."""
-    busy_us = [0.0] * len(cluster.devices)
-    for count, cost, devices in zip(unit.counts, costs, placement.devices, strict=True):
-        for launch, device in enumerate(devices):
-            busy_us[device] += count * cost.us(launch, device)
-    per_s = 1e6 / max(busy_us)
-    plan = Plan(
-        unit=unit,
-        cluster=cluster,
-        costs=costs,
-        objective=Objective.THROUGHPUT,
-        policy="single-placement",
-        lanes=(Lane(placement, per_s),),
-        microbatches=microbatches,
-        throughput_per_s=per_s,
-        simulated_per_s=per_s,
-        bound_per_s=per_s,
-        latency_us=sum(busy_us),
-        lane_table=(0,),
-        home=home,
-    )
-    verify(plan)
-    return plan
 
 
 def make_service_plan(

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -60,8 +61,9 @@ def opened(
 ) -> WorkerStepper:
     """Workers with these plans."""
     found = plans(devices, size)
-    options = {"transport": transport, "timeout_s": timeout_s, "method": FORKSERVER}
-    return WorkerStepper(found, made.weights(size), **options)  # type: ignore[arg-type]
+    return WorkerStepper(
+        found, made.weights(size), transport=transport, timeout_s=timeout_s, method=FORKSERVER
+    )
 
 
 def in_order(devices: str) -> ReferenceStepper:
@@ -106,7 +108,7 @@ def play(stepper: Stepper) -> list[torch.Tensor]:
     """Steps and moves at all homes; outputs, then the state of every home."""
     open_all(stepper)
     # (microbatch, step, tokens, written from, read from), or pages of one to pages of another
-    script = [
+    script: list[tuple[Any, ...]] = [
         (0, 1, 4, PAGE, PAGE), (3, 0, 3, 2 * PAGE, PAGE), (1, 0, 4, PAGE, 2 * PAGE),
         (0, 1, [(1, 3), (2, 1)]), (1, 1, 2, 2 * PAGE, 3 * PAGE), (1, 2, [(3, 1), (2, 2)]),
         (2, 0, 2, 3 * PAGE, PAGE), (2, 0, [(1, 5), (3, 6)]), (0, 0, 2, 7 * PAGE, 5 * PAGE),
@@ -115,9 +117,9 @@ def play(stepper: Stepper) -> list[torch.Tensor]:
     for seed, line in enumerate(script):
         if len(line) == 3:
             source, destination, pairs = line
-            assert not move(stepper, source, destination, pairs).failure  # type: ignore[arg-type]
+            assert not move(stepper, source, destination, pairs).failure
         else:
-            microbatch, number, tokens, first, read = line  # type: ignore[misc]
+            microbatch, number, tokens, first, read = line
             given = made.inputs(tokens, first, read, seed)
             found.append(step(stepper, StepCall(microbatch, number, given)).outputs["y"].cpu())
     for microbatch in (0, 1, 2):

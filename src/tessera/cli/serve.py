@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from tessera.cli.capture import RandomWeights
-from tessera.cli.output import HIDDEN, Record, finite, progress
+from tessera.cli.output import HIDDEN, Record, finite, needs, progress
 from tessera.cli.plan import LINK_HELP, EffortOption
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, gathered, work
 from tessera.cli.run import TransportOption
@@ -82,6 +82,32 @@ PlanOption = Annotated[
     ),
 ]
 PolicyOption = Annotated[str, typer.Option(help=POLICY_HELP)]
+OutputTokens = Annotated[
+    int | None,
+    typer.Option(min=1, is_eager=True, help="Mean answer that the service is planned for, in tokens."),
+]
+PromptTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1, callback=needs("output_tokens"), help="Mean prompt that the service is planned for, in tokens."
+    ),
+]
+TpotMs = Annotated[
+    float | None,
+    typer.Option(
+        min=1e-3,
+        callback=needs("output_tokens"),
+        help="Limit of milliseconds per output token, at the median.",
+    ),
+]
+TtftMs = Annotated[
+    float | None,
+    typer.Option(
+        min=1e-3,
+        callback=needs("output_tokens"),
+        help="Limit of milliseconds to the first token, at the median.",
+    ),
+]
 MaxWaiting = Annotated[int, typer.Option(min=1, help="Maximum number of waiting requests.")]
 MaxRequests = Annotated[int, typer.Option(min=1, help="Maximum number of requests, waiting ones included.")]
 MaxBody = Annotated[int, typer.Option(min=1, help="Maximum bytes of a request body.")]
@@ -137,6 +163,10 @@ def serve(
     memory_share: MemoryShare = 0.9,
     prefix_caching: PrefixCaching = True,
     plan: PlanOption = None,
+    prompt_tokens: PromptTokens = None,
+    output_tokens: OutputTokens = None,
+    tpot_ms: TpotMs = None,
+    ttft_ms: TtftMs = None,
     plan_cache: PlanCache = True,
     random_weights: RandomWeights = False,
     policy: PolicyOption = "auto",
@@ -160,7 +190,7 @@ def serve(
         return
     _check_extra()
     from tessera.execute.processes import warm_up
-    from tessera.ir import ServicePlan, load
+    from tessera.ir import Load, ServicePlan, load
 
     if meeting is None and ray is None:
         warm_up()  # it imports torch while this process does
@@ -176,6 +206,10 @@ def serve(
         cluster = _wired(gathered_devices, link)
         sizes = (microbatches, seqs, max_model_len, max_batch_tokens)
         spec = _spec(cluster, *sizes, memory_share, policy, random_weights, effort)
+        if prompt_tokens and output_tokens:
+            wanted = Load(prompt_tokens, output_tokens, tpot_ms=tpot_ms, ttft_ms=ttft_ms)
+            is_free = microbatches is seqs is max_batch_tokens is None
+            spec = replace(spec, load=wanted, is_for_load=is_free)
         options = ServeOptions(
             served_model_name or "", spec, transport, max_waiting, prefix_caching, keys, is_loopback(host),
             limits, default_folder() if plan_cache else None, load(ServicePlan, plan) if plan else None,

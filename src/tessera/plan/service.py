@@ -3,7 +3,8 @@
 Drafts of every policy (`fluid`) are made into service plans and rehearsed by the scheduler of the service on
 a virtual clock. Rehearsed times per token exceed drafted ones; where a limit is missed, the policy is drafted
 again for a limit that is lower by as much. Every policy gets its own best configuration within the same
-memory and limits; the coarsest policy within `TIE` of the best is the plan, the others are its rivals.
+memory and limits. Data-parallel is the plan unless another policy is better by more than `ERROR`, else the
+coarsest policy within `TIE` of the best; the others are its rivals.
 """
 
 import math
@@ -16,8 +17,8 @@ from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, POLICIES, SINGLE, Draft, 
 from tessera.plan.load_figures import Comparison, Option
 from tessera.plan.search.objectives import IDLE_SHARE
 
-# Rates this close are equal.
-TIE = 0.005
+# Rates this close are equal; a gain over data-parallel this small is within the error of modelled costs.
+TIE, ERROR = 0.005, 0.03
 # Rehearsals of a policy, and the share of the best rate below which drafts are not tried twice.
 MAX_REHEARSED, BEHIND = 4, 0.9
 # Rehearsals with fewer requests at once.
@@ -61,10 +62,13 @@ def plan_service(
             best[policy] = max(tried, key=lambda r: (r.is_within, r.expected.tokens_per_s))
     within = {policy: found for policy, found in best.items() if found.is_within}
     if not within:
-        raise _refusal(fluid, list(best.values()))
+        raise _refusal(fluid, list(best.values()), policies)
     figures = {name: option_of(r.rival, fluid.cluster).figure(objective) for name, r in within.items()}
     most = max(figures.values())
-    chosen = next(within[name] for name, figure in figures.items() if figure >= (1.0 - TIE) * most)
+    if figures.get(DATA_PARALLEL, 0.0) * (1.0 + ERROR) >= most:
+        chosen = within[DATA_PARALLEL]
+    else:
+        chosen = next(within[name] for name, figure in figures.items() if figure >= (1.0 - TIE) * most)
     rivals = tuple(found.rival for found in within.values())
     return replace(chosen.plan, expected=chosen.expected, rivals=rivals, bound_per_s=fluid.bound_per_s)
 
@@ -161,13 +165,13 @@ def _slack(load: Load, draft: Draft, expected: Expected, slack: float) -> float:
     return min(ratio for ratio, _ in ratios) if is_undercut else slack
 
 
-def _refusal(fluid: Fluid, missed: Sequence[Rehearsed]) -> PlanInfeasible:
+def _refusal(fluid: Fluid, missed: Sequence[Rehearsed], policies: Sequence[str]) -> PlanInfeasible:
     """Why there is no plan: limits that no policy keeps, or memory."""
     if missed:
         fastest = min((found.expected for found in missed), key=lambda e: (e.tpot_ms, e.ttft_ms))
         tpot_ms, ttft_ms = fastest.tpot_ms, fastest.ttft_ms
     else:
-        drafts = [draft for policy in POLICIES if (draft := fluid.fastest(policy)) is not None]
+        drafts = [draft for policy in policies if (draft := fluid.fastest(policy)) is not None]
         if not drafts:
             need = (fluid.model.weights + fluid.model.token * 2 * fluid.length) / 1e9
             return PlanInfeasible(

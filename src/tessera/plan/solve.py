@@ -112,6 +112,39 @@ def place(
     return task.draft(max(mixes, key=task.upper_bound_per_s)).lanes[0].placement
 
 
+def lane_plan(
+    unit: ir.WorkUnit,
+    costs: tuple[ir.Costs, ...],
+    cluster: ir.Cluster,
+    placement: ir.Placement,
+    microbatches: int,
+    home: str,
+) -> ir.Plan:
+    """A plan of one lane, whose rate is that of its busiest device."""
+    busy_us = [0.0] * len(cluster.devices)
+    for count, cost, devices in zip(unit.counts, costs, placement.devices, strict=True):
+        for launch, device in enumerate(devices):
+            busy_us[device] += count * cost.us(launch, device)
+    per_s = 1e6 / max(busy_us)
+    plan = ir.Plan(
+        unit=unit,
+        cluster=cluster,
+        costs=costs,
+        objective=ir.Objective.THROUGHPUT,
+        policy="single-placement",
+        lanes=(ir.Lane(placement, per_s),),
+        microbatches=microbatches,
+        throughput_per_s=per_s,
+        simulated_per_s=per_s,
+        bound_per_s=per_s,
+        latency_us=sum(busy_us),
+        lane_table=(0,),
+        home=home,
+    )
+    ir.verify(plan)
+    return plan
+
+
 def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
     """The objective's figure; higher is better."""
     if objective is ir.Objective.LATENCY:

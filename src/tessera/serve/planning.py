@@ -217,23 +217,22 @@ def prepare(
 
     if plan is not None:
         check_plan(plan, model, cluster)
-        first = plan.groups[0]
-        spec = replace(spec, rows=first.sequences, pool_tokens=first.pool_tokens, load=plan.load)
 
     def build() -> "ServedModel":
         advance(f"building {model}")
         return backend.build(model, spec)
 
     def make() -> Prepared:
-        if plan is not None:
-            return _follow(build(), plan, cluster, backend, spec.effort, advance)
+        given = plan or _for_load(model, cluster, spec, advance)
+        if given is not None:
+            return _follow(build(), given, cluster, backend, spec.effort, advance)
         return _plan(build(), cluster, spec, backend, advance)
 
     if kept is None:
         return make()
     digest = "" if plan is None else hashlib.sha256(b"".join(chunks_of(plan))).hexdigest()
     key = key_of(place_of(model), spec, cluster, tuple(backend.memory_bytes), is_compiled, digest)
-    prepared = find(key, kept, build, spec, plan is None)
+    prepared = find(key, kept, build, spec, plan is None and not spec.is_for_load)
     if prepared is None:
         prepared = make()
         keep(key, prepared, kept)
@@ -248,6 +247,27 @@ def check_plan(plan: ServicePlan, model: str, cluster: Cluster) -> None:
     if theirs != ours:
         message = f"the plan is for {', '.join(theirs)}; these devices are {', '.join(ours)}"
         raise MismatchError(message, "Name the plan's devices in its order, or plan for these.", "--plan")
+
+
+def _for_load(model: str, cluster: Cluster, spec: ServeSpec, advance: Listener) -> ServicePlan | None:
+    """The service plan for the spec's load; None: sizes are given, or a device has no cost model."""
+    from tessera.plan import search_config
+    from tessera.profile.measured import needs_measuring
+
+    if not spec.is_for_load or any(needs_measuring(device) for device in cluster.devices):
+        return None
+    from tessera.flow import choose_launches
+    from tessera.plan.fluid import POLICIES
+    from tessera.planning import ServedSteps, make_service_plan
+    from tessera.serve.rehearse import rehearse
+
+    steps = ServedSteps(model, cluster, spec.random_weights, advance=advance)
+    steps.is_compiled, _ = choose_launches(steps.anchors, "")
+    (name,) = spec.policies
+    if name not in ("auto", *POLICIES):
+        return None
+    policies = POLICIES if name == "auto" else (name,)
+    return make_service_plan(steps, spec.load, rehearse, search_config(spec.effort), policies=policies)
 
 
 def _follow(
@@ -279,7 +299,7 @@ def _follow(
             traces = backend.capture(sized)
             unit = flow.make_unit(traces, group.plan.unit.counts)
             captured[key] = unit, backend.price(unit, sized, advance)
-        made = follow_group(group, sized.shape, *captured[key], cluster, effort)
+        made = follow_group(group, plan.policy, sized.shape, *captured[key], cluster, effort)
         groups.append(made)
         scale = max(scale, backend.scale(made.plan, sized))
     check_groups(groups)

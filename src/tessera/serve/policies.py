@@ -3,7 +3,7 @@
     single, data-parallel                        mixed groups on one device each: nothing is searched
     prefill-decode, prefill-decode-fractional    one device reads prompts, the others answer (fractional: and
                                                  read prompts too); every device is tried
-    attention-ffn, layer-pipeline, kernel-level  groups over several devices, placed by `flow.make_plan`
+    attention-ffn, layer-pipeline, kernel-level  groups over several devices, placed by `plan.solve.place`
     latency                                      as these, for the least time of one request
 
 Searches count steps as often as a rehearsal runs them. `auto` takes the policy whose rehearsal is best within
@@ -26,12 +26,10 @@ from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.ir import (
     Cluster,
     Costs,
+    Graph,
     Group,
-    Lane,
     Load,
-    Objective,
     Placement,
-    Plan,
     Rival,
     Role,
     ServicePlan,
@@ -42,13 +40,15 @@ from tessera.serve.rehearse import rehearse
 
 AUTO = "auto"
 SPLITS = {"prefill-decode": Role.ANSWERS, "prefill-decode-fractional": Role.MIXED}
-# Name -> objective, and policy of the search.
-SEARCHED: dict[str, tuple[Objective, str | None]] = {
-    "attention-ffn": (Objective.THROUGHPUT, "attention-ffn"),
-    "layer-pipeline": (Objective.THROUGHPUT, "layer-pipeline"),
-    "kernel-level": (Objective.THROUGHPUT, None),
-    "latency": (Objective.LATENCY, None),
+# Name -> planner of its placement.
+SEARCHED = {
+    "attention-ffn": "attention-ffn",
+    "layer-pipeline": "layer-pipeline",
+    "kernel-level": "single-placement",
+    "latency": "latency",
 }
+# Seconds of the search for one placement.
+SEARCH_S = 2.0
 POLICIES = ("single", "data-parallel", *SPLITS, *SEARCHED)
 # Microbatches of a prompts group: one reads while the other is settled.
 PROMPT_MICROBATCHES = 2
@@ -148,18 +148,9 @@ class ServicePlanner:
             yield from self._searched(name)
 
     def _searched(self, name: str) -> Iterator[tuple[Group, ...]]:
-        from tessera import flow
-        from tessera.plan import search_config
-
-        objective, policy = SEARCHED[name]
         microbatches = max(DIVIDED_MICROBATCHES, self.shape.microbatches)
-        given = (self.unit, self.costs, self.cluster, objective, microbatches, policy)
-        plan = flow.make_plan(*given, search=search_config(self.effort))
-        lanes = sorted(plan.lanes, key=lambda lane: -lane.rate_per_s)
-        groups = tuple(self._along(replace(plan, policy=name), lane, microbatches) for lane in lanes)
-        if len(groups) > 1:
-            yield groups
-        yield groups[:1]
+        placement = searched(name, self.unit, self.costs, self.cluster, microbatches, self.effort)
+        yield (self._along(name, placement, microbatches),)
 
     @cached_property
     def _counted(self) -> "ServicePlanner":
@@ -175,16 +166,18 @@ class ServicePlanner:
         """A group on one device."""
         return group_on(device, role, self.shape, self.unit, self.costs, self.cluster, microbatches)
 
-    def _along(self, plan: Plan, lane: Lane, microbatches: int) -> Group:
-        """A mixed group along a lane of a plan."""
-        used = sorted({device for step in lane.placement.devices for device in step})
+    def _along(self, name: str, placement: Placement, microbatches: int) -> Group:
+        """A mixed group whose lane has this placement."""
+        from tessera.plan.solve import lane_plan
+
+        used = sorted({device for step in placement.devices for device in step})
         if len(used) == 1:
             return self._on(used[0], Role.MIXED, max(1, self.shape.microbatches // len(self.cluster.devices)))
-        graph, place = plan.graphs[-1], lane.placement.devices[-1]
-        pages = hashlib.sha256(repr(homes_of(graph, place)).encode()).hexdigest()[:12]
-        home = f"{plan.policy}-{pages}" if self.shape.is_flat else ""
-        own = replace(plan, lanes=(lane,), lane_table=(), home=home, microbatches=microbatches)
-        return Group(Role.MIXED, own, self.shape.rows, microbatches)
+        pages = homes_of(self.unit.graphs[-1], placement.devices[-1])
+        digest = hashlib.sha256(repr(pages).encode()).hexdigest()[:12]
+        home = f"{name}-{digest}" if self.shape.is_flat else ""
+        plan = lane_plan(self.unit, self.costs, self.cluster, placement, microbatches, home)
+        return Group(Role.MIXED, plan, self.shape.rows, microbatches)
 
     def _check(self, groups: Sequence[Group]) -> None:
         """Raises DeviceMemoryError unless these groups fit at once."""
@@ -231,6 +224,22 @@ def recosted(policy: ServicePlan, factors: Factors) -> ServicePlan:
     return replace(policy, groups=tuple(groups))
 
 
+def searched(
+    policy: str,
+    unit: WorkUnit,
+    costs: tuple[Costs, ...],
+    cluster: Cluster,
+    microbatches: int,
+    effort: str,
+) -> Placement:
+    """One placement over several devices by a policy; a rehearsal judges it."""
+    from tessera.plan import search_config
+    from tessera.plan.solve import place
+
+    config = replace(search_config(effort), single_limit_s=SEARCH_S)
+    return place(unit, costs, cluster, SEARCHED[policy], microbatches, config)
+
+
 def group_on(
     device: int,
     role: Role,
@@ -241,18 +250,18 @@ def group_on(
     microbatches: int,
 ) -> Group:
     """A group on one device; its pages are those of all groups on this device with as many."""
+    from tessera.plan.solve import lane_plan
+
     placement = Placement(tuple((device,) * len(graph.trace.launches) for graph in unit.graphs))
-    us = sum(priced.total_us(device) * num for priced, num in zip(costs, unit.counts, strict=True))
-    rate, home = 1e6 / max(us, 1e-9), f"{cluster.names[device]} {shape.pool_tokens}" if shape.is_flat else ""
-    plan = Plan(
-        unit, cluster, costs, Objective.THROUGHPUT, "single", (Lane(placement, rate),), microbatches,
-        rate, rate, rate, us, home=home,
-    )  # fmt: skip
-    return Group(role, plan, shape.rows, microbatches)
+    home = f"{cluster.names[device]} {shape.pool_tokens}" if shape.is_flat else ""
+    return Group(
+        role, lane_plan(unit, costs, cluster, placement, microbatches, home), shape.rows, microbatches
+    )
 
 
 def follow_group(
     group: Group,
+    policy: str,
     shape: Shape,
     unit: WorkUnit,
     costs: tuple[Costs, ...],
@@ -260,22 +269,18 @@ def follow_group(
     effort: str,
 ) -> Group:
     """A planned group over captured steps."""
-    from tessera import flow
-    from tessera.plan import search_config
-
-    (lane,), used = group.plan.lanes, group.plan.used
+    used = group.plan.used
     if len(used) == 1:
         return group_on(used[0], group.role, shape, unit, costs, cluster, group.microbatches)
-    names = [
-        [k.name for k in map(g.trace.kernel_of, range(len(g.trace.launches)))] for g in group.plan.graphs
-    ]
-    if names != [[k.name for k in map(g.trace.kernel_of, range(len(g.trace.launches)))] for g in unit.graphs]:
-        policy = SEARCHED.get(group.plan.policy, (Objective.THROUGHPUT, None))[1]
-        given = (unit, costs, cluster, Objective.THROUGHPUT, group.microbatches, policy)
-        found = flow.make_plan(*given, search=search_config(effort))
-        lane = max(found.lanes, key=lambda lane: lane.rate_per_s)
-    plan = replace(group.plan, unit=unit, costs=costs, cluster=cluster, lanes=(lane,))
-    return replace(group, plan=plan)
+    lanes = group.plan.lanes
+    if [_kernels(graph) for graph in group.plan.graphs] != [_kernels(graph) for graph in unit.graphs]:
+        placement = searched(policy, unit, costs, cluster, group.microbatches, effort)
+        lanes = (replace(lanes[0], placement=placement),)
+    return replace(group, plan=replace(group.plan, unit=unit, costs=costs, cluster=cluster, lanes=lanes))
+
+
+def _kernels(graph: Graph) -> list[str]:
+    return [graph.trace.kernel_of(launch).name for launch in range(len(graph.trace.launches))]
 
 
 def check_groups(groups: Sequence[Group]) -> None:

@@ -90,6 +90,8 @@ class ServeSpec:
     # Share of a device's memory for weights and pages; the rest is for temporaries.
     memory_share: float = 0.9
     load: Load = LOAD
+    # True if sequences, microbatches and step sizes are chosen for the load.
+    is_for_load: bool = False
     # Names of `policies`, such as auto or data-parallel; the first is current at the start.
     policies: tuple[str, ...] = ("auto",)
     # Seed of random weights; a folder's weights are used unless `random_weights`.

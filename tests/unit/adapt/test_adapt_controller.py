@@ -5,16 +5,18 @@ from dataclasses import replace
 from fake_system import FakeSystem
 from online_factory import split_plan
 from tessera.adapt.capability import Capability, Point
-from tessera.adapt.controller import Controller, Plans
+from tessera.adapt.controller import Controller
 from tessera.adapt.drift import Factors
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import PlanInfeasible
 from tessera.execute.lanes import Lanes
-from tessera.ir import DecisionKind
+from tessera.ir import DecisionKind, Plan
 
 QUICK = Capability("quick", 10.0, (Point(1.0, 1.0, 1.0), Point(9.0, 3.0, 27.0)))
 WIDE = Capability("wide", 20.0, (Point(1.0, 2.0, 2.0), Point(18.0, 4.0, 72.0)))
 PLANS = (split_plan(),)
+
+Plans = tuple[Plan, ...]
 
 
 class FakePlanner:
@@ -42,12 +44,12 @@ def monitor() -> Monitor:
     return Monitor([QUICK, WIDE], MonitorConfig(window_s=1.0))
 
 
-def controlled(planner: FakePlanner | None = None) -> tuple[FakeSystem, Controller]:
+def controlled(planner: FakePlanner | None = None) -> tuple[FakeSystem, Controller[Plan]]:
     system = FakeSystem([WIDE])
     return system, Controller(system, PLANS, monitor(), planner)
 
 
-def slow_steps(system: FakeSystem, controller: Controller) -> None:
+def slow_steps(system: FakeSystem, controller: Controller[Plan]) -> None:
     """Steps on two devices, one of which takes three times as long as planned."""
     (lane,) = Lanes(PLANS).all
     for step, (costs, place) in enumerate(zip(PLANS[0].costs, lane.lane.placement.devices, strict=True)):

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import models
 from factories import make_cluster, make_plan
@@ -32,7 +33,7 @@ def scattered(seed: int) -> Plan:
     return replace(plan, policy=("quick", "wide")[seed])
 
 
-def crowd(live: Controller) -> None:
+def crowd(live: Controller[Any]) -> None:
     """Three come for each that is done."""
     for _ in range(3):
         live.arrived()

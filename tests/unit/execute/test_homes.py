@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from random import Random
+from typing import Any, cast
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def stepper(request: pytest.FixtureRequest) -> Iterator[Stepper]:
     """Each kind that computes."""
     make = in_order if request.param == "in order" else workers(request.param)
     with ExitStack() as stack:
-        yield stack.enter_context(make())
+        yield stack.enter_context(cast(Any, make()))
 
 
 def step(stepper: Stepper, call: StepCall) -> torch.Tensor:
@@ -57,7 +58,8 @@ def step(stepper: Stepper, call: StepCall) -> torch.Tensor:
     done = stepper.take(60.0)
     assert isinstance(done, StepDone), done
     assert (call.microbatch, call.step) == (done.microbatch, done.step)
-    return done.outputs["y"]
+    found: torch.Tensor = done.outputs["y"]
+    return found
 
 
 def lane_of(stepper: Stepper, policy: int) -> int:

@@ -16,7 +16,7 @@ import cuda_stub
 import home_factory as made
 from tessera.errors import TesseraError
 from tessera.execute import page_mover
-from tessera.execute.messages import MovePages
+from tessera.execute.messages import PIECE_BYTES, MovePages
 from tessera.execute.page_mover import cut
 from tessera.execute.stepper import DeviceBack, DeviceLost, Event, Moved, PageMove, StepCall, StepDone
 from tessera.execute.worker_stepper import WorkerStepper
@@ -180,7 +180,7 @@ def test_a_move_of_many_pieces_waits_for_slots(transport: str, monkeypatch: pyte
 
 def test_pieces_are_bounded_and_cover_every_page() -> None:
     """Whatever the sizes of the buffers."""
-    size = page_mover.PIECE_BYTES // 3
+    size = PIECE_BYTES // 3
     order = MovePages(
         1, 1, 0, 1, [("a", size), ("b", 8), ("c", size)], list(range(1, 8)), list(range(11, 18))
     )
@@ -193,7 +193,7 @@ def test_pieces_are_bounded_and_cover_every_page() -> None:
     }
 
     assert {(name, n, n + 10) for name in "abc" for n in range(1, 8)} == found
-    assert all(sum(s * len(p) for _, s, p, _ in piece) <= page_mover.PIECE_BYTES for piece in pieces)
+    assert all(sum(s * len(p) for _, s, p, _ in piece) <= PIECE_BYTES for piece in pieces)
 
 
 # Faults.
