@@ -170,7 +170,8 @@ def table(found: dict[str, Any]) -> str:
             cells = [text, policy, row["tokens per s"], row["expected"], row["measured / expected"], ratio]
             cells += [row["tpot ms p50, p99"], row["ttft ms p50, p99"], row["pages moved"]]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join([*lines, ""])
+    notes = [f"- {note}" for note in found.get("notes", ())]
+    return "\n".join([*lines, "", *notes, ""]).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -70,7 +70,11 @@ def in_order(devices: str) -> ReferenceStepper:
     """The launches one by one."""
     found = plans(devices)
     run = InOrder([graph.trace for graph in Lanes(found).graphs], made.weights(), driver.card(0))
-    return ReferenceStepper(found, run, lambda: made.workload(2).make_state(0))
+
+    def state() -> dict[str, torch.Tensor]:
+        return {name: t.to(driver.card(0)) for name, t in made.workload(2).make_state(0).items()}
+
+    return ReferenceStepper(found, run, state)
 
 
 def until(stepper: Stepper, *kinds: type, limit_s: float = 120.0) -> list[Event]:

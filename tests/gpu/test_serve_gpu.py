@@ -76,12 +76,17 @@ def calls(local: Local, microbatch: int) -> list[StepCall]:
 
 
 def outputs(local: Local, policy: str) -> list[Tensors]:
-    """Everything that two microbatches give, one after the other, in the last group of a policy."""
+    """Everything that two microbatches give, one after the other, in the last group of a policy.
+
+    Pages are zeros at first: they stay as the microbatch before left them.
+    """
     stepper, found = local.stepper, list[Tensors]()
     plan = local.prepared.policies[policies(local).index(policy)].plans[-1]
     lane = next(lane for lane in stepper.lanes.all if lane.plan is plan)
     for microbatch in range(MICROBATCHES):
-        stepper.open(microbatch, lane.number)
+        state = built(local.prepared).workloads[-1].make_state(0)
+        zeros = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in state.items()}
+        stepper.open(microbatch, lane.number, zeros)
         for call in calls(local, microbatch):
             stepper.start(call)
             event = stepper.take(60.0)
