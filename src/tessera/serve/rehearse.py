@@ -80,7 +80,7 @@ class _Rehearsal(Engine):
         self._steps: Counter[tuple[int, int]] = Counter()
         # A request that ends makes room for the next one.
         self._num_ended, self._is_closed = 0, True
-        # Of each request: seconds to its first token, and per token after it.
+        # Seconds of each request to its first token, and per token after it.
         self._first_s: list[float] = []
         self._token_s: list[float] = []
 

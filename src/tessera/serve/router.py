@@ -95,7 +95,7 @@ class Transit:
     request: ActiveRequest
     source: RoutedMicrobatch
     destination: RoutedMicrobatch
-    # Of the destination; None: both share it, and nothing is sent.
+    # Pool of the destination; None: both share it, and nothing is sent.
     pool: PagePool | None
     # At the destination, in the order of the sequence; the first `num_sent` are there or in flight.
     pages: list[int]
@@ -116,7 +116,7 @@ class PagesInFlight:
     transit: Transit
     # Numbers of both microbatches.
     ends: tuple[int, int]
-    # Of the source, which keeps them until they have arrived.
+    # Pool of the source, which keeps the pages until they have arrived.
     pool: PagePool
     pages: tuple[int, ...]
 

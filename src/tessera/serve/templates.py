@@ -12,6 +12,7 @@ It receives JSON messages: the template, then the variables of each conversation
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -29,6 +30,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # Time limit of one conversation; common templates take a millisecond.
 LIMIT_S = 5.0
+# After which the process ends itself.
+ALARM_S = 6
 # Memory limit of the process; Python and jinja2 take a tenth.
 MEMORY_BYTES = 768 * 2**20
 MAX_CHARS = 8 * 2**20
@@ -118,6 +121,7 @@ def main() -> None:
             variables = json.loads(pipe.recv_bytes())
         except EOFError:
             return
+        signal.alarm(ALARM_S)  # a server that was killed cannot end this process
         try:
             template = template or environment().from_string(source)
             answer = {"text": _rendered(template, variables)}
@@ -127,6 +131,7 @@ def main() -> None:
             answer = {"error": str(error.message)[:ERROR_CHARS]}
         except Exception as error:  # noqa: BLE001 - the edge of a process that runs a stranger's program
             answer = {"error": f"{type(error).__name__}: {error}"[:ERROR_CHARS]}
+        signal.alarm(0)
         pipe.send_bytes(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
 
 

@@ -1,5 +1,9 @@
 """Chat templates are strangers' programs: filled in as Hugging Face does, with limits of time and memory."""
 
+import multiprocessing
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,3 +123,15 @@ def test_a_template_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None
     while child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert child.poll() is not None
+
+
+def test_the_process_of_a_killed_server_ends_itself() -> None:
+    """Nobody is left to end it, and its template does not end."""
+    forever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    here, there = multiprocessing.Pipe()
+    command = [sys.executable, "-I", templates.__file__, str(there.fileno())]
+    with subprocess.Popen(command, pass_fds=(there.fileno(),)) as child:
+        here.send_bytes(forever.encode())
+        here.send_bytes(b"{}")
+
+        assert child.wait(4.0 * templates.ALARM_S) == -signal.SIGALRM
