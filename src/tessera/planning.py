@@ -39,7 +39,16 @@ from tessera.ir import (
 from tessera.ir.graph import StepFamily
 from tessera.kernels import PAGE
 from tessera.plan import FULL, DeviceMemory, SearchConfig
-from tessera.plan.fluid import FLUID, POLICIES, Draft, Fluid, FluidConfig, GroupDraft, ModelBytes, StepPrice
+from tessera.plan.fluid import (
+    FLUID,
+    POLICIES,
+    FluidConfig,
+    FluidModel,
+    GroupDraft,
+    ModelBytes,
+    ServiceDraft,
+    StepPrice,
+)
 from tessera.plan.service import Rehearse, plan_service
 from tessera.plan.solve import lane_plan, place
 from tessera.profile import works
@@ -248,9 +257,9 @@ def make_service_plan(
 ) -> ServicePlan:
     """The service with most tokens per second within the limits of a load."""
     flow.check_modelled(steps.cluster)
-    fluid = Fluid(load, steps.cluster, steps.price, steps.model_bytes, config)
+    fluid = FluidModel(load, steps.cluster, steps.price, steps.model_bytes, config)
 
-    def make(draft: Draft) -> ServicePlan:
+    def make(draft: ServiceDraft) -> ServicePlan:
         groups = tuple(make_group(steps, group, draft.policy, search) for group in draft.groups)
         return ServicePlan(steps.model, draft.policy, load, groups)
 

@@ -83,7 +83,7 @@ def test_first_line_says_where_it_is(server: Started) -> None:
     """With --json one line has the address, the devices, the policies and the sizes."""
     assert server.said["model"] == "tiny-llama"
     assert server.said["devices"] == DEVICES.split(",")
-    assert server.said["policy"] == server.said["policies"][0]
+    assert server.said["policy"] in server.said["policies"]
     assert (server.said["microbatches"], server.said["seqs"], server.said["max_model_len"]) == (2, 4, 256)
 
 

@@ -157,7 +157,7 @@ def test_processes_of_torchrun_find_the_rendezvous(monkeypatch: pytest.MonkeyPat
         ),
         (["worker"], "--rendezvous"),
         (["worker", "--rendezvous", "10.1.2.3:4"], "--secret-file"),
-        (["worker", "--rendezvous", "127.0.0.1:4", "--rank", "-2"], "no rank -2"),
+        (["worker", "--rendezvous", "127.0.0.1:4", "--rank", "-2"], "--rank"),
         (["worker", "--rendezvous", "127.0.0.1:4", "--patience", "-1"], "--patience"),
     ],
 )

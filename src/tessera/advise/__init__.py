@@ -1,5 +1,5 @@
 """Advise: which cards carry a load, at what rate, price and latency; see `search` (which imports torch)."""
 
-from tessera.advise.records import Advice, Candidate, Load, Market, Regime
+from tessera.advise.records import Advice, Candidate, Market, Regime, RentedLoad
 
-__all__ = ["Advice", "Candidate", "Load", "Market", "Regime"]
+__all__ = ["Advice", "Candidate", "Market", "Regime", "RentedLoad"]

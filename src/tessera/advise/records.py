@@ -17,7 +17,7 @@ HIDDEN = msgspec.Meta(extra={"hidden": True})
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RentedLoad:
     model: str
     rate_per_s: float
     # Tokens of a prompt and of an answer; for an image, its tokens and denoising steps.
@@ -122,7 +122,7 @@ class Regime:
 
 @dataclass(frozen=True)
 class Advice:
-    load: Annotated[Load, HIDDEN]
+    load: Annotated[RentedLoad, HIDDEN]
     # rent: cheapest first; have: from the coarsest way.
     candidates: tuple[Candidate, ...]
     price_source: str

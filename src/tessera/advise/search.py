@@ -9,7 +9,7 @@ every GPU. Two questions share this:
   have   What to do with given cards: the coarsest policy within the error of the prices; and what a copy of
          the model on one more card would add.
 
-Not modelled: prompts of different lengths, and bursts, for which `Load.margin` is kept free.
+Not modelled: prompts of different lengths, and bursts, for which `RentedLoad.margin` is kept free.
 """
 
 import time
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tessera.advise.records import Advice, Candidate, Load, Market, Regime, Times
+from tessera.advise.records import Advice, Candidate, Market, Regime, RentedLoad, Times
 from tessera.capture.models import steps_of_model
 from tessera.errors import PlanInfeasible, TesseraError
 from tessera.flow import (
@@ -62,7 +62,7 @@ NUM_LEARNED, CHANCE = 2, 1.05
 
 
 def advise(
-    load: Load,
+    load: RentedLoad,
     market: Market,
     have: Sequence[str] = (),
     advance: Advance = lambda what: None,
@@ -132,7 +132,7 @@ class Size:
 class PricedCards:
     """The steps of a request at every batch, priced on every card in question."""
 
-    def __init__(self, load: Load, market: Market, have: tuple[str, ...], advance: Advance) -> None:
+    def __init__(self, load: RentedLoad, market: Market, have: tuple[str, ...], advance: Advance) -> None:
         self.load, self.market, self.have, self.advance = load, market, have, advance
         steps, counts = _steps_of(load)
         self.batches = market.batches or BATCHES
@@ -230,7 +230,7 @@ def _unfit(one: Gpu, provider: str, uses_bf16: bool) -> str:
     return "it has no units for bfloat16" if one.bf16_tflops is None and uses_bf16 else ""
 
 
-def _steps_of(load: Load) -> tuple[list[Step], list[int]]:
+def _steps_of(load: RentedLoad) -> tuple[list[Step], list[int]]:
     """The steps of one request at any batch, and how often each runs."""
     if load.is_image:
         return [Step(load.model, steps_of_model(load.model)[0], 1, load.prompt)], [load.output]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tessera.advise import Advice, Candidate, Load, Market
+from tessera.advise import Advice, Candidate, Market, RentedLoad
 from tessera.cli.capture import MODEL_HELP, Launches, checked_launches
 from tessera.cli.output import HIDDEN, Record, finite, needs, positive, progress, shown
 from tessera.cli.plan import EffortOption
@@ -122,7 +122,7 @@ def advise(
         is_image = "decode" not in steps_of_model(model)
         usual = IMAGE if is_image else CHAT
         sizes = (prompt or usual[0], output or usual[1])
-        load = Load(place_of(model), rate, *sizes, slo_ttft_ms, slo_tpot_ms, margin, is_image)
+        load = RentedLoad(place_of(model), rate, *sizes, slo_ttft_ms, slo_tpot_ms, margin, is_image)
         market = Market(
             _names(gpus), max_devices, provider, link, microbatches, listed, memory_share,
             checked_launches(launches), search_config(effort),

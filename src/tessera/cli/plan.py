@@ -149,13 +149,7 @@ def plan(
             traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, prefill_batch, microbatches,
             random_weights, checked_launches(launches), objective, effort,
         )  # fmt: skip
-        from tessera.capture.models import steps_of_model
-
-        cluster = _cluster(devices, links, buses)
-        if output_tokens and "decode" in steps_of_model(traces[0]):
-            with suppress(CaptureError):  # state by row: no steps of mixed tokens
-                return plan_for_service(wanted, cluster, output)
-        return plan_for_load(wanted, cluster, output)
+        return _plan_model(wanted, _cluster(devices, links, buses), output)
     from tessera.plan import PlanConfig, search_config
 
     if launches:
@@ -170,6 +164,17 @@ def plan(
     seconds = round(time.perf_counter() - started, 3)
     record = plan_figures(made, tried if batch_choices else (), reasons, path, seconds)
     return Illustrated(record, pictures(made))
+
+
+def _plan_model(
+    wanted: PlannedLoad, cluster: Cluster, output: Path | None
+) -> ServicePlanFigures | Illustrated[LoadFigures]:
+    from tessera.capture.models import steps_of_model
+
+    if wanted.output_tokens and "decode" in steps_of_model(wanted.model):
+        with suppress(CaptureError):  # state by row: no steps of mixed tokens
+            return plan_for_service(wanted, cluster, output)
+    return plan_for_load(wanted, cluster, output)
 
 
 def _cluster(devices: str | None, links: list[str], buses: list[str]) -> Cluster:

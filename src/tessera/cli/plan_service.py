@@ -21,7 +21,7 @@ from tessera.plan import Option, search_config
 from tessera.plan.service import compared
 
 
-class PolicyLine(Record, frozen=True):
+class ServicePolicy(Record, frozen=True):
     """One policy at its own best configuration."""
 
     tokens_per_s: float
@@ -60,7 +60,7 @@ class ServicePlanFigures(Record, frozen=True):
     batches: Annotated[dict[str, int], HIDDEN]
     microbatches: Annotated[int, HIDDEN]
     service: ServiceFigures
-    baselines: Annotated[dict[str, PolicyLine], shown(BASELINES)]
+    baselines: Annotated[dict[str, ServicePolicy], shown(BASELINES)]
     best_baseline: str | None
     ratio_to_best_baseline: float | None
     ratio_to_data_parallel: float | None
@@ -148,6 +148,6 @@ def service_figures(
     )
 
 
-def _line(option: Option, groups: tuple[GroupSize, ...]) -> PolicyLine:
-    names = PolicyLine.__struct_fields__[:-1]
-    return PolicyLine(**{name: getattr(option, name) for name in names}, groups=groups)
+def _line(option: Option, groups: tuple[GroupSize, ...]) -> ServicePolicy:
+    names = ServicePolicy.__struct_fields__[:-1]
+    return ServicePolicy(**{name: getattr(option, name) for name in names}, groups=groups)

@@ -12,7 +12,7 @@ from tessera.ir import Objective, Plan
 from tessera.ir.plan import Robust
 from tessera.plan.explain import DeviceMemory, Gain, KernelUse, Reason, Usage
 from tessera.profile.coverage import CostShare
-from tessera.report import DeviceUse, PolicyLine, compared, device_uses, layer_picture, main_lane
+from tessera.report import PolicyLine, UsedDevice, compared, device_uses, layer_picture, main_lane
 
 if TYPE_CHECKING:
     from tessera.plan import Tried
@@ -215,7 +215,7 @@ def reasons_of(made: Plan) -> PlanReasons:
 class PlanTables(Record, frozen=True):
     """For people: the devices, and the plan against coarser policies."""
 
-    devices: Annotated[tuple[DeviceUse, ...], shown("devices (utilisation modelled)")]
+    devices: Annotated[tuple[UsedDevice, ...], shown("devices (utilisation modelled)")]
     policies: Annotated[tuple[PolicyLine, ...], shown("against coarser policies (modelled costs, simulated)")]
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
 import typer
@@ -189,32 +189,24 @@ def serve(
         _join(meeting, model)
         return
     _check_extra()
-    from tessera.execute.processes import warm_up
-    from tessera.ir import Load, ServicePlan, load
-
     if meeting is None and ray is None:
-        warm_up()  # it imports torch while this process does
-    from tessera.execute.transport import check_name
-    from tessera.serve.limits import read_keys
-    from tessera.serve.planning import default_folder
-    from tessera.serve.server import is_loopback
-    from tessera.serve.start import ServeOptions
-
-    check_name(transport)
-    keys, limits = read_keys(api_key or ()), _http_limits(max_body, max_requests, drain)
+        _warm_up()
+    keys, limits = _keys(transport, api_key or []), _http_limits(max_body, max_requests, drain)
     with gathered(devices or _own_devices(), model, meeting, ray) as (gathered_devices, hub):
         cluster = _wired(gathered_devices, link)
         sizes = (microbatches, seqs, max_model_len, max_batch_tokens)
         spec = _spec(cluster, *sizes, memory_share, policy, random_weights, effort)
-        if prompt_tokens and output_tokens:
-            wanted = Load(prompt_tokens, output_tokens, tpot_ms=tpot_ms, ttft_ms=ttft_ms)
-            is_free = microbatches is seqs is max_batch_tokens is None
-            spec = replace(spec, load=wanted, is_for_load=is_free)
-        options = ServeOptions(
-            served_model_name or "", spec, transport, max_waiting, prefix_caching, keys, is_loopback(host),
-            limits, default_folder() if plan_cache else None, load(ServicePlan, plan) if plan else None,
-        )  # fmt: skip
+        spec = _for_load(spec, sizes, prompt_tokens, output_tokens, tpot_ms, ttft_ms)
+        given = (served_model_name or "", spec, transport, max_waiting, prefix_caching, keys)
+        options = _options(host, limits, plan_cache, plan, *given)
         yield from _serve(model, cluster, options, (host, port), started_s, hub)
+
+
+def _warm_up() -> None:
+    """The fork server imports torch while this process does."""
+    from tessera.execute.processes import warm_up
+
+    warm_up()
 
 
 def _spec(
@@ -242,6 +234,47 @@ def _spec(
         random_weights=random_weights,
         effort=effort,
     )
+
+
+def _keys(transport: str, given: list[str]) -> tuple[str, ...]:
+    """API keys; the transport is checked first."""
+    from tessera.execute.transport import check_name
+    from tessera.serve.limits import read_keys
+
+    check_name(transport)
+    return read_keys(given)
+
+
+def _options(
+    host: str, limits: "HttpLimits", plan_cache: bool, plan: Path | None, *given: Any
+) -> "ServeOptions":
+    from tessera.ir import ServicePlan, load
+    from tessera.serve.planning import default_folder
+    from tessera.serve.server import is_loopback
+    from tessera.serve.start import ServeOptions
+
+    kept, loaded = default_folder() if plan_cache else None, load(ServicePlan, plan) if plan else None
+    own: dict[str, Any] = {"is_local": is_loopback(host), "limits": limits, "kept": kept, "plan": loaded}
+    return ServeOptions(*given, **own)
+
+
+def _for_load(
+    spec: "ServeSpec",
+    sizes: tuple[int | None, ...],
+    prompt_tokens: int | None,
+    output_tokens: int | None,
+    tpot_ms: float | None,
+    ttft_ms: float | None,
+) -> "ServeSpec":
+    """The spec for a load, if one is given; sizes that are not given are chosen for it."""
+    from tessera.ir import Load
+
+    if not (prompt_tokens and output_tokens):
+        return spec
+    load = Load(prompt_tokens, output_tokens, tpot_ms=tpot_ms, ttft_ms=ttft_ms)
+    microbatches, seqs, _, max_batch_tokens = sizes
+    is_free = microbatches is seqs is max_batch_tokens is None
+    return replace(spec, load=load, is_for_load=is_free)
 
 
 def _join(meeting: Meeting, model: str) -> None:

@@ -124,7 +124,7 @@ class _Copying:
 
 
 @dataclass
-class _Way:
+class _Direction:
     """Staging slots to one destination."""
 
     free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
@@ -155,7 +155,7 @@ class PageMover:
         self._device, self._homes, self._copier = setup.device, homes, copier
         self._links, self._tell, self._hold_s = links, tell, hold_s
         self._folder = setup.folder if setup.transport in (SHM, IPC) else ""
-        self._ways: dict[int, _Way] = defaultdict(_Way)
+        self._ways: dict[int, _Direction] = defaultdict(_Direction)
         self._slots: dict[tuple[int, int], torch.Tensor] = {}
         self._copying: list[_Copying] = []
         # Move -> pieces that were put down; moves that write nothing any more; pieces for unknown homes.
@@ -224,7 +224,7 @@ class PageMover:
         storage = self._homes[home][name]
         return bytes_of(storage, 0, storage.nbytes()).view(torch.int64).view(-1, page_bytes // WORD)
 
-    def _start_piece(self, device: int, way: _Way) -> bool:
+    def _start_piece(self, device: int, way: _Direction) -> bool:
         """Gathers the next piece for a destination; False if no slot is free."""
         job = way.jobs[0]
         if device != self._device and not way.free:

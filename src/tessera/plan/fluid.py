@@ -1,4 +1,4 @@
-"""Fluid: drafts of a service for a load, rated by step times alone, without queues.
+"""FluidModel: drafts of a service for a load, rated by step times alone, without queues.
 
 A request reads P prompt tokens and then needs A = G - 1 steps for its other answer tokens. A mixed device
 whose steps have T tokens finishes T / (P + A) requests per step if the steps are full: n = T A / (P + A)
@@ -111,7 +111,7 @@ class GroupDraft:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class ServiceDraft:
     policy: str
     groups: tuple[GroupDraft, ...]
     tokens_per_s: float
@@ -134,7 +134,7 @@ class _Seat:
 
 
 @dataclass(frozen=True, eq=False)
-class Fluid:
+class FluidModel:
     """Drafts of every policy for one load on one cluster."""
 
     load: Load
@@ -197,18 +197,18 @@ class Fluid:
 
     # Drafts.
 
-    def drafts(self, policy: str, slack: float = 1.0) -> list[Draft]:
+    def drafts(self, policy: str, slack: float = 1.0) -> list[ServiceDraft]:
         """The best drafts of a policy within the limits times `slack`, best first."""
         found = self._drafts(policy)
         tpot, ttft = self.load.tpot_ms or math.inf, self.load.ttft_ms or math.inf
         kept = [d for d in found if d.tpot_ms <= slack * tpot and d.ttft_ms <= slack * ttft]
         return sorted(kept, key=lambda d: -d.tokens_per_s)[: self.config.num_drafts]
 
-    def fastest(self, policy: str) -> Draft | None:
+    def fastest(self, policy: str) -> ServiceDraft | None:
         """The draft with the least time per token."""
         return min(self._drafts(policy), key=lambda d: (d.tpot_ms, d.ttft_ms), default=None)
 
-    def _drafts(self, policy: str) -> list[Draft]:
+    def _drafts(self, policy: str) -> list[ServiceDraft]:
         if policy not in self._known:
             if policy in (SINGLE, DATA_PARALLEL):
                 made = self._replicas(policy)
@@ -220,7 +220,7 @@ class Fluid:
         return self._known[policy]
 
     @cached_property
-    def _known(self) -> dict[str, list[Draft]]:
+    def _known(self) -> dict[str, list[ServiceDraft]]:
         return {}
 
     def _mixed(
@@ -266,7 +266,7 @@ class Fluid:
                 step_us = step_us / every + plain.total_us(device) * (1.0 - 1.0 / every)
             yield group, *self._times(group, tokens, step_us, every)
 
-    def _replicas(self, policy: str) -> Iterator[Draft]:
+    def _replicas(self, policy: str) -> Iterator[ServiceDraft]:
         """Mixed devices: each at its best within every time per token that some device reaches."""
         each = {kind: list(self._alone(kind[0])) for kind in self.kinds}
         if policy == SINGLE:
@@ -294,10 +294,10 @@ class Fluid:
 
     def _draft(
         self, policy: str, groups: Sequence[GroupDraft], per_s: float, tpot_ms: float, ttft_ms: float
-    ) -> Draft:
-        return Draft(policy, tuple(groups), per_s * self.load.output_tokens, tpot_ms, ttft_ms)
+    ) -> ServiceDraft:
+        return ServiceDraft(policy, tuple(groups), per_s * self.load.output_tokens, tpot_ms, ttft_ms)
 
-    def _split(self, policy: str) -> Iterator[Draft]:
+    def _split(self, policy: str) -> Iterator[ServiceDraft]:
         """Prompts groups on some devices of each kind, answers or mixed groups on the others."""
         if not self.can_move or not self.answers or sum(map(len, self.kinds)) < 2:
             return
@@ -359,7 +359,7 @@ class Fluid:
         policy: str,
         prompts: Sequence[tuple[GroupDraft, float]],
         chosen: Sequence[tuple[_Seat, tuple[int, ...]]],
-    ) -> Draft:
+    ) -> ServiceDraft:
         """The share of steps with prompt tokens at which prompts and answers balance."""
         reading = sum(rate for _, rate in prompts)
         held = sum(self.config.backlog * group.sizes[-1] for group, _ in prompts)
@@ -392,7 +392,7 @@ class Fluid:
         """Prompt tokens that a chunk holds on average: the last chunk of a prompt is not full."""
         return chunk * self.load.prompt_tokens / (self.load.prompt_tokens + chunk / 2)
 
-    def _divided(self, policy: str) -> Iterator[Draft]:
+    def _divided(self, policy: str) -> Iterator[ServiceDraft]:
         """One mixed group over all devices, its work divided by their speed."""
         num, config = len(self.cluster.devices), self.config
         if num < 2:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from tessera.errors import PlanInfeasible
 from tessera.ir import Cluster, Expected, Load, Objective, Rival, ServicePlan
-from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, POLICIES, SINGLE, Draft, Fluid
+from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, POLICIES, SINGLE, FluidModel, ServiceDraft
 from tessera.plan.load_figures import Comparison, Option
 from tessera.plan.search.objectives import IDLE_SHARE
 
@@ -28,7 +28,7 @@ AIM, UNDERCUT = 0.985, 0.92
 
 # With so many requests at once; None: as many as the plan holds.
 Rehearse = Callable[[ServicePlan, Load, int | None], Expected]
-MakePlan = Callable[[Draft], ServicePlan]
+MakePlan = Callable[[ServiceDraft], ServicePlan]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Rehearsed:
 
 
 def plan_service(
-    fluid: Fluid,
+    fluid: FluidModel,
     make: MakePlan,
     rehearse: Rehearse,
     advance: Callable[[str], None] = lambda text: None,
@@ -110,10 +110,12 @@ def option_of(rival: Rival, cluster: Cluster) -> Option:
     )
 
 
-def _tried(fluid: Fluid, policy: str, make: MakePlan, rehearse: Rehearse, most: float) -> list[Rehearsed]:
+def _tried(
+    fluid: FluidModel, policy: str, make: MakePlan, rehearse: Rehearse, most: float
+) -> list[Rehearsed]:
     """Rehearsals of a policy's drafts."""
     tried: list[Rehearsed] = []
-    seen: set[Draft] = set()
+    seen: set[ServiceDraft] = set()
     slack = gain = 1.0
     for _ in range(MAX_REHEARSED):
         draft = next((draft for draft in fluid.drafts(policy, slack) if draft not in seen), None)
@@ -147,7 +149,7 @@ def _rehearsed(plan: ServicePlan, load: Load, rehearse: Rehearse) -> Expected:
     return expected
 
 
-def _slack(load: Load, draft: Draft, expected: Expected, slack: float) -> float:
+def _slack(load: Load, draft: ServiceDraft, expected: Expected, slack: float) -> float:
     """Share of the limits that drafts may take, after a rehearsal."""
     ratios = [
         (AIM * drafted / rehearsed, rehearsed > limit)
@@ -165,7 +167,7 @@ def _slack(load: Load, draft: Draft, expected: Expected, slack: float) -> float:
     return min(ratio for ratio, _ in ratios) if is_undercut else slack
 
 
-def _refusal(fluid: Fluid, missed: Sequence[Rehearsed], policies: Sequence[str]) -> PlanInfeasible:
+def _refusal(fluid: FluidModel, missed: Sequence[Rehearsed], policies: Sequence[str]) -> PlanInfeasible:
     """Why there is no plan: limits that no policy keeps, or memory."""
     if missed:
         fastest = min((found.expected for found in missed), key=lambda e: (e.tpot_ms, e.ttft_ms))

@@ -4,8 +4,8 @@ Reads plans, graphs and timelines; imports only `ir`, `errors`, rich and jinja2.
 """
 
 from tessera.report.figures import (
-    DeviceUse,
     PolicyLine,
+    UsedDevice,
     compared,
     device_uses,
     duration,
@@ -19,7 +19,20 @@ from tessera.report.perfetto import write_perfetto
 from tessera.report.picture import layer_picture
 
 __all__ = [
-    "AdviceTable", "Bar", "DeviceUse", "PolicyLine", "Shown", "compared", "device_uses", "duration",
-    "layer_picture", "main_lane", "round_limits", "short_name",
-    "write_advice", "write_page", "write_perfetto", "write_report",
+    "AdviceTable",
+    "Bar",
+    "PolicyLine",
+    "Shown",
+    "UsedDevice",
+    "compared",
+    "device_uses",
+    "duration",
+    "layer_picture",
+    "main_lane",
+    "round_limits",
+    "short_name",
+    "write_advice",
+    "write_page",
+    "write_perfetto",
+    "write_report",
 ]  # fmt: skip

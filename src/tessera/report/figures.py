@@ -125,7 +125,7 @@ def _how(baseline: Baseline) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceUse:
+class UsedDevice:
     """Launches of a request, busy share and weights of one device."""
 
     device: str
@@ -136,14 +136,14 @@ class DeviceUse:
     weight_bytes: int
 
 
-def device_uses(plan: Plan, timeline: Timeline | None = None) -> tuple[DeviceUse, ...]:
+def device_uses(plan: Plan, timeline: Timeline | None = None) -> tuple[UsedDevice, ...]:
     """Utilisation is of the timeline, else of the plan's rates."""
     placed, names = launches_on(plan), plan.cluster.names
     busy = dict(zip(names, modelled_utilisation(plan), strict=True))
     if timeline is not None:
         busy = {t.name: utilisation(t, end_us(timeline)) for t in tracks(timeline, names)}
     return tuple(
-        DeviceUse(device.name, device.gpu, num, num / (sum(placed) or 1), busy[device.name], size)
+        UsedDevice(device.name, device.gpu, num, num / (sum(placed) or 1), busy[device.name], size)
         for device, num, size in zip(plan.cluster.devices, placed, weight_bytes(plan), strict=True)
     )
 

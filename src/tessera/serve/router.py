@@ -89,7 +89,7 @@ RoutedMicrobatch = Microbatch[ActiveRequest]
 
 
 @dataclass(eq=False)
-class Transit:
+class MovingSequence:
     """A sequence on its way to another microbatch."""
 
     request: ActiveRequest
@@ -113,7 +113,7 @@ class Transit:
 
 @dataclass(frozen=True, eq=False)
 class PagesInFlight:
-    transit: Transit
+    transit: MovingSequence
     # Numbers of both microbatches.
     ends: tuple[int, int]
     # Pool of the source, which keeps the pages until they have arrived.
@@ -158,7 +158,7 @@ class Router(Scheduler[ActiveRequest]):
         self._groups: list[list[RoutedGroup]] = []
         self._by_number: dict[int, RoutedGroup] = {}
         self._opening: RoutedGroup | None = None
-        self._transits: dict[ActiveRequest, Transit] = {}
+        self._transits: dict[ActiveRequest, MovingSequence] = {}
         self._moves: dict[int, PagesInFlight] = {}
         self._move_numbers = count()
         self._mean_answer = float(max(1, policies[0].load.output_tokens))
@@ -394,7 +394,7 @@ class Router(Scheduler[ActiveRequest]):
             reserved = self._reserve(request, others, group.home)
             if reserved is not None:
                 source = self._opened(place)
-                self._transits[request] = Transit(request, source, *reserved)
+                self._transits[request] = MovingSequence(request, source, *reserved)
                 return self._add(request, source, goes_on=True)
         return False
 
@@ -444,7 +444,8 @@ class Router(Scheduler[ActiveRequest]):
             found = pool.find(keys)
             spare = sum(m.content.num_used for m in self.open_of(group))
             if num - len(found) + spare <= pool.num_free - pool.num_idle(found):
-                choices.append((self._work_s(group), place, pool, found))
+                work_s = self._work_s(group) if len(groups) > 1 else 0.0
+                choices.append((work_s, place, pool, found))
         for _, place, pool, found in sorted(choices, key=lambda choice: choice[0]):
             microbatch, num_expected = self._opened(place), num if pool is not None else 0
             if not batch_of(microbatch).expect(num_expected):
@@ -468,7 +469,7 @@ class Router(Scheduler[ActiveRequest]):
             if microbatch.is_idle and microbatch.content.num_used:
                 self._awake(microbatch)
 
-    def _send(self, transit: Transit) -> None:
+    def _send(self, transit: MovingSequence) -> None:
         """Sends pages that are full; all of them and the sequence once its tokens are read."""
         request, batch = transit.request, batch_of(transit.source)
         position = batch.position(request)
@@ -497,7 +498,7 @@ class Router(Scheduler[ActiveRequest]):
         elif is_read and not transit.in_flight:
             self._arrive(transit, read)
 
-    def _arrive(self, transit: Transit, read: int) -> None:
+    def _arrive(self, transit: MovingSequence, read: int) -> None:
         """The sequence goes on at its destination."""
         request, source = transit.request, batch_of(transit.source)
         del self._transits[request]
@@ -533,7 +534,7 @@ class Router(Scheduler[ActiveRequest]):
         """False while pages move from or to it."""
         return not any(microbatch.number in move.ends for move in self._moves.values())
 
-    def _stay(self, transit: Transit) -> None:
+    def _stay(self, transit: MovingSequence) -> None:
         """Gives a transit up: its sequence answers where it is, or restarts if that must be left."""
         self._end_transit(transit)
         batch = batch_of(transit.source)
@@ -545,7 +546,7 @@ class Router(Scheduler[ActiveRequest]):
             batch.hold(transit.request, False)
             self._awake(transit.source)
 
-    def _end_transit(self, transit: Transit) -> None:
+    def _end_transit(self, transit: MovingSequence) -> None:
         del self._transits[transit.request]
         transit.is_over = True
         if self.microbatches.get(transit.destination.number) is transit.destination:
@@ -581,7 +582,7 @@ class Router(Scheduler[ActiveRequest]):
             groups = [group for group in groups if group.home == home and group.role is Role.MIXED]
         reserved = self._reserve(request, groups, home)
         if reserved is not None:
-            transit = self._transits[request] = Transit(request, source, *reserved)
+            transit = self._transits[request] = MovingSequence(request, source, *reserved)
             batch.hold(request)
             if transit.pool is None:
                 self._arrive(transit, position[1])

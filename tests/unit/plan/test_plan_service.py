@@ -7,7 +7,7 @@ import pytest
 
 from tessera.errors import PlanInfeasible
 from tessera.ir import Cluster, Expected, Load, Role, ServicePlan
-from tessera.plan.fluid import Draft, Fluid, ModelBytes, StepPrice
+from tessera.plan.fluid import FluidModel, ModelBytes, ServiceDraft, StepPrice
 from tessera.plan.service import Rehearse, plan_service
 from tessera.profile import make_cluster, parse_devices
 
@@ -28,12 +28,12 @@ def price(cluster: Cluster) -> Callable[[int, int, int], StepPrice]:
     return at
 
 
-def fluid(devices: str, load: Load, token_bytes: int = 131_072) -> Fluid:
+def fluid(devices: str, load: Load, token_bytes: int = 131_072) -> FluidModel:
     cluster = make_cluster(parse_devices(devices), "pcie4")
-    return Fluid(load, cluster, price(cluster), ModelBytes(WEIGHTS, token_bytes))
+    return FluidModel(load, cluster, price(cluster), ModelBytes(WEIGHTS, token_bytes))
 
 
-def no_plan(draft: Draft) -> ServicePlan:
+def no_plan(draft: ServiceDraft) -> ServicePlan:
     """A plan without groups, which only carries its draft's figures."""
     return ServicePlan("m", draft.policy, Load(1, 1), (), Expected(
         draft.tokens_per_s, draft.tpot_ms, draft.tpot_ms, draft.ttft_ms, draft.ttft_ms, (1.0, 1.0), (), 1,

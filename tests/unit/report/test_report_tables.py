@@ -9,7 +9,7 @@ from report_factory import make_cluster, make_plan, make_timeline
 from tessera.cli.plan_text import pictures
 from tessera.cli.render import render
 from tessera.ir import Clock, Objective, Plan, verify
-from tessera.report import DeviceUse, PolicyLine, compared, device_uses
+from tessera.report import PolicyLine, UsedDevice, compared, device_uses
 
 
 def line_of(plan: Plan, word: str) -> PolicyLine:
@@ -17,7 +17,7 @@ def line_of(plan: Plan, word: str) -> PolicyLine:
     return next(line for line in compared(plan) if word in line.policy)
 
 
-def use_of(uses: tuple[DeviceUse, ...], name: str) -> DeviceUse:
+def use_of(uses: tuple[UsedDevice, ...], name: str) -> UsedDevice:
     return next(use for use in uses if use.device == name)
 
 
