@@ -38,10 +38,11 @@ from tessera.ir import (
 )
 from tessera.ir.graph import StepFamily
 from tessera.kernels import PAGE
-from tessera.plan import FULL, DeviceMemory, SearchConfig
+from tessera.plan import FULL, QUICK, DeviceMemory, SearchConfig
 from tessera.plan.fluid import (
     FLUID,
     POLICIES,
+    QUICK_FLUID,
     FluidConfig,
     FluidModel,
     GroupDraft,
@@ -252,11 +253,12 @@ def make_service_plan(
     rehearse: Rehearse,
     search: SearchConfig = FULL,
     objective: Objective = Objective.THROUGHPUT,
-    config: FluidConfig = FLUID,
+    config: FluidConfig | None = None,
     policies: Sequence[str] = POLICIES,
 ) -> ServicePlan:
     """The service with most tokens per second within the limits of a load."""
     flow.check_modelled(steps.cluster)
+    config = config or (QUICK_FLUID if search is QUICK else FLUID)
     fluid = FluidModel(load, steps.cluster, steps.price, steps.model_bytes, config)
 
     def make(draft: ServiceDraft) -> ServicePlan:

@@ -13,6 +13,7 @@ from tessera.ir import Plan, ServicePlan, load
 from tessera.plan import LoadPlan, Option
 
 LOAD = ("--devices", "emu:h20,emu:l40s", "--prompt-tokens", "16", "--output-tokens", "4")
+QUICK = ("--effort", "quick")
 
 
 def test_a_model_by_name_is_planned_as_the_service_that_runs(
@@ -20,7 +21,7 @@ def test_a_model_by_name_is_planned_as_the_service_that_runs(
 ) -> None:
     """The promised keys; the plan is written, is below no policy and is played with its own figures."""
     path = tmp_path / "x.plan"
-    code, out, err = call("plan", "tiny-llama", *LOAD, "--json", "-o", path, capsys=capsys)
+    code, out, err = call("plan", "tiny-llama", *LOAD, *QUICK, "--json", "-o", path, capsys=capsys)
 
     assert 0 == code, err
     found, written = json.loads(out), load(ServicePlan, path)
@@ -59,7 +60,7 @@ def test_decodes_alone_are_planned_at_a_batch(tmp_path: Path, capsys: pytest.Cap
 def test_a_model_is_planned_by_the_dollar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No policy is cheaper."""
     devices = ("--devices", "emu:a100,emu:l40s", *LOAD[2:])
-    words = ("--objective", "cost", "-o", tmp_path / "x.plan")
+    words = ("--objective", "cost", *QUICK, "-o", tmp_path / "x.plan")
     code, out, err = call("plan", "tiny-llama", *devices, *words, "--json", capsys=capsys)
 
     assert 0 == code, err

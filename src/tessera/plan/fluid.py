@@ -59,6 +59,8 @@ class FluidConfig:
     # Microbatches of a lane over several devices, and the share of the time that its devices compute.
     microbatches: int = 3
     efficiency: float = 0.8
+    # Rehearsals of a policy at most.
+    num_rehearsed: int = 4
     # Drafts per policy.
     num_drafts: int = 3
     # Smaller prompt steps are preferred within this share of the rate.
@@ -66,6 +68,8 @@ class FluidConfig:
 
 
 FLUID = FluidConfig()
+# For `--effort quick`: fewer sizes, smaller services, fewer rehearsals.
+QUICK_FLUID = FluidConfig(per_doubling=2, most_sequences=128, num_drafts=1, num_rehearsed=1)
 
 
 @dataclass(frozen=True, slots=True)

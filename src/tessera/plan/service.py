@@ -19,8 +19,8 @@ from tessera.plan.search.objectives import IDLE_SHARE
 
 # Rates this close are equal; a gain over data-parallel this small is within the error of modelled costs.
 TIE, ERROR = 0.005, 0.03
-# Rehearsals of a policy, and the share of the best rate below which drafts are not tried twice.
-MAX_REHEARSED, BEHIND = 4, 0.9
+# Share of the best rate below which drafts are not tried twice.
+BEHIND = 0.9
 # Rehearsals with fewer requests at once.
 MAX_FEWER = 3
 # A limit is aimed at with this margin after a rehearsal; one that is undercut by more is aimed at again.
@@ -117,7 +117,7 @@ def _tried(
     tried: list[Rehearsed] = []
     seen: set[ServiceDraft] = set()
     slack = gain = 1.0
-    for _ in range(MAX_REHEARSED):
+    for _ in range(fluid.config.num_rehearsed):
         draft = next((draft for draft in fluid.drafts(policy, slack) if draft not in seen), None)
         best = max((r.expected.tokens_per_s for r in tried if r.is_within), default=0.0)
         if draft is None or (best and gain * draft.tokens_per_s < max(BEHIND * most, (1.0 + TIE) * best)):
