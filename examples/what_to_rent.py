@@ -7,11 +7,11 @@ several are tried, each at its own best batch. All figures are modelled and simu
 date. `tessera advise` is the same as a command, with every GPU that has a price.
 """
 
-from tessera.advise import Load, Market
+from tessera.advise import Market, RentedLoad
 from tessera.advise.search import advise
 from tessera.errors import PlanInfeasible
 
-LOAD = Load("llama-3-8b", rate_per_s=8, prompt=1024, output=256, tpot_ms=50)
+LOAD = RentedLoad("llama-3-8b", rate_per_s=8, prompt=1024, output=256, tpot_ms=50)
 MARKETS = {"A100": ("a100",), "L40S": ("l40s",), "both": ("a100", "l40s")}
 
 
