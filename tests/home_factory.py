@@ -106,7 +106,7 @@ def _place(found: Trace, first: int, second: int) -> list[int]:
 
 
 def weights(size: Size = SMALL) -> dict[str, torch.Tensor]:
-    """Of every step."""
+    """Weights of every step."""
     return dict(workload(2, size=size).weights())
 
 

@@ -134,7 +134,7 @@ def test_moved_pages_have_the_same_bytes_at_both_ends(stepper: WorkerStepper) ->
 
 
 def test_steps_go_on_beside_moves(stepper: WorkerStepper) -> None:
-    """Of the microbatches at both ends; every one ends, and once."""
+    """Moves between the microbatches at both ends; every one ends, and once."""
     wanted = made.Expectation()
     fill(stepper, wanted, 0)
     for number in range(20):
