@@ -213,6 +213,7 @@ def test_missing_extra_names_the_line_to_install(
         (("--max-batch-tokens", "0"), "Invalid value for '--max-batch-tokens'"),
         (("--memory-share", "1.5"), "Invalid value for '--memory-share'"),
         (("--policy", "fastest"), "unknown policy 'fastest'; known: attention-ffn, auto"),
+        (("--plan", __file__, "--seqs", "4"), "--seqs: is in the plan"),
         (("--api-key", "short"), "--api-key: a key needs"),
         (("--devices", "emu:nothing"), "nothing"),
         (("--drain", "-1"), "--drain"),

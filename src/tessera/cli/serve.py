@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from tessera.cli.capture import RandomWeights
-from tessera.cli.output import HIDDEN, Record, finite, needs, progress
+from tessera.cli.output import HIDDEN, Record, excludes, finite, needs, progress
 from tessera.cli.plan import LINK_HELP, EffortOption
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, gathered, work
 from tessera.cli.run import TransportOption
@@ -51,19 +51,25 @@ KeyOption = Annotated[
     typer.Option(help="API key, or @FILE with one per line; may be repeated.", envvar="TESSERA_API_KEY"),
 ]
 NameOption = Annotated[str | None, typer.Option(help="Model name for clients.", show_default="its own name")]
+# Callback of an option that a plan decides.
+PLANNED = excludes("plan", "is in the plan")
 MicrobatchesOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Microbatches, each with its own pages.", show_default="2; on one GPU 1"),
+    typer.Option(min=1, callback=PLANNED, help="Microbatches in flight.", show_default="2; on one GPU 1"),
 ]
 SeqsOption = Annotated[
-    int | None, typer.Option(min=1, help="Sequences per microbatch.", show_default="8; on GPUs 64")
+    int | None,
+    typer.Option(min=1, callback=PLANNED, help="Sequences per microbatch.", show_default="8; on GPUs 64"),
 ]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(min=1, help="Maximum tokens of prompt and answer.", show_default="the model's limit"),
 ]
 MaxBatchTokens = Annotated[
-    int | None, typer.Option(min=1, help="Maximum tokens of one step.", show_default="2048; on a CPU 128")
+    int | None,
+    typer.Option(
+        min=1, callback=PLANNED, help="Maximum tokens of one step.", show_default="2048; on a CPU 128"
+    ),
 ]
 MemoryShare = Annotated[
     float,
@@ -78,10 +84,14 @@ POLICY_HELP = (
 PlanOption = Annotated[
     Path | None,
     typer.Option(
-        "--plan", exists=True, dir_okay=False, help="Serve by this plan for a load, of `tessera plan MODEL`."
+        "--plan",
+        exists=True,
+        dir_okay=False,
+        is_eager=True,
+        help="Serve by this plan for a load, of `tessera plan MODEL`.",
     ),
 ]
-PolicyOption = Annotated[str, typer.Option(help=POLICY_HELP)]
+PolicyOption = Annotated[str, typer.Option(callback=PLANNED, help=POLICY_HELP)]
 OutputTokens = Annotated[
     int | None,
     typer.Option(min=1, is_eager=True, help="Mean answer that the service is planned for, in tokens."),
