@@ -65,7 +65,9 @@ def main() -> None:
         own[3][:, Number.NUM_TOP] = 21
         times["greedy, 20 logprobs"] = timed(lambda x=own: torch.ops.tessera.choose(*x))
         few = tuple(t[:16] if t.shape[0] == rows else t for t in given)
-        same = torch.ops.tessera.choose(*few)[0] == torch.ops.tessera.choose(*(t.cuda() for t in few))[0].cpu()
+        same = (
+            torch.ops.tessera.choose(*few)[0] == torch.ops.tessera.choose(*(t.cuda() for t in few))[0].cpu()
+        )
         print(f"{rows} x {vocab}: {int(same.sum())} of {len(same)} rows as on a CPU")
         print("   ", ", ".join(f"{kind} {us:.1f}" for kind, us in times.items()), flush=True)
 

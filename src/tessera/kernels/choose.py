@@ -10,15 +10,16 @@
     masks     [M, W]    int32, one bit per token that may come next, token 0 lowest
     -> tokens [R], logprobs [R, 1 + 20] of the chosen and the likeliest tokens, top [R, 20]
 
-The order is vLLM's: biases, bans, masks, penalties, temperature, min-p, top-k, top-p. A token of -1 means that
-no logit is finite. Logprobs are of the unmodified logits, zeros unless NUM_TOP asks for them. The token that
-is read in the step need not be in the edits (`Number.COUNTS_LAST`): a step can be prepared before it is known.
+The order is vLLM's: biases, bans, masks, penalties, temperature, min-p, top-k, top-p. A token of -1 means
+that no logit is finite. Logprobs are of the unmodified logits, zeros unless NUM_TOP asks for them. The token
+that is read in the step need not be in the edits (`Number.COUNTS_LAST`): a step can be prepared before it is
+known.
 
 A draw is an exponential race: token i gets an exponential variable E and the score z - log(E), where z is its
 scaled logit; the highest score wins. E comes from Philox 4x32-10 with the request's seed as key and (token,
-position) as counter, so a choice depends on nothing but its logits, seed and position. Limits are thresholds of
-z: equal logits stay or go together. top-p adds up 36-bit fixed-point weights, so no order of summation matters.
-Devices differ by the rounding of exp and log alone.
+position) as counter, so a choice depends on nothing but its logits, seed and position. Limits are thresholds
+of z: equal logits stay or go together. top-p adds up 36-bit fixed-point weights, so no order of summation
+matters. Devices differ by the rounding of exp and log alone.
 
 CPUs run the torch code here, the reference; GPUs the kernel of `choose_triton`.
 """

@@ -3,9 +3,9 @@
 """The next token of each sequence on a GPU: the CUDA implementation of `tessera::choose`.
 
 One program per row. A greedy row is one pass over its logits. A row with edits or a mask first writes its
-edited logits to scratch memory, which later passes read. The threshold of top-k and top-p is found by bisection
-between two logits of the row, one pass each, until they are equal; a 16-bit type has few distinct logits, so
-that takes about ten. The alternatives of logprobs take a pass each.
+edited logits to scratch memory, which later passes read. The threshold of top-k and top-p is found by
+bisection between two logits of the row, one pass each, until they are equal; a 16-bit type has few distinct
+logits, so that takes about ten. The alternatives of logprobs take a pass each.
 
 Nothing is read on the host, so a step can be part of a CUDA graph.
 """
@@ -155,7 +155,7 @@ def _largest(logits, scratch, is_edited, below, after, VOCAB: tl.constexpr, BLOC
     for start in range(0, VOCAB, BLOCK):
         token = start + tl.arange(0, BLOCK)
         value = _load(logits, scratch, is_edited, token, VOCAB)
-        value = tl.where(value == value, value, float("inf"))
+        value = tl.where(value == value, value, float("inf"))  # noqa: PLR0124 - a NaN differs from itself
         is_new = (value > best) & ((value < below) | ((value == below) & (token > after)))
         best, place = tl.where(is_new, value, best), tl.where(is_new, token, place)
     most = tl.max(best, 0)
@@ -185,13 +185,9 @@ def _limit(
             logits, scratch, is_edited, most, sharpness, limit, limit, False, VOCAB, BLOCK
         )
         if kept > top_k:
-            limit = _bisect(
-                logits, scratch, is_edited, most, sharpness, least, top_k, False, VOCAB, BLOCK
-            )
+            limit = _bisect(logits, scratch, is_edited, most, sharpness, least, top_k, False, VOCAB, BLOCK)
     if top_p < 1:
-        kept, least, _ = _above(
-            logits, scratch, is_edited, most, sharpness, limit, limit, True, VOCAB, BLOCK
-        )
+        kept, least, _ = _above(logits, scratch, is_edited, most, sharpness, limit, limit, True, VOCAB, BLOCK)
         wanted = tl.maximum((top_p.to(tl.float64) * kept.to(tl.float64)).to(tl.int64), 1)
         limit = _bisect(logits, scratch, is_edited, most, sharpness, least, wanted, True, VOCAB, BLOCK)
     return limit
