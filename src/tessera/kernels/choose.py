@@ -5,8 +5,8 @@
     settings  [R, 6]    float32, see `Setting`; a row of zeros in both tables is greedy
     numbers   [R, 9]    int64, see `Number`
     edits     [E, 3]    int32: token, its count, its bias as bits of a float32. A count is the token's
-                        occurrences in the answer, 0 for a token of the prompt alone, -1 for neither. A row has
-                        EDITS_BEGIN : EDITS_END, each token once; a bias of minus infinity bans a token
+                        occurrences in the answer, 0 for a token of the prompt alone, -1 for neither. A row
+                        has EDITS_BEGIN : EDITS_END, each token once; minus infinity as bias bans a token
     masks     [M, W]    int32, one bit per token that may come next, token 0 lowest
     -> tokens [R], logprobs [R, 1 + 20] of the chosen and the likeliest tokens, top [R, 20]
 
