@@ -99,7 +99,7 @@ def results(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tenso
 
 
 @torch.library.impl("tessera::choose", "cuda")
-def _on_cuda(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _on_cuda(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from tessera.kernels.choose_triton import choose_on_gpu
 
     return choose_on_gpu(*given)
@@ -211,7 +211,7 @@ def _exponential(tokens: torch.Tensor, seed: int, position: int) -> torch.Tensor
     lanes = torch.stack(philox(tokens >> 2, position, seed))
     draw = lanes.gather(0, (tokens & 3)[None])[0].float() * 2.0**-32 + 2.0**-33
     draw = draw.clamp_max(1.0 - 2.0**-24)
-    small = 1.0 / 6.0
+    small = torch.full_like(draw, 1.0 / 6.0)
     for term in (5.0, 4.0, 3.0, 2.0, 1.0):
         small = draw * small + 1.0 / term
     return torch.where(draw < SMALL_DRAW, draw * small, -(1.0 - draw).log())
