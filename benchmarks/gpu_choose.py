@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from choose_factory import KINDS, make_rows
 from tessera.kernels import choose
-from tessera.kernels.choose import Number
+from tessera.kernels.choice import Number
 
 assert choose
 SIZES = ((64, 128_256), (256, 151_936), (64, 256_000), (8, 128_256))

@@ -2,7 +2,7 @@
 
 import torch
 
-from tessera.kernels.choose import MAX_TOP, Number, Setting, max_edits, num_words
+from tessera.kernels.choice import MAX_TOP, Number, Setting, max_edits, num_words
 
 Given = tuple[torch.Tensor, ...]
 # Tokens that a row edits.

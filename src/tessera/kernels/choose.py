@@ -2,8 +2,8 @@
 
     logits    [R, V]    one row per sequence
     last      [R]       the token that each row has just read
-    settings  [R, 6]    float32, see `Setting`; a row of zeros in both tables is greedy
-    numbers   [R, 9]    int64, see `Number`
+    settings  [R, 6]    float32, see `choice.Setting`; a row of zeros in both tables is greedy
+    numbers   [R, 9]    int64, see `choice.Number`
     edits     [E, 3]    int32: token, its count, its bias as bits of a float32. A count is the token's
                         occurrences in the answer, 0 for a token of the prompt alone, -1 for neither. A row
                         has EDITS_BEGIN : EDITS_END, each token once; minus infinity as bias bans a token
@@ -12,7 +12,7 @@
 
 The order is vLLM's: biases, bans, masks, penalties, temperature, min-p, top-k, top-p. A token of -1 means
 that no logit is finite. Logprobs are of the unmodified logits, zeros unless NUM_TOP asks for them. The token
-that is read in the step need not be in the edits (`Number.COUNTS_LAST`): a step can be prepared before it is
+that is read in the step need not be in the edits (`choice.Number.COUNTS_LAST`): a step can be prepared before it is
 known.
 
 A draw is an exponential race: token i gets an exponential variable E and the score z - log(E), where z is its
@@ -24,62 +24,15 @@ matters. Devices differ by the rounding of exp and log alone.
 CPUs run the torch code here, the reference; GPUs the kernel of `choose_triton`.
 """
 
-from enum import IntEnum
 from typing import Any
 
 import torch
 
-MAX_TOP = 20
-# Words per entry of the edits.
-EDIT_FIELDS = 3
-# Bits of a fixed-point weight.
-WEIGHT_BITS = 36
-# A token with a lower scaled logit than this below the largest cannot win: -log(E) is in -2.82 : 22.88.
-OUT_OF_REACH = -26.0
-# Below this, -log(1 - v) is a polynomial.
-SMALL_DRAW = 1.0 / 16.0
+from tessera.kernels.choice import INPUTS, MAX_TOP, OUT_OF_REACH, SMALL_DRAW, WEIGHT_BITS, Number, Setting
+
+# Rounds of Philox.
 PHILOX_ROUNDS = 10
 _WORD = 0xFFFFFFFF
-
-
-class Setting(IntEnum):
-    # 1 / temperature; 0: greedy.
-    SHARPNESS = 0
-    # Shares: 1 keeps all for top-p, 0 for min-p.
-    TOP_P = 1
-    MIN_P = 2
-    PRESENCE = 3
-    FREQUENCY = 4
-    REPETITION = 5
-
-
-class Number(IntEnum):
-    SEED = 0
-    # Position of the new token in its sequence.
-    POSITION = 1
-    # 0: all tokens.
-    TOP_K = 2
-    EDITS_BEGIN = 3
-    EDITS_END = 4
-    # Row of `masks` + 1; 0: any token.
-    MASK = 5
-    # 1: the token just read is part of the answer, and its count does not include it yet.
-    COUNTS_LAST = 6
-    # Token + 1 that is to be chosen whatever the logits say, for its logprob; 0: none.
-    FORCED = 7
-    # Alternatives to report + 1; 0: no logprobs.
-    NUM_TOP = 8
-
-
-def num_words(vocab: int) -> int:
-    """Words of a mask."""
-    return -(-vocab // 32)
-
-
-def max_edits(rows: int, vocab: int) -> int:
-    """Entries of the edits of a step: enough for one row that edits every token."""
-    return max(vocab, 256 * rows)
-
 
 torch.library.define(
     "tessera::choose",
@@ -102,7 +55,7 @@ def results(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tenso
 def _on_cuda(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from tessera.kernels.choose_triton import choose_on_gpu
 
-    return choose_on_gpu(*given)
+    return choose_on_gpu(*given, *results(given[0]))
 
 
 @torch.library.impl("tessera::choose", "cpu")
@@ -231,9 +184,5 @@ def philox(counter: torch.Tensor, position: int, seed: int) -> tuple[torch.Tenso
 
 
 def choose(logits: torch.Tensor, last: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, ...]:
-    """The operator on the inputs of a step, see `INPUTS`."""
+    """The operator on the inputs of a step, see `choice.INPUTS`."""
     return torch.ops.tessera.choose(logits, last, *(inputs[name] for name in INPUTS))  # type: ignore[no-any-return]
-
-
-# Names of the operator's arguments among the inputs of a step, in order.
-INPUTS = ("settings", "numbers", "edits", "masks")

@@ -14,22 +14,21 @@ import torch
 import triton
 import triton.language as tl
 
-from tessera.kernels import choose
-from tessera.kernels.choose import Number, Setting
+from tessera.kernels.choice import MAX_TOP, OUT_OF_REACH, SMALL_DRAW, WEIGHT_BITS, Number, Setting
 
 _MAX_BLOCK, _MAX_WARPS = 8192, 16
 _LEAST = tl.constexpr(-3.4e38)
 _BANNED = tl.constexpr(float("-inf"))
-_ONE = tl.constexpr(2.0**choose.WEIGHT_BITS)
-_OUT_OF_REACH = tl.constexpr(choose.OUT_OF_REACH)
-_SMALL_DRAW = tl.constexpr(choose.SMALL_DRAW)
+_ONE = tl.constexpr(2.0**WEIGHT_BITS)
+_OUT_OF_REACH = tl.constexpr(OUT_OF_REACH)
+_SMALL_DRAW = tl.constexpr(SMALL_DRAW)
 _EDITS = tl.constexpr(256)
 _NUM_SETTINGS, _NUM_NUMBERS = tl.constexpr(len(Setting)), tl.constexpr(len(Number))
 _SHARPNESS, _TOP_P, _MIN_P, _PRESENCE, _FREQUENCY, _REPETITION = (tl.constexpr(int(s)) for s in Setting)
 _SEED, _POSITION, _TOP_K, _BEGIN, _END, _MASK, _COUNTS_LAST, _FORCED, _NUM_TOP = (
     tl.constexpr(int(n)) for n in Number
 )
-_MAX_TOP, _TOP_PAD = tl.constexpr(choose.MAX_TOP), tl.constexpr(32)
+_MAX_TOP, _TOP_PAD = tl.constexpr(MAX_TOP), tl.constexpr(32)
 
 
 def choose_on_gpu(
@@ -39,9 +38,12 @@ def choose_on_gpu(
     numbers: torch.Tensor,
     edits: torch.Tensor,
     masks: torch.Tensor,
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor,
+    top: torch.Tensor,
     block: int = _MAX_BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, logprobs, top = choose.results(logits)
+    """Fills and returns the last three tensors."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
     if rows:
