@@ -12,8 +12,8 @@
 
 The order is vLLM's: biases, bans, masks, penalties, temperature, min-p, top-k, top-p. A token of -1 means
 that no logit is finite. Logprobs are of the unmodified logits, zeros unless NUM_TOP asks for them. The token
-that is read in the step need not be in the edits (`choice.Number.COUNTS_LAST`): a step can be prepared before it is
-known.
+that is read in the step need not be in the edits (`choice.Number.COUNTS_LAST`): a step can be prepared before
+it is known.
 
 A draw is an exponential race: token i gets an exponential variable E and the score z - log(E), where z is its
 scaled logit; the highest score wins. E comes from Philox 4x32-10 with the request's seed as key and (token,
