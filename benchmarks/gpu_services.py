@@ -21,13 +21,15 @@ import json
 import sys
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
 
 from benchmarks.gpu_common import Log, about
+
+from tessera.ir import ServicePlan
 
 MODEL, LAYERS = "llama-3-8b", 32
 # Layers that weigh as much as the head.
@@ -102,6 +104,8 @@ def measured(args: argparse.Namespace, policy: str, steps: Any, load: Any) -> di
         advance("running")
         found = run_load(service, expected.clients, load, args.seconds)
         shot = service.snapshot()
+        for share in args.arrivals:
+            found[f"arrivals {share:g}"] = arrived(args, served, service, share, scale)
     rate = found.pop("tokens per s") * scale
     times = {name: found.pop(name) for name in ("tpot ms", "ttft ms")}
     return {
@@ -120,6 +124,41 @@ def measured(args: argparse.Namespace, policy: str, steps: Any, load: Any) -> di
     }
 
 
+def arrived(
+    args: argparse.Namespace, plan: ServicePlan, service: Any, share: float, scale: float
+) -> dict[str, Any]:
+    """A Poisson stream at this share of the closed load's expected rate: for real and in virtual time."""
+    from benchmarks.gpu_serve_load import arrive, quantiles_ms
+
+    from tessera.serve.rehearse import play
+    from tessera.simulate.arrivals import lengths_of, poisson
+
+    assert plan.expected is not None, "it was rehearsed"
+    rate = share * plan.expected.tokens_per_s / plan.load.output_tokens
+    num = max(8, round(rate * args.seconds / scale))
+    prompts, outputs = zip(*lengths_of(plan.load, num, seed=1), strict=True)
+    stream = replace(poisson(rate, num), prompts=prompts, outputs=outputs)
+    tally, seconds = arrive(service, stream, scale)
+    virtual = play(plan, stream)
+    tokens_per_s = sum(n for _, n in tally.came) / seconds * scale
+    times = {"tpot ms": tally.each_s, "ttft ms": tally.first_s}
+    waits = {name: [round(x / scale, 2) for x in quantiles_ms(t, 0)] for name, t in times.items()}
+    return {
+        "requests per s": round(rate, 2),
+        "requests": num,
+        "tokens per s": round(tokens_per_s, 1),
+        "measured / expected": round(tokens_per_s / virtual.tokens_per_s, 4),
+        **{f"{name} p50, p99": both for name, both in waits.items()},
+        "expected tpot ms p50, p99": [round(virtual.tpot_ms, 2), round(virtual.tpot_p99_ms, 2)],
+        "expected ttft ms p50, p99": [round(virtual.ttft_ms, 2), round(virtual.ttft_p99_ms, 2)],
+        "errors": tally.errors[:3],
+    }
+
+
+def shares(text: str) -> list[float]:
+    return [float(word) for word in text.split(",") if word]
+
+
 def parsed(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Services on two dilated devices of one GPU.")
     parser.add_argument("--out", type=Path, required=True)
@@ -130,6 +169,12 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--link", default="pcie4")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--seconds", type=float, default=15.0, help="that are counted")
+    parser.add_argument(
+        "--arrivals",
+        type=shares,
+        default=[],
+        help="Poisson streams too, at these shares of the expected rate",
+    )
     parser.add_argument("--each", type=float, default=60.0, help="seconds that a policy is given at least")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for all")
     return parser.parse_args(words)
@@ -170,6 +215,18 @@ def table(found: dict[str, Any]) -> str:
             cells = [text, policy, row["tokens per s"], row["expected"], row["measured / expected"], ratio]
             cells += [row["tpot ms p50, p99"], row["ttft ms p50, p99"], row["pages moved"]]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
+            for name, part in row.items():
+                if name.startswith("arrivals"):
+                    cells = [
+                        text,
+                        f"{policy}, {name}",
+                        part["tokens per s"],
+                        "",
+                        part["measured / expected"],
+                        "-",
+                    ]
+                    cells += [part["tpot ms p50, p99"], part["ttft ms p50, p99"], "-"]
+                    lines.append("| " + " | ".join(map(str, cells)) + " |")
     notes = [f"- {note}" for note in found.get("notes", ())]
     return "\n".join([*lines, "", *notes, ""]).rstrip() + "\n"
 
