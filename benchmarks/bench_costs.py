@@ -3,7 +3,7 @@
     python -m benchmarks.bench_costs [--other FOLDER] [--out benchmarks/results/costs_202611]
     python -m benchmarks.bench_costs --published [--json]
 
---published holds modelled steps and kernels against an A100-PCIe and an L40S; see `benchmarks.published.costs`.
+--published holds modelled steps and kernels against an A100-PCIe and an L40S.
 
 Without it, the extra `tables` is needed. Groups of rows (weight shapes, pairs of head counts, layers of
 experts) are hidden whole, a fifth of them, the same that scripts/fit_costs.py holds out. For every GPU and
