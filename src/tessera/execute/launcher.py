@@ -146,7 +146,8 @@ class Launcher:
 def find_operator(name: str) -> Any:
     namespace, operator, overload = name.split(".")
     if namespace == "tessera":
-        import_module("tessera.kernels.paged")  # registers it
+        for module in ("paged", "packed"):  # registers them
+            import_module(f"tessera.kernels.{module}")
     try:
         return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     except AttributeError as error:
