@@ -54,8 +54,8 @@ def unpack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    pairs = codes.to(torch.uint8).unflatten(-1, (-1, 2))
-    return pairs[..., 0] | pairs[..., 1] << 4
+    codes = codes.to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def dequantise(

@@ -108,7 +108,7 @@ def _compressed(config: Mapping[str, Any]) -> Packing:
     if bits not in allowed:
         raise _Unsupported(f"compressed-tensors {kind} {'- and '.join(map(str, sorted(bits)))}-bit")
     block = next((w["block_structure"] for w in weights if w.get("block_structure")), None)
-    return Packing("pack" if kind == "pack-quantized" else "scaled", *bits, block=_block(block))
+    return Packing("pack" if kind == "pack-quantized" else "scaled", max(bits), block=_block(block))
 
 
 def _block(sizes: Any) -> tuple[int, int]:
@@ -148,7 +148,7 @@ class PackedTensor(torch.Tensor):
         shape = [*codes.shape[:-1], num_columns(codes, code.format)]
         if code.is_turned:
             shape[-2:] = shape[:-3:-1]
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
         made.code = code
         for name in ("codes", "scales", "zeros", "order"):
             setattr(made, name, parts.get(name))
@@ -193,7 +193,7 @@ class PackedTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.overloadpacket not in _CHANGES:
@@ -247,9 +247,7 @@ def _joined(tensors: Sequence[PackedTensor], dim: int = 0, *, is_new: bool = Fal
     return PackedTensor(first.code, first.dtype, **{n: join([p[n] for p in parts], dim) for n in parts[0]})
 
 
-def _rows(
-    tensor: PackedTensor, dim: int = 0, start: int | None = 0, end: int | None = None
-) -> PackedTensor:
+def _rows(tensor: PackedTensor, dim: int = 0, start: int | None = 0, end: int | None = None) -> PackedTensor:
     begin, stop, _ = slice(start, end).indices(tensor.shape[0])
     block = tensor.code.block[0]
     if dim or tensor.dim() != 2 or tensor.code.is_turned or begin % block:
@@ -367,7 +365,8 @@ def _awq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dt
     columns = torch.tensor(AWQ_ORDER).argsort()
 
     def unpacked(words: torch.Tensor) -> torch.Tensor:
-        return unpack_nibbles(_bytes(words)).unflatten(1, (-1, 8))[..., columns].flatten(1).t()
+        eights = unpack_nibbles(_bytes(words)).view(words.shape[0], -1, 8)
+        return eights[..., columns].flatten(1).t()
 
     zeros = unpacked(parts[".qzeros"]) if ".qzeros" in parts else None
     return _integers(pack_nibbles(unpacked(weight).contiguous()), parts[".scales"].t(), zeros, 4, dtype)
