@@ -9,7 +9,7 @@ from torch.testing import assert_close
 pytest.importorskip("triton", reason="needs triton")
 
 from tessera.kernels import packed  # registers the operators
-from tessera.kernels.packed import BITS, dequantise
+from tessera.kernels.packing import BITS, dequantise
 
 assert packed
 pytestmark = [

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import linear
 
-from tessera.kernels.packed import BITS, MIDDLE, dequantise, num_columns
+from tessera.kernels.packing import BITS, MIDDLE, dequantise, num_columns
 
 # Rows from which a weight is written out; experts never are.
 MANY_ROWS = 256

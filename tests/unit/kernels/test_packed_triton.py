@@ -15,8 +15,8 @@ from triton.runtime.jit import JITFunction
 from tessera import flow  # hands the interpreter to capture
 from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
-from tessera.kernels.packed import BITS, dequantise
 from tessera.kernels.packed_triton import ProductTile, multiply, tile_for, unpack
+from tessera.kernels.packing import BITS, dequantise
 from tessera_ptx import analyze
 
 assert flow

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+import tessera.kernels.packed  # noqa: F401 - registers the operators
 from tessera.capture.models.checkpoint import CONVERT, Tensors
 from tessera.errors import CaptureError
-from tessera.kernels.packed import MIDDLE, num_columns, pack_nibbles, unpack_nibbles
+from tessera.kernels.packing import MIDDLE, num_columns, pack_nibbles, unpack_nibbles
 
 # quant_method -> name; handled methods are keys of `_METHODS`.
 UNSUPPORTED = {
