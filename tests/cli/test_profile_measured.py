@@ -9,8 +9,6 @@ from commands import answer, call
 from tessera.cli import _main
 from tessera.ir import Costs, Plan, Source, load
 
-PNG = b"\x89PNG"
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -89,7 +87,7 @@ def test_links_between_two_cpu_workers_are_measured_and_planned_with(
 ) -> None:
     """Both directions, kept where a plan finds them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("tessera.profile.store.SIZES", (4096, 1 << 18, 1 << 20))
+    monkeypatch.setattr("tessera.cli.profile.SIZES", (4096, 1 << 18, 1 << 20))
     found = answer("profile", "--links", "--devices", "cpu,cpu", capsys=capsys)
 
     assert {("cpu", "cpu#1"), ("cpu#1", "cpu")} == {(x["src"], x["dst"]) for x in found["links"]}
