@@ -1,19 +1,14 @@
-"""Serving on one GPU: tokens per second against Hugging Face's static cache, and on two unlike devices.
+"""Serving on one GPU: tokens per second against Hugging Face's static cache. (Two devices: gpu_services.py.)
 
     export CUDA_MPS_PIPE_DIRECTORY=... CUDA_MPS_LOG_DIRECTORY=...; nvidia-cuda-mps-control -d
     python benchmarks/gpu_serve.py --out benchmarks/results --name serve_h200_202611
 
-Every device has a worker process, and processes on one card run side by side only under CUDA MPS. Parts, each
-in a process of its own with a time limit, its results written as they come:
-
-engine     the service's engine on one device, all rows decoding, in turn with the Hugging Face model with a
-           static cache under torch.compile, which is a process of its own on the same card
-pair       the engine on two dilated devices under a closed load: the plan, and coarser policies
-arrivals   a Poisson stream of requests on two dilated devices, for real and by the same engine in virtual
-           time: what requests wait for their first token and for each after it
+The service's engine on one device, all rows decoding, in turn with the Hugging Face model with a static cache
+under torch.compile, which is a process of its own on the same card; processes on one card run side by side
+only under CUDA MPS. The run is a process of its own with a time limit; its results are written as they come.
 
 Real widths (llama-3-8b), random weights, bfloat16, greedy. In the Hugging Face loop nobody looks at tokens;
-the engine hands each to its reader. On dilated devices time is modelled: rate = measured rate x scale.
+the engine hands each to its reader.
 """
 
 import argparse
@@ -25,7 +20,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its sibli
 from benchmarks.gpu_common import Log, about
 
 MODEL = "llama-3-8b"
-PAIR = ("cuda:0/as=a100,cuda:0/as=l40s", "pcie4")
-POLICIES = (
-    "prefill-decode-fractional", "data-parallel", "prefill-decode", "attention-ffn", "layer-pipeline",
-    "single",
-)  # fmt: skip
 
 
 def engine(log: Log, args: argparse.Namespace) -> None:
@@ -68,80 +57,6 @@ def engine(log: Log, args: argparse.Namespace) -> None:
                     log.attempt(f"engine, round {number}", round_of)
                     rates["hf"].append(theirs.ask())
                     log.put("tokens per s", compared(rates, args.hf))
-
-
-def pair(log: Log, args: argparse.Namespace) -> None:
-    """The engine on two dilated devices, under every policy in turn."""
-    from benchmarks.gpu_serve_hf import named
-    from benchmarks.gpu_serve_load import run_load
-
-    from tessera.profile import make_cluster, parse_devices
-    from tessera.serve.service import Service
-    from tessera.serve.text import ByteText
-
-    cluster = make_cluster(parse_devices(args.devices), args.link)
-    prepared = _prepared(log, args, named(MODEL, args.layers), cluster, tuple(args.policies.split(",")))
-    log.put("scale", round(prepared.scale, 3))
-    rates: dict[str, float] = {}
-    shape = prepared.model.shape
-    with prepared.workers(args.transport) as stepper:
-        for number, plan in enumerate(prepared.policies):
-
-            def loaded(policy: str = plan.policy, plan: Any = plan) -> dict[str, Any]:
-                with Service(stepper, prepared.policies, shape, ByteText(), policy=policy) as service:
-                    found = run_load(service, plan.clients, plan.load, args.seconds)
-                    moved = service.snapshot().pages_moved
-                rates[policy] = found["tokens per s"] * prepared.scale
-                predicted = plan.expected.tokens_per_s
-                return {
-                    **found, "modelled tokens per s": round(rates[policy], 1),
-                    "predicted tokens per s": round(predicted, 1),
-                    "measured / predicted": round(rates[policy] / predicted, 4), "pages moved": moved,
-                    "groups": [str(group.size) for group in plan.groups],
-                }  # fmt: skip
-
-            log.attempt(f"{number} {plan.policy}", loaded)
-            first = prepared.policies[0].policy
-            gains = {
-                name: round(rates[first] / rate, 4) for name, rate in rates.items() if rate and first in rates
-            }
-            log.put("gain of the plan over", gains)
-
-
-def arrivals(log: Log, args: argparse.Namespace) -> None:
-    """The same requests at the same moments, for real and in virtual time."""
-    from benchmarks.gpu_serve_hf import named
-
-    from tessera.profile import make_cluster, parse_devices
-
-    cluster = make_cluster(parse_devices(args.devices), args.link)
-    prepared = _prepared(
-        log, args, named(MODEL, args.layers), cluster, ("prefill-decode-fractional", "data-parallel")
-    )
-    log.put("scale", round(prepared.scale, 3))
-    with prepared.workers(args.transport) as stepper:
-        for number, plan in enumerate(prepared.policies):
-            log.attempt(f"{number} {plan.policy}", partial(_arrived, prepared, stepper, number, args))
-
-
-def _arrived(prepared: Any, stepper: Any, number: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One policy under a share of the load that the first plan can take."""
-    from benchmarks.gpu_serve_load import arrive, arrive_virtually, asks_of, compared_waits
-
-    from tessera.serve.service import Service
-    from tessera.serve.text import ByteText
-    from tessera.simulate.arrivals import make_arrivals
-
-    plan, shape = prepared.policies[number], prepared.model.shape
-    most_per_s = prepared.policies[0].expected.tokens_per_s / args.output
-    lengths = f"lognormal:{args.prompt},{args.output},0.5"
-    stream = make_arrivals(f"poisson:{args.load * most_per_s!r}", args.requests, 0, lengths)
-    asks = asks_of(stream, shape)
-    virtual = arrive_virtually(plan, shape, asks)
-    with Service(stepper, prepared.policies, shape, ByteText(), policy=plan.policy) as service:
-        arrive(service, [(0.0, ask) for _, ask in asks[:2]], 1.0)  # what is slow only once
-        real = arrive(service, asks, prepared.scale)
-    return {"requests per s": round(args.load * most_per_s, 3), **compared_waits(real, virtual)}
 
 
 def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, policies: tuple[str, ...]) -> Any:
@@ -190,11 +105,7 @@ def _since(began: float) -> float:
 
 # All --------------------------------------------------------------------------------------------------------
 
-WHAT: dict[str, Callable[[Log, argparse.Namespace], None]] = {
-    "engine": engine,
-    "pair": pair,
-    "arrivals": arrivals,
-}
+WHAT: dict[str, Callable[[Log, argparse.Namespace], None]] = {"engine": engine}
 
 
 def run_parts(args: argparse.Namespace, command: str) -> None:
@@ -231,10 +142,9 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Serving on one GPU.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--name", default="serve")
-    parser.add_argument("--parts", default="engine,pair,arrivals")
+    parser.add_argument("--parts", default="engine")
     parser.add_argument("--tag", default="", help="told apart from other runs of the same part")
     parser.add_argument("--keep", type=Path, default=None, help="results whose other parts are taken over")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="of the part pair, the plan first")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--batch", type=int, default=32, help="rows of a microbatch")
     parser.add_argument("--microbatches", type=int, default=1)
@@ -244,12 +154,6 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=128, help="tokens of an average answer")
     parser.add_argument("--steps", type=int, default=64, help="of one round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of one policy's load that are counted")
-    parser.add_argument("--requests", type=int, default=40, help="that arrive")
-    parser.add_argument("--load", type=float, default=0.6, help="of arrivals, as a share of the most")
-    parser.add_argument("--transport", default="auto")
-    parser.add_argument("--devices", default=PAIR[0])
-    parser.add_argument("--link", default=PAIR[1])
     parser.add_argument(
         "--hf", default="reduce-overhead", help="or: default, own graph; or: max-autotune, own graph"
     )

@@ -1,35 +1,26 @@
-"""Loads on a service in this process, and what came of them; used by gpu_serve.py.
+"""Loads on a service in this process, and what came of them; used by gpu_serve.py and gpu_services.py.
 
 Closed: every client asks, reads its answer to the end and asks again, so that the service is always full.
 Rates are counted between two moments at both of which it was full: no first prompts and no last answers.
 
-Open: requests arrive when they do, and how long they take is looked at; once for real, and once by the same
-engine in virtual time, over the same plans.
+Open: requests arrive at given moments, however many are under way.
 """
 
 import asyncio
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
-import torch
-
-from tessera.execute.stepper import Event, StepCall, StepDone, Tensors
+from tessera.execute.stepper import StepCall, StepDone
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.ir import Arrivals, Load, ServicePlan
-from tessera.serve.answer import ActiveRequest
-from tessera.serve.engine import Engine
-from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling, Shape
-from tessera.serve.router import plans_of
+from tessera.ir import Arrivals, Load
+from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling
 from tessera.serve.service import Service
 from tessera.serve.steps import ServedModel
-from tessera.serve.text import ByteText
 from tessera.simulate.arrivals import lengths_of
-from tessera.simulate.stepper import VirtualStepper
 
 GREEDY = Sampling(temperature=0.0)
 # A load that is not steady by then is counted all the same; the result says so.
@@ -98,9 +89,9 @@ def run_load(service: Service, clients: int, load: Load, seconds: float) -> dict
     }
 
 
-def quantiles_ms(times_s: Sequence[float]) -> tuple[float, float]:
-    """Median and 99th percentile; the first round of requests, which all begin at once, is not counted."""
-    later = sorted(times_s[len(times_s) // 3 :]) or [0.0]
+def quantiles_ms(times_s: Sequence[float], left_out: int = 3) -> tuple[float, float]:
+    """Median and 99th percentile, without the first requests (a third of them), which all begin at once."""
+    later = sorted(times_s[len(times_s) // left_out :] if left_out else times_s) or [0.0]
     return 1e3 * later[len(later) // 2], 1e3 * later[min(len(later) - 1, len(later) * 99 // 100)]
 
 
@@ -187,97 +178,21 @@ async def _read(
 # Arrivals ---------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Waited:
-    """What one request waited, in modelled seconds: for its first token, and for each one after that."""
+def arrive(service: Service, arrivals: Arrivals, scale: float) -> tuple[Tally, float]:
+    """Requests that come in real time, `scale` times as far apart; what came, and the seconds it took."""
+    tally, rng, shape = Tally(), random.Random(0), service.shape
 
-    first_s: float
-    # None: its answer has one token.
-    each_s: float | None
-
-
-def asks_of(arrivals: Arrivals, shape: Shape) -> list[tuple[float, Ask]]:
-    """(second, ask) of every request; those that are too long are cut to what fits."""
-    rng, found = random.Random(0), []
-    for at, prompt, output in zip(arrivals.times_s, arrivals.prompts, arrivals.outputs, strict=True):
-        size = min(prompt, shape.capacity // 2)
-        tokens = tuple(rng.randrange(shape.vocab_size) for _ in range(size))
-        length = min(output, shape.capacity - size)
-        found.append((at, Ask(tokens, length, GREEDY, ignores_end=True)))
-    return found
-
-
-def arrive(service: Service, asks: Sequence[tuple[float, Ask]], scale: float) -> list[Waited]:
-    """Asks come in real time, `scale` times as long apart as they are; what is waited is divided by it."""
-
-    async def one(begun: float, at: float, ask: Ask) -> Waited:
+    async def one(begun: float, at: float, prompt: int, output: int) -> None:
+        length = min(output, shape.max_tokens - 1)
+        tokens = tuple(rng.randrange(shape.vocab_size) for _ in range(min(prompt, shape.max_tokens - length)))
         await asyncio.sleep(max(0.0, begun + at * scale - time.monotonic()))
-        asked, came = time.monotonic(), list[float]()
-        async for event in service.answer(ask):
-            if isinstance(event, AnswerPiece):
-                came += [time.monotonic()] * len(event.tokens)
-            elif event.reason != "length":
-                raise RuntimeError(f"a request ended by {event.reason}: {event.message}")
-        return _waited(asked, came, scale)
+        await _read(service, Ask(tokens, length, GREEDY, ignores_end=True), tally, lambda: float("inf"))
 
-    async def everybody() -> list[Waited]:
+    async def everybody() -> None:
         begun = time.monotonic()
-        return list(await asyncio.gather(*(one(begun, at, ask) for at, ask in asks)))
+        rows = zip(arrivals.times_s, arrivals.prompts, arrivals.outputs, strict=True)
+        await asyncio.gather(*(one(begun, *row) for row in rows))
 
-    return asyncio.run(everybody())
-
-
-class _Arriving(VirtualStepper):
-    """Virtual time stops where the next request arrives."""
-
-    next_s = float("inf")
-
-    def take(self, timeout_s: float | None) -> Event | None:
-        """None when it does."""
-        left_s = max(0.0, self.next_s - self.now_s())
-        return super().take(left_s if timeout_s is None else min(timeout_s, left_s))
-
-
-def arrive_virtually(plan: ServicePlan, shape: Shape, asks: Sequence[tuple[float, Ask]]) -> list[Waited]:
-    """The same asks through the service's engine, over the simulator's stepper."""
-    rows = max(group.sequences for group in plan.groups)
-
-    def outputs(call: StepCall) -> Tensors:
-        return {"next_tokens": torch.zeros(rows, dtype=torch.int64)}
-
-    stepper, text = _Arriving(plans_of([plan]), outputs=outputs), ByteText()
-    engine = Engine(stepper, [plan], shape, (), len(asks) + 1, is_filled=False)
-    due = sorted(asks, key=lambda pair: pair[0])[::-1]
-    open_: dict[ActiveRequest, tuple[float, list[float]]] = {}
-    found: list[Waited] = []
-    while due or open_:
-        while due and due[-1][0] <= stepper.now_s() + 1e-9:
-            at, ask = due.pop()
-            request = ActiveRequest(ask, text.reader(), ())
-            open_[request] = (at, [])
-            engine.submit(request)
-        stepper.next_s = due[-1][0] if due else float("inf")
-        engine.step()
-        for request, (at, came) in list(open_.items()):
-            came.extend([stepper.now_s()] * (request.num_out - len(came)))
-            if len(came) == request.ask.max_tokens:
-                found.append(_waited(at, came, 1.0))
-                del open_[request]
-    return found
-
-
-def _waited(asked: float, came: Sequence[float], scale: float) -> Waited:
-    each = (came[-1] - came[0]) / (len(came) - 1) / scale if len(came) > 1 else None
-    return Waited((came[0] - asked) / scale, each)
-
-
-def compared_waits(real: Sequence[Waited], virtual: Sequence[Waited]) -> dict[str, Any]:
-    """Medians of both in milliseconds, and real / virtual."""
-    found: dict[str, Any] = {"requests": len(real)}
-    for name, of in (
-        ("time to first token", lambda w: w.first_s),
-        ("time per output token", lambda w: w.each_s),
-    ):
-        a, b = (statistics.median(x for x in map(of, w) if x is not None) * 1e3 for w in (real, virtual))
-        found[name] = {"real ms": round(a, 3), "virtual ms": round(b, 3), "ratio": round(a / b, 4)}
-    return found
+    began = time.monotonic()
+    asyncio.run(everybody())
+    return tally, time.monotonic() - began

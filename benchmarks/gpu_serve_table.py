@@ -20,10 +20,7 @@ def table(whole: dict[str, Any]) -> str:
         "attention (`sdpa`, which repeats keys and values for every query head) under torch.compile, in a "
         "loop that feeds tokens back on the GPU; nobody reads them. Both are timed in turn on the same card.",
     ]
-    for kind, section in {"engine": _engine, "pair": _pair, "arrivals": _arrivals}.items():
-        parts = {name: part for name, part in whole.items() if name.split(" ")[0] == kind}
-        if parts:
-            lines += ["", *section(parts)]
+    lines += ["", *_engine({name: part for name, part in whole.items() if name.split(" ")[0] == "engine"})]
     notes = ["", "## Notes", "", *(f"- {note}" for note in whole["notes"])] if "notes" in whole else []
     return "\n".join([*lines, *notes, "", *_unfinished(whole)]).rstrip() + "\n"
 
@@ -45,65 +42,6 @@ def _engine(parts: dict[str, Any]) -> list[str]:
         for key, value in part.items():
             if key.startswith(("engine,", "stepper")) and "error" not in value:
                 lines += ["", f"{key}: `{json.dumps(value)}`"]
-    return lines
-
-
-def _pair(parts: dict[str, Any]) -> list[str]:
-    lines = [
-        "## Two unlike devices: the engine under a closed load, all rows in use",
-        "",
-        "The first policy of each table is the plan that was rehearsed best. 'rehearsed' is what the same "
-        "engine gave in virtual time before, 'predicted' the plan's own simulated figure for work units.",
-    ]
-    for name, part in parts.items():
-        model, gains = part.get("model", {}), part.get("gain of the plan over", {})
-        lines += [
-            "",
-            f"{name}: {model.get('layers')} layers, {model.get('batch')} rows each, steps' us by device "
-            f"{model.get('steps us')}, runs of each {model.get('counts')}, scale {part.get('scale')}. Rates "
-            f"are modelled: measured x scale. `{part['command']}`",
-            "",
-            "| policy | tokens/s (modelled) | rehearsed | measured / rehearsed | predicted by the plan | "
-            "measured / predicted | plan / policy |",
-            f"|{'---|' * 7}",
-        ]
-        for key, row in part.items():
-            if not isinstance(row, dict) or "modelled tokens per s" not in row:
-                continue
-            policy, rate = key.partition(" ")[2], row["modelled tokens per s"]
-            rehearsed = part.get("rehearsed, tokens per s", {}).get(policy)
-            cells = [policy, rate, rehearsed or "-", round(rate / rehearsed, 4) if rehearsed else "-"]
-            cells += [row["predicted tokens per s"], row["measured / predicted"], gains.get(policy, "-")]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return lines
-
-
-def _arrivals(parts: dict[str, Any]) -> list[str]:
-    lines = [
-        "## Two unlike devices: a Poisson stream of requests, for real and in virtual time",
-        "",
-        "The same requests at the same moments through the same engine, over worker processes and over the "
-        "simulator's stepper. Medians in modelled milliseconds: what was waited, divided by the scale.",
-    ]
-    waits = ("time to first token", "time per output token")
-    for name, part in parts.items():
-        model = part.get("model", {})
-        lines += [
-            "",
-            f"{name}: {model.get('layers')} layers, {model.get('batch')} rows a microbatch, scale "
-            f"{part.get('scale')}. `{part['command']}`",
-            "",
-            "| policy | requests | requests/s | "
-            + " | ".join(f"{wait}, real | virtual | real / virtual" for wait in waits)
-            + " |",
-            f"|{'---|' * 9}",
-        ]
-        for key, row in part.items():
-            if not isinstance(row, dict) or waits[0] not in row:
-                continue
-            cells = [key.partition(" ")[2], row["requests"], row["requests per s"]]
-            cells += [row[wait][what] for wait in waits for what in ("real ms", "virtual ms", "ratio")]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
 

@@ -4,12 +4,12 @@
     python benchmarks/gpu_services.py --out benchmarks/results --name services_h200_202611 \
         --cases h20+l40s:1024/256:50,a100+l40s:1024/256:30,h20+h100:128/512:50=data-parallel|attention-ffn
 
-For each case (pair : prompt tokens / answer tokens : limit in ms per token of the whole model = policies, if
-not all) each policy is planned for the load, its steps are captured, and it is rehearsed in virtual time over
-the captured steps' modelled costs. Then the same load runs for real: two worker processes, each kernel
-stretched to the modelled time of its card, pages moved at the modelled link's speed. Clients ask again and
-again, so that the service is full; lengths are drawn by the function that the rehearsal draws them with.
-Rates and times are in modelled time: measured x scale, measured / scale.
+For each case (pair : prompt tokens / answer tokens, kinds of a mix joined by & : limit in ms per token of the
+whole model = policies, if not all) each policy is planned for the load, its steps are captured, and it is
+rehearsed in virtual time over the captured steps' modelled costs. Then the same load runs for real: two
+worker processes, each kernel stretched to the modelled time of its card, pages moved at the modelled link's
+speed. Clients ask again and again, so that the service is full; lengths are drawn as the rehearsal
+draws them. Rates and times are in modelled time: measured x scale, measured / scale.
 
 `fixed` is data-parallel with two microbatches of 64 sequences per device and steps of 64 to 2048 tokens,
 whatever the load. With fewer layers than the model has, limits are reduced in proportion to the weights
@@ -21,7 +21,7 @@ import json
 import sys
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its sibli
 
 from benchmarks.gpu_common import Log, about
 
+from tessera.ir import ServicePlan
+
 MODEL, LAYERS = "llama-3-8b", 32
 # Layers that weigh as much as the head.
 HEAD = 2.4
 FIXED = "fixed"
+# Lengths that are drawn of each kind of a mix.
+MIXED = 128
 POLICIES = ("prefill-decode-fractional", "data-parallel", "prefill-decode", FIXED)
 
 
@@ -46,9 +50,10 @@ def case(log: Log, args: argparse.Namespace, text: str, kept: dict[str, Any]) ->
 
     text, _, names = text.partition("=")
     pair, lengths, limit = text.split(":")
-    prompt, output = (int(n) for n in lengths.split("/"))
     tpot_ms = float(limit) * (args.layers + HEAD) / (LAYERS + HEAD) if limit else None
-    load = Load(prompt, output, tpot_ms=tpot_ms)
+    kinds = [tuple(int(n) for n in kind.split("/")) for kind in lengths.split("&")]
+    prompt, output = (round(sum(of) / len(kinds)) for of in zip(*kinds, strict=True))
+    load = Load(prompt, output, lengths=mixture(kinds) if len(kinds) > 1 else (), tpot_ms=tpot_ms)
     devices = ",".join(f"cuda:0/as={gpu}" for gpu in pair.split("+"))
     cluster, model = make_cluster(parse_devices(devices), args.link), named(MODEL, args.layers)
     steps = ServedSteps(model, cluster, is_compiled=True)
@@ -64,6 +69,14 @@ def case(log: Log, args: argparse.Namespace, text: str, kept: dict[str, Any]) ->
     if "data-parallel" in rates:
         base = rates["data-parallel"]
         log.put(f"{text}: over data-parallel", {n: round(rate / base, 4) for n, rate in rates.items()})
+
+
+def mixture(kinds: list[Any]) -> tuple[tuple[int, int], ...]:
+    """Lengths of a mix: as many requests of each kind, each uniform around its means."""
+    from tessera.ir import Load
+    from tessera.simulate.arrivals import lengths_of
+
+    return tuple(pair for n, kind in enumerate(kinds) for pair in lengths_of(Load(*kind), MIXED, n))
 
 
 def measured(args: argparse.Namespace, policy: str, steps: Any, load: Any) -> dict[str, Any]:
@@ -102,6 +115,8 @@ def measured(args: argparse.Namespace, policy: str, steps: Any, load: Any) -> di
         advance("running")
         found = run_load(service, expected.clients, load, args.seconds)
         shot = service.snapshot()
+        for share in args.arrivals:
+            found[f"arrivals {share:g}"] = arrived(args, served, service, share, scale)
     rate = found.pop("tokens per s") * scale
     times = {name: found.pop(name) for name in ("tpot ms", "ttft ms")}
     return {
@@ -120,6 +135,41 @@ def measured(args: argparse.Namespace, policy: str, steps: Any, load: Any) -> di
     }
 
 
+def arrived(
+    args: argparse.Namespace, plan: ServicePlan, service: Any, share: float, scale: float
+) -> dict[str, Any]:
+    """A Poisson stream at this share of the closed load's expected rate: for real and in virtual time."""
+    from benchmarks.gpu_serve_load import arrive, quantiles_ms
+
+    from tessera.serve.rehearse import play
+    from tessera.simulate.arrivals import lengths_of, poisson
+
+    assert plan.expected is not None, "it was rehearsed"
+    rate = share * plan.expected.tokens_per_s / plan.load.output_tokens
+    num = max(8, round(rate * args.seconds / scale))
+    prompts, outputs = zip(*lengths_of(plan.load, num, seed=1), strict=True)
+    stream = replace(poisson(rate, num), prompts=prompts, outputs=outputs)
+    tally, seconds = arrive(service, stream, scale)
+    virtual = play(plan, stream)
+    tokens_per_s = sum(n for _, n in tally.came) / seconds * scale
+    times = {"tpot ms": tally.each_s, "ttft ms": tally.first_s}
+    waits = {name: [round(x / scale, 2) for x in quantiles_ms(t, 0)] for name, t in times.items()}
+    return {
+        "requests per s": round(rate, 2),
+        "requests": num,
+        "tokens per s": round(tokens_per_s, 1),
+        "measured / expected": round(tokens_per_s / virtual.tokens_per_s, 4),
+        **{f"{name} p50, p99": both for name, both in waits.items()},
+        "expected tpot ms p50, p99": [round(virtual.tpot_ms, 2), round(virtual.tpot_p99_ms, 2)],
+        "expected ttft ms p50, p99": [round(virtual.ttft_ms, 2), round(virtual.ttft_p99_ms, 2)],
+        "errors": tally.errors[:3],
+    }
+
+
+def shares(text: str) -> list[float]:
+    return [float(word) for word in text.split(",") if word]
+
+
 def parsed(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Services on two dilated devices of one GPU.")
     parser.add_argument("--out", type=Path, required=True)
@@ -130,6 +180,12 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--link", default="pcie4")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--seconds", type=float, default=15.0, help="that are counted")
+    parser.add_argument(
+        "--arrivals",
+        type=shares,
+        default=[],
+        help="Poisson streams too, at these shares of the expected rate",
+    )
     parser.add_argument("--each", type=float, default=60.0, help="seconds that a policy is given at least")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for all")
     return parser.parse_args(words)
@@ -170,6 +226,18 @@ def table(found: dict[str, Any]) -> str:
             cells = [text, policy, row["tokens per s"], row["expected"], row["measured / expected"], ratio]
             cells += [row["tpot ms p50, p99"], row["ttft ms p50, p99"], row["pages moved"]]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
+            for name, part in row.items():
+                if name.startswith("arrivals"):
+                    cells = [
+                        text,
+                        f"{policy}, {name}",
+                        part["tokens per s"],
+                        "",
+                        part["measured / expected"],
+                        "-",
+                    ]
+                    cells += [part["tpot ms p50, p99"], part["ttft ms p50, p99"], "-"]
+                    lines.append("| " + " | ".join(map(str, cells)) + " |")
     notes = [f"- {note}" for note in found.get("notes", ())]
     return "\n".join([*lines, "", *notes, ""]).rstrip() + "\n"
 

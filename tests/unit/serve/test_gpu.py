@@ -3,7 +3,6 @@
 import functools
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,15 +148,19 @@ def test_the_benchmark_of_arrivals_serves_the_same_requests_for_real_and_virtual
 ) -> None:
     """As many requests, with times of both; what they are means nothing here."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
-    from benchmarks.gpu_serve import _arrived, parsed
+    from benchmarks.gpu_services import arrived, parsed
 
-    words = "--out OUT --parts arrivals --requests 6 --prompt 6 --output 4 --load 2.0"
-    with working(replace(prepare(PAIR, CROSSING), scale=100.0)) as local:
-        found = _arrived(local.prepared, local.stepper, 0, parsed(words.split()))
+    with working(prepare(PAIR, CROSSING)) as local:
+        plan = local.prepared.policies[0]
+        with Service(
+            local.stepper, local.prepared.policies, local.prepared.model.shape, ByteText()
+        ) as service:
+            found = arrived(parsed(["--out", "OUT", "--seconds", "0.1"]), plan, service, 0.5, 100.0)
 
-    assert 6 == found["requests"]
-    for name in ("time to first token", "time per output token"):
-        assert found[name]["real ms"] > 0.0 < found[name]["virtual ms"]
+    assert 8 <= found["requests"]
+    assert not found["errors"]
+    for name in ("ttft ms p50, p99", "expected ttft ms p50, p99", "tpot ms p50, p99"):
+        assert found[name][0] > 0.0
 
 
 @pytest.mark.parametrize(
