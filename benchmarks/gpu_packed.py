@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_packed.py --out benchmarks/results/packed_h200_202611.json
 
-The four products of a layer of Llama 3 8B (query/key/value, output, gate/up, down) at several numbers of rows,
-and the experts of gpt-oss 20B. In one run: microseconds of each format, GB/s of its codes and scales, the part
-of the card's copy bandwidth, and the ratio to bf16 (`linear`, `_grouped_mm`). Then other tiles of the largest
-product, until `--seconds` are over; the best of each format is printed last.
+The four products of a layer of Llama 3 8B (query/key/value, output, gate/up, down) at several numbers of
+rows, and the experts of gpt-oss 20B. In one run: microseconds of each format, GB/s of its codes and scales,
+the part of the card's copy bandwidth, and the ratio to bf16 (`linear`, `_grouped_mm`). Then other tiles,
+until `--seconds` are over; the best of each format are printed last.
 
 Times are of CUDA graph replays over several copies of the weights, so that none is in the cache.
 """
