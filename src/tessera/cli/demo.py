@@ -255,7 +255,7 @@ def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, 
         (FULL.model, Shown(full.plan, runs[0], f"{verdict(full)} {said}")),
         (MODEL, Shown(first.plan, runs[1], explain(first.plan).verdict)),
     ]
-    write_report(output, plans, None, files["page"])
+    write_report(output, plans, files["page"])
     return {name: str(path) for name, path in files.items()}
 
 
