@@ -55,6 +55,8 @@ class StepDone:
     state: Tensors = field(default_factory=dict)
     # Device -> seconds of its launches in this step.
     busy_s: Mapping[str, float] = field(default_factory=dict)
+    # GPU -> seconds that it was idle before this step.
+    idle_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
