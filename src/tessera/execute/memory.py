@@ -363,7 +363,7 @@ class WorkerMemory:
     def __init__(self, traces: Sequence[Trace], device: int, weights: Sequence[dict[int, Storage]]) -> None:
         """`weights`: by step, those read by some lane on this device."""
         self._traces, self._device, self._weights = traces, device, weights
-        # (microbatch, name, bytes): variants may have state of different sizes under one name.
+        # (microbatch, name, bytes): plans may have state of different sizes under one name.
         self._state: dict[tuple[int, str, int], Storage] = {}
         # homes[home][name]
         self.homes: dict[int, dict[str, Storage]] = defaultdict(dict)
