@@ -22,6 +22,7 @@ import torch
 from tessera.errors import WorkerError
 from tessera.execute.memory import Memory, Storage, tensor_of
 from tessera.ir import GENERATOR, Arg, Launch, Origin, Symbol, Trace, View
+from tessera.kernels import MODULES
 from tessera.kernels.launch import Grid, run_kernel
 
 # (grid, arguments of the PTX entry) -> launches on the current stream.
@@ -145,8 +146,8 @@ class Launcher:
 
 def find_operator(name: str) -> Any:
     namespace, operator, overload = name.split(".")
-    if namespace == "tessera":
-        import_module("tessera.kernels.paged")  # registers it
+    if namespace == "tessera" and operator in MODULES:
+        import_module(MODULES[operator])  # registers it
     try:
         return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     except AttributeError as error:

@@ -37,7 +37,7 @@ _BY_CLASS: dict[str, str] = {
         count_nonzero nansum aminmax median mode avg_pool2d max_pool2d_with_indices avg_pool3d
         _adaptive_avg_pool2d adaptive_avg_pool1d max_pool3d_with_indices nll_loss_forward equal
         mse_loss l1_loss smooth_l1_loss""",
-    "sampling": "argmax argmin topk sort multinomial kthvalue msort argsort",
+    "sampling": "choose argmax argmin topk sort multinomial kthvalue msort argsort",
     "scan": """cumsum cumprod cummax cummin logcumsumexp _cummax_helper _cummin_helper bucketize
         searchsorted nonzero nonzero_static _unique2 unique_dim unique_consecutive masked_select
         histc bincount""",

@@ -160,6 +160,13 @@ class VirtualStepper:
         """Open microbatches stay on their lanes."""
         self.lanes.load(plans)
         self.plans = tuple(plans)
+        self._drop_lanes()
+
+    def _drop_lanes(self) -> None:
+        if self.lanes.replaced:
+            ends = (x for found in self._moves.values() for x in (found.move.source, found.move.destination))
+            homes = {self.lanes.all[self._open[number].lane].home for number in ends}
+            self.lanes.drop({here.lane for here in self._open.values()}, {h for h in homes if h is not None})
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
         self._open[microbatch] = _Open(lane)
@@ -167,6 +174,7 @@ class VirtualStepper:
     def close(self, microbatch: int) -> None:
         self._open.pop(microbatch, None)
         self._fail_moves({microbatch}, "one of its microbatches was closed")
+        self._drop_lanes()
 
     def can_queue(self, microbatch: int) -> bool:
         """As workers do: on a lane of one device."""

@@ -13,7 +13,7 @@ Busy time is measured for runs without receives; for others it is the plan's cos
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,12 +32,14 @@ from tessera.execute.cuda.transport import GpuTransport
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links, Receiver
 from tessera.execute.memory import bytes_of, is_shared
-from tessera.execute.messages import Begin, Done, LinkFrame, PackedTensor, PeerLost, Setup, pack
+from tessera.execute.messages import Begin, Done, LinkFrame, NewLanes, PackedTensor, PeerLost, Setup, pack
 from tessera.execute.page_mover import PageMover
 from tessera.execute.transport import Gone
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
 
+# Graphs that are captured before a worker is ready: the largest and the smallest step of a microbatch.
+START_GRAPHS = 2
 # Seconds between two looks at launched runs.
 LOOK_S = 20e-6
 # Seconds after which a released graph is stuck; it normally ends within milliseconds.
@@ -70,10 +72,9 @@ class CudaWorker(DeviceWorker):
         self._graphs = DeviceGraphs(
             setup.cluster,
             setup.device,
-            setup.traces,
+            (),
             setup.weights,
             setup.microbatches,
-            us=setup.us,
             scale=setup.scale,
             is_profiled=setup.is_profiled,
             transport=_opener(setup, engine),
@@ -92,7 +93,9 @@ class CudaWorker(DeviceWorker):
         self._last_stop: Any = None
         # (microbatch, step, name) -> pinned buffers of an input, with the event after their last copy.
         self._staged: dict[tuple[int, int, str], deque[tuple[torch.Tensor, Any]]] = {}
-        self._load(setup.programs)
+        self._load(NewLanes(setup.programs, setup.traces, setup.us))
+        for _ in range(START_GRAPHS):
+            self._graphs.capture_next()
 
     @property
     def address(self) -> str:
@@ -103,6 +106,9 @@ class CudaWorker(DeviceWorker):
             time.sleep(LOOK_S)
         return bool(self._running)
 
+    def _prepare(self) -> bool:
+        return self._graphs.capture_next()
+
     def close(self) -> None:
         """Releases the weights, which belong to the engine, before the process ends."""
         if self._running:  # a graph that waits for a lost peer never ends
@@ -112,21 +118,21 @@ class CudaWorker(DeviceWorker):
         self._graphs.close()
         self._setup = replace(self._setup, weights={})
 
-    def _load(self, programs: Sequence[Sequence[Program]]) -> None:
-        self._numbers += [self._graphs.add(lane) for lane in programs]
-        self._programs += programs
-        self._prepare()
+    def _load(self, new: NewLanes) -> None:
+        self._graphs.add_steps(new.traces, new.us)
+        for lane, programs in enumerate(new.programs, len(self._programs)):
+            self._numbers.append(self._graphs.add(programs, lane in self._setup.dropped))
+        self._programs += new.programs
+        self._graphs.keep_weights()
 
-    def _prepare(self) -> None:
-        """Captures graphs of the current plans; others are captured on use."""
-        self._graphs.prepare(self._numbers[self._newest][0])
+    def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
+        self._graphs.drop([number for lane in lanes for number in self._numbers[lane]], homes)
 
     def _relink(self, device: int, epoch: int, address: str) -> None:
         transport = self._graphs.transport
         if self._links is not None and (transport is None or transport.links is None):
             self._links.relink(device, epoch, address)
-        if self._graphs.relink(device, epoch, address):
-            self._prepare()
+        self._graphs.relink(device, epoch, address)
 
     def _where(self) -> list[tuple[int, int, int]]:
         """The position is that of the last instruction begun."""
@@ -141,8 +147,6 @@ class CudaWorker(DeviceWorker):
     def _begin(self, order: Begin) -> None:
         program, number = self._programs[order.lane][order.index], self._numbers[order.lane][order.index]
         self.at = (order.microbatch, order.run, -1)
-        if order.lane >= self._newest > 0:  # it never returns to earlier plans
-            self._graphs.forget(order.microbatch, self._numbers[self._newest][0])
         room = self._graphs.buffers(order.microbatch)
         try:
             graph = self._graphs.graph(order.microbatch, number)

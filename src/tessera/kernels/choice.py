@@ -1,0 +1,55 @@
+"""Inputs of tessera::choose: the columns of its tables, and the limits that its implementations share."""
+
+from enum import IntEnum
+
+# Names of the operator's arguments among the inputs of a step, in order.
+INPUTS = ("settings", "numbers", "edits", "masks")
+# Alternatives that logprobs can have.
+MAX_TOP = 20
+# Words per entry of the edits.
+EDIT_FIELDS = 3
+# Bits of a fixed-point weight.
+WEIGHT_BITS = 36
+# A token with a lower scaled logit than this below the largest cannot win: -log(E) is in -2.82 : 22.88.
+OUT_OF_REACH = -26.0
+# Below this, -log(1 - v) is a polynomial.
+SMALL_DRAW = 1.0 / 16.0
+
+
+class Setting(IntEnum):
+    # 1 / temperature; 0: greedy.
+    SHARPNESS = 0
+    # Shares: 1 keeps all for top-p, 0 for min-p.
+    TOP_P = 1
+    MIN_P = 2
+    PRESENCE = 3
+    FREQUENCY = 4
+    REPETITION = 5
+
+
+class Number(IntEnum):
+    SEED = 0
+    # Position of the new token in its sequence.
+    POSITION = 1
+    # 0: all tokens.
+    TOP_K = 2
+    EDITS_BEGIN = 3
+    EDITS_END = 4
+    # Row of `masks` + 1; 0: any token.
+    MASK = 5
+    # 1: the token just read is part of the answer, and its count does not include it yet.
+    COUNTS_LAST = 6
+    # Token + 1 that is to be chosen whatever the logits say, for its logprob; 0: none.
+    FORCED = 7
+    # Alternatives to report + 1; 0: no logprobs.
+    NUM_TOP = 8
+
+
+def num_words(vocab: int) -> int:
+    """Words of a mask."""
+    return -(-vocab // 32)
+
+
+def max_edits(rows: int, vocab: int) -> int:
+    """Entries of the edits of a step: enough for one row that edits every token."""
+    return max(vocab, 256 * rows)

@@ -1,0 +1,188 @@
+"""tessera::choose: the next token of each sequence, greedy or drawn.
+
+    logits    [R, V]    one row per sequence
+    last      [R]       the token that each row has just read
+    settings  [R, 6]    float32, see `choice.Setting`; a row of zeros in both tables is greedy
+    numbers   [R, 9]    int64, see `choice.Number`
+    edits     [E, 3]    int32: token, its count, its bias as bits of a float32. A count is the token's
+                        occurrences in the answer, 0 for a token of the prompt alone, -1 for neither. A row
+                        has EDITS_BEGIN : EDITS_END, each token once; minus infinity as bias bans a token
+    masks     [M, W]    int32, one bit per token that may come next, token 0 lowest
+    -> tokens [R], logprobs [R, 1 + 20] of the chosen and the likeliest tokens, top [R, 20]
+
+The order is vLLM's: biases, bans, masks, penalties, temperature, min-p, top-k, top-p. A token of -1 means
+that no logit is finite. Logprobs are of the unmodified logits, zeros unless NUM_TOP asks for them. The token
+that is read in the step need not be in the edits (`choice.Number.COUNTS_LAST`): a step can be prepared before
+it is known.
+
+A draw is an exponential race: token i gets an exponential variable E and the score z - log(E), where z is its
+scaled logit; the highest score wins. E comes from Philox 4x32-10 with the request's seed as key and (token,
+position) as counter, so a choice depends on nothing but its logits, seed and position. Limits are thresholds
+of z: equal logits stay or go together. top-p adds up 36-bit fixed-point weights, so no order of summation
+matters. Devices differ by the rounding of exp and log alone.
+
+CPUs run the torch code here, the reference; GPUs the kernel of `choose_triton`.
+"""
+
+from typing import Any
+
+import torch
+
+from tessera.kernels.choice import INPUTS, MAX_TOP, OUT_OF_REACH, SMALL_DRAW, WEIGHT_BITS, Number, Setting
+
+# Rounds of Philox.
+PHILOX_ROUNDS = 10
+_WORD = 0xFFFFFFFF
+
+torch.library.define(
+    "tessera::choose",
+    "(Tensor logits, Tensor last, Tensor settings, Tensor numbers, Tensor edits, Tensor masks) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.register_fake("tessera::choose")  # type: ignore[untyped-decorator]
+def results(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = logits.shape[0]
+    return (
+        logits.new_empty(rows, dtype=torch.int64),
+        logits.new_empty((rows, 1 + MAX_TOP), dtype=torch.float32),
+        logits.new_empty((rows, MAX_TOP), dtype=torch.int64),
+    )
+
+
+@torch.library.impl("tessera::choose", "cuda")
+def _on_cuda(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from tessera.kernels.choose_triton import choose_on_gpu
+
+    return choose_on_gpu(*given, *results(given[0]))
+
+
+@torch.library.impl("tessera::choose", "cpu")
+def _on_cpu(
+    logits: torch.Tensor,
+    last: torch.Tensor,
+    settings: torch.Tensor,
+    numbers: torch.Tensor,
+    edits: torch.Tensor,
+    masks: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, logprobs, top = (t.zero_() for t in results(logits))
+    most, chosen = logits.max(-1)
+    tokens.copy_(torch.where(most.isfinite(), chosen, -1))
+    is_plain = (settings[:, Setting.SHARPNESS] == 0) & (numbers[:, Number.EDITS_BEGIN :] == 0).all(1)
+    for row in (~is_plain).nonzero()[:, 0].tolist():
+        number: list[int] = numbers[row].tolist()
+        own = logits[row].float()
+        edited = _edited(own, int(last[row]), settings[row].tolist(), number, edits, masks)
+        tokens[row] = _choose(edited, settings[row].tolist(), number)
+        if number[Number.FORCED]:
+            tokens[row] = number[Number.FORCED] - 1
+        if number[Number.NUM_TOP] and tokens[row] >= 0:
+            num = min(number[Number.NUM_TOP] - 1, own.numel())
+            logs = own.log_softmax(-1)
+            logprobs[row, 0] = logs[tokens[row]]
+            logprobs[row, 1 : 1 + num], top[row, :num] = _likeliest(logs, num)
+    return tokens, logprobs, top
+
+
+def _likeliest(logs: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and tokens, equal ones in order of tokens."""
+    least = logs.topk(num).values[-1:] if num else logs.new_full((1,), torch.inf)
+    tokens = (logs >= least).nonzero()[:, 0]
+    values, order = logs[tokens].sort(descending=True, stable=True)
+    return values[:num], tokens[order[:num]]
+
+
+def _edited(
+    logits: torch.Tensor,
+    last: int,
+    settings: list[float],
+    numbers: list[int],
+    edits: torch.Tensor,
+    masks: torch.Tensor,
+) -> torch.Tensor:
+    """A row after biases, bans, mask and penalties."""
+    edited = logits.clone()
+    token, count, bits = edits[numbers[Number.EDITS_BEGIN] : numbers[Number.EDITS_END]].long().unbind(1)
+    bias = bits.int().view(torch.float32)
+    if numbers[Number.COUNTS_LAST]:
+        is_last = token == last
+        if is_last.any():
+            count = torch.where(is_last, count.clamp_min(0) + 1, count)
+        else:
+            token, count, bias = (
+                torch.cat([held, held.new_tensor([more])])
+                for held, more in ((token, last), (count, 1), (bias, 0.0))
+            )
+    edited[token] += bias
+    if numbers[Number.MASK]:
+        words = masks[numbers[Number.MASK] - 1]
+        is_allowed = (words[:, None] >> torch.arange(32)) & 1
+        edited[is_allowed.flatten()[: len(edited)] == 0] = -torch.inf
+    values, is_seen = edited[token], count >= 0
+    repetition = settings[Setting.REPETITION]
+    penalised = torch.where(values > 0, values / repetition, values * repetition)
+    penalised -= settings[Setting.FREQUENCY] * count + settings[Setting.PRESENCE] * (count > 0)
+    edited[token] = torch.where(is_seen, penalised, values)
+    return edited
+
+
+def _choose(edited: torch.Tensor, settings: list[float], numbers: list[int]) -> int:
+    most, chosen = edited.max(-1)
+    if not most.isfinite():
+        return -1
+    if not settings[Setting.SHARPNESS]:
+        return int(chosen)
+    scaled = (edited - most) * settings[Setting.SHARPNESS]
+    tokens = (scaled >= _limit(scaled, settings, numbers)).nonzero()[:, 0]
+    scores = scaled[tokens] - _exponential(tokens, numbers[Number.SEED], numbers[Number.POSITION]).log()
+    return int(tokens[scores.argmax()])
+
+
+def _limit(scaled: torch.Tensor, settings: list[float], numbers: list[int]) -> float:
+    """The least scaled logit that min-p, top-k and top-p keep."""
+    limit = OUT_OF_REACH
+    if settings[Setting.MIN_P] > 0:
+        limit = max(limit, float(torch.tensor(settings[Setting.MIN_P]).log()))
+    if 0 < numbers[Number.TOP_K] < len(scaled):
+        limit = max(limit, float(scaled.topk(numbers[Number.TOP_K]).values[-1]))
+    if settings[Setting.TOP_P] < 1:
+        descending = scaled[scaled >= limit].sort(descending=True).values
+        sums = weights(descending).cumsum(0)
+        wanted = max(1, int(settings[Setting.TOP_P] * int(sums[-1])))
+        limit = float(descending[int((sums < wanted).sum())])
+    return limit
+
+
+def weights(scaled: torch.Tensor) -> torch.Tensor:
+    return (scaled.exp() * 2.0**WEIGHT_BITS).long()
+
+
+def _exponential(tokens: torch.Tensor, seed: int, position: int) -> torch.Tensor:
+    """Exponential variables of some tokens."""
+    lanes = torch.stack(philox(tokens >> 2, position, seed))
+    draw = lanes.gather(0, (tokens & 3)[None])[0].float() * 2.0**-32 + 2.0**-33
+    draw = draw.clamp_max(1.0 - 2.0**-24)
+    small = torch.full_like(draw, 1.0 / 6.0)
+    for term in (5.0, 4.0, 3.0, 2.0, 1.0):
+        small = draw * small + 1.0 / term
+    return torch.where(draw < SMALL_DRAW, draw * small, -(1.0 - draw).log())
+
+
+def philox(counter: torch.Tensor, position: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """Four 32-bit words (as int64) per counter: Philox 4x32-10 of (counter, position, 0, 0)."""
+    high, low = (seed >> 32) & _WORD, seed & _WORD
+    a, b = counter & _WORD, torch.full_like(counter, position & _WORD)
+    c, d = torch.zeros_like(counter), torch.zeros_like(counter)
+    for turn in range(PHILOX_ROUNDS):
+        first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a = ((second >> 32) & _WORD) ^ b ^ ((low + turn * 0x9E3779B9) & _WORD)
+        c = ((first >> 32) & _WORD) ^ d ^ ((high + turn * 0xBB67AE85) & _WORD)
+        b, d = second & _WORD, first & _WORD
+    return a, b, c, d
+
+
+def choose(logits: torch.Tensor, last: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, ...]:
+    """The operator on the inputs of a step, see `choice.INPUTS`."""
+    return torch.ops.tessera.choose(logits, last, *(inputs[name] for name in INPUTS))  # type: ignore[no-any-return]

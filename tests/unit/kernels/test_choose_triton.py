@@ -1,0 +1,108 @@
+"""The Triton kernel of tessera::choose without a GPU: run in the PTX interpreter, proved by the analyzer."""
+
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip("triton", reason="needs triton")
+
+from triton.runtime.jit import JITFunction
+
+from choose_factory import make_rows
+from tessera import flow  # hands the interpreter to capture
+from tessera.capture.offline import compiling_for
+from tessera.capture.own import own_launches
+from tessera.kernels.choice import Number, Setting
+from tessera.kernels.choose import results
+from tessera.kernels.choose_triton import choose_on_gpu
+from tessera_ptx import analyze
+
+assert flow
+
+
+@pytest.fixture(autouse=True, scope="module")
+def anywhere() -> Iterator[None]:
+    """Kernels run on tensors of the CPU."""
+    with own_launches():
+        yield
+
+
+def run(*given: torch.Tensor, block: int = 256) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the kernel gives."""
+    return choose_on_gpu(*given, *results(given[0]), block=block)  # type: ignore[call-arg, misc]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [37, 700])
+def test_the_kernel_chooses_what_the_reference_chooses(vocab: int, dtype: torch.dtype) -> None:
+    """Every kind of row: tokens, logprobs and alternatives."""
+    rows = make_rows(16, vocab, dtype=dtype)
+    tokens, logprobs, top = run(*rows)
+    expected = torch.ops.tessera.choose(*rows)
+
+    assert torch.equal(expected[0], tokens)
+    assert_close(logprobs, expected[1], rtol=0, atol=2e-6)
+    assert torch.equal(expected[2], top)
+
+
+def test_rows_without_a_finite_logit_get_no_token() -> None:
+    """NaN, infinity, and a mask that allows nothing."""
+    rows = make_rows(8, 300)
+    rows[0][0, 7], rows[0][1, 9], rows[0][2, 11] = float("nan"), float("inf"), float("nan")
+    rows[5][7] = 0
+
+    assert [-1, -1, -1] == run(*rows)[0][:3].tolist()
+    assert -1 == int(run(*rows)[0][7])
+    assert torch.equal(torch.ops.tessera.choose(*rows)[0], run(*rows)[0])
+
+
+def test_a_forced_token_gets_its_logprob() -> None:
+    rows = make_rows(2, 300)
+    rows[3][1, Number.FORCED], rows[3][1, Number.NUM_TOP] = 12, 3
+    tokens, logprobs, _ = run(*rows)
+
+    assert 11 == int(tokens[1])
+    assert_close(logprobs[1, 0], rows[0][1].log_softmax(-1)[11])
+
+
+def test_equal_logits_at_a_limit_stay_together() -> None:
+    """No order of blocks decides."""
+    rows = make_rows(1, 600)
+    rows[0][:] = 0.0
+    rows[0][0, 100:400] = 1.0
+    rows[2][0, Setting.SHARPNESS], rows[3][0, Number.TOP_K] = 1.0, 5
+    found = set()
+    for position in range(12):
+        rows[3][0, Number.POSITION] = position
+        found.add(int(run(*rows)[0]))
+
+    assert len(found) > 6
+    assert all(100 <= token < 400 for token in found)
+
+
+READ = {"logits", "last", "settings", "numbers", "edits", "masks", "scratch"}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_every_access_is_proved(arch: int) -> None:
+    """What is read, what is written, nothing unknown."""
+    kernels: list[Any] = []
+    run_kernel = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernels.append(run_kernel(self, *args, grid=grid, warmup=True, **kwargs))
+
+    with compiling_for(arch), unittest.mock.patch.object(JITFunction, "run", compile_only):
+        run(*make_rows(2, 2000, dtype=torch.bfloat16), block=8192)
+    (kernel,) = kernels
+    (report,) = analyze(kernel.asm["ptx"])
+    names = [name for name, kind in kernel.src.signature.items() if kind != "constexpr"]
+
+    assert (True, ()) == (report.movable, report.why)
+    assert {names[a.param] for a in report.accesses if a.read} == READ
+    assert {names[a.param] for a in report.accesses if a.write} == {"scratch", "tokens", "logprobs", "top"}
+    assert not any(a.atomic for a in report.accesses)
