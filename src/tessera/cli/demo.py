@@ -279,7 +279,7 @@ def _write(full: ServicePlan | Plan, divided: DividedRun, output: Path) -> dict[
     write_perfetto(run, files["perfetto"])
     write_perfetto(divided.measured, files["perfetto_measured"])
     shown = Shown(divided.plan, run, explain(divided.plan).verdict)
-    write_report(output, [(MODEL, shown)], None, files["page"])
+    write_report(output, [(MODEL, shown)], files["page"])
     return {name: str(path) for name, path in files.items()}
 
 
