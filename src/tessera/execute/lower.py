@@ -67,7 +67,7 @@ class StepLowering:
     """Lowers one step for any placement; shared data is prepared once."""
 
     def __init__(self, graph: Graph, num_devices: int) -> None:
-        self.graph, self._num_devices = graph, num_devices
+        self.graph, self.num_devices = graph, num_devices
         values = [
             (n, v) for n, v in enumerate(graph.values) if v.producer is not None and v.num_bytes and v.readers
         ]
@@ -84,7 +84,7 @@ class StepLowering:
 
     def run(self, place: Sequence[int], leaving: Sequence[Transfer] = ()) -> LoweredRun:
         """One transfer per value and reading device, in trace order; `leaving`: state moved at the end."""
-        num, (rows, readers) = self._num_devices, self._pins
+        num, (rows, readers) = self.num_devices, self._pins
         devices = np.array(place, dtype=np.int64)
         there = devices[readers]
         crossing = there != devices[self._producers][rows]

@@ -9,8 +9,8 @@ hold it back), waits for the next event and settles it. A microbatch's `Content`
 next step; the scheduler knows nothing of prompts, rows or tokens.
 
 Between two steps of a microbatch its devices wait for this loop. Other microbatches fill that gap; where
-there is none, the next step is queued while one runs, if the content (`can_look_ahead`) and the stepper
-allow.
+there are no more of them than devices, the next step is queued while one runs, if the content
+(`can_look_ahead`) and the stepper allow.
 
 A microbatch is opened on a lane of the current policy when a request needs one, and closed when its content
 has no next step, unless it is worth keeping (`is_kept`). A switch of policy, new plans and a returned device
@@ -397,14 +397,14 @@ class Scheduler(Generic[R]):
             self._ready.append(microbatch)
 
     def _can_look_ahead(self, microbatch: Microbatch[R]) -> bool:
-        """True if nothing is queued and no other microbatch keeps its devices busy meanwhile."""
+        """True if nothing is queued and too few other microbatches keep its devices busy meanwhile."""
         devices, others = microbatch.lane.devices, self.microbatches.values()
         return (
             len(microbatch.running) == 1
             and not microbatch.is_old
             and microbatch.content.can_look_ahead
             and self.stepper.can_queue(microbatch.number)
-            and all(m is microbatch or m.is_idle or not m.lane.devices & devices for m in others)
+            and sum(1 for m in others if not m.is_idle and m.lane.devices & devices) <= len(devices)
         )
 
     def _has_places(self, old: Microbatch[R]) -> bool:

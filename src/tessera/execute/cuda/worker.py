@@ -135,12 +135,13 @@ class CudaWorker(DeviceWorker):
         self._graphs.relink(device, epoch, address)
 
     def _where(self) -> list[tuple[int, int, int]]:
-        """The position is that of the last instruction begun."""
-        rows = []
+        """The position is that of the last instruction begun; -1 in a run that is queued behind another."""
+        rows: dict[int, list[tuple[int, int, int]]] = {}
         for run, running in list(self._running.items()):
             microbatch = running.order.microbatch
-            rows.append((microbatch, run, max(-1, int(self._graphs.marks[microbatch]) - 2)))
-        return rows
+            position = -1 if microbatch in rows else max(-1, int(self._graphs.marks[microbatch]) - 2)
+            rows.setdefault(microbatch, []).append((microbatch, run, position))
+        return [row for listed in rows.values() for row in listed]
 
     # Runs.
 
@@ -158,7 +159,6 @@ class CudaWorker(DeviceWorker):
         running = _Running(order, program, graph, start, stop, done)
         if self._graphs.transport is not None:
             self._graphs.transport.begin(order.microbatch, order.run, number)
-        self._graphs.marks[order.microbatch] = 0
         with torch.no_grad(), torch.cuda.stream(room.origin):
             self._take_in(room, program, order)
             start.record()
