@@ -34,7 +34,7 @@ DeviceState = Literal["starting", "ready", "lost"]
 @dataclass(frozen=True, slots=True)
 class StepCall:
     microbatch: int
-    # Number of the step in `Plan.graphs` of its lane's plan, over all variants.
+    # Number of the step in `Plan.graphs` of its lane's plan.
     step: int
     inputs: Tensors = field(default_factory=dict)
     # Outputs that are not needed.
