@@ -365,7 +365,7 @@ class WorkerMemory:
         # By step.
         self._traces: list[Trace] = []
         self._weights: list[dict[int, Storage]] = []
-        # (microbatch, name, bytes): variants may have state of different sizes under one name.
+        # (microbatch, name, bytes): plans may have state of different sizes under one name.
         self._state: dict[tuple[int, str, int], Storage] = {}
         # homes[home][name]
         self.homes: dict[int, dict[str, Storage]] = defaultdict(dict)

@@ -34,7 +34,7 @@ DeviceState = Literal["starting", "ready", "lost"]
 @dataclass(frozen=True, slots=True)
 class StepCall:
     microbatch: int
-    # Number of the step in `Plan.graphs` of its lane's plan, over all variants.
+    # Number of the step in `Plan.graphs` of its lane's plan.
     step: int
     inputs: Tensors = field(default_factory=dict)
     # Outputs that are not needed.
@@ -55,6 +55,8 @@ class StepDone:
     state: Tensors = field(default_factory=dict)
     # Device -> seconds of its launches in this step.
     busy_s: Mapping[str, float] = field(default_factory=dict)
+    # GPU -> seconds that it was idle before this step.
+    idle_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

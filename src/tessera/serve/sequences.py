@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from tessera.execute.stepper import StepCall, StepDone, Tensors
-from tessera.ir import BufferKind, Plan, need_one_batch
+from tessera.ir import BufferKind, Plan
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.pages import PagePool, pages_for
@@ -57,7 +57,6 @@ class Steps:
 
     @staticmethod
     def of(plan: Plan) -> "Steps":
-        need_one_batch(plan, "a service")
         traces = [graph.trace for graph in plan.graphs]
         number = {t.step.context: n for n, t in enumerate(traces) if t.step.kind == "tokens"}
         encode = next((n for n, t in enumerate(traces) if t.step.kind == "encode"), None)
