@@ -1,10 +1,13 @@
 """How far modelled costs are from public measurements that they did not see.
 
     python -m benchmarks.bench_costs [--other FOLDER] [--out benchmarks/results/costs_202611]
+    python -m benchmarks.bench_costs --published [--json]
 
-Needs the extra `tables`. Groups of rows (weight shapes, pairs of head counts, layers of experts) are hidden
-whole, a fifth of them, the same that scripts/fit_costs.py holds out. For every GPU and class, on the hidden
-rows only:
+--published holds modelled steps and kernels against an A100-PCIe and an L40S.
+
+Without it, the extra `tables` is needed. Groups of rows (weight shapes, pairs of head counts, layers of
+experts) are hidden whole, a fifth of them, the same that scripts/fit_costs.py holds out. For every GPU and
+class, on the hidden rows only:
 
     table    interpolated in the same table without any hidden group
     point    interpolated without the row itself only, what `rel_error` is made of
@@ -22,6 +25,7 @@ here: every figure compares a model with somebody's measurement.
 
 import argparse
 import json
+import sys
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,6 +34,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
+
+from benchmarks.published import costs as published
 
 from tessera.errors import MissingExtra
 from tessera.profile import OpClass, Tables, gpu, installed_tables
@@ -280,8 +288,14 @@ def main() -> None:
     """Judges, prints, writes."""
     parser = argparse.ArgumentParser(description="Errors of modelled costs on rows they did not see.")
     parser.add_argument("--other", type=Path)
+    parser.add_argument("--published", action="store_true", help="compare with timed steps and kernels")
+    parser.add_argument("--json", action="store_true", help="print JSON; with --published")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/costs_202611"))
     args = parser.parse_args()
+    if args.published:
+        compared = published.document()
+        print(json.dumps(compared, indent=1) if args.json else published.markdown(compared))
+        return
     document = run(args.other)
     text = markdown(document)
     args.out.with_suffix(".md").write_text(text, encoding="utf-8")

@@ -4,12 +4,12 @@
     python benchmarks/gpu_services.py --out benchmarks/results --name services_h200_202611 \
         --cases h20+l40s:1024/256:50,a100+l40s:1024/256:30,h20+h100:128/512:50=data-parallel|attention-ffn
 
-For each case (pair : prompt tokens / answer tokens : limit in ms per token of the whole model = policies, if
-not all) each policy is planned for the load, its steps are captured, and it is rehearsed in virtual time over
-the captured steps' modelled costs. Then the same load runs for real: two worker processes, each kernel
-stretched to the modelled time of its card, pages moved at the modelled link's speed. Clients ask again and
-again, so that the service is full; lengths are drawn by the function that the rehearsal draws them with.
-Rates and times are in modelled time: measured x scale, measured / scale.
+For each case (pair : prompt tokens / answer tokens, kinds of a mix joined by & : limit in ms per token of the
+whole model = policies, if not all) each policy is planned for the load, its steps are captured, and it is
+rehearsed in virtual time over the captured steps' modelled costs. Then the same load runs for real: two
+worker processes, each kernel stretched to the modelled time of its card, pages moved at the modelled link's
+speed. Clients ask again and again, so that the service is full; lengths are drawn as the rehearsal
+draws them. Rates and times are in modelled time: measured x scale, measured / scale.
 
 `fixed` is data-parallel with two microbatches of 64 sequences per device and steps of 64 to 2048 tokens,
 whatever the load. With fewer layers than the model has, limits are reduced in proportion to the weights
@@ -35,6 +35,8 @@ MODEL, LAYERS = "llama-3-8b", 32
 # Layers that weigh as much as the head.
 HEAD = 2.4
 FIXED = "fixed"
+# Lengths that are drawn of each kind of a mix.
+MIXED = 128
 POLICIES = ("prefill-decode-fractional", "data-parallel", "prefill-decode", FIXED)
 
 
@@ -48,9 +50,10 @@ def case(log: Log, args: argparse.Namespace, text: str, kept: dict[str, Any]) ->
 
     text, _, names = text.partition("=")
     pair, lengths, limit = text.split(":")
-    prompt, output = (int(n) for n in lengths.split("/"))
     tpot_ms = float(limit) * (args.layers + HEAD) / (LAYERS + HEAD) if limit else None
-    load = Load(prompt, output, tpot_ms=tpot_ms)
+    kinds = [tuple(int(n) for n in kind.split("/")) for kind in lengths.split("&")]
+    prompt, output = (round(sum(of) / len(kinds)) for of in zip(*kinds, strict=True))
+    load = Load(prompt, output, lengths=mixture(kinds) if len(kinds) > 1 else (), tpot_ms=tpot_ms)
     devices = ",".join(f"cuda:0/as={gpu}" for gpu in pair.split("+"))
     cluster, model = make_cluster(parse_devices(devices), args.link), named(MODEL, args.layers)
     steps = ServedSteps(model, cluster, is_compiled=True)
@@ -66,6 +69,14 @@ def case(log: Log, args: argparse.Namespace, text: str, kept: dict[str, Any]) ->
     if "data-parallel" in rates:
         base = rates["data-parallel"]
         log.put(f"{text}: over data-parallel", {n: round(rate / base, 4) for n, rate in rates.items()})
+
+
+def mixture(kinds: list[Any]) -> tuple[tuple[int, int], ...]:
+    """Lengths of a mix: as many requests of each kind, each uniform around its means."""
+    from tessera.ir import Load
+    from tessera.simulate.arrivals import lengths_of
+
+    return tuple(pair for n, kind in enumerate(kinds) for pair in lengths_of(Load(*kind), MIXED, n))
 
 
 def measured(args: argparse.Namespace, policy: str, steps: Any, load: Any) -> dict[str, Any]:

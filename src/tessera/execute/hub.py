@@ -36,11 +36,13 @@ from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
 from tessera.execute.messages import (
     ANY_RANK,
     Configured,
+    DropLanes,
     Failed,
     Hello,
     Leave,
     LoadLanes,
     Message,
+    NewLanes,
     Pieces,
     Refused,
     Relink,
@@ -55,7 +57,7 @@ from tessera.execute.messages import (
 from tessera.execute.processes import FORKSERVER, LocalProcess, raise_file_limit, warm_up
 from tessera.execute.stepper import DeviceState, DeviceStatus
 from tessera.execute.transport import RESTART_TOGETHER
-from tessera.ir import BufferKind, Program, Trace
+from tessera.ir import BufferKind, Trace
 
 # Time a worker has to leave before it is killed, when the hub stops and when it is lost.
 STOP_TIMEOUT_S, LEAVE_S = 5.0, 0.2
@@ -378,13 +380,23 @@ class Hub:
     def healthy(self, device: int) -> None:
         self._members[device].failures = 0
 
-    def load(self, first_lane: int, programs: Sequence[Sequence[Program]]) -> None:
-        """Adds lanes, for present and future workers."""
-        packed = messages.pack_programs(programs)
-        for device, setup in enumerate(self.setups):
-            self.setups[device] = replace(setup, programs=(*setup.programs, *map(tuple, programs)))
+    def load(self, lanes: Sequence[NewLanes], dropped: Sequence[int] = ()) -> None:
+        """Adds lanes, as each device gets them, and drops others, for present and future workers."""
+        for device, then in enumerate(self.setups):
+            now = then.extended(lanes[device]) if lanes else then
+            self.setups[device] = replace(now, dropped=(*then.dropped, *dropped))
             if self._members[device].state == "ready":
-                self.order(device, LoadLanes(first_lane, packed))
+                self._tell_lanes(device, then)
+
+    def _tell_lanes(self, device: int, then: Setup) -> None:
+        """Tells a worker with the lanes of an earlier setup what has changed; frees before it allocates."""
+        now, num_lanes, num_steps = self.setups[device], len(then.programs), len(then.traces)
+        if dropped := now.dropped[len(then.dropped) :]:
+            homes = {program.home for lane in dropped for program in now.programs[lane]}
+            self.order(device, DropLanes(list(dropped), sorted(homes - now.homes - {-1})))
+        if programs := now.programs[num_lanes:]:
+            new = NewLanes(programs, now.traces[num_steps:], now.us[num_steps:])
+            self.order(device, LoadLanes(messages.pack_lanes(new)))
 
     def relink(self, device: int, other: int) -> None:
         for one, two in ((device, other), (other, device)):
@@ -655,9 +667,7 @@ class Hub:
         member.pid = ready.pid if member.pid is None else member.pid
         if device not in self._here:
             member.offset_s = time.monotonic() - ready.clock_s
-        num_lanes = len(member.setup.programs)
-        if lanes := self.setups[device].programs[num_lanes:]:
-            self.order(device, LoadLanes(num_lanes, messages.pack_programs(lanes)))
+        self._tell_lanes(device, member.setup)
         for peer, other in enumerate(self._members):
             if peer != device and other.state == "ready":
                 self.relink(device, peer)

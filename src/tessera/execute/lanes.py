@@ -7,11 +7,12 @@ Lanes of all plans ever loaded are numbered consecutively, so that a microbatch 
 replaced plan. Plans may have different steps: the steps of all plans are numbered too, equal ones once.
 
 A home is a set of pages: microbatches on lanes of the same home share them. Plans name their home; plans of
-one name must have the same pages on the same devices. Imports no torch.
+one name must have the same pages on the same devices. A lane of replaced plans that nothing uses any more is
+dropped (`drop`), and with the last one its home. Imports no torch.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tessera.errors import MismatchError
@@ -93,13 +94,18 @@ class Lanes:
         self.lost: set[str] = set()
         # Per loaded plan: number of its first lane, and its shares.
         self._tables: list[tuple[int, LaneShares]] = []
+        # Lanes of replaced plans that were not dropped, and the number of homes so far.
+        self._old: dict[int, LoadedLane] = {}
+        self._num_homes = 0
         self.load(plans)
 
     def load(self, plans: Sequence[Plan]) -> tuple[LoadedLane, ...]:
         """Replaces the loaded plans; returns the new lanes."""
         check_alike([*([self.all[0].plan] if self.all else []), *plans])
-        self.homes = _with_homes(self.homes, plans)
+        self._add_homes(plans)
         first = len(self.all)
+        if self._tables:
+            self._old |= {lane.number: lane for lane in self.all[self._tables[0][0] :]}
         self._tables = []
         for policy, plan in enumerate(plans):
             self._tables.append((len(self.all), LaneShares(shares_of(plan.lanes, plan.lane_table))))
@@ -121,9 +127,39 @@ class Lanes:
             number = next(known, len(self.graphs))
             if number == len(self.graphs):
                 self.graphs.append(graph)
-                self.costs.append(plan.prices[step] if plan.prices else None)
+                self.costs.append(plan.costs[step] if plan.costs else None)
             found.append(number)
         return tuple(found)
+
+    def drop(self, in_use: Collection[int], homes: Collection[int] = ()) -> list[int]:
+        """Lanes of replaced plans that are never used again: neither `in_use` nor with a home that is."""
+        is_used = {lane.number for lane in self._old.values() if lane.home in homes} | set(in_use)
+        gone = [number for number in self._old if number not in is_used]
+        for number in gone:
+            del self._old[number]
+        if gone:
+            kept = {lane.home for lane in (*self._old.values(), *self.all[self._tables[0][0] :])}
+            self.homes = {name: home for name, home in self.homes.items() if home.number in kept}
+        return gone
+
+    @property
+    def replaced(self) -> tuple[Plan, ...]:
+        """Replaced plans that are not dropped."""
+        return tuple({id(lane.plan): lane.plan for lane in self._old.values()}.values())
+
+    def _add_homes(self, plans: Sequence[Plan]) -> None:
+        """Raises MismatchError if plans of one home differ in pages."""
+        homes, num = dict(self.homes), self._num_homes
+        for plan in (plan for plan in plans if plan.home):
+            for lane in plan.lanes:
+                buffers = _page_buffers(plan, lane)
+                if plan.home not in homes:
+                    homes[plan.home], num = Home(num, buffers), num + 1
+                if homes[plan.home].buffers != buffers:
+                    message = f"plans of home '{plan.home}' have pages of other sizes or on other devices"
+                    remedy = "Give lanes with other pages another home."
+                    raise MismatchError(message, remedy, f"the {plan.policy} plan")
+        self.homes, self._num_homes = homes, num
 
     def open(self, policy: int | None = None) -> list[LoadedLane]:
         """Loaded lanes without a lost device, of one policy or of all."""
@@ -151,7 +187,7 @@ def devices_of(plan: Plan, index: int) -> frozenset[str]:
     """Devices that a lane needs for launches, state or outputs."""
     lane, names = plan.lanes[index], plan.cluster.names
     found: set[int] = set()
-    for graph, place in zip(plan.unit_of(lane).graphs, lane.placement.devices, strict=True):
+    for graph, place in zip(plan.graphs, lane.placement.devices, strict=True):
         found |= {*place, *(device for _, device in homes_of(graph, place))}
         found |= {device for _, device in outputs_of(graph, place)}
     return frozenset(names[device] for device in found)
@@ -166,24 +202,10 @@ def check_alike(plans: Sequence[Plan]) -> None:
             raise MismatchError(message, "Plan all policies for the same devices and link.")
 
 
-def _with_homes(known: Mapping[str, Home], plans: Sequence[Plan]) -> dict[str, Home]:
-    """The homes and those of further plans; raises MismatchError if plans of one home differ in pages."""
-    homes = dict(known)
-    for plan in (plan for plan in plans if plan.home):
-        for lane in plan.lanes:
-            buffers = _page_buffers(plan, lane)
-            home = homes.setdefault(plan.home, Home(len(homes), buffers))
-            if home.buffers != buffers:
-                message = f"plans of home '{plan.home}' have pages of other sizes or on other devices"
-                remedy = "Give lanes with other pages another home."
-                raise MismatchError(message, remedy, f"the {plan.policy} plan")
-    return homes
-
-
 def _page_buffers(plan: Plan, lane: Lane) -> dict[str, PageBuffer]:
     """Paged state of a lane by name; raises MismatchError for other state, or if steps differ."""
     found: dict[str, PageBuffer] = {}
-    for graph, place in zip(plan.unit_of(lane).graphs, lane.placement.devices, strict=True):
+    for graph, place in zip(plan.graphs, lane.placement.devices, strict=True):
         num = graph.trace.step.reserve // PAGE
         for index, device in homes_of(graph, place):
             buffer = graph.trace.buffers[index]

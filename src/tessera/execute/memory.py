@@ -18,7 +18,7 @@ state by name, and one pool for everything else, since it runs one program at a 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -365,19 +365,26 @@ class ProgramMemory:
 
 
 class WorkerMemory:
-    def __init__(self, traces: Sequence[Trace], device: int, weights: Sequence[dict[int, Storage]]) -> None:
-        """`weights`: by step, those read by some lane on this device."""
-        self._traces, self._device, self._weights = traces, device, weights
-        # (microbatch, name, bytes): variants may have state of different sizes under one name.
+    def __init__(self, device: int) -> None:
+        self._device = device
+        # By step.
+        self._traces: list[Trace] = []
+        self._weights: list[dict[int, Storage]] = []
+        # (microbatch, name, bytes): plans may have state of different sizes under one name.
         self._state: dict[tuple[int, str, int], Storage] = {}
         # homes[home][name]
         self.homes: dict[int, dict[str, Storage]] = defaultdict(dict)
         # pools[microbatch][bytes]
         self._pools: dict[int, dict[int, list[Storage]]] = defaultdict(dict)
 
-    def add(self, programs: Programs) -> None:
+    def add_step(self, trace: Trace, weights: dict[int, Storage]) -> None:
+        """`weights`: those that are here."""
+        self._traces.append(trace)
+        self._weights.append(weights)
+
+    def add_homes(self, programs: Iterable[Program]) -> None:
         """Allocates the pages of homes that are new."""
-        for program in (program for lane in programs for program in lane):
+        for program in programs:
             for buffer, device in program.homes:
                 if device == self._device and is_shared(
                     program, self._traces[program.step].buffers[buffer].name

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 import numpy as np
@@ -163,10 +163,16 @@ class Cancelled(_Message, frozen=True):
 
 
 class LoadLanes(_Message, frozen=True):
-    """Engine to worker: more lanes, numbered from `first_lane`; see `pack_programs`."""
+    """Engine to worker: more lanes; see `pack_lanes`."""
 
-    first_lane: Whole
-    programs: bytes
+    packed: bytes
+
+
+class DropLanes(_Message, frozen=True):
+    """Engine to worker: lanes and homes that are never used again."""
+
+    lanes: list[Index]
+    homes: list[Index]
 
 
 class Relink(_Message, frozen=True):
@@ -274,6 +280,8 @@ class Done(_Message, frozen=True):
     transfers: list[tuple[Index, Number, Number]] = []
     # Busy time of all launches, reported one by one or not.
     busy_s: Number = 0.0
+    # Time that a GPU was idle before the run, since the last run here had ended.
+    idle_s: Number = 0.0
 
 
 class Failed(_Message, frozen=True):
@@ -318,7 +326,7 @@ class StoreValue(_Message, frozen=True):
 Joining = Hello | Welcome | Refused | Want | WeightBytes | Configured | Leave
 Linking = LinkOpen | LinkClose | LinkFrame | PageFrame | PageTaken | Relink | PeerLost
 Storing = WorkerReady | StoreSet | StoreGet | StoreValue
-Order = Begin | Clear | Cancel | LoadLanes | MovePages | Where
+Order = Begin | Clear | Cancel | LoadLanes | DropLanes | MovePages | Where
 Message = Joining | Linking | Storing | Order | Cancelled | Done | Progress | Failed
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -336,19 +344,32 @@ def decode(data: bytes | memoryview) -> Message:
         raise TesseraError(f"a message between workers cannot be read: {error}") from error
 
 
-def pack_programs(programs: Sequence[Sequence[Program]]) -> bytes:
-    """Programs of some lanes, as `LoadLanes` carries them."""
-    return msgspec.msgpack.encode(programs)
+@dataclass(frozen=True, slots=True)
+class NewLanes:
+    """Lanes that are added to a worker, and their steps that it does not have."""
+
+    # programs[lane][index]
+    programs: tuple[tuple[Program, ...], ...]
+    traces: tuple[Trace, ...] = ()
+    # Of the new steps; see `WorkerConfig`.
+    us: tuple[tuple[float, ...], ...] = ()
+
+    def verify(self) -> None:
+        for record in (*self.traces, *(program for lane in self.programs for program in lane)):
+            verify(record)
 
 
-def unpack_programs(packed: bytes) -> list[tuple[Program, ...]]:
+def pack_lanes(lanes: NewLanes) -> bytes:
+    return msgspec.msgpack.encode(lanes)
+
+
+def unpack_lanes(packed: bytes) -> NewLanes:
     """What was packed, verified; raises TesseraError on anything else."""
     try:
-        lanes = msgspec.msgpack.decode(packed, type=list[tuple[Program, ...]])
-        for program in (program for lane in lanes for program in lane):
-            verify(program)
+        lanes = msgspec.msgpack.decode(packed, type=NewLanes)
+        lanes.verify()
     except (RuleBroken, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TesseraError(f"programs cannot be read: {error}") from error
+        raise TesseraError(f"lanes cannot be read: {error}") from error
     return lanes
 
 
@@ -381,10 +402,22 @@ class WorkerConfig:
     scale: float = 1.0
     # True to report the time of every launch even where that costs time.
     is_profiled: bool = False
-    # us[step][launch]: modelled time on this device, for priorities; see `schedule`.
+    # us[step][launch]: modelled time on this device, for priorities; see `schedule`. Empty rows: unknown.
     us: tuple[tuple[float, ...], ...] = ()
+    # Lanes that are never used again. They have no memory, but all lanes lay out the inboxes of transfers.
+    dropped: tuple[int, ...] = ()
     # Remote workers: the weights that the device reads.
     weight_records: tuple[WeightRecord, ...] = ()
+
+    def extended(self, lanes: NewLanes) -> Self:
+        traces, programs = (*self.traces, *lanes.traces), (*self.programs, *lanes.programs)
+        return replace(self, traces=traces, programs=programs, us=(*self.us, *lanes.us))
+
+    @property
+    def homes(self) -> set[int]:
+        """Homes of lanes that were not dropped."""
+        lanes = (programs for lane, programs in enumerate(self.programs) if lane not in self.dropped)
+        return {program.home for programs in lanes for program in programs}
 
     @property
     def sendable(self) -> dict[str, Any]:
@@ -426,11 +459,14 @@ def make_setups(
     first = replace(first, epochs=(0,) * len(devices), scale=scale, is_profiled=is_profiled)
     setups = []
     for number in range(len(devices)):
-        prices = [costs for costs in loaded.costs if costs is not None]
-        us = tuple(tuple(row[number].us for row in costs.costs) for costs in prices)
-        us = us if len(us) == len(traces) else ()
-        setups.append(replace(first, device=number, us=us))
+        setups.append(replace(first, device=number, us=modelled_us(loaded, number)))
     return setups
+
+
+def modelled_us(loaded: Lanes, device: int, first: int = 0) -> tuple[tuple[float, ...], ...]:
+    """us[step][launch] on a device, of steps from number `first` on."""
+    found = (() if costs is None else costs.costs for costs in loaded.costs[first:])
+    return tuple(tuple(row[device].us for row in rows) for rows in found)
 
 
 def pack_config(setup: Setup) -> bytes:

@@ -21,6 +21,8 @@ from tessera.execute.stepper import Moved, PageMove, Routes
 @dataclass
 class MoveUnderWay:
     move: PageMove
+    # Homes that it reads and writes.
+    homes: tuple[int | None, int | None]
     num_bytes: Counter[tuple[int, int]]
     # Run -> its source and destination, without those that ended.
     runs: dict[int, tuple[int, int]]
@@ -54,7 +56,7 @@ class Moves:
                 message = f"a page has {size} bytes: no multiple of {WORD}, or more than {PIECE_BYTES}"
                 raise MismatchError(message, "Plan without moves.", f"move {move.number}")
         pages = (list(move.from_pages), list(move.to_pages))
-        found = MoveUnderWay(move, Counter(), {}, self._due_s())
+        found = MoveUnderWay(move, (source.home, destination.home), Counter(), {}, self._due_s())
         for (src, dst), parts in routes.items() if pages[0] else ():
             run = new_run()
             found.runs[run] = (src, dst)

@@ -34,7 +34,7 @@ DeviceState = Literal["starting", "ready", "lost"]
 @dataclass(frozen=True, slots=True)
 class StepCall:
     microbatch: int
-    # Number of the step in `Plan.graphs` of its lane's plan, over all variants.
+    # Number of the step in `Plan.graphs` of its lane's plan.
     step: int
     # A table may be given in part, its first bytes; the step must not depend on the rest.
     inputs: Tensors = field(default_factory=dict)
@@ -56,6 +56,8 @@ class StepDone:
     state: Tensors = field(default_factory=dict)
     # Device -> seconds of its launches in this step.
     busy_s: Mapping[str, float] = field(default_factory=dict)
+    # GPU -> seconds that it was idle before this step.
+    idle_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +141,11 @@ class Stepper(Protocol):
     lanes: Lanes
 
     def load(self, plans: Sequence[Plan]) -> None:
-        """Replaces the plans by others for the same devices; workers must have their steps.
+        """Replaces the plans by others for the same devices; workers get the steps that they do not have.
 
-        Nothing is drained: open microbatches keep their lanes.
+        Nothing is drained: open microbatches keep their lanes. Pages of homes that neither a loaded plan nor
+        an open microbatch has are freed. Raises if a device lacks memory for all of them, or if a step reads
+        other weights than those that the workers started with.
         """
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
@@ -192,7 +196,7 @@ def routes_of(
         raise TesseraError("state that is not in the pages of a home does not move", remedy, place)
     if source.home == destination.home:
         return {}
-    homes = list(lanes.homes.values())
+    homes = {home.number: home for home in lanes.homes.values()}
     one, other = homes[source.home].buffers, homes[destination.home].buffers
     if {n: x.page_bytes for n, x in one.items()} != {n: x.page_bytes for n, x in other.items()}:
         raise MismatchError("the pages of the two homes differ", "Plan both for the same model.", place)

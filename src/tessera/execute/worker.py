@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
@@ -30,13 +30,13 @@ from tessera.execute.memory import (
     is_shared,
     tensor_of,
 )
-from tessera.execute.messages import Begin, Done, Failed, Setup, pack, unpack
+from tessera.execute.messages import Begin, Done, Failed, NewLanes, Setup, pack, unpack
 from tessera.execute.page_mover import PageCopier, PageMover
 from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.transport import RunTransfer, TransferArrived, open_transport
 from tessera.execute.worker_loop import DeviceWorker
-from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Program, Recv, Run, Send
+from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Recv, Run, Send
 
 # File in the session's folder that the engine locks while it lives.
 LOCK = "lock"
@@ -63,13 +63,11 @@ class CpuWorker(DeviceWorker):
         self._cancelled: set[int] = set()
         # Run -> (transfer, start, arrival); transfers may arrive before the order of their run.
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
-        self._launchers = [Launcher(t, torch.device("cpu")) for t in setup.traces]
-        kinds = (BufferKind.WEIGHT,)
-        weights = [bind_storages(t, kinds, setup.weights, is_partial=True) for t in setup.traces]
-        self._memory = WorkerMemory(setup.traces, setup.device, weights)
-        self._add(setup.programs)
+        self._launchers: list[Launcher] = []
+        self._memory = WorkerMemory(setup.device)
         # (microbatch, lane, index)
         self._programs_memory: dict[tuple[int, int, int], ProgramMemory] = {}
+        self._add(NewLanes(setup.programs, setup.traces))
         progress = setup.progress
         if progress is None:
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64)
@@ -99,13 +97,23 @@ class CpuWorker(DeviceWorker):
             self._go_on(job)
         return job is not None
 
-    def _load(self, programs: Sequence[Sequence[Program]]) -> None:
-        self._add(programs)
-        self._transport.load(programs)
+    def _load(self, new: NewLanes) -> None:
+        self._add(new)
+        self._transport.load(new.programs)
 
-    def _add(self, programs: Sequence[Sequence[Program]]) -> None:
-        self._programs += programs
-        self._memory.add(programs)
+    def _add(self, new: NewLanes) -> None:
+        for trace in new.traces:
+            self._launchers.append(Launcher(trace, torch.device("cpu")))
+            kinds = (BufferKind.WEIGHT,)
+            self._memory.add_step(trace, bind_storages(trace, kinds, self._setup.weights, is_partial=True))
+        self._programs += new.programs
+        self._memory.add_homes(self._live)
+
+    def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
+        for key in [key for key in self._programs_memory if key[1] in lanes]:
+            del self._programs_memory[key]
+        for home in homes:
+            self._memory.homes.pop(home, None)
 
     def _relink(self, device: int, epoch: int, address: str) -> None:
         self._transport.relink(device, epoch, address)
@@ -180,10 +188,6 @@ class CpuWorker(DeviceWorker):
     def _memory_of(self, microbatch: int, lane: int, index: int) -> ProgramMemory:
         key = (microbatch, lane, index)
         if key not in self._programs_memory:
-            if lane >= self._newest:  # it never returns to earlier plans
-                gone = [k for k in self._programs_memory if k[0] == microbatch and k[1] < self._newest]
-                for old in gone:
-                    del self._programs_memory[old]
             program = self._programs[lane][index]
             us = self._setup.us[program.step] if self._setup.us else ()
             self._programs_memory[key] = self._memory.program_memory(microbatch, program, us)

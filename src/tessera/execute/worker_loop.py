@@ -8,7 +8,8 @@ have ended.
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tessera.errors import TesseraError
@@ -19,15 +20,17 @@ from tessera.execute.messages import (
     Cancel,
     Cancelled,
     Clear,
+    DropLanes,
     LoadLanes,
     MovePages,
+    NewLanes,
     PageFrame,
     PageTaken,
     PeerLost,
     Relink,
     Setup,
     WorkerReady,
-    unpack_programs,
+    unpack_lanes,
 )
 from tessera.execute.page_mover import PageMover, PageNews
 from tessera.execute.transport import Gone
@@ -41,9 +44,8 @@ class DeviceWorker(ABC):
         engine.leads = setup.cluster.devices[setup.device].kind is not DeviceKind.CUDA
         # Last instruction issued, as (microbatch, run, position), for the message of an error.
         self.at = (-1, -1, -1)
-        # programs[lane], and the first lane of the current plans.
+        # programs[lane]
         self._programs: list[Sequence[Program]] = []
-        self._newest = 0
         # Set by the worker of a kind of device.
         self._pages: PageMover
 
@@ -67,7 +69,7 @@ class DeviceWorker(ABC):
                 return
             if news is not None:
                 self._handle(news)
-            is_idle = news is None and not (self._advance() | self._pages.advance())
+            is_idle = news is None and not (self._advance() | self._pages.advance() or self._prepare())
 
     def _handle(self, news: Any) -> None:
         match news:
@@ -79,10 +81,14 @@ class DeviceWorker(ABC):
                 self._engine.tell(Cancelled(run))
             case Clear(microbatch, lane):
                 self._clear(microbatch, lane)
-            case LoadLanes(first_lane, packed):
-                self._newest = first_lane
-                self._load(unpack_programs(packed))
+            case LoadLanes(packed):
+                new = unpack_lanes(packed)
+                self._setup = self._setup.extended(new)
+                self._load(new)
                 self._pages.retry()
+            case DropLanes(lanes, homes):
+                self._setup = replace(self._setup, dropped=(*self._setup.dropped, *lanes))
+                self._drop(set(lanes), homes)
             case MovePages():
                 self._pages.order(news)
             case PageNews():
@@ -99,6 +105,10 @@ class DeviceWorker(ABC):
     def _advance(self) -> bool:
         """Continues running work; False if only news can continue it."""
 
+    def _prepare(self) -> bool:
+        """Does some of the work that can wait; False if there is none."""
+        return False
+
     def _begin(self, order: Begin) -> None:
         """Starts a run, or queues it."""
 
@@ -108,8 +118,17 @@ class DeviceWorker(ABC):
     def _clear(self, microbatch: int, lane: int) -> None:
         """Sets the state of a microbatch to zeros, except pages of its home."""
 
-    def _load(self, programs: Sequence[Sequence[Program]]) -> None:
-        """Adds the programs of new lanes."""
+    def _load(self, new: NewLanes) -> None:
+        """Adds lanes and their new steps."""
+
+    def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
+        """Frees memory of lanes, and the pages of homes."""
+
+    @property
+    def _live(self) -> list[Program]:
+        """Programs of all lanes that were not dropped."""
+        dropped = set(self._setup.dropped)
+        return [p for lane, programs in enumerate(self._programs) if lane not in dropped for p in programs]
 
     def _relink(self, device: int, epoch: int, address: str) -> None:
         """Reopens the link to a peer."""

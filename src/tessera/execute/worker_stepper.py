@@ -19,16 +19,18 @@ from tessera.execute.hub import Hub, LostWorker, Up, Wake
 from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.lower import describe
 from tessera.execute.mailbox import Hangup
-from tessera.execute.memory import Footprint, check_fits, footprints, ready_programs
+from tessera.execute.memory import Footprint, Programs, check_fits, footprints, ready_programs
 from tessera.execute.messages import (
     Cancelled,
     Done,
     Failed,
+    NewLanes,
     PeerLost,
     Progress,
     Setup,
     Where,
     make_setups,
+    modelled_us,
 )
 from tessera.execute.moves import Moves, MoveUnderWay
 from tessera.execute.processes import FORKSERVER, hidden_main
@@ -44,7 +46,7 @@ from tessera.execute.stepper import (
     routes_of,
 )
 from tessera.execute.transport import AUTO, resolve
-from tessera.ir import Graph, Plan, Program, Recv, Send
+from tessera.ir import BufferKind, Graph, Plan, Program, Recv, Send
 
 __all__ = ["FORKSERVER", "MakeHub", "WorkerStepper", "hidden_main", "make_setups"]
 
@@ -100,8 +102,9 @@ class WorkerStepper(Runs):
     ) -> None:
         self.plans, loaded = tuple(plans), Lanes(plans)
         self.microbatches = microbatches or max(plan.microbatches for plan in plans)
-        lowered, self.footprints = _ready(plans, self.microbatches)
-        lanes = _numbered(loaded.all, lowered)
+        self._lowered = {id(plan): ready_programs(plan) for plan in plans}
+        self.footprints = self._check_memory(plans)
+        lanes = _numbered(loaded.all, self._lowered)
         chosen = resolve(transport, plans[0].cluster.devices, is_local=hub is None)
         sizes = (self.microbatches, chosen, scale, is_profiled)
         setups = make_setups(loaded, lanes, weights, *sizes)
@@ -136,17 +139,44 @@ class WorkerStepper(Runs):
             raise MismatchError(
                 f"there are {self.microbatches} microbatches only", "Plan with fewer (--microbatches)."
             )
-        digests = {graph.trace.digest for graph in self.lanes.graphs}
-        new_steps = [g.trace.step for plan in plans for g in plan.graphs if g.trace.digest not in digests]
-        if new_steps:
-            message = f"the workers have no {new_steps[0].kind} step of context {new_steps[0].context}"
-            raise MismatchError(message, "Start the workers with plans that have all steps.")
-        lowered, needed = _ready(plans, self.microbatches)
+        self._check_weights(plans)
+        replaced = {id(plan): plan for plan in (*self.lanes.replaced, *self.plans)}
+        self._lowered = {key: self._lowered[key] for key in replaced}
+        self._lowered |= {id(plan): ready_programs(plan) for plan in plans if id(plan) not in replaced}
+        together = {id(plan): plan for plan in (*plans, *(x.lane.plan for x in self.opened.values()))}
+        needed = self._check_memory(list(together.values()))
+        num_steps = len(self.lanes.graphs)
         new = self.lanes.load(plans)
-        lanes = _numbered(new, lowered)
+        lanes = _numbered(new, self._lowered)
         self.add(lanes)
         self.plans, self.footprints = tuple(plans), needed
-        self.hub.load(new[0].number, lanes)
+        traces = tuple(graph.trace for graph in self.lanes.graphs[num_steps:])
+        us = [modelled_us(self.lanes, device, num_steps) for device in range(len(self._names))]
+        self._drop_lanes([NewLanes(tuple(map(tuple, lanes)), traces, rows) for rows in us])
+
+    def _check_memory(self, plans: Sequence[Plan]) -> tuple[Footprint, ...]:
+        """Footprints of lowered plans; raises if a device lacks memory."""
+        needed = footprints(plans, [self._lowered[id(plan)] for plan in plans], self.microbatches)
+        check_fits(plans, needed)
+        return needed
+
+    def _check_weights(self, plans: Sequence[Plan]) -> None:
+        """Raises if a step reads weights that the workers do not have."""
+        shared = self.hub.setups[0].weights
+        for trace in (graph.trace for plan in plans for graph in plan.graphs):
+            for weight in (trace.buffers[b] for b in trace.buffers_of(BufferKind.WEIGHT)):
+                if not weight.constant_hex and weight.name not in shared:
+                    message = f"the workers have no weight '{weight.name}' of the {trace.step.kind} step"
+                    raise MismatchError(message, "Start the workers with a plan for this model.")
+
+    def _drop_lanes(self, new: Sequence[NewLanes] = ()) -> None:
+        """Has workers free lanes of replaced plans, and their pages, once nothing uses them; adds others."""
+        dropped: list[int] = []
+        if self.lanes.replaced:
+            homes = {home for found in self._moves.under_way for home in found.homes if home is not None}
+            dropped = self.lanes.drop({opened.lane.number for opened in self.opened.values()}, homes)
+        if dropped or new:
+            self.hub.load(new, dropped)
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
         """Opens a microbatch; state is sent with the first program that holds it, else it is zeros."""
@@ -167,6 +197,7 @@ class WorkerStepper(Runs):
     def close(self, microbatch: int) -> None:
         super().close(microbatch)
         self._fail_moves({microbatch}, "one of its microbatches was closed")
+        self._drop_lanes()
 
     def _fail_moves(self, microbatches: Collection[int], why: str, gone: Collection[int] = ()) -> None:
         """Ends moves of closed microbatches, and those over lost devices."""
@@ -197,6 +228,8 @@ class WorkerStepper(Runs):
         event = self._events.popleft()
         if isinstance(event, DeviceLost):
             self.dead.difference_update(event.microbatches)
+        if isinstance(event, DeviceLost | Moved):
+            self._drop_lanes()
         return event
 
     def wake(self) -> None:
@@ -337,7 +370,7 @@ class WorkerStepper(Runs):
         pair = _pair(device, peer)
         going = self.running
         uses = [x for x in going.values() if any(_pair(t.src, t.dst) == pair for t in x.program.transfers)]
-        hit = [running.microbatch.number for running in uses]
+        hit = sorted({running.microbatch.number for running in uses})
         words = f"the link between {self._names[device]} and {self._names[peer]} was cut ({why})"
         self._moves.fail(words, lambda found: any(_pair(*ends) == pair for ends in found.runs.values()))
         self.hub.relink(device, peer)
@@ -349,7 +382,7 @@ class WorkerStepper(Runs):
         self.end(hit, set())
         one, message = self._names[device], f"{words}; both workers answer, and it is opened again"
         is_certain = self._cuts[pair] > MAX_CUTS
-        self._events.append(DeviceLost(one, tuple(sorted(hit)), message, 0, 0.0, is_certain))
+        self._events.append(DeviceLost(one, tuple(hit), message, 0, 0.0, is_certain))
         self._fail_moves(hit, words)
         self._events.append(DeviceBack(one))
 
@@ -396,22 +429,14 @@ class WorkerStepper(Runs):
         return f"before its share of {min(mine)}" if mine else "with no work of its own"
 
 
-def _ready(plans: Sequence[Plan], microbatches: int) -> tuple[list[Sequence[Program]], tuple[Footprint, ...]]:
-    """Programs of all lanes, and footprints; raises if a device lacks memory."""
-    programs = [ready_programs(plan) for plan in plans]
-    needed = footprints(plans, programs, microbatches)
-    check_fits(plans, needed)
-    return [lane for found in programs for lane in found], needed
-
-
-def _numbered(lanes: Sequence[LoadedLane], lowered: Sequence[Sequence[Program]]) -> list[Sequence[Program]]:
+def _numbered(lanes: Sequence[LoadedLane], lowered: Mapping[int, Programs]) -> list[Sequence[Program]]:
     """Programs with the numbers of their steps among all plans, and of their homes."""
     return [
         tuple(
             replace(program, step=lane.steps[program.step], home=-1 if lane.home is None else lane.home)
-            for program in programs
+            for program in lowered[id(lane.plan)][lane.index]
         )
-        for lane, programs in zip(lanes, lowered, strict=True)
+        for lane in lanes
     ]
 
 

@@ -10,8 +10,11 @@ without rows takes a related class's, with a wider error.
 
 t0 is the shortest time of the class, ec and em are efficiencies of long kernels, p the overlap of compute and
 memory. GEMMs run in waves of tiles; the best of several tilings and k splits is taken. `tile` is the extra
-cost of small tiles, `split_us` of each halving of k. `hit` is the share read from L2, `l2x` times faster; 0
-inside a step. Not modelled: throttling, cache reuse between launches.
+cost of small tiles, `split_us` of each halving of k. `hit` is the share read from L2, `l2x` times faster.
+
+Inside a step, kernels that only move memory read what the previous launch wrote, from L2 as far as it fits;
+weights and KV caches come from memory. Their shortest time is a number of clock cycles (`FLOOR_CYCLES`), so
+an L40S is faster than an A100 at small launches. Not modelled: throttling beyond measured boards.
 """
 
 import json
@@ -29,7 +32,7 @@ import numpy.typing as npt
 
 from tessera.ir import Cost, Source
 from tessera.profile.counts import OpClass, Work
-from tessera.profile.gpus import Gpu, gpu
+from tessera.profile.gpus import Gpu, clock_ghz, gpu
 
 # Longer kernels take the error of long kernels.
 LONG_US = 30.0
@@ -62,6 +65,12 @@ FAMILIES = {
 }  # fmt: skip
 # Bound by memory, independent of dtype.
 ANY = "any"
+# Shortest time of kernels bound by memory: launches of at most 0.5 MB on an H200 (launches_h200_202611.json),
+# one-token steps on A100 and L40S (benchmarks/published). Row reductions take two passes.
+FLOOR_CYCLES, ROW_FLOOR_CYCLES = 2600.0, 4500.0
+ROW_CLASSES = (OpClass.NORM, OpClass.REDUCTION, OpClass.SOFTMAX)
+# L2 bytes per cycle and SM by kind of memory: 5.3 TB/s on A100, 10 on H200, 5.2 on L40 (gpu-benches).
+L2_BYTES_PER_CYCLE = {"hbm": 36.0, "gddr": 15.0}
 Array = npt.NDArray[np.float64]
 # Tile shapes of one SM, and numbers of k splits.
 TILES = ((256, 128), (128, 256), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64))
@@ -198,6 +207,15 @@ def peak_tflops(spec: Gpu, dtype: str) -> float:
 @cache
 def model_for(gpu_name: str, op: OpClass, family: str) -> Model:
     """Best model for one GPU and class: its own fit, its relatives', a related class's."""
+    model = _nearest(gpu_name, op, family)
+    is_timed = any(f.gpu == gpu_name and f.op is op and "t0_us" not in f.assumed for f in fits())
+    if family != ANY or is_timed:
+        return model
+    cycles = ROW_FLOOR_CYCLES if op in ROW_CLASSES else FLOOR_CYCLES
+    return replace(model, params=replace(model.params, t0_us=cycles / clock_ghz(gpu(gpu_name)) / 1e3))
+
+
+def _nearest(gpu_name: str, op: OpClass, family: str) -> Model:
     rows = [f for f in fits() if f.op is op and f.family == family]
     if rows:
         own = next((f for f in rows if f.gpu == gpu_name), None)
@@ -250,8 +268,8 @@ def usual_spread(op: OpClass) -> float:
 
 
 def relatives(spec: Gpu, rows: list[Fit]) -> tuple[str, list[Fit]]:
-    """Rows of the GPUs most like `spec`, and the relation."""
-    donors = [(f, gpu(f.gpu)) for f in rows if f.gpu != spec.name]
+    """Rows of the GPUs most like `spec`, and the relation; limits of one board are not lent."""
+    donors = [(f, gpu(f.gpu)) for f in rows if f.gpu != spec.name and "ec" not in f.assumed]
     same_arch = [(f, g) for f, g in donors if g.arch == spec.arch and g.memory_kind == spec.memory_kind]
     for kinship, found in (
         ("chip", [f for f, g in donors if g.chip == spec.chip]),
@@ -293,13 +311,22 @@ def price_many(works: Sequence[Work], gpu_name: str) -> list[Cost]:
 
 
 def _priced(works: Sequence[Work], model: Model, spec: Gpu) -> Iterable[Cost]:
-    peaks = peaks_of(spec, works[0].dtype)
-    for work, us in zip(works, predict(model.params, loads_of(works), peaks).tolist(), strict=True):
+    peaks, loads, params = peaks_of(spec, works[0].dtype), loads_of(works), model.params
+    if family_of(works[0].op, works[0].dtype) == ANY:
+        l2_gbps = L2_BYTES_PER_CYCLE[spec.memory_kind] * clock_ghz(spec) * spec.num_sms
+        params = replace(params, l2x=max(1.0, l2_gbps / (spec.memory_gbps * params.em)))
+        loads = replace(loads, hit=l2_share(loads.num_bytes, spec))
+    for work, us in zip(works, predict(params, loads, peaks).tolist(), strict=True):
         error = model.long_error if us >= LONG_US else model.short_error
         compute = work.flops / (peaks.tflops * model.params.ec * 1e6)
         if work.num_bytes / (peaks.gbps * model.params.em * 1e3) > compute:
             error += model.memory_error
         yield Cost(us, model.source, error)
+
+
+def l2_share(working_set: Array, spec: Gpu) -> Array:
+    """Share of the bytes that stays in L2 between launches."""
+    return np.asarray(1.0 / (1.0 + (working_set / spec.l2_bytes) ** 4), dtype=np.float64)
 
 
 def peaks_of(spec: Gpu, dtype: str) -> Peaks:

@@ -14,8 +14,8 @@ import msgspec
 
 from tessera.errors import UnknownName
 
-# Default price: the first provider with a quote.
-PROVIDERS = ("RunPod", "Lambda", "AWS", "GCP")
+# Default price: the first provider with a quote. An estimate is explained in the card's note.
+PROVIDERS = ("RunPod", "Lambda", "AWS", "GCP", "estimate")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from tessera.errors import ArtifactError, MissingExtra
 from tessera.ir.files import write_whole
 from tessera.profile.counts import OpClass, Work
-from tessera.profile.fitted import Array, Loads
+from tessera.profile.fitted import Array, Loads, l2_share
 from tessera.profile.gpus import Gpu
 
 Columns = Mapping[str, Array]
@@ -122,13 +122,8 @@ def _attention_loads(columns: Columns, variant: str, spec: Gpu) -> tuple[Loads, 
     num_bytes = kv_bytes + 2.0 * 2.0 * width * batch * queries * heads
     flops = 4.0 * width * batch * heads * (queries * keys - queries * (queries - 1) / 2)
     rows = np.where(queries < MIN_PROMPT, batch * kv_heads, 0.0)
-    hit = _hit(np.where(queries < MIN_PROMPT, kv_bytes, num_bytes), spec)
+    hit = l2_share(np.where(queries < MIN_PROMPT, kv_bytes, num_bytes), spec)
     return (Loads(flops, num_bytes, np.zeros((4, len(batch))), rows, hit),)
-
-
-def _hit(working_set: Array, spec: Gpu) -> Array:
-    """Share of the bytes that stays in L2 between runs."""
-    return np.asarray(1.0 / (1.0 + (working_set / spec.l2_bytes) ** 4), dtype=np.float64)
 
 
 def _attention_filters(variant: str) -> Filter:
@@ -150,7 +145,7 @@ def _attention_query(work: Work) -> tuple[str, tuple[float, ...]] | None:
 
 def cache_share(loads: Loads, op: OpClass, spec: Gpu) -> Array:
     """Share of the bytes that the collector found in L2 at these shapes."""
-    return _hit(loads.num_bytes, spec) if op is OpClass.DECODE else np.zeros(len(loads.num_bytes))
+    return l2_share(loads.num_bytes, spec) if op is OpClass.DECODE else np.zeros(len(loads.num_bytes))
 
 
 def _moe_loads(columns: Columns, variant: str, spec: Gpu) -> tuple[Loads, ...]:
@@ -158,7 +153,7 @@ def _moe_loads(columns: Columns, variant: str, spec: Gpu) -> tuple[Loads, ...]:
     hidden, inner = columns["hidden_size"], columns["inter_size"] / columns["moe_tp_size"]
     groups = np.minimum(columns["num_experts"], rows)
     item, zeros = ITEM_BYTES[variant], np.zeros(len(rows))
-    hit = _hit(3 * item * groups * hidden * inner, spec)
+    hit = l2_share(3 * item * groups * hidden * inner, spec)
     parts = []
     for n, k in ((2 * inner, hidden), (hidden, inner)):
         num_bytes = item * (rows * k + groups * n * k + rows * n)

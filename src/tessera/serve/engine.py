@@ -75,7 +75,8 @@ class Engine(Watcher[ActiveRequest]):
                 is_filled,
             )
 
-        config = SchedulerConfig(max_waiting, max_retries=MAX_RETRIES)
+        depth = getattr(stepper, "microbatches", None)
+        config = SchedulerConfig(max_waiting, depth, max_retries=MAX_RETRIES)
         self.scheduler = Router(stepper, policies, shape, make, config, self, prefix_caching)
         self.controller: Controller[ServicePlan] | None = None
         self._timed = {d.name for d in stepper.plans[0].cluster.devices if d.kind in TIMED}
@@ -222,16 +223,16 @@ class Engine(Watcher[ActiveRequest]):
         rest = request.rest_of_text()
         if rest:
             request.buffer.put(rest, None)
-        prompt = (len(request.ask.prompt), request.num_out)
-        finish = Finish(reason, *prompt, message, tuple(request.prompt_notes))
+        lengths = (len(request.ask.prompt), request.num_out)
+        finish = Finish(reason, *lengths, message, tuple(request.prompt_notes))
         request.buffer.finish(finish)
         self._wake_ups.add(request.buffer)
         self.meters.ended(finish, request.times(self.stepper.now_s()))
-        self._count_end()
+        self._count_end(lengths if reason in ("stop", "length") else None)
 
-    def _count_end(self) -> None:
+    def _count_end(self, lengths: tuple[int, int] | None = None) -> None:
         if self.controller is not None:
-            self.controller.finished()
+            self.controller.finished(lengths)
 
     def _drop(self, request: ActiveRequest) -> None:
         if not request.is_over:

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from tessera.execute.stepper import StepCall, StepDone, Tensors
-from tessera.ir import BufferKind, Plan, need_one_batch
+from tessera.ir import BufferKind, Plan
 from tessera.kernels import PAGE
 from tessera.kernels.choice import max_edits
 from tessera.serve.answer import ActiveRequest
@@ -60,7 +60,6 @@ class Steps:
 
     @staticmethod
     def of(plan: Plan) -> "Steps":
-        need_one_batch(plan, "a service")
         traces = [graph.trace for graph in plan.graphs]
         number = {t.step.context: n for n, t in enumerate(traces) if t.step.kind == "tokens"}
         encode = next((n for n, t in enumerate(traces) if t.step.kind == "encode"), None)

@@ -40,8 +40,10 @@ def random_plan(seed: int, num_devices: int = 3) -> Plan:
 
 def ground_of(plan: Plan, device: int = 0) -> WorkerMemory:
     """A device's memory, without weights."""
-    traces = [graph.trace for graph in plan.graphs]
-    return WorkerMemory(traces, device, [{} for _ in traces])
+    memory = WorkerMemory(device)
+    for graph in plan.graphs:
+        memory.add_step(graph.trace, {})
+    return memory
 
 
 def place_of(stand: ProgramMemory, buffer: int) -> Storage:

@@ -1,5 +1,7 @@
 """Homes: pages that microbatches share, plans of different steps, and moves of pages between homes."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +17,7 @@ from tessera.errors import MismatchError, TesseraError
 from tessera.execute.lanes import Lanes
 from tessera.execute.memory import footprints, ready_programs
 from tessera.execute.reference import InOrder, ReferenceStepper
-from tessera.execute.stepper import Moved, PageMove, StepCall, StepDone, Stepper
+from tessera.execute.stepper import DeviceBack, Moved, PageMove, StepCall, StepDone, Stepper
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Plan
 from tessera.kernels import PAGE
@@ -128,11 +130,66 @@ def test_pages_are_counted_once_however_many_microbatches_share_them() -> None:
     assert [pages + pages // 2] * 2 == [x.home_bytes for x in both]
 
 
-def test_workers_refuse_plans_with_steps_that_they_do_not_have() -> None:
-    """With what to do."""
+def test_a_step_that_reads_other_weights_is_refused() -> None:
+    """With what to do; nothing is loaded."""
     found = workers("shm")()
-    with pytest.raises(MismatchError, match="no tokens step of context 5"):
-        found.load([made.plan_of((5,), [0], "left")])
+    with pytest.raises(MismatchError, match=r"no weight '.*' of the"):
+        found.load([engine_factory.plan_of([engine_factory.scattered(Random(0), [0])], 1)])
+
+    assert 4 == len(found.lanes.all)
+
+
+@pytest.mark.parametrize("transport", ["shm", "host"])
+def test_new_steps_are_sent_to_running_workers_and_to_those_that_replace_them(transport: str) -> None:
+    """A step that no worker had, beside an open microbatch; also after both workers were killed."""
+    wanted = made.Expectation()
+    with workers(transport)() as stepper:
+        stepper.open(0, lane_of(stepper, 0))
+        given = made.inputs(4, PAGE, PAGE)
+        assert torch.equal(wanted.run("left", 0, 4, given), step(stepper, StepCall(0, 1, given)))
+        stepper.load([made.plan_of((5, 2), [0], "left"), made.plan_of((6,), [0, 1], "across")])
+        stepper.open(1, lane_of(stepper, 0))
+        stepper.open(2, lane_of(stepper, 1))
+        for seed in range(2):
+            five, six = made.inputs(5, PAGE, PAGE, seed), made.inputs(6, 2 * PAGE, 2 * PAGE, seed)
+            four = made.inputs(4, 3 * PAGE, PAGE, seed)
+            assert torch.equal(wanted.run("left", 1, 5, five), step(stepper, StepCall(1, 0, five)))
+            assert torch.equal(wanted.run("across", 2, 6, six), step(stepper, StepCall(2, 0, six)))
+            assert torch.equal(wanted.run("left", 0, 4, four), step(stepper, StepCall(0, 1, four)))
+        for device in range(2):
+            pid = stepper.hub.status(device).pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        back: set[str] = set()
+        while len(back) < 2:
+            event = stepper.take(60.0)
+            assert event is not None
+            back |= {event.device} if isinstance(event, DeviceBack) else set()
+        again = made.Expectation()
+        stepper.open(3, lane_of(stepper, 1))
+        six = made.inputs(6, PAGE, PAGE)
+        assert torch.equal(again.run("across", 3, 6, six), step(stepper, StepCall(3, 0, six)))
+
+
+def test_pages_of_a_home_that_nothing_uses_are_freed() -> None:
+    """With the last microbatch on a lane of a replaced plan; plans of that name may then have other pages."""
+    small, large = made.plan_of((2,), [0], "here"), made.plan_of((2,), [0], "here", size=(made.WIDTH, 16))
+    tokens = made.inputs(2, PAGE, PAGE)
+    with WorkerStepper([small], made.weights(), timeout_s=30.0) as stepper:
+        wanted = made.Expectation()
+        stepper.open(0, 0)
+        assert torch.equal(wanted.run("here", 0, 2, tokens), step(stepper, StepCall(0, 0, tokens)))
+        stepper.load([made.plan_of((2,), [1], "there")])
+        with pytest.raises(MismatchError, match="plans of home 'here' have pages"):
+            stepper.load([large])
+        assert torch.equal(wanted.run("here", 0, 2, tokens), step(stepper, StepCall(0, 0, tokens)))
+        stepper.close(0)
+        assert {"there"} == stepper.lanes.homes.keys()
+        stepper.load([large])
+        stepper.open(0, lane_of(stepper, 0))
+        fresh = made.Expectation().run("here", 0, 2, tokens)
+        assert torch.equal(fresh, step(stepper, StepCall(0, 0, tokens)))
+        assert [(0, 1), (0, 1)] == [setup.dropped for setup in stepper.hub.setups]
 
 
 def test_plans_of_known_steps_can_be_loaded_and_keep_the_pages_of_their_home(stepper: Stepper) -> None:

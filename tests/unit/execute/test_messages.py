@@ -19,6 +19,7 @@ from tessera.execute.messages import (
     Clear,
     Configured,
     Done,
+    DropLanes,
     Failed,
     Hello,
     Leave,
@@ -28,6 +29,7 @@ from tessera.execute.messages import (
     LoadLanes,
     Message,
     MovePages,
+    NewLanes,
     PageFrame,
     PageTaken,
     PeerLost,
@@ -45,9 +47,9 @@ from tessera.execute.messages import (
     decode,
     encode,
     pack,
-    pack_programs,
+    pack_lanes,
     unpack,
-    unpack_programs,
+    unpack_lanes,
 )
 
 NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -85,7 +87,8 @@ FIELDS: dict[type, list[st.SearchStrategy[Any]]] = {
     StoreSet: [TEXTS, BYTES],
     StoreGet: [TEXTS],
     StoreValue: [TEXTS, BYTES],
-    LoadLanes: [NUMBERS, BYTES],
+    LoadLanes: [BYTES],
+    DropLanes: [INDEXES, INDEXES],
     Relink: [NUMBERS, NUMBERS, TEXTS],
     Where: [],
     Progress: [rows(NUMBERS, NUMBERS)],
@@ -93,7 +96,7 @@ FIELDS: dict[type, list[st.SearchStrategy[Any]]] = {
     Begin: [*[NUMBERS] * 4, TENSORS, TENSORS, *[st.booleans()] * 2, st.lists(TEXTS, max_size=2).map(tuple)],
     Clear: [NUMBERS, NUMBERS],
     Cancel: [NUMBERS],
-    Done: [NUMBERS, TENSORS, TENSORS, rows(FLOATS, FLOATS, FLOATS), rows(FLOATS, FLOATS), FLOATS],
+    Done: [NUMBERS, TENSORS, TENSORS, rows(FLOATS, FLOATS, FLOATS), rows(FLOATS, FLOATS), FLOATS, FLOATS],
     Failed: [TEXTS, TEXTS, NUMBERS, NUMBERS, NUMBERS],
     PeerLost: [NUMBERS, TEXTS, NUMBERS],
 }
@@ -216,10 +219,10 @@ def test_a_truncated_message_is_refused() -> None:
 def test_programs_survive_the_way() -> None:
     """Those of a plan that crosses between devices; anything else is refused."""
     plan = made.plan_of([made.scattered(random.Random(0), [0, 1])], 2)
-    lanes = [list(lane) for lane in lower(plan)]
-    data = pack_programs(lanes)
+    lanes = NewLanes(lower(plan), tuple(g.trace for g in plan.graphs), ((1.5, 2.0), ()))
+    data = pack_lanes(lanes)
 
-    assert [tuple(lane) for lane in lanes] == unpack_programs(data)
+    assert lanes == unpack_lanes(data)
     for wrong in (data[:-1], b"[]]", b"{}", b"[[{}]]", b"\xff", data.replace(b"src\x00", b"src\x09", 1)):
-        with pytest.raises(TesseraError, match="programs cannot be read"):
-            unpack_programs(wrong)
+        with pytest.raises(TesseraError, match="lanes cannot be read"):
+            unpack_lanes(wrong)

@@ -100,10 +100,13 @@ def test_sustained_rates_are_below_the_data_sheet() -> None:
 
 
 def test_default_price_is_runpods_where_it_quotes_one() -> None:
-    """RunPod first, then Lambda, AWS, GCP; None where nobody rents it."""
-    quoted = [(gpu(n).price_provider, gpu(n).usd_per_hour) for n in ("a100", "gh200", "a10g", "h20")]
+    """RunPod first, then Lambda, AWS, GCP, an estimate; None where nobody rents it."""
+    names = ("a100", "gh200", "a10g", "h20", "a30")
 
-    assert [("RunPod", 1.59), ("Lambda", 2.29), ("AWS", 1.006), ("", None)] == quoted
+    quoted = [(gpu(n).price_provider, gpu(n).usd_per_hour) for n in names]
+
+    expected = [("RunPod", 1.59), ("Lambda", 2.29), ("AWS", 1.006), ("estimate", 2.25), ("", None)]
+    assert expected == quoted
 
 
 def test_no_source_names_a_place_on_somebodys_disk() -> None:

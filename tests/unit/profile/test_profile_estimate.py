@@ -154,7 +154,7 @@ def test_unknown_operators_are_priced_wider_and_named() -> None:
     trace = unary_trace("aten.never_heard_of.default", 1 << 20)
     cost = modelled(trace, PAIR).costs[0][0]
 
-    assert (Source.CLASS, True, True) == (cost.source, cost.us > 4.0, cost.rel_error >= 0.5)
+    assert (Source.CLASS, True, True) == (cost.source, cost.us > 3.0, cost.rel_error >= 0.5)
     assert any("aten.never_heard_of.default" in line for line in notes(trace, PAIR, tables=False))
 
 
@@ -206,7 +206,7 @@ def test_the_class_model_was_judged_on_gpus_it_did_not_see() -> None:
     """Each fitted class but those of one GPU has leave-one-out errors."""
     judged = {(x.gpu, x.op, x.family) for x in left_out()}
 
-    assert {(f.gpu, f.op, f.family) for f in fits()} == judged
+    assert {(f.gpu, f.op, f.family) for f in fits() if "ec" not in f.assumed} == judged
 
 
 def test_coverage_names_every_class_of_a_gpu() -> None:

@@ -13,13 +13,13 @@ its first capture, without transfers, so that libraries and kernels initialise. 
 zeroed state, since a microbatch may be running under another plan; zeros are valid indices.
 
 `DeviceGraphs`: every microbatch has one graph per program, over the same weights, the pages of the program's
-home and its own state; equal
-programs without transfers share a graph. Graphs are captured by `prepare` or on first use. Memory is checked
-before anything is allocated; temporaries come on top, in the graphs' pools. Without a transport it measures
-steps on one device.
+home and its own state; equal programs without transfers share a graph. Graphs are captured one by one by
+`capture_next`, likely ones first, or on first use. Memory is checked before anything is allocated;
+temporaries come on top, in the graphs' pools. Without a transport it measures steps on one device.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,6 +159,8 @@ class _Issue:
         start = _mark(self._room.origin)
         for stream in (self._compute, *self._links.values()):
             stream.wait_event(start)
+        if self._share._transport is not None and not self._is_rehearsal:
+            driver.mem_ops(_handle(self._compute), [MemOp(self._room.mark, 0)])
         for position, instruction in enumerate(self._program.instructions[self._share._device.number]):
             match instruction:
                 case Run(launch):
@@ -349,18 +351,19 @@ class DeviceGraphs:
 
         `scale`: see `pace`. `is_profiled`: stamp every launch and send, a few microseconds each.
         """
-        for trace in traces:
-            refuse_generators(trace)
         self.device = GpuDevice(cluster.devices, number)
-        self.traces, self.cluster, self.num_microbatches = tuple(traces), cluster, num_microbatches
-        self._weights, self._us = weights, us
+        self.cluster, self.num_microbatches, self._weights = cluster, num_microbatches, weights
+        # By step.
+        self.traces: list[Trace] = []
+        self._us: list[Sequence[float]] = []
+        self._launchers: list[Launcher] = []
+        self.add_steps(traces, us, kernels)
         self._resident: dict[object, Storage] = {}
         card = self.device.card
-        self._launchers = [Launcher(t, card, (kernels or {}).get(step)) for step, t in enumerate(traces)]
         self.transport = transport(self.device) if transport is not None else None
         keeps_links = self.transport is None or self.transport.carries_records
         self._clockwork = Clockwork(
-            cluster, number, us, num_microbatches, scale, is_profiled, card, keeps_links
+            cluster, number, self._us, num_microbatches, scale, is_profiled, card, keeps_links
         )
         self._programs: list[Program] = []
         # Contents of a program -> first such program; program -> the one whose graph it shares.
@@ -374,13 +377,31 @@ class DeviceGraphs:
         self.marks = driver.pinned((num_microbatches,), torch.int32)
         # (microbatch, program)
         self._graphs: dict[tuple[int, int], ShareGraph] = {}
-        # Programs whose launches have run once.
+        # Graphs that `capture_next` has still to capture, likely ones first.
+        self._missing: deque[tuple[int, int]] = deque()
+        # Programs whose launches have run once, and programs that are never used again.
         self._rehearsed: set[int] = set()
+        self._dropped: set[int] = set()
 
-    def add(self, programs: Sequence[Program]) -> list[int]:
-        """Allocates for the programs of a lane; returns their numbers, which the transport shares."""
-        self._check_memory(programs)
+    def add_steps(
+        self, traces: Sequence[Trace], us: Sequence[Sequence[float]] = (), kernels: Kernels | None = None
+    ) -> None:
+        for step, trace in enumerate(traces):
+            refuse_generators(trace)
+            self.traces.append(trace)
+            self._us.append(us[step] if us else ())
+            self._launchers.append(Launcher(trace, self.device.card, (kernels or {}).get(step)))
+
+    def add(self, programs: Sequence[Program], is_dropped: bool = False) -> list[int]:
+        """Allocates for the programs of a lane; returns their numbers, which the transport shares.
+
+        `is_dropped`: the lane is never used; only its places in the transport are kept.
+        """
         first = len(self._programs)
+        if is_dropped:
+            self._dropped |= set(range(first, first + len(programs)))
+        else:
+            self._check_memory(programs)
         self._programs += programs
         for number, program in enumerate(programs, first):
             # Equal programs without transfers share the first one's graph.
@@ -391,11 +412,35 @@ class DeviceGraphs:
             self.transport.add(programs, self.traces)
         while len(self._buffers) < self.num_microbatches:
             self._buffers.append(self._open_buffers(len(self._buffers)))
-        for room in self._buffers:
+        for room in self._buffers if not is_dropped else ():
             for program in programs:
                 self._allocate_for(room, program)
         self.device.synchronize()  # graphs' streams do not wait for the zeros
+        self._list_missing()
         return list(range(first, len(self._programs)))
+
+    def drop(self, numbers: Collection[int], homes: Collection[int]) -> None:
+        """Frees graphs and inputs of programs, and the pages of homes."""
+        self._dropped |= set(numbers)
+        live = self._live()
+        graphs, steps = {self._shared[n] for n in live}, {self._programs[n].step for n in live}
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[1] in graphs}
+        for room in self._buffers:
+            room.inputs = {key: held for key, held in room.inputs.items() if key[0] in steps}
+        for home in homes:
+            self.homes.pop(home, None)
+        self._list_missing()
+        torch.cuda.empty_cache()
+
+    def keep_weights(self) -> None:
+        """Frees weights that no program reads."""
+        kept: set[object] = set()
+        for program in (self._programs[n] for n in self._live()):
+            kept |= {self._weight_key(program.step, b) for b in program.weights[self.device.number]}
+        self._resident = {key: storage for key, storage in self._resident.items() if key in kept}
+
+    def _live(self) -> list[int]:
+        return [number for number in range(len(self._programs)) if number not in self._dropped]
 
     def buffers(self, microbatch: int) -> MicrobatchBuffers:
         return self._buffers[microbatch]
@@ -407,31 +452,50 @@ class DeviceGraphs:
             self._graphs[key] = self._capture(self._buffers[microbatch], number)
         return self._graphs.get(key)
 
-    def prepare(self, first: int = 0) -> None:
-        """Captures missing graphs of the programs from number `first` on."""
-        for microbatch in range(self.num_microbatches):
-            for number in range(first, len(self._programs)):
+    def capture_next(self) -> bool:
+        """Captures one missing graph; False if there is none."""
+        while self._missing:
+            microbatch, number = self._missing.popleft()
+            if (microbatch, self._shared[number]) not in self._graphs:
                 with suppress(PeerAway):  # captured on first use after the peer is back
                     self.graph(microbatch, number)
-        self.device.synchronize()
-        torch.cuda.empty_cache()  # of rehearsals
+                if not self._missing:
+                    torch.cuda.empty_cache()  # of rehearsals
+                return True
+        return False
 
-    def forget(self, microbatch: int, first: int) -> None:
-        """Drops a microbatch's graphs that no program from number `first` on uses."""
-        kept = set(self._shared[first:])
-        for key in [k for k in self._graphs if k[0] == microbatch and k[1] < first and k[1] not in kept]:
-            del self._graphs[key]
+    def _list_missing(self) -> None:
+        """Lists the missing graphs: of early microbatches first, then the extreme sizes of steps."""
 
-    def relink(self, peer: int, epoch: int, address: str) -> bool:
-        """Reopens the link to a peer; True if graphs that send there must be captured again."""
+        def rank(number: int) -> tuple[int, int]:
+            place = sizes.index(self._size(number))
+            return min(place, len(sizes) - 1 - place), number
+
+        shares = [n for n in self._live() if self._has_share(self._programs[n])]
+        sizes = sorted({self._size(n) for n in shares})
+        ranked = sorted(shares, key=rank)
+        self._missing = deque(
+            (microbatch, number)
+            for microbatch in range(self.num_microbatches)
+            for number in ranked
+            if (microbatch, self._shared[number]) not in self._graphs
+        )
+
+    def _size(self, number: int) -> int:
+        """Tokens of a program's step."""
+        step = self.traces[self._programs[number].step].step
+        return step.batch * step.context
+
+    def relink(self, peer: int, epoch: int, address: str) -> None:
+        """Reopens the link to a peer; drops graphs that must be captured again."""
         if self.transport is None or not self.transport.relink(peer, epoch, address):
-            return False
+            return
         mine = self.device.number
         for microbatch, number in list(self._graphs):
             pairs = {(t.src, t.dst) for t in self._programs[number].transfers}
             if (mine, peer) in pairs:
                 del self._graphs[microbatch, number]
-        return True
+        self._list_missing()
 
     def close(self) -> None:
         self._graphs, self._buffers, self._resident, self._weights, self.homes = {}, [], {}, {}, {}
@@ -505,8 +569,7 @@ class DeviceGraphs:
         return room.state[key]
 
     def _weight(self, step: int, index: int) -> Storage:
-        buffer = self.traces[step].buffers[index]
-        key: object = (step, index) if buffer.constant_hex else buffer.name
+        buffer, key = self.traces[step].buffers[index], self._weight_key(step, index)
         if key not in self._resident:
             if buffer.constant_hex:
                 self._resident[key] = constant(buffer, self.device.card)
@@ -516,6 +579,10 @@ class DeviceGraphs:
                     storage = bytes_of(storage, 0, storage.nbytes()).to(self.device.card).untyped_storage()
                 self._resident[key] = storage
         return self._resident[key]
+
+    def _weight_key(self, step: int, index: int) -> object:
+        buffer = self.traces[step].buffers[index]
+        return (step, index) if buffer.constant_hex else buffer.name
 
     def _open_buffers(self, number: int) -> MicrobatchBuffers:
         device, (least, greatest) = self.device, self.device.priorities

@@ -89,7 +89,8 @@ class UnitOnDevice:
         self._numbers = self._graphs.add(lower(whole_plan(unit, cluster, device))[0])
 
     def __enter__(self) -> "UnitOnDevice":
-        self._graphs.prepare()
+        while self._graphs.capture_next():
+            pass
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -13,7 +13,7 @@ Busy time is measured for runs without receives; for others it is the plan's cos
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,12 +32,14 @@ from tessera.execute.cuda.transport import GpuTransport
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links, Receiver
 from tessera.execute.memory import bytes_of, is_shared
-from tessera.execute.messages import Begin, Done, LinkFrame, PackedTensor, PeerLost, Setup, pack
+from tessera.execute.messages import Begin, Done, LinkFrame, NewLanes, PackedTensor, PeerLost, Setup, pack
 from tessera.execute.page_mover import PageMover
 from tessera.execute.transport import Gone
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
 
+# Graphs that are captured before a worker is ready: the largest and the smallest step of a microbatch.
+START_GRAPHS = 2
 # Seconds between two looks at launched runs.
 LOOK_S = 20e-6
 # Seconds after which a released graph is stuck; it normally ends within milliseconds.
@@ -70,10 +72,9 @@ class CudaWorker(DeviceWorker):
         self._graphs = DeviceGraphs(
             setup.cluster,
             setup.device,
-            setup.traces,
+            (),
             setup.weights,
             setup.microbatches,
-            us=setup.us,
             scale=setup.scale,
             is_profiled=setup.is_profiled,
             transport=_opener(setup, engine),
@@ -89,10 +90,13 @@ class CudaWorker(DeviceWorker):
         self._running: dict[int, _Running] = {}
         # Runs not launched because a peer was away.
         self._refused: dict[int, Begin] = {}
-        self._last_stop: Any = None
+        # The run that ended last.
+        self._last: _Running | None = None
         # (microbatch, step, name) -> pinned buffers of an input, with the event after their last copy.
         self._staged: dict[tuple[int, int, str], deque[tuple[torch.Tensor, Any]]] = {}
-        self._load(setup.programs)
+        self._load(NewLanes(setup.programs, setup.traces, setup.us))
+        for _ in range(START_GRAPHS):
+            self._graphs.capture_next()
 
     @property
     def address(self) -> str:
@@ -103,6 +107,9 @@ class CudaWorker(DeviceWorker):
             time.sleep(LOOK_S)
         return bool(self._running)
 
+    def _prepare(self) -> bool:
+        return self._graphs.capture_next()
+
     def close(self) -> None:
         """Releases the weights, which belong to the engine, before the process ends."""
         if self._running:  # a graph that waits for a lost peer never ends
@@ -112,37 +119,36 @@ class CudaWorker(DeviceWorker):
         self._graphs.close()
         self._setup = replace(self._setup, weights={})
 
-    def _load(self, programs: Sequence[Sequence[Program]]) -> None:
-        self._numbers += [self._graphs.add(lane) for lane in programs]
-        self._programs += programs
-        self._prepare()
+    def _load(self, new: NewLanes) -> None:
+        self._graphs.add_steps(new.traces, new.us)
+        for lane, programs in enumerate(new.programs, len(self._programs)):
+            self._numbers.append(self._graphs.add(programs, lane in self._setup.dropped))
+        self._programs += new.programs
+        self._graphs.keep_weights()
 
-    def _prepare(self) -> None:
-        """Captures graphs of the current plans; others are captured on use."""
-        self._graphs.prepare(self._numbers[self._newest][0])
+    def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
+        self._graphs.drop([number for lane in lanes for number in self._numbers[lane]], homes)
 
     def _relink(self, device: int, epoch: int, address: str) -> None:
         transport = self._graphs.transport
         if self._links is not None and (transport is None or transport.links is None):
             self._links.relink(device, epoch, address)
-        if self._graphs.relink(device, epoch, address):
-            self._prepare()
+        self._graphs.relink(device, epoch, address)
 
     def _where(self) -> list[tuple[int, int, int]]:
-        """The position is that of the last instruction begun."""
-        rows = []
+        """The position is that of the last instruction begun; -1 in a run that is queued behind another."""
+        rows: dict[int, list[tuple[int, int, int]]] = {}
         for run, running in list(self._running.items()):
             microbatch = running.order.microbatch
-            rows.append((microbatch, run, max(-1, int(self._graphs.marks[microbatch]) - 2)))
-        return rows
+            position = -1 if microbatch in rows else max(-1, int(self._graphs.marks[microbatch]) - 2)
+            rows.setdefault(microbatch, []).append((microbatch, run, position))
+        return [row for listed in rows.values() for row in listed]
 
     # Runs.
 
     def _begin(self, order: Begin) -> None:
         program, number = self._programs[order.lane][order.index], self._numbers[order.lane][order.index]
         self.at = (order.microbatch, order.run, -1)
-        if order.lane >= self._newest > 0:  # it never returns to earlier plans
-            self._graphs.forget(order.microbatch, self._numbers[self._newest][0])
         room = self._graphs.buffers(order.microbatch)
         try:
             graph = self._graphs.graph(order.microbatch, number)
@@ -154,7 +160,6 @@ class CudaWorker(DeviceWorker):
         running = _Running(order, program, graph, start, stop, done)
         if self._graphs.transport is not None:
             self._graphs.transport.begin(order.microbatch, order.run, number)
-        self._graphs.marks[order.microbatch] = 0
         with torch.no_grad(), torch.cuda.stream(room.origin):
             self._take_in(room, program, order)
             start.record()
@@ -213,8 +218,16 @@ class CudaWorker(DeviceWorker):
             spans, transfers = self._report(running)
             outputs = {name: pack(t) for name, t in running.outputs.items()}
             state = {name: pack(t) for name, t in running.state.items()}
-            self._engine.tell(Done(order.run, outputs, state, spans, transfers, self._busy_s(running)))
+            times = (self._busy_s(running), self._idle_s(running))
+            self._engine.tell(Done(order.run, outputs, state, spans, transfers, *times))
         return bool(ended)
+
+    def _idle_s(self, running: _Running) -> float:
+        """Time from the end of the last run to the start of this one; 0 if they overlap."""
+        last = self._last
+        if last is None or last.stop.elapsed_time(running.stop) > 0.0:
+            self._last = running
+        return 0.0 if last is None else max(0.0, float(last.stop.elapsed_time(running.start))) * 1e-3
 
     def _report(self, running: _Running) -> Rows:
         if self._clock is None or running.graph is None or not running.order.wants_spans:
@@ -230,10 +243,8 @@ class CudaWorker(DeviceWorker):
             launches = [x.launch for x in column if isinstance(x, Run)]
             return sum(us[n] for n in launches) * 1e-6 * self._setup.scale if us else 0.0
         ran_ms = float(running.start.elapsed_time(running.stop))
-        if self._last_stop is not None:  # without time that overlaps the previous run
-            ran_ms = min(ran_ms, self._last_stop.elapsed_time(running.stop))
-        if ran_ms > 0.0:
-            self._last_stop = running.stop
+        if self._last is not None:  # without time that overlaps the previous run
+            ran_ms = min(ran_ms, self._last.stop.elapsed_time(running.stop))
         return max(0.0, ran_ms) * 1e-3
 
     def _over(self, run: int, is_cancelled: bool) -> None:
