@@ -102,6 +102,7 @@ def paper(
 
 def _as_published(quick: bool, jobs: int | None, output: Path | None, as_json: bool) -> None:
     from benchmarks.published import document
+    from benchmarks.published.tables import markdown
 
     with progress("the publication's set-up", len(document.tasks(quick))) as advance:
         found = document.run(quick, jobs or len(os.sched_getaffinity(0)), advance)
@@ -109,7 +110,7 @@ def _as_published(quick: bool, jobs: int | None, output: Path | None, as_json: b
     if as_json:
         _print_json(found | {"files": files})
     else:
-        typer.echo(document.markdown(found))
+        typer.echo(markdown(found))
 
 
 @contextmanager

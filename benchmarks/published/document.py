@@ -6,6 +6,7 @@
 set-up, `ours_best_batch` the best configuration of every policy.
 """
 
+import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable
@@ -15,14 +16,15 @@ from typing import Any
 
 from benchmarks.published import costs, figures, monitor, offline, online, shares, solver
 from benchmarks.published.setup import MODELS, PAIRS, UNSERVED
+from benchmarks.published.tables import markdown
 
 QUICK_MODELS = ("llama_3_1_8b", "gpt_oss_20b")
 NUM_QUICK, NUM_FULL = 96, 320
 NOT_MADE = {
     "fig3": "kernels by phase stand in fig2b (ours_by_phase); blocks are not told apart in fused launches",
     "fig8": "99th percentiles stand in fig7 (ours_p99)",
-    "fig9": "a 235B mixture of experts on 8 + 8 cards needs tensor parallelism inside each kind of card, which "
-    "services do not have",
+    "fig9": "a 235B mixture of experts on 8 + 8 cards needs tensor parallelism inside each kind of card; "
+    "services have none",
     "fig10": "measured on dilated devices: benchmarks/gpu_execute.py",
 }
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -98,43 +100,7 @@ def _prepare() -> None:
     torch.set_num_threads(1)
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """A table a figure, and the ratios."""
-    lines = ["# The published evaluation, in its own set-up", ""]
-    lines += ["FluidGPU (SC26, arXiv 2604.10180); figures and licence: benchmarks/published/README.md.", ""]
-    lines += ["Over other policies (median, mean, most):", ""]
-    for name, over in found["ratios"].items():
-        words = "; ".join(
-            f"{k}: {v['median']:.2f}, {v['mean']:.2f}, {v['most']:.2f}" for k, v in over.items()
-        )
-        lines.append(f"- {name}: {words}")
-    for name, rows in found["figures"].items():
-        lines += ["", f"## {name}", ""]
-        extra = [k for k in ("gbit_per_s", "window_ms", "threshold") if k in rows[0]]
-        columns = ["pair", "model", "policy", *extra, "published", "re_measured", "ours", "ours_best_batch"]
-        lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-        for row in rows:
-            lines.append("| " + " | ".join(_cell(row.get(c)) for c in columns) + " |")
-    lines += ["", "Not made: " + "; ".join(f"{k}: {v}" for k, v in found["not_made"].items())]
-    lines += ["", costs.markdown(found["costs"]).replace("# Modelled", "## Modelled", 1)]
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float) and abs(value) < 1000
-        else f"{value:,}"
-        if isinstance(value, int | float)
-        else str(value)
-    )
-
-
 def write(found: dict[str, Any], folder: Path) -> list[Path]:
-    import json
-
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "published.json", folder / "published.md"]
     paths[0].write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
