@@ -28,13 +28,12 @@ from factories import make_chain, make_plan
 from online_factory import RUN_US, alone_plan, serve
 from tessera.adapt.drift import scaled_costs
 from tessera.adapt.monitor import Monitor, MonitorConfig
-from tessera.adapt.replan import Replanner
 from tessera.flow import replan
 from tessera.ir import Objective, Plan, Step
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.metrics import capabilities, capacity_per_s, measured
 from tessera.simulate.stepper import Truth
-from tessera.simulate.study import AdaptiveServer, Setting, adapt, compare, gain_of, known_of
+from tessera.simulate.study import AdaptiveServer, Setting, adapt, compare, known_of, replanner
 
 LENGTHS = "geometric:512,200"
 LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.4)
@@ -194,7 +193,7 @@ def _after(made: Plan, true: Plan, num: int) -> Plan:
     known = capabilities([made], requests)
     monitor = Monitor(known, MonitorConfig(window_s=num / known[0].capacity_per_s / 20))
     window_s = monitor.window_s
-    planner = Replanner(replan, lambda old, new: gain_of(old, new, requests))
+    planner = replanner(replan, requests)
     server = AdaptiveServer(monitor, [made], requests, Truth(true), planner=planner, replan_s=window_s)
     server.run()
     return server.plans[made.policy]

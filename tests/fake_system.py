@@ -1,9 +1,9 @@
 """A system for tests of the controller: remembers what it was told, and has a clock that is moved by hand."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
-from tessera.adapt.capability import Capability
+from tessera.adapt.controller import Replanned
 from tessera.errors import TesseraError
 from tessera.ir import Plan
 
@@ -11,11 +11,11 @@ from tessera.ir import Plan
 class FakeSystem:
     policy = "quick"
 
-    def __init__(self, capabilities: Sequence[Capability] = ()) -> None:
-        self.now, self._capabilities = 1000.0, capabilities
+    def __init__(self) -> None:
+        self.now = 1000.0
         self.switched: list[str] = []
         self.loaded: list[tuple[Plan, ...]] = []
-        self._jobs: list[tuple[Future[tuple[Plan, ...]], Callable[[], tuple[Plan, ...]]]] = []
+        self._jobs: list[tuple[Future[Replanned[Plan]], Callable[[], Replanned[Plan]]]] = []
 
     def now_s(self) -> float:
         return self.now
@@ -26,10 +26,10 @@ class FakeSystem:
     def load(self, plans: tuple[Plan, ...]) -> None:
         self.loaded.append(plans)
 
-    def rate(self, plans: tuple[Plan, ...]) -> Sequence[Capability]:
-        return self._capabilities
+    def switch_s(self) -> None:
+        """Requests are read again."""
 
-    def submit(self, job: Callable[[], tuple[Plan, ...]]) -> Future[tuple[Plan, ...]]:
+    def submit(self, job: Callable[[], Replanned[Plan]]) -> Future[Replanned[Plan]]:
         self._jobs.append((Future(), job))
         return self._jobs[-1][0]
 

@@ -17,9 +17,12 @@ import msgspec
 from benchmarks.paper.records import Load, Shape
 
 import tessera
-from tessera.capture import record_step
+from tessera.capture import place_of, record_sizes, record_step
+from tessera.errors import CaptureError
 from tessera.flow import ANCHORS, LoadSteps, at_batches, choose_launches
 from tessera.ir import Step, Trace, WorkUnit, load, save
+from tessera.kernels import PAGE
+from tessera.planning import served_step
 
 # Loads whose steps a process keeps at hand: at all batches, some hundred megabytes of a large model.
 NUM_KEPT = 13
@@ -60,9 +63,13 @@ class Library:
         """Are its launches those of compiled steps? They are where the package has them."""
         return choose_launches(at_batches(asked.steps, ANCHORS), "")[0]
 
+    def is_served(self, asked: Load) -> bool:
+        """Whether its requests are planned as a service."""
+        return asked.kind == "request" and _is_served(asked.model)
+
     def recorded_for(self, asked: Load) -> list[Step]:
-        """What has to be recorded before a load can be planned for."""
-        if self.is_compiled(asked):
+        """What has to be recorded before a load can be planned for; a service records its own steps."""
+        if self.is_compiled(asked) or self.is_served(asked):
             return []
         return [replace(step, batch=batch) for step in asked.steps for batch in ANCHORS]
 
@@ -88,6 +95,15 @@ class Library:
 def _plain(value: Any) -> Any:
     """A number of NumPy's as one of Python's."""
     return value.item()
+
+
+@lru_cache(maxsize=NUM_KEPT)
+def _is_served(model: str) -> bool:
+    try:
+        record_sizes([served_step(place_of(model), 8, 2, 4 * PAGE, PAGE, is_random=False)])
+    except CaptureError:  # state by row
+        return False
+    return True
 
 
 @lru_cache(maxsize=NUM_KEPT)

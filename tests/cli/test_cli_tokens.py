@@ -22,7 +22,8 @@ def test_a_plan_over_steps_of_several_sizes_runs_to_the_same_bits(
         answer("capture", model, *what, "-o", traces[-1], capsys=capsys)
     counts = ["--counts", ",".join(["3"] * len(sizes))]
     plan = tmp_path / "x.plan"
-    answer("plan", *traces, *counts, "--devices", "emu:a100,emu:l40s", "-o", plan, capsys=capsys)
+    devices = ["--devices", "emu:a100,emu:l40s", "--effort", "quick"]
+    answer("plan", *traces, *counts, *devices, "-o", plan, capsys=capsys)
     found = answer("run", plan, "--verify", "--requests", "4", capsys=capsys)
 
     assert found["verified"] is True, found

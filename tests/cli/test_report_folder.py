@@ -72,7 +72,7 @@ def test_a_timeline_beside_its_plan_is_shown_instead_of_a_simulation(
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("nowhere", "no such folder"), ("", "holds no plan and no evaluation"), ("note", "is a file, not a")],
+    [("nowhere", "no such folder"), ("", "holds no plan"), ("note", "is a file, not a")],
 )
 def test_a_folder_with_nothing_to_show_ends_in_one_line(
     name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -94,60 +94,3 @@ def test_a_truncated_plan_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert 2 == _main(["report", str(tmp_path)])
     assert "a.plan: truncated" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
-
-
-def evaluation() -> dict[str, Any]:
-    """A document as `python -m benchmarks.paper` writes it, with two figures."""
-    beside = {"cited": "a publication", "reports": "2.3x <at most>", "why_ours_differs": "Other baselines."}
-    load = {"model": "llama", "workload": "llama, decodes at 512 tokens"}
-    shape = {**load, "link": "pcie4", "best_coarse": "data-parallel"}
-    return {
-        "figures": {
-            name: {"title": f"The {name}", "scale": "quick", "label": "simulated"}
-            for name in ("throughput", "regimes", "links")
-        },
-        "published": dict.fromkeys(("throughput", "regimes", "links"), beside),
-        "throughput": [
-            {
-                "workload": "llama, batch 8", "pair": "a100+l40s", "link": "pcie4", "source": "simulated",
-                "policies": {"throughput": 12.0, "data-parallel": 10.0, "prefill-decode": None},
-                "best_baseline": "data-parallel", "ratio_to_best_baseline": 1.2, "why_none": None,
-            }
-        ],
-        "regimes": {
-            "cells": [
-                {**shape, "pair": "a100+l40s", "ratio_to_best_coarse": 1.2, "verdict": "kernel-level"},
-                {**shape, "pair": "h100+h20", "ratio_to_best_coarse": 1.0, "verdict": "data-parallel"},
-                {**shape, "pair": "t4+l4", "ratio_to_best_coarse": None, "verdict": "does not fit"},
-            ]
-        },
-    }  # fmt: skip
-
-
-def test_an_evaluation_is_on_the_page_and_fits_a_phone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bars, the map with a shade for each gain, what was published, and a word where a plot is missing."""
-    (tmp_path / "paper.json").write_text(json.dumps(evaluation()))
-    page_file = report(tmp_path, capsys=capsys)["page"]
-    with browser() as opened:
-        page = opened.new_page(viewport=PHONE)
-        page.goto(f"file://{page_file}")
-
-        assert PHONE["width"] >= width_of(page)
-        assert ["1.20x\ndata-parallel", "1.00x\ndata-parallel", "does not fit"] == [
-            text.strip() for text in page.locator("td").all_inner_texts()
-        ]
-        assert "2.3x <at most>" in page.inner_text("body")
-        assert "needs the extra report" in page.inner_text("body")
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"figures": {"regimes": {}}}'])
-def test_a_broken_evaluation_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line with the file and the command that makes it again."""
-    (tmp_path / "paper.json").write_text(text)
-
-    assert 2 == _main(["report", str(tmp_path)])
-    error = capsys.readouterr().err
-    assert "paper.json" in error
-    assert "python -m benchmarks.paper" in error

@@ -16,15 +16,17 @@ from commands import answer
 from tessera.cli import _main
 
 TESSERA = [sys.executable, "-m", "tessera"]
+# Processes import the tests' own model.
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 LIMIT_S = 240
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan that divides every layer of a model without transformers, whose import takes seconds."""
+    """A plan that divides a model without transformers, whose import takes seconds."""
     folder = tmp_path_factory.mktemp("remote")
-    capture = ["capture", "tiny-sd3.5", "--step", "denoise", "--context", "16", "-o", str(folder / "x.trace")]
-    divide = ["plan", str(folder / "x.trace"), "--devices", "emu:a100,emu:l40s", "--policy", "attention-ffn"]
+    capture = ["capture", "layers_model:step", "-o", str(folder / "x.trace")]
+    divide = ["plan", str(folder / "x.trace"), "--devices", "emu:a100,emu:l40s", "--policy", "layer-pipeline"]
     for words in (capture, [*divide, "-o", str(folder / "x.plan")]):
         assert 0 == _main(words)
     (folder / "secret").write_text("a secret of more than sixteen bytes\n")
@@ -40,9 +42,8 @@ def free_port() -> int:
 
 def answers(plan: Path, commands: Sequence[Sequence[str]]) -> Any:
     """Runs the ranks together; the JSON document of the first."""
-    environment = dict(os.environ)
     running = [
-        subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
         for c in commands
     ]
     try:
@@ -67,7 +68,7 @@ def ranks(plan: Path, address: str, *more: str) -> list[list[str]]:
 def test_two_processes_meet_on_loopback(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a secret, on this machine only: the same bits over TCP. Rank 0 is this process."""
     first, second = ranks(plan, f"127.0.0.1:{free_port()}")
-    with subprocess.Popen(second) as other:
+    with subprocess.Popen(second, env=ENVIRONMENT) as other:
         found = answer(*first[len(TESSERA) : -1], capsys=capsys)
         assert 0 == other.wait(LIMIT_S)
 

@@ -131,7 +131,7 @@ def test_the_other_policy_is_made_where_one_plan_is_given() -> None:
 def test_new_plans_have_corrected_costs_and_leave_out_what_is_lost() -> None:
     """Corrections of two replans add up, and a plan without d0 runs everything on d1."""
     kernel = split_plan().unit.graphs[0].trace.kernels[0].name
-    planner = Replanner(replan, lambda old, new: 1.0)
+    planner = Replanner(replan, lambda old, new: 1.0, lambda plans: ())
     plans = planner.corrected((split_plan(),), Factors({("d1", kernel): 2.0}))
     plans = planner.corrected(plans, Factors({("d1", kernel): 1.5}))
     (made,) = planner.without(plans, {"d0"})
@@ -145,7 +145,7 @@ def test_new_plans_have_corrected_costs_and_leave_out_what_is_lost() -> None:
 def test_no_plan_can_do_without_all_devices() -> None:
     """A replan with nothing left to run on says so."""
     with pytest.raises(PlanInfeasible, match="no device is left"):
-        Replanner(replan, lambda old, new: 1.0).without((split_plan(),), {"d0", "d1"})
+        Replanner(replan, lambda old, new: 1.0, lambda plans: ()).without((split_plan(),), {"d0", "d1"})
 
 
 MISTAKES = [

@@ -2,8 +2,9 @@
 
 It steers a service in real time and a simulation in virtual time; both are a `System`. A device that fails
 for good is planned around while lanes that avoid it run on; when it returns, so do the full plans. Drifted
-costs are corrected by new plans. One planning job runs at a time, in the background; a lost device cancels a
-correction. All plans cover the whole cluster, so a change starts no worker.
+costs are corrected by new plans, and other lengths of requests planned for. One planning job runs at a time,
+in the background; a lost device cancels another one. All plans cover the whole cluster, so a change starts
+no worker.
 
 `arrived` and `finished` are thread-safe; everything else belongs to the system's thread.
 """
@@ -12,13 +13,14 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tessera.adapt.capability import Capability
 from tessera.adapt.drift import Factors
+from tessera.adapt.history import LoadHistory
 from tessera.adapt.monitor import Monitor, PlannedLane
 from tessera.errors import TesseraError
-from tessera.ir import Decision, DecisionKind, Plan, ServicePlan
+from tessera.ir import Decision, DecisionKind, Load, Plan, ServicePlan
 
 # Maximum kept decisions.
 MAX_DECISIONS = 1000
@@ -30,13 +32,27 @@ P = TypeVar("P", Plan, ServicePlan)
 
 
 class Planner(Protocol[P]):
-    """Replaces the plans of a running system (`adapt.replan.Replanner`). Called from background threads."""
+    """Replaces the plans of a running system. Called from background threads."""
 
     def corrected(self, plans: tuple[P, ...], factors: Factors) -> tuple[P, ...]:
-        """tuple[P, ...] at costs corrected by these factors."""
+        """Plans at costs corrected by these factors."""
 
     def without(self, plans: tuple[P, ...], lost: frozenset[str]) -> tuple[P, ...]:
-        """tuple[P, ...] that leave devices unused."""
+        """Plans that leave devices unused."""
+
+    def rate(self, plans: tuple[P, ...]) -> Sequence[Capability]: ...
+
+
+class LoadPlanner(Planner[P], Protocol[P]):
+    def learned(self, plans: tuple[P, ...], load: Load) -> tuple[P, ...]:
+        """Plans for a load: better ones, or the same with their figures under it."""
+
+
+class Replanned(NamedTuple, Generic[P]):
+    """Result of a planning job."""
+
+    plans: tuple[P, ...]
+    capabilities: Sequence[Capability]
 
 
 class System(Protocol[P]):
@@ -51,19 +67,21 @@ class System(Protocol[P]):
     def switch(self, policy: str) -> None:
         """Use a policy for microbatches opened from now on; thread-safe."""
 
+    def switch_s(self) -> float | None:
+        """Seconds that requests wait for a switch; None: they are read again. Thread-safe."""
+
     def load(self, plans: tuple[P, ...]) -> None:
         """Replace the plans."""
 
-    def submit(self, job: Callable[[], tuple[P, ...]]) -> Future[tuple[P, ...]]:
+    def submit(self, job: Callable[[], Replanned[P]]) -> Future[Replanned[P]]:
         """Run a job in the background, then `Controller.poll`."""
-
-    def rate(self, plans: tuple[P, ...]) -> Sequence[Capability]: ...
 
 
 class Controller(Generic[P]):
     """plans    for all devices; the first is used unless a monitor chooses
     monitor  None: the policy is fixed
     planner  None: plans stay
+    learner  plans for observed loads; None: lengths are not learned
     log      gets one line per loss, return and change of plans
     """
 
@@ -73,18 +91,25 @@ class Controller(Generic[P]):
         plans: Sequence[P],
         monitor: Monitor | None = None,
         planner: Planner[P] | None = None,
+        learner: LoadPlanner[P] | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._system: System[P] = system
         self._planner: Planner[P] | None = planner
+        self._learner: LoadPlanner[P] | None = learner
         self._monitor, self._log = monitor, log
+        self.history = LoadHistory()
         self.plans: tuple[P, ...] = tuple(plans)
+        # Capabilities of `plans`.
+        self._capabilities = () if monitor is None else monitor.capabilities
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self.counts: Counter[DecisionKind] = Counter()
         # Devices planned around, by current plans or a running job.
         self._without: frozenset[str] = frozenset()
-        self._job: Future[tuple[P, ...]] | None = None
-        # Guards monitor, request count and decisions; not held while plans are loaded.
+        # What the running job is for.
+        self._job: Future[Replanned[P]] | None = None
+        self._subject = ""
+        # Guards monitor, history, request count and decisions; not held while plans are loaded.
         self._lock = threading.RLock()
         self._num_requests = 0
         if monitor is not None:
@@ -94,13 +119,17 @@ class Controller(Generic[P]):
     def arrived(self) -> None:
         with self._lock:
             self._num_requests += 1
+            self.history.arrived(self._system.now_s())
             if self._monitor is not None:
                 self._monitor.arrived(self._system.now_s())
                 self._choose(self._monitor)
 
-    def finished(self) -> None:
+    def finished(self, lengths: tuple[int, int] | None = None) -> None:
+        """A request has left; `lengths` are tokens of its prompt and its answer, if that is complete."""
         with self._lock:
             self._num_requests -= 1
+            if lengths is not None:
+                self.history.answered(*lengths)
             if self._monitor is not None:
                 self._choose(self._monitor)
 
@@ -124,26 +153,44 @@ class Controller(Generic[P]):
             return
         self._cancel()
         self._without = left
-        self._load(self.plans, "plans for all devices are in force again")
+        self._load(Replanned(self.plans, self._capabilities), "plans for all devices are in force again")
 
     def poll(self) -> None:
-        """Adopt finished plans, and judge load and costs."""
+        """Adopt finished plans, and judge load, costs and lengths."""
         self._collect()
         if self._monitor is None:
             return
         with self._lock:
             self._choose(self._monitor)
-            if self._planner is None or self._without:
+            if self._planner is None or self._without or self._job is not None:
                 return
             drift = self._monitor.drifted(self._system.now_s())
+        planner, plans = self._planner, self.plans
         if drift is not None:
-            planner, plans, factors = self._planner, self.plans, drift[0]
+            factors = drift[0]
             why = f"measured times differ from the plan's by {drift[1]:.0%}; planning beside the running plan"
             self._note(DecisionKind.REPLAN, why)
-            self._job = self._system.submit(lambda: planner.corrected(plans, factors))
+            self._submit(planner, lambda: planner.corrected(plans, factors), "costs are corrected")
+        elif self._learner is not None:
+            self._learn(self._learner)
+
+    def _learn(self, learner: LoadPlanner[P]) -> None:
+        """Plans for the observed load if it is not the planned one."""
+        plans = self.plans
+        with self._lock:
+            planned = load_of(plans[0])
+            load = None if planned is None else self.history.changed(planned)
+            if planned is None or load is None:
+                return
+            self.history.num_new = 0
+        lengths = f"{load.prompt_tokens} tokens in and {load.output_tokens} out"
+        before = f"{planned.prompt_tokens} and {planned.output_tokens}"
+        why = f"requests have {lengths}, planned were {before}; planning beside the running plan"
+        self._note(DecisionKind.REPLAN, why)
+        self._submit(learner, lambda: learner.learned(plans, load), f"planned for {lengths}")
 
     def _choose(self, monitor: Monitor) -> None:
-        why = monitor.switch(self._system.now_s(), self._num_requests)
+        why = monitor.switch(self._system.now_s(), self._num_requests, self._system.switch_s())
         if why is not None:
             self._note(DecisionKind.SWITCH, why)
             self._system.switch(monitor.current)
@@ -153,7 +200,14 @@ class Controller(Generic[P]):
         self._cancel()
         if self._planner is not None:
             planner, plans = self._planner, self.plans
-            self._job = self._system.submit(lambda: planner.without(plans, devices))
+            self._submit(planner, lambda: planner.without(plans, devices), "")
+
+    def _submit(self, planner: Planner[P], make: Callable[[], tuple[P, ...]], subject: str) -> None:
+        def work() -> Replanned[P]:
+            plans = make()
+            return Replanned(plans, planner.rate(plans))
+
+        self._job, self._subject = self._system.submit(work), subject
 
     def _cancel(self) -> None:
         if self._job is not None:
@@ -166,28 +220,28 @@ class Controller(Generic[P]):
         job, self._job = self._job, None
         without = f" without {', '.join(sorted(self._without))}" if self._without else ""
         try:
-            plans = job.result()
+            new = job.result()
         except TesseraError as error:  # the old plans run on
             self._adopted((), f"no {'new ' * (not without)}plans{without}: {error.message}")
             return
         if without:
-            self._load(plans, f"plans{without} are in force")
+            self._load(new, f"plans{without} are in force")
             return
-        num = sum(_lanes(new) != _lanes(old) for new, old in zip(plans, self.plans, strict=True))
-        self.plans = plans
-        self._load(plans, f"costs are corrected; {num} of {len(plans)} plans are new")
+        old = [_lanes(plan) for plan in self.plans]
+        num = sum(_lanes(plan) not in old for plan in new.plans)
+        self.plans, self._capabilities = new.plans, tuple(new.capabilities)
+        self._load(new, f"{self._subject}; {num} of {len(new.plans)} plans are new")
 
-    def _load(self, plans: tuple[P, ...], why: str) -> None:
+    def _load(self, new: Replanned[P], why: str) -> None:
         try:
-            self._system.load(plans)
+            self._system.load(new.plans)
         except TesseraError as error:  # the old plans run on
             self._adopted((), f"plans cannot be loaded: {error}")
         else:
-            self._adopted(plans, why)
+            self._adopted(new.capabilities, why)
 
-    def _adopted(self, plans: tuple[P, ...], why: str) -> None:
+    def _adopted(self, capabilities: Sequence[Capability], why: str) -> None:
         if self._monitor is not None:
-            capabilities = self._system.rate(plans) if plans else ()
             with self._lock:
                 self._monitor.adopt(self._system.now_s(), capabilities)
             self._system.switch(self._monitor.current)
@@ -202,5 +256,12 @@ class Controller(Generic[P]):
             self._log(why)
 
 
+def load_of(policy: Plan | ServicePlan) -> Load | None:
+    """The load that a policy is planned for."""
+    return policy.load if isinstance(policy, ServicePlan) else None
+
+
 def _lanes(policy: Plan | ServicePlan) -> list[object]:
-    return [plan.lanes for plan in (policy.plans if isinstance(policy, ServicePlan) else (policy,))]
+    if isinstance(policy, Plan):
+        return [policy.lanes]
+    return [(g.role, g.sequences, g.microbatches, g.plan.lanes) for g in policy.groups]

@@ -2,11 +2,11 @@
 
 Load. Arrivals are counted over a window, with a standard error (`Meter`). Policies are compared by the
 expected number of requests present, given the load, its error and the requests present now. A switch must pay
-for itself within one of `horizons` windows at both ends of the error interval, by more than `least_gain`, and
-not within `dwell_windows` of the last. A policy past its capacity is always left.
+for itself within one of `horizons` windows at both ends of the error interval, by more than `least_gain`; no
+other follows within that horizon. A policy past its capacity is left at any price and at any time.
 
 Costs. Step times are collected for `cost_windows` and factors fitted to them (`drift`). An error of
-`min_drift` triggers a replan; one at a time.
+`min_drift` triggers a replan.
 
 The default window is the time of 100 arrivals at the load where the policies cross: a standard error of a
 tenth.
@@ -78,9 +78,9 @@ class MeasuredSteps:
 def planned_us(plan: Plan, index: int, step: int) -> dict[str, Planned]:
     """Device -> (kernel, planned microseconds) of one step, without zero-time launches."""
     lane = plan.lanes[index]
-    graph, costs = plan.graphs[step], plan.prices[step]
+    graph, costs = plan.graphs[step], plan.costs[step]
     by_device: dict[str, dict[str, float]] = {}
-    for launch, device in enumerate(lane.placement.devices[step - plan.first_step(lane)]):
+    for launch, device in enumerate(lane.placement.devices[step]):
         here = by_device.setdefault(plan.cluster.names[device], {})
         kernel = graph.trace.kernel_of(launch).name
         here[kernel] = here.get(kernel, 0.0) + costs.us(launch, device)
@@ -101,7 +101,7 @@ class MonitorConfig:
     errors: float = 1.0
     # Windows within which a switch may pay for itself.
     horizons: tuple[int, ...] = (1, 2, 4)
-    # Minimum windows between switches.
+    # Minimum windows between switches; at least the horizon within which the last one pays.
     dwell_windows: float = 1.0
     # Smallest relative gain that modelled figures can resolve.
     least_gain: float = 1.03
@@ -123,20 +123,18 @@ class Monitor:
     def __init__(self, policies: Sequence[Capability], config: MonitorConfig = DEFAULT) -> None:
         self._config = config
         self._policies = {policy.name: policy for policy in policies}
-        self._order = tuple(self._policies)
         self.current = better(tuple(policies), 0.0).name
         self._meter = Meter()
         self._start_s: float | None = None
-        self._switched_s = -math.inf
+        # No switch before, unless the load exceeds the capacity.
+        self._settled_s = -math.inf
         self._times = MeasuredSteps()
         self._costs_since_s = 0.0
-        self.is_replanning = False
         self._place()
 
     def _place(self) -> None:
-        ordered = tuple(self._policies[name] for name in self._order)
-        self.crossing_per_s = crossing_per_s(ordered)
-        reference = self.crossing_per_s or max(p.capacity_per_s for p in ordered)
+        self.crossing_per_s = crossing_per_s(self.capabilities)
+        reference = self.crossing_per_s or max(p.capacity_per_s for p in self.capabilities)
         self.window_s = self._config.window_s or self._config.window_requests / reference
         # Unknown load before watching began: assume the one that favours neither policy.
         self._meter.set(self.window_s, self.crossing_per_s or 0.0)
@@ -158,17 +156,21 @@ class Monitor:
         error = math.sqrt(self._meter.dispersion * num_came)
         return num_came / self.window_s, error / self.window_s
 
-    def switch(self, now_s: float, num_requests: int) -> str | None:
-        """Change `current` if that pays, and give the reason; `num_requests` are present now."""
+    def switch(self, now_s: float, num_requests: int, switch_s: float | None = None) -> str | None:
+        """Change `current` if that pays, and give the reason.
+
+        num_requests  present now
+        switch_s      seconds that they wait for a switch; None: they are read again
+        """
         self.begin(now_s)
         load, error = self.load(now_s)
         now = self._policies[self.current]
         is_over = load - self._config.errors * error > now.capacity_per_s
-        if now_s - self._switched_s < self._config.dwell_windows * self.window_s and not is_over:
+        if now_s < self._settled_s and not is_over:
             return None
-        best = better(tuple(self._policies.values()), 0.0)
+        best = better(self.capabilities, 0.0)
         if not (num_requests or load) and best is not now:  # nothing has a price
-            self.current, self._switched_s = best.name, now_s
+            self._use(best.name, now_s, self._config.dwell_windows * self.window_s)
             return f"{self._meter.seen(now_s)}, none are here; {best.name} is quickest for the next"
         for horizon in self._config.horizons:
             seconds = horizon * self.window_s
@@ -176,27 +178,41 @@ class Monitor:
             def expected(policy: Capability, errors: float, seconds: float = seconds) -> float:
                 return policy.expected(max(0.0, load + errors * error), error, num_requests, seconds)
 
-            chosen = min(self._policies.values(), key=lambda policy: expected(policy, 0.0))
+            chosen = min(self.capabilities, key=lambda policy: expected(policy, 0.0))
             if chosen is now or (is_over and chosen.capacity_per_s <= now.capacity_per_s):
                 continue
-            # Requests are read again, or end beside the new policy's microbatches. By Little's law each one
-            # stays for requests present over arrivals per second.
-            usual = chosen.usual(load)
-            price = 0.0 if is_over else self._config.switch_cost * usual * usual / max(load * seconds, usual)
+            price = 0.0
+            if not is_over:
+                price = self._price(chosen.usual(load), load, num_requests, switch_s, seconds)
             ends = (-self._config.errors, self._config.errors)
             if all(self._config.least_gain * expected(chosen, e) + price < expected(now, e) for e in ends):
-                self.current, self._switched_s = chosen.name, now_s
+                self._use(chosen.name, now_s, max(seconds, self._config.dwell_windows * self.window_s))
                 figures = (
                     f"{expected(p, 0.0):.3g} with {p.name} ({p.capacity_per_s:.3g}/s)" for p in (chosen, now)
                 )
                 here = f"{self._meter.seen(now_s)}, {num_requests} are here"
-                return f"{here}; in the next {seconds:.3g} s there would be {', '.join(figures)}"
+                cost = "" if switch_s is None else f"; the switch takes about {1e3 * switch_s:.3g} ms"
+                return f"{here}; in the next {seconds:.3g} s there would be {', '.join(figures)}{cost}"
         return None
+
+    def _use(self, policy: str, now_s: float, dwell_s: float) -> None:
+        """Stays with a policy while its price is earned, unless the load exceeds its capacity."""
+        self.current, self._settled_s = policy, now_s + dwell_s
+
+    def _price(
+        self, usual: float, load: float, num_requests: int, switch_s: float | None, seconds: float
+    ) -> float:
+        """Mean number of requests over a horizon that a switch adds."""
+        if switch_s is not None:
+            return num_requests * switch_s / seconds
+        # Requests are read again, or end beside the new policy's microbatches. By Little's law each one stays
+        # for requests present over arrivals per second.
+        return self._config.switch_cost * usual * usual / max(load * seconds, usual)
 
     def drifted(self, now_s: float) -> tuple[Factors, float] | None:
         """Correction factors and the relative error, if a replan is needed."""
         self.begin(now_s)
-        if self.is_replanning or now_s - self._costs_since_s < self._config.cost_windows * self.window_s:
+        if now_s - self._costs_since_s < self._config.cost_windows * self.window_s:
             return None
         observations = self._times.take()
         self._costs_since_s = now_s
@@ -204,12 +220,19 @@ class Monitor:
             return None
         factors = corrected(observations, self._config.cost_error)
         error = drift(observations, factors)
-        self.is_replanning = error >= self._config.min_drift
-        return (factors, error) if self.is_replanning else None
+        return (factors, error) if error >= self._config.min_drift else None
+
+    @property
+    def capabilities(self) -> tuple[Capability, ...]:
+        return tuple(self._policies.values())
 
     def adopt(self, now_s: float, capabilities: Sequence[Capability]) -> None:
-        self._policies |= {policy.name: policy for policy in capabilities}
-        self.is_replanning = False
+        """Compares other policies from now on; none: the same ones."""
+        if capabilities:
+            self._policies = {policy.name: policy for policy in capabilities}
+            if self.current not in self._policies:
+                best = better(self.capabilities, self.load(now_s)[0])
+                self._use(best.name, now_s, self._config.dwell_windows * self.window_s)
         self._times = MeasuredSteps()
         self._costs_since_s = now_s
         self._place()

@@ -9,6 +9,7 @@ also if they use fewer devices.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+from tessera.adapt.capability import Capability
 from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
 from tessera.ir import Cluster, Costs, Placement, Plan, verify
@@ -25,6 +26,7 @@ class Replanner:
     make: MakePlan
     # Ratio of the second plan to the first; more is better.
     gain: Callable[[Plan, Plan], float]
+    rate: Callable[[tuple[Plan, ...]], Sequence[Capability]]
 
     def corrected(self, plans: tuple[Plan, ...], factors: Factors) -> tuple[Plan, ...]:
         """Each plan, or a better one, at corrected costs."""

@@ -141,6 +141,17 @@ def parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     return [part for key in attributes for part in parts(f"{name}.{key}", getattr(tensor, key))]
 
 
+def from_parts(name: str, tensor: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A tensor like this one over other plain tensors, named as by `parts`."""
+    if not is_wrapper(tensor):
+        return values[name]
+    attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {key: from_parts(f"{name}.{key}", getattr(tensor, key), values) for key in attributes}
+    kind: Any = type(tensor)
+    made: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    return made
+
+
 def _folder(file: str | None) -> str:
     return str(Path(file or "").parent) + os.sep
 

@@ -13,20 +13,17 @@ from tessera.report import Shown, write_report
 
 # Requests of a simulated run, for a plan that has no timeline beside it.
 SIMULATED_REQUESTS = 64
-PAGE, EVALUATION = "report.html", "paper.json"
+PAGE = "report.html"
 
 
 class WrittenPage(Record, frozen=True):
     page: str
     plans: Annotated[tuple[str, ...], HIDDEN]
-    evaluation: Annotated[bool, HIDDEN]
     bytes: Annotated[int, HIDDEN]
 
 
 def report(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder with plans, or of `benchmarks.paper`.")
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with plans.")],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The page to write.", show_default="DIR/report.html")
     ] = None,
@@ -35,30 +32,24 @@ def report(
 
     A summary of its plans, best first; then each plan with its rate, the comparison and a layer's placement,
     and folded away timeline, utilisation, dependencies and lanes. The timeline is NAME.timeline beside
-    NAME.plan, else a simulated run. For a folder of `python -m benchmarks.paper`: its figures and the map of
-    regimes.
+    NAME.plan, else a simulated run.
     """
     if not folder.is_dir():
         what = "this is a file, not a folder" if folder.exists() else "there is no such folder"
         raise TesseraError(what, "Give the folder that holds the plans.", str(folder))
     plans = sorted(p for p in folder.iterdir() if p.is_file() and kind_of(p) == "plan")
-    evaluation = folder / EVALUATION
-    if not plans and not evaluation.is_file():
+    if not plans:
         remedy = f"Make one: `tessera plan ... -o {folder}/NAME.plan`."
-        raise ArtifactError("it holds no plan and no evaluation", remedy, str(folder))
+        raise ArtifactError("it holds no plan", remedy, str(folder))
     page = output or folder / PAGE
     with progress("reading", len(plans)) as advance:
         shown = []
         for path in plans:
             advance(f"simulating {path.name}")
             shown.append((path.stem, _shown(path)))
-    write_report(folder, shown, evaluation if evaluation.is_file() else None, page)
-    return WrittenPage(
-        page=str(page),
-        plans=tuple(path.name for path in plans),
-        evaluation=evaluation.is_file(),
-        bytes=page.stat().st_size,
-    )
+    write_report(folder, shown, page)
+    names = tuple(path.name for path in plans)
+    return WrittenPage(page=str(page), plans=names, bytes=page.stat().st_size)
 
 
 def _shown(path: Path) -> Shown:

@@ -8,7 +8,7 @@ import typer
 from tessera.cli.online import OnlineOptions, OnlineRun, run_online
 from tessera.cli.output import Record, excludes, needs, progress
 from tessera.cli.plan import EffortOption
-from tessera.cli.plan_service import ServiceFigures
+from tessera.cli.plan_model import ServiceFigures
 from tessera.errors import TesseraError
 from tessera.ir import Clock, Plan, ServicePlan, Timeline, kind_of, load, save
 

@@ -4,8 +4,8 @@ A step is one run of one program on all devices that take part in it. Programs t
 steps run before the later step. A cancelled run continues until its devices report its end; orders of its
 microbatch wait for that.
 
-On a lane of one device a step may be ordered while another runs: the worker queues it. Over several devices
-the second could overtake the first on a link.
+A step may be ordered while another runs: workers queue it. Over several devices only if it cannot overtake
+the first on a link; see `overlap`.
 
 Answers are checked against the program: a worker that answers for a run it has no part in, omits an output,
 or returns another shape is lost, with the reason. Wrong values in the right shape are not detected.
@@ -23,8 +23,10 @@ from tessera.execute.hub import Hub
 from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.memory import named_on
 from tessera.execute.messages import Begin, Cancel, Clear, Done, Message, PackedTensor, encode, pack, unpack
+from tessera.execute.overlap import can_overlap
 from tessera.execute.stepper import SpanLog, StepCall, StepDone, Tensors
-from tessera.ir import BufferKind, Program, Run, Trace
+from tessera.execute.transport import HOST
+from tessera.ir import BufferKind, DeviceKind, Program, Run, Trace
 
 
 @dataclass
@@ -38,6 +40,7 @@ class OngoingStep:
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     final: dict[str, torch.Tensor] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
+    idle_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -72,6 +75,8 @@ class Runs:
         self.programs: list[Sequence[Program]] = []
         self._inputs: list[list[list[frozenset[str]]]] = []
         self._steps: list[dict[int, int]] = []
+        # By lane over several devices, once asked.
+        self._overlaps: dict[int, bool] = {}
         self.opened: dict[int, OpenMicrobatch] = {}
         # Closed by a loss that was not reported yet.
         self.dead: set[int] = set()
@@ -115,9 +120,17 @@ class Runs:
         del self.opened[microbatch]
 
     def can_queue(self, microbatch: int) -> bool:
-        """True on a lane of one device."""
         opened = self.opened.get(microbatch)
-        return opened is not None and len(opened.lane.devices) == 1
+        if opened is None or len(opened.steps) > 1:
+            return False
+        lane, setup = opened.lane, self.hub.setups[0]
+        if len(lane.devices) == 1:
+            return True
+        if setup.transport == HOST and any(d.kind is DeviceKind.CUDA for d in setup.cluster.devices):
+            return False  # flags of a microbatch belong to one run; see `cuda.host`
+        if lane.number not in self._overlaps:
+            self._overlaps[lane.number] = can_overlap(lane.plan, lane.lane)
+        return self._overlaps[lane.number]
 
     def start(self, call: StepCall) -> None:
         if call.microbatch in self.dead:
@@ -147,6 +160,7 @@ class Runs:
         step.final |= {name: unpack(packed) for name, packed in done.state.items()}
         step.busy_s[self._names[device]] = step.busy_s.get(self._names[device], 0.0) + done.busy_s
         self.busy_s[self._names[device]] += done.busy_s
+        step.idle_s[self._names[device]] = done.idle_s
         if self.spans is not None:
             self.spans.add(device, done, program, trace, opened.number, self.hub.clock_offset_s)
         if running.missing:
@@ -165,7 +179,8 @@ class Runs:
             if other.microbatch is opened:
                 other.step.began_s, other.until_s = now_s, self._due_s()
         seconds = now_s - step.began_s
-        return StepDone(opened.number, step.call.step, step.outputs, seconds, step.final, step.busy_s)
+        times = (step.busy_s, step.idle_s)
+        return StepDone(opened.number, step.call.step, step.outputs, seconds, step.final, *times)
 
     def _due_s(self) -> float:
         return float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s

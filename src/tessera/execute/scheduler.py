@@ -9,8 +9,8 @@ hold it back), waits for the next event and settles it. A microbatch's `Content`
 next step; the scheduler knows nothing of prompts, rows or tokens.
 
 Between two steps of a microbatch its devices wait for this loop. Other microbatches fill that gap; where
-there is none, the next step is queued while one runs, if the content (`can_look_ahead`) and the stepper
-allow.
+there are no more of them than devices, the next step is queued while one runs, if the content
+(`can_look_ahead`) and the stepper allow.
 
 A microbatch is opened on a lane of the current policy when a request needs one, and closed when its content
 has no next step, unless it is worth keeping (`is_kept`). A switch of policy, new plans and a returned device
@@ -111,7 +111,6 @@ class Microbatch(Generic[R]):
     without: frozenset[str]
     # By step of its lane.
     costs: tuple[StepCost, ...]
-    first_step: int
     # True if it must be reopened.
     is_old: bool = False
     # The running step and those queued behind it.
@@ -338,8 +337,8 @@ class Scheduler(Generic[R]):
         costs = self._costs_of(lane)
         lost = self.stepper.lanes.lost
         without = frozenset(lost) if lost else frozenset()
-        content, first = self._make(number, lane), lane.plan.first_step(lane.lane)
-        opened = Microbatch(number, lane, content, self.plan, without, costs, first)
+        content = self._make(number, lane)
+        opened = Microbatch(number, lane, content, self.plan, without, costs)
         self.microbatches[number] = opened
         if request is not None:
             content.add(request)
@@ -385,7 +384,7 @@ class Scheduler(Generic[R]):
                 self._close(microbatch)
             return
         if self._turns is not None:
-            cost = microbatch.costs[call.step - microbatch.first_step]
+            cost = microbatch.costs[call.step]
             if self._turns.holds(microbatch.number, cost, call.scale, self.stepper.now_s()):
                 microbatch.held = call
                 return
@@ -398,14 +397,14 @@ class Scheduler(Generic[R]):
             self._ready.append(microbatch)
 
     def _can_look_ahead(self, microbatch: Microbatch[R]) -> bool:
-        """True if nothing is queued and no other microbatch keeps its devices busy meanwhile."""
+        """True if nothing is queued and too few other microbatches keep its devices busy meanwhile."""
         devices, others = microbatch.lane.devices, self.microbatches.values()
         return (
             len(microbatch.running) == 1
             and not microbatch.is_old
             and microbatch.content.can_look_ahead
             and self.stepper.can_queue(microbatch.number)
-            and all(m is microbatch or m.is_idle or not m.lane.devices & devices for m in others)
+            and sum(1 for m in others if not m.is_idle and m.lane.devices & devices) <= len(devices)
         )
 
     def _has_places(self, old: Microbatch[R]) -> bool:
@@ -443,14 +442,14 @@ class Scheduler(Generic[R]):
     def _count(self, microbatch: Microbatch[R], call: StepCall) -> None:
         """Registers a started step."""
         if self._turns is not None:
-            cost = microbatch.costs[call.step - microbatch.first_step]
+            cost = microbatch.costs[call.step]
             self._turns.start(microbatch.number, cost, call.scale, self.stepper.now_s())
 
     def _settle(self, done: StepDone) -> None:
         microbatch = self.microbatches[done.microbatch]
         call = microbatch.running.popleft()
         if self._turns is not None:
-            microbatch.costs[call.step - microbatch.first_step].seen(done.seconds / call.scale)
+            microbatch.costs[call.step].seen(done.seconds / call.scale)
             self._free(done.microbatch)
         if microbatch.running:
             self._count(microbatch, microbatch.running[0])

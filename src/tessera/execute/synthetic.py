@@ -20,7 +20,7 @@ INDEXED = (
     "scatter", "scatter_add", "scatter_reduce", "take", "take_along_dim", "_unsafe_index", "_index_put_impl",
     "_unsafe_index_put", "masked_scatter",
 )  # fmt: skip
-GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm")
+GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm", "packed_grouped")
 # Integers among their arguments are lengths, offsets or page tables.
 LENGTHS = ("_flash_attention_forward", "_efficient_attention_forward", "_varlen", "embedding_bag",
            "paged_attention", "choose", "repeat_interleave", "bincount", "segment_reduce")  # fmt: skip

@@ -370,7 +370,7 @@ class WorkerStepper(Runs):
         pair = _pair(device, peer)
         going = self.running
         uses = [x for x in going.values() if any(_pair(t.src, t.dst) == pair for t in x.program.transfers)]
-        hit = [running.microbatch.number for running in uses]
+        hit = sorted({running.microbatch.number for running in uses})
         words = f"the link between {self._names[device]} and {self._names[peer]} was cut ({why})"
         self._moves.fail(words, lambda found: any(_pair(*ends) == pair for ends in found.runs.values()))
         self.hub.relink(device, peer)
@@ -382,7 +382,7 @@ class WorkerStepper(Runs):
         self.end(hit, set())
         one, message = self._names[device], f"{words}; both workers answer, and it is opened again"
         is_certain = self._cuts[pair] > MAX_CUTS
-        self._events.append(DeviceLost(one, tuple(sorted(hit)), message, 0, 0.0, is_certain))
+        self._events.append(DeviceLost(one, tuple(hit), message, 0, 0.0, is_certain))
         self._fail_moves(hit, words)
         self._events.append(DeviceBack(one))
 

@@ -20,8 +20,8 @@ MAX_DECODE_QUERIES = 8
 _BY_CLASS: dict[str, str] = {
     "gemm": """mm addmm bmm baddbmm addbmm linear matmul mv addmv dot vdot _scaled_mm _int_mm
         _addmm_activation _weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm
-        _trilinear bilinear mkldnn_linear _cslt_sparse_mm""",
-    "grouped": "_grouped_mm _scaled_grouped_mm",
+        _trilinear bilinear mkldnn_linear _cslt_sparse_mm packed_linear""",
+    "grouped": "_grouped_mm _scaled_grouped_mm packed_grouped",
     "prefill": """scaled_dot_product_attention _scaled_dot_product_attention_math
         _scaled_dot_product_attention_math_for_mps _scaled_dot_product_flash_attention
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
@@ -247,7 +247,8 @@ def _idle_experts(views: tuple[View, ...]) -> int:
     if len(weights.shape) != 3 or not rows.shape or not weights.shape[0]:
         return 0
     groups = weights.shape[0]
-    return _size(weights) * max(0, groups - rows.shape[0]) // groups
+    size = sum(_size(v) for v in views[1:] if len(v.shape) == 3 and v.shape[0] == groups)
+    return size * max(0, groups - rows.shape[0]) // groups
 
 
 def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tuple[float, tuple[int, ...]]:
@@ -260,7 +261,9 @@ def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tu
     k = left[-1]
     summed = left[0] if base == "addbmm" else 1
     flops = 2.0 * k * made.num_elements * summed
-    if "pack_mm" in base:  # quantized weights: no table has them, and bytes decide the cost
+    # Quantised weights: no table has them. Bytes are those of the codes, operations run in the type of the
+    # input, on cards with 8-bit units too.
+    if "pack_mm" in base or base.startswith("packed_"):
         return flops, ()
     right = views[first + 1].shape if len(views) > first + 1 else ()
     # A vector on the right gives one column.

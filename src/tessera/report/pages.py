@@ -1,11 +1,8 @@
 """HTML pages of a folder and of `tessera advise`.
 
-The folder page has a summary of its plans, best first, each plan, and the evaluation: bars and regime map
-from paper.json, other figures from plots beside it (see docs/evaluation.md). The advice page has the answer
-first.
+The folder page has a summary of its plans, best first, and each plan. The advice page has the answer first.
 """
 
-import base64
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,7 +12,7 @@ from typing import Any
 
 from tessera.errors import ArtifactError
 from tessera.ir import Plan
-from tessera.report.figures import gain, percent, rate, ratio
+from tessera.report.figures import gain, percent, ratio
 from tessera.report.page import Bar, Shown, layers, plan_part, render
 
 # Minimum gain of each shade.
@@ -25,17 +22,14 @@ AGAIN = "Make it again with `python -m benchmarks.paper`."
 Case = Mapping[str, Any]
 
 
-def write_report(
-    folder: Path, plans: Sequence[tuple[str, Shown]], evaluation: Path | None, path: Path
-) -> None:
-    """Writes one file; `plans` are (name, content), `evaluation` is the paper.json."""
+def write_report(folder: Path, plans: Sequence[tuple[str, Shown]], path: Path) -> None:
+    """Writes one file; `plans` are (name, content)."""
     ordered = sorted(plans, key=lambda named: -(gain(named[1].plan, named[1].plan) or 0.0))
     render(
         path,
         "folder.html",
         title=folder.resolve().name,
         plans=[(name, plan_part(shown)) for name, shown in ordered],
-        evaluation=paper_part(read_paper(evaluation), evaluation.parent) if evaluation else (),
         remark="Every figure says whether it was measured, simulated or modelled.",
     )
 
@@ -48,48 +42,6 @@ def read_paper(path: Path) -> Mapping[str, Any]:
     if not isinstance(document, dict):
         raise ArtifactError("not an evaluation", AGAIN, str(path))
     return document
-
-
-def paper_part(document: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    try:
-        return [_part(document, name, about, folder) for name, about in document["figures"].items()]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"not an evaluation: {error!r}", AGAIN, str(folder / "paper.json")) from error
-
-
-def _part(document: Mapping[str, Any], name: str, about: Case, folder: Path) -> dict[str, Any]:
-    published = document["published"][name]
-    plot = folder / f"{name}.png"
-    is_plot = name not in ("throughput", "regimes")
-    return {
-        "title": about["title"],
-        "label": about["label"],
-        "scale": about["scale"],
-        "cases": [_case(row) for row in document[name]] if name == "throughput" else [],
-        "regimes": regimes_map(document[name]["cells"]) if name == "regimes" else None,
-        "is_plot": is_plot,
-        "image": base64.b64encode(plot.read_bytes()).decode() if is_plot and plot.is_file() else "",
-        "published": [
-            (f"published ({published['cited']})", published["reports"]),
-            ("why ours differs", published["why_ours_differs"]),
-        ],
-    }
-
-
-def _case(row: Case) -> dict[str, Any]:
-    values = {name: value for name, value in row["policies"].items() if value}
-    where = f"{row['pair']}, {row['link']}; "
-    if not values or row["ratio_to_best_baseline"] is None:
-        about, values = where + (row["why_none"] or "no comparison"), {}
-    else:
-        factor = ratio(row["ratio_to_best_baseline"])
-        about = f"{where}{factor} of {row['best_baseline']}; {row['source']}"
-    top = max(values.values(), default=1.0)
-    bars = [
-        Bar(name, "", value / top, rate(value), style="own" if name == "throughput" else "")
-        for name, value in sorted(values.items(), key=lambda item: -item[1])
-    ]
-    return {"workload": row["workload"], "about": about, "bars": bars}
 
 
 def regimes_map(rows: Sequence[Case]) -> dict[str, Any]:
@@ -141,7 +93,7 @@ def write_advice(
     answer: Sequence[str],
     bars: Sequence[Bar],
     tables: Sequence[AdviceTable],
-    plan: Plan,
+    plan: Plan | None,
     remarks: Sequence[str],
     regimes: Sequence[Mapping[str, Any]] = (),
 ) -> None:
@@ -154,7 +106,7 @@ def write_advice(
         answer=answer,
         bars=[replace(bar, share=bar.share / top) for bar in bars],
         tables=tables,
-        layers=layers(plan),
+        layers=layers(plan) if plan is not None else (),
         remarks=remarks,
         regimes=regimes_map(regimes) if regimes else None,
         remark="All figures are modelled or simulated; none was measured.",

@@ -170,7 +170,7 @@ def layer_picture(plan: Plan, lane: int, step: int) -> Picture:
     _check("lane", lane, len(plan.lanes))
     _check("step", step, len(plan.unit.graphs))
     chosen = plan.lanes[lane]
-    graph, costs = plan.unit_of(chosen).graphs[step], plan.costs_of(chosen)[step]
+    graph, costs = plan.graphs[step], plan.costs[step]
     placed = Placed(graph, chosen.placement.devices[step], costs)
     layer = layer_of(placed.graph.trace)
     inside = layer.launches if layer else tuple(range(len(placed.devices)))

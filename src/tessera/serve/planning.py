@@ -325,9 +325,10 @@ def _plan(
     costs = backend.price(unit, model, advance)
     advance("planning and rehearsing")
     shape, sees = model.shape, model.encode is not None
-    planner = ServicePlanner(model.model, shape, unit, costs, cluster, spec.load, spec.effort, sees)
+    given = (model.model, shape, unit, costs, cluster, spec.load, spec.effort, sees, spec.policies)
+    planner = ServicePlanner(*given)
     try:
-        policies = planner.plans(spec.policies)
+        policies = planner.plans(planner.names)
     except (PlanInfeasible, DeviceMemoryError) as error:
         now = f"now {shape.microbatches}, {shape.rows}, {shape.capacity} and {shape.sizes[-1]}"
         remedy = (
@@ -389,7 +390,7 @@ def planner_of(
     plan = policies[0].plans[0]
     sees = any(graph.trace.step.kind == "encode" for graph in plan.graphs)
     given = (policies[0].model, model.shape, plan.unit, plan.costs, plan.cluster, spec.load)
-    return ServicePlanner(*given, spec.effort, sees)
+    return ServicePlanner(*given, spec.effort, sees, spec.policies)
 
 
 def keep(key: str, found: Prepared, folder: Path) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from tessera.adapt.capability import Capability
 from tessera.adapt.drift import Factors
 from tessera.adapt.replan import LEAST_GAIN
 from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
@@ -36,7 +37,7 @@ from tessera.ir import (
     WorkUnit,
 )
 from tessera.serve.records import COST_ERROR, Shape
-from tessera.serve.rehearse import rehearse
+from tessera.serve.rehearse import rated, rehearse
 
 AUTO = "auto"
 SPLITS = {"prefill-decode": Role.ANSWERS, "prefill-decode-fractional": Role.MIXED}
@@ -77,6 +78,8 @@ class ServicePlanner:
     effort: str = "full"
     # True if it sees pictures.
     sees: bool = False
+    # Policies to plan; see `plans`.
+    names: tuple[str, ...] = (AUTO,)
 
     def plans(self, names: Sequence[str]) -> tuple[ServicePlan, ...]:
         """A service plan per name, the best of `auto` first; raises PlanInfeasible if one has none."""
@@ -189,6 +192,21 @@ class ServicePlanner:
         """Each policy at corrected costs: planned again if that is better by `LEAST_GAIN`, else as it is."""
         planner = replace(self, costs=factors.apply(self.unit, self.costs))
         return tuple(planner.better(recosted(policy, factors)) for policy in policies)
+
+    def learned(self, policies: tuple[ServicePlan, ...], load: Load) -> tuple[ServicePlan, ...]:
+        """Policies for a load, if the first is better there by more than the costs' error; else the same."""
+        planner = replace(self, load=load, costs=policies[0].plans[0].costs)
+        before = tuple(
+            replace(policy, load=load, expected=rehearse(policy, load, shape=self.shape))
+            for policy in policies
+        )
+        after = planner.plans(self.names)
+        (was_within, rate), (is_within, new_rate) = max(map(_merit, before)), _merit(after[0])
+        is_better = new_rate > (1.0 + COST_ERROR) * rate if was_within == is_within else is_within
+        return after if is_better else before
+
+    def rate(self, policies: tuple[ServicePlan, ...]) -> tuple[Capability, ...]:
+        return rated(policies, self.shape)
 
     def better(self, old: ServicePlan) -> ServicePlan:
         old = replace(old, expected=rehearse(old, self.load, shape=self.shape))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from tessera.adapt.history import LoadView
 from tessera.ir import Cluster, Decision, DeviceKind, Expected, GroupSize, Load, Step
 from tessera.kernels import PAGE
 
@@ -255,6 +256,8 @@ class Snapshot(Counts):
     # Groups of the current policy, and its figures on a virtual clock at full load.
     groups: tuple[GroupView, ...] = ()
     expected: Expected | None = None
+    # Lengths and arrivals of the latest requests.
+    load: LoadView = field(default_factory=LoadView)
     # Changes of policy; milliseconds of the last, until no sequence was left in a group of the one before.
     switches: int = 0
     last_switch_ms: float | None = None

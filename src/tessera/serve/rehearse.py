@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import cycle
 from typing import NamedTuple
 
+from tessera.adapt.capability import Capability, capability_of
 from tessera.errors import PlanInfeasible
 from tessera.execute.scheduler import Microbatch
 from tessera.execute.stepper import StepDone
@@ -28,6 +29,8 @@ from tessera.serve.text import ByteText
 from tessera.simulate.arrivals import lengths_of
 from tessera.simulate.stepper import VirtualStepper
 
+# Shares of the most requests at which policies are compared, beside one request.
+COMPARED = (0.25, 1.0)
 # Counted rounds of requests after the first, and fewest requests counted.
 COUNTED, MIN_COUNTED = 2, 64
 GREEDY = Sampling(temperature=0.0)
@@ -50,6 +53,19 @@ def play(plan: ServicePlan, arrivals: Arrivals, seed: int = 0) -> Expected:
     lengths = lengths or lengths_of(plan.load, len(arrivals.times_s), seed)
     rehearsal = _Rehearsal(plan, replace(plan.load, lengths=()), len(lengths), seed, shape_for(plan))
     return rehearsal.play(list(zip(arrivals.times_s, lengths, strict=True)))
+
+
+def rated(policies: Sequence[ServicePlan], shape: Shape) -> tuple[Capability, ...]:
+    """Capabilities of policies; of one policy nothing is compared."""
+    found = []
+    for plan in policies:
+        clients = sorted({1, *(max(1, int(share * plan.clients)) for share in COMPARED)})
+        if len(policies) == 1:
+            clients = clients[-1:]
+        tokens = plan.load.output_tokens
+        rates = [rehearse(plan, plan.load, n, shape=shape).tokens_per_s / tokens for n in clients]
+        found.append(capability_of(plan.policy, list(zip(clients, rates, strict=True)), tokens))
+    return tuple(found)
 
 
 def shape_for(plan: ServicePlan) -> Shape:

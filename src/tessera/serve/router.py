@@ -25,6 +25,7 @@ moving their pages, else (no room, or a prompt that is partly read) by restartin
 Not handled: moves of state that is kept by row; such groups are mixed.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -78,8 +79,8 @@ class RoutedGroup:
         return self.group.role
 
     @property
-    def home(self) -> str:
-        return self.group.plan.home
+    def home(self) -> int | None:
+        return self.lane.home
 
     def is_like(self, other: "RoutedGroup") -> bool:
         return (self.lane, self.role, self.shape) == (other.lane, other.role, other.shape)
@@ -152,7 +153,8 @@ class Router(Scheduler[ActiveRequest]):
         """`shape` is the model's; sizes of the groups replace its own."""
         self.policies, self._shape, self._make_batch = tuple(policies), shape, make
         self._is_caching = is_caching and shape.is_flat
-        self.pools: dict[str, PagePool] = {}
+        # By home.
+        self.pools: dict[int, PagePool] = {}
         self.counts = RouterCounts()
         # By policy; and by open microbatch.
         self._groups: list[list[RoutedGroup]] = []
@@ -199,18 +201,36 @@ class Router(Scheduler[ActiveRequest]):
         self._switched_s = self.stepper.now_s()
         super().switch(policy)
 
-    def adopt(self, policies: Sequence[ServicePlan]) -> None:
-        """Replaces the policies; the one of the same name stays current, else the first."""
-        name = self.service_plan.policy
-        self.stepper.load(plans_of(policies))
+    def adopt(self, policies: Sequence[ServicePlan]) -> bool:
+        """Replaces the policies; the one of the same name stays current, else the first.
+
+        False if their plans are those that are loaded.
+        """
+        name, plans = self.service_plan.policy, plans_of(policies)
+        is_new = [*map(id, plans)] != [*map(id, self.stepper.plans)]
+        if is_new:
+            self.stepper.load(plans)
+            self._switched_s = self.stepper.now_s()
         self.policies, self._groups = tuple(policies), []
         names = [policy.policy for policy in policies]
         self.policy = names.index(name) if name in names else 0
         self._renew()
         self._judge()
+        return is_new
+
+    def move_s(self) -> float:
+        """Predicted seconds to move all pages in use; from any thread."""
+        links, moved = self.stepper.plans[0].cluster.links, 0
+        for home in list(self.stepper.lanes.homes.values()):
+            pool = self.pools.get(home.number)
+            moved += pool.num_used * sum(x.page_bytes for x in home.buffers.values()) if pool else 0
+        return moved / (1e9 * min((link.gbps for link in links), default=math.inf))
 
     def _renew(self) -> None:
         self._measure()
+        homes = {home.number for home in self.stepper.lanes.homes.values()}
+        for number in [number for number in self.pools if number not in homes]:  # its pages are freed
+            del self.pools[number]
         for microbatch in self.microbatches.values():
             alike = [g for g in self.groups if g.is_like(self._by_number[microbatch.number])]
             microbatch.is_old = not alike
@@ -248,7 +268,7 @@ class Router(Scheduler[ActiveRequest]):
 
     def pool_of(self, group: RoutedGroup) -> PagePool | None:
         """Pages of its home; None: each microbatch has its own."""
-        if not group.home:
+        if group.home is None:
             return None
         if group.home not in self.pools:
             self.pools[group.home] = PagePool(group.shape.pool_tokens // PAGE, self._is_caching)
@@ -257,7 +277,7 @@ class Router(Scheduler[ActiveRequest]):
     def every_pool(self) -> list[PagePool]:
         """Pools of the homes of the current policy, and those of microbatches without a home."""
         shared = [pool for group in self.groups if (pool := self.pool_of(group)) is not None]
-        own = [batch_of(m).pool for m in list(self.microbatches.values()) if not self.group_of(m).home]
+        own = [batch_of(m).pool for m in list(self.microbatches.values()) if self.group_of(m).home is None]
         return list({id(pool): pool for pool in (*shared, *own)}.values())
 
     def views(self) -> tuple[GroupView, ...]:
@@ -295,7 +315,9 @@ class Router(Scheduler[ActiveRequest]):
         several they are filled evenly. `is_pull`: only microbatches that read no prompt.
         """
         opened = self.open_of(group)
-        can_open = len(opened) < group.group.microbatches
+        most = self._config.depth
+        has_number = most is None or len(self.microbatches) < most
+        can_open = has_number and len(opened) < group.group.microbatches
         is_divided = len(group.lane.devices) > 1
         if is_divided and can_open and all(m.content.num_used for m in opened):
             return group
@@ -332,7 +354,7 @@ class Router(Scheduler[ActiveRequest]):
 
     def _found(self, request: ActiveRequest, group: RoutedGroup) -> int:
         """Tokens of a request that are in pages of a group's home."""
-        pool = self.pools.get(group.home)
+        pool = None if group.home is None else self.pools.get(group.home)
         if not self._is_caching or pool is None or request.wants_prompt:
             return 0
         return PAGE * len(pool.find(request.keys((len(request.sequence) - 1) // PAGE)))
@@ -426,7 +448,7 @@ class Router(Scheduler[ActiveRequest]):
     # Moves.
 
     def _reserve(
-        self, request: ActiveRequest, groups: Sequence[RoutedGroup], home: str
+        self, request: ActiveRequest, groups: Sequence[RoutedGroup], home: int | None
     ) -> tuple[RoutedMicrobatch, PagePool | None, list[int], int, int] | None:
         """A row and pages for a sequence that comes from `home`: where they are, and how many are there."""
         length = len(request.sequence)
@@ -569,11 +591,11 @@ class Router(Scheduler[ActiveRequest]):
         request: ActiveRequest,
         source: RoutedMicrobatch,
         batch: SequenceBatch,
-        home: str,
+        home: int | None,
         groups: Sequence[RoutedGroup],
     ) -> None:
         position = batch.position(request)
-        if position is None or not home or 0 in position[0]:
+        if position is None or home is None or 0 in position[0]:
             if position is None or batch.can_move:
                 self._restart(request, batch)
             return
@@ -594,9 +616,11 @@ class Router(Scheduler[ActiveRequest]):
     # Lost devices.
 
     def _dropped(self, device: str, gone: Sequence[RoutedMicrobatch]) -> None:
-        homes: dict[str, frozenset[str]] = {}
-        for group in (group for policy in self._groups for group in policy):
-            homes[group.home] = homes.get(group.home, group.lane.devices) & group.lane.devices
+        homes: dict[int, frozenset[str]] = {}
+        lanes = [group.lane for policy in self._groups for group in policy]
+        for lane in (*lanes, *(microbatch.lane for microbatch in gone)):
+            if lane.home is not None:
+                homes[lane.home] = homes.get(lane.home, lane.devices) & lane.devices
         for home, devices in homes.items():
             if device in devices:
                 self.pools.pop(home, None)

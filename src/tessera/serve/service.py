@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 
-from tessera.adapt.capability import Capability, capability_of
-from tessera.adapt.controller import Controller, Planner
+from tessera.adapt.capability import Capability
+from tessera.adapt.controller import Controller, LoadPlanner, Replanned
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import AskError, UnknownName
 from tessera.execute.stepper import DeviceStatus, Stepper
@@ -27,7 +27,7 @@ from tessera.serve.answer import ActiveRequest, Answer
 from tessera.serve.engine import MAX_WAITING, Engine
 from tessera.serve.meters import Meters
 from tessera.serve.records import Ask, Counts, DeviceView, Shape, Snapshot
-from tessera.serve.rehearse import rehearse
+from tessera.serve.rehearse import rated
 from tessera.serve.sight import Sight
 from tessera.serve.text import Text
 
@@ -38,8 +38,6 @@ GRACE_S = 30.0
 MIN_WINDOW_S = 2.0
 # Seconds of step times before costs are judged: replanning takes a core for a while.
 COST_S = 30.0
-# Shares of the most requests at which policies are compared, beside one request.
-COMPARED = (0.25, 1.0)
 Policies = tuple[ServicePlan, ...]
 
 
@@ -79,7 +77,7 @@ class Service:
         prefix_caching: bool = True,
         meters: Meters | None = None,
         sight: Sight | None = None,
-        planner: Planner[ServicePlan] | None = None,
+        planner: LoadPlanner[ServicePlan] | None = None,
         log: Callable[[str], None] = say,
     ) -> None:
         self.text, self.model, self.shape, self._stepper = text, model, shape, stepper
@@ -98,8 +96,8 @@ class Service:
         if policy != AUTO:
             self.switch(policy)
         elif len(names) > 1 or planner is not None:
-            monitor = _monitor(tuple(capabilities) or self.rate(tuple(policies)))
-        self._controller = Controller(self, policies, monitor, planner, log)
+            monitor = _monitor(tuple(capabilities) or rated(policies, shape))
+        self._controller = Controller(self, policies, monitor, planner, planner, log)
         self._engine.controller = self._controller
         self._thread = threading.Thread(target=self._engine.run, name="tessera-engine", daemon=True)
 
@@ -130,25 +128,15 @@ class Service:
         self._engine.post(switch) if self._is_started else switch()
 
     def load(self, plans: Policies) -> None:
-        self._engine.scheduler.adopt(plans)
-        self._engine.meters.plan_changes += 1
+        self._engine.meters.plan_changes += self._engine.scheduler.adopt(plans)
 
-    def submit(self, job: Callable[[], Policies]) -> Future[Policies]:
+    def switch_s(self) -> float:
+        return self._engine.scheduler.move_s()
+
+    def submit(self, job: Callable[[], Replanned[ServicePlan]]) -> Future[Replanned[ServicePlan]]:
         future = self._background.submit(job)
         future.add_done_callback(lambda _: self._engine.post(self._controller.poll))
         return future
-
-    def rate(self, plans: Policies) -> tuple[Capability, ...]:
-        """Capabilities by rehearsal; of one policy nothing is compared."""
-        found = []
-        for plan in plans:
-            clients = sorted({1, *(max(1, int(share * plan.clients)) for share in COMPARED)})
-            if len(plans) == 1:
-                clients = clients[-1:]
-            tokens = plan.load.output_tokens
-            rates = [rehearse(plan, plan.load, n, shape=self.shape).tokens_per_s / tokens for n in clients]
-            found.append(capability_of(plan.policy, list(zip(clients, rates, strict=True)), tokens))
-        return tuple(found)
 
     def __enter__(self) -> "Service":
         self.start()
@@ -217,6 +205,7 @@ class Service:
             waiting=len(router.queue),
             groups=router.views(),
             expected=plan.expected,
+            load=self._controller.history.view(self.now_s(), plan.load),
             switches=router.counts.switches,
             last_switch_ms=router.counts.last_switch_ms,
             pages_moved=router.counts.pages_moved,

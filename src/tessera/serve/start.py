@@ -18,6 +18,7 @@ from tessera.capture import place_of
 from tessera.execute.worker_stepper import MakeHub
 from tessera.ir import Cluster, DeviceKind, GroupSize, ServicePlan
 from tessera.kernels import PAGE
+from tessera.serve.background import PlannerProcess
 from tessera.serve.limits import HttpLimits
 from tessera.serve.planning import Prepared, prepare
 from tessera.serve.records import COST_ERROR, ServeSpec
@@ -113,6 +114,9 @@ def _planned(
     shape, text = prepared.model.shape, open_text(place_of(model))
     sight, eyes = prepared.model.senses() or (None, None)
     stepper = stack.enter_context(prepared.workers(options.transport, hub))
+    planner = None
+    if prepared.planner is not None:
+        planner = stack.enter_context(closing(PlannerProcess(prepared.planner)))
     metrics = Metrics(name, lambda: service.snapshot())  # noqa: PLW0108 - each needs the other
     service = Service(
         stepper,
@@ -124,7 +128,7 @@ def _planned(
         prefix_caching=options.prefix_caching,
         meters=metrics,
         sight=sight,
-        planner=prepared.planner,
+        planner=planner,
     )
     card = ModelCard(name, text, shape.max_tokens, shape.vocab_size, eyes.mark if eyes else "")
     grammars = open_grammars(text, shape.vocab_size)

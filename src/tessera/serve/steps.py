@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tessera.capture import Workload, build, known_models, place_of
 from tessera.capture.models import another, checkpoint
 from tessera.capture.models.joined import JoinedLinear
+from tessera.capture.models.packed import PackedTensor
 from tessera.capture.models.paged import DENSE, FLAT, layout_of, max_positions, num_dense
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
@@ -210,14 +211,14 @@ def state_bytes(workload: Workload) -> int:
 def for_cpu(model: ServedModel) -> ServedModel:
     """Store linear weights transposed, the fastest layout on a CPU for a few rows; no value changes.
 
-    Weights shared with an embedding keep their layout.
+    Packed weights, and those shared with an embedding, keep their layout.
     """
     modules = list(model.workloads[-1].module.modules())
     looked_up = {m.weight.data_ptr() for m in modules if isinstance(m, torch.nn.Embedding)}
     weights = [m.weight for m in modules if isinstance(m, torch.nn.Linear)]
     weights += [m.joined_weight for m in modules if isinstance(m, JoinedLinear)]
     for weight in weights:
-        if weight.data_ptr() not in looked_up:
+        if not isinstance(weight, PackedTensor) and weight.data_ptr() not in looked_up:
             weight.data = weight.data.t().contiguous().t()
     return model
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from tessera.adapt.drift import scaled_costs
 from tessera.execute.lanes import Lanes, LoadedLane
+from tessera.execute.overlap import can_overlap
 from tessera.execute.stepper import (
     DeviceBack,
     DeviceLost,
@@ -35,7 +36,7 @@ from tessera.execute.stepper import (
     Tensors,
     routes_of,
 )
-from tessera.ir import Cluster, Plan, Variant
+from tessera.ir import Cluster, Plan
 from tessera.simulate.columns import Scripts, Wires
 from tessera.simulate.core import Work
 from tessera.simulate.machine import VirtualMachine
@@ -63,13 +64,11 @@ class Truth:
         words = [self.seed, zlib.crc32(kernel.encode()), zlib.crc32(device.encode())]
         return found * math.exp(self.noise * float(np.random.default_rng(words).standard_normal()))
 
-    def scripts(self, variant: Variant) -> Scripts:
+    def scripts(self, plan: Plan) -> Scripts:
         """Scripts with true costs; steps that the plan does not have cost what their own plan says."""
-        mine = {g.trace.digest: x for g, x in zip(self.plan.graphs, self.plan.prices, strict=True)}
-        costs = tuple(
-            mine.get(g.trace.digest, x) for g, x in zip(variant.unit.graphs, variant.costs, strict=True)
-        )
-        return Scripts(variant.unit, scaled_costs(variant.unit, costs, self.factor), self.cluster)
+        mine = {g.trace.digest: x for g, x in zip(self.plan.graphs, self.plan.costs, strict=True)}
+        costs = tuple(mine.get(g.trace.digest, x) for g, x in zip(plan.graphs, plan.costs, strict=True))
+        return Scripts(plan.unit, scaled_costs(plan.unit, costs, self.factor), self.cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +128,14 @@ class VirtualStepper:
         self.plans, self.lanes = tuple(plans), Lanes(plans)
         self._truth, self._faults, self._outputs = truth or Truth(plans[0]), faults, outputs
         self._names = self._truth.cluster.names
-        # By the steps of a variant.
+        # By the steps of a plan.
         self._scripts: dict[tuple[int, ...], Scripts] = {}
         self._wires = Wires(self._truth.cluster)
         num_devices, num_buses = len(self._names), len(self._wires.buses)
         self.machine = VirtualMachine(num_devices, num_buses, not faults.jitter)
         self._open: dict[int, _Open] = {}
+        # By lane, once asked.
+        self._overlaps: dict[int, bool] = {}
         # Moves under way, until when moves occupy each bus, and the bytes they have moved.
         self._moves: dict[int, _VirtualMove] = {}
         self._bus_free_us = [0.0] * num_buses
@@ -179,9 +180,14 @@ class VirtualStepper:
         self._drop_lanes()
 
     def can_queue(self, microbatch: int) -> bool:
-        """As workers do: on a lane of one device."""
+        """As workers do."""
         here = self._open.get(microbatch)
-        return here is not None and len(self.lanes.all[here.lane].devices) == 1
+        if here is None or here.queued is not None:
+            return False
+        if here.lane not in self._overlaps:
+            lane = self.lanes.all[here.lane]
+            self._overlaps[here.lane] = len(lane.devices) == 1 or can_overlap(lane.plan, lane.lane)
+        return self._overlaps[here.lane]
 
     def start(self, call: StepCall) -> None:
         here = self._open[call.microbatch]
@@ -287,11 +293,10 @@ class VirtualStepper:
         found = self._known.get(key)
         if found is None:
             lane = self.lanes.all[here.lane]
-            first = lane.plan.first_step(lane.lane)
             steps = self._scripts_of(lane).steps(lane.lane.placement)
             between = [] if last is None else range(before + 1, call.step + 1)
-            moves = [(move, moved) for n in between for move in steps[n - first][0]]
-            found = (*moves, (steps[call.step - first][1], call.scale))
+            moves = [(move, moved) for n in between for move in steps[n][0]]
+            found = (*moves, (steps[call.step][1], call.scale))
             self._known[key] = found
         if not self._faults.jitter:
             return found
@@ -299,11 +304,9 @@ class VirtualStepper:
         return tuple((script, scale * factor) for script, scale in found)
 
     def _scripts_of(self, lane: LoadedLane) -> Scripts:
-        variant, first = lane.plan.every_variant[lane.lane.variant], lane.plan.first_step(lane.lane)
-        key = lane.steps[first : first + len(variant.unit.graphs)]
-        if key not in self._scripts:
-            self._scripts[key] = self._truth.scripts(variant)
-        return self._scripts[key]
+        if lane.steps not in self._scripts:
+            self._scripts[lane.steps] = self._truth.scripts(lane.plan)
+        return self._scripts[lane.steps]
 
     def _at(self, second: float, action: Callable[[], Event | None]) -> None:
         heapq.heappush(self._agenda, (second * 1e6, next(self._order), action))

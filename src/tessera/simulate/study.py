@@ -13,13 +13,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from tessera.adapt.capability import Capability
-from tessera.adapt.controller import Controller, Planner
+from tessera.adapt.controller import Controller, Planner, Replanned
 from tessera.adapt.monitor import DEFAULT, Monitor, MonitorConfig
 from tessera.adapt.replan import MakePlan, Replanner
 from tessera.errors import ArrivalsError, MismatchError, TesseraError
 from tessera.execute.scheduler import Microbatch
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone
-from tessera.ir import Arrivals, Objective, Plan, ServingReport, need_one_batch
+from tessera.ir import Arrivals, Objective, Plan, ServingReport
 from tessera.simulate.metrics import (
     LatencyLimit,
     alone,
@@ -76,8 +76,11 @@ class AdaptiveServer(SimulatedServer):
     def load(self, plans: tuple[Plan, ...]) -> None:
         self.scheduler.load(plans)
 
-    def submit(self, job: Callable[[], tuple[Plan, ...]]) -> Future[tuple[Plan, ...]]:
-        future: Future[tuple[Plan, ...]] = Future()
+    def switch_s(self) -> None:
+        """Requests are read again."""
+
+    def submit(self, job: Callable[[], Replanned[Plan]]) -> Future[Replanned[Plan]]:
+        future: Future[Replanned[Plan]] = Future()
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
@@ -89,9 +92,6 @@ class AdaptiveServer(SimulatedServer):
 
         self.at(self.now_s() + self._replan_s, run)
         return future
-
-    def rate(self, plans: tuple[Plan, ...]) -> Sequence[Capability]:
-        return capabilities(plans, self.requests)
 
     # Scheduler callbacks.
 
@@ -133,6 +133,13 @@ def gain_of(old: Plan, new: Plan, requests: RequestLoad) -> float:
     return capacity_per_s(new, requests, truth) / capacity_per_s(old, requests, truth)
 
 
+def replanner(make: MakePlan, requests: RequestLoad) -> Replanner:
+    """Judges plans by simulation of these requests."""
+    return Replanner(
+        make, lambda old, new: gain_of(old, new, requests), lambda plans: capabilities(plans, requests)
+    )
+
+
 @dataclass(frozen=True)
 class Setting:
     arrivals: Arrivals
@@ -152,7 +159,6 @@ class Setting:
         return Truth(plan, self.noise, self.faults.seed)
 
     def check(self, plan: Plan) -> None:
-        need_one_batch(plan, "a simulation of arrivals")
         lost = ((loss.device, loss.at_s) for loss in self.faults.losses)
         for device, second in (*lost, *((d, s) for d, s, _ in self.faults.slowdowns)):
             if device not in plan.cluster.names:
@@ -235,6 +241,6 @@ def watched(
     requests, truth = setting.requests(named[0]), setting.truth(named[0])
     check_limits(named, requests, setting.limits, truth)
     faults = replace(setting.faults, is_mended=make is not None)
-    planner = make and Replanner(make, lambda old, new: gain_of(old, new, requests))
+    planner = make and replanner(make, requests)
     monitor, most = Monitor(tuple(known), watch), setting.max_waiting
     return AdaptiveServer(monitor, named, requests, truth, faults, most, planner, replan_s).run()

@@ -33,6 +33,9 @@ class FakePlanner:
     def without(self, plans: Plans, lost: frozenset[str]) -> Plans:
         return self._made(plans, f"without {', '.join(sorted(lost))}")
 
+    def rate(self, plans: Plans) -> list[Capability]:
+        return [QUICK, WIDE]
+
     def _made(self, plans: Plans, name: str) -> Plans:
         if not self._is_able:
             raise PlanInfeasible("it does not fit")
@@ -45,7 +48,7 @@ def monitor() -> Monitor:
 
 
 def controlled(planner: FakePlanner | None = None) -> tuple[FakeSystem, Controller[Plan]]:
-    system = FakeSystem([WIDE])
+    system = FakeSystem()
     return system, Controller(system, PLANS, monitor(), planner)
 
 

@@ -170,7 +170,7 @@ def test_new_plans_move_the_crossing() -> None:
     monitor = Monitor([QUICK, WIDE])
     wider = Capability("wide", 40.0, (Point(1.0, 1.5, 1.5), Point(36.0, 2.0, 72.0)))
 
-    monitor.adopt(1.0, (wider,))
+    monitor.adopt(1.0, (QUICK, wider))
 
     assert monitor.crossing_per_s is not None
     assert monitor.crossing_per_s < 7.0

@@ -396,16 +396,6 @@ def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
     assert [0.0, float("inf")] == checkpoint.read_settings(tmp_path)["time_step_limit"]
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "mxfp4", "bitsandbytes"])
-def test_a_format_that_is_not_supported_is_named(method: str, tmp_path: Path) -> None:
-    """The message says what to convert to."""
-    config = {"model_type": "llama", "quantization_config": {"quant_method": method}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-
-    with pytest.raises(CaptureError, match=rf"(?i){method} weights are not supported.*bfloat16"):
-        build(Step(str(tmp_path), "decode", 1, 8))
-
-
 @pytest.mark.parametrize(
     ("file", "message"),
     [

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from inductor_factory import Block, Cpu, random_order, trace, workload
+from inductor_factory import WIDTH, Block, Cpu, random_order, trace, workload
 from tessera.analyze import build_graph
 from tessera.capture import build
 from tessera.capture.fake import on_device
@@ -114,9 +114,18 @@ def test_the_trace_survives_its_file(tmp_path: Path) -> None:
 def test_what_is_not_proved_is_immovable_and_may_touch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a proof a launch stays where it is, with the reason."""
     monkeypatch.setattr("tessera.capture.recorder.triton_accesses", lambda *_: ((), "no proof"))
-    made = record_inductor_offline(workload())
+    block = Block().eval()
+    small = replace(
+        workload(),
+        module=block,
+        call=lambda inputs, state: {"y": block(inputs["x"])},
+        make_inputs=lambda seed: {"x": torch.ones(2, WIDTH)},
+        make_state=lambda seed: {},
+    )
+    made = record_inductor_offline(small)
     launches = [x for x in made.launches if made.kernels[x.kernel].origin is Origin.TRITON]
 
+    assert launches
     assert all("no proof" in x.immovable for x in launches)
     accesses = [a for x in launches for a in x.accesses]
     assert all(a.read and a.region.num_bytes == made.buffers[a.buffer].size_bytes for a in accesses)

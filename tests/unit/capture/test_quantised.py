@@ -9,6 +9,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import tessera
+import tessera.kernels.packed
 from tessera.capture import build, record
 from tessera.capture.function import workload
 from tessera.errors import CaptureError
@@ -97,3 +98,19 @@ def test_quantised_weights_are_not_made_up(tmp_path: Path) -> None:
 
     with pytest.raises(CaptureError, match=r"quantised.*quantization_config"):
         build(Step(str(tmp_path), "decode", 1, 8, random_weights=True))
+
+
+def test_idle_experts_are_not_read() -> None:
+    """Two rows visit at most two of eight experts: a quarter of codes and scales."""
+    codes = torch.zeros(8, 64, 32, dtype=torch.uint8)
+    scales = torch.full((8, 64, 2), 127, dtype=torch.uint8)
+    x, offsets = torch.ones(2, 64), torch.tensor([1, 1, 1, 2, 2, 2, 2, 2], dtype=torch.int32)
+
+    trace = tessera.capture(
+        lambda x, o: torch.ops.tessera.packed_grouped(x, codes, scales, None, o, "mxfp4", (1, 32)), x, offsets
+    )
+    work = work_of(trace.kernel_of(0), trace.launches[0])
+
+    assert OpClass.GROUPED is work.op
+    assert (codes.nbytes + scales.nbytes) // 4 + 2 * 64 * 4 * 2 + offsets.nbytes == work.num_bytes
+    assert 2.0 * 2 * 64 * 64 == work.flops

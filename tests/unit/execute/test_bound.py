@@ -53,7 +53,10 @@ def test_a_bound_launch_gives_the_same_bits() -> None:
         else weights[trace.buffers[b].name].untyped_storage()
         for b in trace.buffers_of(BufferKind.WEIGHT)
     }
-    stand = WorkerMemory([g.trace for g in plan.graphs], 0, [{}, held]).program_memory(0, program, ())
+    memory = WorkerMemory(0)
+    for graph, storages in zip(plan.graphs, ({}, held), strict=True):
+        memory.add_step(graph.trace, storages)
+    stand = memory.program_memory(0, program, ())
     launcher = Launcher(trace, torch.device("cpu"))
     launches = [x.launch for x in program.instructions[0] if isinstance(x, Run)]
     results = []

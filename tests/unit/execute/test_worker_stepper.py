@@ -223,13 +223,6 @@ def test_a_step_that_is_queued_begins_when_the_one_before_has_ended() -> None:
     assert not torch.equal(*found[0])
 
 
-def test_a_lane_over_several_devices_queues_nothing(stepper: WorkerStepper) -> None:
-    """The second step could overtake the first on a link."""
-    stepper.open(0, 0)
-    assert not stepper.can_queue(0)
-    stepper.close(0)
-
-
 def test_a_worker_that_is_killed_takes_what_was_queued_with_it() -> None:
     """One loss is told, and the microbatch works again when the device is back."""
     alone = made.plan_of([made.scattered(random.Random(0), [0])], 1)

@@ -146,7 +146,7 @@ def test_a_page_of_plans_opens_with_the_best(tmp_path: Path) -> None:
     plans = [(name, make_plan(throughput_per_s=per_s)) for name, per_s in (("low", 47.0), ("high", 53.1))]
     path = tmp_path / "page.html"
     shown = [(name, Shown(plan, make_timeline(plan), "A verdict.")) for name, plan in plans]
-    write_report(tmp_path, shown, None, path)
+    write_report(tmp_path, shown, path)
     with browser() as opened:
         page = opened.new_page(viewport={"width": 390, "height": 844})
         page.goto(path.as_uri())

@@ -28,9 +28,10 @@ from serving_factory import (
 from tessera.adapt.capability import Capability, Point
 from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
-from tessera.ir import DeviceKind, Group, Lane, Placement, Role, ServicePlan
+from tessera.ir import DeviceKind, Group, Lane, Load, Placement, Role, ServicePlan
 from tessera.serve.policies import recosted
 from tessera.serve.records import Ask
+from tessera.serve.rehearse import rated
 
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 STEPS = len(SHAPE.sizes)
@@ -55,6 +56,12 @@ class ToyPlanner:
         if not self._is_able or len(gone) > 1:
             raise PlanInfeasible("it does not fit")
         return (only_on(1 - TOYS.index(gone[0])),)
+
+    def learned(self, plans: tuple[ServicePlan, ...], load: Load) -> tuple[ServicePlan, ...]:
+        return plans
+
+    def rate(self, plans: tuple[ServicePlan, ...]) -> tuple[Capability, ...]:
+        return rated(plans, SHAPE)
 
     def corrected(self, plans: tuple[ServicePlan, ...], factors: Factors) -> tuple[ServicePlan, ...]:
         """All on the device that is quicker than was thought."""

@@ -30,7 +30,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture import fake
 from tessera.capture.fake import InPlaceOf, Run, target_attention, uncollected
-from tessera.capture.operators import arguments, check_operator, fail, has_wrappers, insisting, is_wrapper
+from tessera.capture.operators import (
+    arguments,
+    check_operator,
+    fail,
+    from_parts,
+    has_wrappers,
+    insisting,
+    is_wrapper,
+    parts,
+)
 from tessera.capture.recorder import run_operator
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
@@ -295,15 +304,13 @@ def trace_step(
     workload: Workload, given: Sequence[Tensors], mode: FakeTensorMode, portable: bool = True
 ) -> Traced:
     """Trace a step on `given`: fake weights, inputs and state of `mode`."""
-    if any(map(is_wrapper, workload.module.parameters())):
-        raise CaptureError("the model has weights that wrap others", "Capture it without --compiled.")
     tracer = _Tracer(fake.runner(mode))
     for tensors in given:
         for name, tensor in tensors.items():
             tracer.take(name, tensor)
     weights, inputs, state = given
     step = _Step(workload)
-    held = {f"model.{name}": tensor for name, tensor in weights.items()}
+    held = {f"model.{name}": tensor for name, tensor in _whole(workload.module, weights).items()}
     attention = target_attention() if portable else contextlib.nullcontext()
     seen = _borders(workload.module, tracer)
     with (
@@ -320,6 +327,14 @@ def trace_step(
     outputs = {name: tracer.node(tensor) for name, tensor in results.items()}
     tracer.graph.output(tuple(outputs.values()))
     return Traced(tracer.graph, tracer.constants, tracer.values, tuple(tracer.borders), outputs)
+
+
+def _whole(module: torch.nn.Module, weights: Tensors) -> Tensors:
+    """Weights by parameter; a parameter that wraps others is made of its parts."""
+    wrappers = {name: tensor for name, tensor in module.named_parameters() if is_wrapper(tensor)}
+    inner = {part for name, tensor in wrappers.items() for part, _ in parts(name, tensor)}
+    plain = {name: tensor for name, tensor in weights.items() if name not in inner}
+    return plain | {name: from_parts(name, tensor, weights) for name, tensor in wrappers.items()}
 
 
 def _folded_linear(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -61,9 +61,7 @@ STEMS = ("model", "diffusion_pytorch_model")
 AGAIN = "Download the model again."
 CODE_FILES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-# quant_method -> unsupported format.
-UNSUPPORTED = {"awq": "AWQ", "gptq": "GPTQ", "mxfp4": "MXFP4", "bitsandbytes": "bitsandbytes", "gguf": "GGUF"}
-CONVERT = "Convert the model to safetensors in bfloat16, or quantise it with torchao"
+CONVERT = "Use the model's GPTQ, AWQ, FP8 or MXFP4 checkpoint, or convert it to safetensors in bfloat16."
 
 Tensors = Mapping[str, Any]
 
@@ -139,21 +137,12 @@ def _checked(value: Any, name: str, path: Path) -> Any:
     return value
 
 
-def check_format(folder: Path, settings: Mapping[str, Any]) -> None:
-    quantised = settings.get("quantization_config")
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    name = UNSUPPORTED.get(method) if isinstance(method, str) else None
-    if name:
-        remedy = f"{CONVERT}; for planning alone, take quantization_config out of config.json."
-        raise CaptureError(f"{name} weights are not supported", remedy, str(folder))
-
-
 def no_config(folder: Path) -> CaptureError:
     if (folder / "adapter_config.json").exists():
         remedy = "Merge it into its base model (peft: merge_and_unload), and name that folder."
         return CaptureError("this folder holds a LoRA adapter, not a model", remedy, str(folder))
     if any(folder.glob("*.gguf")):
-        return CaptureError("GGUF weights are not supported", f"{CONVERT}.", str(folder))
+        return CaptureError("GGUF weights are not supported", CONVERT, str(folder))
     return CaptureError(
         "this folder holds no config.json", "Name a Hugging Face model's folder.", str(folder)
     )
@@ -250,10 +239,11 @@ def load(
     what: str = "a model cannot be built from it",
     seed: int = 0,
     random_weights: bool = False,
+    is_packed: bool = False,
 ) -> Any:
     """Model of a folder: `make` creates it without weights, `give` with them.
 
-    Without values (fake tensors, meta device) no weights are read.
+    Without values (fake tensors, meta device) no weights are read. `is_packed`: weights take the files' size.
     """
     with _bounded(folder, what):
         if not has_values():
@@ -261,7 +251,7 @@ def load(
         with torch.device("meta"):
             empty = make()
     size = sum(tensor.nbytes for tensor in (*empty.parameters(), *empty.buffers()))
-    _check_memory(folder, size)
+    _check_memory(folder, weight_bytes(folder) if is_packed else size)
     if random_weights:
         with blamed(folder, what), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # and no other device's

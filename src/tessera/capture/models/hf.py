@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from tessera.capture.models import checkpoint
+from tessera.capture.models.packed import PACKINGS, Packing, packed_tensors, packing_of
 from tessera.capture.workload import Workload
 from tessera.errors import CaptureError, UnknownName, extra_module
 from tessera.ir import Step
@@ -47,7 +48,8 @@ def from_folder(step: Step) -> Workload:
 def config_of(folder: Path) -> Any:
     """Configuration of a folder; runs none of its code."""
     settings = checkpoint.read_settings(folder)
-    checkpoint.check_format(folder, settings)
+    if packing_of(folder, settings) is not None:  # transformers' own readers are not used
+        settings = {name: value for name, value in settings.items() if name not in PACKINGS}
     known = _transformers().CONFIG_MAPPING
     family = settings.get("model_type")
     if not isinstance(family, str) or family not in known:
@@ -160,12 +162,15 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
             torch.default_generator.manual_seed(step.seed)  # and no other device's
             model = make()
     else:
+        packing = packing_of(folder, checkpoint.read_settings(folder))
         quantised = folder if getattr(config, "quantization_config", None) else None
-        if quantised and (step.random_weights or not checkpoint.has_values()):
+        if (quantised or packing) and (step.random_weights or not checkpoint.has_values()):
             remedy = "Give them (--device cpu), or take quantization_config out of config.json."
             raise CaptureError("its weights are quantised, and only they say how", remedy, str(folder))
         read = partial(kind.from_pretrained, config=config, **options)
         give = partial(checkpoint.give_transformers, read, quantised)
+        if packing is not None:
+            give = partial(_give_packed, give, make, packing, dtype)
         model = checkpoint.load(
             folder,
             make,
@@ -173,11 +178,24 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
             what=f"a {config.model_type} cannot be built from it",
             seed=step.seed,
             random_weights=step.random_weights,
+            is_packed=packing is not None,
         )
     if model._can_set_experts_implementation():
         # Experts as grouped products: the eager path reads the routing on the host.
         model.set_experts_implementation("grouped_mm")
     return model.eval()
+
+
+def _give_packed(
+    give: Callable[[checkpoint.Tensors], checkpoint.Filled],
+    make: Callable[[], Any],
+    packing: Packing,
+    dtype: torch.dtype,
+    tensors: checkpoint.Tensors,
+) -> checkpoint.Filled:
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
+    return give(packed_tensors(tensors, packing, dtype, shapes))
 
 
 ATTENTION = "tessera"

@@ -20,10 +20,11 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tessera.capture.blocks import storage_key
+from tessera.capture.models.packed import PackedTensor
 from tessera.capture.workload import UNFIT
 
-# Plain weight classes; fake mode gives parameters its own class.
-PLAIN = (torch.nn.Parameter, FakeTensor)
+# Weight classes that can be joined; fake mode gives parameters its own class.
+PLAIN = (torch.nn.Parameter, FakeTensor, PackedTensor)
 # Column alignment in bytes.
 ALIGNED_BYTES = 16
 
@@ -182,7 +183,8 @@ def _groups(
 
 def _traits(layer: torch.nn.Linear) -> tuple[Any, ...]:
     weight = layer.weight
-    return layer.in_features, weight.dtype, weight.device, weight.requires_grad, layer.bias is None
+    form = weight.form if isinstance(weight, PackedTensor) else None
+    return layer.in_features, weight.dtype, weight.device, weight.requires_grad, layer.bias is None, form
 
 
 def _group(model: torch.nn.Module, members: Sequence[str]) -> _Group:

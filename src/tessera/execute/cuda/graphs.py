@@ -159,6 +159,8 @@ class _Issue:
         start = _mark(self._room.origin)
         for stream in (self._compute, *self._links.values()):
             stream.wait_event(start)
+        if self._share._transport is not None and not self._is_rehearsal:
+            driver.mem_ops(_handle(self._compute), [MemOp(self._room.mark, 0)])
         for position, instruction in enumerate(self._program.instructions[self._share._device.number]):
             match instruction:
                 case Run(launch):

@@ -1,0 +1,184 @@
+"""Products with packed weights on one GPU, against the same products in bf16 and the card's copies.
+
+    python benchmarks/gpu_packed.py --out benchmarks/results/packed_h200_202611.json
+
+The four products of a layer of Llama 3 8B (query/key/value, output, gate/up, down) at several numbers of
+rows, and the experts of gpt-oss 20B. In one run: microseconds of each format, GB/s of its codes and scales,
+the part of the card's copy bandwidth, and the ratio to bf16 (`linear`, `_grouped_mm`). Then other tiles,
+until `--seconds` are over; the best of each format are printed last.
+
+Times are of CUDA graph replays over several copies of the weights, so that none is in the cache.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
+
+from benchmarks.gpu_http import card
+
+from tessera.kernels.packed_triton import ProductTile, multiply
+from tessera.kernels.packing import BITS
+
+# Outputs and inputs of a layer of Llama 3 8B.
+LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+# Experts, outputs and inputs of gpt-oss 20B; rows per token.
+EXPERTS, EXPERT_LAYER, ROWS_EACH = 32, {"gate_up": (5760, 2880), "down": (2880, 2880)}, 4
+BLOCKS = {"int4": (1, 128), "int8": (1, 1 << 20), "fp8": (128, 128), "mxfp4": (1, 32)}
+COLD_BYTES = 1 << 30
+REPLAYS = 7
+
+
+def make_weight(form: str, experts: int, outputs: int, inputs: int) -> tuple[Any, ...]:
+    """Codes, scales, zeros and block; a plain weight for bf16."""
+    if form == "bf16":
+        return (torch.randn(experts, outputs, inputs, device="cuda", dtype=torch.bfloat16),)
+    rows, width = BLOCKS[form]
+    width = min(width, inputs)
+    size = (experts, outputs, inputs * BITS[form] // 8)
+    codes = torch.randint(0, 120, size, dtype=torch.uint8, device="cuda")
+    codes = codes.view({"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(form, torch.uint8))
+    blocks = (experts, -(-outputs // rows), inputs // width)
+    scales = torch.full(blocks, 0.01, dtype=torch.bfloat16, device="cuda")
+    if form == "mxfp4":
+        scales = torch.full(blocks, 120, dtype=torch.uint8, device="cuda")
+    zeros = torch.full(blocks, 7, dtype=torch.int8, device="cuda") if form == "int4" else None
+    return codes, scales, zeros, (rows, width)
+
+
+def num_bytes(weight: Sequence[Any]) -> int:
+    return sum(part.nbytes for part in weight if isinstance(part, torch.Tensor))
+
+
+def call(
+    form: str, weight: Sequence[Any], x: torch.Tensor, offsets: Any, tile: ProductTile | None = None
+) -> torch.Tensor:
+    if form == "bf16" and offsets is None:
+        return torch.nn.functional.linear(x, weight[0][0])
+    if form == "bf16":
+        return torch._grouped_mm(x, weight[0].transpose(1, 2), offs=offsets)
+    codes, scales, zeros, block = weight
+    return multiply(x, codes, scales, zeros, None, offsets, form, block, tile)
+
+
+def time_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of one call, in a graph of all."""
+    for each in calls:
+        each()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for each in calls:
+            each()
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def measure(
+    form: str, experts: int, size: tuple[int, int], rows: int, tile: ProductTile | None = None
+) -> tuple[float, int]:
+    """Microseconds, and bytes of the weight that the rows need."""
+    first = make_weight(form, experts, *size)
+    copies = [first]
+    while num_bytes(first) * len(copies) < COLD_BYTES and len(copies) < 64:
+        copies.append(make_weight(form, experts, *size))
+    x = torch.randn(rows, size[1], device="cuda", dtype=torch.bfloat16)
+    offsets = None
+    if experts > 1:
+        offsets = (torch.arange(1, experts + 1, device="cuda") * rows // experts).int()
+    used = min(rows, experts) / experts
+    calls = [lambda w=w: call(form, w, x, offsets, tile) for w in copies]
+    return time_us(calls), int(num_bytes(first) * used)
+
+
+def layers(forms: Sequence[str], gbps: float) -> dict[str, Any]:
+    """Figures by format and rows."""
+    found: dict[str, Any] = {}
+    for rows in (1, 8, 32, 64, 512):
+        plain_us = 0.0
+        for form in ("bf16", *forms):
+            pairs = [measure(form, 1, size, rows) for size in LAYER.values()]
+            total_us, total = sum(us for us, _ in pairs), sum(size for _, size in pairs)
+            plain_us = plain_us or total_us
+            found[f"llama {form} {rows}"] = row(total_us, total, plain_us, gbps, [us for us, _ in pairs])
+    for tokens in (8, 64):
+        plain_us = 0.0
+        for form in ("bf16", "mxfp4"):
+            pairs = [measure(form, EXPERTS, size, tokens * ROWS_EACH) for size in EXPERT_LAYER.values()]
+            total_us, total = sum(us for us, _ in pairs), sum(size for _, size in pairs)
+            plain_us = plain_us or total_us
+            found[f"gpt-oss {form} {tokens}"] = row(total_us, total, plain_us, gbps, [us for us, _ in pairs])
+    return found
+
+
+def row(us: float, size: int, plain_us: float, gbps: float, each: Sequence[float]) -> dict[str, Any]:
+    figures = {
+        "us": round(us, 1), "gbps": round(size / us / 1e3), "of_copy": round(size / us / 1e3 / gbps, 3),
+        "times_bf16": round(plain_us / us, 2), "each_us": [round(x, 1) for x in each],
+    }  # fmt: skip
+    print(figures, flush=True)
+    return figures
+
+
+def sweep(forms: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Other tiles at 8 rows: query/key/value and gate/up; experts for MXFP4."""
+    began, best = time.monotonic(), {}
+    for form in forms:
+        cases = [(1, LAYER["o"], 8), (1, LAYER["gate_up"], 8), (1, LAYER["down"], 64)]
+        cases = [(EXPERTS, EXPERT_LAYER["gate_up"], 32), *cases[:1]] if form == "mxfp4" else cases
+        for experts, size, rows in cases:
+            found: list[tuple[float, str]] = []
+            for columns, splits, warps, stages in itertools.product(
+                (64, 32, 128), (1, 2, 4, 8), (4, 8), (3, 5)
+            ):
+                if time.monotonic() - began > seconds * (1 + list(forms).index(form)) / len(forms):
+                    break
+                tile = ProductTile(max(16, rows if experts == 1 else 16), columns, splits, warps, stages)
+                try:
+                    us, _ = measure(form, experts, size, rows, tile)
+                except Exception as error:  # noqa: BLE001 - one tile must not stop the others
+                    found.append((float("inf"), f"{tile}: {str(error)[:80]}"))
+                    continue
+                found.append((us, f"columns {columns} splits {splits} warps {warps} stages {stages}"))
+            found.sort()
+            best[f"{form} {experts}x{size} {rows}"] = [(round(us, 1), words) for us, words in found[:4]]
+            print(form, experts, size, rows, len(found), best[f"{form} {experts}x{size} {rows}"], flush=True)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--formats", default="int4,fp8,int8,mxfp4")
+    parser.add_argument("--seconds", type=float, default=0.0, help="seconds for other tiles")
+    given = parser.parse_args()
+    forms = given.formats.split(",")
+    figures = card()
+    print(figures, flush=True)
+    found = {"card": figures, **layers(forms, figures["bytes per s"] / 1e9)}
+    if given.seconds:
+        found["tiles"] = sweep(forms, given.seconds)
+    if given.out:
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+"""Quantised checkpoints as published: weights stay packed in memory, products are one operator.
+
+`packing_of` reads quantization_config and refuses a format that is not handled by its name. `packed_tensors`
+groups a folder's tensors into `PackedTensor`s, by these suffixes:
+
+    method                       weight            beside it
+    gptq (4, 8 bits)             .qweight          .scales .qzeros .g_idx      int32, packed along inputs
+    awq (gemm, 4 bits)           .qweight          .scales .qzeros             int32, interleaved outputs
+    compressed-tensors, packed   .weight_packed    .weight_scale .weight_zero_point .weight_g_idx
+    compressed-tensors, fp8,     .weight           .weight_scale or .weight_scale_inv .weight_zero_point
+      fbgemm_fp8, modelopt       (or no suffix)    one scale per tensor, row, group or block
+    mxfp4                        _blocks           _scales
+
+A `PackedTensor` is a parameter like another: transformers renames, stacks and joins it as it does plain
+weights, so no model needs code of its own. `linear` and grouped products of it call `kernels.packed`.
+
+Not handled: quantised activations and caches (products are weight-only), 2 and 3 bits, experts in GPTQ's
+activation order. torchao's weights are read by transformers and stay what they are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+import tessera.kernels.packed  # noqa: F401 - registers the operators
+from tessera.capture.models.checkpoint import CONVERT, Tensors
+from tessera.errors import CaptureError
+from tessera.kernels.packing import MIDDLE, num_columns, pack_nibbles, unpack_nibbles
+
+# quant_method -> name; handled methods are keys of `_METHODS`.
+UNSUPPORTED = {
+    "bitsandbytes": "bitsandbytes", "gguf": "GGUF", "exl2": "EXL2", "exl3": "EXL3", "quanto": "quanto",
+    "hqq": "HQQ", "aqlm": "AQLM", "vptq": "VPTQ", "spqr": "SpQR", "eetq": "EETQ", "higgs": "HIGGS",
+    "bitnet": "BitNet", "quark": "Quark", "fp_quant": "FP-Quant", "auto-round": "AutoRound",
+    "quip": "QuIP", "marlin": "Marlin", "sinq": "SINQ", "nvfp4": "NVFP4",
+}  # fmt: skip
+# Settings that describe packed weights.
+PACKINGS = ("quantization_config", "compression_config")
+# Read by transformers itself.
+ELSEWHERE = ("torchao",)
+# Columns of AWQ's eight codes in 32 bits, by code.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+MXFP4_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a checkpoint packs its weights; a block of 0 rows or columns covers all."""
+
+    method: str
+    bits: int
+    # Stored GPTQ zeros are one less.
+    is_offset: bool = False
+    # Rows and columns that share a scale, where the shapes do not tell.
+    block: tuple[int, int] = (128, 128)
+
+
+def packing_of(folder: Path, settings: Mapping[str, Any]) -> Packing | None:
+    """None for plain weights."""
+    config = next((settings[name] for name in PACKINGS if settings.get(name)), None)
+    if not isinstance(config, dict):
+        return None
+    method = str(config.get("quant_method", "compressed-tensors" if "config_groups" in config else ""))
+    if method in ELSEWHERE:
+        return None
+    if method not in _METHODS:
+        name = UNSUPPORTED.get(method, method or "quantised (without quant_method)")
+        raise CaptureError(f"{name} weights are not supported", CONVERT, str(folder))
+    try:
+        return _METHODS[method](config)
+    except _Unsupported as error:
+        raise CaptureError(f"{error} weights are not supported", CONVERT, str(folder)) from error
+
+
+class _Unsupported(Exception):
+    """Names a variant of a method."""
+
+
+def _integer(config: Mapping[str, Any]) -> Packing:
+    method, bits = str(config["quant_method"]), config.get("bits", 4)
+    most = (4,) if method == "awq" else (4, 8)
+    if bits not in most:
+        raise _Unsupported(f"{method.upper()} {bits}-bit")
+    if method == "awq" and str(config.get("version", "gemm")).lower() != "gemm":
+        raise _Unsupported(f"AWQ {config['version']}")
+    return Packing(method, bits, method == "gptq" and config.get("checkpoint_format") != "gptq_v2")
+
+
+def _float8(config: Mapping[str, Any]) -> Packing:
+    algorithm = str(config.get("quant_algo", "FP8"))
+    if algorithm != "FP8":
+        raise _Unsupported(f"ModelOpt {algorithm}")
+    return Packing("scaled", 8, block=_block(config.get("weight_block_size")))
+
+
+def _compressed(config: Mapping[str, Any]) -> Packing:
+    kind = str(config.get("format", ""))
+    groups = [g for g in (config.get("config_groups") or {}).values() if isinstance(g, dict)]
+    weights = [g["weights"] for g in groups if isinstance(g.get("weights"), dict)]
+    if kind not in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"):
+        raise _Unsupported(f"compressed-tensors {kind or 'unnamed'}")
+    bits = {w.get("num_bits", 8) for w in weights}
+    allowed = ({4}, {8}) if kind == "pack-quantized" else ({8},)
+    if bits not in allowed:
+        raise _Unsupported(f"compressed-tensors {kind} {'- and '.join(map(str, sorted(bits)))}-bit")
+    block = next((w["block_structure"] for w in weights if w.get("block_structure")), None)
+    return Packing("pack" if kind == "pack-quantized" else "scaled", max(bits), block=_block(block))
+
+
+def _block(sizes: Any) -> tuple[int, int]:
+    if isinstance(sizes, list) and len(sizes) == 2 and all(isinstance(x, int) and x > 0 for x in sizes):
+        return sizes[0], sizes[1]
+    return 128, 128
+
+
+_METHODS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
+    "gptq": _integer, "awq": _integer, "fp8": _float8, "fbgemm_fp8": _float8, "modelopt": _float8,
+    "compressed-tensors": _compressed, "mxfp4": lambda config: Packing("mxfp4", 4),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a packed weight's tensors mean: format, block, and whether rows and columns are exchanged."""
+
+    format: str
+    block: tuple[int, int]
+    is_turned: bool = False
+
+
+class PackedTensor(torch.Tensor):
+    """A weight as codes and scales; its shape and type are those of the numbers."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    order: torch.Tensor | None
+    code: Code
+
+    @staticmethod
+    def __new__(cls: type, code: Code, dtype: torch.dtype, **parts: torch.Tensor | None) -> "PackedTensor":
+        codes = parts["codes"]
+        assert codes is not None
+        shape = [*codes.shape[:-1], num_columns(codes, code.format)]
+        if code.is_turned:
+            shape[-2:] = shape[:-3:-1]
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+        made.code = code
+        for name in ("codes", "scales", "zeros", "order"):
+            setattr(made, name, parts.get(name))
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        named = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "order": self.order}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def form(self) -> object:
+        """Equal for weights that can be joined along rows."""
+        is_joinable = self.order is None and self.codes.shape[-2] % self.code.block[0] == 0
+        return self.code if is_joinable else id(self)
+
+    def each(
+        self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
+    ) -> "PackedTensor":
+        """The same weight with changed tensors."""
+        parts = {name: change(tensor) for name, tensor in self.parts.items()}
+        return PackedTensor(self.code, dtype or self.dtype, **parts)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self.parts), (self.code, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(parts: Any, context: Any, size: Any, stride: Any) -> "PackedTensor":
+        return PackedTensor(*context, **parts)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PackedTensor({tuple(self.shape)}, {self.dtype}, {self.code})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _PRODUCTS:
+                return _PRODUCTS[func](*args, **kwargs)
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket not in _CHANGES:
+            raise NotImplementedError(f"{func} of a weight that is packed")
+        return _CHANGES[func.overloadpacket](*args, **(kwargs or {}))
+
+
+def _linear(x: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if weight.code.is_turned or weight.dim() != 2:
+        raise NotImplementedError("linear with an exchanged or stacked weight that is packed")
+    p = weight.parts
+    given = p["codes"], p["scales"], p.get("zeros"), p.get("order"), bias
+    out: torch.Tensor = torch.ops.tessera.packed_linear(x, *given, weight.code.format, weight.code.block)
+    return out
+
+
+def _grouped(x: torch.Tensor, weight: PackedTensor, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
+    if not weight.code.is_turned or weight.order is not None:
+        raise NotImplementedError("this grouped product with a weight that is packed")
+    p = weight.parts
+    given = p["codes"], p["scales"], p.get("zeros"), offs
+    out: torch.Tensor = torch.ops.tessera.packed_grouped(x, *given, weight.code.format, weight.code.block)
+    return out
+
+
+def _turned(tensor: PackedTensor, first: int, second: int) -> PackedTensor:
+    if {first % tensor.dim(), second % tensor.dim()} != {tensor.dim() - 2, tensor.dim() - 1}:
+        raise NotImplementedError("exchange of other dimensions of a weight that is packed")
+    code = replace(tensor.code, is_turned=not tensor.code.is_turned)
+    return PackedTensor(code, tensor.dtype, **tensor.parts)
+
+
+def _copied(tensor: PackedTensor, **options: Any) -> PackedTensor:
+    device, dtype = options.get("device"), options.get("dtype")
+    return tensor.each(lambda part: part.to(device=device), dtype)
+
+
+def _joined(tensors: Sequence[PackedTensor], dim: int = 0, *, is_new: bool = False) -> PackedTensor:
+    """Weights as one, along rows or a dimension before them (`is_new`: one of its own)."""
+    first, rank = tensors[0], tensors[0].dim() + is_new
+    dim %= rank
+    is_alike = len({t.code for t in tensors}) == 1 and all(t.order is None for t in tensors)
+    begins_block = all(t.codes.shape[-2] % t.code.block[0] == 0 for t in tensors[:-1])
+    if not is_alike or first.code.is_turned or dim > rank - (3 if is_new else 2) or not begins_block:
+        raise NotImplementedError("packed weights of different forms cannot be joined")
+    parts = [t.parts for t in tensors]
+    if any("zeros" in p for p in parts):
+        middle = MIDDLE.get(first.code.format, 0)
+        parts = [{"zeros": torch.full_like(p["scales"], middle, dtype=torch.int8), **p} for p in parts]
+    join = torch.stack if is_new else torch.cat
+    return PackedTensor(first.code, first.dtype, **{n: join([p[n] for p in parts], dim) for n in parts[0]})
+
+
+def _rows(tensor: PackedTensor, dim: int = 0, start: int | None = 0, end: int | None = None) -> PackedTensor:
+    begin, stop, _ = slice(start, end).indices(tensor.shape[0])
+    block = tensor.code.block[0]
+    if dim or tensor.dim() != 2 or tensor.code.is_turned or begin % block:
+        raise NotImplementedError("columns of a weight that is packed")
+    blocks = slice(begin // block, -(-stop // block))
+    cuts = {"codes": slice(begin, stop), "scales": blocks, "zeros": blocks, "order": slice(None)}
+    return PackedTensor(tensor.code, tensor.dtype, **{n: t[cuts[n]] for n, t in tensor.parts.items()})
+
+
+def _same(tensor: PackedTensor, *_: Any, **__: Any) -> PackedTensor:
+    return PackedTensor(tensor.code, tensor.dtype, **tensor.parts)
+
+
+_aten = torch.ops.aten
+_PRODUCTS: dict[Any, Callable[..., Any]] = {
+    linear: _linear, torch._grouped_mm: _grouped, torch.nn.functional.grouped_mm: _grouped,
+    torch.transpose: _turned, torch.Tensor.transpose: _turned,
+}  # fmt: skip
+_CHANGES: dict[Any, Callable[..., Any]] = {
+    _aten.detach: _same, _aten.alias: _same, _aten.clone: lambda t, **_: t.each(torch.clone),
+    _aten._to_copy: _copied, _aten.cat: _joined, _aten.slice: _rows,
+    _aten.stack: lambda tensors, dim=0: _joined(tensors, dim, is_new=True),
+}  # fmt: skip
+
+
+class Unread:
+    """A packed weight in its files: what transformers takes for a tensor, read when it is indexed."""
+
+    def __init__(self, read: Callable[[], PackedTensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, _: Any) -> PackedTensor:
+        return self._read()
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+
+def packed_tensors(
+    tensors: Tensors, packing: Packing, dtype: torch.dtype, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """The tensors of a folder with packed weights in place of their parts.
+
+    `shapes`: the model's parameters; a weight of the exchanged shape is exchanged.
+    """
+    suffix, renamed, beside, read = _READERS[packing.method]
+    result = dict(tensors)
+    for name in tensors:
+        base = name.removesuffix(suffix)
+        parts = {key: tensors[base + key] for key in beside if base + key in tensors}
+        if parts and name.endswith(suffix):
+            for part in (name, *(base + key for key in parts)):
+                del result[part]
+            target = base + renamed
+            given = partial(read, packing=packing, dtype=dtype)
+            result[target] = Unread(partial(_read, given, tensors[name], parts, shapes.get(target)))
+    return result
+
+
+def _read(
+    read: Callable[..., PackedTensor], weight: Any, parts: Tensors, shape: Sequence[int] | None
+) -> PackedTensor:
+    made = read(weight[...], {key: part[...] for key, part in parts.items()})
+    is_exchanged = shape is not None and list(made.shape) != list(shape) == [
+        *made.shape[:-2],
+        *made.shape[:-3:-1],
+    ]
+    return _turned(made, -2, -1) if is_exchanged else made
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    """The bytes of rows of 32-bit words, lowest first."""
+    return words.contiguous().view(torch.uint8)
+
+
+def _small(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Packed bytes -> one small number each, as a zero is stored."""
+    return unpack_nibbles(codes) if bits == 4 else codes
+
+
+def _integers(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, dtype: torch.dtype,
+    groups: torch.Tensor | None = None,
+) -> PackedTensor:  # fmt: skip
+    """A weight of packed codes [N, bytes], scales [N, G] and unsigned zeros [N, G]."""
+    columns = codes.shape[1] * 8 // bits
+    size = columns // scales.shape[1]
+    order = None
+    if groups is not None and not torch.equal(groups.long(), torch.arange(columns) // size):
+        order = torch.argsort(groups, stable=True)
+        codes = _small(codes, bits)[:, order]
+        codes = pack_nibbles(codes) if bits == 4 else codes
+    if bits == 8:  # unsigned to signed
+        codes = (codes ^ 128).view(torch.int8)
+        zeros = None if zeros is None else (zeros ^ 128).view(torch.int8)
+    middle = MIDDLE.get(f"int{bits}", 0)
+    if zeros is not None:
+        zeros = None if bool((zeros == middle).all()) else zeros.to(torch.int8).contiguous()
+    code = Code(f"int{bits}", (1, size))
+    return PackedTensor(
+        code, dtype, codes=codes.contiguous(), scales=scales.contiguous(), zeros=zeros, order=order
+    )
+
+
+def _gptq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedTensor:
+    zeros = None
+    if ".qzeros" in parts:
+        zeros = _small(_bytes(parts[".qzeros"]), packing.bits).t()
+        zeros = (zeros + packing.is_offset) & ((1 << packing.bits) - 1)
+    codes = _bytes(weight.t())
+    return _integers(codes, parts[".scales"].t(), zeros, packing.bits, dtype, parts.get(".g_idx"))
+
+
+def _awq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedTensor:
+    columns = torch.tensor(AWQ_ORDER).argsort()
+
+    def unpacked(words: torch.Tensor) -> torch.Tensor:
+        eights = unpack_nibbles(_bytes(words)).view(words.shape[0], -1, 8)
+        return eights[..., columns].flatten(1).t()
+
+    zeros = unpacked(parts[".qzeros"]) if ".qzeros" in parts else None
+    return _integers(pack_nibbles(unpacked(weight).contiguous()), parts[".scales"].t(), zeros, 4, dtype)
+
+
+def _pack(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedTensor:
+    codes, zeros = _bytes(weight), parts.get("_zero_point")
+    if zeros is not None and zeros.dtype is torch.int32:  # packed along rows
+        zeros = _small(_bytes(zeros.t()), packing.bits).t()[: len(codes)]
+    elif zeros is not None:
+        zeros = (zeros.to(torch.int16) + (1 << (packing.bits - 1))).to(torch.uint8)
+    return _integers(codes, parts["_scale"], zeros, packing.bits, dtype, parts.get("_g_idx"))
+
+
+def _scaled(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedTensor:
+    """8-bit numbers with a scale per tensor, row, group or block."""
+    scales, zeros = parts.get("_scale_inv", parts.get("_scale")), parts.get("_zero_point")
+    rows, columns = weight.shape[-2:]
+    blocks = tuple(-(-n // b) for n, b in zip((rows, columns), packing.block, strict=True))
+    if scales.numel() == weight[..., 0, 0].numel():  # one for all
+        scales = scales.reshape(*weight.shape[:-2], 1, 1).expand(*weight.shape[:-1], 1)
+        zeros = None if zeros is None else zeros.reshape(scales[..., :1, :].shape).expand(scales.shape)
+    elif scales.dim() < weight.dim():
+        scales = scales[..., None]
+    block = (1, columns // scales.shape[-1])
+    if tuple(scales.shape[-2:]) == blocks and scales.shape[-2] != rows:
+        block = packing.block
+    if zeros is not None:
+        zeros = zeros.reshape(scales.shape).to(torch.int8).contiguous() if bool(zeros.any()) else None
+    code = Code("int8" if weight.dtype is torch.int8 else "fp8", block)
+    return PackedTensor(code, dtype, codes=weight.contiguous(), scales=scales.contiguous(), zeros=zeros)
+
+
+def _mxfp4(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedTensor:
+    code = Code("mxfp4", (1, MXFP4_BLOCK))
+    return PackedTensor(
+        code, dtype, codes=weight.flatten(-2).contiguous(), scales=parts["_scales"].contiguous()
+    )
+
+
+# Method -> suffix of packed weights, that of the weight, suffixes beside it, and how to read them.
+_READERS: dict[str, tuple[str, str, tuple[str, ...], Callable[..., PackedTensor]]] = {
+    "gptq": (".qweight", ".weight", (".scales", ".qzeros", ".g_idx"), _gptq),
+    "awq": (".qweight", ".weight", (".scales", ".qzeros"), _awq),
+    "pack": ("_packed", "", ("_scale", "_zero_point", "_g_idx", "_shape"), _pack),
+    "scaled": ("", "", ("_scale_inv", "_scale", "_zero_point"), _scaled),
+    "mxfp4": ("_blocks", "", ("_scales",), _mxfp4),
+}

@@ -1,0 +1,101 @@
+"""Overlap: whether a step may be queued behind the running one of its microbatch, on several devices.
+
+Each device begins its share of the next step when its share of the running one has ended. Transfers of a
+microbatch land in the same places in every step, so a sender must not be ahead: before it sends to a device
+in the next step, that device must have used everything it received from it in the last one. Nothing is sent
+to assure this; it follows from the transfers that are there anyway, or the lane does not queue:
+
+    the sender has heard, in the last step, from behind that use (directly or by way of others), or
+    it has heard, in the next step, from a device that knew of it when its share of the last one ended.
+
+In a served step the choice of tokens depends on everything before it, and the next step begins with it, so
+nearly all lanes qualify. A lane that moves state between its steps, or whose steps use different devices (the
+later one could end first), does not.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tessera.execute.lower import LoweredRun, StepLowering, UnitLowering, outputs_of
+from tessera.ir import Lane, Plan, Trace
+
+Pair = tuple[int, int]
+# More events than any share has.
+ALL = 1 << 62
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """What devices know of one another in a step; sends and receives of a device are its events."""
+
+    devices: frozenset[int]
+    # known[device][other]: events of the other before the end of the device's share.
+    known: tuple[tuple[int, ...], ...]
+    # (source, destination) -> event of the destination after its last use of what it received.
+    needed: dict[Pair, int]
+    # (source, destination) -> devices that have begun the step when the source first sends there.
+    begun: dict[Pair, frozenset[int]]
+
+    def can_precede(self, following: "StepOrder") -> bool:
+        return self.devices == following.devices and all(
+            max(self.known[device][pair[1]] for device in begun) >= self.needed.get(pair, 0)
+            for pair, begun in following.begun.items()
+        )
+
+
+def can_overlap(plan: Plan, lane: Lane) -> bool:
+    unit = UnitLowering(plan.unit, len(plan.cluster.devices))
+    if any(unit.moves(lane.placement)):
+        return False
+    orders = [order_of(step, place) for step, place in zip(unit.steps, lane.placement.devices, strict=True)]
+    return all(one.can_precede(other) for one in orders for other in orders)
+
+
+def order_of(step: StepLowering, place: Sequence[int]) -> StepOrder:
+    run, num = step.run(place), step.num_devices
+    known = [[0] * num for _ in range(num)]
+    begun = [frozenset({device}) for device in range(num)]
+    first: dict[Pair, frozenset[int]] = {}
+    # Transfer -> what its sender knew.
+    sent: dict[int, tuple[list[int], frozenset[int]]] = {}
+    position, ready = [0] * num, list(range(num))
+    while ready:
+        device = ready.pop()
+        for _, is_send, number in run.points[device][position[device] :]:
+            if not is_send and number not in sent:
+                break
+            position[device] += 1
+            known[device][device] += 1
+            transfer = run.transfers[number]
+            if is_send:
+                sent[number] = list(known[device]), begun[device]
+                first.setdefault((device, transfer.dst), begun[device])
+                ready.append(transfer.dst)
+            else:
+                heard, others = sent[number]
+                known[device] = [max(pair) for pair in zip(known[device], heard, strict=True)]
+                begun[device] |= others
+    for device in range(num):
+        known[device][device] = ALL
+    devices = frozenset({*place, *(device for _, device in outputs_of(step.graph, place))})
+    return StepOrder(devices, tuple(map(tuple, known)), _needed(step.graph.trace, place, run), first)
+
+
+def _needed(trace: Trace, place: Sequence[int], run: LoweredRun) -> dict[Pair, int]:
+    """See `StepOrder`; received buffers are used where they land."""
+    last: dict[Pair, int] = {}  # (device, buffer) -> last launch there that names it
+    for number, launch in enumerate(trace.launches):
+        named = {view.buffer for view in launch.views} | {access.buffer for access in launch.accesses}
+        last |= {(place[number], buffer): number for buffer in named}
+    # Outputs are read after the end, and buffers that are sent on by streams of their own.
+    lasting = {(device, view.buffer) for device in range(len(run.points)) for _, view in trace.outputs}
+    lasting |= {(transfer.src, transfer.buffer) for transfer in run.transfers}
+    found: dict[Pair, int] = {}
+    for transfer in run.transfers:
+        pair, points = (transfer.src, transfer.dst), run.points[transfer.dst]
+        used = (last.get((transfer.dst, transfer.buffer), -1), 1)
+        behind = bisect_left(points, used, key=lambda point: point[:2]) + 1
+        is_lasting = (transfer.dst, transfer.buffer) in lasting or behind > len(points)
+        found[pair] = max(found.get(pair, 0), ALL if is_lasting else behind)
+    return found

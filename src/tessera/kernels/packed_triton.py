@@ -1,0 +1,274 @@
+# ruff: noqa: ANN001, ANN201, ANN202
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Products with packed weights on a GPU: the CUDA implementation of the operators of `packed`.
+
+  few rows, experts  `packed_product`: one program per (tile of outputs, expert, split of inputs). It turns
+                     codes into numbers of the input's type and multiplies; scales multiply the sums of a
+                     group, in float32. `packed_join` adds several splits up.
+  many rows          `packed_unpack` writes the weight out, and the library multiplies.
+
+Codes become floats by their bits: a small integer is the mantissa of 128 (bfloat16) or 1024 (float16), and a
+small float keeps its exponent and mantissa, multiplied by the difference of the biases. Tiles and splits
+depend on shapes alone, so results do not depend on the card. Without atomics, results repeat bit for bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn.functional import linear
+
+from tessera.kernels.packing import BITS, MIDDLE, dequantise, num_columns
+
+# Rows from which a weight is written out; experts never are.
+MANY_ROWS = 256
+# Inputs per iteration, at most; a group of one scale has at least the lower number.
+MAX_DEPTH, MIN_DEPTH = 128, 32
+# Programs that keep a large card's memory busy, and the least iterations of one.
+_BUSY, _LEAST = 512, 8
+_MAX_SPLITS = 8
+# Outputs and warps of a tile, and the depth of its pipeline.
+_COLUMNS, _WARPS, _STAGES = 64, 4, 4
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    rows: int
+    columns: int
+    splits: int
+    warps: int = _WARPS
+    stages: int = _STAGES
+
+
+def tile_for(rows: int, experts: int, outputs: int, iterations: int) -> ProductTile:
+    """The division of a product; `iterations`: groups of inputs."""
+    each = rows if experts == 1 else -(-2 * rows // experts)
+    tile_rows = min(max(16, triton.next_power_of_2(each)), 64)
+    programs = -(-outputs // _COLUMNS) * min(experts, rows)
+    splits = 1
+    while splits < _MAX_SPLITS and splits * programs < _BUSY and iterations >= 2 * splits * _LEAST:
+        splits *= 2
+    return ProductTile(tile_rows, _COLUMNS, splits)
+
+
+def depth_of(columns: int, group: int) -> int:
+    """Inputs per iteration: a power of two that divides the group of a scale; 0 if there is none."""
+    if group >= columns:
+        return MAX_DEPTH
+    depth = min(group & -group, MAX_DEPTH)
+    return depth if depth >= MIN_DEPTH else 0
+
+
+def multiply(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    weight_format: str,
+    block: Sequence[int],
+    tile: ProductTile | None = None,
+) -> torch.Tensor:
+    """x [M, K] times weights [E, N, K]; without `offsets` there is one."""
+    rows, columns = x.shape
+    experts, outputs = codes.shape[:2]
+    depth = depth_of(columns, block[1])
+    if offsets is None and (rows >= MANY_ROWS or not depth):
+        return linear(x, unpack(codes, scales, zeros, weight_format, block, x.dtype)[0], bias)
+    if not depth:
+        weight = unpack(codes, scales, zeros, weight_format, block, x.dtype)
+        return torch._grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+    x = x.contiguous()
+    out = x.new_empty(rows, outputs)
+    if not out.numel():
+        return out
+    tile = tile or tile_for(rows, experts, outputs, -(-columns // depth))
+    parts = x.new_empty(tile.splits, rows, outputs, dtype=torch.float32) if tile.splits > 1 else None
+    packed_product[-(-outputs // tile.columns), experts, tile.splits](
+        x, _plain(codes), scales, zeros, bias, offsets, out, parts, rows,
+        **_sizes(outputs, columns, scales, weight_format, block), DEPTH=depth, ROWS=tile.rows,
+        COLUMNS=tile.columns, SPLITS=tile.splits, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if parts is not None:
+        packed_join[-(-outputs // 256), rows](parts, bias, out, rows, N=outputs, SPLITS=tile.splits, SIZE=256)
+    return out
+
+
+def unpack(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    weight_format: str,
+    block: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The numbers [E, N, K] of packed weights, as on a CPU."""
+    (experts, outputs), columns = codes.shape[:2], num_columns(codes, weight_format)
+    if columns % MIN_DEPTH or not depth_of(columns, block[1]):
+        return dequantise(codes, scales, zeros, None, weight_format, block, dtype)
+    out = torch.empty(experts, outputs, columns, dtype=dtype, device=codes.device)
+    depth = min(columns & -columns, depth_of(columns, block[1]))
+    packed_unpack[-(-outputs // 32), columns // depth, experts](
+        _plain(codes), scales, zeros, out, **_sizes(outputs, columns, scales, weight_format, block),
+        DEPTH=depth, COLUMNS=32,
+    )  # fmt: skip
+    return out
+
+
+def _plain(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.uint8) if codes.dtype.is_floating_point else codes
+
+
+def _sizes(
+    outputs: int, columns: int, scales: torch.Tensor, weight_format: str, block: Sequence[int]
+) -> dict[str, Any]:
+    return {
+        "N": outputs,
+        "K": columns,
+        "FORMAT": weight_format,
+        "NIBBLES": BITS[weight_format] == 4,
+        "MIDDLE": MIDDLE.get(weight_format, 0),
+        "BLOCK_N": block[0],
+        "BLOCK_K": block[1],
+        "SCALE_ROWS": scales.shape[-2],
+        "SCALE_COLUMNS": scales.shape[-1],
+    }
+
+
+@triton.jit(do_not_specialize=["rows"])
+def packed_product(
+    x, codes, scales, zeros, bias, offsets, out, parts, rows, N: tl.constexpr, K: tl.constexpr,
+    FORMAT: tl.constexpr, NIBBLES: tl.constexpr, MIDDLE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    expert, split = tl.program_id(1), tl.program_id(2)
+    begin, end = 0, rows
+    if offsets is not None:
+        end = tl.load(offsets + expert)
+        if expert > 0:
+            begin = tl.load(offsets + expert - 1)
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_output = n < N
+    LINE: tl.constexpr = K // 2 if NIBBLES else K
+    SHARE: tl.constexpr = (K + DEPTH * SPLITS - 1) // (DEPTH * SPLITS) * DEPTH
+    codes += (expert.to(tl.int64) * N + n)[None, :] * LINE
+    scale_at = (expert * SCALE_ROWS + n // BLOCK_N) * SCALE_COLUMNS
+    for start in range(begin, end, ROWS):
+        m = start + tl.arange(0, ROWS)
+        is_row = m < end
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first in range(split * SHARE, tl.minimum(split * SHARE + SHARE, K), DEPTH):
+            k = first + tl.arange(0, DEPTH)
+            given = tl.load(
+                x + m.to(tl.int64)[:, None] * K + k[None, :],
+                mask=is_row[:, None] & (k < K)[None, :],
+                other=0.0,
+            )
+            at = scale_at + first // BLOCK_K
+            zero = None if zeros is None else tl.load(zeros + at, mask=is_output, other=0)
+            if NIBBLES:
+                place = first // 2 + tl.arange(0, DEPTH // 2)
+                code = tl.load(
+                    codes + place[:, None], mask=(place < LINE)[:, None] & is_output[None, :], other=0
+                )
+                even, odd = tl.split(tl.reshape(given, [ROWS, DEPTH // 2, 2]))
+                low = _numbers(code & 15, zero, given.dtype, FORMAT, MIDDLE)
+                high = _numbers(code >> 4, zero, given.dtype, FORMAT, MIDDLE)
+                part = tl.dot(even, low, input_precision="ieee")
+                part = tl.dot(odd, high, part, input_precision="ieee")
+            else:
+                code = tl.load(codes + k[:, None], mask=(k < K)[:, None] & is_output[None, :], other=0)
+                weight = _numbers(code, zero, given.dtype, FORMAT, MIDDLE)
+                part = tl.dot(given, weight, input_precision="ieee")
+            total += part * _scale(scales, at, is_output, FORMAT)[None, :]
+        is_inside = is_row[:, None] & is_output[None, :]
+        if SPLITS == 1:
+            if bias is not None:
+                total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[None, :]
+            place_out = m.to(tl.int64)[:, None] * N + n[None, :]
+            tl.store(out + place_out, total.to(out.dtype.element_ty), mask=is_inside)
+        else:
+            place_out = (split * rows + m).to(tl.int64)[:, None] * N + n[None, :]
+            tl.store(parts + place_out, total, mask=is_inside)
+
+
+@triton.jit
+def _scale(scales, at, mask, FORMAT: tl.constexpr):
+    scale = tl.load(scales + at, mask=mask, other=0)
+    if FORMAT == "mxfp4":
+        return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return scale.to(tl.float32)
+
+
+@triton.jit
+def _numbers(code, zero, DTYPE: tl.constexpr, FORMAT: tl.constexpr, MIDDLE: tl.constexpr):
+    """Codes less zeros as numbers of a type; no rounding."""
+    IS_BRAIN: tl.constexpr = DTYPE == tl.bfloat16
+    SHORT: tl.constexpr = tl.bfloat16 if IS_BRAIN else tl.float16
+    if FORMAT == "int4":
+        bits = code.to(tl.int16) | (0x4300 if IS_BRAIN else 0x6400)
+        ONE: tl.constexpr = 128.0 if IS_BRAIN else 1024.0
+        number = bits.to(SHORT, bitcast=True)
+        if zero is None:
+            number -= ONE + MIDDLE
+        else:
+            number -= (zero.to(tl.float32) + ONE).to(SHORT)[None, :]
+    elif FORMAT == "int8":
+        number = code.to(tl.float32)
+        if zero is not None:
+            number -= zero.to(tl.float32)[None, :]
+    elif FORMAT == "fp8":
+        wide = code.to(tl.int16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << (4 if IS_BRAIN else 7))
+        number = bits.to(tl.int16).to(SHORT, bitcast=True) * (2.0**120 if IS_BRAIN else 2.0**8)
+    else:
+        wide = code.to(tl.int16)
+        bits = ((wide & 8) << 12) | ((wide & 7) << (6 if IS_BRAIN else 9))
+        number = bits.to(tl.int16).to(SHORT, bitcast=True) * (2.0**126 if IS_BRAIN else 2.0**14)
+    return number.to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def packed_join(parts, bias, out, rows, N: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr):
+    """Adds the splits of one row up."""
+    n, m = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.program_id(1)
+    is_output = n < N
+    total = tl.zeros([SIZE], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + (split * rows + m).to(tl.int64) * N + n, mask=is_output, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + m.to(tl.int64) * N + n, total.to(out.dtype.element_ty), mask=is_output)
+
+
+@triton.jit
+def packed_unpack(
+    codes, scales, zeros, out, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, NIBBLES: tl.constexpr,
+    MIDDLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile of a weight's numbers."""
+    expert, first = tl.program_id(2), tl.program_id(1) * DEPTH
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_output = n < N
+    row = expert.to(tl.int64) * N + n
+    at = (expert * SCALE_ROWS + n // BLOCK_N) * SCALE_COLUMNS + first // BLOCK_K
+    zero = None if zeros is None else tl.load(zeros + at, mask=is_output, other=0)
+    if NIBBLES:
+        place = first // 2 + tl.arange(0, DEPTH // 2)
+        code = tl.load(codes + row[None, :] * (K // 2) + place[:, None], mask=is_output[None, :], other=0)
+        low = _numbers(code & 15, zero, tl.float32, FORMAT, MIDDLE)
+        high = _numbers(code >> 4, zero, tl.float32, FORMAT, MIDDLE)
+        number = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), [COLUMNS, DEPTH])
+    else:
+        k = first + tl.arange(0, DEPTH)
+        code = tl.load(codes + row[None, :] * K + k[:, None], mask=is_output[None, :], other=0)
+        number = tl.trans(_numbers(code, zero, tl.float32, FORMAT, MIDDLE))
+    number *= _scale(scales, at, is_output, FORMAT)[:, None]
+    to = out + row[:, None] * K + first + tl.arange(0, DEPTH)[None, :]
+    tl.store(to, number.to(out.dtype.element_ty), mask=is_output[:, None])

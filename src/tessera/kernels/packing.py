@@ -1,0 +1,75 @@
+"""Weights of 4 or 8 bits as codes and scales: the formats, and what their numbers are.
+
+A packed weight of N rows and K columns:
+
+    codes   [..., N, K]     one byte per weight, or [..., N, K / 2]: two, the even column in the low bits
+    scales  [..., N / r, K / c]   one per block of r x c weights (`block`)
+    zeros   like scales     codes that stand for 0; None: 8 in int4, 0 elsewhere
+    order   [K]             column k of `codes` is column order[k] of the weight; None: the same order
+
+    format  code                                scale
+    int4    0 to 15                             number
+    int8    -128 to 127                         number
+    fp8     8-bit float                         number
+    mxfp4   4-bit float (1, 2 and 1 bits)       power of two: exponent plus 127, one byte
+
+A weight is (code - zero) * scale, computed in float32 and rounded once to the type of the product.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+# Format -> bits of a code.
+BITS = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4}
+# Zero of a format without zeros.
+MIDDLE = {"int4": 8}
+# Values of the 4-bit floats.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+EXPONENT_BIAS = 127
+
+
+def num_columns(codes: torch.Tensor, weight_format: str) -> int:
+    return codes.shape[-1] * 8 // BITS[weight_format]
+
+
+def unpack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """[..., K / 2] bytes -> [..., K] codes."""
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    codes = codes.to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def dequantise(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    order: torch.Tensor | None,
+    weight_format: str,
+    block: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The weight's numbers [..., N, K]."""
+    if BITS[weight_format] == 4:
+        codes = unpack_nibbles(codes)
+    rows, columns = codes.shape[-2:]
+
+    def spread(blocks: torch.Tensor) -> torch.Tensor:
+        wide = blocks.repeat_interleave(block[0], -2)[..., :rows, :] if block[0] > 1 else blocks
+        return wide.repeat_interleave(block[1], -1)[..., :columns]
+
+    if weight_format == "mxfp4":
+        table = torch.tensor(E2M1, device=codes.device)
+        values = table[codes.long()]
+        scales = torch.exp2(scales.float() - EXPONENT_BIAS)
+    else:
+        values = codes.float()
+    if zeros is not None:
+        values -= spread(zeros.float())
+    elif weight_format in MIDDLE:
+        values -= MIDDLE[weight_format]
+    weight = values.mul_(spread(scales.float())).to(dtype)
+    return weight if order is None else torch.empty_like(weight).index_copy_(-1, order, weight)

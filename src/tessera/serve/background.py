@@ -1,0 +1,136 @@
+"""PlannerProcess: a `ServicePlanner` in processes of low priority, so that planning delays no client.
+
+Processes are forked from the server process of workers when a job needs one, and kept. The planner is pickled
+once. Graphs, costs and plans that both sides have are named by their number instead of being sent: the
+engine's thread would wait while they are read.
+"""
+
+import io
+import os
+import pickle
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from tessera.adapt.capability import Capability
+from tessera.adapt.drift import Factors
+from tessera.errors import TesseraError
+from tessera.execute.processes import FORKSERVER, LocalProcess
+from tessera.ir import Load, ServicePlan
+from tessera.serve.router import plans_of
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from tessera.serve.policies import ServicePlanner
+
+# Added to the priority number of the engine.
+NICE = 10
+Policies = tuple[ServicePlan, ...]
+
+
+class PlannerProcess:
+    """Its methods wait for a process; from any thread but the engine's."""
+
+    def __init__(self, planner: "ServicePlanner") -> None:
+        self._shared = shared_parts(planner)
+        self._planner = pickle.dumps(planner)
+        self._lock = threading.Lock()
+        self._processes: set[LocalProcess] = set()
+        self._idle: list[LocalProcess] = []
+        self._is_closed = False
+
+    def corrected(self, policies: Policies, factors: Factors) -> Policies:
+        return self._plan("corrected", policies, factors)
+
+    def without(self, policies: Policies, lost: frozenset[str]) -> Policies:
+        return self._plan("without", policies, lost)
+
+    def learned(self, policies: Policies, load: Load) -> Policies:
+        return self._plan("learned", policies, load)
+
+    def rate(self, policies: Policies) -> tuple[Capability, ...]:
+        found: tuple[Capability, ...] = self._call("rate", policies)
+        return found
+
+    def _plan(self, method: str, policies: Policies, change: object) -> Policies:
+        planned: Policies = self._call(method, policies, change)
+        return planned
+
+    def close(self) -> None:
+        """Ends all processes, also those that run a job."""
+        with self._lock:
+            self._is_closed = True
+            processes, self._processes, self._idle = list(self._processes), set(), []
+        for process in processes:
+            process.end(0.0)
+
+    def _call(self, method: str, policies: Policies, *arguments: object) -> Any:
+        job = dumps((method, policies, arguments), self._shared)
+        process = self._taken()
+        try:
+            process.pipe.send_bytes(job)
+            answer = process.pipe.recv_bytes()
+        except (OSError, EOFError) as error:
+            with self._lock:
+                self._processes.discard(process)
+            raise TesseraError(f"the planning process ended early ({process.end(0.0)})") from error
+        with self._lock:
+            self._idle.append(process)
+        result = loads(answer, (*self._shared, *plans_of(policies)))
+        if isinstance(result, TesseraError):
+            raise result
+        return result
+
+    def _taken(self) -> LocalProcess:
+        """A process without a job; a new one if there is none."""
+        with self._lock:
+            if self._is_closed:
+                raise TesseraError("the service is stopping")
+            if self._idle:
+                return self._idle.pop()
+            process = LocalProcess(work, (), "tessera-planner", FORKSERVER)
+            self._processes.add(process)
+        with suppress(OSError):  # the job finds out
+            process.pipe.send_bytes(self._planner)
+        return process
+
+
+def work(pipe: "Connection") -> None:
+    """Body of a planning process: reads a planner, then jobs, and sends their results."""
+    os.nice(NICE)
+    with pipe, suppress(OSError, EOFError):
+        planner = pickle.loads(pipe.recv_bytes())
+        shared = shared_parts(planner)
+        while True:
+            method, policies, arguments = loads(pipe.recv_bytes(), shared)
+            try:
+                result = getattr(planner, method)(policies, *arguments)
+            except TesseraError as error:
+                result = error
+            pipe.send_bytes(dumps(result, (*shared, *plans_of(policies))))
+
+
+def shared_parts(planner: "ServicePlanner") -> tuple[object, ...]:
+    """What is named by its number."""
+    return (*planner.unit.graphs, *planner.costs, planner.unit, planner.cluster)
+
+
+def dumps(value: object, shared: Sequence[object]) -> bytes:
+    numbers, buffer = {id(part): number for number, part in enumerate(shared)}, io.BytesIO()
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: object) -> int | None:
+            return numbers.get(id(obj))
+
+    Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def loads(data: bytes, shared: Sequence[object]) -> Any:
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> object:
+            return shared[pid]
+
+    return Unpickler(io.BytesIO(data)).load()  # between a process and its child

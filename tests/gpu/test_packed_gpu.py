@@ -1,0 +1,68 @@
+"""Products with packed weights on a GPU: near the CPU's, the same bits every time."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip("triton", reason="needs triton")
+
+from tessera.kernels import packed  # registers the operators
+from tessera.kernels.packing import BITS, dequantise
+
+assert packed
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BLOCKS = {"int4": (1, 128), "int8": (1, 4096), "fp8": (128, 128), "mxfp4": (1, 32)}
+
+
+def make_weight(form: str, experts: int, outputs: int, columns: int) -> tuple[Any, ...]:
+    """Codes, scales and zeros on the GPU."""
+    rows, width = BLOCKS[form]
+    width = min(width, columns)
+    codes = torch.randint(0, 256, (experts, outputs, columns * BITS[form] // 8), dtype=torch.uint8).cuda()
+    if form == "int8":
+        codes = codes.view(torch.int8)
+    if form == "fp8":
+        codes = torch.where(codes % 128 == 127, 1, codes).to(torch.uint8).view(torch.float8_e4m3fn)
+    blocks = (experts, -(-outputs // rows), columns // width)
+    scales = torch.rand(blocks).mul(0.01).bfloat16().cuda()
+    if form == "mxfp4":
+        scales = torch.randint(115, 121, blocks, dtype=torch.uint8).cuda()
+    zeros = torch.randint(0, 16, blocks, dtype=torch.int8).cuda() if form == "int4" else None
+    return codes, scales, zeros, (rows, width)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 17, 64, 300])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", BLOCKS)
+def test_a_product(form: str, dtype: torch.dtype, rows: int) -> None:
+    """Few rows by the kernel, many by the library."""
+    codes, scales, zeros, block = make_weight(form, 1, 1000, 4096)
+    first = None if zeros is None else zeros[0]
+    x, bias = torch.randn(rows, 4096, device="cuda").to(dtype), torch.randn(1000, device="cuda").to(dtype)
+    given = codes[0], scales[0], first, None
+    out = torch.ops.tessera.packed_linear(x, *given, bias, form, block)
+    wanted = x.double() @ dequantise(*given, form, block, torch.float64).t() + bias.double()
+
+    assert_close(out.double(), wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))
+    assert torch.equal(out, torch.ops.tessera.packed_linear(x, *given, bias, form, block))
+
+
+@pytest.mark.parametrize("rows", [4, 64, 2000])
+@pytest.mark.parametrize("form", ["mxfp4", "fp8"])
+def test_experts(form: str, rows: int) -> None:
+    """Rows of 8 experts, one of which has none."""
+    codes, scales, zeros, block = make_weight(form, 8, 640, 512)
+    shares = torch.tensor([0.1, 0.1, 0.3, 0.3, 0.5, 0.8, 0.9, 1.0])
+    offsets = (shares * rows).int().cuda()
+    x = torch.randn(rows, 512, device="cuda").bfloat16()
+    out = torch.ops.tessera.packed_grouped(x, codes, scales, zeros, offsets, form, block)
+    wanted = torch.ops.tessera.packed_grouped(
+        x.cpu().float(), codes.cpu(), scales.cpu(), None, offsets.cpu(), form, block
+    )
+
+    assert_close(out.cpu().float(), wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))

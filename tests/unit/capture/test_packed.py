@@ -1,0 +1,112 @@
+"""Quantised checkpoints: packed as published, products as of the dequantised model, refusals by name."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from packed_factory import METHODS, write_folder
+from tessera.capture import build, record
+from tessera.capture.models.packed import PackedTensor
+from tessera.errors import CaptureError
+from tessera.execute.reference import Replay, same_bits
+from tessera.ir import Step
+from tessera.serve.records import ServeSpec
+from tessera.serve.steps import served
+
+FOLDERS = [
+    *((method, "llama") for method in METHODS if method != "mxfp4"),
+    ("mxfp4", "gpt_oss"), ("fp8-blocks", "qwen3"), ("gptq", "qwen3_moe"), ("fp8-blocks", "qwen3_moe"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "family"), FOLDERS)
+def test_a_packed_model_is_its_dequantised_model(method: str, family: str, tmp_path: Path) -> None:
+    """The same logits from weights of a few bits; experts may be summed in another order."""
+    reference = write_folder(tmp_path, method, family)
+    model: Any = build(Step(str(tmp_path), "call", 2, 8)).module
+    words = torch.randint(0, 258, (2, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, wanted = (m(input_ids=words, use_cache=False).logits for m in (model, reference))
+
+    assert any(isinstance(p, PackedTensor) for p in model.parameters())
+    if method == "mxfp4":
+        assert float((found - wanted).abs().max()) < 1e-6
+    else:
+        assert same_bits(wanted, found)
+
+
+@pytest.mark.parametrize(
+    ("method", "family", "products"),
+    [("awq", "llama", (8, 0)), ("gptq-ordered", "llama", (14, 0)), ("mxfp4", "gpt_oss", (0, 4))],
+)
+def test_a_served_step_keeps_weights_packed(
+    method: str, family: str, products: tuple[int, int], tmp_path: Path
+) -> None:
+    """Products of one input are joined; a trace runs from the packed bytes."""
+    write_folder(tmp_path, method, family)
+    spec = ServeSpec(microbatches=1, rows=2, capacity=32, max_batch_tokens=8)
+    workload = served(str(tmp_path), spec).workloads[-1]
+    trace = record(workload)
+    names = Counter(trace.kernel_of(i).name for i in range(len(trace.launches)))
+    inputs, state = workload.make_inputs(0), workload.make_state(0)
+    replayed = Replay(trace, workload.weights(), inputs, state).run_in_program_order()
+
+    assert products == tuple(names[f"tessera.packed_{kind}.default"] for kind in ("linear", "grouped"))
+    assert same_bits(workload.run(inputs, workload.make_state(0))["logits"], replayed.outputs["logits"])
+
+
+def test_weights_take_the_bytes_of_their_codes(tmp_path: Path) -> None:
+    """Half a byte and its share of scales and zeros for each weight of a linear layer."""
+    write_folder(tmp_path, "awq")
+    weights = build(Step(str(tmp_path), "call", 1, 4)).weights()
+    size = {name: t.nbytes for name, t in weights.items() if "layers.0.mlp.up_proj" in name}
+    num = 64 * 96
+
+    assert {"codes": num // 2, "scales": num // 32 * 2, "zeros": num // 32} == {
+        name.rpartition(".")[2]: nbytes for name, nbytes in size.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "gguf"}, "GGUF"),
+        ({"quant_method": "exl2"}, "EXL2"),
+        ({"quant_method": "hqq"}, "HQQ"),
+        ({"quant_method": "aqlm"}, "AQLM"),
+        ({"quant_method": "quanto"}, "quanto"),
+        ({"quant_method": "tomorrow"}, "tomorrow"),
+        ({"bits": 4}, r"without quant_method"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ 3-bit"),
+        ({"quant_method": "awq", "version": "gemv"}, "AWQ gemv"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt NVFP4"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "compressed-tensors marlin-24"),
+    ],
+)
+def test_a_format_that_is_not_handled_is_named(settings: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """Before weights are looked for, with what to do instead."""
+    config = {"model_type": "llama", "quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(CaptureError, match=rf"{name}.* weights are not supported.*bfloat16"):
+        build(Step(str(tmp_path), "decode", 1, 8))
+
+
+def test_a_folder_that_lacks_scales_is_named(tmp_path: Path) -> None:
+    """A weight without its scales is missing, not made up."""
+    from safetensors.torch import load_file, save_file
+
+    write_folder(tmp_path, "gptq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if not n.startswith("model.layers.1.mlp.up_proj.")}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(CaptureError, match=r"lack model.layers.1.mlp.up_proj.weight"):
+        build(Step(str(tmp_path), "decode", 1, 8))

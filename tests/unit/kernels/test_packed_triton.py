@@ -1,0 +1,157 @@
+"""Kernels of packed weights without a GPU: run in the PTX interpreter, proved by the analyzer."""
+
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip("triton", reason="needs triton")
+
+from triton.runtime.jit import JITFunction
+
+from tessera import flow  # hands the interpreter to capture
+from tessera.capture.offline import compiling_for
+from tessera.capture.own import own_launches
+from tessera.kernels.packed_triton import ProductTile, multiply, tile_for, unpack
+from tessera.kernels.packing import BITS, dequantise
+from tessera_ptx import analyze
+
+assert flow
+SMALL = ProductTile(16, 16, 1)
+ATOL = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
+# Format -> rows and columns of a scale's block.
+BLOCKS = {"int4": (1, 64), "int8": (1, 96), "fp8": (16, 32), "mxfp4": (1, 32)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def anywhere() -> Iterator[None]:
+    """Kernels run on tensors of the CPU."""
+    with own_launches():
+        yield
+
+
+def make_weight(
+    form: str, experts: int = 1, outputs: int = 40, columns: int = 192, zeros: bool = False
+) -> Any:
+    """Codes, scales, zeros, format and block."""
+    random = torch.Generator().manual_seed(1)
+    rows, width = BLOCKS[form]
+    size = (experts, outputs, columns * BITS[form] // 8)
+    codes = torch.randint(0, 256, size, generator=random, dtype=torch.uint8)
+    if form == "int8":
+        codes = codes.view(torch.int8)
+    if form == "fp8":  # no NaN
+        codes = torch.where(codes % 128 == 127, 1, codes).to(torch.uint8).view(torch.float8_e4m3fn)
+    blocks = (experts, -(-outputs // rows), columns // width)
+    scales = torch.rand(blocks, generator=random).mul(0.01).half()
+    if form == "mxfp4":
+        scales = torch.randint(118, 124, blocks, generator=random, dtype=torch.uint8)
+    least = torch.randint(0, 16, blocks, generator=random, dtype=torch.int8) if zeros else None
+    return codes, scales, least, form, (rows, width)
+
+
+def numbers(weight: Any, dtype: torch.dtype) -> torch.Tensor:
+    codes, scales, zeros, form, block = weight
+    return dequantise(codes, scales, zeros, None, form, block, dtype)
+
+
+def check(weight: Any, rows: int, dtype: torch.dtype, tile: ProductTile, has_bias: bool = False) -> None:
+    """The kernel gives the product with the dequantised weight."""
+    codes, scales, zeros, form, block = weight
+    x = torch.randn(rows, 192, generator=torch.Generator().manual_seed(2)).to(dtype)
+    bias = torch.randn(codes.shape[1]).to(dtype) if has_bias else None
+    out = multiply(x, codes, scales, zeros, bias, None, form, block, tile)
+    wanted = torch.nn.functional.linear(x.float(), numbers(weight, torch.float32)[0])
+    wanted = wanted if bias is None else wanted + bias.float()
+
+    assert out.dtype is dtype
+    assert_close(out.float(), wanted, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=ATOL[dtype])
+
+
+@pytest.mark.parametrize("dtype", ATOL, ids=str)
+@pytest.mark.parametrize("form", BLOCKS)
+def test_a_product_of_a_few_rows(form: str, dtype: torch.dtype) -> None:
+    """Outputs and rows need not fill tiles."""
+    check(make_weight(form), 3, dtype, SMALL)
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_zeros_splits_and_bias(form: str) -> None:
+    """Splits of the inputs are added up, the bias once."""
+    check(make_weight(form, zeros=True), 18, torch.bfloat16, ProductTile(16, 32, 2), has_bias=True)
+
+
+@pytest.mark.parametrize(("form", "splits"), [("mxfp4", 1), ("mxfp4", 2), ("int4", 1)])
+def test_experts_read_their_own_rows(form: str, splits: int) -> None:
+    """Some have none, one has more than a tile."""
+    codes, scales, zeros, _, block = weight = make_weight(form, experts=4)
+    offsets = torch.tensor([2, 2, 21, 23], dtype=torch.int32)
+    x = torch.randn(23, 192).bfloat16()
+    out = multiply(x, codes, scales, zeros, None, offsets, form, block, ProductTile(16, 16, splits))
+    spread = torch.repeat_interleave(numbers(weight, torch.float32), torch.tensor([2, 0, 19, 2]), 0)
+
+    assert_close(out.float(), torch.einsum("mk,mnk->mn", x.float(), spread), rtol=1e-2, atol=0.15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", BLOCKS)
+def test_a_weight_written_out_has_the_bits_of_the_cpu(form: str, dtype: torch.dtype) -> None:
+    """For products of many rows."""
+    codes, scales, zeros, _, block = weight = make_weight(form, zeros=form == "int4")
+
+    assert torch.equal(numbers(weight, dtype), unpack(codes, scales, zeros, form, block, dtype))
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "wanted"),
+    [(8, 1, (16, 8)), (64, 1, (64, 8)), (32, 32, (16, 1)), (8192, 32, (64, 1))],
+)
+def test_a_division_follows_from_shapes(rows: int, experts: int, wanted: tuple[int, int]) -> None:
+    """Few outputs are split along the inputs; experts are programs enough."""
+    tile = tile_for(rows, experts, 4096, 128)
+
+    assert wanted == (tile.rows, tile.splits)
+
+
+# What kernels touch ----------------------------------------------------------------------------------------
+
+READ = {"x", "codes", "scales", "zeros", "offsets"}
+ACCESSES = {
+    "packed_product": (READ, {"parts"}),
+    "packed_join": ({"parts"}, {"out"}),
+    "packed_unpack": ({"codes", "scales", "zeros"}, {"out"}),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("form", BLOCKS)
+def test_every_access_is_proved(arch: int, form: str) -> None:
+    """What is read, what is written, nothing unknown."""
+    codes, scales, zeros, _, block = make_weight(form, 4, 128, 384, zeros=form.startswith("int"))
+    kernels: list[Any] = []
+    run_kernel = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernels.append(run_kernel(self, *args, grid=grid, warmup=True, **kwargs))
+
+    x, offsets = torch.zeros(16, 384).bfloat16(), torch.tensor([2, 4, 8, 16], dtype=torch.int32)
+    with compiling_for(arch), unittest.mock.patch.object(JITFunction, "run", compile_only):
+        multiply(x, codes, scales, zeros, None, offsets, form, block, ProductTile(16, 64, 2))
+        unpack(codes, scales, zeros, form, block, torch.bfloat16)
+    assert {"packed_product", "packed_join", "packed_unpack"} == {kernel.name for kernel in kernels}
+    absent = set() if zeros is not None else {"zeros"}
+    for kernel in kernels:
+        (report,) = analyze(kernel.asm["ptx"])
+        names = [name for name, kind in kernel.src.signature.items() if kind != "constexpr"]
+        touched = [(names[a.param], a.read, a.write) for a in report.accesses]
+        reads, writes = ACCESSES[report.name]
+
+        assert (True, ()) == (report.movable, report.why)
+        assert (reads - absent, writes) == (
+            {name for name, read, _ in touched if read},
+            {name for name, _, write in touched if write},
+        )
+        assert not any(a.atomic for a in report.accesses)

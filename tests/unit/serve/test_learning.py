@@ -1,0 +1,92 @@
+"""A service that learns the lengths of its requests: planned in another process, adopted while it answers."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+import steps_factory
+from own_code import reference
+from serving_factory import GREEDY, Told, policies_of, read, until, wait_for
+from steps_factory import built
+from tessera.adapt import history
+from tessera.adapt.drift import Factors
+from tessera.errors import PlanInfeasible
+from tessera.ir import Load
+from tessera.serve.background import PlannerProcess
+from tessera.serve.policies import ServicePlanner
+from tessera.serve.records import Ask
+from tessera.serve.service import Service
+from tessera.serve.text import ByteText
+
+LIMIT_S = 120.0
+ASKS = [Ask(tuple(range(5, 8 + number % 3)), 27, GREEDY, ignores_end=True) for number in range(6)]
+
+
+def planner_of_single() -> ServicePlanner:
+    """Its service runs on one device, but data-parallel is allowed."""
+    made = steps_factory.prepared("tiny-llama", "single")
+    assert made.planner is not None
+    return replace(made.planner, names=("data-parallel",))
+
+
+def test_another_process_plans_and_names_what_both_have() -> None:
+    """The same plans come back as the same objects; errors come back as they were raised."""
+    made, planner = steps_factory.prepared("tiny-llama", "single"), planner_of_single()
+    process = PlannerProcess(planner)
+    (same,) = process.corrected(made.policies, Factors({}))
+    (other,) = process.learned(made.policies, Load(4, 28))
+    (rate,) = process.rate(made.policies)
+
+    assert same.plans[0].unit.graphs[0] is made.policies[0].plans[0].unit.graphs[0]
+    assert ("data-parallel", Load(4, 28)) == (other.policy, other.load)
+    assert other.expected is not None
+    assert "single" == rate.name
+    with pytest.raises(PlanInfeasible, match="no device is left"):
+        process.without(made.policies, frozenset(planner.cluster.names))
+    process.close()
+
+
+def test_lengths_are_learned_and_better_groups_adopted_while_requests_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Answers stay right."""
+    monkeypatch.setattr(history, "MIN_REQUESTS", 8)
+    made = steps_factory.prepared("tiny-llama", "single")
+    model, process = built(made), PlannerProcess(planner_of_single())
+    with (
+        reference(model, 1) as stepper,
+        Service(stepper, policies_of(stepper, model.shape), model.shape, ByteText()) as service,
+    ):
+        own = [wait_for(read(service, ask), LIMIT_S).numbers for ask in ASKS]
+
+    async def load(service: Service) -> list[tuple[int, Told]]:
+        found: list[tuple[int, Told]] = []
+
+        async def client(number: int) -> None:
+            while service.policy == "single" or len(found) < 24:
+                found.append((number, await read(service, ASKS[number])))
+
+        await asyncio.gather(*(client(number) for number in range(len(ASKS))))
+        return found
+
+    begun_s = time.monotonic()
+    with (
+        made.workers() as stepper,
+        Service(
+            stepper, made.policies, model.shape, ByteText(), planner=process, log=lambda line: None
+        ) as service,
+    ):
+        found = wait_for(load(service), LIMIT_S)
+        until(lambda: service.snapshot().last_switch_ms is not None)
+        snapshot = service.snapshot()
+    process.close()
+
+    assert all(told.numbers == own[number] for number, told in found)
+    assert ("data-parallel",) == snapshot.policies
+    assert {"emu:a100", "emu:l40s"} == {name for group in snapshot.groups for name in group.devices}
+    assert snapshot.load.output_tokens is not None
+    assert (27.0, 27) == (snapshot.load.output_tokens.mean, snapshot.load.planned_output_tokens)
+    assert {"replan", "adopt"} <= {decision.kind.value for decision in snapshot.decisions}
+    assert time.monotonic() - begun_s < LIMIT_S
