@@ -187,7 +187,7 @@ def test_ten_thousand_requests_take_seconds() -> None:
 
 
 def test_devices_wait_for_the_host_unless_a_step_is_ordered_ahead() -> None:
-    """Two steps with 5 us of the host's time before each; the second is ordered while the first runs or not."""
+    """The host takes 5 us for each of two steps."""
     took = []
     for is_ahead in (False, True):
         stepper = VirtualStepper([alone_plan()], host_us=5.0)
