@@ -136,7 +136,9 @@ class StepInputs:
     def __init__(self, shape: Shape, sight: Sight | None) -> None:
         self._shape = shape
         size, rows = shape.sizes[-1], shape.rows
-        self.tokens, self.positions, self.slots = (np.zeros(size, dtype=np.int64) for _ in range(3))
+        self.tokens, self.positions, self.slots, self.adapters = (
+            np.zeros(size, dtype=np.int64) for _ in range(4)
+        )
         self.pages = np.zeros(shape.num_page_entries, dtype=np.int32)
         self.page_starts, self.lengths = (np.zeros(rows, dtype=np.int32) for _ in range(2))
         self.query_starts = np.zeros(rows + 1, dtype=np.int32)
@@ -151,6 +153,7 @@ class StepInputs:
             "tokens": self.tokens[:size],
             "positions": self.positions[:size],
             "slots": self.slots[:size],
+            "adapters": self.adapters[:size],
             "pages": self.pages,
             "page_starts": self.page_starts[:rows],
             "lengths": self.lengths[:rows],
@@ -185,7 +188,9 @@ class StepInputs:
             self.fresh[0], self.row[0] = reads[0] == 0, planned[0].sequence.row
             self.query_starts[1 : len(planned) + 1] = query_ends
             self.query_starts[len(planned) + 1 :] = total
-        for held, given in ((self.tokens, tokens), (self.positions, positions), (self.slots, slots)):
+        adapters = np.repeat([part.sequence.request.ask.adapter for part in planned], counts)
+        inputs = ((self.tokens, tokens), (self.positions, positions), (self.slots, slots))
+        for held, given in (*inputs, (self.adapters, adapters)):
             held[:size] = 0
             held[at] = given
         for table, entries in ((self.page_starts, page_starts), (self.lengths, reads + counts)):
