@@ -123,15 +123,14 @@ def _verify(plan: Any, method: str) -> None:
     from tessera.errors import TesseraError
     from tessera.execute.offline import run_offline
     from tessera.execute.worker_stepper import WorkerStepper
-    from tessera.flow import as_run, requests_of, run_reference
+    from tessera.flow import requests_of, run_reference
 
     asked = requests_of(plan, REQUESTS, is_fresh=True)
     with WorkerStepper([plan], asked.weights, method=method, max_failures=1) as stepper:
         run = run_offline(stepper, asked.work)
     run.raise_failures()
     for request, result in zip(asked.work, run.results, strict=True):
-        unit, own = as_run(plan, result.lane, request)
-        if not is_equal(run_reference(unit, own), result):
+        if not is_equal(run_reference(plan.unit, request), result):
             raise TesseraError("the divided run differs from the reference run")
 
 

@@ -32,12 +32,12 @@ from tessera.capture.workload import on_device
 from tessera.execute.cuda.measure import whole_plan
 from tessera.execute.worker_stepper import hidden_main
 from tessera.flow import LoadSteps, make_unit, plan_steps
-from tessera.ir import Cluster, Plan, Step, Trace
-from tessera.plan import LoadConfig, LoadPlan, Option, Target
+from tessera.ir import Cluster, Objective, Plan, Step, Trace
+from tessera.plan import Comparison, Option, PlanConfig, Target
 from tessera.profile import make_cluster, parse_devices
 
-# Batches that are looked at, for every policy alike, and those near the best of them.
-BATCHES, NEAR = (8, 32, 128, 512), ((0.5, 2.0), (0.75, 1.5))
+# Batches that are looked at, for every policy alike.
+BATCHES = (8, 32, 128, 512)
 # Decodes of a request: its state, of gigabytes, is cleared when it begins.
 DECODES = 8
 # Seconds of a round.
@@ -51,7 +51,7 @@ class Row:
     """A load of the evaluation: so many layers of a model, one kind of step."""
 
     model: str
-    # Of the whole model, and of what is run.
+    # Layers of the whole model, and of what is run.
     whole: int
     layers: int
     kind: str
@@ -63,12 +63,12 @@ class Row:
 
     @property
     def runs(self) -> int:
-        """Of its step, in a request."""
+        """Runs of its step in a request."""
         return DECODES if self.kind == "decode" else 1
 
     @property
     def share(self) -> float:
-        """Of the model."""
+        """Share of the model that is run."""
         return self.layers / self.whole
 
 
@@ -82,7 +82,7 @@ ROWS = {
 }
 
 
-def searched(row: Row) -> LoadPlan:
+def searched(row: Row) -> Comparison:
     """Batch, microbatches and placement of every policy."""
     steps = LoadSteps(
         [Step(row.model, row.kind, 1, row.context)],
@@ -90,7 +90,7 @@ def searched(row: Row) -> LoadPlan:
         record=lambda step: _recorded(row, step.batch)[1],
     )
     target = Target(0 if row.kind == "decode" else 1, row.limit_ms and row.limit_ms * row.share)
-    return plan_steps(steps, _emulated(row), target, LoadConfig(BATCHES, NEAR))
+    return plan_steps(steps, _emulated(row), target, PlanConfig(Objective.THROUGHPUT), BATCHES)[1]
 
 
 def _emulated(row: Row) -> Cluster:
@@ -134,26 +134,18 @@ def _built(row: Row, batch: int) -> _Built:
     return _Built(make_unit([trace], (row.runs,)), workload.weights(), [Same(given) for given in made])
 
 
-def measured(row: Row, found: LoadPlan, tell: Any) -> dict[str, Any]:
+def measured(row: Row, found: Comparison, tell: Any) -> dict[str, Any]:
     """Plan and best coarser policy on the card, in one run."""
-    planned = [o for o in found.options if o.policy == "plan"]
-    within = row.limit_ms and row.limit_ms * row.share
-    plan = max(
-        (o for o in planned if not within or o.tpot_ms <= within), key=lambda o: o.tokens_per_s, default=None
-    )
+    plan = replace(found.chosen, policy="plan")
     best = max(found.baselines, key=lambda o: o.tokens_per_s)
     replicas = next((o for o in found.baselines if o.policy == "data-parallel"), None)
     rates: dict[str, Any] = {}
     for name, option in {"plan": plan, "best": best, "data-parallel": replicas}.items():
-        if option is None:
-            continue
-        if name != "plan" and option.policy in rates:
+        if option is None or (name != "plan" and option.policy in rates):
             continue
         key = "plan" if name == "plan" else option.policy
         rates[key] = _measure(row, option)
         tell(f"{key} so far", rates[key])
-    if "plan" not in rates:
-        return {"rates": rates, "best": best.policy}
     ratio = _ratio(rates, "plan", best.policy)
     return {
         "rates": rates, "best": best.policy, **ratio,

@@ -13,21 +13,24 @@ import torch
 from tessera.capture import record_step
 from tessera.execute.offline import run_offline
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.flow import as_run, make_load_plan, make_plan, make_unit, price, requests_of, run_reference
-from tessera.ir import Cluster, Objective, Step
-from tessera.plan import LoadConfig, Target
+from tessera.flow import make_plan, make_unit, price, requests_of, run_reference
+from tessera.ir import Cluster, Load, Objective, Step
+from tessera.plan import QUICK
+from tessera.plan.service import compared
+from tessera.planning import ServedSteps, make_service_plan
 from tessera.profile import make_cluster, parse_devices
+from tessera.serve.rehearse import rehearse
 
 
 def is_it_worth_it(cluster: Cluster) -> None:
-    """Decodes of Llama 3 8B at a context of 1,024: the plan and coarser policies, each at its best batch."""
-    step = Step("llama-3-8b", "decode", batch=1, context=1024)
-    config = LoadConfig(batches=(128, 320), max_microbatches=2)
-    answer = make_load_plan([step], cluster, Target(0), config, is_compiled=True)
+    """Requests of 1,024 + 256 tokens to Llama 3 8B: the plan and other policies, each at its own best."""
+    steps = ServedSteps("llama-3-8b", cluster, is_compiled=True)
+    plan = make_service_plan(steps, Load(1024, 256, tpot_ms=50.0), rehearse, QUICK)
+    answer = compared(plan)
     for option in (*answer.baselines, answer.chosen):
         batches = ", ".join(f"{batch} on {device}" for device, batch in option.batch.items())
         print(
-            f"{option.policy:>16} {option.tokens_per_s:7,.0f} tokens/s at {option.tpot_ms:.0f} ms: {batches}"
+            f"{option.policy:>25} {option.tokens_per_s:7,.0f} tokens/s at {option.tpot_ms:.0f} ms: {batches}"
         )
 
 
@@ -38,7 +41,7 @@ def does_it_work(cluster: Cluster) -> bool:
     asked = requests_of(plan, 4)
     with WorkerStepper([plan], asked.weights, transport="host") as stepper:
         results = run_offline(stepper, asked.work).results
-    expected = [run_reference(*as_run(plan, 0, request)) for request in asked.work]
+    expected = [run_reference(plan.unit, request) for request in asked.work]
     return all(
         torch.equal(output[name], result.outputs[run][name])
         for model, result in zip(expected, results, strict=True)

@@ -1,9 +1,10 @@
-"""compare: all policies of one case, each at its own best batch and microbatches, by the load planner.
+"""compare: all policies of one case, each at its own best configuration, by what `tessera plan MODEL` does.
 
-The plan and the coarse policies come from one run of what `tessera plan MODEL` does. The single placement is
-the published mixed-integer program (HiGHS, with a time limit), the latency policy the placement of the
-shortest makespan; both are made at the points where the plan and the best coarse policy of one batch are, and
-judged as all others are, within the same memory and the same limit of time.
+Whole requests are planned as a service and rehearsed. Steps alone (prefills, decodes, denoising) and requests
+of models with state by row are planned at their best batch. Of these, the single placement is the published
+mixed-integer program (HiGHS, with a time limit), the latency policy the placement of the shortest makespan;
+both are made at the points where the plan and the best coarse policy of one batch are, and judged as all
+others are, within the same memory and the same limit of time.
 """
 
 import time
@@ -14,90 +15,126 @@ from dataclasses import dataclass
 from benchmarks.paper.library import Library
 from benchmarks.paper.records import Case, Load, Outcome, Reached, wired
 
+from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.flow import LoadSteps, plan_steps, price
+from tessera.flow import LoadSteps, choose_launches, plan_steps, price
 from tessera.ir import Cluster, Costs, Objective
-from tessera.plan import LoadConfig, LoadPlan, Option
+from tessera.plan import Comparison, Option, PlanConfig, search_config
 from tessera.plan.problem import Mix, build
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.planners import PLANNERS, single_placement
 from tessera.plan.search.task import Task
+from tessera.plan.service import compared
+from tessera.planning import ServedSteps, make_service_plan
+from tessera.serve.rehearse import rehearse
 from tessera.simulate import SteadyRates
 
 
 def compare(library: Library, case: Case) -> Outcome:
     """Plans and simulates; a case that does not fit its devices has an outcome that says so."""
-    started = time.process_time()
-    steps, cluster = library.steps(case.load), wired(case.gpus, case.wire)
+    return _service(case) if library.is_served(case.load) else _steps(library, case)
+
+
+def _service(case: Case) -> Outcome:
+    started, load = time.process_time(), case.load
+    steps = ServedSteps(load.model, wired(case.gpus, case.wire))
+    steps.is_compiled, _ = choose_launches(steps.anchors, "")
+    wanted = ir.Load(load.prompt, load.output, tpot_ms=load.limit_ms)
     launches = "compiled" if steps.is_compiled else "eager"
-    effort = case.effort
     try:
-        found = plan_steps(steps, cluster, case.load.target, LoadConfig(effort.batches, effort.near))
+        plan = make_service_plan(steps, wanted, rehearse, search_config(case.effort.search))
     except PlanInfeasible as error:
-        sources = sources_of(price(steps.at(effort.batches[0]), cluster))
         spent = time.process_time() - started
-        return Outcome({}, None, "", "", None, 0, rent(cluster), sources, launches, spent, str(error))
-    policies = {o.policy: _reached(case.load, o) for o in found.baselines}
-    policies = {"throughput": _reached(case.load, found.chosen), **policies}
-    others = _Others(case, found, steps, cluster)
-    note, busy = "", None
-    if case.effort.milp_s is not None:
-        limit_s = case.effort.milp_s
-        note = f"at most {limit_s:g} s for each of {len(others.points)} points"
-        placed = others.best(lambda task: single_placement(task, limit_s))
-        if placed is not None:
-            policies["single-placement"], busy = placed
-    if case.effort.has_latency:
-        quickest = others.best(PLANNERS[Objective.LATENCY.value])
-        if quickest is not None:
-            policies["latency"] = quickest[0]
-    per_s = found.plan.batch * max(1, case.load.target.output_tokens) / case.load.per_result
+        return Outcome({}, None, "", "", None, 0, rent(steps.cluster), {}, launches, spent, str(error))
+    found = compared(plan)
     return Outcome(
-        policies,
-        found.plan.bound_per_s * per_s,
-        found.plan.policy,
-        note,
-        busy,
-        len(found.plan.lanes),
-        rent(cluster),
-        sources_of(found.plan.costs),
+        _policies(load, found),
+        plan.bound_per_s and plan.bound_per_s / load.per_result,
+        plan.policy,
+        "",
+        None,
+        len(plan.groups),
+        rent(steps.cluster),
+        sources_of([costs for group in plan.groups for costs in group.plan.costs]),
         launches,
         time.process_time() - started,
     )
 
 
+def _steps(library: Library, case: Case) -> Outcome:
+    started = time.process_time()
+    steps, cluster = library.steps(case.load), wired(case.gpus, case.wire)
+    launches, effort = "compiled" if steps.is_compiled else "eager", case.effort
+    config = PlanConfig(Objective.THROUGHPUT, search=search_config(effort.search))
+    try:
+        plan, found = plan_steps(steps, cluster, case.load.target, config, effort.batches)
+    except PlanInfeasible as error:
+        sources = sources_of(price(steps.at(effort.batches[0]), cluster))
+        spent = time.process_time() - started
+        return Outcome({}, None, "", "", None, 0, rent(cluster), sources, launches, spent, str(error))
+    policies = _policies(case.load, found)
+    others = _Others(case, found, steps, cluster)
+    note, busy = "", None
+    if effort.milp_s is not None:
+        limit_s = effort.milp_s
+        note = f"at most {limit_s:g} s for each of {len(others.points)} points"
+        placed = others.best(lambda task: single_placement(task, limit_s))
+        if placed is not None:
+            policies["single-placement"], busy = placed
+    if effort.has_latency:
+        quickest = others.best(PLANNERS[Objective.LATENCY.value])
+        if quickest is not None:
+            policies["latency"] = quickest[0]
+    per_s = plan.batch * max(1, case.load.target.output_tokens) / case.load.per_result
+    return Outcome(
+        policies,
+        plan.bound_per_s * per_s,
+        plan.policy,
+        note,
+        busy,
+        len(plan.lanes),
+        rent(cluster),
+        sources_of(plan.costs),
+        launches,
+        time.process_time() - started,
+    )
+
+
+def _policies(load: Load, found: Comparison) -> dict[str, Reached]:
+    baselines = {o.policy: _reached(load, o) for o in found.baselines}
+    return {"throughput": _reached(load, found.chosen), **baselines}
+
+
 def _reached(load: Load, option: Option) -> Reached:
     ms = option.ttft_ms if load.steps[-1].kind == "prefill" else option.tpot_ms
-    rates = (option.tokens_per_s / load.per_result, ms)
-    return Reached(*rates, option.batch, option.microbatches, option.prefill_batch)
+    return Reached(option.tokens_per_s / load.per_result, ms, option.batch, option.microbatches)
 
 
 @dataclass(frozen=True, eq=False)
 class _Others:
-    """Policies that the load planner does not look at, where its best are."""
+    """Policies that the planner does not look at, where its best are."""
 
     case: Case
-    found: LoadPlan
+    found: Comparison
     steps: LoadSteps
     cluster: Cluster
 
     @property
-    def points(self) -> list[tuple[int, int, int]]:
-        """(batch, rows of a prefill, microbatches) of the plan and of the best coarse policy of one batch."""
+    def points(self) -> list[tuple[int, int]]:
+        """(batch, microbatches) of the plan and of the best coarse policy of one batch."""
         ranked = sorted(self.found.baselines, key=lambda o: -o.tokens_per_s)
-        points: list[tuple[int, int, int]] = []
-        for option in (self.found.chosen, *ranked):
-            batches, prefills = set(option.batch.values()), set(option.prefill_batch.values())
-            if len(batches) == 1 and len(prefills) <= 1:
-                (batch,) = batches
-                points.append((batch, max(prefills, default=batch), option.microbatches))
+        points = [
+            (max(option.batch.values()), option.microbatches)
+            for option in (self.found.chosen, *ranked)
+            if len(set(option.batch.values())) == 1
+        ]
         return list(dict.fromkeys(points))[:2]
 
     def best(self, propose: Callable[[Task], Sequence[Mix] | None]) -> tuple[Reached, float] | None:
         """The best that keeps to the limit, with its rate by busy time."""
         load, reached = self.case.load, []
-        for batch, prefill, microbatches in self.points:
-            unit = self.steps.at(batch, prefill)
+        for batch, microbatches in self.points:
+            unit = self.steps.at(batch)
             task = Task(build(unit, price(unit, self.cluster), self.cluster), microbatches, SteadyRates())
             mixes = propose(task)
             if not mixes:

@@ -17,9 +17,12 @@ import msgspec
 from benchmarks.paper.records import Load, Shape
 
 import tessera
-from tessera.capture import record_step
+from tessera.capture import place_of, record_sizes, record_step
+from tessera.errors import CaptureError
 from tessera.flow import ANCHORS, LoadSteps, at_batches, choose_launches
 from tessera.ir import Step, Trace, WorkUnit, load, save
+from tessera.kernels import PAGE
+from tessera.planning import served_step
 
 # Loads whose steps a process keeps at hand: at all batches, some hundred megabytes of a large model.
 NUM_KEPT = 13
@@ -60,9 +63,13 @@ class Library:
         """Are its launches those of compiled steps? They are where the package has them."""
         return choose_launches(at_batches(asked.steps, ANCHORS), "")[0]
 
+    def is_served(self, asked: Load) -> bool:
+        """Whether its requests are planned as a service."""
+        return asked.kind == "request" and _is_served(asked.model)
+
     def recorded_for(self, asked: Load) -> list[Step]:
-        """What has to be recorded before a load can be planned for."""
-        if self.is_compiled(asked):
+        """What has to be recorded before a load can be planned for; a service records its own steps."""
+        if self.is_compiled(asked) or self.is_served(asked):
             return []
         return [replace(step, batch=batch) for step in asked.steps for batch in ANCHORS]
 
@@ -91,6 +98,15 @@ def _plain(value: Any) -> Any:
 
 
 @lru_cache(maxsize=NUM_KEPT)
+def _is_served(model: str) -> bool:
+    try:
+        record_sizes([served_step(place_of(model), 8, 2, 4 * PAGE, PAGE, is_random=False)])
+    except CaptureError:  # state by row
+        return False
+    return True
+
+
+@lru_cache(maxsize=NUM_KEPT)
 def _steps(library: Library, steps: tuple[Step, ...], counts: tuple[int, ...]) -> LoadSteps:
     is_compiled, _ = choose_launches(at_batches(steps, ANCHORS), "")
     return LoadSteps(steps, counts, is_compiled=is_compiled, record=library.record)
@@ -98,14 +114,14 @@ def _steps(library: Library, steps: tuple[Step, ...], counts: tuple[int, ...]) -
 
 @lru_cache(maxsize=1)
 def recording_digest() -> str:
-    """Of everything that decides what a recorded step looks like."""
+    """Digest of everything that decides what a recorded step looks like."""
     root = Path(tessera.__file__).parent
     return _digest(path for part in ("capture", "ir") for path in (root / part).rglob("*.py"))
 
 
 @lru_cache(maxsize=1)
 def working_digest() -> str:
-    """Of everything that decides what comes out of a case."""
+    """Digest of everything that decides what comes out of a case."""
     roots = (Path(tessera.__file__).parent, Path(__file__).parent)
     suffixes = (".py", ".json", ".gz")
     return _digest(path for root in roots for path in root.rglob("*") if path.suffix in suffixes)

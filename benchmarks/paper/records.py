@@ -13,7 +13,7 @@ from typing import Any
 from tessera.capture import known_models
 from tessera.errors import UnknownName
 from tessera.ir import Cluster, Device, Link, Step
-from tessera.plan import BATCHES, NEAR, Target
+from tessera.plan import BATCHES, Target
 from tessera.plan.baselines import COARSE
 from tessera.profile import LINKS, gpu, parse_devices
 
@@ -135,9 +135,10 @@ class Wire:
 class Effort:
     """How closely a case is looked at, and which policies are worked out beside the coarse ones."""
 
-    # As the load planner takes them: batches, and multiples of the best of them.
+    # Batches of steps that are planned alone.
     batches: tuple[int, ...] = BATCHES
-    near: tuple[tuple[float, ...], ...] = NEAR
+    # Search of a service: full or quick.
+    search: str = "full"
     # Seconds for the mixed-integer program of the single placement; None: it is left out.
     milp_s: float | None = None
     # The latency policy, which takes several times as long to plan as all others together.
@@ -146,9 +147,10 @@ class Effort:
     def joined(self, other: "Effort") -> "Effort":
         """What satisfies both."""
         limits = [x for x in (self.milp_s, other.milp_s) if x is not None]
-        closer = max(self, other, key=lambda x: (len(x.batches), len(x.near)))
+        closer = max(self, other, key=lambda x: len(x.batches))
+        search = "full" if "full" in (self.search, other.search) else "quick"
         return Effort(
-            closer.batches, closer.near, max(limits, default=None), self.has_latency or other.has_latency
+            closer.batches, search, max(limits, default=None), self.has_latency or other.has_latency
         )
 
 
@@ -185,15 +187,13 @@ def wired(gpus: Sequence[str], wire: Wire) -> Cluster:
 class Reached:
     """What one policy gives at its own best, simulated."""
 
-    # Of what the load counts: requests, tokens or pictures.
+    # What the load counts per second: requests, tokens or pictures.
     per_s: float
     # Per output token or denoising step; of prefills alone, until they are done.
     ms: float
-    # Rows of a microbatch on each device that has one.
+    # Sequences on each device.
     batch: Mapping[str, int]
     microbatches: int
-    # Of one of its prefills, where there are any.
-    prefill_batch: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

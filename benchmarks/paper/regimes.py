@@ -1,6 +1,6 @@
 """The map of regimes: over pairs, models, phases, limits and links, who is best and by how much.
 
-Verdicts: `kernel-level` where the throughput plan beats every coarse policy by more than `CLEAR`;
+Verdicts: `kernel-level` where the plan beats every coarse policy by more than `CLEAR` and is none of them;
 `data-parallel` where that policy is within `CLEAR` of the plan; else the coarse policy that is.
 """
 
@@ -12,6 +12,8 @@ import numpy as np
 from benchmarks.paper import throughput
 from benchmarks.paper.records import Case, Outcome
 from benchmarks.paper.scale import Scale
+
+from tessera.plan.baselines import COARSE
 
 NAME = "regimes"
 CLEAR = 1.02
@@ -51,18 +53,18 @@ def _cell(case: Case, found: Outcome) -> dict[str, Any]:
         "best_coarse": best[0] if best else None,
         "ratio_to_best_coarse": over_best,
         "ratio_to_data_parallel": over_parallel,
-        "verdict": verdict(over_best, over_parallel, best[0] if best else None),
+        "verdict": verdict(over_best, over_parallel, best[0] if best else None, found.chosen),
         "source": found.source,
         "why_none": found.why or None,
     }
 
 
-def verdict(over_best: float | None, over_parallel: float | None, best: str | None) -> str:
+def verdict(over_best: float | None, over_parallel: float | None, best: str | None, chosen: str = "") -> str:
     """Who is best, in a word."""
     if over_best is None or best is None:
         return "does not fit"
     if over_best > CLEAR:
-        return "kernel-level"
+        return chosen if chosen in COARSE else "kernel-level"
     return "data-parallel" if over_parallel is not None and over_parallel <= CLEAR else best
 
 

@@ -64,14 +64,8 @@ class Scale:
     gbps: tuple[float, ...]
 
 
-# Batches are looked at less closely than by `tessera plan`, for every policy alike; a whole request has three
-# things to choose, so its batches are looked at less closely still.
-COARSELY = Effort((8, 32, 128, 512, 2048), ((0.5, 2.0), (0.75, 1.5)))
-MORE_COARSELY = Effort((8, 32, 128, 512, 2048), ((0.5, 2.0),))
-
-
-def _effort(load: Load) -> Effort:
-    return COARSELY if len(load.steps) == 1 else MORE_COARSELY
+# Less effort than `tessera plan` takes, for every policy alike.
+COARSELY = Effort((8, 32, 128, 512, 2048), "quick")
 
 
 def quick_cases(loads: Sequence[Load], pairs: Sequence[Pair]) -> tuple[Case, ...]:
@@ -81,7 +75,7 @@ def quick_cases(loads: Sequence[Load], pairs: Sequence[Pair]) -> tuple[Case, ...
         turned = [pairs[(number + at) % len(pairs)] for at in range(2 if number == 0 else 1)]
         for pair in dict.fromkeys(turned):
             is_first = (load, pair) == (loads[0], pairs[0])
-            effort = replace(_effort(load), milp_s=3.0 if is_first else 1.0, has_latency=is_first)
+            effort = replace(COARSELY, milp_s=3.0 if is_first else 1.0, has_latency=is_first)
             made.append(Case(load, pair, Wire.preset("pcie4"), effort))
     return tuple(made)
 
@@ -101,7 +95,7 @@ def grid(loads: Sequence[Load], pairs: Sequence[Pair]) -> tuple[Case, ...]:
         pair = pairs[(3 * number + 7 * turn) % len(pairs)]
         gpus = (pair[0],) * first + (pair[1],) * second
         asked = replace(load, limit_ms=_limit(load)) if (turn + number) % 2 else load
-        made[Case(asked, gpus, wires[(number + turn) % len(wires)], _effort(load))] = None
+        made[Case(asked, gpus, wires[(number + turn) % len(wires)], COARSELY)] = None
     return tuple(made)
 
 

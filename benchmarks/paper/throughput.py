@@ -43,8 +43,7 @@ def row_of(case: Case, found: Outcome) -> dict[str, Any]:
         "unit": f"{load.counted} per second",
         "policies": found.rates,
         "reached": {
-            policy: {"ms": r.ms, "batch": dict(r.batch), "prefill_batch": dict(r.prefill_batch)}
-            | {"microbatches": r.microbatches}
+            policy: {"ms": r.ms, "batch": dict(r.batch), "microbatches": r.microbatches}
             for policy, r in found.policies.items()
         },
         "policy": found.chosen or None,

@@ -23,25 +23,12 @@ from tessera.ir import (
     Plan,
     Step,
     Trace,
-    Variant,
     WorkUnit,
     verify,
 )
 from tessera.ir.graph import StepFamily, check_counts, check_steps
-from tessera.plan import (
-    FULL,
-    Batched,
-    Constraint,
-    LoadConfig,
-    LoadPlan,
-    PlanConfig,
-    PricedLoad,
-    SearchConfig,
-    Target,
-    plan_load,
-    solve,
-    solve_batches,
-)
+from tessera.plan import FULL, Comparison, Constraint, PlanConfig, SearchConfig, Target, solve
+from tessera.plan.batches import BATCHES, BatchSearch, PricedUnit
 from tessera.profile.measured import Timer, combine, needs_measuring
 from tessera.simulate import SteadyRates
 
@@ -126,16 +113,6 @@ def replan(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...], search: Searc
     )
 
 
-def make_batched_plan(
-    variants: Sequence[Variant],
-    cluster: Cluster,
-    config: PlanConfig,
-    advance: Callable[[str], None] = lambda text: None,
-) -> Batched:
-    """A plan over the same steps at several batches; its lanes may have different batches."""
-    return solve_batches(variants, cluster, config, partial(SteadyRates, config.search.long_window), advance)
-
-
 def record_compiled(step: Step) -> Trace:
     """Launches of Inductor for a step, as far as known without a GPU."""
     from tessera.capture.inductor import record_inductor_offline
@@ -202,50 +179,32 @@ class LoadSteps:
             return record_step(sized, "fake", is_compared=True)
         return self.record(sized)
 
-    def at(self, batch: int, prefill_batch: int | None = None) -> WorkUnit:
-        """The unit at a batch, with prefills of `prefill_batch` rows at a time."""
-        graphs, counts = [], []
-        for n, (step, count) in enumerate(zip(self.steps, self.counts, strict=True)):
-            rows = prefill_batch if prefill_batch and step.kind == "prefill" else batch
-            if (n, rows) not in self._graphs:
-                self._graphs[n, rows] = self._written(n, rows)
-            graphs.append(self._graphs[n, rows])
-            counts.append(count * (batch // rows))
-        return WorkUnit(tuple(graphs), tuple(counts))
+    def at(self, batch: int) -> WorkUnit:
+        for n in range(len(self.steps)):
+            if (n, batch) not in self._graphs:
+                self._graphs[n, batch] = self._written(n, batch)
+        return WorkUnit(tuple(self._graphs[n, batch] for n in range(len(self.steps))), tuple(self.counts))
 
     def _written(self, step: int, batch: int) -> Graph:
         if self._families:
             return self._families[step].at(replace(self.steps[step], batch=batch))
         return build_graph(self._trace(self.steps[step], batch))
 
-    def matches_recording(self, plan: Plan) -> bool:
-        """True if the plan's batches equal their recordings; else the recordings are used from now on.
+    def matches_recording(self, unit: WorkUnit) -> bool:
+        """True if the unit equals its recordings; else the recordings are used from now on.
 
         Compiled launches are not checked.
         """
         is_right = True
-        for variant in plan.every_variant if self._families and not self.is_compiled else ():
-            for n, (step, graph) in enumerate(zip(self.steps, variant.unit.graphs, strict=True)):
-                batch = graph.trace.step.batch
-                if (n, batch) in self._seen:
-                    continue
-                self._seen.add((n, batch))
-                recorded = build_graph(self._trace(step, batch))
-                if recorded != graph:
-                    self._graphs[n, batch], is_right = recorded, False
+        for n, graph in enumerate(unit.graphs if self._families and not self.is_compiled else ()):
+            batch = graph.trace.step.batch
+            if (n, batch) in self._seen:
+                continue
+            self._seen.add((n, batch))
+            recorded = build_graph(self._trace(self.steps[n], batch))
+            if recorded != graph:
+                self._graphs[n, batch], is_right = recorded, False
         return is_right
-
-
-def plan_for(
-    variant_at: Callable[[int], Variant],
-    cluster: Cluster,
-    target: Target,
-    config: LoadConfig,
-    in_parts: Callable[[int, int], Variant] | None = None,
-) -> LoadPlan:
-    """Batch, microbatches and placement for a load, rated by simulation."""
-    simulator = partial(SteadyRates, config.search.long_window)
-    return plan_load(PricedLoad(variant_at, cluster, target, simulator, in_parts), config)
 
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:
@@ -256,61 +215,40 @@ def at_batches(steps: Sequence[Step], batches: Sequence[int]) -> list[Step]:
     return [replace(step, batch=batch) for step in steps for batch in batches]
 
 
-def make_load_plan(
-    steps: Sequence[Step],
-    cluster: Cluster,
-    target: Target,
-    config: LoadConfig,
-    is_compiled: bool = False,
-    prefill_batch: int | None = None,
-) -> LoadPlan:
-    """Batch, microbatches and placement for a load; `steps`: those of a request, at any batch.
-
-    Prefills take the best number of rows at a time, or `prefill_batch` where it divides the batch.
-    """
-    counts = [target.output_tokens if len(steps) > 1 and step.kind == "decode" else 1 for step in steps]
-    recorded = LoadSteps(steps, counts, anchors_of(config.batches), config.advance, is_compiled)
-    return plan_recorded(recorded, cluster, target, config, prefill_batch)
-
-
-def plan_recorded(
+def batch_search(
     recorded: LoadSteps,
     cluster: Cluster,
     target: Target,
-    config: LoadConfig,
-    prefill_batch: int | None = None,
-) -> LoadPlan:
-    """As `make_load_plan`, from steps that are recorded."""
-    while True:
-        planned = plan_steps(recorded, cluster, target, config, prefill_batch)
-        if recorded.matches_recording(planned.plan):
-            return planned
+    config: PlanConfig,
+    advance: Callable[[str], None] = lambda text: None,
+) -> BatchSearch:
+    """A search for the best batch of recorded steps, rated by simulation."""
+    units: dict[int, PricedUnit] = {}
+
+    def unit_at(batch: int) -> PricedUnit:
+        unit = recorded.at(batch)
+        if batch not in units or units[batch][0] != unit:
+            units[batch] = unit, price(unit, cluster)
+        return units[batch]
+
+    simulate = partial(SteadyRates, config.search.long_window)
+    return BatchSearch(unit_at, cluster, target, config, simulate, advance)
 
 
 def plan_steps(
     recorded: LoadSteps,
     cluster: Cluster,
     target: Target,
-    config: LoadConfig,
-    prefill_batch: int | None = None,
-) -> LoadPlan:
-    """As `make_load_plan`, without the check of interpolated batches."""
-    prices: dict[int, Costs] = {}
-
-    def in_parts(batch: int, rows: int) -> Variant:
-        unit = recorded.at(batch, rows)
-        for graph in unit.graphs:
-            if id(graph) not in prices:  # `recorded` keeps them all
-                (prices[id(graph)],) = price(WorkUnit((graph,), (1,)), cluster)
-        return Variant(unit, tuple(prices[id(graph)] for graph in unit.graphs))
-
-    def variant_at(batch: int) -> Variant:
-        is_part = prefill_batch is not None and batch % prefill_batch == 0
-        return in_parts(batch, prefill_batch if prefill_batch and is_part else batch)
-
-    # With one batch, prefill batches would be compiled, a minute each.
-    is_free = prefill_batch is None and (len(config.batches) > 1 or not recorded.is_compiled)
-    return plan_for(variant_at, cluster, target, config, in_parts if is_free else None)
+    config: PlanConfig,
+    batches: Sequence[int] = BATCHES,
+    depths: Sequence[int] = (),
+    advance: Callable[[str], None] = lambda text: None,
+) -> tuple[Plan, Comparison]:
+    """The best batch, microbatches and placement, beside coarse policies at theirs."""
+    while True:
+        plan, found = batch_search(recorded, cluster, target, config, advance).best(batches, depths)
+        if recorded.matches_recording(plan.unit):
+            return plan, found
 
 
 def workload_of(trace: Trace) -> Workload:
@@ -352,47 +290,24 @@ class UnitRequest:
 
 
 @dataclass(frozen=True)
-class BatchRequest:
-    """One request at any batch of a plan; its lane decides."""
-
-    # [variant][step]
-    workloads: Sequence[Sequence[Workload]]
-    seed: int
-
-    def at(self, variant: int) -> UnitRequest:
-        steps = self.workloads[variant]
-        return UnitRequest(steps, steps[0].make_inputs(self.seed), self.seed)
-
-
-@dataclass(frozen=True)
 class Requests:
     """Requests for a plan, built from the records of its steps."""
 
     weights: Tensors
-    work: Sequence[UnitRequest | BatchRequest]
+    work: Sequence[UnitRequest]
     # Source of input values, for people.
     inputs: str
 
 
 def requests_of(plan: Plan, num: int, is_fresh: bool = False) -> Requests:
     """`is_fresh`: requests after the first get random values even if the model has an example."""
-    steps = [workloads_of(variant.unit) for variant in plan.every_variant]
-    weights, inputs = steps[0][0].weights(), "as the model makes them"
+    steps = workloads_of(plan.unit)
+    weights, inputs = steps[0].weights(), "as the model makes them"
     if is_fresh:
-        varied = [[workload.varied() for workload in unit] for unit in steps]
-        steps, inputs = [[workload for workload, _ in unit] for unit in varied], varied[0][0][1]
-    if plan.variants:
-        return Requests(weights, [BatchRequest(steps, seed) for seed in range(num)], inputs)
-    first = steps[0]
-    work = [UnitRequest(first, first[0].make_inputs(seed), seed) for seed in range(num)]
+        varied = [workload.varied() for workload in steps]
+        steps, inputs = [workload for workload, _ in varied], varied[0][1]
+    work = [UnitRequest(steps, steps[0].make_inputs(seed), seed) for seed in range(num)]
     return Requests(weights, work, inputs)
-
-
-def as_run(plan: Plan, lane: int, request: UnitRequest | BatchRequest) -> tuple[WorkUnit, UnitRequest]:
-    """The unit of a lane, and the request at its batch."""
-    chosen = plan.lanes[lane]
-    own = request.at(chosen.variant) if isinstance(request, BatchRequest) else request
-    return plan.unit_of(chosen), own
 
 
 @dataclass(frozen=True)

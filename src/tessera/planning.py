@@ -9,9 +9,10 @@ Not handled: models whose state is kept by row, which read prompts in steps of t
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,7 +51,9 @@ from tessera.plan.fluid import (
     ServiceDraft,
     StepPrice,
 )
-from tessera.plan.service import Rehearse, plan_service
+from tessera.plan.problem import cluster_of, costs_on
+from tessera.plan.search import objectives
+from tessera.plan.service import Rehearse, drafted, plan_service
 from tessera.plan.solve import lane_plan, place
 from tessera.profile import works
 from tessera.profile.measured import combine
@@ -71,6 +74,11 @@ CHECKED = (1536, 96, 98_304, 1536)
 # Seconds of the search for one placement, and the planner of a lane over several devices.
 SEARCH_S = 5.0
 PLANNERS = {"kernel-level": "single-placement"}
+# Sets of devices that are rehearsed under the objectives cost and energy.
+MAX_SETS = 4
+
+# Tokens, sequences, mean length.
+Sizes = tuple[int, int, int]
 
 
 def served_step(
@@ -91,10 +99,19 @@ class ServedSteps:
     random_weights: bool = False
     is_compiled: bool = False
     advance: Callable[[str], None] = lambda text: None
-    _prices: dict[tuple[int, int, int], StepPrice] = field(default_factory=dict)
+    # Prices by sizes, and times by sizes and kind of device.
+    _prices: dict[Sizes, StepPrice] = field(default_factory=dict)
+    _us: dict[Sizes, dict[object, "Floats"]] = field(default_factory=dict)
 
     def step(self, tokens: int, sequences: int, pool_tokens: int, length: int) -> Step:
         return served_step(place_of(self.model), tokens, sequences, pool_tokens, length, self.random_weights)
+
+    def on(self, cluster: Cluster) -> "ServedSteps":
+        """The same recordings on other devices."""
+        _ = self._kinds, self._live
+        other = copy(self)
+        other.cluster, other._prices = cluster, {}
+        return other
 
     @property
     def anchors(self) -> list[Step]:
@@ -148,8 +165,14 @@ class ServedSteps:
         if key not in self._prices:
             family, counts = self._kinds
             step = self.step(tokens, sequences, ANCHORS[0][2], length)
-            costs, _ = combine(family.at(step).trace, self.cluster.devices, {})
-            us = np.array([[cost.us for cost in row] for row in costs.costs]) * counts[:, None]
+            kinds = [(d.kind, d.gpu, d.num_sms) for d in self.cluster.devices]
+            times = self._us.setdefault(key, {})
+            missing = {k: d for k, d in zip(kinds, self.cluster.devices, strict=True) if k not in times}
+            if missing:
+                costs, _ = combine(family.at(step).trace, tuple(missing.values()), {})
+                rows = np.array([[cost.us for cost in row] for row in costs.costs]) * counts[:, None]
+                times.update(zip(missing, rows.T, strict=True))
+            us = np.stack([times[kind] for kind in kinds], axis=1)
             parts = [
                 (getattr(step, name) - getattr(first, name)) / (getattr(other, name) - getattr(first, name))
                 for name, other in zip(self.family.fields, self.anchors[1:], strict=True)
@@ -240,8 +263,10 @@ def make_group(steps: ServedSteps, draft: GroupDraft, policy: str, search: Searc
         # Microbatches share pages: each is planned with its part.
         part = replace(draft, pool_tokens=draft.pool_tokens // draft.microbatches // PAGE * PAGE)
         limited = replace(search, single_limit_s=SEARCH_S)
-        name = PLANNERS.get(policy, policy)
-        placement = place(*steps.unit(part), steps.cluster, name, draft.microbatches, limited)
+        cluster, (work, prices) = cluster_of(steps.cluster, draft.devices), steps.unit(part)
+        own, name = costs_on(prices, draft.devices), PLANNERS.get(policy, policy)
+        found = place(work, own, cluster, name, draft.microbatches, limited)
+        placement = Placement(tuple(tuple(draft.devices[d] for d in step) for step in found.devices))
     home = "+".join(steps.cluster.names[device] for device in draft.devices)
     plan = lane_plan(unit, costs, steps.cluster, placement, draft.microbatches, home)
     return Group(draft.role, plan, draft.sequences, draft.microbatches)
@@ -256,13 +281,32 @@ def make_service_plan(
     config: FluidConfig | None = None,
     policies: Sequence[str] = POLICIES,
 ) -> ServicePlan:
-    """The service with most tokens per second within the limits of a load."""
+    """The best service by an objective within the limits of a load."""
     flow.check_modelled(steps.cluster)
     config = config or (QUICK_FLUID if search is QUICK else FLUID)
     fluid = FluidModel(load, steps.cluster, steps.price, steps.model_bytes, config)
+    fluids = [fluid] if objective is Objective.THROUGHPUT else _worthwhile(fluid, objective, policies)
 
     def make(draft: ServiceDraft) -> ServicePlan:
         groups = tuple(make_group(steps, group, draft.policy, search) for group in draft.groups)
         return ServicePlan(steps.model, draft.policy, load, groups)
 
-    return plan_service(fluid, make, rehearse, steps.advance, objective, policies)
+    return plan_service(fluids, make, rehearse, steps.advance, objective, policies)
+
+
+def _worthwhile(fluid: FluidModel, objective: Objective, policies: Sequence[str]) -> list[FluidModel]:
+    """The model on all devices, and on the sets of devices with the best drafts by an objective."""
+    devices = tuple(range(len(fluid.cluster.devices)))
+    if objective is Objective.COST:
+        objectives.usd_per_hour(fluid.cluster, devices)
+    else:
+        objectives.watts(fluid.cluster, devices)
+    rated = []
+    for counts in product(*(range(len(kind) + 1) for kind in fluid.alike)):
+        chosen = sorted(d for kind, num in zip(fluid.alike, counts, strict=True) for d in kind[:num])
+        if 0 < len(chosen) < len(devices):
+            part = replace(fluid, devices=tuple(chosen))
+            best = max((drafted(part, policy, objective) for policy in policies), default=0.0)
+            rated.append((best, part))
+    ranked = sorted((row for row in rated if row[0] > 0.0), key=lambda row: -row[0])
+    return [fluid, *(part for _, part in ranked[:MAX_SETS])]

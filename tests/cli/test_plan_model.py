@@ -1,16 +1,14 @@
 """`tessera plan MODEL`: what a load is planned for."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from commands import call
-from report_factory import make_plan
-from tessera.cli.plan_load import how_sure, verdict
+from tessera.cli.plan_model import how_sure, verdict
 from tessera.ir import Plan, ServicePlan, load
-from tessera.plan import LoadPlan, Option
+from tessera.plan import Comparison, Option
 
 LOAD = ("--devices", "emu:h20,emu:l40s", "--prompt-tokens", "16", "--output-tokens", "4")
 QUICK = ("--effort", "quick")
@@ -52,9 +50,10 @@ def test_decodes_alone_are_planned_at_a_batch(tmp_path: Path, capsys: pytest.Cap
 
     assert 0 == code, err
     found = json.loads(out)
-    assert (8, 8) == (found["batch"], load(Plan, tmp_path / "x.plan").batch)
-    assert found["ratio_to_best_baseline"] >= 1.0
-    assert found["frontier"]
+    assert {8} == set(found["batches"].values()) == {load(Plan, tmp_path / "x.plan").batch}
+    assert found["service"] is None
+    assert found["ratio_to_best_baseline"] > 0.95
+    assert found["throughput"] <= found["bound"] * (1 + 1e-6)
 
 
 def test_a_model_is_planned_by_the_dollar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +67,16 @@ def test_a_model_is_planned_by_the_dollar(tmp_path: Path, capsys: pytest.Capture
     least = min(x["usd_per_million_tokens"] for x in found["baselines"].values())
     assert "cost" == found["objective"]
     assert found["usd_per_million_tokens"] <= 1.01 * least
+
+
+def test_a_device_that_is_not_worth_its_rent_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One card at full load is cheapest by the token."""
+    words = ("--objective", "cost", *QUICK, "-o", tmp_path / "x.plan", "--json", *LOAD[2:])
+    code, out, err = call("plan", "tiny-llama", "--devices", "emu:h100,emu:l4", *words, capsys=capsys)
+    assert 0 == code, err
+    assert 1 == len(json.loads(out)["batches"])
 
 
 @pytest.mark.parametrize(
@@ -100,20 +109,17 @@ def test_what_cannot_be_planned_is_said_in_a_line(
     assert "Traceback" not in err
 
 
-def load_plan(policy: str) -> LoadPlan:
+def comparison(policy: str) -> Comparison:
     """Twice the rate of data-parallel, and hardly more than that of a coarse split; or that split."""
     batch = {"emu:a100": 8, "emu:l40s": 8}
-    rates = {"data-parallel": 100.0, "attention-ffn": 200.0, "plan": 201.0}
+    rates = {"data-parallel": 100.0, "attention-ffn": 200.0, "kernel-level": 201.0}
     listed = {name: Option(name, rate, 1.0, 1.0, batch, 2) for name, rate in rates.items()}
-    baselines = (listed["data-parallel"], listed["attention-ffn"])
-    chosen = listed[policy]
-    plan = replace(make_plan(), policy="throughput" if policy == "plan" else policy)
-    return LoadPlan(plan.policy, chosen, baselines, plan=plan, options=tuple(listed.values()))
+    return Comparison(policy, listed[policy], (listed["data-parallel"], listed["attention-ffn"]))
 
 
 def test_a_gain_within_the_error_of_the_costs_is_said_to_be() -> None:
-    """Of each of the two that the plan is compared with."""
-    said = how_sure(load_plan("plan"), 0.1)
+    """Each of the two that the plan is compared with."""
+    said = how_sure(comparison("kernel-level"), 0.1)
 
     assert "2.01x data-parallel is beyond it" in said
     assert "attention-ffn is within it" in said
@@ -121,7 +127,7 @@ def test_a_gain_within_the_error_of_the_costs_is_said_to_be() -> None:
 
 def test_a_coarse_policy_that_is_best_is_no_gain() -> None:
     """But it may be one over data-parallel."""
-    found = load_plan("attention-ffn")
+    found = comparison("attention-ffn")
 
     assert verdict(found).startswith("No gain: attention-ffn is best here, 2.000x data-parallel")
     assert "attention-ffn" not in how_sure(found, 0.1)

@@ -131,22 +131,6 @@ def test_explanation_has_reasons_in_words(folder: Path, capsys: pytest.CaptureFi
         assert part in flat
 
 
-def test_batch_is_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two batches the one with more rows a second; both are listed."""
-    traces = [folder / f"{step}{batch}.trace" for batch in (1, 2) for step in ("prefill", "decode")]
-    words = ("--devices", "emu:a100,emu:l40s", "--batch-choices", "--json", "-o", folder / "b.plan")
-    code, out, err = call("plan", *traces, *words, capsys=capsys)
-    assert 0 == code, err
-    found = json.loads(out)
-    by_batch = {line["batch"]: line["rows_per_s"] for line in found["by_batch"]}
-
-    assert {1, 2} == set(by_batch)
-    assert found["rows_per_s"] == max(by_batch.values())
-    assert found["batch"] == max(by_batch, key=lambda b: by_batch[b])
-    assert {found["batch"]} == {lane["batch"] for lane in found["lanes"]}
-    assert found["gain_over_one_batch"] == 1.0
-
-
 def test_explanation_is_for_machines_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With --json the same reasons are a part of the document."""
     found = planned(folder, "--explain", capsys=capsys)["explain"]
@@ -178,12 +162,3 @@ def test_mistakes_get_one_line(
     assert 2 == code
     assert message in err
     assert 1 == len(err.strip().splitlines())
-
-
-def test_batches_with_unlike_steps_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every choice must be the same request."""
-    traces = [folder / "prefill1.trace", folder / "decode1.trace", folder / "decode2.trace"]
-    code, _, err = call("plan", *traces, "--devices", "emu:a100", "--batch-choices", capsys=capsys)
-
-    assert 2 == code
-    assert "batch 1 has prefill, decode; batch 2 has decode" in err

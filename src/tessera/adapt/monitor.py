@@ -78,9 +78,9 @@ class MeasuredSteps:
 def planned_us(plan: Plan, index: int, step: int) -> dict[str, Planned]:
     """Device -> (kernel, planned microseconds) of one step, without zero-time launches."""
     lane = plan.lanes[index]
-    graph, costs = plan.graphs[step], plan.prices[step]
+    graph, costs = plan.graphs[step], plan.costs[step]
     by_device: dict[str, dict[str, float]] = {}
-    for launch, device in enumerate(lane.placement.devices[step - plan.first_step(lane)]):
+    for launch, device in enumerate(lane.placement.devices[step]):
         here = by_device.setdefault(plan.cluster.names[device], {})
         kernel = graph.trace.kernel_of(launch).name
         here[kernel] = here.get(kernel, 0.0) + costs.us(launch, device)

@@ -6,12 +6,10 @@ from typing import Annotated
 import msgspec
 
 from tessera.ir import Cluster
-from tessera.plan import FULL, SearchConfig, Target
+from tessera.plan import FULL, SearchConfig
 from tessera.plan.rent import Basket
 from tessera.profile import gpu, make_cluster, parse_devices
 
-# Milliseconds to the first token and per token after it; None without tokens.
-Times = tuple[float | None, float | None]
 # Only in the JSON of a command.
 HIDDEN = msgspec.Meta(extra={"hidden": True})
 
@@ -45,13 +43,13 @@ class RentedLoad:
         return f"{self.rate_per_s:g} {self.unit}/s of {self.model}, {size}"
 
     @property
-    def target(self) -> Target:
-        return Target(1 if self.is_image else self.output, self.tpot_ms, self.ttft_ms)
+    def tokens(self) -> int:
+        """Tokens of an answer; an image counts as one."""
+        return 1 if self.is_image else self.output
 
-    def excess(self, times_ms: Times) -> float:
-        """The larger of both times relative to its limit; above 1: missed."""
-        pairs = zip((self.ttft_ms, self.tpot_ms), times_ms, strict=True)
-        return max((ms / slo for slo, ms in pairs if slo is not None and ms is not None), default=0.0)
+    @property
+    def has_limits(self) -> bool:
+        return self.ttft_ms is not None or self.tpot_ms is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +61,6 @@ class Market:
     max_devices: int = 4
     provider: str = ""
     link: str = "pcie4"
-    # Most microbatches in flight; None: chosen.
-    microbatches: int | None = None
-    # Batches to choose among; empty: powers of two, as far as memory goes.
-    batches: tuple[int, ...] = ()
     # Share of a GPU's memory for the model; the rest is for driver and allocator.
     memory_share: float = 0.9
     # "compiled", "eager", or empty: compiled where cached.
@@ -101,7 +95,7 @@ class Candidate:
     tpot_ms: float | None
     # Relative error of the prices of its launches.
     cost_error: float
-    # Rows of a microbatch on each device.
+    # Sequences on each device.
     batch: Annotated[dict[str, int], HIDDEN]
     microbatches: Annotated[int, HIDDEN]
     policy: Annotated[str, HIDDEN]

@@ -13,10 +13,10 @@ from tessera.advise import Advice, Candidate, Market, RentedLoad
 from tessera.cli.capture import MODEL_HELP, Launches, checked_launches
 from tessera.cli.output import HIDDEN, Record, finite, needs, positive, progress, shown
 from tessera.cli.plan import EffortOption
-from tessera.cli.plan_text import PlanFigures, plan_figures
+from tessera.cli.plan_model import ModelPlanFigures, PlannedModel, model_figures
 from tessera.cli.render import text_of
 from tessera.errors import TesseraError
-from tessera.ir import Plan, save
+from tessera.ir import Plan, ServicePlan, save
 
 # Steps of the progress bar when renting: recordings, batches, and plans.
 NUM_STEPS = 16
@@ -42,16 +42,14 @@ TtftOption = Annotated[
     float | None, typer.Option(callback=positive, help="Limit of the time to first token, in ms.")
 ]
 TpotOption = Annotated[
-    float | None, typer.Option(callback=positive, help="Limit of the time per output token, in ms.")
+    float | None,
+    typer.Option(
+        callback=positive,
+        help="Limit of the time per output token, in ms: median over the requests of every group.",
+    ),
 ]
 GpusOption = Annotated[str, typer.Option(help="GPUs to choose from, such as a100,l40s.", show_default="all")]
 ProviderOption = Annotated[str, typer.Option(help="The only provider to rent from.", show_default="any one")]
-MicrobatchesOption = Annotated[
-    int | None, typer.Option(min=1, help="Maximum microbatches in flight.", show_default="chosen")
-]
-BatchesOption = Annotated[
-    str, typer.Option(help="Batches to choose from, such as 1,8,64.", show_default="2 to 1024")
-]
 MarginOption = Annotated[
     float, typer.Option(min=0, callback=finite, help="Capacity to keep free, as a share of the rate.")
 ]
@@ -76,7 +74,7 @@ class AdviceRecord(Record, frozen=True):
     """Which cards carry the load; every figure is modelled."""
 
     advice: Annotated[Advice, shown("advice (modelled)")]
-    plans: Annotated[tuple[PlanFigures, ...], HIDDEN]
+    plans: Annotated[tuple[ModelPlanFigures, ...], HIDDEN]
     headline: str
     notes: tuple[str, ...]
     files: tuple[str, ...]
@@ -94,8 +92,6 @@ def advise(
     max_devices: Annotated[int, typer.Option(min=1, help="Maximum number of GPUs to rent.")] = 4,
     provider: ProviderOption = "",
     link: Annotated[str, typer.Option(help="Link between the GPUs.")] = "pcie4",
-    microbatches: MicrobatchesOption = None,
-    batches: BatchesOption = "",
     margin: MarginOption = 0.1,
     memory_share: MemoryShareOption = 0.9,
     launches: Launches = "",
@@ -111,7 +107,7 @@ def advise(
     and costs, and which card to rent next.
     """
     started_s = time.perf_counter()
-    listed, cells = _batches(batches), _regimes(regimes)
+    cells = _regimes(regimes)
     with progress("importing torch", None if have else NUM_STEPS) as advance:
         from tessera.advise.search import advise as search
         from tessera.capture import place_of
@@ -124,12 +120,14 @@ def advise(
         sizes = (prompt or usual[0], output or usual[1])
         load = RentedLoad(place_of(model), rate, *sizes, slo_ttft_ms, slo_tpot_ms, margin, is_image)
         market = Market(
-            _names(gpus), max_devices, provider, link, microbatches, listed, memory_share,
-            checked_launches(launches), search_config(effort),
+            _names(gpus), max_devices, provider, link, memory_share, checked_launches(launches),
+            search_config(effort),
         )  # fmt: skip
-        advice, plans = search(load, market, _names(have), advance, _say)
+        advice, planned = search(load, market, _names(have), advance, _say)
+    plans = tuple(plan for plan, _ in planned)
     files = _save(plans, bool(have), folder) if folder else ()
-    figures = tuple(plan_figures(plan) for plan in plans)
+    made = (PlannedModel(plan, found, advice.is_compiled) for plan, found in planned)
+    figures = tuple(map(model_figures, made))
     answer = _use(advice) if have else _rent(advice, figures[0])
     remarks = (*advice.notes, f"Costs: {figures[0].costs.sentence}")
     if page is not None:
@@ -154,13 +152,6 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
-def _batches(text: str) -> tuple[int, ...]:
-    words = _names(text)
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise TesseraError(f"'{text}' is no list of batches", "Write them as 1,4,16.", "--batches")
-    return tuple(sorted(set(map(int, words))))
-
-
 def _regimes(folder: Path | None) -> list[dict[str, Any]]:
     """The cells of the map, read before anything takes long."""
     if folder is None:
@@ -176,7 +167,7 @@ def _regimes(folder: Path | None) -> list[dict[str, Any]]:
     return cells
 
 
-def _save(plans: Sequence[Plan], is_have: bool, folder: Path) -> tuple[str, ...]:
+def _save(plans: Sequence[ServicePlan | Plan], is_have: bool, folder: Path) -> tuple[str, ...]:
     folder.mkdir(parents=True, exist_ok=True)
     names = ("have.plan",) if is_have else ("choice.plan", "runner-up.plan")
     paths = [folder / name for name in names[: len(plans)]]
@@ -185,10 +176,10 @@ def _save(plans: Sequence[Plan], is_have: bool, folder: Path) -> tuple[str, ...]
     return tuple(map(str, paths))
 
 
-def _rent(advice: Advice, plan: PlanFigures) -> list[str]:
+def _rent(advice: Advice, plan: ModelPlanFigures) -> list[str]:
     choice, load = advice.advised, advice.load
     carries = f"carries {choice.requests_per_s:.4g} {load.unit}/s"
-    cards = f"{', '.join(choice.gpus)} (batch {text_of(choice.batch.values())})"
+    cards = f"{', '.join(choice.gpus)} ({choice.policy}, {text_of(choice.batch.values())} sequences)"
     return [
         f"Rent {cards}: {choice.usd_per_hour:.2f} USD an hour at {choice.provider}, {carries}",
         plan.headline,
@@ -243,7 +234,7 @@ def _write_page(
     path: Path,
     advice: Advice,
     answer: Sequence[str],
-    plan: Plan,
+    plan: ServicePlan | Plan,
     remarks: Sequence[str],
     cells: list[dict[str, Any]],
 ) -> None:
@@ -262,14 +253,16 @@ def _write_page(
         for c in advice.next_cards
     ]
     note = "The advice is the coarsest way within the error of the prices."
-    beside = "A copy of the model at its best batch, beside the cards you have (modelled)."
+    beside = "A copy of the model at its best batch, beside the cards you have (drafted)."
     tables = (
         AdviceTable("Best way by time per token", note, ("at most", f"{unit}/s", "advised"), regimes),
         AdviceTable("One more card", beside, ("card", f"adds {unit}/s", "", "enough then"), cards),
     )
     title = ", on ".join((advice.load.title, *([", ".join(advice.have)] if advice.have else [])))
     remarks = (*remarks, f"Prices: {advice.price_source}.")
-    write_advice(path, title, answer, bars, tables if advice.have else (), plan, remarks, cells)
+    plans = plan.plans if isinstance(plan, ServicePlan) else (plan,)
+    divided = next((one for one in plans if len(one.used) > 1), None)
+    write_advice(path, title, answer, bars, tables if advice.have else (), divided, remarks, cells)
 
 
 def _facts(c: Candidate, unit: str) -> str:

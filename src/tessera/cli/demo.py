@@ -1,9 +1,12 @@
-"""tessera demo: the gain of a plan, the proof that results do not change, and a case without gain.
+"""tessera demo: a load planned and served on two unlike devices, and the proof that results do not change.
 
-Gain: a full-size model on two cards, planned from its outlines in its own process. Proof: a small Llama with
-random weights, planned three times, run on one worker process per device, and compared bit for bit.
+Gain: the service that carries a load of a full-size model on two cards, planned from its outlines in its own
+process. Service: a small Llama with random weights, planned and served on two emulated devices that pass
+pages to one another, compared token for token with the model itself. Proof: the same model divided kernel by
+kernel, compared bit for bit.
 """
 
+import asyncio
 import multiprocessing
 import sys
 import time
@@ -20,45 +23,27 @@ from rich.text import Text
 
 from tessera.cli.output import HIDDEN, Illustrated, Record, progress, shown
 from tessera.cli.plan import EffortOption
-from tessera.cli.plan_load import (
-    BASELINES,
-    PlannedLoad,
-    PolicyFigures,
-    curve,
-    how_sure,
-    load_figures,
-    planned,
-    policy_figures,
-    verdict,
-)
-from tessera.cli.plan_text import PlanFigures, PlanTables, plan_figures, sure
+from tessera.cli.plan_model import ModelPlanFigures, PlannedLoad, PolicyFigures, model_figures, plan_load
+from tessera.cli.plan_text import PlanFigures, plan_figures
 from tessera.cli.run import is_equal, overlap, run_through, shares
 from tessera.errors import TesseraError, WorkerError
-from tessera.ir import Cluster, Objective, Plan, Step, Timeline, save
-from tessera.plan import Option
-from tessera.report import (
-    Shown,
-    compared,
-    duration,
-    layer_picture,
-    main_lane,
-    short_name,
-    write_perfetto,
-    write_report,
-)
+from tessera.ir import Cluster, GroupSize, Load, Objective, Plan, ServicePlan, Step, Timeline, save
+from tessera.report import Shown, layer_picture, main_lane, write_perfetto, write_report
 
 if TYPE_CHECKING:
     import torch
 
-    from tessera.execute.offline import RunResult
-    from tessera.plan import LoadPlan
+    from tessera.cli.plan_model import PlannedModel
+    from tessera.flow import ReferenceRun
+    from tessera.serve.records import Ask
+    from tessera.serve.service import Service
 
-# Gain: a model with shipped outlines, decodes only, at least ten tokens per second for each user, on two
-# cards of opposite strength.
-FULL = PlannedLoad("llama-3-8b", prompt_tokens=1024, output_tokens=0, tpot_ms=100.0)
+# Gain: a model with shipped outlines, on two cards of opposite strength.
+FULL = PlannedLoad("llama-3-8b", prompt_tokens=1024, output_tokens=256, tpot_ms=50.0)
 FULL_DEVICES, FULL_LINK = "emu:h20,emu:l40s", "pcie4"
-# The proof.
+# Service and proof. The policies always divide the work, whether or not that pays for such a small model.
 MODEL = "tiny-llama"
+SERVED_POLICY, DIVIDED_POLICY = "prefill-decode", "attention-ffn"
 PROMPTS = (
     "Heterogeneous GPUs, working as one",
     "A kernel is code; a launch is one run of it",
@@ -68,45 +53,42 @@ PROMPTS = (
     "No gain: use one GPU",
 )
 PROMPT_TOKENS = 48
+MICROBATCHES = 4
 # Tokens of the small model are bytes, a begin and an end.
 BEGIN, END = 256, 257
 SIMULATED_REQUESTS = 12
-# Two objectives, and a policy that always divides each layer, so that the bit comparison never depends on
-# whether dividing such a small model pays.
-POLICIES = ((Objective.THROUGHPUT, None), (Objective.LATENCY, None), (Objective.THROUGHPUT, "attention-ffn"))
+# Figures of a policy that the record of a plan has under the same name.
+SHOWN = (
+    "tokens_per_s", "usd_per_million_tokens", "joules_per_token", "tpot_ms", "ttft_ms", "microbatches",
+)  # fmt: skip
 FIRST_LINE = (
-    f"Plans {FULL.model} for two different cards, proves on a small model that dividing it changes no bit, "
-    "and shows where dividing does not pay. No GPU, no weights; less than a minute."
+    f"Plans a load of {FULL.model} for two different cards, serves a small model by such a plan, and proves "
+    "that dividing it changes no bit. No GPU, no weights; about a minute."
 )
 
 
-class DemoGain(Record, frozen=True):
-    """The gain of the full-size model; the plan and every baseline keep to `tpot_ms`."""
+class ServedDemo(Record, frozen=True):
+    """Requests to the small model, served by a plan for a load."""
 
-    model: str
-    devices: tuple[str, ...]
-    tpot_ms: float | None
-    rel_error: float
-    ratio_to_data_parallel: float | None
-    ratio_to_best_baseline: float | None
-    best_baseline: str | None
-    source: str
-    tokens_per_s: float
-    batches: dict[str, int]
-    baselines: Annotated[dict[str, PolicyFigures], shown(BASELINES)]
-    frontier: Annotated[tuple[Option, ...], HIDDEN]
+    policy: str
+    groups: tuple[GroupSize, ...]
+    requests: int
+    tokens: int
+    # Pages that went from the device that reads prompts to the one that answers.
+    pages_moved: int
+    # Whether every token is that of the model itself.
+    verified: bool
 
 
 class DemoRun(Record, frozen=True):
     """The results of the demo; people read the text printed before."""
 
-    headline: Annotated[DemoGain, HIDDEN]
+    headline: Annotated[ModelPlanFigures, HIDDEN]
     verified: bool
     model: Annotated[str, HIDDEN]
     devices: Annotated[tuple[str, ...], HIDDEN]
     requests: Annotated[int, HIDDEN]
-    # Requests per second of the small model by policy, with their unit and source.
-    throughput: Annotated[dict[str, float | str | None], HIDDEN]
+    service: Annotated[ServedDemo, HIDDEN]
     plans: Annotated[dict[str, PlanFigures], HIDDEN]
     # Overlap of workers and figures of each device, by policy.
     measured: Annotated[dict[str, dict[str, Any]], HIDDEN]
@@ -123,54 +105,61 @@ class DemoRun(Record, frozen=True):
 class DemoPolicies(Record, frozen=True):
     """The table of the first part."""
 
-    policies: Annotated[dict[str, PolicyFigures], shown("each policy at its own best (simulated)")]
+    policies: Annotated[dict[str, PolicyFigures], shown("each policy at its own best (rehearsed)")]
 
 
 @dataclass(frozen=True)
-class Policy:
-    """One plan, run on workers and compared with the reference run."""
+class DividedRun:
+    """A plan by kernel, run on workers and compared with the reference run."""
 
     plan: Plan
-    results: "list[RunResult]"
     measured: Timeline
+    num_steps: int
     verified: bool
+
+
+@dataclass(frozen=True)
+class SmallRuns:
+    """The small model, served and divided."""
+
+    served: ServedDemo
+    divided: DividedRun
 
 
 def demo(
     devices: Annotated[
-        str, typer.Option(help="Two or more devices that divide the small model.")
+        str, typer.Option(help="Two or more devices that serve the small model.")
     ] = "emu:a100,emu:l40s",
     link: Annotated[str, typer.Option(help="Link between the devices.")] = "pcie4",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each request.")] = 16,
-    microbatches: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 4,
     effort: EffortOption = "full",
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for what is written.")] = Path(
         "tessera-demo"
     ),
 ) -> Illustrated[DemoRun]:
-    """Plan a large model on two different cards; run a small one divided, and check every bit."""
+    """Plan a load for two different cards; serve a small model by such a plan, and check every bit."""
     started = time.perf_counter()
     cluster = _cluster(devices, link)
     output.mkdir(parents=True, exist_ok=True)
     print(FIRST_LINE, file=sys.stderr)
     spawn = multiprocessing.get_context("spawn")
     with (
-        progress("importing torch", 8 + 4 * len(PROMPTS)) as advance,
+        progress("importing torch", 10 + 2 * len(PROMPTS)) as advance,
         ProcessPoolExecutor(1, spawn) as second,
     ):
         full = second.submit(plan_full, replace(FULL, effort=effort))
-        policies = _run(cluster, tokens, microbatches, effort, output, advance)
+        small = _run_small(cluster, tokens, output, advance)
         advance(f"planning {FULL.model}, in a second process since the start")
-        found = full.result()
-    files = _write(found, policies, output)
+        planned = full.result()
+    files = _write(planned.plan, small.divided, output)
     seconds = round(time.perf_counter() - started, 1)
-    run = _record(found, policies, files, seconds)
-    return Illustrated(run, tuple(_story(found, policies, run)))
+    run = _record(planned, small, files, seconds)
+    return Illustrated(run, tuple(_story(run, small.divided.plan)))
 
 
-def plan_full(load: PlannedLoad) -> "LoadPlan":
-    """The full-size model, planned for its cards within the limit of time per token."""
-    return planned(load, _cluster(FULL_DEVICES, FULL_LINK), lambda text: None)[0]
+def plan_full(wanted: PlannedLoad) -> "PlannedModel":
+    """The load of the full-size model, planned for its cards within the limit of time per token."""
+    return plan_load(wanted, _cluster(FULL_DEVICES, FULL_LINK), lambda text: None)
 
 
 def _cluster(devices: str, link: str) -> Cluster:
@@ -183,18 +172,11 @@ def _cluster(devices: str, link: str) -> Cluster:
     return cluster
 
 
-def _run(
-    cluster: Cluster,
-    tokens: int,
-    microbatches: int,
-    effort: str,
-    output: Path,
-    advance: Callable[[str], None],
-) -> list[Policy]:
+def _run_small(cluster: Cluster, tokens: int, output: Path, advance: Callable[[str], None]) -> SmallRuns:
     from tessera.capture import build, record
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference
-    from tessera.plan import search_config
+    from tessera.plan import QUICK
 
     steps = (
         Step(MODEL, "prefill", 1, PROMPT_TOKENS, reserve=tokens),
@@ -207,159 +189,161 @@ def _run(
         save(trace, output / f"{trace.step.kind}.trace")
     advance("finding dependencies")
     unit = make_unit(traces)
-    advance(f"pricing every launch on {', '.join(cluster.names)}")
-    costs = price(unit, cluster)
-    plans = []
-    for objective, policy in POLICIES:
-        advance(f"planning for {policy or objective.value}")
-        plans.append(
-            make_plan(unit, costs, cluster, objective, microbatches, policy, search=search_config(effort))
-        )
-        save(plans[-1], output / f"{plans[-1].policy}.plan")
     requests = [UnitRequest(workloads, _prompt_inputs(prompt), seed) for seed, prompt in enumerate(PROMPTS)]
     reference = []
     for request in requests:
         reference.append(run_reference(unit, request))
         advance("generating on one device, for comparison")
-    policies = []
-    with WorkerStepper(plans, workloads[0].weights(), max_failures=3) as stepper:
-        for number, plan in enumerate(plans):
-            ran = run_through(stepper, requests, number, None, advance)
-            if failed := next((r.error for r in ran.results if r.error), ""):
-                raise WorkerError(failed, "Check the memory of this machine, then run again.")
-            verified = all(map(is_equal, reference, ran.results))
-            policies.append(Policy(plan, ran.results, ran.timeline, verified))
-    return policies
+    served = _serve(cluster, tokens, reference, output, advance)
+    advance("planning kernel by kernel")
+    costs = price(unit, cluster)
+    plan = make_plan(unit, costs, cluster, Objective.THROUGHPUT, MICROBATCHES, DIVIDED_POLICY, search=QUICK)
+    save(plan, output / f"{plan.policy}.plan")
+    with WorkerStepper([plan], workloads[0].weights(), max_failures=3) as stepper:
+        ran = run_through(stepper, requests, 0, None, advance)
+    if failed := next((r.error for r in ran.results if r.error), ""):
+        raise WorkerError(failed, "Check the memory of this machine, then run again.")
+    num_steps = sum(len(r.outputs) for r in ran.results)
+    divided = DividedRun(plan, ran.timeline, num_steps, all(map(is_equal, reference, ran.results)))
+    return SmallRuns(served, divided)
 
 
-def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, str]:
+def _serve(
+    cluster: Cluster,
+    tokens: int,
+    reference: "list[ReferenceRun]",
+    output: Path,
+    advance: Callable[[str], None],
+) -> ServedDemo:
+    """The small model planned for a load and served by that plan; all prompts at once."""
+    from tessera.capture import place_of
+    from tessera.plan import QUICK
+    from tessera.planning import ServedSteps, make_service_plan
+    from tessera.serve.planning import prepare
+    from tessera.serve.records import Ask, Sampling, ServeSpec
+    from tessera.serve.rehearse import rehearse
+    from tessera.serve.service import Service
+    from tessera.serve.text import open_text
+
+    advance(f"planning a load of {MODEL}")
+    steps, load = ServedSteps(MODEL, cluster, advance=advance), Load(PROMPT_TOKENS, tokens)
+    plan = make_service_plan(steps, load, rehearse, QUICK, policies=(SERVED_POLICY,))
+    save(plan, output / f"{MODEL}.plan")
+    prepared = prepare(MODEL, cluster, ServeSpec(), plan=plan, advance=advance)
+    greedy = Sampling(temperature=0.0)
+    asks = [Ask(_tokens(prompt), tokens + 1, greedy, ignores_end=True) for prompt in PROMPTS]
+    advance("starting workers")
+    text = open_text(place_of(MODEL))
+    with (
+        prepared.workers() as stepper,
+        Service(stepper, prepared.policies, prepared.model.shape, text, model=MODEL) as service,
+    ):
+        answers = asyncio.run(_answers(service, asks))
+        pages_moved = service.snapshot().pages_moved
+    expected = [[int(out["next_tokens"][0]) for out in run.outputs] for run in reference]
+    return ServedDemo(
+        policy=plan.policy,
+        groups=tuple(group.size for group in plan.groups),
+        requests=len(asks),
+        tokens=sum(map(len, answers)),
+        pages_moved=pages_moved,
+        verified=answers == expected,
+    )
+
+
+async def _answers(service: "Service", asks: "list[Ask]") -> list[list[int]]:
+    from tessera.serve.records import AnswerPiece
+
+    async def answer(ask: "Ask") -> list[int]:
+        events = [event async for event in service.answer(ask)]
+        pieces = (event for event in events if isinstance(event, AnswerPiece))
+        return [token.number for piece in pieces for token in piece.tokens]
+
+    return list(await asyncio.gather(*map(answer, asks)))
+
+
+def _write(full: ServicePlan | Plan, divided: DividedRun, output: Path) -> dict[str, str]:
     from tessera.plan import explain
     from tessera.simulate import simulate
 
-    first = policies[0]
     files = {
         "page": output / "report.html",
         "full_plan": output / f"{FULL.model}.plan",
-        "full_perfetto": output / f"{FULL.model}.perfetto.json",
-        "plan": output / f"{first.plan.policy}.plan",
+        "served_plan": output / f"{MODEL}.plan",
+        "plan": output / f"{divided.plan.policy}.plan",
         "perfetto": output / "timeline.perfetto.json",
         "perfetto_measured": output / "measured.perfetto.json",
     }
-    save(full.plan, files["full_plan"])
-    runs = [simulate(plan, SIMULATED_REQUESTS) for plan in (full.plan, first.plan)]
-    write_perfetto(runs[0], files["full_perfetto"])
-    write_perfetto(runs[1], files["perfetto"])
-    write_perfetto(first.measured, files["perfetto_measured"])
-    said = how_sure(full, sure(full.plan).rel_error)
-    plans = [
-        (FULL.model, Shown(full.plan, runs[0], f"{verdict(full)} {said}")),
-        (MODEL, Shown(first.plan, runs[1], explain(first.plan).verdict)),
-    ]
-    write_report(output, plans, files["page"])
+    save(full, files["full_plan"])
+    run = simulate(divided.plan, SIMULATED_REQUESTS)
+    write_perfetto(run, files["perfetto"])
+    write_perfetto(divided.measured, files["perfetto_measured"])
+    shown = Shown(divided.plan, run, explain(divided.plan).verdict)
+    write_report(output, [(MODEL, shown)], files["page"])
     return {name: str(path) for name, path in files.items()}
 
 
-def _record(full: "LoadPlan", policies: list[Policy], files: dict[str, str], seconds: float) -> DemoRun:
-    plan, gain = policies[0].plan, load_figures(full)
-    same = (name for name in DemoGain.__struct_fields__ if hasattr(gain, name) and name != "tpot_ms")
+def _record(planned: "PlannedModel", small: SmallRuns, files: dict[str, str], seconds: float) -> DemoRun:
+    divided, names = small.divided, small.divided.plan.cluster.names
     return DemoRun(
-        headline=DemoGain(
-            model=FULL.model,
-            devices=full.plan.cluster.names,
-            tpot_ms=FULL.tpot_ms,
-            rel_error=gain.costs.rel_error,
-            **{name: getattr(gain, name) for name in same},
-        ),
-        verified=all(p.verified for p in policies),
+        headline=model_figures(planned),
+        verified=small.served.verified and divided.verified,
         model=MODEL,
-        devices=plan.cluster.names,
+        devices=names,
         requests=len(PROMPTS),
-        throughput={
-            "unit": "requests/s",
-            "source": "modelled",
-            "plan": plan.simulated_per_s,
-            "bound": plan.bound_per_s,
-            **{b.name: b.throughput_per_s for b in plan.baselines},
-        },
-        plans={p.plan.policy: plan_figures(p.plan) for p in policies},
+        service=small.served,
+        plans={divided.plan.policy: plan_figures(divided.plan)},
         measured={
-            p.plan.policy: {
-                "overlap": overlap(p.measured),
-                "shares": shares(p.plan.cluster.names, p.measured.busy_us()),
+            divided.plan.policy: {
+                "overlap": overlap(divided.measured),
+                "shares": shares(names, divided.measured.busy_us()),
             }
-            for p in policies
         },
         files=files,
         seconds=seconds,
     )
 
 
-def _story(full: "LoadPlan", policies: list[Policy], run: DemoRun) -> Iterator[RenderableType | Record]:
-    yield from _gain(full, run.headline)
-    yield from _proof(policies)
-    yield from _no_gain(policies[0].plan)
-    yield Rule("4. Where to look next", align="left")
-    yield Text(f"{run.files['page']}  the plans as a page, for any browser")
-    yield Text(f"{run.files['full_perfetto']}  a simulated run, for https://ui.perfetto.dev")
-    yield Text(f"{run.files['perfetto_measured']}  a measured one")
-    yield Text(f"tessera plan {FULL.model} --devices {FULL_DEVICES} --tpot-ms 50  another limit, other cards")
-    yield Text(f"tessera serve {MODEL} --devices {','.join(run.devices)}  an OpenAI-compatible endpoint")
-
-
-def _gain(full: "LoadPlan", gain: DemoGain) -> Iterator[RenderableType | Record]:
-    yield Rule(f"1. The gain: {FULL.model} on {' beside '.join(gain.devices)}", align="left")
+def _story(run: DemoRun, divided: Plan) -> Iterator[RenderableType | Record]:
+    gain, served, names = run.headline, run.service, run.devices
+    yield Rule(f"1. The gain: {FULL.model} on {' beside '.join(FULL_DEVICES.split(','))}", align="left")
     yield Text(
-        f"Decodes at a context of {FULL.prompt_tokens:,}; every policy has the memory of both cards and "
-        f"keeps to {FULL.tpot_ms:.0f} ms a token."
+        f"Requests of {FULL.prompt_tokens:,} + {FULL.output_tokens:,} tokens; every policy has the memory of "
+        f"both cards and keeps to {FULL.tpot_ms:.0f} ms a token."
     )
-    yield DemoPolicies(policies=gain.baselines | {"the plan": policy_figures(full.chosen)})
-    yield Text("\n".join(curve(full)))
-    yield layer_picture(full.plan, main_lane(full.plan), 0)
-    yield Text(f"Why: {_why(full.plan)} (modelled).")
-    yield Text(verdict(full), style="bold")
-    yield Text(how_sure(full, sure(full.plan).rel_error))
+    plan = PolicyFigures(**{name: getattr(gain, name) for name in SHOWN}, batch=gain.batches)
+    yield DemoPolicies(policies=gain.baselines | {f"the plan: {gain.policy}": plan})
+    yield Text(gain.headline, style="bold")
+    yield Text(gain.notes[1])
+    yield Rule(f"2. The service: {MODEL}, planned and served on {' beside '.join(names)}", align="left")
+    for group in served.groups:
+        yield Text(f"{group.role} on {', '.join(group.devices)}, {group.sequences} sequences")
+    word = "equal to the model's own" if served.verified else "DIFFERENT from the model's own"
+    yield Text(
+        f"{served.policy}: {served.requests} requests at once, {served.pages_moved} pages moved, "
+        f"{served.tokens} tokens {word} (measured)",
+        style="bold",
+    )
+    yield Rule(f"3. The proof: {MODEL}, divided kernel by kernel over {len(names)} workers", align="left")
+    yield layer_picture(divided, main_lane(divided), 0)
+    word = "equal bit for bit" if run.verified else "DIFFERENT"
+    yield Text(f"{divided.policy}: tokens, logits and bytes of state {word} (measured)", style="bold")
+    yield Rule("4. Where to look next", align="left")
+    yield Text(f"tessera simulate {run.files['full_plan']}  the plan of part 1, played on a virtual clock")
+    yield Text(f"tessera serve {MODEL} --devices {','.join(names)}  an OpenAI-compatible endpoint")
+    yield Text(f"{run.files['page']}  the divided plan as a page, for any browser")
+    yield Text(f"{run.files['perfetto_measured']}  the measured run, for https://ui.perfetto.dev")
 
 
-def _why(plan: Plan) -> str:
-    """For each device its most important kernel: the time there and on the best other device."""
-    from tessera.plan import explain
-
-    weightiest: dict[str, str] = {}
-    for r in explain(plan).reasons:
-        here, there = duration(r.here_us), duration(r.there_us)
-        module = ".".join(r.scope.split(".")[-2:])
-        takes = f"takes {here} on {r.device} and would take {there} on {r.other}"
-        weightiest.setdefault(r.device, f"{short_name(r.kernel)} of {module} {takes}")
-    return "; ".join(weightiest.values())
-
-
-def _proof(policies: list[Policy]) -> Iterator[RenderableType]:
-    num = len(policies[0].plan.cluster.devices)
-    yield Rule(f"2. The proof: {MODEL}, divided over {num} worker processes", align="left")
-    for policy in policies:
-        word = "equal bit for bit" if policy.verified else "DIFFERENT"
-        runs = sum(len(r.outputs) for r in policy.results)
-        yield Text(
-            f"{policy.plan.policy}: {len(policy.results)} requests, {runs} steps; tokens, logits and bytes "
-            f"of state {word} (measured)"
-        )
-
-
-def _no_gain(plan: Plan) -> Iterator[RenderableType | Record]:
-    from tessera.plan import explain
-
-    said = explain(plan)
-    title = "Another gain" if said.is_gain else "No gain"
-    yield Rule(f"3. {title}: the same {MODEL} on {' beside '.join(plan.cluster.names)}", align="left")
-    yield PlanTables(devices=(), policies=compared(plan))
-    yield Text(said.verdict)
+def _tokens(prompt: str) -> tuple[int, ...]:
+    return tuple([BEGIN, *prompt.encode()][:PROMPT_TOKENS])
 
 
 def _prompt_inputs(prompt: str) -> "dict[str, torch.Tensor]":
     """Inputs of a prefill: a begin, the bytes of the prompt, and ends to fill up."""
     import torch
 
-    row = [BEGIN, *prompt.encode()][:PROMPT_TOKENS]
+    row = list(_tokens(prompt))
     tokens = torch.tensor([row + [END] * (PROMPT_TOKENS - len(row))])
     positions = torch.arange(PROMPT_TOKENS)[None]
     return {"tokens": tokens, "positions": positions, "last": torch.tensor([len(row) - 1])}

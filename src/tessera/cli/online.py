@@ -12,7 +12,7 @@ from tessera.adapt.capability import Capability, crossing_per_s
 from tessera.adapt.monitor import MonitorConfig
 from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.errors import ArrivalsError
-from tessera.ir import Clock, Decision, Objective, Plan, Quantiles, ServingReport, load, need_one_batch
+from tessera.ir import Clock, Decision, Objective, Plan, Quantiles, ServingReport, load
 from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.metrics import parse_limits
 from tessera.simulate.stepper import Faults, Loss
@@ -142,8 +142,6 @@ def _slowdown(word: str) -> tuple[str, float, float]:
 def run_online(paths: Sequence[Path], options: OnlineOptions, has_monitor: bool) -> OnlineRun:
     setting = options.setting()
     plans = [(plan.policy, plan) for plan in (load(Plan, path) for path in paths)]
-    for path, (_, plan) in zip(paths, plans, strict=True):
-        need_one_batch(plan, "a simulation of arrivals", str(path))
     plans = _distinct(plans, paths)
     known: tuple[Capability, ...] = ()
     adaptive = None

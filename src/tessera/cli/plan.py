@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,21 +10,19 @@ import typer
 
 from tessera.cli.capture import Launches, RandomWeights, checked_launches
 from tessera.cli.output import Illustrated, only_if, progress
-from tessera.cli.plan_load import LoadFigures, PlannedLoad, plan_for_load
-from tessera.cli.plan_service import ServicePlanFigures, plan_for_service
+from tessera.cli.plan_model import ModelPlanFigures, PlannedLoad, plan_model
 from tessera.cli.plan_text import PlanFigures, pictures, plan_figures, reasons_of
-from tessera.errors import CaptureError, MismatchError, TesseraError
-from tessera.ir import Cluster, Costs, Objective, Plan, Trace, Variant, WorkUnit, load, save
+from tessera.errors import MismatchError, TesseraError
+from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit, load, save
 
 if TYPE_CHECKING:
-    from tessera.plan import Constraint, PlanConfig, Tried
+    from tessera.plan import Constraint, PlanConfig
 
 LINK_HELP = (
     "Link between devices: pcie4, pcie5, nvlink, ib100, ib200, ib400 or measured. May be repeated for pairs: "
     "emu:a100-emu:l40s=nvlink."
 )
 PIN_HELP = "Launches that must run there: attention=emu:a100, 'model.layers.0=emu:l40s', mm=..., decode=..."
-BATCH_HELP = "The traces have several batches of the same steps: choose the batch of each lane."
 
 
 def is_model(words: Sequence[str]) -> bool:
@@ -60,12 +57,6 @@ BatchOption = Annotated[
     int | None,
     typer.Option(min=1, callback=MODEL, help="Batch size (MODEL form only).", show_default="chosen"),
 ]
-PrefillBatchOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, callback=MODEL, help="Rows prefilled together (MODEL form only).", show_default="chosen"
-    ),
-]
 PromptTokensOption = Annotated[
     int, typer.Option(min=1, callback=MODEL, help="Prompt tokens (MODEL form only).")
 ]
@@ -79,11 +70,16 @@ OutputTokensOption = Annotated[
 ]
 TpotMsOption = Annotated[
     float | None,
-    typer.Option(callback=MODEL, help="Limit of milliseconds per output token (MODEL form only)."),
+    typer.Option(
+        callback=MODEL,
+        help="Limit of milliseconds per output token: median over the requests of every group (MODEL form).",
+    ),
 ]
 TtftMsOption = Annotated[
     float | None,
-    typer.Option(callback=MODEL, help="Limit of milliseconds to the first token (MODEL form only)."),
+    typer.Option(
+        callback=MODEL, help="Limit of milliseconds to the first token: median over requests (MODEL form)."
+    ),
 ]
 CountsOption = Annotated[
     str | None, typer.Option(callback=TRACES, help="Runs of each step in a request, as 1,32.")
@@ -95,7 +91,6 @@ PinOption = Annotated[list[str] | None, typer.Option(callback=TRACES, help=PIN_H
 ForbidOption = Annotated[
     list[str] | None, typer.Option(callback=TRACES, help="Launches that must not run there: gemm=emu:l40s.")
 ]
-BatchChoicesOption = Annotated[bool, typer.Option("--batch-choices", callback=TRACES, help=BATCH_HELP)]
 ExplainOption = Annotated[
     bool, typer.Option("--explain", callback=TRACES, help="Say why: utilisation and every kernel.")
 ]
@@ -116,7 +111,6 @@ def plan(
     objective: Annotated[Objective, typer.Option(help="Objective.")] = Objective.THROUGHPUT,
     microbatches: MicrobatchesOption = None,
     batch: BatchOption = None,
-    prefill_batch: PrefillBatchOption = None,
     prompt_tokens: PromptTokensOption = 1024,
     output_tokens: OutputTokensOption = 256,
     tpot_ms: TpotMsOption = None,
@@ -127,11 +121,10 @@ def plan(
     policy: PolicyOption = None,
     pin: PinOption = None,
     forbid: ForbidOption = None,
-    batch_choices: BatchChoicesOption = False,
     effort: EffortOption = "full",
     explain: ExplainOption = False,
     output: OutputOption = None,
-) -> Illustrated[PlanFigures] | Illustrated[LoadFigures] | ServicePlanFigures:
+) -> Illustrated[PlanFigures] | ModelPlanFigures:
     """Decide which device runs which launch, and what that gives.
 
     For a model, batch and microbatches are chosen too: most tokens per second (or per dollar, or per
@@ -146,10 +139,10 @@ def plan(
         if objective is Objective.LATENCY:
             raise TesseraError("needs traces, not a model's name", place="--objective latency")
         wanted = PlannedLoad(
-            traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, prefill_batch, microbatches,
-            random_weights, checked_launches(launches), objective, effort,
+            traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, microbatches, random_weights,
+            checked_launches(launches), objective, effort,
         )  # fmt: skip
-        return _plan_model(wanted, _cluster(devices, links, buses), output)
+        return plan_model(wanted, _cluster(devices, links, buses), output)
     from tessera.plan import PlanConfig, search_config
 
     if launches:
@@ -157,24 +150,13 @@ def plan(
     many, search = microbatches or NUM_MICROBATCHES, search_config(effort)
     config = PlanConfig(objective, many, policy, _constraints(pin, forbid), search=search)
     prices = _Prices(costs or [], devices, links, buses)
-    made, tried = _plan_traces(traces, _counts(counts), batch_choices, prices, config)
+    made = _plan_traces(traces, _counts(counts), prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
     save(made, path)
     reasons = reasons_of(made) if explain else None
     seconds = round(time.perf_counter() - started, 3)
-    record = plan_figures(made, tried if batch_choices else (), reasons, path, seconds)
+    record = plan_figures(made, reasons, path, seconds)
     return Illustrated(record, pictures(made))
-
-
-def _plan_model(
-    wanted: PlannedLoad, cluster: Cluster, output: Path | None
-) -> ServicePlanFigures | Illustrated[LoadFigures]:
-    from tessera.capture.models import steps_of_model
-
-    if wanted.output_tokens and "decode" in steps_of_model(wanted.model):
-        with suppress(CaptureError):  # state by row: no steps of mixed tokens
-            return plan_for_service(wanted, cluster, output)
-    return plan_for_load(wanted, cluster, output)
 
 
 def _cluster(devices: str | None, links: list[str], buses: list[str]) -> Cluster:
@@ -186,52 +168,19 @@ def _cluster(devices: str | None, links: list[str], buses: list[str]) -> Cluster
 
 
 def _plan_traces(
-    names: list[str],
-    counts: tuple[int, ...] | None,
-    is_by_batch: bool,
-    prices: "_Prices",
-    config: "PlanConfig",
-) -> "tuple[Plan, tuple[Tried, ...]]":
-    """The plan, and the figures of each batch alone."""
+    names: list[str], counts: tuple[int, ...] | None, prices: "_Prices", config: "PlanConfig"
+) -> Plan:
     traces = [load(Trace, name) for name in names]
-    known = {trace.digest for trace in traces}
-    units = by_batch(traces) if is_by_batch else [traces]
-    with progress("building graphs", 3 * len(units) + (len(units) > 1)) as advance:
-        from tessera.flow import make_batched_plan, make_unit
+    with progress("building graphs", 3) as advance:
+        from tessera.flow import make_unit
+        from tessera.plan import solve
+        from tessera.simulate import SteadyRates
 
-        variants = []
-        for chosen in units:
-            unit = make_unit(chosen, counts)
-            advance("pricing")
-            cluster, costs = prices.of(unit, known)
-            advance("planning")
-            variants.append((cluster, Variant(unit, costs)))
-        found = make_batched_plan([v for _, v in variants], variants[0][0], config, advance)
-    return found.plan, found.tried
-
-
-def by_batch(traces: Sequence[Trace]) -> list[list[Trace]]:
-    """The traces of each batch, in the order given; every batch must have the same steps."""
-    found: dict[int, list[Trace]] = {}
-    for trace in traces:
-        found.setdefault(trace.step.batch, []).append(trace)
-    (first, mine), *others = found.items()
-    for batch, group in others:
-        if [replace(t.step, batch=first) for t in group] != [t.step for t in mine]:
-            message = f"batch {first} has {_words(mine, group)}; batch {batch} has {_words(group, mine)}"
-            raise MismatchError(message, "Capture the same steps at every batch.", "--batch-choices")
-    return list(found.values())
-
-
-def _words(traces: Sequence[Trace], others: Sequence[Trace]) -> str:
-    """Kinds of the steps; full descriptions where kinds are equal."""
-    kinds = [t.step.kind for t in traces]
-    if kinds != [t.step.kind for t in others]:
-        return ", ".join(kinds)
-    return ", ".join(
-        f"{s.kind} of {s.model} (context {s.context}, reserve {s.reserve}, seed {s.seed})"
-        for s in (t.step for t in traces)
-    )
+        unit = make_unit(traces, counts)
+        advance("pricing")
+        cluster, costs = prices.of(unit)
+        advance("planning")
+        return solve(unit, costs, cluster, config, SteadyRates(config.search.long_window))
 
 
 def _constraints(pins: list[str] | None, forbidden: list[str] | None) -> "tuple[Constraint, ...]":
@@ -263,8 +212,8 @@ class _Prices:
     links: list[str]
     buses: list[str]
 
-    def of(self, unit: WorkUnit, known: set[str]) -> tuple[Cluster, tuple[Costs, ...]]:
-        """Costs of a unit's traces; `known`: digests of all given traces."""
+    def of(self, unit: WorkUnit) -> tuple[Cluster, tuple[Costs, ...]]:
+        """Costs of a unit's traces."""
         from tessera.flow import price
         from tessera.profile import wire
 
@@ -283,7 +232,7 @@ class _Prices:
         by_trace = {c.trace_digest: c for c in loaded.values()}
         steps = {g.trace.digest: g.trace.step for g in unit.graphs}
         for path, found in loaded.items():
-            if found.trace_digest not in known:
+            if found.trace_digest not in steps:
                 raise MismatchError(
                     "these are costs of another trace", "Price this trace with `tessera profile`.", str(path)
                 )

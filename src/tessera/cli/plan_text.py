@@ -1,21 +1,16 @@
 """The record of a plan that `tessera plan` prints, for traces; `advise` and `demo` hold it too."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from rich.console import RenderableType
 
 from tessera.cli.output import HIDDEN, Record, shown
-from tessera.errors import PlanInfeasible
 from tessera.ir import Objective, Plan
 from tessera.ir.plan import Robust
 from tessera.plan.explain import DeviceMemory, Gain, KernelUse, Reason, Usage
 from tessera.profile.coverage import CostShare
 from tessera.report import PolicyLine, UsedDevice, compared, device_uses, layer_picture, main_lane
-
-if TYPE_CHECKING:
-    from tessera.plan import Tried
 
 
 class CostFigures(Record, frozen=True):
@@ -34,18 +29,8 @@ class LaneFigures(Record, frozen=True):
 
     share: float
     rate: Annotated[float, shown("requests/s")]
-    batch: int
     # Device -> launches of a request.
     launches: dict[str, int]
-
-
-class BatchFigures(Record, frozen=True):
-    """What one batch gives by itself."""
-
-    batch: int
-    rows_per_s: float | None = None
-    latency_us: float | None = None
-    why: str = ""
 
 
 class PlanReasons(Record, frozen=True):
@@ -102,9 +87,6 @@ class PlanFigures(Record, frozen=True):
     # Latency plans only.
     latency_bound_us: Annotated[float | None, HIDDEN] = None
     latency_gap: float | None = None
-    # With --batch-choices only.
-    by_batch: Annotated[tuple[BatchFigures, ...], shown("each batch alone (simulated)")] = ()
-    gain_over_one_batch: float | None = None
     explain: Annotated[PlanReasons | None, shown("reasons (modelled)")] = None
     output: Path | None = None
     seconds: float | None = None
@@ -128,7 +110,6 @@ def sure(made: Plan) -> CostFigures:
 
 def plan_figures(
     made: Plan,
-    tried: "Sequence[Tried]" = (),
     reasons: PlanReasons | None = None,
     output: Path | None = None,
     seconds: float | None = None,
@@ -138,8 +119,6 @@ def plan_figures(
 
     names, costs = made.cluster.names, sure(made)
     bound_us = latency_bound_us(made) if made.objective is Objective.LATENCY else None
-    by_batch = tuple(_batch(one) for one in tried)
-    best = max((x.rows_per_s for x in by_batch if x.rows_per_s is not None), default=None)
     return PlanFigures(
         objective=made.objective,
         policy=made.policy,
@@ -171,8 +150,6 @@ def plan_figures(
         costs=costs,
         latency_bound_us=bound_us,
         latency_gap=None if bound_us is None else max(0.0, 1.0 - bound_us / made.latency_us),
-        by_batch=by_batch,
-        gain_over_one_batch=made.rows_per_s / best if best else None,
         explain=reasons,
         output=output,
         seconds=seconds,
@@ -182,23 +159,14 @@ def plan_figures(
 
 
 def _lanes(made: Plan) -> tuple[LaneFigures, ...]:
-    names, total = made.cluster.names, sum(x.rate_per_s * made.weight_of(x) for x in made.lanes)
+    names, total = made.cluster.names, sum(x.rate_per_s for x in made.lanes)
     return tuple(
         LaneFigures(
-            share=lane.rate_per_s * made.weight_of(lane) / total,
+            share=lane.rate_per_s / total,
             rate=lane.rate_per_s,
-            batch=made.batch_of(lane),
             launches={n: sum(x.count(i) for x in lane.placement.devices) for i, n in enumerate(names)},
         )
         for lane in made.lanes
-    )
-
-
-def _batch(one: "Tried") -> BatchFigures:
-    if isinstance(one.made, PlanInfeasible):
-        return BatchFigures(batch=one.variant.batch, why=str(one.made))
-    return BatchFigures(
-        batch=one.variant.batch, rows_per_s=one.made.rows_per_s, latency_us=one.made.latency_us
     )
 
 

@@ -11,21 +11,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, met, serve_rank
 from tessera.errors import MismatchError, TesseraError
-from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load, need_one_batch
+from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load
 from tessera.report import write_perfetto
 
 if TYPE_CHECKING:
     from tessera.execute.offline import Request, RunResult
     from tessera.execute.stepper import Tensors
     from tessera.execute.worker_stepper import WorkerStepper
-    from tessera.flow import BatchRequest, ReferenceRun, UnitRequest
+    from tessera.flow import ReferenceRun, UnitRequest
 
 __all__ = ["overlap", "run"]
 
@@ -37,6 +37,8 @@ GPU_TIMEOUT_S = 60.0
 MAX_FAILURES = 3
 MODEL_ITSELF = "the model itself"
 LAUNCHES = "the recorded launches one by one; the model itself was not called"
+# Weights of a model that is built and run here.
+MAX_BYTES = 4 << 30
 
 
 class PlanTrial(Record, frozen=True):
@@ -87,7 +89,6 @@ class RunReport(Record, frozen=True):
     per_device: Annotated[tuple[DeviceRun, ...], shown("devices (measured here; predictions modelled)")]
     # Requests by lane, batch by lane, requests by policy.
     lanes: Annotated[tuple[int, ...], HIDDEN]
-    batches: Annotated[tuple[int, ...], HIDDEN]
     policies: Annotated[dict[str, int], HIDDEN]
     faults: tuple[str, ...]
     trace: str | None
@@ -133,10 +134,6 @@ class Ran:
         return replace(
             self, timeline=replace(timeline, spans=spans, requests=requests), compute_us=compute_us
         )
-
-
-# Weights of a model that is built and run here.
-MAX_BYTES = 4 << 30
 
 
 PlanArgument = Annotated[
@@ -216,7 +213,7 @@ def _run(
 ) -> tuple[Ran, bool | None]:
     """Every `switch_every`-th request begins under the next plan; 0: all under the fastest one."""
     from tessera.execute.worker_stepper import WorkerStepper
-    from tessera.flow import as_run, requests_of, run_reference
+    from tessera.flow import requests_of, run_reference
 
     on_gpus, scale = has_gpus(plans[0]), 1.0
     asked = requests_of(plans[0], num, is_fresh=verify and not on_gpus)
@@ -224,7 +221,7 @@ def _run(
     if on_gpus:
         from tessera.execute.cuda.measure import scale_of
 
-        scale = scale_of(plans[0], weights, cast("Request", work[0])).factor
+        scale = scale_of(plans[0], weights, work[0]).factor
         options |= {"scale": scale, "is_profiled": True}
         options["timeout_s"] = options["timeout_s"] or GPU_TIMEOUT_S * scale
     advance("starting workers")
@@ -237,13 +234,12 @@ def _run(
         return ran, None
     ran = replace(ran, reference=LAUNCHES if on_gpus else MODEL_ITSELF)
     if on_gpus:
-        wanted = in_order(plans[0], weights, cast("Sequence[Request]", work))
+        wanted = in_order(plans[0], weights, work)
         return ran, all(r.error or is_equal(w, r) for w, r in zip(wanted, ran.results, strict=True))
     equal = True
     for request, result in zip(work, ran.results, strict=True):
         if not result.error:
-            unit, own = as_run(plans[result.policy], result.lane, request)
-            equal &= is_equal(run_reference(unit, own), result)
+            equal &= is_equal(run_reference(plans[0].unit, request), result)
         advance(f"compared request {request.seed}")
     return ran, equal
 
@@ -251,7 +247,7 @@ def _run(
 def _try_out(
     stepper: "WorkerStepper",
     paths: Sequence[str],
-    work: "Sequence[UnitRequest | BatchRequest]",
+    work: "Sequence[UnitRequest]",
     scale: float,
     advance: Callable[[str], None],
 ) -> PickedPlan:
@@ -280,12 +276,12 @@ def _try_out(
 
 def run_through(
     stepper: "WorkerStepper",
-    work: "Sequence[UnitRequest | BatchRequest]",
+    work: "Sequence[UnitRequest]",
     policy: int | Callable[[int], int],
     depth: int | None,
     advance: Callable[[str], None],
 ) -> Ran:
-    from tessera.execute.offline import run_offline, timeline_of
+    from tessera.execute.offline import run_offline
     from tessera.execute.stepper import SpanLog
 
     log = stepper.spans = SpanLog(stepper.plans[0])
@@ -298,8 +294,7 @@ def run_through(
         depth=depth,
     )
     peaks = tuple(f.peak_bytes for f in stepper.footprints)
-    timeline = timeline_of(log, stepper.plans, run.results)
-    return Ran(run.results, timeline, log.cpu_us, peaks, tuple(run.faults))
+    return Ran(run.results, log.timeline(), log.cpu_us, peaks, tuple(run.faults))
 
 
 def _report(
@@ -329,7 +324,6 @@ def _report(
         lanes=tuple(
             sum(r.lane == i and r.policy == first for r in ran.results) for i in range(len(plan.lanes))
         ),
-        batches=tuple(plan.batch_of(lane) for lane in plan.lanes),
         policies={
             f"{n} {p.policy}": sum(r.policy == n and not r.error for r in ran.results)
             for n, p in enumerate(plans)
@@ -400,7 +394,6 @@ def check_gpus(plan: Plan, is_verified: bool, place: str) -> None:
     """Raises MismatchError if this machine lacks a GPU of the plan, or the plan cannot be compared."""
     import torch
 
-    need_one_batch(plan, "a run on GPUs", place)
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [d for d in plan.cluster.devices if d.kind is DeviceKind.CUDA]
     missing = [d.name for d in gpus if d.ordinal >= have]
@@ -430,13 +423,11 @@ def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[Request]") -> "
 
 
 def check_pick(plans: Sequence[Plan], is_picked: bool) -> None:
-    """Raises unless there are several plans of one batch, and no emulated device."""
+    """Raises unless there are several plans, and no emulated device."""
     if not is_picked:
         return
     if len(plans) < 2:
         raise TesseraError("there is one plan, and nothing to pick from", "Give several.", "--pick")
-    for plan in plans:
-        need_one_batch(plan, "trying plans out", "--pick")
     emulated = [d.name for d in plans[0].cluster.devices if d.kind is DeviceKind.EMU]
     if emulated:
         raise TesseraError(

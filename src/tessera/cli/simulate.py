@@ -8,7 +8,7 @@ import typer
 from tessera.cli.online import OnlineOptions, OnlineRun, run_online
 from tessera.cli.output import Record, excludes, needs, progress
 from tessera.cli.plan import EffortOption
-from tessera.cli.plan_service import ServiceFigures
+from tessera.cli.plan_model import ServiceFigures
 from tessera.errors import TesseraError
 from tessera.ir import Clock, Plan, ServicePlan, Timeline, kind_of, load, save
 
@@ -116,7 +116,7 @@ class SimulatedService(Record, frozen=True):
     tokens_per_s: float
     tpot_ms: float
     ttft_ms: float
-    # Median and 99th percentile are of requests.
+    # The median is of the slowest group; 99th percentiles are of all requests.
     tpot_p99_ms: float
     ttft_p99_ms: float
     # Most requests at once.

@@ -239,7 +239,7 @@ def costs_of(lane: LoadedLane) -> tuple[StepCost, ...]:
     names, found = lane.plan.cluster.names, []
     places = lane.lane.placement.devices
     # Without prices no step counts as late.
-    priced = lane.plan.costs_of(lane.lane) or (None,) * len(places)
+    priced = lane.plan.costs or (None,) * len(places)
     for costs, place in zip(priced, places, strict=True):
         busy_s: dict[str, float] = defaultdict(float)
         for launch, device in enumerate(place):

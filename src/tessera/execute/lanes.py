@@ -127,7 +127,7 @@ class Lanes:
             number = next(known, len(self.graphs))
             if number == len(self.graphs):
                 self.graphs.append(graph)
-                self.costs.append(plan.prices[step] if plan.prices else None)
+                self.costs.append(plan.costs[step] if plan.costs else None)
             found.append(number)
         return tuple(found)
 
@@ -187,7 +187,7 @@ def devices_of(plan: Plan, index: int) -> frozenset[str]:
     """Devices that a lane needs for launches, state or outputs."""
     lane, names = plan.lanes[index], plan.cluster.names
     found: set[int] = set()
-    for graph, place in zip(plan.unit_of(lane).graphs, lane.placement.devices, strict=True):
+    for graph, place in zip(plan.graphs, lane.placement.devices, strict=True):
         found |= {*place, *(device for _, device in homes_of(graph, place))}
         found |= {device for _, device in outputs_of(graph, place)}
     return frozenset(names[device] for device in found)
@@ -205,7 +205,7 @@ def check_alike(plans: Sequence[Plan]) -> None:
 def _page_buffers(plan: Plan, lane: Lane) -> dict[str, PageBuffer]:
     """Paged state of a lane by name; raises MismatchError for other state, or if steps differ."""
     found: dict[str, PageBuffer] = {}
-    for graph, place in zip(plan.unit_of(lane).graphs, lane.placement.devices, strict=True):
+    for graph, place in zip(plan.graphs, lane.placement.devices, strict=True):
         num = graph.trace.step.reserve // PAGE
         for index, device in homes_of(graph, place):
             buffer = graph.trace.buffers[index]

@@ -40,7 +40,6 @@ from tessera.ir import (
     Transfer,
     Value,
     WorkUnit,
-    need_whole_prefills,
     verify,
 )
 
@@ -143,7 +142,6 @@ class UnitLowering:
                 name, size = buffers[buffer].name, buffers[buffer].size_bytes
                 before, held, src, held_bytes = last.get(name, (step, buffer, device, size))
                 if src != device:
-                    # A prefill of some rows leaves their part of the state.
                     moves[before].append(Transfer(GIVEN, held, 0, min(size, held_bytes), src, device))
                 last[name] = (step, buffer, device, size)
             found.append(sorted(moves.items(), reverse=True))
@@ -152,28 +150,26 @@ class UnitLowering:
 
 def lower(plan: Plan) -> tuple[tuple[Program, ...], ...]:
     """programs[lane] in running order."""
-    need_whole_prefills(plan, "a run")
-    units = [UnitLowering(variant.unit, len(plan.cluster.devices)) for variant in plan.every_variant]
-    return tuple(_lower_lane(plan, n, units[lane.variant]) for n, lane in enumerate(plan.lanes))
+    unit = UnitLowering(plan.unit, len(plan.cluster.devices))
+    return tuple(_lower_lane(plan, n, unit) for n in range(len(plan.lanes)))
 
 
 def _lower_lane(plan: Plan, number: int, unit: UnitLowering) -> tuple[Program, ...]:
     lane, num_devices, programs = plan.lanes[number], len(plan.cluster.devices), list[Program]()
-    first, counts = plan.first_step(lane), plan.unit_of(lane).counts
     for step, (moves, place) in enumerate(
         zip(unit.moves(lane.placement), lane.placement.devices, strict=True)
     ):
         for source, transfers in moves:
             run = lower_moves(transfers, num_devices)
             columns, nothing = _columns(run, (), ()), ((),) * num_devices
-            programs.append(Program(number, first + source, 1, columns, run.transfers, nothing, (), ()))
+            programs.append(Program(number, source, 1, columns, run.transfers, nothing, (), ()))
         graph, run = unit.steps[step].graph, unit.steps[step].run(place)
         columns, weights = (
             _columns(run, place, _frees(graph, place)),
             _weights(graph.trace, place, num_devices),
         )
         ends = (unit.steps[step].homes(place), outputs_of(graph, place))
-        programs.append(Program(number, first + step, counts[step], columns, run.transfers, weights, *ends))
+        programs.append(Program(number, step, plan.unit.counts[step], columns, run.transfers, weights, *ends))
     return tuple(programs)
 
 

@@ -280,6 +280,8 @@ class Done(_Message, frozen=True):
     transfers: list[tuple[Index, Number, Number]] = []
     # Busy time of all launches, reported one by one or not.
     busy_s: Number = 0.0
+    # Time that a GPU was idle before the run, since the last run here had ended.
+    idle_s: Number = 0.0
 
 
 class Failed(_Message, frozen=True):

@@ -2,7 +2,6 @@
 
 Between two runs the request gives the next inputs, so a language model can feed its tokens back. Requests
 whose device was lost restart from their inputs; they fail only if no lane is left and no device is retried.
-Where lanes have different batches, the lane is chosen before the request gives inputs and state.
 
 Plans that are loaded together can be tried before use (`try_all`, `pick`): each runs the same requests in
 turns, to cancel drift, and the first plan is kept unless another is clearly faster. Give at least five
@@ -13,14 +12,14 @@ Imports no torch.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from tessera.errors import MismatchError, TesseraError, WorkerError
+from tessera.errors import TesseraError, WorkerError
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.scheduler import Content, Scheduler, SchedulerConfig, Watcher
 from tessera.execute.stepper import DeviceLost, SpanLog, StepCall, StepDone, Stepper, Tensors
-from tessera.ir import Plan, Timeline
+from tessera.ir import Plan
 
 # Seconds to wait for running steps after an interruption.
 DRAIN_S = 5.0
@@ -39,14 +38,6 @@ class Request(Protocol):
 
     def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
         """Inputs of the run-th run of a step, given the outputs of the run before."""
-
-
-@runtime_checkable
-class AnyBatch(Protocol):
-    """A request that exists at every batch of a plan's lanes."""
-
-    def at(self, variant: int) -> Request:
-        """The request at the batch of a variant."""
 
 
 @dataclass
@@ -86,7 +77,7 @@ class OfflineRun:
 
 def run_offline(
     stepper: Stepper,
-    requests: Sequence[Request | AnyBatch],
+    requests: Sequence[Request],
     *,
     policy: int | Callable[[int], int] = 0,
     on_done: Callable[[int], None] = lambda number: None,
@@ -102,7 +93,6 @@ def run_offline(
     here is_timed only times matter: state starts as zeros, and neither state nor outputs are kept skips
     outputs that are not needed depth requests in flight, instead of the plan's number
     """
-    check_batches(stepper.plans[0], requests)
     choose = policy if callable(policy) else lambda num_done: policy
     return _Run(stepper, requests, choose, on_done, spans, is_timed, skips, depth).through()
 
@@ -112,7 +102,7 @@ class _Run(Watcher[int]):
     """One list; the scheduler sees requests as numbers."""
 
     stepper: Stepper
-    requests: Sequence[Request | AnyBatch]
+    requests: Sequence[Request]
     policy: Callable[[int], int]
     on_done: Callable[[int], None]
     spans: SpanLog | None
@@ -178,7 +168,6 @@ class _One(Content[int]):
 
     def __init__(self, run: _Run, number: int, lane: LoadedLane) -> None:
         self._run, self._number, self._lane = run, number, lane
-        self._first_step = lane.plan.first_step(lane.lane)
         self._held: int | None = None
 
     @property
@@ -195,10 +184,9 @@ class _One(Content[int]):
         return False
 
     def add(self, request: int) -> None:
-        given, lane, run = self._run.requests[request], self._lane, self._run
-        self._held = request
-        self._request = given.at(lane.lane.variant) if isinstance(given, AnyBatch) else given
-        counts = lane.plan.unit_of(lane.lane).counts
+        lane, run = self._lane, self._run
+        self._held, self._request = request, run.requests[request]
+        counts = lane.plan.unit.counts
         self._left = [(step, n) for step, count in enumerate(counts) for n in range(count)][::-1]
         old = run.results[request]
         self._result = run.results[request] = RunResult(
@@ -217,7 +205,7 @@ class _One(Content[int]):
         last = self._result.outputs[-1] if self._result.outputs else {}
         inputs = self._request.inputs(step, run, last)
         wants_state = not self._left and not self._run.is_timed
-        return StepCall(self._number, self._first_step + step, inputs, self._run.skips, wants_state)
+        return StepCall(self._number, step, inputs, self._run.skips, wants_state)
 
     def end(self, done: StepDone) -> Sequence[int]:
         if done.outputs:
@@ -234,23 +222,6 @@ class _One(Content[int]):
 
     def requests(self) -> list[int]:
         return [] if self._held is None else [self._held]
-
-
-def timeline_of(spans: SpanLog, plans: Sequence[Plan], results: Sequence[RunResult]) -> Timeline:
-    """Timeline of the last list; a request of a lane of twice the batch counts double."""
-    found = spans.timeline()
-    if not plans[0].variants:
-        return found
-    lanes = [(plans[results[number].policy], results[number].lane) for number, _, _ in found.requests]
-    return replace(found, weights=tuple(plan.weight_of(plan.lanes[lane]) for plan, lane in lanes))
-
-
-def check_batches(plan: Plan, requests: Sequence[Request | AnyBatch]) -> None:
-    """Raises MismatchError if lanes have different batches and a request has only one."""
-    if plan.variants and not all(isinstance(request, AnyBatch) for request in requests):
-        batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
-        message = f"the plan has lanes of batch {batches}, and a request says what it is at one batch only"
-        raise MismatchError(message, "Give requests that have `at(variant)`, or plan for one batch.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class StepOrder:
 
 
 def can_overlap(plan: Plan, lane: Lane) -> bool:
-    unit = UnitLowering(plan.unit_of(lane), len(plan.cluster.devices))
+    unit = UnitLowering(plan.unit, len(plan.cluster.devices))
     if any(unit.moves(lane.placement)):
         return False
     orders = [order_of(step, place) for step, place in zip(unit.steps, lane.placement.devices, strict=True)]

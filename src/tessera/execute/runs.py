@@ -40,6 +40,7 @@ class OngoingStep:
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     final: dict[str, torch.Tensor] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
+    idle_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -159,6 +160,7 @@ class Runs:
         step.final |= {name: unpack(packed) for name, packed in done.state.items()}
         step.busy_s[self._names[device]] = step.busy_s.get(self._names[device], 0.0) + done.busy_s
         self.busy_s[self._names[device]] += done.busy_s
+        step.idle_s[self._names[device]] = done.idle_s
         if self.spans is not None:
             self.spans.add(device, done, program, trace, opened.number, self.hub.clock_offset_s)
         if running.missing:
@@ -177,7 +179,8 @@ class Runs:
             if other.microbatch is opened:
                 other.step.began_s, other.until_s = now_s, self._due_s()
         seconds = now_s - step.began_s
-        return StepDone(opened.number, step.call.step, step.outputs, seconds, step.final, step.busy_s)
+        times = (step.busy_s, step.idle_s)
+        return StepDone(opened.number, step.call.step, step.outputs, seconds, step.final, *times)
 
     def _due_s(self) -> float:
         return float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s

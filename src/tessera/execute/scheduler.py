@@ -111,7 +111,6 @@ class Microbatch(Generic[R]):
     without: frozenset[str]
     # By step of its lane.
     costs: tuple[StepCost, ...]
-    first_step: int
     # True if it must be reopened.
     is_old: bool = False
     # The running step and those queued behind it.
@@ -338,8 +337,8 @@ class Scheduler(Generic[R]):
         costs = self._costs_of(lane)
         lost = self.stepper.lanes.lost
         without = frozenset(lost) if lost else frozenset()
-        content, first = self._make(number, lane), lane.plan.first_step(lane.lane)
-        opened = Microbatch(number, lane, content, self.plan, without, costs, first)
+        content = self._make(number, lane)
+        opened = Microbatch(number, lane, content, self.plan, without, costs)
         self.microbatches[number] = opened
         if request is not None:
             content.add(request)
@@ -385,7 +384,7 @@ class Scheduler(Generic[R]):
                 self._close(microbatch)
             return
         if self._turns is not None:
-            cost = microbatch.costs[call.step - microbatch.first_step]
+            cost = microbatch.costs[call.step]
             if self._turns.holds(microbatch.number, cost, call.scale, self.stepper.now_s()):
                 microbatch.held = call
                 return
@@ -443,14 +442,14 @@ class Scheduler(Generic[R]):
     def _count(self, microbatch: Microbatch[R], call: StepCall) -> None:
         """Registers a started step."""
         if self._turns is not None:
-            cost = microbatch.costs[call.step - microbatch.first_step]
+            cost = microbatch.costs[call.step]
             self._turns.start(microbatch.number, cost, call.scale, self.stepper.now_s())
 
     def _settle(self, done: StepDone) -> None:
         microbatch = self.microbatches[done.microbatch]
         call = microbatch.running.popleft()
         if self._turns is not None:
-            microbatch.costs[call.step - microbatch.first_step].seen(done.seconds / call.scale)
+            microbatch.costs[call.step].seen(done.seconds / call.scale)
             self._free(done.microbatch)
         if microbatch.running:
             self._count(microbatch, microbatch.running[0])

@@ -34,8 +34,9 @@ DeviceState = Literal["starting", "ready", "lost"]
 @dataclass(frozen=True, slots=True)
 class StepCall:
     microbatch: int
-    # Number of the step in `Plan.graphs` of its lane's plan, over all variants.
+    # Number of the step in `Plan.graphs` of its lane's plan.
     step: int
+    # A table may be given in part, its first bytes; the step must not depend on the rest.
     inputs: Tensors = field(default_factory=dict)
     # Outputs that are not needed.
     skips: tuple[str, ...] = ()
@@ -55,6 +56,8 @@ class StepDone:
     state: Tensors = field(default_factory=dict)
     # Device -> seconds of its launches in this step.
     busy_s: Mapping[str, float] = field(default_factory=dict)
+    # GPU -> seconds that it was idle before this step.
+    idle_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,7 @@ from tessera.ir.plan import (
     Run,
     Send,
     Transfer,
-    Variant,
     lane_sequence,
-    need_one_batch,
-    need_whole_prefills,
 )
 from tessera.ir.service import Expected, Group, GroupSize, Load, Rival, Role, ServicePlan
 from tessera.ir.timeline import (
@@ -63,7 +60,7 @@ __all__ = [
     "Free", "Graph", "Group", "GroupSize", "Hazard", "Instruction", "Kernel", "Lane", "Launch", "Link",
     "Load", "Objective", "Origin", "Placement", "Plan", "Program", "Quantiles", "Recv", "Region",
     "Rival", "Robust", "Role", "Run", "Send", "ServicePlan", "ServingReport", "Source", "Span", "Step",
-    "Symbol", "Timeline", "Trace", "Transfer", "Value", "Variant", "View", "WorkUnit", "arg_views",
-    "digest", "kind_of", "lane_sequence", "load", "need_one_batch", "need_whole_prefills", "region",
+    "Symbol", "Timeline", "Trace", "Transfer", "Value", "View", "WorkUnit", "arg_views",
+    "digest", "kind_of", "lane_sequence", "load", "region",
     "save", "verify",
 ]  # fmt: skip

@@ -107,17 +107,6 @@ class WorkUnit:
         return batches.get("decode", self.graphs[0].trace.step.batch)
 
     @property
-    def prefill_batch(self) -> int | None:
-        """Rows of one prefill; None without one."""
-        batches = (g.trace.step.batch for g in self.graphs if g.trace.step.kind == "prefill")
-        return next(batches, None)
-
-    @property
-    def is_in_parts(self) -> bool:
-        """True if a prefill covers some of the request's rows and runs once per part."""
-        return self.prefill_batch not in (None, self.batch)
-
-    @property
     def is_served(self) -> bool:
         """True if a service runs the steps in any order, so state has one home."""
         return any(g.trace.step.kind == "tokens" for g in self.graphs)

@@ -1,10 +1,6 @@
 """Plans and programs. A placement maps every launch of a work unit to a device. A plan is a mix of
 placements, its lanes, each with a share of the requests. All figures are modelled.
 
-Lanes may have different batches. The plan then holds the steps once per batch (variants); rates count
-units of the first variant, so a lane of twice that batch counts double. Steps of all variants are numbered
-consecutively.
-
 A program is one lane lowered to an instruction list per device, in trace order. A send follows its
 producer and a receive precedes its first reader, so devices cannot deadlock. A value is sent once per
 destination. Sends copy into transport memory. Buffers are freed after their last use.
@@ -13,12 +9,10 @@ destination. Sends copy into transport memory. Buffers are freed after their las
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 from itertools import count
 
 import msgspec
 
-from tessera.errors import MismatchError
 from tessera.ir.cluster import Cluster, Costs
 from tessera.ir.graph import Graph, WorkUnit
 
@@ -45,10 +39,8 @@ class Lane:
     """A placement and its share of the work."""
 
     placement: Placement
-    # Work units of its variant per second at full load.
+    # Work units per second at full load.
     rate_per_s: float
-    # Variant of its requests; 0: the plan's own unit.
-    variant: int = 0
 
 
 def lane_sequence(shares: Sequence[float]) -> Iterator[int]:
@@ -60,20 +52,6 @@ def lane_sequence(shares: Sequence[float]) -> Iterator[int]:
         lane = min(due or range(len(shares)), key=lambda i: ((taken[i] + 1) / shares[i], i))
         taken[lane] += 1
         yield lane
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """Steps of a work unit at one batch, with costs."""
-
-    unit: WorkUnit
-    # One per step.
-    costs: tuple[Costs, ...]
-
-    @property
-    def batch(self) -> int:
-        """Rows of one request."""
-        return self.unit.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,52 +116,22 @@ class Plan:
     joules_per_unit: float | None = None
     # User constraints: "--pin attention=emu:a100".
     constraints: tuple[str, ...] = ()
-    # The steps at other batches; variant 0 is `unit` and `costs`.
-    variants: tuple[Variant, ...] = ()
     # Pages that its microbatches share, also with those of other plans; empty: each has its own state.
     home: str = ""
 
-    @cached_property
-    def every_variant(self) -> tuple[Variant, ...]:
-        """Variants by lane reference."""
-        return (Variant(self.unit, self.costs), *self.variants)
-
-    @cached_property
+    @property
     def graphs(self) -> tuple[Graph, ...]:
-        """Steps of all variants, as numbered by `Program.step`."""
-        return tuple(graph for variant in self.every_variant for graph in variant.unit.graphs)
-
-    @cached_property
-    def prices(self) -> tuple[Costs, ...]:
-        """Costs of every step of `graphs`."""
-        return tuple(costs for variant in self.every_variant for costs in variant.costs)
+        return self.unit.graphs
 
     @property
     def batch(self) -> int:
         """Rows of a work unit."""
-        return self.every_variant[0].batch
+        return self.unit.batch
 
     @property
     def rows_per_s(self) -> float:
         """Rows per second, simulated."""
         return self.batch * self.simulated_per_s
-
-    def unit_of(self, lane: Lane) -> WorkUnit:
-        return self.every_variant[lane.variant].unit
-
-    def costs_of(self, lane: Lane) -> tuple[Costs, ...]:
-        return self.every_variant[lane.variant].costs
-
-    def batch_of(self, lane: Lane) -> int:
-        return self.every_variant[lane.variant].batch
-
-    def weight_of(self, lane: Lane) -> float:
-        """Work units in one request of a lane."""
-        return self.batch_of(lane) / self.batch
-
-    def first_step(self, lane: Lane) -> int:
-        """Number of a lane's first step."""
-        return lane.variant * len(self.unit.graphs)
 
     @property
     def used(self) -> tuple[int, ...]:
@@ -206,24 +154,6 @@ class Plan:
     def gap(self) -> float:
         """Distance to the bound, as a fraction of it."""
         return max(0.0, 1.0 - self.throughput_per_s / self.bound_per_s) if self.bound_per_s else 0.0
-
-
-def need_one_batch(plan: Plan, what: str, place: str = "") -> None:
-    """Raises MismatchError for different batches, which `what` does not support."""
-    need_whole_prefills(plan, what, place)
-    if plan.variants:
-        batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
-        remedy = "Plan without --batch-choices, from the traces of one batch."
-        raise MismatchError(f"the plan has lanes of batch {batches}; {what} takes one batch", remedy, place)
-
-
-def need_whole_prefills(plan: Plan, what: str, place: str = "") -> None:
-    """Raises MismatchError for partial prefills, which `what` does not support."""
-    for unit in (variant.unit for variant in plan.every_variant):
-        if unit.is_in_parts:
-            message = f"the plan prefills {unit.prefill_batch} of {unit.batch} rows at a time; {what} cannot"
-            remedy = f"Plan with --batch {unit.batch} --prefill-batch {unit.batch}."
-            raise MismatchError(message, remedy, place)
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):

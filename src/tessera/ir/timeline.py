@@ -40,8 +40,6 @@ class Timeline:
     spans: tuple[Span, ...]
     # (request, arrival, completion) in microseconds.
     requests: tuple[tuple[int, float, float], ...]
-    # Work units per request, for lanes of different batches; empty: one each.
-    weights: tuple[float, ...] = ()
 
     @property
     def makespan_us(self) -> float:

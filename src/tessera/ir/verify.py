@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import pairwise, permutations
 from typing import Any
 
@@ -13,24 +12,6 @@ from tessera.ir.plan import Free, Plan, Program, Recv, Run, Send
 from tessera.ir.service import Role, ServicePlan
 from tessera.ir.timeline import ARRIVALS_RULES, Arrivals, Timeline
 from tessera.ir.trace import Access, BufferKind, Trace, View, item_bytes
-
-
-def _steps(unit: WorkUnit) -> tuple[Any, ...]:
-    """Kind and count of a unit's steps per row, independent of batch."""
-    steps = tuple(g.trace.step for g in unit.graphs)
-    runs = tuple(n * step.batch / unit.batch for n, step in zip(unit.counts, steps, strict=True))
-    return (runs, tuple(replace(step, batch=1) for step in steps))
-
-
-def _one_size(plan: Plan) -> bool:
-    sizes: dict[str, int] = {}
-    return all(
-        sizes.setdefault(buffer.name, buffer.size_bytes) == buffer.size_bytes
-        for graph in plan.graphs
-        for buffer in graph.trace.buffers
-        if buffer.kind is BufferKind.WEIGHT and not buffer.constant_hex
-    )
-
 
 # (sentence, check)
 Rule = tuple[str, Callable[[Any], bool]]
@@ -51,26 +32,9 @@ def _unique(items: Iterable[Any]) -> bool:
 PLAN_RULES: list[Rule] = [
     ("a plan has a lane", lambda p: len(p.lanes) > 0),
     (
-        "every lane follows a variant of the plan",
-        lambda p: _name((lane.variant for lane in p.lanes), p.every_variant),
-    ),
-    (
-        "the variants are the same steps at different batches",
-        lambda p: (
-            _unique((v.batch, v.unit.prefill_batch) for v in p.every_variant)
-            and len({_steps(variant.unit) for variant in p.every_variant}) == 1
-        ),
-    ),
-    (
-        "with several variants, each is followed by a lane",
-        lambda p: not p.variants or {lane.variant for lane in p.lanes} == set(range(len(p.every_variant))),
-    ),
-    ("a weight has one size in all variants", lambda p: not p.variants or _one_size(p)),
-    (
         "every launch of every step is placed in every lane",
         lambda p: all(
-            [len(step) for step in lane.placement.devices]
-            == [len(g.trace.launches) for g in p.unit_of(lane).graphs]
+            [len(step) for step in lane.placement.devices] == [len(g.trace.launches) for g in p.graphs]
             for lane in p.lanes
         ),
     ),
@@ -83,20 +47,17 @@ PLAN_RULES: list[Rule] = [
         lambda p: all(
             len({step[x] for x in group}) == 1
             for lane in p.lanes
-            for step, g in zip(lane.placement.devices, p.unit_of(lane).graphs, strict=True)
+            for step, g in zip(lane.placement.devices, p.graphs, strict=True)
             for group in g.groups
         ),
     ),
     (
         "there is one price list per step, made for that step's trace",
-        lambda p: all(
-            [c.trace_digest for c in v.costs] == [g.trace.digest for g in v.unit.graphs]
-            for v in p.every_variant
-        ),
+        lambda p: [c.trace_digest for c in p.costs] == [g.trace.digest for g in p.graphs],
     ),
     (
         "the price lists are for the cluster's devices",
-        lambda p: all(c.devices == p.cluster.devices for c in p.prices),
+        lambda p: all(c.devices == p.cluster.devices for c in p.costs),
     ),
     ("every lane has a rate above zero", lambda p: all(0 < lane.rate_per_s < math.inf for lane in p.lanes)),
     ("the plan does not exceed its bound", lambda p: p.throughput_per_s <= p.bound_per_s * (1 + 1e-6)),
@@ -310,10 +271,6 @@ TIMELINE_RULES: list[Rule] = [
     ("no span ends before it starts", lambda t: all(s.stop_us >= s.start_us for s in t.spans)),
     ("spans are sorted by start", lambda t: all(a.start_us <= b.start_us for a, b in pairwise(t.spans))),
     ("no request completes before it arrives", lambda t: all(a <= b for _, a, b in t.requests)),
-    (
-        "every request has a weight above zero, or none has one",
-        lambda t: not t.weights or (len(t.weights) == len(t.requests) and min(t.weights) > 0),
-    ),
 ]
 
 
@@ -365,7 +322,7 @@ PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Graph: lambda g: (g.trace,),
     WorkUnit: lambda u: u.graphs,
     ServicePlan: lambda s: s.plans,
-    Plan: lambda p: (p.cluster, *(part for v in p.every_variant for part in (v.unit, *v.costs))),
+    Plan: lambda p: (p.cluster, p.unit, *p.costs),
 }
 # Place of the violation; None if the rule names it.
 PLACES: dict[type, Callable[[Any], str]] = {Costs: _bad_cost, Trace: _bad_view}

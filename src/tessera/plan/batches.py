@@ -1,166 +1,222 @@
-"""Batch size as a decision: one plan whose lanes may have different batches.
+"""plan_batches: the best batch for steps that no service runs.
 
-Each batch is planned alone first. For throughput, mixes over all batches are candidates too:
-  optima of one linear program over all batches, with and without depth limits,
-  each device alone at its best batch (data-parallel),
-  results of the local search from these and from the single-batch plans.
-The plan is never below the best single-batch plan or coarse policy; its bound covers mixes of all batches.
-Other objectives and policies get the best single-batch plan.
+These are decodes or prefills alone, images, encoders, and models whose state is kept by row. A work unit is
+the steps of a batch of requests. Points (batch, microbatches in flight) are planned with little effort until
+memory is exhausted, then batches next to the best one; the best point within the limits is planned in full.
+Each coarse policy gets its own best point. Copies of the model (`single`, `data-parallel`) get a batch of
+their own on every device.
+
+Times follow Little's law: n microbatches at r work units per second take n / r each. Steps before the decodes
+are the time to the first token.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tessera import ir
-from tessera.errors import MismatchError, PlanInfeasible
-from tessera.plan.problem import Column, Mix, Problem, by_speed, microbatch_counts
-from tessera.plan.search.judge import Judge
-from tessera.plan.search.local import throughput_mixes
-from tessera.plan.search.task import Simulator, joined_task
-from tessera.plan.solve import PlanConfig, Solution, choose, objective_figure, solution
+from tessera.errors import PlanInfeasible
+from tessera.plan.comparison import Comparison, Option
+from tessera.plan.config import QUICK
+from tessera.plan.problem import build
+from tessera.plan.search.task import Simulator
+from tessera.plan.solve import PlanConfig, solve
 
-# Policies whose lanes may have different batches.
-JOINT_POLICIES = (None, "throughput", "data-parallel")
-
-
-@dataclass(frozen=True)
-class Tried:
-    """One batch with its plan, or the reason it has none."""
-
-    variant: ir.Variant
-    made: ir.Plan | PlanInfeasible
-
-    def figure(self, goal: ir.Objective) -> float:
-        """The objective's figure per row; higher is better, -1 without a plan."""
-        if isinstance(self.made, PlanInfeasible):
-            return -1.0
-        figure = objective_figure(self.made, goal)
-        return figure if goal is ir.Objective.LATENCY else self.variant.batch * figure
+# First batches, and factors around the best.
+BATCHES = tuple(2 * 4**n for n in range(6))
+NEAR = (0.5, 0.75, 1.5, 2.0)
+# Microbatches in flight per device.
+DEPTHS = (1, 2)
+REPLICAS = ("single", "data-parallel")
 
 
-@dataclass(frozen=True)
-class Batched:
-    """The plan, and the result of each single batch."""
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Answer length and latency limits."""
 
-    plan: ir.Plan
-    tried: tuple[Tried, ...]
+    # Answer tokens per request; a unit without decodes counts rows.
+    output_tokens: int
+    tpot_ms: float | None = None
+    ttft_ms: float | None = None
 
+    def excess(self, option: Option) -> float:
+        """The larger of both times relative to its limit; above 1: missed."""
+        pairs = ((self.tpot_ms, option.tpot_ms), (self.ttft_ms, option.ttft_ms))
+        return max((ms / limit for limit, ms in pairs if limit is not None), default=0.0)
 
-def solve_batches(
-    variants: Sequence[ir.Variant],
-    cluster: ir.Cluster,
-    config: PlanConfig,
-    make_simulate: Callable[[], Simulator] | None = None,
-    advance: Callable[[str], None] = lambda text: None,
-) -> Batched:
-    """The best plan over all batches."""
-    if len({v.batch for v in variants}) < len(variants):
-        raise MismatchError("a batch was given twice", "Give the steps of every batch once.")
-    simulator: Callable[[], Simulator | None] = make_simulate or (lambda: None)
-    tried: list[Tried] = []
-    solved: list[Solution] = []
-    for variant in variants:
-        advance(f"planning batch {variant.batch}")
-        try:
-            solved.append(solution(variant.unit, variant.costs, cluster, config, simulator()))
-            tried.append(Tried(variant, solved[-1].plan))
-        except PlanInfeasible as error:
-            tried.append(Tried(variant, error))
-    best = max(tried, key=lambda t: t.figure(config.objective)).made
-    if isinstance(best, PlanInfeasible):
-        smallest = min(tried, key=lambda t: t.variant.batch)
-        message = f"no batch fits; at batch {smallest.variant.batch}: {smallest.made}"
-        raise best if len(tried) == 1 else PlanInfeasible(message)
-    is_joint = config.objective is ir.Objective.THROUGHPUT and config.policy in JOINT_POLICIES
-    if len(solved) > 1 and is_joint:
-        advance("joining batches")
-        best = _joint_plan(sorted(solved, key=lambda s: s.plan is not best), config, simulator())
-    return Batched(best, tuple(tried))
+    def allows(self, option: Option) -> bool:
+        return self.excess(option) <= 1 + 1e-9
 
 
-def _joint_plan(solved: Sequence[Solution], config: PlanConfig, simulate: Simulator | None) -> ir.Plan:
-    """The best of the single-batch plans and mixes over all batches."""
-    task = joined_task([s.task for s in solved], config.microbatches, simulate)
-    judge = Judge(task)
-    weights = [s.plan.batch / solved[0].plan.batch for s in solved]
-    own = [
-        replace(s.chosen, columns=tuple(task.problem.scaled(c, v) for c in s.chosen.columns))
-        for v, s in enumerate(solved)
-    ]
-    for s, weight, mix in zip(solved, weights, own, strict=True):
-        judge.know(mix, s.plan.simulated_per_s * weight)
-    replicas = _replicas(task.problem, config.microbatches) or [own[0]]
-    apart = judge.lasting(lambda: judge.best(replicas))
-    listed = [
-        [_scaled(b, weight) for b in s.plan.baselines] for s, weight in zip(solved, weights, strict=True)
-    ]
-    if apart.key != own[0].key:
-        mixed = judge.baseline("data-parallel", apart)
-        listed.append([mixed if b.name == mixed.name else b for b in listed[0]])
-    baselines = tuple(max(x, key=lambda b: b.throughput_per_s or 0.0) for x in zip(*listed, strict=True))
-    if config.policy == "data-parallel":
-        mixes: list[Mix] = [*own, apart]
-    else:
-        searched = throughput_mixes(task, (*own, apart))
-        mixes = [*own[1:], *(mix for mix in searched if len({c.variant for c in mix.columns}) > 1)]
-    floors = [own[0], apart]
-    return _rebased(choose(judge, mixes, floors, lambda: baselines, config.shown_microbatches).plan)
+# A batch of requests, priced.
+PricedUnit = tuple[ir.WorkUnit, tuple[ir.Costs, ...]]
 
 
-def _replicas(problem: Problem, most: int) -> list[Mix]:
-    """Each device alone at its best batch; where memory is short, with fewer requests in flight."""
-    mixes: list[Mix] = []
-    for microbatches in range(most, 0, -1):
-        best: list[Column] = []
-        for device in range(problem.num_devices):
-            columns = [problem.alone(device, variant) for variant in range(len(problem.problems))]
-            fitting = [c for c in columns if problem.fits((c,), microbatches)]
-            best += sorted(fitting, key=lambda c: float(c.busy_us.max()))[:1]
-        if not best or (microbatches < most and len(best) > microbatches):
-            continue
-        mix = by_speed(best)
-        if not mixes or mix.rate_per_s > mixes[-1].rate_per_s * (1 + 1e-9):
-            counts = () if microbatches == most else microbatch_counts(mix, microbatches)
-            mixes.append(replace(mix, microbatches=counts))
-    return mixes
+@dataclass(frozen=True, eq=False)
+class BatchSearch:
+    unit_at: Callable[[int], PricedUnit]
+    cluster: ir.Cluster
+    target: Target
+    # Objective, effort, and most microbatches in flight.
+    config: PlanConfig
+    simulate: Callable[[], Simulator]
+    advance: Callable[[str], None] = lambda text: None
+
+    def best(
+        self, batches: Sequence[int] = BATCHES, depths: Sequence[int] = ()
+    ) -> tuple[ir.Plan, Comparison]:
+        """The plan of the best point, beside coarse policies at theirs; `depths`: microbatches in flight."""
+        depths = depths or [depth * len(self.cluster.devices) for depth in DEPTHS]
+        quick, why = self._grown(batches, depths)
+        if not quick:
+            raise why or PlanInfeasible("no batch was given", "Give at least one.")
+        best = max(quick, key=self._merit)
+        if len(batches) > 1:
+            near = sorted({_even(best.batch * factor) for factor in NEAR} - {plan.batch for plan in quick})
+            quick += self._grown(near, depths)[0]
+            best = max(quick, key=self._merit)
+        if not self.target.allows(self.option(best)):
+            raise self._refusal(quick)
+        if self.config.search is not QUICK:
+            best = max(best, self._plan(best.batch, best.microbatches, self.config), key=self._merit)
+        return best, self._compared(best, quick)
+
+    def _grown(
+        self, batches: Sequence[int], depths: Sequence[int]
+    ) -> tuple[list[ir.Plan], PlanInfeasible | None]:
+        """Plans of the batches that fit; or why the first does not."""
+        quick = replace(self.config, search=QUICK, shown_microbatches=())
+        plans: list[ir.Plan] = []
+        for batch in batches:
+            self.advance(f"planning batch {batch}")
+            try:
+                plans += [self._plan(batch, depth, quick) for depth in depths]
+            except PlanInfeasible as error:
+                return plans, error
+        return plans, None
+
+    def _plan(self, batch: int, microbatches: int, config: PlanConfig) -> ir.Plan:
+        config = replace(config, microbatches=microbatches)
+        return solve(*self.unit_at(batch), self.cluster, config, self.simulate())
+
+    def _merit(self, plan: ir.Plan) -> tuple[bool, float]:
+        """The objective's figure within the limits, else how near they are."""
+        option = self.option(plan)
+        if self.target.allows(option):
+            return True, option.figure(self.config.objective)
+        return False, -self.target.excess(option)
+
+    def _refusal(self, plans: Sequence[ir.Plan]) -> PlanInfeasible:
+        fastest = min(map(self.option, plans), key=lambda o: (o.tpot_ms, o.ttft_ms))
+        return PlanInfeasible(
+            f"no plan keeps to the limits: the fastest takes {fastest.tpot_ms:.3g} ms a token and "
+            f"{fastest.ttft_ms:.3g} ms to the first",
+            "Allow more time, or add a faster device.",
+        )
+
+    def _compared(self, best: ir.Plan, plans: Sequence[ir.Plan]) -> Comparison:
+        listed = list(self.copies(sorted({plan.batch for plan in plans})))
+        for plan in plans:
+            rated = (b for b in plan.baselines if b.throughput_per_s and b.name not in REPLICAS)
+            listed += [self._baseline(plan, baseline) for baseline in rated]
+        goal, kept = self.config.objective, [o for o in listed if self.target.allows(o)]
+        names = dict.fromkeys(o.policy for o in kept)
+        baselines = (
+            max((o for o in kept if o.policy == name), key=lambda o: o.figure(goal)) for name in names
+        )
+        return Comparison(best.policy, self.option(best), tuple(baselines), goal)
+
+    # Figures.
+
+    def option(self, plan: ir.Plan) -> Option:
+        joules = plan.joules_per_unit and plan.joules_per_unit / self._tokens(plan.batch)
+        used = [self.cluster.names[d] for d in plan.used]
+        return Option(
+            plan.policy,
+            plan.simulated_per_s * self._tokens(plan.batch),
+            *self._times_ms(plan, plan.simulated_per_s),
+            dict.fromkeys(used, plan.batch),
+            plan.microbatches,
+            plan.usd_per_hour,
+            joules,
+        )
+
+    def _baseline(self, plan: ir.Plan, baseline: ir.Baseline) -> Option:
+        rate, each, tokens = baseline.throughput_per_s, baseline.usd_per_1k_units, self._tokens(plan.batch)
+        assert rate is not None, "it applies"
+        return Option(
+            baseline.name,
+            rate * tokens,
+            *self._times_ms(plan, rate),
+            dict.fromkeys(self.cluster.names, plan.batch),
+            plan.microbatches,
+            each and each * rate * 3.6,
+            baseline.joules_per_unit and baseline.joules_per_unit / tokens,
+        )
+
+    def copies(self, batches: Sequence[int]) -> list[Option]:
+        """The best device alone, and a copy of the model on every device, each at its best batch."""
+        best: dict[int, Option] = {}
+        goal = self.config.objective
+        for batch in batches:
+            unit, costs = self.unit_at(batch)
+            problem = build(unit, costs, self.cluster)
+            for device in range(len(self.cluster.devices)):
+                if not problem.fits((problem.alone(device),), 1):
+                    continue
+                option = self._alone(unit, costs, device)
+                known = best.get(device, option)
+                if self.target.allows(option) and option.figure(goal) >= known.figure(goal):
+                    best[device] = option
+        if not best:
+            return []
+        alone = max(best.values(), key=lambda o: o.figure(goal))
+        return [alone, *([together(list(best.values()))] if len(best) > 1 else [])]
+
+    def _alone(self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], device: int) -> Option:
+        steps_us = [c.total_us(device) * count for c, count in zip(costs, unit.counts, strict=True)]
+        card, ms, tokens = self.cluster.devices[device], 1e-3 * sum(steps_us), self._tokens(unit.batch)
+        times = self._split_ms(unit, steps_us, ms)
+        joules = card.tdp_w and card.tdp_w * 1e-3 * ms / tokens
+        return Option(
+            "single", 1e3 * tokens / ms, *times, {card.name: unit.batch}, 1, card.usd_per_hour, joules
+        )
+
+    def _tokens(self, batch: int) -> int:
+        return batch * max(1, self.target.output_tokens)
+
+    def _times_ms(self, plan: ir.Plan, rate_per_s: float) -> tuple[float, float]:
+        rows = zip(plan.costs, plan.unit.counts, strict=True)
+        steps_us = [count * sum(map(c.total_us, plan.used)) for c, count in rows]
+        return self._split_ms(plan.unit, steps_us, 1e3 * plan.microbatches / rate_per_s)
+
+    def _split_ms(self, unit: ir.WorkUnit, steps_us: Sequence[float], ms: float) -> tuple[float, float]:
+        """(time per token, time to the first token) of a request that takes so long."""
+        is_decode = [g.trace.step.kind == "decode" for g in unit.graphs]
+        runs = max(1, self.target.output_tokens)
+        if len(is_decode) == 1 or not any(is_decode):
+            return ms / runs, ms
+        before = sum(us for us, is_one in zip(steps_us, is_decode, strict=True) if not is_one)
+        first_ms = ms * before / sum(steps_us)
+        return (ms - first_ms) / runs, first_ms
 
 
-def _scaled(baseline: ir.Baseline, weight: float) -> ir.Baseline:
-    """Plan figures in units of `weight` of its own."""
-    return replace(
-        baseline,
-        throughput_per_s=_times(baseline.throughput_per_s, weight),
-        usd_per_1k_units=_times(baseline.usd_per_1k_units, 1 / weight),
-        joules_per_unit=_times(baseline.joules_per_unit, 1 / weight),
+def together(listed: Sequence[Option]) -> Option:
+    """Options of separate devices side by side: rates, rents and powers add up."""
+    rents = [o.usd_per_hour for o in listed if o.usd_per_hour is not None]
+    watts = [o.joules_per_token * o.tokens_per_s for o in listed if o.joules_per_token is not None]
+    tokens_per_s = sum(o.tokens_per_s for o in listed)
+    return Option(
+        "data-parallel",
+        tokens_per_s,
+        max(o.tpot_ms for o in listed),
+        max(o.ttft_ms for o in listed),
+        {name: batch for o in listed for name, batch in o.batch.items()},
+        sum(o.microbatches for o in listed),
+        sum(rents) if len(rents) == len(listed) else None,
+        sum(watts) / tokens_per_s if len(watts) == len(listed) else None,
     )
 
 
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
-
-
-def _rebased(plan: ir.Plan) -> ir.Plan:
-    """The plan with only the variants its lanes use."""
-    used = list(dict.fromkeys(lane.variant for lane in plan.lanes))
-    kept = [plan.every_variant[v] for v in used]
-    factor = plan.batch / kept[0].batch
-    robust = plan.robust
-    if robust is not None:
-        low, middle, high = (x * factor for x in (robust.p10_per_s, robust.p50_per_s, robust.p90_per_s))
-        robust = replace(robust, p10_per_s=low, p50_per_s=middle, p90_per_s=high)
-    plan = replace(
-        plan,
-        unit=kept[0].unit,
-        costs=kept[0].costs,
-        variants=tuple(kept[1:]),
-        lanes=tuple(replace(lane, variant=used.index(lane.variant)) for lane in plan.lanes),
-        throughput_per_s=plan.throughput_per_s * factor,
-        simulated_per_s=plan.simulated_per_s * factor,
-        bound_per_s=plan.bound_per_s * factor,
-        baselines=tuple(_scaled(b, factor) for b in plan.baselines),
-        by_microbatches=tuple((microbatches, rate * factor) for microbatches, rate in plan.by_microbatches),
-        joules_per_unit=_times(plan.joules_per_unit, 1 / factor),
-        robust=robust,
-    )
-    ir.verify(plan)
-    return plan
+def _even(batch: float) -> int:
+    """Rounded to a multiple of eight from 16 on."""
+    return max(1, round(batch / 8) * 8 if batch >= 16 else round(batch))

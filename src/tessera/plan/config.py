@@ -95,22 +95,6 @@ class SearchConfig:
     max_planned_sets: int = 4
     worth: float = 0.85
 
-    # Loads. Speed-up that justifies twice the prefill rows, and factors tried around it.
-    prefill_gain: float = 0.005
-    prefill_near: tuple[float, float] = (0.25, 4.0)
-    # Microbatches in flight per device.
-    load_depths: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0)
-    # Points planned in full, and points of a coarse policy simulated.
-    max_planned: int = 4
-    max_simulated: int = 6
-    # Minimum possible gain of a simulated point of a coarse policy.
-    curve_step: float = 0.05
-    # Possible gain of a full plan over its quick estimate.
-    planning_gain: float = 1.08
-    # Devices up to which equal devices are also planned at once; device sets per objective.
-    max_at_once: int = 3
-    max_load_sets: int = 8
-
     # Latency. Rows x devices of a frontier: first, maximum, and over all launches near or far from the bound.
     narrow_rows: int = 32
     wide_rows: int = 512
@@ -127,7 +111,7 @@ class SearchConfig:
 
 
 FULL = SearchConfig()
-QUICK = SearchConfig(max_looks=8, depths=(1.1, 1.35), max_planned=2, long_window=(8.0, 16.0))
+QUICK = SearchConfig(max_looks=8, depths=(1.1, 1.35), long_window=(8.0, 16.0))
 EFFORTS = {"full": FULL, "quick": QUICK}
 
 

@@ -9,7 +9,7 @@ exact for that move alone.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from tessera import ir
 from tessera.plan.arrays import Labels
 from tessera.plan.config import FULL
 from tessera.plan.latency import bound_us
-from tessera.plan.problem import Column, Mix, Problem, build, joined, mix_of
+from tessera.plan.problem import Column, Mix, Problem, build, mix_of
 from tessera.plan.search.robust import Sampler
 
 MAX_REASONS = 8
@@ -137,9 +137,8 @@ class Explanation:
 
 def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
     """`is_brief` skips the latency bound, which is slow."""
-    problem = _problem(plan)
+    problem = build(plan.unit, plan.costs, plan.cluster)
     mix = mix_of(problem, plan)
-    main = problem.problems[mix.columns[int(np.argmax(mix.shares))].variant]
     devices, links = _usages(problem, mix, plan)
     busiest = max((*devices, *links), key=lambda u: u.utilisation)
     gains = tuple(_gain(plan, b) for b in plan.baselines)
@@ -149,32 +148,23 @@ def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
         devices=devices,
         links=links,
         bottleneck=busiest.name,
-        kernels=_kernels(plan, mix, problem),
+        kernels=_kernels(mix, problem),
         gains=gains,
         num_transfers=mix.num_messages,
         transfer_bytes=sum(s * _bytes(problem, c) for s, c in zip(mix.shares, mix.columns, strict=True)),
         error=error,
-        latency_bound_us=0.0 if is_brief else _latency_bound_us(problem),
+        latency_bound_us=0.0 if is_brief else bound_us(problem, FULL),
         is_gain=is_gain,
         verdict=verdict,
         memory=_memory(problem, mix),
-        reasons=reasons(main, mix, _nodes(main), problem.weight_of),
+        reasons=reasons(problem, mix, _nodes(problem)),
         remarks=tuple(_remarks(plan)),
     )
 
 
 def latency_bound_us(plan: ir.Plan) -> float:
     """Lower bound of the latency of one request alone."""
-    return _latency_bound_us(_problem(plan))
-
-
-def _latency_bound_us(problem: Problem) -> float:
-    return min(bound_us(p, FULL) for p in problem.problems)
-
-
-def _problem(plan: ir.Plan) -> Problem:
-    """The problem with all batches of the plan."""
-    return joined([build(v.unit, v.costs, plan.cluster) for v in plan.every_variant])
+    return bound_us(build(plan.unit, plan.costs, plan.cluster), FULL)
 
 
 def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...], tuple[Usage, ...]]:
@@ -195,7 +185,7 @@ def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...
 def _memory(problem: Problem, mix: Mix) -> tuple[DeviceMemory, ...]:
     weights, each = problem.footprints(mix.columns)
     num = problem.num_devices
-    states = np.array([problem.problems[c.variant].states.bytes_on(c.labels, num) for c in mix.columns])
+    states = np.array([problem.states.bytes_on(c.labels, num) for c in mix.columns])
     counts = np.array(mix.microbatches)
     columns = (weights, each.max(axis=0), counts @ states, counts @ (each - states))
     return tuple(
@@ -223,29 +213,22 @@ def _kind_of(scope: str) -> str:
 
 def _bytes(problem: Problem, column: Column) -> float:
     """Bytes transferred per work unit."""
-    own = problem.problems[column.variant]
-    value, _, _ = own.crossings(column.labels)
-    total = float((own.values.num_bytes * own.values.runs)[value].sum())
-    return total / problem.weight_of(column)
+    value, _, _ = problem.crossings(column.labels)
+    return float((problem.values.num_bytes * problem.values.runs)[value].sum())
 
 
-def _kernels(plan: ir.Plan, mix: Mix, problem: Problem) -> tuple[KernelUse, ...]:
+def _kernels(mix: Mix, problem: Problem) -> tuple[KernelUse, ...]:
     num = problem.num_devices
     runs: dict[tuple[str, str], float] = {}
     tables: dict[tuple[str, str], np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
-    for variant, own in enumerate(problem.problems):
-        lanes = [n for n, c in enumerate(mix.columns) if c.variant == variant]
-        # Requests of each lane per work unit, and of all lanes of this batch.
-        shares = np.array([mix.shares[n] for n in lanes]) * (plan.batch / own.unit.batch)
-        each = float(shares.sum()) if plan.variants else 1.0
-        for step, (graph, count) in enumerate(zip(own.unit.graphs, own.unit.counts, strict=True)):
-            placed = np.array([mix.columns[n].labels[own.node_of[step]] for n in lanes])
-            for index, launch in enumerate(graph.trace.launches):
-                key = (graph.trace.kernel_of(index).name, _kind_of(launch.scope))
-                runs[key] = runs.get(key, 0.0) + each * count
-                table = tables.setdefault(key, np.zeros((2, num)))
-                table[0] += each * count * own.cost_us[step][index]
-                table[1] += count * np.bincount(placed[:, index], weights=shares, minlength=num)
+    for step, (graph, count) in enumerate(zip(problem.unit.graphs, problem.unit.counts, strict=True)):
+        placed = np.array([column.labels[problem.node_of[step]] for column in mix.columns])
+        for index, launch in enumerate(graph.trace.launches):
+            key = (graph.trace.kernel_of(index).name, _kind_of(launch.scope))
+            runs[key] = runs.get(key, 0.0) + count
+            table = tables.setdefault(key, np.zeros((2, num)))
+            table[0] += count * problem.cost_us[step][index]
+            table[1] += count * np.bincount(placed[:, index], weights=mix.shares, minlength=num)
     found = [
         KernelUse(key[0], key[1], round(runs[key]), tuple(us.tolist()), tuple((on / runs[key]).tolist()))
         for key, (us, on) in tables.items()
@@ -297,9 +280,6 @@ def _remarks(plan: ir.Plan) -> Iterator[str]:
     """Sentences beyond the verdict."""
     below = 1.0 - plan.simulated_per_s / plan.bound_per_s
     yield f"The simulated rate is {below:.1%} below the bound that no mix of placements exceeds."
-    if plan.variants:
-        batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
-        yield f"Lanes are of batch {batches}; rates count requests of batch {plan.batch}."
     if plan.lane_table and len(plan.lanes) > 1:
         order = [plan.lane_table[n % len(plan.lane_table)] for n in range(plan.microbatches)]
         held = ", ".join(f"{order.count(n)}" for n in range(len(plan.lanes)))
@@ -331,24 +311,16 @@ def _ms(us: float) -> str:
     return f"{us / 1e3:.3g} ms"
 
 
-def reasons(
-    problem: Problem,
-    mix: Mix,
-    kernels: dict[tuple[str, str], Labels],
-    weight_of: Callable[[Column], float] = lambda column: 1.0,
-) -> tuple[Reason, ...]:
+def reasons(problem: Problem, mix: Mix, kernels: dict[tuple[str, str], Labels]) -> tuple[Reason, ...]:
     """Reasons of the main lane's kernels, (kernel, scope) -> nodes."""
     if problem.num_devices < 2:
         return ()
     main = int(np.argmax(mix.shares))
-    weight = weight_of(mix.columns[main])
-    found = (_reason(problem, mix, main, name, nodes, weight) for name, nodes in kernels.items())
+    found = (_reason(problem, mix, main, name, nodes) for name, nodes in kernels.items())
     return tuple(r for r in found if r is not None)[:MAX_REASONS]
 
 
-def _reason(
-    problem: Problem, mix: Mix, main: int, name: tuple[str, str], nodes: Labels, weight: float
-) -> Reason | None:
+def _reason(problem: Problem, mix: Mix, main: int, name: tuple[str, str], nodes: Labels) -> Reason | None:
     column = mix.columns[main]
     placed = column.labels[nodes]
     here = int(np.bincount(placed, minlength=problem.num_devices).argmax())
@@ -359,18 +331,18 @@ def _reason(
             labels = column.labels.copy()
             labels[moved] = there
             if problem.is_allowed(labels):
-                options.append((_period(mix, main, problem.column(labels), weight), there))
+                options.append((_period(mix, main, problem.column(labels)), there))
     if not options:
         return None
     period, there = min(options)
     labels = column.labels.copy()
     labels[moved] = there
     here_us, there_us = (float(problem.load_us[moved, d].sum()) for d in (here, there))
-    added = problem.column(labels).path_us - column.path_us * weight - (there_us - here_us)
+    added = problem.column(labels).path_us - column.path_us - (there_us - here_us)
     names = problem.cluster.names
     return Reason(*name, names[here], names[there], here_us, there_us, added, period)
 
 
-def _period(mix: Mix, main: int, column: Column, weight: float) -> float:
-    moved = column.busy_us / weight - mix.columns[main].busy_us
+def _period(mix: Mix, main: int, column: Column) -> float:
+    moved = column.busy_us - mix.columns[main].busy_us
     return float((mix.busy_us + mix.shares[main] * moved).max() / mix.busy_us.max())

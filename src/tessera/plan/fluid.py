@@ -4,7 +4,8 @@ A request reads P prompt tokens and then needs A = G - 1 steps for its other ans
 whose steps have T tokens finishes T / (P + A) requests per step if the steps are full: n = T A / (P + A)
 answers and T - n prompt tokens. A prompts device reads T prompt tokens per step. An answers device advances
 all its sequences by a token per step. With prompts devices, a share of the mixed devices' steps has prompt
-tokens: the share at which as many prompts are read as answers end. Time per token is the mean time of a step.
+tokens: the share at which as many prompts are read as answers end. Time per token is the mean time of a step
+of the slowest group, which stands for the median of its requests.
 
 Drafts are candidates: the rehearsal of a service decides. `bound_per_s` is an upper bound of every policy: a
 linear program that divides the launches of a request among the devices at will, each at its cheapest step
@@ -16,7 +17,7 @@ than their mean.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -148,6 +149,8 @@ class FluidModel:
     config: FluidConfig = FLUID
     # False where only whole sequences stay on a device: no prompts groups.
     can_move: bool = True
+    # Those that may be used; empty: all.
+    devices: tuple[int, ...] = ()
 
     # Sizes of a load.
 
@@ -179,15 +182,23 @@ class FluidModel:
         return held <= self.config.memory_share * memory and held + price.temporary_bytes <= memory
 
     @cached_property
+    def used(self) -> tuple[int, ...]:
+        return self.devices or tuple(range(len(self.cluster.devices)))
+
+    @cached_property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """Equal devices, each kind once."""
+        found: dict[object, list[int]] = {}
+        for number in self.used:
+            device = self.cluster.devices[number]
+            kind = (device.gpu, device.memory_bytes, device.kind, device.num_sms, device.usd_per_hour)
+            found.setdefault(kind, []).append(number)
+        return tuple(tuple(numbers) for numbers in found.values())
+
+    @cached_property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
         """Equal devices that hold the model, each kind once."""
-        found: dict[object, list[int]] = {}
-        for number, device in enumerate(self.cluster.devices):
-            if self.room_tokens(number) > 2 * self.length:
-                found.setdefault((device.gpu, device.memory_bytes, device.kind, device.num_sms), []).append(
-                    number
-                )
-        return tuple(tuple(numbers) for numbers in found.values())
+        return tuple(kind for kind in self.alike if self.room_tokens(kind[0]) > 2 * self.length)
 
     @cached_property
     def step_tokens(self) -> tuple[int, ...]:
@@ -290,7 +301,7 @@ class FluidModel:
                 if not within:
                     break
                 group, rate, tpot, ttft = max(within, key=lambda row: row[1])
-                groups += [_on(group, device) for device in kind]
+                groups += [replace(group, devices=(device,)) for device in kind]
                 per_s += rate * len(kind)
                 tpot_ms, ttft_ms = max(tpot_ms, tpot), max(ttft_ms, ttft)
             else:
@@ -389,7 +400,7 @@ class FluidModel:
         tpot_ms = max(seat.step_us(high) for seat, _ in chosen) * 1e-3
         ttft_ms = max(1e3 * (self.config.backlog + 0.5) * group.sizes[-1] / rate for group, rate in prompts)
         groups = [group for group, _ in prompts]
-        groups += [_on(seat.group, device) for seat, on in chosen for device in on]
+        groups += [replace(seat.group, devices=(device,)) for seat, on in chosen for device in on]
         return self._draft(policy, groups, per_s, tpot_ms, ttft_ms)
 
     def _read(self, chunk: int) -> float:
@@ -398,11 +409,12 @@ class FluidModel:
 
     def _divided(self, policy: str) -> Iterator[ServiceDraft]:
         """One mixed group over all devices, its work divided by their speed."""
-        num, config = len(self.cluster.devices), self.config
-        if num < 2:
+        devices, config = self.used, self.config
+        if len(devices) < 2:
             return
-        devices, in_flight = tuple(range(num)), max(config.microbatches, num)
-        room = sum(config.memory_share * d.memory_bytes for d in self.cluster.devices) - self.model.weights
+        in_flight = max(config.microbatches, len(devices))
+        memory = sum(self.cluster.devices[d].memory_bytes for d in devices)
+        room = config.memory_share * memory - self.model.weights
         for tokens in self.step_tokens:
             group = self._mixed(devices, tokens, in_flight)
             price = self.price(tokens, group.sequences, group.length)
@@ -418,9 +430,14 @@ class FluidModel:
     @cached_property
     def bound_per_s(self) -> float:
         """Upper bound of answer tokens per second of any policy, by busy time."""
-        room = sum(max(0, self.room_tokens(d)) for d in range(len(self.cluster.devices)))
+        return self.load.output_tokens * 1e6 / _least_us(self.least_us)
+
+    @cached_property
+    def least_us(self) -> Floats:
+        """[kind of launch, device]: least time of a request's launches."""
+        room = sum(max(0, self.room_tokens(d)) for d in self.used)
         if not self.kinds:
-            held = self.config.memory_share * sum(d.memory_bytes for d in self.cluster.devices)
+            held = self.config.memory_share * sum(self.cluster.devices[d].memory_bytes for d in self.used)
             room = int((held - self.model.weights) / self.model.token) if self.model.token else room
         rows: list[Floats] = []
         most = max(2, min(self.config.most_sequences, room // self.length))
@@ -435,7 +452,7 @@ class FluidModel:
         for tokens in self.config.prompt_tokens:
             read = max(2, math.ceil(tokens / prompt))
             rows.append(answering + self.price(max(tokens, read), read, prompt).us * (prompt / tokens))
-        return self.load.output_tokens * 1e6 / _least_us(np.min(rows, axis=0))
+        return np.asarray(np.min(rows, axis=0)[:, list(self.used)])
 
 
 def _alike(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:
@@ -473,18 +490,6 @@ def _least_us(us: Floats) -> float:
     solved = linprog(costs, busy, np.zeros(num_devices), whole, np.ones(num_kinds))
     assert solved.fun is not None
     return float(solved.fun)
-
-
-def _on(group: GroupDraft, device: int) -> GroupDraft:
-    return GroupDraft(
-        group.role,
-        (device,),
-        group.sequences,
-        group.sizes,
-        group.microbatches,
-        group.pool_tokens,
-        group.length,
-    )
 
 
 def _pages(tokens: float) -> int:

@@ -60,12 +60,10 @@ class Column:
     path_us: float
     # Transfers of one request.
     num_messages: float
-    # Batch index; figures are per work unit of the first batch.
-    variant: int = 0
 
     @cached_property
     def key(self) -> bytes:
-        return self.labels.tobytes() + (bytes((self.variant,)) if self.variant else b"")
+        return self.labels.tobytes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,17 +135,6 @@ class Problem:
     constraints: tuple[Constraint, ...] = ()
     # [node, device] -> allowed; None: all.
     allowed: Bools | None = None
-    # Other batches on the same devices; see `joined`.
-    others: tuple["Problem", ...] = ()
-
-    @cached_property
-    def problems(self) -> tuple["Problem", ...]:
-        """One per batch, indexed by `Column.variant`."""
-        return (self, *self.others)
-
-    def weight_of(self, column: Column) -> float:
-        """Work units per request of a column."""
-        return self.problems[column.variant].unit.batch / self.unit.batch
 
     @property
     def num_nodes(self) -> int:
@@ -193,10 +180,8 @@ class Problem:
         paid[:, range(self.num_devices), range(self.num_devices)] = 0.0
         return paid
 
-    def column(self, labels: Labels, variant: int = 0) -> Column:
-        """A placement of one batch with its loads per work unit."""
-        if variant:
-            return self.scaled(self.others[variant - 1].column(labels), variant)
+    def column(self, labels: Labels) -> Column:
+        """A placement with its loads per work unit."""
         num = self.num_devices
         nodes = np.arange(self.num_nodes)
         own = self.load_us[nodes, labels]
@@ -207,25 +192,9 @@ class Problem:
         path = float(own.sum() + self.transfer_us[value, src, dst].sum())
         return Column(labels, busy, path, float(self.values.runs[value].sum()))
 
-    def alone(self, device: int, variant: int = 0) -> Column:
-        """One batch on one device."""
-        return self.column(np.full(self.problems[variant].num_nodes, device, dtype=np.int64), variant)
-
-    def scaled(self, column: Column, variant: int) -> Column:
-        """A column of one batch's own problem, rescaled to this one."""
-        column = replace(column, variant=variant)
-        units = self.weight_of(column)
-        return replace(
-            column,
-            busy_us=column.busy_us / units,
-            path_us=column.path_us / units,
-            num_messages=column.num_messages / units,
-        )
-
-    def steps_us(self, labels: Labels) -> Floats:
-        """Busy time of each step per request, over all devices."""
-        rows = zip(self.node_of, self.cost_us, self.unit.counts, strict=True)
-        return np.array([us[np.arange(len(nodes)), labels[nodes]].sum() * count for nodes, us, count in rows])
+    def alone(self, device: int) -> Column:
+        """All work on one device."""
+        return self.column(np.full(self.num_nodes, device, dtype=np.int64))
 
     def crossings(self, labels: Labels) -> tuple[Ints, Ints, Ints]:
         """(value, source, destination) of every transfer."""
@@ -269,31 +238,16 @@ class Problem:
     def footprints(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
         """(weight bytes per device, [column, device] bytes per request)."""
         num = self.num_devices
-        sizes, items = self._all_weights
-        held = np.zeros((len(sizes), num), dtype=np.bool_)
+        held = np.zeros((len(self.weights.num_bytes), num), dtype=np.bool_)
         each: list[Floats] = []
         for column in columns:
             known = self._held.get(column.key)
             if known is None:
-                own = self.problems[column.variant]
-                present = own.weights.present(column.labels, num)
-                known = self._held[column.key] = present, own.microbatch_bytes(column.labels)
-            held[items[column.variant]] |= known[0]
+                present = self.weights.present(column.labels, num)
+                known = self._held[column.key] = present, self.microbatch_bytes(column.labels)
+            held |= known[0]
             each.append(known[1])
-        return np.asarray(sizes @ held, dtype=np.float64), np.array(each).reshape(-1, num)
-
-    @cached_property
-    def _all_weights(self) -> tuple[Floats, tuple[Ints, ...]]:
-        """(bytes of all weights, [batch] -> its weights' indices)."""
-        number: dict[str, int] = {}
-        items = tuple(
-            np.array([number.setdefault(name, len(number)) for name in p.weights.names], dtype=np.int64)
-            for p in self.problems
-        )
-        sizes = np.zeros(len(number))
-        for problem, own in zip(self.problems, items, strict=True):
-            np.maximum.at(sizes, own, problem.weights.num_bytes)
-        return sizes, items
+        return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), np.array(each).reshape(-1, num)
 
     @cached_property
     def _held(self) -> dict[bytes, tuple[Bools, Floats]]:
@@ -350,7 +304,7 @@ class Problem:
     def fits(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> bool:
         """Whether constraints hold and memory suffices."""
         listed = list(columns)
-        return all(self.problems[c.variant].is_allowed(c.labels) for c in listed) and bool(
+        return all(self.is_allowed(c.labels) for c in listed) and bool(
             (self.excess_bytes(listed, microbatches) <= 0).all()
         )
 
@@ -389,32 +343,20 @@ def build(
     )
 
 
-def joined(problems: Sequence[Problem]) -> Problem:
-    """Several batches as one problem, in work units of the first.
-
-    Column costs of batch b are divided by b / b0, so one linear program covers all batches. Weights are
-    shared between batches.
-    """
-    return replace(problems[0], others=tuple(problems[1:]))
-
-
-def spread_us(*loads: Floats) -> float:
+def spread_us(load: Floats) -> float:
     """Lower bound of the busiest device's time over fractional assignments of rows to devices.
 
-    load[row, device]; with several loads, the lightest mix.
+    load[row, device].
     """
     # Any prices that sum to one prove a bound.
-    num = loads[0].shape[1]
+    num = load.shape[1]
     prices = np.full(num, 1.0 / num)
     best = 0.0
     for round_number in range(1, 40):
-        priced = [load * prices for load in loads]
-        totals = [float(x.min(axis=1).sum()) for x in priced]
-        best = max(best, min(totals))
-        cheapest = int(np.argmin(totals))
-        choice = priced[cheapest].argmin(axis=1)
-        own = loads[cheapest][np.arange(len(choice)), choice]
-        busy = np.bincount(choice, weights=own, minlength=num)
+        priced = load * prices
+        best = max(best, float(priced.min(axis=1).sum()))
+        choice = priced.argmin(axis=1)
+        busy = np.bincount(choice, weights=load[np.arange(len(choice)), choice], minlength=num)
         # Raise prices of busier devices, by shrinking steps.
         prices = prices * np.exp((busy / max(busy.max(), 1e-12) - 0.5) / round_number)
         prices /= prices.sum()
@@ -428,27 +370,29 @@ def cluster_of(cluster: ir.Cluster, devices: Sequence[int]) -> ir.Cluster:
     return ir.Cluster(kept, tuple(x for x in cluster.links if x.src in names and x.dst in names))
 
 
-def variant_on(variant: ir.Variant, devices: Sequence[int]) -> ir.Variant:
-    """The variant priced on some devices."""
-    costs = []
-    for priced in variant.costs:
-        rows = tuple(tuple(row[d] for d in devices) for row in priced.costs)
-        costs.append(ir.Costs(priced.trace_digest, tuple(priced.devices[d] for d in devices), rows))
-    return ir.Variant(variant.unit, tuple(costs))
+def costs_on(costs: Sequence[ir.Costs], devices: Sequence[int]) -> tuple[ir.Costs, ...]:
+    """The costs of some devices."""
+    return tuple(
+        ir.Costs(
+            priced.trace_digest,
+            tuple(priced.devices[d] for d in devices),
+            tuple(tuple(row[d] for d in devices) for row in priced.costs),
+        )
+        for priced in costs
+    )
 
 
 def restricted(problem: Problem, devices: Sequence[int]) -> Problem | None:
     """The problem on some devices; None if the constraints forbid it."""
     at = list(devices)
     places = None if problem.allowed is None else problem.allowed[:, at]
-    others = [x for other in problem.others if (x := restricted(other, devices)) is not None]
-    if len(others) < len(problem.others) or (places is not None and not places.any(axis=1).all()):
+    if places is not None and not places.any(axis=1).all():
         return None
     cluster = cluster_of(problem.cluster, devices)
     return replace(
         problem,
         cluster=cluster,
-        costs=variant_on(ir.Variant(problem.unit, problem.costs), devices).costs,
+        costs=costs_on(problem.costs, devices),
         cost_us=tuple(us[:, at] for us in problem.cost_us),
         load_us=problem.load_us[:, at],
         us_per_byte=problem.us_per_byte[np.ix_(at, at)],
@@ -456,20 +400,13 @@ def restricted(problem: Problem, devices: Sequence[int]) -> Problem | None:
         memory_bytes=problem.memory_bytes[at],
         constraints=restricted_constraints(problem.constraints, problem.cluster.names, cluster.names),
         allowed=places,
-        others=tuple(others),
     )
-
-
-def shape_of(variant: ir.Variant) -> tuple[int, int | None]:
-    """(rows per request, rows per prefill)."""
-    return variant.batch, variant.unit.prefill_batch
 
 
 def mix_of(problem: Problem, plan: ir.Plan) -> Mix:
     """The mix of a plan's lanes."""
-    labels = [problem.problems[x.variant].labels(x.placement) for x in plan.lanes]
-    columns = tuple(problem.column(x, lane.variant) for x, lane in zip(labels, plan.lanes, strict=True))
-    rates = [lane.rate_per_s * plan.weight_of(lane) for lane in plan.lanes]
+    columns = tuple(problem.column(problem.labels(lane.placement)) for lane in plan.lanes)
+    rates = [lane.rate_per_s for lane in plan.lanes]
     mix = Mix(columns, tuple(rate / sum(rates) for rate in rates))
     table = plan.lane_table
     if not table:
@@ -544,7 +481,7 @@ def kinds_of(problem: Problem) -> Kinds | None:
     members: list[list[int]] = []
     for device in range(num):
         for kind in members:
-            if all(_alike(p, kind[0], device) for p in problem.problems):
+            if _alike(problem, kind[0], device):
                 kind.append(device)
                 break
         else:

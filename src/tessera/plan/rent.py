@@ -1,8 +1,7 @@
 """Rent: sets of GPUs, and bounds of their throughput.
 
 A basket holds GPUs of one provider and one maker. The bound spreads every launch freely, with free transfers
-and unlimited memory; it only discards baskets. So does the minimum time of a step: every launch on its
-fastest GPU.
+and unlimited memory; it only discards baskets.
 """
 
 from collections import Counter
@@ -12,9 +11,8 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 
-from tessera import ir
 from tessera.plan.arrays import Floats
-from tessera.plan.problem import build, spread_us
+from tessera.plan.problem import spread_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +62,13 @@ def _of(offers: Sequence[Offer], max_devices: int, provider: str) -> Iterator[Ba
 
 @dataclass(frozen=True, eq=False)
 class Limit:
-    """Upper bound of a unit's rate on a basket."""
+    """Upper bound of the requests per second of a basket."""
 
     column_of: Mapping[str, int]
-    # [distinct launch, GPU]: microseconds per request.
+    # [kind of launch, GPU]: least microseconds of a request.
     load_us: Floats
 
     def per_s(self, gpus: Iterable[str]) -> float:
-        """Work units per second."""
         return 1e6 / spread_us(self._load_us(gpus))
 
     def upper_bound_per_s(self, gpus: Iterable[str]) -> float:
@@ -85,37 +82,3 @@ class Limit:
         counted = Counter(gpus)
         columns = [self.column_of[gpu] for gpu in counted]
         return np.asarray(self.load_us[:, columns] / np.array(list(counted.values())))
-
-
-def limit_of(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...]) -> Limit:
-    """From the costs of a unit on each GPU."""
-    rows: Counter[tuple[float, ...]] = Counter()
-    for listed, count in zip(costs, unit.counts, strict=True):
-        for row in listed.costs:
-            rows[tuple(cost.us for cost in row)] += count
-    load = np.array([[us * count for us in row] for row, count in rows.items()])
-    return Limit({d.gpu: n for n, d in enumerate(costs[0].devices)}, load)
-
-
-def alone_bytes(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -> float:
-    """Weights, state and temporaries of one batch on one device."""
-    problem = build(unit, costs, cluster)
-    fixed, each = problem.footprint((problem.alone(0),))
-    return float(fixed[0] + each[0])
-
-
-def shortest_us(graph: ir.Graph, costs: ir.Costs, columns: Sequence[int], num_devices: int) -> float:
-    """Lower bound of the step's time on these GPUs."""
-    fastest = [min(row[column].us for column in columns) for row in costs.costs]
-    ready = [0.0] * len(fastest)
-    made: dict[int, list[int]] = {}
-    for value in graph.values:
-        if value.producer is not None:
-            made.setdefault(value.producer, []).extend(value.readers)
-    longest = 0.0
-    for launch, us in enumerate(fastest):
-        end = ready[launch] + us
-        longest = max(longest, end)
-        for reader in made.get(launch, ()):
-            ready[reader] = max(ready[reader], end)
-    return max(longest, sum(fastest) / num_devices)

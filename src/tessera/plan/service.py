@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tessera.errors import PlanInfeasible
-from tessera.ir import Cluster, Expected, Load, Objective, Rival, ServicePlan
+from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Rival, ServicePlan
+from tessera.plan.comparison import Comparison, Option
 from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, POLICIES, SINGLE, FluidModel, ServiceDraft
-from tessera.plan.load_figures import Comparison, Option
 from tessera.plan.search.objectives import IDLE_SHARE
 
 # Rates this close are equal; a gain over data-parallel this small is within the error of modelled costs.
@@ -45,32 +45,46 @@ class Rehearsed:
 
 
 def plan_service(
-    fluid: FluidModel,
+    fluids: Sequence[FluidModel],
     make: MakePlan,
     rehearse: Rehearse,
     advance: Callable[[str], None] = lambda text: None,
     objective: Objective = Objective.THROUGHPUT,
     policies: Sequence[str] = POLICIES,
 ) -> ServicePlan:
-    """The best plan of these policies, with its rivals and the bound."""
+    """The best plan of these policies, with its rivals and the bound.
+
+    `fluids`: drafts on all devices, and on parts of them.
+    """
+    cluster = fluids[0].cluster
+
+    def figure(rehearsed: Rehearsed) -> float:
+        return option_of(rehearsed.rival, cluster).figure(objective)
+
     best: dict[str, Rehearsed] = {}
-    for policy in policies:
-        advance(f"rehearsing {policy}")
-        most = max((r.expected.tokens_per_s for r in best.values() if r.is_within), default=0.0)
-        tried = _tried(fluid, policy, make, rehearse, most)
-        if tried:
-            best[policy] = max(tried, key=lambda r: (r.is_within, r.expected.tokens_per_s))
+    for fluid in fluids:
+        most, names = 0.0, list(policies)
+        if fluid is not fluids[0]:
+            figures = {policy: drafted(fluid, policy, objective) for policy in policies}
+            names = [policy for policy in policies if figures[policy] >= BEHIND * max(figures.values())]
+        for policy in names:
+            advance(f"rehearsing {policy}")
+            tried = _tried(fluid, policy, make, rehearse, most)
+            most = max([most, *(r.expected.tokens_per_s for r in tried if r.is_within)])
+            listed = [*([best[policy]] if policy in best else []), *tried]
+            if listed:
+                best[policy] = max(listed, key=lambda r: (r.is_within, figure(r)))
     within = {policy: found for policy, found in best.items() if found.is_within}
     if not within:
-        raise _refusal(fluid, list(best.values()), policies)
-    figures = {name: option_of(r.rival, fluid.cluster).figure(objective) for name, r in within.items()}
+        raise _refusal(fluids[0], list(best.values()), policies)
+    figures = {name: figure(rehearsed) for name, rehearsed in within.items()}
     most = max(figures.values())
     if figures.get(DATA_PARALLEL, 0.0) * (1.0 + ERROR) >= most:
         chosen = within[DATA_PARALLEL]
     else:
         chosen = next(within[name] for name, figure in figures.items() if figure >= (1.0 - TIE) * most)
     rivals = tuple(found.rival for found in within.values())
-    return replace(chosen.plan, expected=chosen.expected, rivals=rivals, bound_per_s=fluid.bound_per_s)
+    return replace(chosen.plan, expected=chosen.expected, rivals=rivals, bound_per_s=fluids[0].bound_per_s)
 
 
 def compared(plan: ServicePlan, objective: Objective = Objective.THROUGHPUT) -> Comparison:
@@ -81,6 +95,24 @@ def compared(plan: ServicePlan, objective: Objective = Objective.THROUGHPUT) -> 
     others = (r for r in plan.rivals if r.policy in (SINGLE, DATA_PARALLEL) or r.policy != plan.policy)
     baselines = tuple(option_of(rival, plan.cluster) for rival in others)
     return Comparison(plan.policy, chosen, baselines, objective)
+
+
+def drafted(fluid: FluidModel, policy: str, objective: Objective) -> float:
+    """The objective's figure of a policy's best draft; 0 without one."""
+    options = (draft_option(draft, fluid.cluster) for draft in fluid.drafts(policy))
+    return max((option.figure(objective) for option in options), default=0.0)
+
+
+def draft_option(draft: ServiceDraft, cluster: Cluster) -> Option:
+    """Figures of a draft whose devices are always busy."""
+    names = cluster.names
+    sizes = tuple(
+        GroupSize(g.role, tuple(names[d] for d in g.devices), g.sequences, g.sizes[-1], g.microbatches)
+        for g in draft.groups
+    )
+    times = (draft.tpot_ms, draft.tpot_ms, draft.ttft_ms, draft.ttft_ms)
+    expected = Expected(draft.tokens_per_s, *times, (1.0,) * len(names), (), 0)
+    return option_of(Rival(draft.policy, sizes, expected), cluster)
 
 
 def option_of(rival: Rival, cluster: Cluster) -> Option:
@@ -162,9 +194,8 @@ def _slack(load: Load, draft: ServiceDraft, expected: Expected, slack: float) ->
     missed = [ratio for ratio, is_missed in ratios if is_missed]
     if missed:
         return min(slack, *missed)
-    # Several groups have times of their own, of which the rehearsal gives the median.
-    is_undercut = len(draft.groups) == 1 and ratios and min(ratio for ratio, _ in ratios) > 1.0 / UNDERCUT
-    return min(ratio for ratio, _ in ratios) if is_undercut else slack
+    least = min((ratio for ratio, _ in ratios), default=slack)
+    return least if least > 1.0 / UNDERCUT else slack
 
 
 def _refusal(fluid: FluidModel, missed: Sequence[Rehearsed], policies: Sequence[str]) -> PlanInfeasible:

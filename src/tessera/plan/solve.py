@@ -21,7 +21,7 @@ from tessera.errors import PlanInfeasible
 from tessera.plan.baselines import COARSE
 from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.constraints import Constraint, check_constraints
-from tessera.plan.problem import Cells, Mix, build, mix_of, partitions, restricted, shape_of
+from tessera.plan.problem import Cells, Mix, Problem, build, mix_of, partitions, restricted
 from tessera.plan.search import objectives
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.planners import PLANNERS, planner_named
@@ -195,7 +195,7 @@ def choose(
 def _from_parts(judge: Judge, is_part: bool) -> list[Mix]:
     """Plans for parts of the cluster, copied to all devices."""
     task = judge.task
-    if task.variants or is_part or task.policy != task.objective.value:
+    if is_part or task.policy != task.objective.value:
         return []
     if task.objective in (ir.Objective.COST, ir.Objective.ENERGY):
         splits: Iterator[tuple[Cells, ...]] = (((devices,),) for devices in _worthwhile(task))
@@ -227,7 +227,7 @@ def _copied_mix(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
             raise PlanInfeasible("the placement constraints leave a launch nowhere to run there")
         inner = replace(task, problem=part, microbatches=each, _spans={})
         plans.append((decide(Judge(inner), is_part=not is_split).plan, cells))
-    plan = side_by_side(problem.cluster, [ir.Variant(problem.unit, problem.costs)], plans)
+    plan = side_by_side(problem, plans)
     mix = mix_of(problem, plan)
     mix = mix.only([lane for lane, count in enumerate(mix.microbatches) if count])
     judge.know(mix, min(plan.simulated_per_s, mix.rate_per_s))
@@ -256,14 +256,8 @@ def _worthwhile(task: Task) -> list[objectives.Devices]:
     return [devices for value, devices in ranked if value >= config.worth * best]
 
 
-def side_by_side(
-    cluster: ir.Cluster, variants: Sequence[ir.Variant], parts: Sequence[tuple[ir.Plan, Cells]]
-) -> ir.Plan:
-    """All copies of all parts as one plan.
-
-    `variants`: the parts' batches, priced on the whole cluster. The bound is by busy time.
-    """
-    first, numbers = variants[0], {shape_of(v): number for number, v in enumerate(variants)}
+def side_by_side(problem: Problem, parts: Sequence[tuple[ir.Plan, Cells]]) -> ir.Plan:
+    """All copies of all parts as one plan; the bound is by busy time."""
     lanes: list[ir.Lane] = []
     table: list[int] = []
     for plan, cells in parts:
@@ -274,21 +268,20 @@ def side_by_side(
                 ir.Lane(
                     ir.Placement(tuple(tuple(devices[d] for d in step) for step in lane.placement.devices)),
                     lane.rate_per_s,
-                    numbers[shape_of(plan.every_variant[lane.variant])],
                 )
                 for lane in plan.lanes
             ]
-    rows = [(plan, len(cells), plan.batch / first.batch) for plan, cells in parts]
+    rows = [(plan, len(cells)) for plan, cells in parts]
     simulated, busy = (
-        sum(getattr(plan, name) * num * weight for plan, num, weight in rows)
+        sum(getattr(plan, name) * num for plan, num in rows)
         for name in ("simulated_per_s", "throughput_per_s")
     )
-    joules = [(plan.joules_per_unit, plan.simulated_per_s * num) for plan, num, _ in rows]
+    joules = [(plan.joules_per_unit, plan.simulated_per_s * num) for plan, num in rows]
     known = [each * rate for each, rate in joules if each is not None]
     plan = ir.Plan(
-        unit=first.unit,
-        cluster=cluster,
-        costs=first.costs,
+        unit=problem.unit,
+        cluster=problem.cluster,
+        costs=problem.costs,
         objective=ir.Objective.THROUGHPUT,
         policy=_policy([plan for plan, _ in parts]),
         lanes=tuple(lanes),
@@ -296,11 +289,10 @@ def side_by_side(
         throughput_per_s=busy,
         simulated_per_s=simulated,
         bound_per_s=busy,
-        latency_us=max(plan.latency_us for plan, _, _ in rows),
+        latency_us=max(plan.latency_us for plan, _ in rows),
         lane_table=tuple(table),
         max_microbatches=len(table),
         joules_per_unit=sum(known) / simulated if len(known) == len(rows) else None,
-        variants=tuple(variants[1:]),
     )
     ir.verify(plan)
     return plan

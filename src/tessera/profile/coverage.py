@@ -178,10 +178,9 @@ def sureness_of(priced: Iterable[tuple[Work, str, Cost, float]]) -> Sureness:
 
 
 def _placed(plan: Plan) -> Iterator[tuple[Work, str, Cost, float]]:
-    counted = [[works(g.trace) for g in v.unit.graphs] for v in plan.every_variant]
+    counted = [works(graph.trace) for graph in plan.graphs]
     for lane in plan.lanes:
-        variant = plan.every_variant[lane.variant]
-        for step, (costs, times) in enumerate(zip(variant.costs, variant.unit.counts, strict=True)):
-            rows = zip(counted[lane.variant][step], lane.placement.devices[step], costs.costs, strict=True)
+        for step, (costs, times) in enumerate(zip(plan.costs, plan.unit.counts, strict=True)):
+            rows = zip(counted[step], lane.placement.devices[step], costs.costs, strict=True)
             for work, device, row in rows:
                 yield work, plan.cluster.devices[device].gpu, row[device], times * lane.rate_per_s

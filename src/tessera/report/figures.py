@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from tessera.ir import Baseline, BufferKind, Lane, Objective, Plan, Span, Step, Timeline
 from tessera.ir.timeline import LINK_ARROW
 
+STEP = 1000.0
+# Round numbers within a decade.
+ROUND = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+
 
 def shares(plan: Plan) -> tuple[float, ...]:
-    rates = [lane.rate_per_s * plan.weight_of(lane) for lane in plan.lanes]
+    rates = [lane.rate_per_s for lane in plan.lanes]
     return tuple(rate / sum(rates) for rate in rates)
 
 
@@ -32,17 +36,16 @@ def step_us(plan: Plan, lane: Lane, step: int) -> tuple[float, ...]:
     """Busy time of each device in one run of a step along a lane."""
     busy = [0.0] * len(plan.cluster.devices)
     for launch, device in enumerate(lane.placement.devices[step]):
-        busy[device] += plan.costs_of(lane)[step].us(launch, device)
+        busy[device] += plan.costs[step].us(launch, device)
     return tuple(busy)
 
 
 def launches_on(plan: Plan) -> tuple[float, ...]:
     placed = [0.0] * len(plan.cluster.devices)
     for share, lane in zip(shares(plan), plan.lanes, strict=True):
-        each = share / plan.weight_of(lane)
-        for count, devices in zip(plan.unit_of(lane).counts, lane.placement.devices, strict=True):
+        for count, devices in zip(plan.unit.counts, lane.placement.devices, strict=True):
             for device, num in Counter(devices).items():
-                placed[device] += each * count * num
+                placed[device] += share * count * num
     return tuple(placed)
 
 
@@ -50,7 +53,7 @@ def modelled_utilisation(plan: Plan) -> tuple[float, ...]:
     """Busy fraction of each device when every lane runs at its rate."""
     busy = [0.0] * len(plan.cluster.devices)
     for lane in plan.lanes:
-        for step, count in enumerate(plan.unit_of(lane).counts):
+        for step, count in enumerate(plan.unit.counts):
             for device, us in enumerate(step_us(plan, lane, step)):
                 busy[device] += lane.rate_per_s * count * us / 1e6
     return tuple(busy)
@@ -60,7 +63,7 @@ def weight_bytes(plan: Plan) -> tuple[int, ...]:
     """Weight bytes per device in any lane; steps share weights of the same name."""
     held: list[dict[str, int]] = [{} for _ in plan.cluster.devices]
     for lane in plan.lanes:
-        for graph, devices in zip(plan.unit_of(lane).graphs, lane.placement.devices, strict=True):
+        for graph, devices in zip(plan.graphs, lane.placement.devices, strict=True):
             for launch, device in zip(graph.trace.launches, devices, strict=True):
                 for access in launch.accesses:
                     buffer = graph.trace.buffers[access.buffer]
@@ -209,11 +212,6 @@ def rows(spans: Sequence[Span]) -> list[int]:
         free_at[row] = ticks(span.stop_us)
         placed.append(row)
     return placed
-
-
-STEP = 1000.0
-# Round numbers within a decade.
-ROUND = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 
 
 def duration(us: float) -> str:

@@ -201,11 +201,7 @@ def _headline(plan: Plan) -> str:
 def _subtitle(plan: Plan) -> str:
     steps = zip(plan.unit.counts, plan.unit.graphs, strict=True)
     unit = " + ".join(f"{count} {graph.trace.step.kind}" for count, graph in steps)
-    batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
-    others = (
-        f"; lanes of batch {batches}, rates count requests of batch {plan.batch}" if plan.variants else ""
-    )
-    return f"{plan.policy} plan on {', '.join(plan.cluster.names)}; one request is {unit}{others}"
+    return f"{plan.policy} plan on {', '.join(plan.cluster.names)}; one request is {unit}"
 
 
 def _run(timeline: Timeline) -> str:
@@ -216,8 +212,7 @@ def _run(timeline: Timeline) -> str:
 
 def _tiles(plan: Plan, timeline: Timeline) -> list[tuple[str, str, str]]:
     total = end_us(timeline)
-    num = sum(timeline.weights) if timeline.weights else len(timeline.requests)
-    reached = num / total * 1e6 if total > 0 else 0.0
+    reached = len(timeline.requests) / total * 1e6 if total > 0 else 0.0
     factor = gain(plan, plan)
     against = "lower latency" if plan.objective is Objective.LATENCY else "throughput"
     return [
@@ -270,13 +265,12 @@ def _lanes(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _lane(plan: Plan, lane: Lane, number: int, share: float) -> dict[str, Any]:
-    batch = f", batch {plan.batch_of(lane)}" if plan.variants else ""
     steps = []
-    for step, graph in list(enumerate(plan.unit_of(lane).graphs))[:MAX_STEPS]:
+    for step, graph in list(enumerate(plan.graphs))[:MAX_STEPS]:
         times = step_us(plan, lane, step)
         pieces = [(device, us) for device, us in enumerate(times) if us > 0]
         steps.append({"kind": graph.trace.step.kind, "pieces": pieces, "us": sum(times)})
-    about = f"{percent(share)} of the work, {rate(lane.rate_per_s)}{batch}"
+    about = f"{percent(share)} of the work, {rate(lane.rate_per_s)}"
     return {"number": number, "about": about, "steps": steps}
 
 
@@ -387,7 +381,7 @@ def _unit(us: float) -> tuple[float, str]:
 
 def _dependencies(plan: Plan) -> list[dict[str, Any]]:
     lane = plan.lanes[main_lane(plan)]
-    steps = list(enumerate(plan.unit_of(lane).graphs))[:MAX_STEPS]
+    steps = list(enumerate(plan.graphs))[:MAX_STEPS]
     return [_figure(graph, lane.placement.devices[step]) for step, graph in steps]
 
 

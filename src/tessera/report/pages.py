@@ -93,7 +93,7 @@ def write_advice(
     answer: Sequence[str],
     bars: Sequence[Bar],
     tables: Sequence[AdviceTable],
-    plan: Plan,
+    plan: Plan | None,
     remarks: Sequence[str],
     regimes: Sequence[Mapping[str, Any]] = (),
 ) -> None:
@@ -106,7 +106,7 @@ def write_advice(
         answer=answer,
         bars=[replace(bar, share=bar.share / top) for bar in bars],
         tables=tables,
-        layers=layers(plan),
+        layers=layers(plan) if plan is not None else (),
         remarks=remarks,
         regimes=regimes_map(regimes) if regimes else None,
         remark="All figures are modelled or simulated; none was measured.",

@@ -25,6 +25,10 @@ MAX_ROWS = 26
 MAX_COLUMNS = 4
 MIN_LAUNCHES = 3
 INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
+# By device, repeated.
+COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+MODULE_WIDTH, TIME_WIDTH = 26, 9
+MIN_WIDTH, MAX_WIDTH = 12, 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +174,7 @@ def layer_picture(plan: Plan, lane: int, step: int) -> Picture:
     _check("lane", lane, len(plan.lanes))
     _check("step", step, len(plan.unit.graphs))
     chosen = plan.lanes[lane]
-    graph, costs = plan.unit_of(chosen).graphs[step], plan.costs_of(chosen)[step]
+    graph, costs = plan.graphs[step], plan.costs[step]
     placed = Placed(graph, chosen.placement.devices[step], costs)
     layer = layer_of(placed.graph.trace)
     inside = layer.launches if layer else tuple(range(len(placed.devices)))
@@ -289,12 +293,6 @@ def _elide(rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], int]:
         return rows, len(rows)
     head = MAX_ROWS // 2
     return rows[:head] + rows[head - MAX_ROWS :], head
-
-
-# By device, repeated.
-COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
-MODULE_WIDTH, TIME_WIDTH = 26, 9
-MIN_WIDTH, MAX_WIDTH = 12, 26
 
 
 def device_colour(device: int) -> str:

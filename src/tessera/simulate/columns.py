@@ -118,14 +118,8 @@ class Scripts:
         return tuple(script for moves, step in self.steps(placement) for script in (*moves, step))
 
     def steps(self, placement: Placement) -> tuple[tuple[tuple[Script, ...], Script], ...]:
-        """For each step: the moves of state before it, and the step.
-
-        A prefill of some rows moves its part of the state after each run.
-        """
+        """For each step: the moves of state before it, and the step."""
         moves, places = self._lowering.moves(placement), enumerate(placement.devices)
-        if self.unit.is_in_parts:
-            leaving = [tuple(t for _, transfers in each for t in transfers) for each in (*moves[1:], [])]
-            return tuple(((), self._script(step, place, leaving[step])) for step, place in places)
         return tuple(
             (
                 tuple(self._script(source, (), tuple(transfers)) for source, transfers in moves[step]),

@@ -203,16 +203,14 @@ def _after(segment: LaunchSegment, spent_us: float) -> int:
 
 class _Simulation(Core):
     def __init__(self, plan: Plan, num_requests: int, is_detailed: bool) -> None:
-        scripts = [Scripts(variant.unit, variant.costs, plan.cluster) for variant in plan.every_variant]
-        super().__init__(len(plan.cluster.devices), len(scripts[0].wires.buses))
+        scripts = Scripts(plan.unit, plan.costs, plan.cluster)
+        super().__init__(len(plan.cluster.devices), len(scripts.wires.buses))
         self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
         self._plan, self._is_detailed = plan, is_detailed
-        self._lanes = [scripts[lane.variant].of(lane.placement) for lane in plan.lanes]
+        self._lanes = [scripts.of(lane.placement) for lane in plan.lanes]
         self._pending = list(range(num_requests - 1, -1, -1))
         self._spans: list[Span] = []
         self._done: list[tuple[int, float, float]] = []
-        # Work units per request; empty if all have one batch.
-        self._weights: dict[int, float] = {}
 
     def run(self) -> Timeline:
         for microbatch in range(min(self._plan.microbatches, len(self._pending))):
@@ -220,9 +218,7 @@ class _Simulation(Core):
         while self.advance() is not None:
             pass
         spans = tuple(sorted(self._spans, key=lambda s: (s.start_us, s.stop_us, s.track)))
-        done = tuple(sorted(self._done))
-        weights = tuple(self._weights[number] for number, _, _ in done) if self._weights else ()
-        timeline = Timeline(Clock.SIMULATED, spans, done, weights)
+        timeline = Timeline(Clock.SIMULATED, spans, tuple(sorted(self._done)))
         verify(timeline)
         return timeline
 
@@ -230,10 +226,7 @@ class _Simulation(Core):
         if self._pending:
             lane = self._table.take()
             runs = [(script, 1.0) for script in self._lanes[lane] for _ in range(script.count)]
-            number = self._pending.pop()
-            if self._plan.variants:
-                self._weights[number] = self._plan.weight_of(self._plan.lanes[lane])
-            self.begin(Flight(number, microbatch, lane, runs[::-1]), now)
+            self.begin(Flight(self._pending.pop(), microbatch, lane, runs[::-1]), now)
 
     def on_end(self, flight: Flight, now: float) -> None:
         self._table.give_back(flight.lane)
@@ -245,13 +238,12 @@ class _Simulation(Core):
     ) -> None:
         state = self.devices[device]
         track = self._plan.cluster.devices[device].name
-        lane = self._plan.lanes[flight.lane]
-        trace = self._plan.unit_of(lane).graphs[script.step].trace
+        trace = self._plan.graphs[script.step].trace
         if not self._is_detailed:
             if stop_us > state.since_us:
                 self._span(track, trace.step.kind, flight, state.since_us, stop_us)
             return
-        place = lane.placement.devices[script.step]
+        place = self._plan.lanes[flight.lane].placement.devices[script.step]
         ends, first = segment.ends_us, segment.ends_us[state.start]
         for launch in range(state.start, state.stop):
             if place[launch] == device:
@@ -277,11 +269,8 @@ def simulate(plan: Plan, num_requests: int, is_detailed: bool = True) -> Timelin
 def throughput_per_s(timeline: Timeline) -> float:
     """Work units per second from the first completion to the start of the last request, or over a short run.
 
-    Completions come in bursts, so work is counted: a span's share of its request's busy time. A request of a
-    larger batch counts as several work units.
+    Completions come in bursts, so work is counted: a span's share of its request's busy time.
     """
-    numbers = [number for number, _, _ in timeline.requests]
-    weights = dict(zip(numbers, timeline.weights or [1.0] * len(numbers), strict=True))
     total: dict[int, float] = {}
     begun: dict[int, float] = {}
     work = [span for span in timeline.spans if not span.is_transfer]
@@ -291,10 +280,10 @@ def throughput_per_s(timeline: Timeline) -> float:
     start = min((stop for _, _, stop in timeline.requests), default=0.0)
     stop = max(begun.values(), default=0.0)
     if stop <= start:
-        return sum(weights.values()) / (timeline.makespan_us * 1e-6) if timeline.makespan_us else 0.0
+        return len(timeline.requests) / (timeline.makespan_us * 1e-6) if timeline.makespan_us else 0.0
     done = 0.0
     for span in work:
         inside = min(span.stop_us, stop) - max(span.start_us, start)
         if inside > 0.0:
-            done += weights[span.request] * inside / total[span.request]
+            done += inside / total[span.request]
     return done / ((stop - start) * 1e-6)

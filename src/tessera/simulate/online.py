@@ -112,11 +112,11 @@ class ModelledRows(Content[int]):
         now_us: Callable[[], float],
     ) -> None:
         self._number, self._requests, self._ledger, self._now_us = number, requests, ledger, now_us
-        unit, first = lane.plan.unit_of(lane.lane), lane.plan.first_step(lane.lane)
-        runs = [first + step for step, count in enumerate(unit.counts) for _ in range(count)]
+        unit = lane.plan.unit
+        runs = [step for step, count in enumerate(unit.counts) for _ in range(count)]
         self._decode: StepCall | None = None
         if unit.graphs[-1].trace.step.kind == "decode":
-            self._decode = StepCall(number, first + len(unit.graphs) - 1)
+            self._decode = StepCall(number, len(unit.graphs) - 1)
             runs = runs[: len(runs) - unit.counts[-1]]
         self._head = runs[::-1]
         # Decodes done, and (decode after which it leaves, request).

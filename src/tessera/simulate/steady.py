@@ -52,24 +52,13 @@ FULL_WINDOW, SHORT_WINDOW, LONG_WINDOW = WindowExtent(4, 10), WindowExtent(2, 4)
 
 def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
     few, num_runs = min(1.0, plan.microbatches / MANY_MICROBATCHES), sum(plan.unit.counts)
-    each = mean_weight(plan)
     return WindowExtent(
-        each * max(few * wanted.warm_up, plan.microbatches * MIN_WARM_UP_RUNS / num_runs),
-        each * max(few * wanted.window, plan.microbatches * MIN_WINDOW_RUNS / num_runs),
+        max(few * wanted.warm_up, plan.microbatches * MIN_WARM_UP_RUNS / num_runs),
+        max(few * wanted.window, plan.microbatches * MIN_WINDOW_RUNS / num_runs),
     )
 
 
-def weights_of(plan: Plan) -> list[float]:
-    """Work units in a request of each lane; 1 if all have one batch."""
-    return [plan.weight_of(lane) if plan.variants else 1.0 for lane in plan.lanes]
-
-
-def mean_weight(plan: Plan) -> float:
-    rates = [lane.rate_per_s for lane in plan.lanes]
-    return sum(r * weight for r, weight in zip(rates, weights_of(plan), strict=True)) / sum(rates)
-
-
-def runs_of(scripts: Sequence[Script], weight: float, skipped: float = 0.0) -> tuple[list[Work], float]:
+def runs_of(scripts: Sequence[Script], skipped: float = 0.0) -> tuple[list[Work], float]:
     """Remaining runs of a request after a share of it, last first; and work units per microsecond of busy
     time.
     """
@@ -81,7 +70,7 @@ def runs_of(scripts: Sequence[Script], weight: float, skipped: float = 0.0) -> t
         if spent > skipped * total:
             break
         first += 1
-    return runs[first:][::-1], weight / total if total else 0.0
+    return runs[first:][::-1], 1.0 / total if total else 0.0
 
 
 class Window(Core):
@@ -93,7 +82,6 @@ class Window(Core):
         super().__init__(len(plan.cluster.devices), len(scripts.wires.buses))
         self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
         self._lanes, self._microbatches, self._extent = lanes, plan.microbatches, extent
-        self._weights = weights_of(plan)
         self._done = self._target = self._skipped_us = 0.0
         self._count = 0  # segments so far; a subclass may reset it
         self._due = math.inf  # segments until the next `_watch`
@@ -129,7 +117,7 @@ class Window(Core):
 
     def _admit(self, microbatch: int, now: float, skipped: float = 0.0) -> None:
         lane = self._table.take()
-        runs, per_us = runs_of(self._lanes[lane], self._weights[lane], skipped)
+        runs, per_us = runs_of(self._lanes[lane], skipped)
         flight = Flight(0, microbatch, lane, runs, per_us=per_us)
         self._flights[microbatch] = flight
         self.begin(flight, now)
@@ -322,8 +310,7 @@ class SteadyRates:
 
     def __init__(self, long_window: tuple[float, float] | None = None) -> None:
         self._long_window = LONG_WINDOW if long_window is None else WindowExtent(*long_window)
-        # One per variant.
-        self._scripts: tuple[Scripts, ...] = ()
+        self._scripts: Scripts | None = None
         # Simulated input -> rate per microsecond.
         self._known: dict[object, float] = {}
 
@@ -339,27 +326,20 @@ class SteadyRates:
         return 1e6 * self._rate(plan, self._long)
 
     def _rate(self, plan: Plan, effort: Effort) -> float:
-        if not self._shares(plan):
-            self._scripts = tuple(Scripts(v.unit, v.costs, plan.cluster) for v in plan.every_variant)
+        if self._scripts is None or not _shares(self._scripts, plan):
+            self._scripts = Scripts(plan.unit, plan.costs, plan.cluster)
             self._known.clear()
         # Rates of lanes matter only without a table of lanes.
         shares = (plan.lane_table, () if plan.lane_table else tuple(lane.rate_per_s for lane in plan.lanes))
-        followed = tuple((lane.variant, lane.placement) for lane in plan.lanes)
+        followed = tuple(lane.placement for lane in plan.lanes)
         key = (followed, shares, plan.microbatches, effort)
         rate = self._known.get(key)
         if rate is None:
-            lanes = [self._scripts[lane.variant].of(lane.placement) for lane in plan.lanes]
+            lanes = [self._scripts.of(lane.placement) for lane in plan.lanes]
             kind, wanted = effort(lanes)
             extent = extent_of(plan, wanted)
-            rate = self._known[key] = kind(plan, self._scripts[0], lanes, extent).rate_per_us()
+            rate = self._known[key] = kind(plan, self._scripts, lanes, extent).rate_per_us()
         return rate
-
-    def _shares(self, plan: Plan) -> bool:
-        known, wanted = self._scripts, plan.every_variant
-        return len(known) == len(wanted) and all(
-            one.unit is other.unit and one.costs is other.costs and one.cluster is plan.cluster
-            for one, other in zip(known, wanted, strict=True)
-        )
 
     def _short(self, lanes: Lanes) -> tuple[type[Window], WindowExtent]:
         longest = max(sum(script.num_items for script in lane) for lane in lanes)
@@ -373,3 +353,7 @@ class SteadyRates:
 
     def _long(self, lanes: Lanes) -> tuple[type[Window], WindowExtent]:
         return self._full(lanes)[0], self._long_window
+
+
+def _shares(scripts: Scripts, plan: Plan) -> bool:
+    return scripts.unit is plan.unit and scripts.costs is plan.costs and scripts.cluster is plan.cluster

@@ -36,7 +36,7 @@ from tessera.execute.stepper import (
     Tensors,
     routes_of,
 )
-from tessera.ir import Cluster, Plan, Variant
+from tessera.ir import Cluster, Plan
 from tessera.simulate.columns import Scripts, Wires
 from tessera.simulate.core import Work
 from tessera.simulate.machine import VirtualMachine
@@ -64,13 +64,11 @@ class Truth:
         words = [self.seed, zlib.crc32(kernel.encode()), zlib.crc32(device.encode())]
         return found * math.exp(self.noise * float(np.random.default_rng(words).standard_normal()))
 
-    def scripts(self, variant: Variant) -> Scripts:
+    def scripts(self, plan: Plan) -> Scripts:
         """Scripts with true costs; steps that the plan does not have cost what their own plan says."""
-        mine = {g.trace.digest: x for g, x in zip(self.plan.graphs, self.plan.prices, strict=True)}
-        costs = tuple(
-            mine.get(g.trace.digest, x) for g, x in zip(variant.unit.graphs, variant.costs, strict=True)
-        )
-        return Scripts(variant.unit, scaled_costs(variant.unit, costs, self.factor), self.cluster)
+        mine = {g.trace.digest: x for g, x in zip(self.plan.graphs, self.plan.costs, strict=True)}
+        costs = tuple(mine.get(g.trace.digest, x) for g, x in zip(plan.graphs, plan.costs, strict=True))
+        return Scripts(plan.unit, scaled_costs(plan.unit, costs, self.factor), self.cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +128,7 @@ class VirtualStepper:
         self.plans, self.lanes = tuple(plans), Lanes(plans)
         self._truth, self._faults, self._outputs = truth or Truth(plans[0]), faults, outputs
         self._names = self._truth.cluster.names
-        # By the steps of a variant.
+        # By the steps of a plan.
         self._scripts: dict[tuple[int, ...], Scripts] = {}
         self._wires = Wires(self._truth.cluster)
         num_devices, num_buses = len(self._names), len(self._wires.buses)
@@ -295,11 +293,10 @@ class VirtualStepper:
         found = self._known.get(key)
         if found is None:
             lane = self.lanes.all[here.lane]
-            first = lane.plan.first_step(lane.lane)
             steps = self._scripts_of(lane).steps(lane.lane.placement)
             between = [] if last is None else range(before + 1, call.step + 1)
-            moves = [(move, moved) for n in between for move in steps[n - first][0]]
-            found = (*moves, (steps[call.step - first][1], call.scale))
+            moves = [(move, moved) for n in between for move in steps[n][0]]
+            found = (*moves, (steps[call.step][1], call.scale))
             self._known[key] = found
         if not self._faults.jitter:
             return found
@@ -307,11 +304,9 @@ class VirtualStepper:
         return tuple((script, scale * factor) for script, scale in found)
 
     def _scripts_of(self, lane: LoadedLane) -> Scripts:
-        variant, first = lane.plan.every_variant[lane.lane.variant], lane.plan.first_step(lane.lane)
-        key = lane.steps[first : first + len(variant.unit.graphs)]
-        if key not in self._scripts:
-            self._scripts[key] = self._truth.scripts(variant)
-        return self._scripts[key]
+        if lane.steps not in self._scripts:
+            self._scripts[lane.steps] = self._truth.scripts(lane.plan)
+        return self._scripts[lane.steps]
 
     def _at(self, second: float, action: Callable[[], Event | None]) -> None:
         heapq.heappush(self._agenda, (second * 1e6, next(self._order), action))

@@ -19,7 +19,7 @@ from tessera.adapt.replan import MakePlan, Replanner
 from tessera.errors import ArrivalsError, MismatchError, TesseraError
 from tessera.execute.scheduler import Microbatch
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone
-from tessera.ir import Arrivals, Objective, Plan, ServingReport, need_one_batch
+from tessera.ir import Arrivals, Objective, Plan, ServingReport
 from tessera.simulate.metrics import (
     LatencyLimit,
     alone,
@@ -159,7 +159,6 @@ class Setting:
         return Truth(plan, self.noise, self.faults.seed)
 
     def check(self, plan: Plan) -> None:
-        need_one_batch(plan, "a simulation of arrivals")
         lost = ((loss.device, loss.at_s) for loss in self.faults.losses)
         for device, second in (*lost, *((d, s) for d, s, _ in self.faults.slowdowns)):
             if device not in plan.cluster.names:

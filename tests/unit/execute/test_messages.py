@@ -96,7 +96,7 @@ FIELDS: dict[type, list[st.SearchStrategy[Any]]] = {
     Begin: [*[NUMBERS] * 4, TENSORS, TENSORS, *[st.booleans()] * 2, st.lists(TEXTS, max_size=2).map(tuple)],
     Clear: [NUMBERS, NUMBERS],
     Cancel: [NUMBERS],
-    Done: [NUMBERS, TENSORS, TENSORS, rows(FLOATS, FLOATS, FLOATS), rows(FLOATS, FLOATS), FLOATS],
+    Done: [NUMBERS, TENSORS, TENSORS, rows(FLOATS, FLOATS, FLOATS), rows(FLOATS, FLOATS), FLOATS, FLOATS],
     Failed: [TEXTS, TEXTS, NUMBERS, NUMBERS, NUMBERS],
     PeerLost: [NUMBERS, TEXTS, NUMBERS],
 }

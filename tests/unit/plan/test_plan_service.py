@@ -1,6 +1,7 @@
 """Drafts of services by step times, and the choice among them by rehearsal."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_every_draft_is_below_the_bound_and_uses_devices_once(devices: str, leng
 
 def test_the_plan_is_the_best_rehearsed_policy_with_the_others_as_rivals() -> None:
     found = fluid("emu:h20,emu:l40s", Load(1024, 256, tpot_ms=50.0))
-    plan = plan_service(found, no_plan, rehearsed(0.95))
+    plan = plan_service([found], no_plan, rehearsed(0.95))
 
     assert "prefill-decode-fractional" == plan.policy
     assert plan.expected is not None
@@ -108,10 +109,20 @@ def test_the_plan_is_the_best_rehearsed_policy_with_the_others_as_rivals() -> No
 def test_a_policy_that_misses_the_limit_in_rehearsal_is_drafted_for_a_lower_one() -> None:
     """Rehearsed times are a fifth longer than drafted ones."""
     load = Load(1024, 256, tpot_ms=50.0)
-    plan = plan_service(fluid("emu:h20,emu:l40s", load), no_plan, rehearsed(1.0, 1.2))
+    plan = plan_service([fluid("emu:h20,emu:l40s", load)], no_plan, rehearsed(1.0, 1.2))
 
     assert all(rival.expected.is_within(load) for rival in plan.rivals)
     assert {"single", "data-parallel"} < {rival.policy for rival in plan.rivals}
+
+
+def test_drafts_may_be_limited_to_some_devices() -> None:
+    """They use no other, and reach no more than the others could."""
+    found = fluid("emu:h20,emu:l40s,emu:l40s", Load(1024, 256))
+    part = replace(found, devices=(1, 2))
+    for policy in ("single", "data-parallel", "prefill-decode", "layer-pipeline"):
+        best = part.drafts(policy)[0]
+        assert {device for group in best.groups for device in group.devices} <= {1, 2}
+    assert part.bound_per_s < found.bound_per_s
 
 
 @pytest.mark.parametrize(
@@ -124,4 +135,4 @@ def test_a_policy_that_misses_the_limit_in_rehearsal_is_drafted_for_a_lower_one(
 )
 def test_what_cannot_be_kept_is_said_in_a_line(load: Load, token_bytes: int, message: str) -> None:
     with pytest.raises(PlanInfeasible, match=message):
-        plan_service(fluid("emu:h20,emu:l40s", load, token_bytes), no_plan, rehearsed())
+        plan_service([fluid("emu:h20,emu:l40s", load, token_bytes)], no_plan, rehearsed())

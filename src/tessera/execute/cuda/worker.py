@@ -90,7 +90,8 @@ class CudaWorker(DeviceWorker):
         self._running: dict[int, _Running] = {}
         # Runs not launched because a peer was away.
         self._refused: dict[int, Begin] = {}
-        self._last_stop: Any = None
+        # The run that ended last.
+        self._last: _Running | None = None
         # (microbatch, step, name) -> pinned buffers of an input, with the event after their last copy.
         self._staged: dict[tuple[int, int, str], deque[tuple[torch.Tensor, Any]]] = {}
         self._load(NewLanes(setup.programs, setup.traces, setup.us))
@@ -184,9 +185,11 @@ class CudaWorker(DeviceWorker):
     def _copy_in(
         self, key: tuple[int, int, str], storage: torch.UntypedStorage, given: PackedTensor, what: str
     ) -> None:
-        """Copies through pinned memory that no earlier copy still reads."""
+        """Copies through pinned memory that no earlier copy still reads; an input may be given in part."""
         data = np.frombuffer(given.data, dtype=np.uint8)
-        if len(data) != storage.nbytes():
+        if not len(data):
+            return
+        if len(data) > storage.nbytes():
             message = f"{what} has {len(data)} bytes, the step {storage.nbytes()}"
             raise WorkerError(message, "Give tensors of the shapes that were captured.")
         staged = self._staged.setdefault(key, deque())
@@ -194,8 +197,8 @@ class CudaWorker(DeviceWorker):
             staged.appendleft((driver.pinned((storage.nbytes(),)), torch.cuda.Event()))
         pinned, is_read = staged[0]
         staged.rotate(-1)
-        np.copyto(pinned.numpy(), data)
-        bytes_of(storage, 0, storage.nbytes()).copy_(pinned, non_blocking=True)
+        np.copyto(pinned.numpy()[: len(data)], data)
+        bytes_of(storage, 0, len(data)).copy_(pinned[: len(data)], non_blocking=True)
         is_read.record()
 
     def _state_of(self, room: MicrobatchBuffers, program: Program) -> dict[str, torch.Tensor]:
@@ -215,8 +218,16 @@ class CudaWorker(DeviceWorker):
             spans, transfers = self._report(running)
             outputs = {name: pack(t) for name, t in running.outputs.items()}
             state = {name: pack(t) for name, t in running.state.items()}
-            self._engine.tell(Done(order.run, outputs, state, spans, transfers, self._busy_s(running)))
+            times = (self._busy_s(running), self._idle_s(running))
+            self._engine.tell(Done(order.run, outputs, state, spans, transfers, *times))
         return bool(ended)
+
+    def _idle_s(self, running: _Running) -> float:
+        """Time from the end of the last run to the start of this one; 0 if they overlap."""
+        last = self._last
+        if last is None or last.stop.elapsed_time(running.stop) > 0.0:
+            self._last = running
+        return 0.0 if last is None else max(0.0, float(last.stop.elapsed_time(running.start))) * 1e-3
 
     def _report(self, running: _Running) -> Rows:
         if self._clock is None or running.graph is None or not running.order.wants_spans:
@@ -232,10 +243,8 @@ class CudaWorker(DeviceWorker):
             launches = [x.launch for x in column if isinstance(x, Run)]
             return sum(us[n] for n in launches) * 1e-6 * self._setup.scale if us else 0.0
         ran_ms = float(running.start.elapsed_time(running.stop))
-        if self._last_stop is not None:  # without time that overlaps the previous run
-            ran_ms = min(ran_ms, self._last_stop.elapsed_time(running.stop))
-        if ran_ms > 0.0:
-            self._last_stop = running.stop
+        if self._last is not None:  # without time that overlaps the previous run
+            ran_ms = min(ran_ms, self._last.stop.elapsed_time(running.stop))
         return max(0.0, ran_ms) * 1e-3
 
     def _over(self, run: int, is_cancelled: bool) -> None:

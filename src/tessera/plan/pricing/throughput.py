@@ -63,15 +63,11 @@ class Pool:
     def __init__(self, problem: Problem, microbatches: int, config: SearchConfig = FULL) -> None:
         self.problem, self.microbatches, self.config = problem, microbatches, config
         self.columns: list[Column] = []
-        self.pricers = [Pricer(p, config) for p in problem.problems]
+        self.pricer = Pricer(problem, config)
         # Whether coarse policies and memory have proposed columns.
         self.is_seeded = False
         self._keys: set[bytes] = set()
-        everywhere = (
-            problem.alone(d, variant)
-            for variant in range(len(problem.problems))
-            for d in range(problem.num_devices)
-        )
+        everywhere = map(problem.alone, range(problem.num_devices))
         self.is_tight = not problem.fits(everywhere, microbatches)
 
     @cached_property
@@ -90,7 +86,7 @@ class Pool:
         if self.kinds is None:
             return None
         part = self.part.problem
-        mapped = [part.column(self.kinds.kind_of[c.labels], c.variant) for c in self.columns]
+        mapped = [part.column(self.kinds.kind_of[c.labels]) for c in self.columns]
         if not all(self.part.able(column) for column in mapped):
             return None
         self.part.add(*mapped)
@@ -135,20 +131,14 @@ class Pool:
         few = mix.only(kept)
         return self.held_by(few.columns, few.shares)
 
-    def price(self, prices: Prices) -> tuple[list[Column], float]:
-        """The cheapest placement of every batch, and the bound per work unit."""
-        found = [self._price(prices, variant) for variant in range(len(self.pricers))]
-        return [column for column, _ in found], min(bound for _, bound in found)
+    def price(self, prices: Prices) -> tuple[Column, float]:
+        """The cheapest placement, and the bound per work unit."""
+        cost = _costs(self.columns, prices) if self.columns else np.zeros(0)
+        starts = [self.columns[i].labels for i in np.argsort(cost)[:2]]
+        priced = self.pricer.cheapest(prices, starts)
+        return self.problem.column(priced.labels), priced.bound
 
-    def _price(self, prices: Prices, variant: int) -> tuple[Column, float]:
-        known = [c for c in self.columns if c.variant == variant]
-        cost = _costs(known, prices) if known else np.zeros(0)
-        starts = [known[i].labels for i in np.argsort(cost)[:2]]
-        priced = self.pricers[variant].cheapest(prices, starts)
-        column = self.problem.column(priced.labels, variant)
-        return column, priced.bound / self.problem.weight_of(column)
-
-    def fitting(self, microbatches: int, prices: Prices | None = None, variant: int = 0) -> Column:
+    def fitting(self, microbatches: int, prices: Prices | None = None) -> Column:
         """A cheap placement that fits with this many requests, or None.
 
         Byte prices rise on overfull devices and fall on others, by steps that grow, and halve on each
@@ -162,8 +152,8 @@ class Pool:
             tilt=config.tilt,
         )
         # Zero prices: the bound is not needed and slow with more than two devices.
-        column, _ = self._price(replace(free, memory=np.zeros(num)), variant)
-        total_bytes = max(1.0, float(prob.problems[variant].resident(microbatches).num_bytes.sum()))
+        column, _ = self.price(replace(free, memory=np.zeros(num)))
+        total_bytes = max(1.0, float(prob.resident(microbatches).num_bytes.sum()))
         step = np.full(num, 1e-3 * float(_costs([column], free)[0]) / total_bytes)
         memory, last = np.zeros(num), np.zeros(num)
         tries = config.max_memory_tries if num == 2 or not self.columns else config.few_memory_tries
@@ -174,7 +164,7 @@ class Pool:
             side = np.sign(excess)
             step *= np.where(side == -last, 0.5, np.where(side == last, 1.6, 1.0))
             memory, last = np.maximum(0.0, memory + side * step), side
-            column, _ = self._price(replace(free, memory=memory), variant)
+            column, _ = self.price(replace(free, memory=memory))
         return column
 
 
@@ -243,7 +233,7 @@ def _spread_out(
     for column, rate in zip(columns, rates.tolist(), strict=True):
         if rate > pool.config.min_share * rates.sum():
             spread = kinds.spread(column.labels, pool.config.max_pairings)
-            ways = [pool.problem.column(x, column.variant) for x in spread]
+            ways = [pool.problem.column(x) for x in spread]
             pool.add(*ways)
             found += ways
             shared += [rate / len(ways)] * len(ways)
@@ -257,9 +247,7 @@ def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats
     """
     num = pool.problem.num_devices
     # First bound: free transfers.
-    problems, batch = pool.problem.problems, pool.problem.unit.batch
-    loads = [p.load_us * batch / p.unit.batch for p in problems]
-    bound = float(capacity[:num].max()) / spread_us(*loads)
+    bound = float(capacity[:num].max()) / spread_us(pool.problem.load_us)
     income_of = np.append(capacity, depth or 0.0)
     center: Floats | None = None
     config = pool.config
@@ -274,11 +262,11 @@ def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats
         is_new = False
         for share in (0.0,) if center is None or num == 2 else (0.5, 0.0):
             tried = last if center is None else share * center + (1 - share) * last
-            columns, cheapest = pool.price(_prices(pool, tried))
+            column, cheapest = pool.price(_prices(pool, tried))
             income = float(tried @ income_of)
             if cheapest > 0 and income / cheapest < bound:
                 bound, center = income / cheapest, tried
-            is_new = pool.add(*columns)
+            is_new = pool.add(column)
             if is_new or bound <= total * (1 + gap):
                 break
         if bound <= total * (1 + gap) or not is_new:
@@ -299,12 +287,11 @@ def _within_memory(pool: Pool, depth: float | None, capacity: Floats) -> Floats:
         time = np.append(found.duals, found.path)
         prices = replace(_prices(pool, time), memory=found.memory, microbatches=float(microbatches.mean()))
         dearer = (replace(prices, memory=found.memory * factor) for factor in pool.config.memory_factors)
-        if any(pool.add(*pool.price(tried)[0]) for tried in dearer):
+        if any(pool.add(pool.price(tried)[0]) for tried in dearer):
             continue
         # Placements that fit as run, with all requests and with one.
         wanted = () if is_fitted else dict.fromkeys((pool.microbatches, 1))
-        variants = range(len(pool.pricers))
-        added = [pool.add(pool.fitting(num, prices, v)) for num in wanted for v in variants]
+        added = [pool.add(pool.fitting(num, prices)) for num in wanted]
         if not any(added):
             break
         is_fitted = True

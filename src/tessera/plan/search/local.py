@@ -141,7 +141,7 @@ class Search:
         """The team with one segment of a microbatch on another device."""
         moved = (zip(repeat(column), _by_segment(column.labels)) for column in team)
         for column, labels in filter(None, chain(*zip_longest(*moved))):
-            other = self._canonical(self.task.problem.column(labels, column.variant))
+            other = self._canonical(self.task.problem.column(labels))
             yield team - Counter([column]) + Counter([other])
 
     def _look_at_team(self, team: Counter[Column]) -> float:
@@ -229,18 +229,18 @@ class Search:
         """Add splices of two placements, or of one and a single device, to the pool."""
         main = sorted(team, key=lambda c: -team[c])[:2]
         for column in main:
-            problem = self.task.problem.problems[column.variant]
-            others = [c for c in main if c.variant == column.variant and c is not column]
+            problem = self.task.problem
+            others = [c for c in main if c is not column]
             whole = [problem.alone(device).labels for device in range(problem.num_devices)]
             for labels in (*(c.labels for c in others), *whole):
                 for spliced in _by_step(problem, column.labels, labels):
-                    self._add(column.variant, spliced)
+                    self._add(spliced)
             for other in others:
                 for spliced in _by_layer(problem, column.labels, other.labels, self.task.config.num_cuts):
-                    self._add(column.variant, spliced)
+                    self._add(spliced)
 
-    def _add(self, variant: int, labels: Ints) -> None:
-        self.task.pool.add(self.task.problem.column(labels, variant))
+    def _add(self, labels: Ints) -> None:
+        self.task.pool.add(self.task.problem.column(labels))
 
 
 def _key(team: Counter[Column]) -> TeamKey:

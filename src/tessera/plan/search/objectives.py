@@ -33,12 +33,12 @@ def usd_per_hour(cluster: ir.Cluster, devices: Devices) -> float:
 
 def joules(problem: Problem, mix: Mix, rate_per_s: float) -> float:
     """Joules per work unit; PlanInfeasible if a power is unknown."""
-    idle, full = _watts(problem.cluster, mix.devices)
+    idle, full = watts(problem.cluster, mix.devices)
     busy_s = mix.busy_us[list(mix.devices)] * 1e-6
     return float((full - idle) @ busy_s + idle.sum() / rate_per_s)
 
 
-def _watts(cluster: ir.Cluster, devices: Devices) -> tuple[Floats, Floats]:
+def watts(cluster: ir.Cluster, devices: Devices) -> tuple[Floats, Floats]:
     full = []
     for device in (cluster.devices[d] for d in devices):
         if device.tdp_w is None:
@@ -77,6 +77,6 @@ def bound(problem: Problem, objective: ir.Objective, devices: Devices) -> float:
     period_us = spread_us(load)
     if objective is ir.Objective.COST:
         return 1e6 / period_us / usd_per_hour(problem.cluster, devices)
-    idle, full = _watts(problem.cluster, devices)
+    idle, full = watts(problem.cluster, devices)
     least = float((load * (full - idle)).min(axis=1).sum()) + float(idle.sum()) * period_us
     return 1e6 / least

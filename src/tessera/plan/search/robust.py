@@ -5,7 +5,7 @@ linear in the factors, so a candidate keeps its simulated share of the busy-time
 Draws are seeded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,15 +30,17 @@ class Sampler:
     num_samples: int = 0
 
     @cached_property
-    def _tables(self) -> list[Table]:
-        """One per batch."""
-        return list(_tables(self.problem))
-
-    @cached_property
     def _launches(self) -> Table:
-        """All batches."""
-        kernel, node, us, error = zip(*self._tables, strict=True)
-        return np.concatenate(kernel), np.concatenate(node), np.concatenate(us), np.concatenate(error)
+        prob, number = self.problem, dict[str, int]()
+        kernel = [
+            number.setdefault(g.trace.kernel_of(i).name, len(number))
+            for g in prob.unit.graphs
+            for i in range(len(g.trace.launches))
+        ]
+        us = np.concatenate([x * count for x, count in zip(prob.cost_us, prob.unit.counts, strict=True)])
+        errors = [[c.rel_error for c in row] for listed in prob.costs for row in listed.costs]
+        nodes, error = np.concatenate(prob.node_of), np.array(errors, dtype=np.float64)
+        return np.array(kernel, dtype=np.int64), nodes, us, error
 
     @cached_property
     def _factors(self) -> Floats:
@@ -73,29 +75,15 @@ class Sampler:
 
     def _by_kernel(self, mix: Mix) -> Floats:
         """[busy time or its error, device, kernel] per request."""
-        num = int(self._launches[0].max()) + 1
+        kernel, node, us, error = self._launches
+        num = int(kernel.max()) + 1
         tables = np.zeros((2, self.problem.num_devices * num))
         for share, column in zip(mix.shares, mix.columns, strict=True):
-            kernel, node, us, error = self._tables[column.variant]
             device = column.labels[node]
             rows = np.arange(len(device)), device
             for index, weights in enumerate((us[rows], us[rows] * error[rows])):
                 tables[index] += share * np.bincount(device * num + kernel, weights, tables.shape[1])
         return tables.reshape(2, -1, num)
-
-
-def _tables(problem: Problem) -> Iterator[Table]:
-    number: dict[str, int] = {}
-    for prob in problem.problems:
-        kernel = [
-            number.setdefault(g.trace.kernel_of(i).name, len(number))
-            for g in prob.unit.graphs
-            for i in range(len(g.trace.launches))
-        ]
-        us = np.concatenate([x * count for x, count in zip(prob.cost_us, prob.unit.counts, strict=True)])
-        errors = [[c.rel_error for c in row] for listed in prob.costs for row in listed.costs]
-        nodes, error = np.concatenate(prob.node_of), np.array(errors, dtype=np.float64)
-        yield np.array(kernel, dtype=np.int64), nodes, us * (problem.unit.batch / prob.unit.batch), error
 
 
 def robust_of(sampler: Sampler, mixes: Sequence[Mix], rates: Sequence[float]) -> list[ir.Robust]:

@@ -1,6 +1,5 @@
 """Task: one planning run, with its problem, pool of placements and estimates."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -10,7 +9,7 @@ from tessera.plan.baselines import coarse_mixes
 from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.latency import RequestTimer
 from tessera.plan.pricing import throughput
-from tessera.plan.problem import Column, Mix, Problem, joined, microbatch_table
+from tessera.plan.problem import Column, Mix, Problem, microbatch_table
 from tessera.plan.search import objectives
 
 
@@ -68,11 +67,6 @@ class Task:
         if not self.pool.is_seeded:
             throughput.seed(self.pool, self.coarse_mixes)
 
-    @cached_property
-    def variants(self) -> tuple[ir.Variant, ...]:
-        """Batches besides the problem's own."""
-        return tuple(ir.Variant(p.unit, p.costs) for p in self.problem.others)
-
     def figure(self, mix: Mix, rate_per_s: float) -> float:
         """The objective's figure; higher is better."""
         return objectives.figure(self.problem, self.objective, mix, rate_per_s)
@@ -84,7 +78,7 @@ class Task:
     def upper_bound_per_s(self, mix: Mix) -> float:
         """By busy time and Little's law."""
         table = microbatch_table(mix, self.microbatches)[: self.num_microbatches(mix)]
-        rates = (self.problem.weight_of(c) / self._span_us(c) for c in mix.columns)
+        rates = (1.0 / self._span_us(c) for c in mix.columns)
         return min(mix.rate_per_s, 1e6 * sum(table.count(n) * rate for n, rate in enumerate(rates)))
 
     def quick_per_s(self, mix: Mix) -> float:
@@ -95,26 +89,23 @@ class Task:
 
     def latency_us(self, mix: Mix) -> float:
         """Mean latency of one request alone."""
-        weights = [s / self.problem.weight_of(c) for s, c in zip(mix.shares, mix.columns, strict=True)]
         spans = (self._span_us(column) for column in mix.columns)
-        return sum(w * span for w, span in zip(weights, spans, strict=True)) / sum(weights)
+        return sum(share * span for share, span in zip(mix.shares, spans, strict=True)) / sum(mix.shares)
 
     @cached_property
-    def _clocks(self) -> tuple[RequestTimer, ...]:
-        """One per batch."""
-        return tuple(RequestTimer(problem) for problem in self.problem.problems)
+    def _clock(self) -> RequestTimer:
+        return RequestTimer(self.problem)
 
     def _span_us(self, column: Column) -> float:
         if column.key not in self._spans:
-            self._spans[column.key] = self._clocks[column.variant].makespan_us(column.labels)
+            self._spans[column.key] = self._clock.makespan_us(column.labels)
         return self._spans[column.key]
 
     def draft(self, mix: Mix) -> ir.Plan:
         """A plan record for simulation, with busy-time rates."""
         prob, rate = self.problem, mix.rate_per_s
         lanes = tuple(
-            ir.Lane(prob.problems[c.variant].placement(c.labels), s * rate / prob.weight_of(c), c.variant)
-            for s, c in zip(mix.shares, mix.columns, strict=True)
+            ir.Lane(prob.placement(c.labels), s * rate) for s, c in zip(mix.shares, mix.columns, strict=True)
         )
         return ir.Plan(
             unit=prob.unit,
@@ -130,18 +121,4 @@ class Task:
             latency_us=0.0,
             lane_table=microbatch_table(mix, self.microbatches),
             constraints=tuple(str(constraint) for constraint in prob.constraints),
-            variants=self.variants,
         )
-
-
-def joined_task(
-    parts: Sequence[Task], microbatches: int, simulate: Simulator | None, policy: str = ""
-) -> Task:
-    """The tasks of several batches as one, with their placements."""
-    first, problem = parts[0], joined([part.problem for part in parts])
-    name = policy or first.policy
-    task = Task(problem, microbatches, simulate, False, first.objective, name, first.config)
-    for variant, part in enumerate(parts):
-        task.pool.add(*(problem.scaled(column, variant) for column in part.pool.columns))
-    task.pool.is_seeded = True
-    return task

@@ -1,0 +1,306 @@
+"""tessera plan MODEL: a plan for a load, from a model's name.
+
+A load with answers is planned as the service that carries it. What no service runs in token steps (decodes or
+prefills alone, images, state by row) is planned as its steps, at the best batch.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tessera.cli.output import HIDDEN, Record, progress, shown
+from tessera.cli.plan_text import CostFigures, sure
+from tessera.errors import CaptureError, TesseraError
+from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Plan, ServicePlan, Step, save
+from tessera.plan import Comparison, DeviceMemory, Option, PlanConfig, Target, explain, search_config
+from tessera.plan.batches import BATCHES
+from tessera.plan.service import compared
+
+BASELINES = "coarser policies, each at its own best (simulated)"
+# Microbatches of a search that chooses them.
+ANY_MICROBATCHES = 1
+
+
+@dataclass(frozen=True)
+class PlannedLoad:
+    model: str
+    prompt_tokens: int
+    # 0: decodes only, with the prompt as context.
+    output_tokens: int
+    tpot_ms: float | None = None
+    ttft_ms: float | None = None
+    # None: chosen by the planner.
+    batch: int | None = None
+    microbatches: int | None = None
+    random_weights: bool = False
+    # compiled, eager, or empty: compiled where cached.
+    launches: str = ""
+    objective: Objective = Objective.THROUGHPUT
+    effort: str = "full"
+
+    @property
+    def load(self) -> Load:
+        return Load(self.prompt_tokens, self.output_tokens, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms)
+
+    def check(self) -> None:
+        """Refuse impossible limits before anything takes long."""
+        for name, limit in (("--tpot-ms", self.tpot_ms), ("--ttft-ms", self.ttft_ms)):
+            if limit is not None and not 0 < limit < math.inf:
+                remedy = "Give a number above zero, or leave it out."
+                raise TesseraError(f"{limit} ms is no limit", remedy, name)
+
+
+class PolicyFigures(Record, frozen=True):
+    """One policy at its own best configuration."""
+
+    tokens_per_s: float
+    usd_per_million_tokens: float | None
+    joules_per_token: float | None
+    tpot_ms: float
+    ttft_ms: float
+    # Sequences on each device.
+    batch: Annotated[dict[str, int], shown("sequences")]
+    microbatches: int
+    groups: Annotated[tuple[GroupSize, ...], HIDDEN] = ()
+
+
+class MemoryFigures(Record, frozen=True):
+    """Memory of one device."""
+
+    weights: Annotated[int, shown(unit="bytes")]
+    state: Annotated[int, shown(unit="bytes")]
+    temporaries: Annotated[int, shown(unit="bytes")]
+    capacity: Annotated[int, shown("of", "bytes")]
+
+
+class ServiceFigures(Record, frozen=True):
+    """The groups of a service, and what it gives under the load."""
+
+    groups: tuple[GroupSize, ...]
+    expected: Annotated[Expected, HIDDEN]
+
+
+class ModelPlanFigures(Record, frozen=True):
+    """A plan for a load, with every policy at its own best configuration."""
+
+    source: str
+    objective: Objective
+    policy: str
+    # Requests per second, and their upper bound.
+    throughput: Annotated[float, HIDDEN]
+    bound: Annotated[float | None, HIDDEN]
+    tokens_per_s: float
+    tpot_ms: float
+    ttft_ms: float
+    usd_per_million_tokens: float | None
+    joules_per_token: float | None
+    # Sequences at once on each device.
+    batches: Annotated[dict[str, int], HIDDEN]
+    microbatches: int
+    # None where steps are planned.
+    service: ServiceFigures | None
+    baselines: Annotated[dict[str, PolicyFigures], shown(BASELINES)]
+    best_baseline: str | None
+    ratio_to_best_baseline: float | None
+    ratio_to_data_parallel: float | None
+    ratio_to_bound: float | None
+    costs: Annotated[CostFigures, HIDDEN]
+    memory: Annotated[dict[str, MemoryFigures], shown("memory (modelled)")]
+    launches: str = ""
+    output: Path | None = None
+    seconds: float | None = None
+    notes: tuple[str, ...] = ()
+    headline: str = ""
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A plan for a load beside other policies, and how it was made."""
+
+    plan: ServicePlan | Plan
+    found: Comparison
+    is_compiled: bool = False
+    # Why launches are not compiled.
+    note: str = ""
+
+
+def plan_model(wanted: PlannedLoad, cluster: Cluster, output: Path | None) -> ModelPlanFigures:
+    """Plan, write the plan, and report what was chosen."""
+    started = time.perf_counter()
+    wanted.check()
+    with progress("importing torch") as advance:
+        planned = plan_load(wanted, cluster, advance)
+    path = output or Path(f"{Path(wanted.model).name}.plan")
+    save(planned.plan, path)
+    return model_figures(planned, path, time.perf_counter() - started)
+
+
+def plan_load(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]) -> PlannedModel:
+    from tessera.capture.models import steps_of_model
+
+    if wanted.output_tokens and "decode" in steps_of_model(wanted.model):
+        with suppress(CaptureError):  # state by row: no steps of mixed tokens
+            return _plan_service(wanted, cluster, advance)
+    return _plan_steps(wanted, cluster, advance)
+
+
+def _plan_service(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]) -> PlannedModel:
+    for name, value in (("--batch", wanted.batch), ("--microbatches", wanted.microbatches)):
+        if value is not None:
+            remedy = "Leave it out, or plan decodes alone with --output-tokens 0."
+            raise TesseraError("sequences and microbatches of a service are chosen", remedy, name)
+    from tessera.flow import choose_launches
+    from tessera.planning import ServedSteps, make_service_plan
+    from tessera.serve.rehearse import rehearse
+
+    steps = ServedSteps(wanted.model, cluster, wanted.random_weights, advance=advance)
+    steps.is_compiled, note = choose_launches(steps.anchors, wanted.launches)
+    plan = make_service_plan(steps, wanted.load, rehearse, search_config(wanted.effort), wanted.objective)
+    return PlannedModel(plan, compared(plan, wanted.objective), steps.is_compiled, note)
+
+
+def _plan_steps(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]) -> PlannedModel:
+    from tessera.flow import LoadSteps, anchors_of, at_batches, choose_launches, plan_steps
+
+    steps = _steps(wanted)
+    tokens = wanted.output_tokens if steps[-1].kind == "decode" else 1
+    batches = (wanted.batch,) if wanted.batch else BATCHES
+    anchors = anchors_of(batches)
+    is_compiled, note = choose_launches(at_batches(steps, anchors), wanted.launches)
+    counts = [max(1, tokens) if step.kind == "decode" else 1 for step in steps]
+    recorded = LoadSteps(steps, counts, anchors, advance, is_compiled)
+    target = Target(tokens, wanted.tpot_ms, wanted.ttft_ms)
+    config = PlanConfig(wanted.objective, ANY_MICROBATCHES, search=search_config(wanted.effort))
+    depths = (wanted.microbatches,) if wanted.microbatches else ()
+    plan, found = plan_steps(recorded, cluster, target, config, batches, depths, advance)
+    return PlannedModel(plan, found, is_compiled, note)
+
+
+def _steps(wanted: PlannedLoad) -> list[Step]:
+    """The steps of a request: prefill and decode where there are both, decode alone for no new tokens."""
+    from tessera.capture import place_of
+    from tessera.capture.models import steps_of_model
+
+    model, kinds = place_of(wanted.model), steps_of_model(wanted.model)
+    prompt, output, is_random = wanted.prompt_tokens, wanted.output_tokens, wanted.random_weights
+    if "decode" not in kinds:
+        return [Step(model, kinds[0], 1, prompt, random_weights=is_random)]
+    decode = Step(model, "decode", 1, prompt + output, random_weights=is_random)
+    if output == 0 or "prefill" not in kinds:
+        return [decode]
+    return [Step(model, "prefill", 1, prompt, reserve=output, random_weights=is_random), decode]
+
+
+def model_figures(
+    planned: PlannedModel, output: Path | None = None, seconds: float | None = None
+) -> ModelPlanFigures:
+    """The record of a plan for a load."""
+    found, note = planned.found, planned.note
+    best = found.best_baseline
+    parallel = next((o for o in found.baselines if o.policy == "data-parallel"), None)
+    own, chosen = _own_figures(planned.plan), found.chosen
+    sizes = {rival.policy: rival.groups for rival in getattr(planned.plan, "rivals", ())}
+    costs: CostFigures = own["costs"]
+    return ModelPlanFigures(
+        objective=found.objective,
+        policy=found.policy,
+        tokens_per_s=chosen.tokens_per_s,
+        tpot_ms=chosen.tpot_ms,
+        ttft_ms=chosen.ttft_ms,
+        usd_per_million_tokens=chosen.usd_per_million_tokens,
+        joules_per_token=chosen.joules_per_token,
+        batches=chosen.batch,
+        microbatches=chosen.microbatches,
+        baselines={o.policy: policy_figures(o, sizes.get(o.policy, ())) for o in found.baselines},
+        best_baseline=best.policy if best else None,
+        ratio_to_best_baseline=found.ratio_to(best) if best else None,
+        ratio_to_data_parallel=found.ratio_to(parallel) if parallel else None,
+        launches="compiled" if planned.is_compiled else "eager",
+        output=output,
+        seconds=None if seconds is None else round(seconds, 3),
+        notes=(
+            f"Costs: {costs.sentence}",
+            how_sure(found, costs.rel_error),
+            *([f"Note: {note}"] if note else []),
+        ),
+        headline=verdict(found, own["source"].split()[0]),
+        **own,
+    )
+
+
+def _own_figures(plan: ServicePlan | Plan) -> dict[str, Any]:
+    """Figures that are computed from the plan itself."""
+    if isinstance(plan, Plan):
+        return {
+            "source": "simulated on modelled costs",
+            "throughput": plan.rows_per_s,
+            "bound": plan.bound_per_s * plan.batch,
+            "ratio_to_bound": plan.simulated_per_s / plan.bound_per_s,
+            "service": None,
+            "costs": sure(plan),
+            "memory": memory_figures(explain(plan, is_brief=True).memory),
+        }
+    from tessera.planning import service_memory
+
+    assert plan.expected is not None, "it was rehearsed"
+    per_request = plan.load.output_tokens
+    return {
+        "source": "rehearsed on modelled costs",
+        "throughput": plan.expected.tokens_per_s / per_request,
+        "bound": plan.bound_per_s and plan.bound_per_s / per_request,
+        "ratio_to_bound": plan.bound_per_s and plan.expected.tokens_per_s / plan.bound_per_s,
+        "service": ServiceFigures(groups=tuple(g.size for g in plan.groups), expected=plan.expected),
+        "costs": max((sure(group.plan) for group in plan.groups), key=lambda c: c.rel_error),
+        "memory": memory_figures(service_memory(plan)),
+    }
+
+
+def policy_figures(option: Option, groups: tuple[GroupSize, ...] = ()) -> PolicyFigures:
+    names = PolicyFigures.__struct_fields__[:-1]
+    return PolicyFigures(**{name: getattr(option, name) for name in names}, groups=groups)
+
+
+def memory_figures(memory: Sequence[DeviceMemory]) -> dict[str, MemoryFigures]:
+    return {
+        one.device: MemoryFigures(
+            weights=one.weight_bytes,
+            state=one.state_bytes,
+            temporaries=one.temporary_bytes,
+            capacity=one.capacity_bytes,
+        )
+        for one in memory
+    }
+
+
+def _ratios(found: Comparison) -> dict[str, float]:
+    """Coarser policy -> ratio of the plan to it, for data-parallel and the best one."""
+    best = found.best_baseline
+    listed = [o for o in found.baselines if o is best or o.policy == "data-parallel"]
+    return {o.policy: found.ratio_to(o) for o in sorted(listed, key=lambda o: o is best)}
+
+
+def verdict(found: Comparison, how: str = "simulated") -> str:
+    """The plan against the best coarser policy and data-parallel, in a sentence."""
+    if found.best_baseline is None:
+        return "No coarser policy keeps to the limits."
+    best, ratios = found.best_baseline.policy, _ratios(found)
+    is_gain = found.policy != best and ratios[best] >= 1.0
+    text = f"{ratios[best]:.3f}x {best}" if is_gain else f"No gain: {best} is best here"
+    if "data-parallel" in ratios and best not in ("single", "data-parallel"):
+        text += f", {ratios['data-parallel']:.3f}x data-parallel"
+    what = {Objective.COST: "by the dollar, ", Objective.ENERGY: "by the joule, "}.get(found.objective, "")
+    return f"{text}, {what}each at its own best batch ({how} on modelled costs)."
+
+
+def how_sure(found: Comparison, error: float) -> str:
+    """Which of the gains exceed the error of the costs."""
+    parts = [
+        f"{ratio:.2f}x {name} is {'beyond' if ratio - 1.0 > error else 'within'} it"
+        for name, ratio in _ratios(found).items()
+        if name != found.policy
+    ]
+    return f"The costs have an error of ±{error:.0%}{': ' if parts else ''}{', '.join(parts)}."

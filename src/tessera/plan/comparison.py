@@ -1,0 +1,53 @@
+"""Figures of a plan for a load beside those of other policies, each at its own best."""
+
+from dataclasses import dataclass
+
+from tessera.ir import Objective
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A policy's simulated figures at one point."""
+
+    policy: str
+    tokens_per_s: float
+    tpot_ms: float
+    ttft_ms: float
+    # Device name -> sequences.
+    batch: dict[str, int]
+    microbatches: int
+    # Rent and modelled energy; None if unknown.
+    usd_per_hour: float | None = None
+    joules_per_token: float | None = None
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        return None if self.usd_per_hour is None else self.usd_per_hour * 1e6 / 3600 / self.tokens_per_s
+
+    def figure(self, objective: Objective) -> float:
+        """The objective's figure; higher is better."""
+        if objective is Objective.COST:
+            return 1.0 / self.usd_per_million_tokens if self.usd_per_million_tokens else 0.0
+        if objective is Objective.ENERGY:
+            return 1.0 / self.joules_per_token if self.joules_per_token else 0.0
+        return self.tokens_per_s
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A plan's figures beside those of other policies."""
+
+    # The plan's policy.
+    policy: str
+    chosen: Option
+    # One per policy that applies.
+    baselines: tuple[Option, ...]
+    objective: Objective = Objective.THROUGHPUT
+
+    def ratio_to(self, other: Option) -> float:
+        """The plan's figure relative to an option's."""
+        return self.chosen.figure(self.objective) / other.figure(self.objective)
+
+    @property
+    def best_baseline(self) -> Option | None:
+        return max(self.baselines, key=lambda o: o.figure(self.objective), default=None)
