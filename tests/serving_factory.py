@@ -36,10 +36,12 @@ from tessera.execute.stepper import (
 from tessera.execute.stepper import Event as StepperEvent
 from tessera.ir import Cluster, Device, DeviceKind, Group, Link, Load, Plan, Role, ServicePlan, Trace
 from tessera.kernels import PAGE
+from tessera.kernels.choice import INPUTS
+from tessera.kernels.choose import choose
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Sampling, Shape, Token
 from tessera.serve.router import plans_of
-from tessera.serve.sampling import choose
+from tessera.serve.sampling import Choice, ChoiceInputs, Pick, read_tokens
 from tessera.serve.service import Service
 from tessera.serve.text import END, ByteText
 
@@ -292,11 +294,16 @@ class ToyStepper:
             return self._events.popleft()
         space.steps.popleft()
         read = self._flat if self.shape.is_flat else self._by_row
-        inputs = {n: t.tolist() for n, t in call.inputs.items()}
+        tables = {name: call.inputs[name] for name in INPUTS}
+        inputs = {n: t.tolist() for n, t in call.inputs.items() if n not in INPUTS}
         inputs["tokens"] = [x if x >= 0 else space.newest[-1 - x] for x in inputs["tokens"]]
         logits = read(space, self.shape.sizes[call.step], inputs)
-        space.newest = logits.argmax(-1).tolist()
-        outputs = {"logits": logits, "next_tokens": logits.argmax(-1)}
+        last = inputs["tokens"]
+        if self.shape.is_flat or len(logits) != len(last):
+            last = [last[max(0, end - 1)] for end in inputs["query_starts"][1:]]
+        tokens, logprobs, top = choose(logits, torch.tensor(last), tables)
+        space.newest = tokens.clamp_min(0).tolist()
+        outputs = {"logits": logits, "next_tokens": tokens, "logprobs": logprobs, "top_tokens": top}
         kept = {name: tensor for name, tensor in outputs.items() if name not in call.skips}
         here = {name: self.busy_s.get(name, 1e-3) for name in self.lanes.all[space.lane].devices}
         return StepDone(microbatch, call.step, kept, 1e-3, busy_s=here)
@@ -328,7 +335,7 @@ class ToyStepper:
             "lengths": rows,
             "page_starts": rows,
         } == sizes
-        assert self.shape.num_page_entries == len(inputs["pages"])
+        assert self.shape.num_page_entries >= len(inputs["pages"])
         assert rows + 1 == len(starts)
         assert sorted(starts) == starts
         assert not any(inputs["slots"][starts[-1] :]), "padding writes into page 0"
@@ -398,18 +405,36 @@ def service_of(stepper: ToyStepper, **changes: Any) -> Service:
     return Service(stepper, stepper.policies, stepper.shape, ByteText(), **{**known, **changes})
 
 
+def choose_rows(
+    logits: torch.Tensor,
+    picks: Sequence[Pick],
+    positions: Sequence[int] = (),
+    num_due: int = 0,
+    last: int = 0,
+) -> list[Token | int | None]:
+    """One token per row; `num_due` and `last`: a token that is read and not counted yet."""
+    at = positions or [0] * len(picks)
+    choices = [Choice(row, pick, at[row], num_due) for row, pick in enumerate(picks) if not pick.is_plain]
+    tables = ChoiceInputs(len(picks), logits.shape[1]).fill(len(picks), choices)
+    tokens, logprobs, top = choose(logits, torch.full((len(picks),), last), tables)
+    outputs = {"next_tokens": tokens}
+    if any(pick.sampling.logprobs is not None for pick in picks):
+        outputs |= {"logprobs": logprobs, "top_tokens": top}
+    return read_tokens(outputs, list(enumerate(picks)))
+
+
 def expected(ask: Ask) -> tuple[list[int], str, str]:
     """The tokens, the text and the reason of the toy's answer, found without engine, pages or parts."""
     text = ByteText()
     request = ActiveRequest(ask, text.reader(), text.end)
     said = ""
     while True:
-        logits = toy_logits(request.sequence)[None]
-        (token,) = choose(logits, logits.argmax(-1).tolist(), [0], [request.pick])
+        (token,) = choose_rows(toy_logits(request.sequence)[None], [request.pick], [len(request.sequence)])
         assert token is not None
-        request.add(token.number)
-        said += request.text_of(token.number)
-        is_end = token.number == END and not ask.ignores_end
+        number = token if isinstance(token, int) else token.number
+        request.add(number)
+        said += request.text_of(number)
+        is_end = number == END and not ask.ignores_end
         if is_end or request.watch.is_stopped or request.pick.is_over:
             reason = "stop"
         elif request.num_out == ask.max_tokens:

@@ -19,5 +19,5 @@ def test_a_gpu_chooses_what_a_cpu_chooses(rows: int, vocab: int, dtype: torch.dt
     tokens, logprobs, top = torch.ops.tessera.choose(*(t.cuda() for t in given))
 
     assert torch.equal(expected[0], tokens.cpu())
-    torch.testing.assert_close(logprobs.cpu(), expected[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(logprobs.cpu(), expected[1], rtol=2e-5, atol=2e-5)
     assert torch.equal(expected[2], top.cpu())

@@ -282,7 +282,12 @@ def bind_storages(
 def storage_of(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> Storage:
     if buffer.name not in tensors:
         raise MismatchError(f"there is no {buffer.kind} '{buffer.name}'", REMEDY)
-    storage: Storage = tensors[buffer.name].detach().untyped_storage()
+    given = tensors[buffer.name].detach()
+    if buffer.kind is BufferKind.INPUT and given.nbytes < buffer.size_bytes and given.is_contiguous():
+        padded = torch.zeros(buffer.size_bytes, dtype=torch.uint8, device=given.device)
+        padded[: given.nbytes] = given.reshape(-1).view(torch.uint8)
+        return padded.untyped_storage()
+    storage: Storage = given.untyped_storage()
     if storage.nbytes() != buffer.size_bytes:
         sizes = f"{storage.nbytes()} bytes, but {buffer.size_bytes} in the trace"
         raise MismatchError(f"{buffer.kind} '{buffer.name}' has {sizes}", REMEDY)
@@ -338,10 +343,10 @@ class PlacedMemory(Memory):
         return buffer in self._own or buffer in self._weights
 
     def put(self, buffer: int, storage: Storage) -> None:
-        """Copies a result to its place."""
+        """Copies a result to its place, or the first part of an input, which may be given in part."""
         place = self._own[buffer]
         if place.data_ptr() != storage.data_ptr():
-            size = place.nbytes()
+            size = min(place.nbytes(), storage.nbytes())
             bytes_of(place, 0, size).copy_(bytes_of(storage, 0, size))
 
 

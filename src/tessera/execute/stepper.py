@@ -36,6 +36,7 @@ class StepCall:
     microbatch: int
     # Number of the step in `Plan.graphs` of its lane's plan.
     step: int
+    # A table may be given in part, its first bytes; the step must not depend on the rest.
     inputs: Tensors = field(default_factory=dict)
     # Outputs that are not needed.
     skips: tuple[str, ...] = ()

@@ -6,7 +6,8 @@
     numbers   [R, 9]    int64, see `choice.Number`
     edits     [E, 3]    int32: token, its count, its bias as bits of a float32. A count is the token's
                         occurrences in the answer, 0 for a token of the prompt alone, -1 for neither. A row
-                        has EDITS_BEGIN : EDITS_END, each token once; minus infinity as bias bans a token
+                        has EDITS_BEGIN : EDITS_END, each token once; a bias of minus infinity bans;
+                        tokens beyond the vocabulary are ignored
     masks     [M, W]    int32, one bit per token that may come next, token 0 lowest
     -> tokens [R], logprobs [R, 1 + 20] of the chosen and the likeliest tokens, top [R, 20]
 
@@ -73,8 +74,9 @@ def _on_cpu(
     is_plain = (settings[:, Setting.SHARPNESS] == 0) & (numbers[:, Number.EDITS_BEGIN :] == 0).all(1)
     for row in (~is_plain).nonzero()[:, 0].tolist():
         number: list[int] = numbers[row].tolist()
-        own = logits[row].float()
-        edited = _edited(own, int(last[row]), settings[row].tolist(), number, edits, masks)
+        edited = own = logits[row].float()
+        if any(number[Number.EDITS_BEGIN : Number.FORCED]):
+            edited = _edited(own, int(last[row]), settings[row].tolist(), number, edits, masks)
         tokens[row] = _choose(edited, settings[row].tolist(), number)
         if number[Number.FORCED]:
             tokens[row] = number[Number.FORCED] - 1
@@ -104,7 +106,8 @@ def _edited(
 ) -> torch.Tensor:
     """A row after biases, bans, mask and penalties."""
     edited = logits.clone()
-    token, count, bits = edits[numbers[Number.EDITS_BEGIN] : numbers[Number.EDITS_END]].long().unbind(1)
+    entries = edits[numbers[Number.EDITS_BEGIN] : numbers[Number.EDITS_END]].long()
+    token, count, bits = entries[entries[:, 0] < len(logits)].unbind(1)
     bias = bits.int().view(torch.float32)
     if numbers[Number.COUNTS_LAST]:
         is_last = token == last

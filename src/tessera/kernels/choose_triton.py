@@ -120,7 +120,8 @@ def _edit(
     for start in range(begin, end, _EDITS):
         entry = start + tl.arange(0, _EDITS)
         inside = entry < end
-        token = tl.load(edits + 3 * entry, mask=inside, other=0)
+        token = tl.load(edits + 3 * entry, mask=inside, other=-1)
+        inside = inside & (token >= 0) & (token < VOCAB)
         count = tl.load(edits + 3 * entry + 1, mask=inside, other=0)
         bias = tl.load(edits + 3 * entry + 2, mask=inside, other=0).to(tl.float32, bitcast=True)
         is_last = inside & counts_last & (token == newest)

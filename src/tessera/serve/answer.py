@@ -144,6 +144,11 @@ class ActiveRequest:
         """True while prompt logprobs are missing: the prompt is read token by token."""
         return self.ask.prompt_logprobs is not None and len(self.prompt_notes) + 1 < len(self.ask.prompt)
 
+    @property
+    def waits(self) -> bool:
+        """True if no further step can be prepared before the running one has ended."""
+        return self.pick.guide is not None or self.wants_prompt
+
     def add(self, number: int) -> None:
         self.sequence.append(number)
         self.num_out += 1

@@ -26,7 +26,7 @@ from tessera.serve.meters import LOOK_S, Meters
 from tessera.serve.pages import PagePool
 from tessera.serve.records import Finish, Reason, Shape, Token
 from tessera.serve.router import RoutedGroup, Router
-from tessera.serve.sampling import choose
+from tessera.serve.sampling import noted, read_tokens
 from tessera.serve.sequences import OutputRows, SequenceBatch
 from tessera.serve.sight import Sight
 
@@ -166,7 +166,8 @@ class Engine(Watcher[ActiveRequest]):
         if not rows:
             return []
         now, ended = self.stepper.now_s(), []
-        for (_, request), chosen in zip(rows, _choose(done, rows), strict=True):
+        tokens = read_tokens(done.outputs, [(row, request.pick) for row, request in rows])
+        for (_, request), chosen in zip(rows, tokens, strict=True):
             if chosen is None:
                 self.finish(request, "error", request.pick.failure or NO_NUMBERS)
                 ended.append(request)
@@ -210,9 +211,6 @@ class Engine(Watcher[ActiveRequest]):
             else:
                 self._wake_ups.add(request.buffer)
         self._wake_ups.flush()
-        for request, _, _ in delivered:
-            if not request.is_over:
-                request.pick.prepare()
         if self._gaps:
             self.meters.next_tokens(self._gaps)
             self._gaps = []
@@ -301,20 +299,9 @@ def _note_prompt(batch: SequenceBatch, done: StepDone, row: int, request: Active
     """Record logprobs of the prompt's next token, if requested; False if the answer's next token is due."""
     if not request.wants_prompt:
         return False
-    at, num = batch.num_read(request), request.ask.prompt_logprobs or 0
+    at = batch.num_read(request)
     if at == len(request.prompt_notes) + 1:
-        logs = done.outputs["logits"][row].float().log_softmax(-1)
-        values, tokens = logs.topk(num)
-        top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-        number = request.ask.prompt[at]
-        request.prompt_notes.append(Token(number, float(logs[number]), top))
+        logprobs, top = (done.outputs[name][row].tolist() for name in ("logprobs", "top_tokens"))
+        token = noted(request.ask.prompt[at], logprobs, top, request.ask.prompt_logprobs)
+        request.prompt_notes.append(token)
     return True
-
-
-def _choose(done: StepDone, rows: OutputRows) -> Sequence[Token | int | None]:
-    """Return a plain number for greedy choices: cheaper than a `Token`."""
-    greedy: list[int] = done.outputs["next_tokens"].tolist()
-    picks = [request.pick for _, request in rows]
-    if all(pick.is_plain for pick in picks):
-        return [greedy[row] for row, _ in rows]
-    return choose(done.outputs["logits"], greedy, [row for row, _ in rows], picks)

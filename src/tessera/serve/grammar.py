@@ -14,14 +14,19 @@ Not handled: JSON schema keywords unknown to the library; such a schema is refus
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from tessera.errors import AskError, MissingExtra, extra_module
 from tessera.serve.text import Text
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
 log = logging.getLogger("tessera.serve")
 
@@ -36,42 +41,52 @@ MAX_STATES = 20_000
 class Guide:
     """Follows one answer. Not thread-safe."""
 
-    __slots__ = ("_mask", "_matcher")
+    __slots__ = ("matcher",)
 
-    def __init__(self, matcher: "LLMatcher", mask: bytes) -> None:
-        self._matcher = matcher
-        self._mask: bytes | None = mask
+    def __init__(self, matcher: "LLMatcher") -> None:
+        self.matcher = matcher
 
     def add(self, number: int) -> None:
-        self._matcher.consume_token(number)
-        self._mask = None
-
-    def mask(self) -> bytes:
-        """One bit per token that may come next, token 0 lowest; none after a failure, not even the end."""
-        if self._mask is None:
-            mask = self._matcher.compute_bitmask()
-            self._mask = bytes(len(mask)) if self._matcher.is_error() else mask
-        return self._mask
+        self.matcher.consume_token(number)
 
     @property
     def is_over(self) -> bool:
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        return self.matcher.is_stopped() and not self.matcher.is_error()
 
     @property
     def failure(self) -> str:
         """Why the grammar cannot be followed further; empty: it can."""
-        error = _first_line(self._matcher.get_error())
+        error = _first_line(self.matcher.get_error())
         return f"the answer cannot follow its grammar any further ({error})" if error else ""
 
 
 class Grammar:
-    __slots__ = ("_mask", "_matcher")
+    __slots__ = ("_matcher",)
 
-    def __init__(self, matcher: "LLMatcher", mask: bytes) -> None:
-        self._matcher, self._mask = matcher, mask
+    def __init__(self, matcher: "LLMatcher") -> None:
+        self._matcher = matcher
 
     def start(self) -> Guide:
-        return Guide(self._matcher.deep_copy(), self._mask)
+        return Guide(self._matcher.deep_copy())
+
+
+def write_masks(guides: Sequence[Guide], masks: npt.NDArray[np.int32]) -> None:
+    """Row i: a bit per token that may come next in guide i, token 0 lowest; none after a failure."""
+    if not guides:
+        return
+    width = masks.shape[1] * masks.itemsize
+    matchers = [(guide.matcher, row) for row, guide in enumerate(guides)]
+    _executor().unsafe_compute_mask_ptr(matchers, masks.ctypes.data, width, len(masks))
+    for row, guide in enumerate(guides):
+        if guide.matcher.is_error():
+            masks[row] = 0
+
+
+@cache
+def _executor() -> "LLExecutor":
+    """Threads that compute the masks of a step together."""
+    executor: LLExecutor = extra_module("llguidance", "grammar").LLExecutor()
+    return executor
 
 
 class GrammarCompiler:
@@ -103,10 +118,10 @@ class GrammarCompiler:
         matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise AskError(f"it makes no grammar: {_first_line(matcher.get_error())}", "", place)
-        mask = matcher.compute_bitmask()
+        matcher.compute_bitmask()
         if matcher.is_error():
             raise AskError("no text fits it", "A schema must not refer to nothing but itself.", place)
-        return Grammar(matcher, mask)
+        return Grammar(matcher)
 
 
 def open_grammars(text: Text, vocab_size: int) -> GrammarCompiler | None:

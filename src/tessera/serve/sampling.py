@@ -1,47 +1,78 @@
-"""Sampling: greedy or random choice of next tokens, with biases, penalties, limits and logprobs.
+"""Sampling: how the next token of a request is chosen, as inputs of tessera::choose (`kernels.choose`).
 
-    choose(logits, greedy, rows, picks) -> one token per pick
+    inputs = choices.fill([Choice(row, pick, ...), ...])   with the inputs of a step
+    tokens = read_tokens(done.outputs, [(row, pick), ...]) after it
 
-The order is vLLM's: biases, banned tokens (by minimum length or grammar), penalties, temperature, min-p,
-top-k, top-p. Rows are computed together on the logits' device; each draws from its own generator once per
-token, so a seeded answer does not depend on the batch. A draw inverts the cumulative distribution over the
-vocabulary. Equal logits at a top-k or top-p limit stay or go together. Logprobs are of the model's unmodified
-distribution.
+`Pick` is what one request asks for, and `Edits` the tokens whose logits it changes. Everything is given with
+every step, so preemption, moves and lost devices need nothing more, and the same seed gives the same answer
+wherever and with whatever it runs. Rows that no choice names are greedy.
 """
 
-import math
 import random
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from tessera.serve.grammar import Guide
+from tessera.kernels.choice import EDIT_FIELDS, INPUTS, Number, Setting, max_edits, num_words
+from tessera.serve.grammar import Guide, write_masks
 from tessera.serve.records import Ask, Sampling, Token
 
-# Bits of a draw: fewer than a double has, so that a draw times a sum is below the sum.
-DRAW_BITS = 48
-# Largest logits that top-p tries before it sorts the vocabulary.
-TOP_P_GLANCE = 512
+# 1 / temperature of a temperature close to 0.
+MAX_SHARPNESS = 1e30
+_BANNED = int(np.float32(-np.inf).view(np.int32))
 
 
-class TokenCounts:
-    __slots__ = ("_places", "numbers", "times")
+class Edits:
+    """Tokens whose logits a request changes; penalties count its own."""
 
-    def __init__(self, prompt: Iterable[int] = ()) -> None:
-        self.numbers = array("q", dict.fromkeys(prompt))
-        self.times = array("q", bytes(8 * len(self.numbers)))
-        self._places = {number: place for place, number in enumerate(self.numbers)}
+    __slots__ = ("_banned", "_biases", "_entries", "_num", "_places")
+
+    def __init__(self, biases: Mapping[int, float], prompt: Iterable[int] = ()) -> None:
+        self._biases = biases
+        self._banned: tuple[int, ...] = ()
+        self._num = 0
+        self._entries = np.zeros((16, EDIT_FIELDS), dtype=np.int32)
+        self._places: dict[int, int] = {}
+        for number, bias in biases.items():
+            self._entries[self._place(number), 2] = np.float32(bias).view(np.int32)
+        for number in dict.fromkeys(prompt):
+            self._entries[self._place(number), 1] = 0
+
+    def _place(self, number: int) -> int:
+        place = self._places.setdefault(number, self._num)
+        if place == self._num:
+            if self._num == len(self._entries):
+                self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])
+            self._entries[place] = (number, -1, 0)
+            self._num += 1
+        return place
+
+    def __len__(self) -> int:
+        return self._num
+
+    @property
+    def entries(self) -> npt.NDArray[np.int32]:
+        return self._entries[: self._num]
 
     def add(self, number: int) -> None:
-        place = self._places.setdefault(number, len(self.numbers))
-        if place == len(self.numbers):
-            self.numbers.append(number)
-            self.times.append(0)
-        self.times[place] += 1
+        """Count a token of the answer."""
+        place = self._place(number)
+        self._entries[place, 1] = max(0, int(self._entries[place, 1])) + 1
+
+    def ban(self, numbers: tuple[int, ...]) -> None:
+        """Ban these tokens and no others."""
+        if numbers == self._banned:
+            return
+        for number in self._banned:
+            bias = np.float32(self._biases.get(number, 0.0))
+            self._entries[self._place(number), 2] = bias.view(np.int32)
+        for number in numbers:
+            self._entries[self._place(number), 2] = _BANNED
+        self._banned = numbers
 
 
 @dataclass(slots=True)
@@ -49,38 +80,53 @@ class Pick:
     """How one request's next token is chosen; it is updated with chosen tokens."""
 
     sampling: Sampling
-    generator: random.Random
+    settings: npt.NDArray[np.float32]
+    numbers: npt.NDArray[np.int64]
+    # None: logits are not changed.
+    edits: Edits | None = None
+    # True if the edits count tokens.
+    has_penalties: bool = False
     # Tokens banned until the answer has its minimum length.
     ends: tuple[int, ...] = ()
     min_tokens: int = 0
-    # For penalties; None: no penalties.
-    counts: TokenCounts | None = None
     # Grammar; None: any token.
     guide: Guide | None = None
     num_out: int = 0
 
     @classmethod
     def of(cls, ask: Ask, end: Sequence[int]) -> "Pick":
-        sampling = ask.sampling
-        counts = None
-        if sampling.repetition_penalty != 1.0:
-            counts = TokenCounts(ask.prompt)
-        elif sampling.presence_penalty or sampling.frequency_penalty:
-            counts = TokenCounts()
-        ends = (*(() if ask.ignores_end else end), *ask.stop_tokens)
+        x = ask.sampling
+        has_penalties = bool(x.repetition_penalty != 1.0 or x.presence_penalty or x.frequency_penalty)
+        ends = (*(() if ask.ignores_end else end), *ask.stop_tokens) if ask.min_tokens else ()
+        edits = None
+        if has_penalties or x.logit_bias or ends:
+            edits = Edits(dict(x.logit_bias), ask.prompt if x.repetition_penalty != 1.0 else ())
+        settings = np.zeros(len(Setting), dtype=np.float32)
+        settings[Setting.SHARPNESS] = min(1 / x.temperature, MAX_SHARPNESS) if x.temperature else 0.0
+        settings[Setting.TOP_P :] = (
+            x.top_p,
+            x.min_p,
+            x.presence_penalty,
+            x.frequency_penalty,
+            x.repetition_penalty,
+        )
+        numbers = np.zeros(len(Number), dtype=np.int64)
+        numbers[Number.SEED] = random.getrandbits(63) if x.seed is None else x.seed
+        numbers[Number.TOP_K] = x.top_k
+        numbers[Number.NUM_TOP] = 0 if x.logprobs is None else x.logprobs + 1
         guide = None if ask.grammar is None else ask.grammar.start()
-        return cls(sampling, random.Random(sampling.seed), ends, ask.min_tokens, counts, guide)
-
-    @property
-    def banned(self) -> tuple[int, ...]:
-        return self.ends if self.num_out < self.min_tokens else ()
+        return cls(x, settings, numbers, edits, has_penalties, tuple(ends), ask.min_tokens, guide)
 
     @property
     def is_plain(self) -> bool:
+        """True for the choice of a row of zeros: greedy, and nothing else."""
         x = self.sampling
-        if x.temperature or x.logprobs is not None or x.logit_bias or self.counts is not None:
-            return False
-        return self.guide is None and not self.banned
+        return not x.temperature and x.logprobs is None and self.edits is None and self.guide is None
+
+    @property
+    def num_edits(self) -> int:
+        """Upper bound of the entries in the next step."""
+        return 0 if self.edits is None else len(self.edits) + len(self.ends)
 
     @property
     def is_over(self) -> bool:
@@ -92,179 +138,85 @@ class Pick:
         """Why no token can be chosen; empty: one can."""
         return "" if self.guide is None else self.guide.failure
 
-    def prepare(self) -> None:
-        if self.guide is not None:
-            self.guide.mask()
-
     def add(self, number: int) -> None:
         self.num_out += 1
-        if self.counts is not None:
-            self.counts.add(number)
+        if self.edits is not None and self.has_penalties:
+            self.edits.add(number)
         if self.guide is not None:
             self.guide.add(number)
 
 
-def choose(
-    logits: torch.Tensor | None, greedy: Sequence[int], rows: Sequence[int], picks: Sequence[Pick]
-) -> list[Token | None]:
-    """One token per pick from its row; None where logits are NaN.
+class Choice(NamedTuple):
+    """A row of the next step that is not plain."""
 
-    `greedy` is the model's choice per row; `logits` are only read where that is not enough.
-    """
-    found: list[Token | None] = [
-        Token(greedy[row]) if pick.is_plain else None for row, pick in zip(rows, picks, strict=True)
-    ]
-    others = [index for index, pick in enumerate(picks) if not pick.is_plain]
-    if others:
-        assert logits is not None, "the stepper gives logits where they are wanted"
-        own = logits[[rows[index] for index in others]].float()
-        for index, token in zip(others, _choose_rows(own, [picks[i] for i in others]), strict=True):
-            found[index] = token
-    return found
+    row: int
+    pick: Pick
+    # Position of the new token in its sequence.
+    position: int
+    # Tokens of the answer that running steps will choose: none, or the one that this step reads.
+    num_due: int = 0
+    # A token of the prompt whose logprob is asked for, and its alternatives.
+    forced: tuple[int, int] | None = None
 
 
-def _choose_rows(logits: torch.Tensor, picks: Sequence[Pick]) -> list[Token | None]:
-    wanted = [row for row, pick in enumerate(picks) if pick.sampling.logprobs is not None]
-    logs = logits[wanted].log_softmax(-1) if wanted else None
-    _bias(logits, [pick.sampling.logit_bias for pick in picks])
-    for row, pick in enumerate(picks):
-        if pick.banned:
-            logits[row, list(pick.banned)] = -torch.inf
-    _mask(logits, {row: pick.guide.mask() for row, pick in enumerate(picks) if pick.guide is not None})
-    _penalise(logits, picks)
-    # NaN for a row with a NaN; minus infinity for a row with all tokens banned.
-    most = logits.amax(-1, keepdim=True)
-    hot = [row for row, pick in enumerate(picks) if pick.sampling.temperature]
-    if len(hot) == len(picks):
-        chosen = _draw(logits - most, picks)
-    else:
-        chosen = logits.argmax(-1).tolist()
-        drawn = _draw(logits[hot] - most[hot], [picks[row] for row in hot]) if hot else []
-        for row, number in zip(hot, drawn, strict=True):
-            chosen[row] = number
-    tokens = [Token(number) for number in chosen]
-    if logs is not None:
-        counts = [picks[row].sampling.logprobs or 0 for row in wanted]
-        noted = with_logprobs(logs, [chosen[row] for row in wanted], counts)
-        for row, token in zip(wanted, noted, strict=True):
-            tokens[row] = token
-    is_good = most[:, 0].isfinite().tolist()
-    return [token if good else None for token, good in zip(tokens, is_good, strict=True)]
+class ChoiceInputs:
+    """Tables of the operator, filled for one step after another."""
+
+    def __init__(self, rows: int, vocab_size: int) -> None:
+        self._settings = np.zeros((rows, len(Setting)), dtype=np.float32)
+        self._numbers = np.zeros((rows, len(Number)), dtype=np.int64)
+        self._edits = np.zeros((max_edits(rows, vocab_size), EDIT_FIELDS), dtype=np.int32)
+        self._masks = np.zeros((rows, num_words(vocab_size)), dtype=np.int32)
+        self._is_zero = True
+
+    def fill(self, num_rows: int, choices: Sequence[Choice]) -> dict[str, torch.Tensor]:
+        """Inputs of a step; of edits and masks, as many as are in use."""
+        settings, numbers = self._settings, self._numbers
+        if not self._is_zero:
+            settings[:], numbers[:] = 0.0, 0
+        self._is_zero = not choices
+        num_edits, guides = 0, []
+        for row, pick, position, num_due, forced in choices:
+            if forced is not None:
+                numbers[row, Number.FORCED], numbers[row, Number.NUM_TOP] = forced[0] + 1, forced[1] + 1
+                continue
+            settings[row], numbers[row] = pick.settings, pick.numbers
+            numbers[row, Number.POSITION] = position
+            if pick.edits is not None:
+                pick.edits.ban(pick.ends if pick.num_out + num_due < pick.min_tokens else ())
+                entries = pick.edits.entries[: len(self._edits) - num_edits]
+                self._edits[num_edits : num_edits + len(entries)] = entries
+                numbers[row, Number.EDITS_BEGIN] = num_edits
+                num_edits += len(entries)
+                numbers[row, Number.EDITS_END] = num_edits
+                numbers[row, Number.COUNTS_LAST] = pick.has_penalties and num_due > 0
+            if pick.guide is not None:
+                guides.append(pick.guide)
+                numbers[row, Number.MASK] = len(guides)
+        write_masks(guides, self._masks)
+        tables = (
+            settings[:num_rows],
+            numbers[:num_rows],
+            self._edits[:num_edits],
+            self._masks[: len(guides)],
+        )
+        return dict(zip(INPUTS, map(torch.from_numpy, tables), strict=True))
 
 
-def _bias(logits: torch.Tensor, biases: Sequence[Sequence[tuple[int, float]]]) -> None:
-    rows = [row for row, own in enumerate(biases) for _ in own]
-    if not rows:
-        return
-    numbers, values = zip(*chain.from_iterable(biases), strict=True)
-    place = (_on(logits, rows), _on(logits, numbers))
-    logits[place] += torch.tensor(values, device=logits.device)
-
-
-def _mask(logits: torch.Tensor, masks: Mapping[int, bytes]) -> None:
-    width = logits.shape[-1]
-    for row, mask in masks.items():
-        barred = np.unpackbits(~np.frombuffer(mask, np.uint8), count=width, bitorder="little")
-        logits[row].masked_fill_(torch.from_numpy(barred).bool().to(logits.device), -torch.inf)
-
-
-def _penalise(logits: torch.Tensor, picks: Sequence[Pick]) -> None:
-    known = [(row, pick.counts) for row, pick in enumerate(picks) if pick.counts and pick.counts.numbers]
-    if not known:
-        return
-    # Each row's settings, repeated for every token; then the tokens.
-    samplings = [picks[row].sampling for row, _ in known]
-    settings = [(x.repetition_penalty, x.frequency_penalty, x.presence_penalty) for x in samplings]
-    sizes = torch.tensor([len(counts.numbers) for _, counts in known])
-    rows = torch.tensor([row for row, _ in known]).repeat_interleave(sizes).to(logits.device)
-    repeats, often, once = torch.tensor(settings).repeat_interleave(sizes, 0).to(logits.device).unbind(1)
-    numbers = torch.cat([_as_tensor(counts.numbers) for _, counts in known]).to(logits.device)
-    times = torch.cat([_as_tensor(counts.times) for _, counts in known]).to(logits.device)
-    values = logits[rows, numbers]
-    values = torch.where(values > 0, values / repeats, values * repeats)
-    logits[rows, numbers] = values - often * times - once * (times > 0)
-
-
-def _on(logits: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(numbers, device=logits.device)
-
-
-def _as_tensor(numbers: "array[int]") -> torch.Tensor:
-    """Shares memory; the array cannot grow while the tensor exists."""
-    return torch.frombuffer(numbers, dtype=torch.int64)
-
-
-def _draw(below: torch.Tensor, picks: Sequence[Pick]) -> list[int]:
-    """One token per row, each by its own generator; `below` is the distance of each logit from the largest.
-
-    The largest is therefore 0, and a small temperature does not overflow.
-    """
-    device = below.device
-    temperatures = [p.sampling.temperature for p in picks]
-    if any(temperature != 1.0 for temperature in temperatures):
-        below /= torch.tensor(temperatures, device=device)[:, None]
-    _keep_min_p(below, [p.sampling.min_p for p in picks])
-    _keep_top_k(below, [p.sampling.top_k for p in picks])
-    _keep_top_p(below, [p.sampling.top_p for p in picks])
-    sums = below.exp_().cumsum(-1, dtype=torch.float64)
-    draws = [[p.generator.getrandbits(DRAW_BITS) * 2.0**-DRAW_BITS] for p in picks]
-    targets = torch.tensor(draws, dtype=torch.float64, device=device) * sums[:, -1:]
-    found: list[list[int]] = torch.searchsorted(sums, targets, right=True).tolist()
-    # The caller reports rows without numbers; any valid index will do.
-    return [min(index, below.shape[-1] - 1) for (index,) in found]
-
-
-def _keep_min_p(scaled: torch.Tensor, shares: Sequence[float]) -> None:
-    rows = [row for row, share in enumerate(shares) if share > 0.0]
-    if rows:
-        least = torch.tensor([math.log(shares[row]) for row in rows], device=scaled.device)
-        _keep_from(scaled, rows, least[:, None])
-
-
-def _keep_top_k(scaled: torch.Tensor, counts: Sequence[int]) -> None:
-    rows = [row for row, k in enumerate(counts) if 0 < k < scaled.shape[-1]]
-    if not rows:
-        return
-    largest = scaled[rows].topk(max(counts[row] for row in rows), -1).values
-    index = torch.tensor([counts[row] - 1 for row in rows], device=scaled.device)
-    _keep_from(scaled, rows, largest.gather(-1, index[:, None]))
-
-
-def _keep_top_p(scaled: torch.Tensor, shares: Sequence[float]) -> None:
-    rows = [row for row, share in enumerate(shares) if share < 1.0]
-    if not rows:
-        return
-    own = scaled[rows]
-    wanted = torch.tensor([shares[row] for row in rows], dtype=torch.float64, device=scaled.device)[:, None]
-    wanted = wanted * own.exp().sum(-1, keepdim=True, dtype=torch.float64)
-    width = min(TOP_P_GLANCE, own.shape[-1])
-    least, is_enough = _least_needed(own.topk(width, -1).values, wanted)
-    if not is_enough and width < own.shape[-1]:
-        least, _ = _least_needed(own.sort(-1, descending=True).values, wanted)
-    _keep_from(scaled, rows, least)
-
-
-def _least_needed(descending: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Each row's last logit before the wanted sum; False if some row does not reach it."""
-    sums = descending.exp().cumsum(-1, dtype=torch.float64)
-    last = (sums < wanted).sum(-1, keepdim=True)
-    is_enough = bool((last < descending.shape[-1]).all())
-    return descending.gather(-1, last.clamp_max(descending.shape[-1] - 1)), is_enough
-
-
-def _keep_from(scaled: torch.Tensor, rows: Sequence[int], least: torch.Tensor) -> None:
-    if len(rows) == len(scaled):
-        scaled.masked_fill_(scaled < least, -torch.inf)
-        return
-    own = scaled[list(rows)]
-    scaled[list(rows)] = own.masked_fill_(own < least, -torch.inf)
-
-
-def with_logprobs(logs: torch.Tensor, numbers: Sequence[int], counts: Sequence[int]) -> list[Token]:
-    own = logs.gather(-1, _on(logs, numbers)[:, None])[:, 0].tolist()
-    values, tokens = logs.topk(min(max(counts), logs.shape[-1]), -1)
-    rows = zip(numbers, own, tokens.tolist(), values.tolist(), counts, strict=True)
+def read_tokens(outputs: Mapping[str, Any], rows: Sequence[tuple[int, Pick]]) -> list[Token | int | None]:
+    """The chosen tokens: plain numbers, or `Token` with logprobs; None where no logit is finite."""
+    chosen: list[int] = outputs["next_tokens"].tolist()
+    if "logprobs" not in outputs:
+        return [chosen[row] if chosen[row] >= 0 else None for row, _ in rows]
+    logprobs, top = outputs["logprobs"].tolist(), outputs["top_tokens"].tolist()
     return [
-        Token(number, logprob, tuple(zip(top[:count], logprobs[:count], strict=True)))
-        for number, logprob, top, logprobs, count in rows
+        None if chosen[row] < 0 else noted(chosen[row], logprobs[row], top[row], pick.sampling.logprobs)
+        for row, pick in rows
     ]
+
+
+def noted(number: int, logprobs: Sequence[float], top: Sequence[int], num: int | None) -> Token:
+    """A token with its logprob and `num` alternatives; None: without."""
+    if num is None:
+        return Token(number)
+    return Token(number, logprobs[0], tuple(zip(top[:num], logprobs[1 : num + 1], strict=True)))

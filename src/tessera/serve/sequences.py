@@ -21,9 +21,10 @@ no pages. A prompt chunk, where the model supports it, is a step of its own.
 A sequence may read its prompt here and answer elsewhere (`stop`): it then waits for its pages to be moved
 (`serve.router`) and begins there behind them, with all but its newest token read (`arrive`).
 
-While a step runs, the next one can be planned (`can_look_ahead`) if all choices are greedy: an unknown token
-is named by its row in the running step's outputs, and the model finds it there. An answer that turns out to
-have ended has read one token too many; that output is dropped.
+While a step runs, the next one can be planned (`can_look_ahead`): an unknown token is named by its row in
+the running step's outputs, and the model finds it there. An answer that turns out to have ended has read one
+token too many; that output is dropped. A sequence whose next choice needs the unknown token (a grammar) sits
+that step out; if many do, no step is planned ahead.
 """
 
 from bisect import insort
@@ -40,9 +41,11 @@ import torch
 from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.ir import BufferKind, Plan
 from tessera.kernels import PAGE
+from tessera.kernels.choice import max_edits
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.pages import PagePool, pages_for
 from tessera.serve.records import Counts, Shape, step_name
+from tessera.serve.sampling import Choice, ChoiceInputs
 from tessera.serve.sight import SeenPictures, Sight
 
 
@@ -83,8 +86,8 @@ class SeatedSequence:
         self.is_begun = self.was_begun = False
         # Tokens read, including those of running steps.
         self.read = 0
-        # Tokens that running steps will output, and the output row of the newest.
-        self.num_due = self.ahead = 0
+        # Running steps that read it; tokens that they will output, and the output row of the newest.
+        self.num_running = self.num_due = self.ahead = 0
         # Published pages, and pages needed while waiting.
         self.num_published = self.num_wanted = 0
         self.table = np.zeros(0, dtype=np.int32)
@@ -94,7 +97,9 @@ class SeatedSequence:
 
     @property
     def left(self) -> int:
-        """Tokens to read here, not counting the last of an answer."""
+        """Tokens to read here, not counting the last of an answer; none while it waits for a running step."""
+        if self.num_running and self.request.waits:
+            return 0
         if self.stop is not None:
             return self.stop - self.read
         request = self.request
@@ -105,6 +110,13 @@ class SeatedSequence:
         """Next tokens to read; -1 - row stands for the running step's output in that row."""
         found = self.tokens[self.read : self.read + count]
         return found if len(found) == count else [*found, -1 - self.ahead]
+
+    def forced_after(self, count: int) -> tuple[int, int] | None:
+        """The prompt's token after the next `count` ones, and its alternatives, if its logprob is due."""
+        request, at = self.request, self.read + count
+        if not request.wants_prompt or at != len(request.prompt_notes) + 1:
+            return None
+        return request.ask.prompt[at], request.ask.prompt_logprobs or 0
 
     @property
     def pages(self) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
@@ -141,6 +153,7 @@ class StepInputs:
         self.query_starts = np.zeros(rows + 1, dtype=np.int32)
         self.fresh = np.zeros(rows, dtype=np.bool_)
         self.row = np.zeros(1, dtype=np.int64)
+        self.choices = ChoiceInputs(rows, shape.vocab_size)
         self._sight = sight
         self._tensors = {size: self._views(size) for size in shape.sizes}
 
@@ -150,7 +163,6 @@ class StepInputs:
             "tokens": self.tokens[:size],
             "positions": self.positions[:size],
             "slots": self.slots[:size],
-            "pages": self.pages,
             "page_starts": self.page_starts[:rows],
             "lengths": self.lengths[:rows],
             "query_starts": self.query_starts[: rows + 1],
@@ -190,11 +202,31 @@ class StepInputs:
         for table, entries in ((self.page_starts, page_starts), (self.lengths, reads + counts)):
             table[:] = 0
             table[rows] = entries
+        inputs = {
+            **self._tensors[size],
+            "pages": torch.from_numpy(self.pages[:num_entries]),
+            **self.choices.fill(self._shape.num_sequences(size), self._choices(planned)),
+        }
         if self._sight is None:
-            return self._tensors[size]
+            return inputs
         seen = [(s.seen, s.read, count) for s, count, _ in planned if s.seen is not None]
-        return {**self._tensors[size], **self._sight.inputs(seen, size)}
+        return {**inputs, **self._sight.inputs(seen, size)}
 
+    def _choices(self, planned: "list[Part]") -> list[Choice]:
+        choices = []
+        for number, part in enumerate(planned):
+            sequence, request = part.sequence, part.sequence.request
+            if (forced := sequence.forced_after(part.num_tokens)) is not None:
+                choices.append(Choice(part.row_in(self._shape, number), request.pick, 0, forced=forced))
+            elif part.is_due and not request.pick.is_plain:
+                num_due = sequence.num_due
+                place = (part.row_in(self._shape, number), request.pick, len(sequence.tokens) + num_due)
+                choices.append(Choice(*place, num_due))
+        return choices
+
+
+# A step is planned ahead if at least this many sequences take part for each one that waits.
+LEAST_AHEAD = 3
 
 # (output row, request).
 OutputRows = Sequence[tuple[int, ActiveRequest]]
@@ -215,8 +247,8 @@ class Part(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StartedStep:
     parts: list[Part]
-    # True if all choices are greedy.
-    is_plain: bool
+    # True if the next step can be planned while it runs.
+    can_follow: bool
     # Published pages that it fills; pages that sequences gave back while it ran.
     published: list[int]
     released: list[int] = field(default_factory=list)
@@ -242,6 +274,8 @@ class SequenceBatch:
         self._is_shared = pool is not None
         self.pool = pool or PagePool(shape.pool_tokens // PAGE, self._is_caching)
         self._inputs = StepInputs(shape, sight) if is_filled else None
+        # Edits of logits in the planned step, and at most.
+        self._num_edits, self._max_edits = 0, max_edits(shape.rows, shape.vocab_size)
         # Sizes in which a sequence may have more than one token.
         self._part_sizes = shape.part_sizes
         # True if the newest step was a prompt chunk alone.
@@ -402,7 +436,7 @@ class SequenceBatch:
 
     @property
     def can_look_ahead(self) -> bool:
-        return len(self._started) == 1 and self._started[0].is_plain
+        return len(self._started) == 1 and self._started[0].can_follow
 
     def next_step(self) -> StepCall | None:
         if (call := self._look()) is not None:
@@ -415,11 +449,14 @@ class SequenceBatch:
         if not planned:  # empty, or all wait for a picture or a running step
             return self._look()
         size, skips = self._size_of(planned), _skips(planned)
+        num_waiting = sum(part.sequence.request.waits for part in planned)
+        can_follow = self._sight is None and (LEAST_AHEAD + 1) * num_waiting <= len(planned)
         inputs = self._inputs.fill(planned, size) if self._inputs is not None else {}
         published, self._published = self._published, []
-        self._started.append(StartedStep(planned, "logits" in skips and self._sight is None, published))
+        self._started.append(StartedStep(planned, can_follow, published))
         for number, part in enumerate(planned):
             part.sequence.read += part.num_tokens
+            part.sequence.num_running += 1
             if part.is_due:
                 part.sequence.num_due += 1
                 part.sequence.ahead = part.row_in(self._shape, number)
@@ -438,6 +475,7 @@ class SequenceBatch:
         for number, part in enumerate(ended.parts):
             sequence, request = part.sequence, part.sequence.request
             sequence.num_due -= part.is_due
+            sequence.num_running -= 1
             if seated.get(request) is sequence and (part.is_due or request.wants_prompt):
                 looked_at.append((part.row_in(self._shape, number), request))
         left = self._settle(self, done, looked_at)
@@ -520,7 +558,7 @@ class SequenceBatch:
         num_left = len(answering) + sum(left for left, _ in reading) + sum(s.left for s in self._aside)
         budget, num_preempted = self._budget(num_left), self._counts.preemptions
         planned: list[Part] = []
-        self._num_reading = len(reading)
+        self._num_reading, self._num_edits = len(reading), 0
         for left, sequence in (*answering, *reading):
             count = self._count(sequence, left, budget)
             has_page = sequence.read < sequence.num_pages * PAGE
@@ -556,6 +594,10 @@ class SequenceBatch:
 
     def _count(self, sequence: SeatedSequence, left: int, budget: int) -> int:
         count = left if left < budget else budget
+        if (num_edits := sequence.request.pick.num_edits) and count == left:
+            if self._num_edits and self._num_edits + num_edits > self._max_edits:
+                return 0  # it waits for a step with fewer edits
+            self._num_edits += num_edits
         if count == 1 and self._shape.is_flat and sequence.seen is None:
             return 1
         if not self._shape.is_flat and self._part_sizes and sequence.read == 0:
@@ -650,10 +692,11 @@ def _pages_of(sequence: SeatedSequence) -> int:
 
 
 def _skips(planned: list[Part]) -> tuple[str, ...]:
-    is_due = False
+    """Outputs that no sequence asks for."""
+    is_due = has_logprobs = False
     for part in planned:
         request = part.sequence.request
-        if request.wants_prompt or (part.is_due and not request.pick.is_plain):
-            return ()
+        has_logprobs |= request.wants_prompt or (part.is_due and request.pick.sampling.logprobs is not None)
         is_due |= part.is_due
-    return ("logits",) if is_due else ("logits", "next_tokens")
+    skipped = ("logits",) if has_logprobs else ("logits", "logprobs", "top_tokens")
+    return skipped if is_due or has_logprobs else (*skipped, "next_tokens")

@@ -80,7 +80,7 @@ def test_a_verdict_names_who_is_best(
 
 def test_a_case_that_two_figures_want_is_worked_out_once_with_the_larger_effort() -> None:
     """The figure that wants more decides."""
-    more = replace(PAIR, effort=Effort((8,), (), 2.0, True))
+    more = replace(PAIR, effort=Effort((8,), "quick", 2.0, True))
 
     (task,) = ordered([PAIR, more, PAIR])
 

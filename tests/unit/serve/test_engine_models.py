@@ -124,6 +124,26 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(service: Service) -> 
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
+def test_a_seed_gives_the_same_answer_after_preemption(model: ServedModel) -> None:
+    """With temperature and penalties, alone with all pages and beside others with few."""
+    sampling = Sampling(0.9, 0.95, 40, seed=12, repetition_penalty=1.2, frequency_penalty=0.3)
+    asks = [Ask((5, 6, 7 + n), 24, sampling, ignores_end=True) for n in range(4)]
+    sizes: dict[str, Any] = {"capacity": 80, "max_batch_tokens": 8}
+    found = []
+    for pool, groups in ((16 * 40, [[ask] for ask in asks]), (16 * 6, [asks])):
+        some = served(model.model, ServeSpec(microbatches=1, rows=4, pool_tokens=pool, **sizes))
+        with (
+            own_code(some, num_threads=1) as stepper,
+            Service(stepper, policies_of(stepper, some.shape), some.shape, ByteText()) as service,
+        ):
+            told = [one for group in groups for one in wait_for(read_all(service, group))]
+            found.append([one.numbers for one in told])
+            preemptions = service.snapshot().preemptions
+
+    assert found[0] == found[1]
+    assert preemptions > 0
+
+
 def test_pages_behind_the_window_are_given_to_others(tmp_path: Path) -> None:
     """Answers that would not fit side by side go on side by side, and are Hugging Face's own."""
     mistral = next(model for model in MODELS if model.name == "mistral")

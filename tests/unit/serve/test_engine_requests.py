@@ -390,14 +390,35 @@ def test_the_next_step_is_started_while_one_runs() -> None:
     assert len(told.what[0]) == len(stepper.log)
 
 
-def test_who_chooses_otherwise_than_the_model_is_waited_for() -> None:
-    """A token that is drawn is known to nobody before its step has ended."""
-    stepper, drawn = ToyStepper(replace(SHAPE, microbatches=1)), replace(LONG, sampling=Sampling(1.0, seed=3))
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0, seed=3),
+        Sampling(0.9, 0.9, 20, seed=4, logprobs=3, min_p=0.01),
+        Sampling(1.2, seed=5, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.3),
+    ],
+)
+def test_the_next_step_is_started_before_a_drawn_token_is_known(sampling: Sampling) -> None:
+    """Also where the next choice counts that token."""
+    drawn = replace(LONG, sampling=sampling, min_tokens=20)
+    stepper = ToyStepper(replace(SHAPE, microbatches=1))
     with service_of(stepper) as service:
         told = wait_for(read(service, drawn))
 
     assert expected(drawn) == told.what
-    assert not stepper.num_queued
+    assert len(told.what[0]) - 2 <= stepper.num_queued
+
+
+def test_prompt_logprobs_beside_steps_ahead() -> None:
+    """Who waits for its step harms nobody, and gets what it gets alone."""
+    noted = Ask(tuple(range(12)), 5, GREEDY, ignores_end=True, prompt_logprobs=2)
+    with service_of(ToyStepper(replace(SHAPE, microbatches=1))) as service:
+        alone = wait_for(read(service, noted))
+        crowd = wait_for(read_all(service, [noted, *(replace(LONG, prompt=(n, 7)) for n in range(3))]))
+
+    assert 11 == len(alone.finish.prompt)
+    assert alone.finish.prompt == crowd[0].finish.prompt
+    assert alone.what == crowd[0].what
 
 
 def test_an_answer_that_is_over_has_read_one_token_too_many() -> None:

@@ -1,7 +1,6 @@
 """Answers of a form: masks of grammars, whatever the tokens are, and through losses of devices."""
 
 import json
-import random
 from typing import Any
 
 import pytest
@@ -10,11 +9,21 @@ import torch
 llguidance = pytest.importorskip("llguidance", reason="needs the extra 'grammar'")
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
 
-from serving_factory import GREEDY, SHAPE, Loss, ToyStepper, expected, read_all, service_of, wait_for  # noqa: E402
+from serving_factory import (  # noqa: E402
+    GREEDY,
+    SHAPE,
+    Loss,
+    ToyStepper,
+    choose_rows,
+    expected,
+    read_all,
+    service_of,
+    wait_for,
+)
 from tessera.errors import AskError  # noqa: E402
 from tessera.serve.grammar import MAX_CHARS, Grammar, GrammarCompiler, open_grammars  # noqa: E402
 from tessera.serve.records import Ask, Sampling  # noqa: E402
-from tessera.serve.sampling import Pick, choose  # noqa: E402
+from tessera.serve.sampling import Pick  # noqa: E402
 from tessera.serve.text import END, ByteText  # noqa: E402
 
 SCHEMA = {
@@ -53,14 +62,14 @@ def test_whatever_is_drawn_validates(text: ByteText, vocab_size: int) -> None:
     grammar = made(SCHEMA, text, vocab_size)
     generator = torch.Generator().manual_seed(0)
     for seed in range(5):
-        pick = Pick(Sampling(1.0, seed=seed), random.Random(seed), guide=grammar.start())
+        pick = Pick.of(Ask((), 99, Sampling(1.0, seed=seed), grammar=grammar), ())
         numbers: list[int] = []
         while not pick.is_over:
             logits = torch.randn(1, vocab_size, generator=generator)
-            (token,) = choose(logits, [0], [0], [pick])
-            assert token is not None
-            numbers.append(token.number)
-            pick.add(token.number)
+            (token,) = choose_rows(logits, [pick], [len(numbers)])
+            assert isinstance(token, int)
+            numbers.append(token)
+            pick.add(token)
         raw = b"".join(map(text.token_bytes, numbers))
         jsonschema.validate(json.loads(raw), SCHEMA)
 
@@ -71,15 +80,14 @@ def test_a_masked_row_changes_no_other() -> None:
     logits = torch.randn(3, SHAPE.vocab_size, generator=torch.Generator().manual_seed(1))
 
     def plain(seed: int) -> Pick:
-        return Pick(Sampling(1.0, seed=seed), random.Random(seed))
+        return Pick.of(Ask((), 99, Sampling(1.0, seed=seed)), ())
 
-    guided = Pick(Sampling(0.0), random.Random(0), guide=grammar.start())
-    crowd = choose(logits.clone(), [0] * 3, [0, 1, 2], [plain(1), guided, plain(2)])
+    guided = Pick.of(Ask((), 99, Sampling(0.0), grammar=grammar), ())
+    crowd = choose_rows(logits, [plain(1), guided, plain(2)])
 
-    assert choose(logits.clone(), [0] * 3, [0], [plain(1)]) == [crowd[0]]
-    assert choose(logits.clone(), [0] * 3, [2], [plain(2)]) == [crowd[2]]
-    assert crowd[1] is not None
-    assert ord("{") == crowd[1].number
+    assert choose_rows(logits[:1], [plain(1)]) == crowd[:1]
+    assert choose_rows(logits[2:], [plain(2)]) == crowd[2:]
+    assert ord("{") == crowd[1]
 
 
 def test_an_answer_is_over_where_its_grammar_is() -> None:

@@ -1,64 +1,87 @@
 """The next token: distributions, limits, biases, penalties, seeds and logprobs."""
 
 import math
-import random
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
+from serving_factory import choose_rows
+from tessera.kernels.choose import _edited, _limit, philox, weights
 from tessera.serve.records import Ask, Sampling, Token
-from tessera.serve.sampling import (
-    TOP_P_GLANCE,
-    Pick,
-    _keep_min_p,
-    _keep_top_k,
-    _keep_top_p,
-    _penalise,
-    choose,
-)
+from tessera.serve.sampling import Choice, ChoiceInputs, Pick
 
 LOGITS = torch.tensor([0.0, math.log(4.0), math.log(3.0), math.log(2.0)])
 
 
-def pick(seed: int = 0, banned: tuple[int, ...] = (), **options: Any) -> Pick:
-    """A pick with a generator of its own."""
-    return Pick(Sampling(**options), random.Random(seed), banned, min_tokens=len(banned))
-
-
-def following(prompt: tuple[int, ...], answer: tuple[int, ...], **options: Any) -> Pick:
+def pick(
+    prompt: tuple[int, ...] = (),
+    answer: tuple[int, ...] = (),
+    banned: tuple[int, ...] = (),
+    **options: Any,
+) -> Pick:
     """The pick of a request that has a prompt and a part of its answer."""
-    found = Pick.of(Ask(prompt, 9, Sampling(**options)), ())
+    ask = Ask(prompt, 99, Sampling(**{"seed": 0, **options}), min_tokens=9 if banned else 0)
+    found = Pick.of(ask, banned)
     for number in answer:
         found.add(number)
     return found
 
 
 def numbers(logits: torch.Tensor, one: Pick, times: int) -> Counter[int]:
-    """How often each token was chosen."""
+    """How often each token was chosen, at so many positions."""
     found: Counter[int] = Counter()
-    for _ in range(times):
-        (token,) = choose(logits[None].clone(), [0], [0], [one])
-        assert token is not None
-        found[token.number] += 1
+    rows = min(times, 500)
+    for start in range(0, times, rows):
+        chosen = choose_rows(logits.expand(rows, -1), [one] * rows, range(start, start + rows))
+        found.update(token for token in chosen if isinstance(token, int))
     return found
 
 
-def test_greedy_takes_the_models_own_choice() -> None:
-    """Without a look at the logits."""
-    assert [Token(7)] == choose(None, [3, 7], [1], [pick(temperature=0.0)])
+def test_philox_is_the_published_generator() -> None:
+    """Known answers of Random123: counters and keys of zeros and ones."""
+    words = [int(word) for word in philox(torch.zeros(1, dtype=torch.int64), 0, 0)]
+
+    assert [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8] == words
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_come_as_often_as_their_probability(temperature: float) -> None:
-    """Within four standard errors, at any temperature."""
-    num = 1500
-    found = numbers(LOGITS, pick(temperature=temperature), num)
-    share = (LOGITS / temperature).softmax(-1).tolist()
+LIMITS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_k": 3},
+    {"top_k": 10, "temperature": 1.5},
+    {"top_p": 0.8},
+    {"top_p": 0.5, "temperature": 1.5},
+    {"min_p": 0.2},
+    {"min_p": 0.05, "top_k": 20, "top_p": 0.9},
+    {"repetition_penalty": 1.5, "presence_penalty": 0.4, "prompt": (29, 28), "answer": (27, 27)},
+    {"logit_bias": ((3, 2.0), (29, -100.0))},
+]
 
-    for token, p in enumerate(share):
-        assert abs(found[token] - num * p) < 4 * math.sqrt(num * p * (1 - p))
+
+@pytest.mark.parametrize("options", LIMITS, ids=str)
+def test_tokens_come_as_often_as_their_probability(options: dict[str, Any]) -> None:
+    """Chi-square of 10,000 draws from 30 tokens, under each limit."""
+    logits, num, one = torch.linspace(-2.0, 2.0, 30), 10_000, pick(**options)
+    choices = ChoiceInputs(1, 30).fill(1, [Choice(0, one, 0)])
+    settings, row = choices["settings"][0].tolist(), choices["numbers"][0].tolist()
+    edited = _edited(logits, 0, settings, row, choices["edits"], choices["masks"])
+    scaled = (edited - edited.max()) * settings[0]
+    kept = scaled.masked_fill(scaled < _limit(scaled, settings, row), -torch.inf)
+    wanted = num * kept.double().softmax(-1)
+    found = numbers(logits, one, num)
+
+    assert set(found) <= set(kept.isfinite().nonzero()[:, 0].tolist())
+    # Tokens that are rare count together.
+    rare = wanted < 10
+    cells = [(found[i], float(wanted[i])) for i in range(30) if not rare[i]]
+    cells.append((sum(found[i] for i in range(30) if rare[i]), float(wanted[rare].sum())))
+    square = sum((seen - w) ** 2 / w for seen, w in cells if w > 1)
+    freedom = max(1, sum(w > 1 for _, w in cells) - 1)
+    # A bound that holds for any degrees of freedom (Wilson and Hilferty).
+    assert square < freedom * (1 - 2 / (9 * freedom) + 3.1 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
 @pytest.mark.parametrize(
@@ -76,6 +99,7 @@ def test_tokens_come_as_often_as_their_probability(temperature: float) -> None:
         ({"top_k": 2, "top_p": 0.5}, {1}),
         ({"top_k": 2, "top_p": 0.6}, {1, 2}),
         ({"temperature": 1e-4}, {1}),
+        ({"temperature": 1e-44}, {1}),
     ],
 )
 def test_limits_keep_the_most_probable(options: dict[str, Any], kept: set[int]) -> None:
@@ -91,42 +115,60 @@ def test_equal_logits_stay_together() -> None:
 def test_a_seed_gives_the_same_tokens_in_any_crowd() -> None:
     """The same row alone, and among others of other kinds, for many draws."""
     logits = torch.randn(40, 5, 600, generator=torch.Generator().manual_seed(1))
-    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 50}
-    alone, crowd = pick(7, **options), pick(7, **options)
-    others = [pick(1), pick(2, top_p=0.99), pick(3, temperature=0.0), pick(4, top_k=7, logprobs=2)]
-    for step in logits:
-        greedy = step.argmax(-1).tolist()
-        (one,) = choose(step.clone(), greedy, [2], [alone])
-        many = choose(step.clone(), greedy, [0, 1, 2, 3, 4], [*others[:2], crowd, *others[2:]])
-        assert one == many[2]
+    one = pick(seed=7, temperature=0.9, top_p=0.95, top_k=50)
+    others = [pick(seed=1), pick(top_p=0.99), pick(temperature=0.0), pick(seed=4, top_k=7, logprobs=2)]
+    for at, step in enumerate(logits):
+        alone = choose_rows(step[2:3], [one], [at])
+        crowd = choose_rows(step, [*others[:2], one, *others[2:]], [0, 1, at, 3, 4])
+        assert [Token(alone[0])] == crowd[2:3]  # type: ignore[arg-type]
+
+
+def test_seeds_and_positions_differ() -> None:
+    """Each gives draws of its own."""
+    logits = torch.zeros(100_000)
+    drawn = [choose_rows(logits[None], [pick(seed=seed)], [at])[0] for seed in range(5) for at in range(5)]
+
+    assert 25 == len(set(drawn))
 
 
 def test_top_p_of_a_flat_distribution_looks_at_all_tokens() -> None:
-    """Where the largest logits do not reach the share, the whole vocabulary is sorted."""
-    logits = torch.linspace(0.0, 0.1, 4 * TOP_P_GLANCE)
+    """However many tokens are needed."""
+    logits = torch.linspace(0.0, 0.1, 2048)
     found = numbers(logits, pick(top_p=0.9), 200)
 
     assert min(found) > 0.05 * len(logits)
     assert min(found) < 0.2 * len(logits)
 
 
+def test_weights_do_not_depend_on_the_order_of_summation() -> None:
+    """They are whole numbers."""
+    scaled = -20 * torch.rand(5000, generator=torch.Generator().manual_seed(6))
+
+    assert weights(scaled).sum() == weights(scaled.flip(0)).cumsum(0)[-1]
+
+
 def test_banned_tokens_are_not_chosen() -> None:
-    """Greedy takes the next best, and a draw never takes them."""
+    """Greedy takes the next best, and a draw never takes them, until the answer is long enough."""
     assert {2: 1} == numbers(LOGITS, pick(temperature=0.0, banned=(1,)), 1)
     assert {0, 3} == set(numbers(LOGITS, pick(banned=(1, 2)), 100))
+    assert [1] == choose_rows(LOGITS[None], [pick(temperature=0.0, banned=(1,), answer=(0,) * 9)])
+    assert [1] == choose_rows(LOGITS[None], [pick(temperature=0.0, banned=(1,), answer=(0,) * 8)], num_due=1)
 
 
 def test_logprobs_are_the_models_own() -> None:
     """Before temperature and limits; the likeliest first, and as many as were asked for."""
-    one, two, three = choose(
-        torch.stack([LOGITS, LOGITS, LOGITS]),
-        [1, 1, 1],
-        [0, 1, 2],
-        [pick(temperature=0.0, logprobs=2), pick(temperature=0.0, logprobs=0), pick(top_k=1, logprobs=9)],
+    one, two, three, four = choose_rows(
+        torch.stack([LOGITS] * 4),
+        [
+            pick(temperature=0.0, logprobs=2),
+            pick(temperature=0.0, logprobs=0),
+            pick(top_k=1, logprobs=9),
+            pick(temperature=0.0),
+        ],
     )
-    assert one is not None
-    assert two is not None
-    assert three is not None
+    assert isinstance(one, Token)
+    assert isinstance(two, Token)
+    assert isinstance(three, Token)
 
     assert 1 == one.number
     assert 0.4 == pytest.approx(math.exp(one.logprob or 0.0))
@@ -134,15 +176,16 @@ def test_logprobs_are_the_models_own() -> None:
     assert [0.4, 0.3] == pytest.approx([math.exp(p) for _, p in one.top])
     assert () == two.top
     assert two.logprob == one.logprob
-    assert [1, 2, 3, 0] == [number for number, _ in three.top]
+    assert [1, 2, 3, 0] == [number for number, _ in three.top[:4]]
+    assert Token(1) == four
 
 
 def test_logprobs_do_not_depend_on_what_was_changed() -> None:
     """Bans, biases and penalties choose another token; its logprob is the model's own."""
-    one = following((), (1,), temperature=0.0, logprobs=1, frequency_penalty=2.0, logit_bias=((3, 1.0),))
-    (token,) = choose(LOGITS[None].clone(), [1], [0], [one])
+    options: dict[str, Any] = {"frequency_penalty": 2.0, "logit_bias": ((3, 1.0),)}
+    (token,) = choose_rows(LOGITS[None], [pick(answer=(1,), temperature=0.0, logprobs=1, **options)])
 
-    assert token is not None
+    assert isinstance(token, Token)
     assert 3 == token.number
     assert 0.2 == pytest.approx(math.exp(token.logprob or 0.0))
     assert [1] == [number for number, _ in token.top]
@@ -154,33 +197,59 @@ def test_a_bias_is_added_to_its_logit() -> None:
     assert {0, 3} == set(numbers(LOGITS, pick(logit_bias=((1, -100.0), (2, -100.0))), 200))
 
 
+def edited(logits: torch.Tensor, one: Pick, num_due: int = 0, last: int = 0) -> torch.Tensor:
+    """Logits of a row after biases and penalties."""
+    tables = ChoiceInputs(1, len(logits)).fill(1, [Choice(0, one, 0, num_due)])
+    row = tables["settings"][0].tolist(), tables["numbers"][0].tolist()
+    return _edited(logits, last, *row, tables["edits"], tables["masks"])
+
+
 def test_tokens_of_the_answer_are_penalised_and_those_of_the_prompt_are_not() -> None:
     """Presence counts once, frequency every time; a penalty below 0 favours."""
-    rows = torch.zeros(4, 4)
-    _penalise(
-        rows,
-        [
-            following((3,), (0, 0, 1), presence_penalty=0.5),
-            following((3,), (0, 0, 1), frequency_penalty=0.5),
-            following((3,), (2,), presence_penalty=-1.0, frequency_penalty=-0.5),
-            following((3,), (), presence_penalty=1.0),
-        ],
-    )
+    picks = [
+        pick((3,), (0, 0, 1), presence_penalty=0.5),
+        pick((3,), (0, 0, 1), frequency_penalty=0.5),
+        pick((3,), (2,), presence_penalty=-1.0, frequency_penalty=-0.5),
+        pick((3,), (), presence_penalty=1.0),
+    ]
 
     expected = [[-0.5, -0.5, 0, 0], [-1.0, -0.5, 0, 0], [0, 0, 1.5, 0], [0, 0, 0, 0]]
-    assert expected == rows.tolist()
+    assert expected == [edited(torch.zeros(4), one).tolist() for one in picks]
+
+
+@pytest.mark.parametrize("last", [0, 1, 2, 3])
+def test_a_token_that_is_not_known_yet_is_counted_when_it_is_read(last: int) -> None:
+    """A step planned ahead penalises like one planned after the token was chosen."""
+    logits = torch.tensor([1.0, -1.0, 2.0, 0.5])
+    options: dict[str, Any] = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.5,
+        "logit_bias": ((3, 1.0),),
+    }
+    ahead = edited(logits, pick((0,), (1, 1), **options), num_due=1, last=last)
+
+    assert torch.equal(edited(logits, pick((0,), (1, 1, last), **options)), ahead)
 
 
 def test_repetition_penalty_is_hugging_faces() -> None:
     """For tokens of the prompt and the answer, each once, whatever the sign of its logit."""
     transformers = pytest.importorskip("transformers")
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(3))
-    tokens = [[1, 2, 2, 3, 40, 41], [5, 5, 6, 7, 8, 9]]
-    theirs = transformers.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(tokens), logits.clone())
-    picks = [following(tuple(x[:3]), tuple(x[3:]), repetition_penalty=1.7) for x in tokens]
-    _penalise(logits, picks)
+    given = [[1, 2, 2, 3, 40, 41], [5, 5, 6, 7, 8, 9]]
+    theirs = transformers.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(given), logits.clone())
+    picks = [pick(tuple(x[:3]), tuple(x[3:]), repetition_penalty=1.7) for x in given]
+    ours = torch.stack([edited(row, one) for row, one in zip(logits, picks, strict=True)])
 
-    torch.testing.assert_close(theirs, logits)
+    torch.testing.assert_close(theirs, ours)
+
+
+def kept_of(logits: torch.Tensor, one: Pick) -> torch.Tensor:
+    """Scaled logits of a row; minus infinity for those that limits exclude."""
+    tables = ChoiceInputs(1, len(logits)).fill(1, [Choice(0, one, 0)])
+    settings, row = tables["settings"][0].tolist(), tables["numbers"][0].tolist()
+    scaled = (logits - logits.max()) * settings[0]
+    return scaled.masked_fill(scaled < _limit(scaled, settings, row), -torch.inf)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 1.0])
@@ -189,32 +258,9 @@ def test_min_p_is_hugging_faces(share: float) -> None:
     transformers = pytest.importorskip("transformers")
     logits = 3.0 * torch.randn(20, 400, generator=torch.Generator().manual_seed(4))
     theirs = transformers.MinPLogitsWarper(share)(None, logits.clone())
-    ours = logits - logits.amax(-1, keepdim=True)
-    _keep_min_p(ours, [share] * len(ours))
+    ours = torch.stack([kept_of(row, pick(min_p=share)) for row in logits])
 
     assert torch.equal(theirs.isfinite(), ours.isfinite())
-
-
-def test_a_row_is_penalised_alike_in_any_crowd() -> None:
-    """Whoever is beside it, and whatever they ask for."""
-    logits = torch.randn(3, 60, generator=torch.Generator().manual_seed(5))
-    options: dict[str, Any] = {"presence_penalty": 0.7, "repetition_penalty": 1.3, "min_p": 0.02, "seed": 3}
-    (alone,) = choose(logits.clone(), [0] * 3, [1], [following((1, 2), (3, 3), **options)])
-    others = [following((), (5,), frequency_penalty=1.0), following((), (), logit_bias=((3, 9.0),))]
-    crowd = choose(
-        logits.clone(), [0] * 3, [0, 1, 2], [others[0], following((1, 2), (3, 3), **options), others[1]]
-    )
-
-    assert alone == crowd[1]
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_logits_that_are_no_numbers_are_told(bad: float) -> None:
-    """That row gets nothing; the others get theirs."""
-    broken = LOGITS.clone()
-    broken[2] = bad
-
-    assert [None, Token(1)] == choose(torch.stack([broken, LOGITS]), [0, 1], [0, 1], [pick(), pick(top_k=1)])
 
 
 @pytest.mark.parametrize(
@@ -227,9 +273,36 @@ def test_limits_are_hugging_faces(top_k: int, top_p: float, temperature: float) 
     theirs = transformers.TemperatureLogitsWarper(temperature)(None, logits)
     theirs = transformers.TopKLogitsWarper(top_k)(None, theirs) if top_k else theirs
     theirs = transformers.TopPLogitsWarper(top_p)(None, theirs) if top_p < 1.0 else theirs
-    ours = (logits - logits.amax(-1, keepdim=True)) / temperature
-    _keep_top_k(ours, [top_k] * len(ours))
-    _keep_top_p(ours, [top_p] * len(ours))
+    options: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "temperature": temperature}
+    ours = torch.stack([kept_of(row, pick(**options)) for row in logits])
 
     assert torch.equal(theirs.isfinite(), ours.isfinite())
     torch.testing.assert_close(theirs.softmax(-1), ours.softmax(-1))
+
+
+def test_a_row_is_penalised_alike_in_any_crowd() -> None:
+    """Whoever is beside it, and whatever they ask for."""
+    logits = torch.randn(3, 60, generator=torch.Generator().manual_seed(5))
+    options: dict[str, Any] = {"presence_penalty": 0.7, "repetition_penalty": 1.3, "min_p": 0.02, "seed": 3}
+    alone = choose_rows(logits[1:2], [pick((1, 2), (3, 3), **options)])
+    others = [pick((), (5,), frequency_penalty=1.0), pick(logit_bias=((3, 9.0),))]
+    crowd = choose_rows(logits, [others[0], pick((1, 2), (3, 3), **options), others[1]])
+
+    assert alone == crowd[1:2]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_told(bad: float, temperature: float) -> None:
+    """That row gets nothing; the others get theirs."""
+    broken = LOGITS.clone()
+    broken[2] = bad
+
+    assert [None, 1] == choose_rows(
+        torch.stack([broken, LOGITS]), [pick(temperature=temperature), pick(top_k=1)]
+    )
+
+
+def test_edits_beyond_the_vocabulary_are_ignored() -> None:
+    """An end token that the model has no logit for."""
+    assert [2] == choose_rows(LOGITS[None], [pick(temperature=0.0, banned=(1, 4, 900))])

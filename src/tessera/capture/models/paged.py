@@ -8,9 +8,10 @@ writes to page 0. The first layout that works is used:
            zeroed where `fresh` is set. Or tokens of one sequence (`Parts`)
     dense  as rows, for models with their own attention: keys and values are gathered from pages and masked
 
-Outputs are logits of each sequence's newest token; unused sequences get arbitrary finite numbers. A negative
-token refers to the previous step's choice (-1: first sequence), kept in the state `newest`, so steps need not
-wait for the host. Models with pictures take `rotary`, `image` and `is_image`.
+Outputs are logits of each sequence's newest token and the next one, chosen by tessera::choose, whose tables
+are inputs; unused sequences get arbitrary finite numbers. A negative token refers to the previous step's
+choice (-1: first sequence), kept in the state `newest`, so steps need not wait for the host. Models with
+pictures take `rotary`, `image` and `is_image`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,6 @@ from tessera.capture.models.generic import (
     NoReads,
     apart,
     attributes_kept,
-    choose,
     describe,
     exchanged,
     forward,
@@ -54,6 +54,8 @@ from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
 from tessera.kernels import NEWEST, PAGE
+from tessera.kernels.choice import EDIT_FIELDS, INPUTS, Number, Setting, max_edits, num_words
+from tessera.kernels.choose import choose
 
 FLAT, ROWS, DENSE = "flat", "rows", "dense"
 # Sequences and positions for trying a layout.
@@ -206,6 +208,7 @@ def _read(
 
     for at in range(0, num, each):
         inputs = {"tokens": words[:, at : at + each].flatten(), **placed(model, partial(tables, at))}
+        inputs |= placed(model, partial(greedy_choices, model, step))
         logits = workload.run(inputs, state)["logits"]
     return words, logits
 
@@ -377,9 +380,11 @@ class PagedSteps:
                 state[name][row] = tensor
             elif tensor is not held[name]:
                 held[name].copy_(tensor)
-        chosen = choose(logits)
-        newest[: self._step.batch].copy_(chosen["next_tokens"])
-        return chosen
+        is_by_row = self._layout.kind != FLAT and row is None
+        last = tokens if is_by_row else tokens[(inputs["query_starts"][1:] - 1).clamp_min(0)]
+        chosen, logprobs, top = choose(logits[:, : _vocab_size(self._model)], last, inputs)
+        newest[: self._step.batch].copy_(chosen.clamp_min(0))
+        return {"logits": logits, "next_tokens": chosen, "logprobs": logprobs, "top_tokens": top}
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
         """At least half of the sequences, of different lengths; larger steps include prompt parts."""
@@ -446,7 +451,7 @@ def _make_inputs(
     used = sum(new for _, new in parts)
     words = make_tokens(model.config, (step.context,), random)
     words[used:] = 0
-    inputs = {"tokens": words, **lay_out(step, parts, free)}
+    inputs = {"tokens": words, **lay_out(step, parts, free), **_example_choices(model, step, random)}
     if kind != FLAT:
         inputs["fresh"] = torch.tensor([length == new for length, new in _padded(parts, step.batch)])
         if step.context > step.batch:
@@ -457,6 +462,39 @@ def _make_inputs(
         inputs["image"] = torch.randn(size, generator=random).to(model.dtype)
         inputs["is_image"] = torch.rand(step.context, generator=random) < SHARE_OF_PICTURES
         inputs["is_image"][used:] = False  # unused tokens share a slot and write the same
+    return inputs
+
+
+def _vocab_size(model: Any) -> int:
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def greedy_choices(model: Any, step: Step) -> dict[str, torch.Tensor]:
+    """Inputs of tessera::choose with which every row is greedy."""
+    rows, vocab = step.batch, _vocab_size(model)
+    tables = (
+        torch.zeros(rows, len(Setting)),
+        torch.zeros(rows, len(Number), dtype=torch.int64),
+        torch.zeros(max_edits(rows, vocab), EDIT_FIELDS, dtype=torch.int32),
+        torch.zeros(rows, num_words(vocab), dtype=torch.int32),
+    )
+    return dict(zip(INPUTS, tables, strict=True))
+
+
+def _example_choices(model: Any, step: Step, random: torch.Generator) -> dict[str, torch.Tensor]:
+    """Rows in turn: greedy; drawn by top-p; drawn by top-k with logprobs and a mask; drawn with penalties."""
+    inputs = greedy_choices(model, step)
+    settings, numbers, edits, masks = (inputs[name] for name in INPUTS)
+    numbers[:, Number.SEED] = torch.randint(2**31, (step.batch,), generator=random)
+    numbers[:, Number.POSITION] = torch.arange(step.batch)
+    settings[:, Setting.TOP_P], settings[:, Setting.REPETITION] = 1.0, 1.0
+    settings[1::4, Setting.SHARPNESS], settings[1::4, Setting.TOP_P] = 1.25, 0.95
+    settings[2::4, Setting.SHARPNESS], numbers[2::4, Number.TOP_K] = 1.0, 20
+    numbers[2::4, Number.NUM_TOP], numbers[2::4, Number.MASK] = 3, 1
+    masks[:1] = torch.randint(-(2**31), 2**31 - 1, masks[:1].shape, generator=random)
+    settings[3::4, Setting.SHARPNESS], settings[3::4, Setting.REPETITION] = 1.0, 1.3
+    numbers[3::4, Number.EDITS_END], numbers[3::4, Number.COUNTS_LAST] = min(32, _vocab_size(model)), 1
+    edits[:, 0] = torch.arange(len(edits))
     return inputs
 
 

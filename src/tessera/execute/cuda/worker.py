@@ -185,9 +185,11 @@ class CudaWorker(DeviceWorker):
     def _copy_in(
         self, key: tuple[int, int, str], storage: torch.UntypedStorage, given: PackedTensor, what: str
     ) -> None:
-        """Copies through pinned memory that no earlier copy still reads."""
+        """Copies through pinned memory that no earlier copy still reads; an input may be given in part."""
         data = np.frombuffer(given.data, dtype=np.uint8)
-        if len(data) != storage.nbytes():
+        if not len(data):
+            return
+        if len(data) > storage.nbytes():
             message = f"{what} has {len(data)} bytes, the step {storage.nbytes()}"
             raise WorkerError(message, "Give tensors of the shapes that were captured.")
         staged = self._staged.setdefault(key, deque())
@@ -195,8 +197,8 @@ class CudaWorker(DeviceWorker):
             staged.appendleft((driver.pinned((storage.nbytes(),)), torch.cuda.Event()))
         pinned, is_read = staged[0]
         staged.rotate(-1)
-        np.copyto(pinned.numpy(), data)
-        bytes_of(storage, 0, storage.nbytes()).copy_(pinned, non_blocking=True)
+        np.copyto(pinned.numpy()[: len(data)], data)
+        bytes_of(storage, 0, len(data)).copy_(pinned[: len(data)], non_blocking=True)
         is_read.record()
 
     def _state_of(self, room: MicrobatchBuffers, program: Program) -> dict[str, torch.Tensor]:
