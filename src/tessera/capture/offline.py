@@ -101,8 +101,8 @@ def _driver(target: Any) -> Any:
 def _asked_anew() -> Iterator[None]:
     """Clear what torch caches about Triton, the GPU and compiled kernels, before and after.
 
-    A kernel compiled here has no handle: where the same source is later compiled for a GPU of this process, it
-    must not be found.
+    A kernel compiled here has no handle: a later compilation of the same source for a GPU
+    must not find it.
     """
     from torch._inductor.async_compile import CompiledTritonKernels
     from torch._inductor.codecache import PyCodeCache
