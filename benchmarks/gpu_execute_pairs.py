@@ -36,7 +36,7 @@ SKIPPED = ("logits",)
 TIMEOUT_S = 60.0
 # Requests of a round, for each microbatch: they start together and fall out of step over some of them.
 EACH = 30
-# Of transfers by which a link is known.
+# Bytes of the transfers by which a link is known.
 SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 24)
 
 

@@ -63,7 +63,7 @@ def test_requests_go_on_from_what_they_have_when_their_microbatch_is_renewed() -
 
 
 def test_a_lost_device_takes_down_only_what_runs_on_it() -> None:
-    """Of two lanes on two devices one is left; its request is not touched, the other starts anew there."""
+    """One of two lanes is left; its request is not touched, the other starts anew there."""
     plan = make_plan([make_chain(4)], [[[0] * 4], [[1] * 4]])
     served = serve(plan, at_us(0.0, 0.0), faults=Faults(losses=(Loss("d1", 20e-6),)))
 
@@ -136,7 +136,7 @@ def test_an_impossible_limit_is_refused() -> None:
 
 
 def test_attainment_counts_requests_within_all_limits() -> None:
-    """Of two at once on one microbatch, the second has waited a run too long."""
+    """The second of two requests on one microbatch has waited a run too long."""
     setting = Scenario(at_us(0.0, 0.0), limits=(LatencyLimit("latency", 1.5 * RUN_US * 1e-6),), rows=1)
     (report,) = compare([("latency", alone_plan(1))], setting)
 
