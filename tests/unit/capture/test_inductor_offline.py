@@ -57,7 +57,7 @@ def test_running_the_launches_gives_what_the_program_gives() -> None:
 
 
 def test_proved_accesses_cover_the_bytes_really_touched() -> None:
-    """Of every Triton launch and buffer, read and written."""
+    """Every Triton launch and buffer, read and written."""
     _, cpu = program_order()
     for index in triton_launches():
         for buffer, touched in cpu.touched[index].items():
@@ -152,7 +152,7 @@ def test_a_step_that_is_not_on_a_gpu_is_refused() -> None:
 
 
 def test_blocks_that_are_alike_are_compiled_once() -> None:
-    """Of four blocks the second and third are alike; the fourth has another number in it."""
+    """The second and third of four blocks are alike; the fourth has another number in it."""
     with offline() as mode:
         given = tuple(on_device(t) for t in (workload().weights(), *workload().request(0)))
         regions, _ = cut(trace_step(workload(), given, mode))
