@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all coverage check docs bench venv clean
+.PHONY: help demo test test-all coverage check docs bench artifact venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ docs: $(READY) ## build the documents as a site, build/site; fails on a link tha
 
 bench: $(READY) ## measure the planner, the simulator and the analyzer on this machine
 	for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$(basename $$bench .py) || exit 1; done
+
+artifact: $(READY) ## check the claims of docs/claims.md, half an hour on two cores
+	$(BIN)/python scripts/artifact.py
 
 venv: $(READY) ## make .venv and install everything into it
 

@@ -132,19 +132,3 @@ def document() -> dict[str, Any]:
         "steps_within": all(row["within"] for row in whole),
         "classes_within": all(row.get("within", True) or row["class"] in EXPLAINED for row in kinds),
     }
-
-
-def markdown(found: dict[str, Any]) -> str:
-    lines = ["# Modelled costs against a real A100-PCIe and L40S", ""]
-    lines += ["| step of Llama 3.1 8B | card | vLLM, ms | ours, ms | error |", "|---|---|---|---|---|"]
-    for r in found["steps"]:
-        lines.append(
-            f"| {r['step']} | {r['card']} | {r['measured_ms']:.2f} | {r['ours_ms']:.2f} | {r['error']:+.1%} |"
-        )
-    lines += ["", "Kernels of gpt-oss 20B, time on the L40S over time on the A100:", ""]
-    lines += ["| step | class | census | ours | error | |", "|---|---|---|---|---|---|"]
-    for r in found["classes"]:
-        cells = f"{r['ours_ratio']:.2f} | {r['error']:+.0%}" if "ours_ratio" in r else "- | -"
-        why = r.get("why", "")
-        lines.append(f"| {r['step']} | {r['class']} | {r['measured_ratio']:.2f} | {cells} | {why} |")
-    return "\n".join(lines) + "\n"

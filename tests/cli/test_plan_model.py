@@ -72,15 +72,11 @@ def test_a_model_is_planned_by_the_dollar(tmp_path: Path, capsys: pytest.Capture
 def test_a_device_that_is_not_worth_its_rent_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One card at full load is cheapest by the token; without a price nothing is cheap."""
+    """One card at full load is cheapest by the token."""
     words = ("--objective", "cost", *QUICK, "-o", tmp_path / "x.plan", "--json", *LOAD[2:])
     code, out, err = call("plan", "tiny-llama", "--devices", "emu:h100,emu:l4", *words, capsys=capsys)
     assert 0 == code, err
     assert 1 == len(json.loads(out)["batches"])
-
-    code, _, err = call("plan", "tiny-llama", "--devices", "emu:h20,emu:l4", *words, capsys=capsys)
-    assert 2 == code
-    assert "emu:h20 has no price" in err
 
 
 @pytest.mark.parametrize(
@@ -122,7 +118,7 @@ def comparison(policy: str) -> Comparison:
 
 
 def test_a_gain_within_the_error_of_the_costs_is_said_to_be() -> None:
-    """Of each of the two that the plan is compared with."""
+    """Each of the two that the plan is compared with."""
     said = how_sure(comparison("kernel-level"), 0.1)
 
     assert "2.01x data-parallel is beyond it" in said

@@ -42,7 +42,11 @@ TtftOption = Annotated[
     float | None, typer.Option(callback=positive, help="Limit of the time to first token, in ms.")
 ]
 TpotOption = Annotated[
-    float | None, typer.Option(callback=positive, help="Limit of the time per output token, in ms.")
+    float | None,
+    typer.Option(
+        callback=positive,
+        help="Limit of the time per output token, in ms: median over the requests of every group.",
+    ),
 ]
 GpusOption = Annotated[str, typer.Option(help="GPUs to choose from, such as a100,l40s.", show_default="all")]
 ProviderOption = Annotated[str, typer.Option(help="The only provider to rent from.", show_default="any one")]

@@ -70,11 +70,16 @@ OutputTokensOption = Annotated[
 ]
 TpotMsOption = Annotated[
     float | None,
-    typer.Option(callback=MODEL, help="Limit of milliseconds per output token (MODEL form only)."),
+    typer.Option(
+        callback=MODEL,
+        help="Limit of milliseconds per output token: median over the requests of every group (MODEL form).",
+    ),
 ]
 TtftMsOption = Annotated[
     float | None,
-    typer.Option(callback=MODEL, help="Limit of milliseconds to the first token (MODEL form only)."),
+    typer.Option(
+        callback=MODEL, help="Limit of milliseconds to the first token: median over requests (MODEL form)."
+    ),
 ]
 CountsOption = Annotated[
     str | None, typer.Option(callback=TRACES, help="Runs of each step in a request, as 1,32.")

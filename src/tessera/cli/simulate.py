@@ -116,7 +116,7 @@ class SimulatedService(Record, frozen=True):
     tokens_per_s: float
     tpot_ms: float
     ttft_ms: float
-    # Median and 99th percentile are of requests.
+    # The median is of the slowest group; 99th percentiles are of all requests.
     tpot_p99_ms: float
     ttft_p99_ms: float
     # Most requests at once.

@@ -37,7 +37,8 @@ class Load:
     spread: str = "uniform"
     # Observed (prompt, answer) tokens, used in place of the distribution.
     lengths: tuple[tuple[int, int], ...] = ()
-    # Limits of the median time per answer token and of the median time to the first token.
+    # Limits. Time per answer token (TPOT): the median over the requests of each group, so that half of the
+    # requests keep it on every card. Time to the first token: the median over all requests.
     tpot_ms: float | None = None
     ttft_ms: float | None = None
 
@@ -47,9 +48,10 @@ class Expected:
     """Figures of a service on a virtual clock, at full load."""
 
     tokens_per_s: float
-    # Median and 99th percentile.
+    # Time per token: median over the requests of the slowest group, and 99th percentile over all requests.
     tpot_ms: float
     tpot_p99_ms: float
+    # Time to the first token: median and 99th percentile over all requests.
     ttft_ms: float
     ttft_p99_ms: float
     # Share of the time that each device computes, in the order of the cluster.

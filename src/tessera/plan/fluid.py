@@ -4,7 +4,8 @@ A request reads P prompt tokens and then needs A = G - 1 steps for its other ans
 whose steps have T tokens finishes T / (P + A) requests per step if the steps are full: n = T A / (P + A)
 answers and T - n prompt tokens. A prompts device reads T prompt tokens per step. An answers device advances
 all its sequences by a token per step. With prompts devices, a share of the mixed devices' steps has prompt
-tokens: the share at which as many prompts are read as answers end. Time per token is the mean time of a step.
+tokens: the share at which as many prompts are read as answers end. Time per token is the mean time of a step
+of the slowest group, which stands for the median of its requests.
 
 Drafts are candidates: the rehearsal of a service decides. `bound_per_s` is an upper bound of every policy: a
 linear program that divides the launches of a request among the devices at will, each at its cheapest step

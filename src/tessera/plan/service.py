@@ -63,8 +63,11 @@ def plan_service(
 
     best: dict[str, Rehearsed] = {}
     for fluid in fluids:
-        most = 0.0
-        for policy in policies:
+        most, names = 0.0, list(policies)
+        if fluid is not fluids[0]:
+            figures = {policy: drafted(fluid, policy, objective) for policy in policies}
+            names = [policy for policy in policies if figures[policy] >= BEHIND * max(figures.values())]
+        for policy in names:
             advance(f"rehearsing {policy}")
             tried = _tried(fluid, policy, make, rehearse, most)
             most = max([most, *(r.expected.tokens_per_s for r in tried if r.is_within)])
@@ -191,9 +194,8 @@ def _slack(load: Load, draft: ServiceDraft, expected: Expected, slack: float) ->
     missed = [ratio for ratio, is_missed in ratios if is_missed]
     if missed:
         return min(slack, *missed)
-    # Several groups have times of their own, of which the rehearsal gives the median.
-    is_undercut = len(draft.groups) == 1 and ratios and min(ratio for ratio, _ in ratios) > 1.0 / UNDERCUT
-    return min(ratio for ratio, _ in ratios) if is_undercut else slack
+    least = min((ratio for ratio, _ in ratios), default=slack)
+    return least if least > 1.0 / UNDERCUT else slack
 
 
 def _refusal(fluid: FluidModel, missed: Sequence[Rehearsed], policies: Sequence[str]) -> PlanInfeasible:

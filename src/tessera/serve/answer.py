@@ -126,6 +126,8 @@ class ActiveRequest:
         self.ask, self.reader = ask, reader
         self.sequence = list(ask.prompt)
         self.num_out = 0
+        # Predicted tokens of the answer.
+        self.predicted = ask.max_tokens
         self.watch = StopWatch(ask.stop)
         self.buffer = AnswerBuffer()
         self.pick = Pick.of(ask, end)
@@ -160,7 +162,7 @@ class ActiveRequest:
             start = len(keys) * PAGE
             seen = b"".join(p.digest for p in self.ask.pictures if p.start < start + PAGE)
             tokens = self.sequence[start : start + PAGE]
-            keys.append(page_key(keys[-1] if keys else b"", tokens, seen))
+            keys.append(page_key(keys[-1] if keys else b"%d" % self.ask.adapter, tokens, seen))
         return keys[:num_pages]
 
     def text_of(self, number: int) -> str:

@@ -67,6 +67,37 @@ from tessera.serve.openai.write import (
 from tessera.serve.reading import Reading
 from tessera.serve.records import ImageDraft, Snapshot, step_name
 
+# Kind of model -> error for other requests.
+DOES = {
+    "text": "generates text only",
+    "vectors": "makes embeddings only; use /v1/embeddings",
+    "pictures": "makes pictures only; use /v1/images/generations",
+}
+# Last decisions shown in the state.
+NUM_DECISIONS = 20
+SCHEMAS = "#/components/schemas/{name}"
+ERROR_CONTENT = {"application/json": {"schema": {"$ref": SCHEMAS.format(name="ErrorDocument")}}}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"content": ERROR_CONTENT, "description": text}
+    for status, text in {
+        400: "The request is malformed, too long, or asks for what is not supported.",
+        401: "The key is missing or wrong.",
+        403: "A local server was called by another name.",
+        404: "Another model is served.",
+        405: "The path takes another method.",
+        408: "The body did not arrive in time.",
+        413: "The body is too large.",
+        415: "The body is not application/json.",
+        429: "Too many requests wait.",
+        500: "A device was lost twice, or the server has a bug.",
+        503: "The server is shutting down.",
+    }.items()
+}
+NEEDS_KEY: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
+STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answer."}
+}
+
 
 class BodyRoute(NamedTuple):
     """A path with a body: its reader (`reading.READERS`), and the kinds of model it is for."""
@@ -101,38 +132,6 @@ ROUTES = (
     ),
     BodyRoute("/detokenize", "detokenize", DetokenizeRequest, ("text", "vectors"), "The text of tokens."),
 )  # fmt: skip
-# Kind of model -> error for other requests.
-DOES = {
-    "text": "generates text only",
-    "vectors": "makes embeddings only; use /v1/embeddings",
-    "pictures": "makes pictures only; use /v1/images/generations",
-}
-# Last decisions shown in the state.
-NUM_DECISIONS = 20
-
-
-SCHEMAS = "#/components/schemas/{name}"
-ERROR_CONTENT = {"application/json": {"schema": {"$ref": SCHEMAS.format(name="ErrorDocument")}}}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"content": ERROR_CONTENT, "description": text}
-    for status, text in {
-        400: "The request is malformed, too long, or asks for what is not supported.",
-        401: "The key is missing or wrong.",
-        403: "A local server was called by another name.",
-        404: "Another model is served.",
-        405: "The path takes another method.",
-        408: "The body did not arrive in time.",
-        413: "The body is too large.",
-        415: "The body is not application/json.",
-        429: "Too many requests wait.",
-        500: "A device was lost twice, or the server has a bug.",
-        503: "The server is shutting down.",
-    }.items()
-}
-NEEDS_KEY: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
-STREAMS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answer."}
-}
 
 
 def create_app(
@@ -218,25 +217,30 @@ def _add_route(app: FastAPI, route: BodyRoute, endpoint: Endpoint, limits: HttpL
 
 
 def _add_models(app: FastAPI, endpoint: Endpoint) -> None:
-    card = {
-        "id": endpoint.card.model,
-        "object": "model",
-        "created": endpoint.created,
-        "owned_by": "tessera",
-        "max_model_len": endpoint.card.capacity,
+    base = endpoint.card.model
+    cards = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": endpoint.created,
+            "owned_by": "tessera",
+            "max_model_len": endpoint.card.capacity,
+            **({} if name == base else {"parent": base}),
+        }
+        for name in endpoint.card.names
     }
 
     @app.get("/v1/models", tags=["OpenAI"], responses=NEEDS_KEY)
     async def models() -> Response:
-        """Lists the served model."""
-        return JsonResponse({"object": "list", "data": [card]})
+        """Lists the served model and its adapters."""
+        return JsonResponse({"object": "list", "data": list(cards.values())})
 
     @app.get("/v1/models/{name:path}", tags=["OpenAI"], responses=NEEDS_KEY | {404: ERRORS[404]})
     async def model(name: str) -> Response:
-        """Describes the served model."""
-        if name != endpoint.card.model:
-            raise no_such_model(name, endpoint.card.model)
-        return JsonResponse(card)
+        """Describes the served model or an adapter."""
+        if name not in cards:
+            raise no_such_model(name, base)
+        return JsonResponse(cards[name])
 
 
 def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics) -> None:

@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     folder = tmp_path_factory.mktemp("figures")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "paper-cache"))
-        patch.setattr("benchmarks.paper.scale.MORE_COARSELY", Effort((8,), ()))
+        patch.setattr("benchmarks.paper.scale.COARSELY", Effort((8,), "quick"))
         patch.setattr("benchmarks.paper.compare.single_placement", in_short)
         for name in ("heterogeneity", "throughput"):
             words = [*TINY, "--pairs", "a100+l40s", "--only", name, "--json", "-o", str(folder)]

@@ -7,6 +7,7 @@ a missing field.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -75,6 +76,7 @@ Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 NumTokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 SomeTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+FIELDS_DECODER = msgspec.json.Decoder(dict[str, Raw])
 
 
 class ImageUrl(Struct):
@@ -295,14 +297,14 @@ DECODERS: dict[type[_Body], msgspec.json.Decoder[Any]] = {
         *(TokenizeRequest, DetokenizeRequest),
     )
 }
-FIELDS_DECODER = msgspec.json.Decoder(dict[str, Raw])
 
 
-def parse(kind: type[Body], raw: bytes, served: str) -> Body:
+def parse(kind: type[Body], raw: bytes, served: Sequence[str]) -> Body:
+    """A request's body; `served`: names of models."""
     check_parts(raw)
     request = _decode(kind, raw)
-    if request.model not in (None, served):
-        raise no_such_model(str(request.model), served)
+    if request.model is not None and request.model not in served:
+        raise no_such_model(str(request.model), served[0])
     return request
 
 

@@ -1,0 +1,108 @@
+"""Every figure of the publication in its own set-up: tasks in processes, one document.
+
+    python -m benchmarks.paper --as-published [--quick] [--json] [-o FOLDER]
+
+--quick leaves out Qwen, figure 7 on two pairs and at best batches, and half of figure 11. `ours` is that
+set-up, `ours_best_batch` the best configuration of every policy.
+"""
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published import costs, figures, monitor, offline, online, shares, solver
+from benchmarks.published.setup import MODELS, PAIRS, UNSERVED
+from benchmarks.published.tables import markdown
+
+QUICK_MODELS = ("llama_3_1_8b", "gpt_oss_20b")
+NUM_QUICK, NUM_FULL = 96, 320
+NOT_MADE = {
+    "fig3": "kernels by phase stand in fig2b (ours_by_phase); blocks are not told apart in fused launches",
+    "fig8": "99th percentiles stand in fig7 (ours_p99)",
+    "fig9": "a 235B mixture of experts on 8 + 8 cards needs tensor parallelism inside each kind of card; "
+    "services have none",
+    "fig10": "measured on dilated devices: benchmarks/gpu_execute.py",
+}
+Task = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def tasks(is_quick: bool) -> list[Task]:
+    """Longest first."""
+    models = QUICK_MODELS if is_quick else tuple(MODELS)
+    pairs = ("a100_l40s",) if is_quick else tuple(PAIRS)
+    found: list[Task] = [(monitor.fig11, (is_quick,))]
+    num = NUM_QUICK if is_quick else NUM_FULL
+    found += [(online.curve, (case,)) for case in online.cases(pairs, num, has_best=not is_quick)]
+    found += [(offline.rate, (case,)) for case in offline.cases(models=models)]
+    wide = [case for case in offline.bandwidth_cases(has_best=not is_quick) if case.gbit_per_s != 200.0]
+    found += [(offline.rate, (case,)) for case in wide]
+    found += [(offline.pipeline_rate, (case,)) for case in offline.PIPELINES.values()]
+    found += [(shares.shares, (name,)) for name in MODELS]
+    found += [(costs.document, ())]
+    return found
+
+
+def run(is_quick: bool, jobs: int, advance: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """The whole document."""
+    start, listed = time.perf_counter(), tasks(is_quick)
+    done: dict[Task, Any] = {}
+    for task, found in _work_out(listed, jobs):
+        done[task] = found
+        advance(task[0].__name__)
+    made = {
+        work: {args[0]: found for (other, args), found in done.items() if other is work and args}
+        for work in (offline.rate, offline.pipeline_rate, online.curve, shares.shares)
+    }
+    rows = offline.fig6(made[offline.rate])
+    return {
+        "about": figures()["about"] | {"set_up": figures()["setup"]},
+        "is_quick": is_quick,
+        "launches": offline.launches_of(),
+        "figures": {
+            "fig2b": shares.fig2b(made[shares.shares]),
+            "fig6": rows,
+            "fig7": online.fig7(made[online.curve]),
+            "fig10": offline.fig10(made[offline.pipeline_rate]),
+            "fig11": done[monitor.fig11, (is_quick,)],
+            "fig12a": offline.fig12a(made[offline.rate]),
+            # Alone: its times are measured.
+            "fig12b": solver.fig12b(is_quick),
+            "table3": offline.table3(rows),
+        },
+        "ratios": offline.ratios(rows),
+        "two_of_the_better_card": offline.two_alike(rows),
+        "costs": done[costs.document, ()],
+        "not_made": NOT_MADE | UNSERVED,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def _work_out(listed: list[Task], jobs: int) -> Iterable[tuple[Task, Any]]:
+    if jobs <= 1:
+        for work, args in listed:
+            yield (work, args), work(*args)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, _prepare) as pool:
+        futures = {pool.submit(work, *args): (work, args) for work, args in listed}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def _prepare() -> None:
+    """One thread a process."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def write(found: dict[str, Any], folder: Path) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "published.json", folder / "published.md"]
+    paths[0].write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    paths[1].write_text(markdown(found), encoding="utf-8")
+    return paths
