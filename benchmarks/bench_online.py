@@ -37,7 +37,7 @@ from tessera.ir import Objective, Plan, Step
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.metrics import capabilities, capacity_per_s, measured
 from tessera.simulate.stepper import Truth
-from tessera.simulate.study import AdaptiveServer, Setting, adapt, compare, known_of, replanner
+from tessera.simulate.study import AdaptiveServer, Scenario, adapt, compare, known_of, replanner
 
 LENGTHS = "geometric:512,200"
 LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.4)
@@ -68,20 +68,20 @@ def growth(plans: list[tuple[str, Plan]], most: int) -> list[dict[str, Any]]:
     """More and more requests at 80 % of the capacity, with batching and without."""
     rows = []
     for name, plan in plans:
-        capacity = compare([(name, plan)], Setting(make_arrivals("batch:64", lengths=LENGTHS)))[
+        capacity = compare([(name, plan)], Scenario(make_arrivals("batch:64", lengths=LENGTHS)))[
             0
         ].capacity_per_s
         for num in (n for n in (1000, 3000, 10_000, 30_000, 100_000) if n <= most):
-            setting = Setting(make_arrivals(f"poisson:{0.8 * capacity}", num, 0, LENGTHS))
+            setting = Scenario(make_arrivals(f"poisson:{0.8 * capacity}", num, 0, LENGTHS))
             rows.append(_timed_row(f"{name}, 32 rows a microbatch, 200 tokens", name, plan, setting))
     name, plan = plans[1]
     for num in (n for n in (1000, 10_000, 100_000) if n <= most):
-        setting = Setting(make_arrivals(f"poisson:{0.8 * plan.simulated_per_s}", num), rows=1)
+        setting = Scenario(make_arrivals(f"poisson:{0.8 * plan.simulated_per_s}", num), rows=1)
         rows.append(_timed_row(f"{name}, a microbatch and one step each", name, plan, setting))
     return rows
 
 
-def _timed_row(what: str, name: str, plan: Plan, setting: Setting) -> dict[str, Any]:
+def _timed_row(what: str, name: str, plan: Plan, setting: Scenario) -> dict[str, Any]:
     wall, own = time.perf_counter(), time.process_time()
     (report,) = compare([(name, plan)], setting)
     wall, own = time.perf_counter() - wall, time.process_time() - own
@@ -126,14 +126,14 @@ def queues() -> list[dict[str, Any]]:
 
 def policies(plans: list[tuple[str, Plan]], num: int = 3000) -> list[dict[str, Any]]:
     """A monitor against both fixed policies."""
-    known = known_of(plans, Setting(make_arrivals("poisson:1", 1000, 0, LENGTHS)))
+    known = known_of(plans, Scenario(make_arrivals("poisson:1", 1000, 0, LENGTHS)))
     best = max(x.capacity_per_s for x in known)
     loads = [f"poisson:{x * best:.4g}" for x in LOADS] + [f"bursty:{x * best:.4g}" for x in BURSTS]
-    return [_watched(plans, known, text, Setting(make_arrivals(text, num, 0, LENGTHS))) for text in loads]
+    return [_watched(plans, known, text, Scenario(make_arrivals(text, num, 0, LENGTHS))) for text in loads]
 
 
 def _watched(
-    plans: list[tuple[str, Plan]], known: tuple[Capability, ...], text: str, setting: Setting
+    plans: list[tuple[str, Plan]], known: tuple[Capability, ...], text: str, setting: Scenario
 ) -> dict[str, Any]:
     """One stream with a monitor, over the better fixed policy."""
     adaptive, _ = adapt(plans, setting, known=known)
@@ -160,13 +160,13 @@ def quick(plans: list[tuple[str, Plan]]) -> dict[str, Any]:
     rows = []
     for tokens in QUICK_ANSWERS:
         lengths = f"geometric:512,{tokens}"
-        known = known_of(plans, Setting(make_arrivals("poisson:1", 1000, 0, lengths)))
+        known = known_of(plans, Scenario(make_arrivals("poisson:1", 1000, 0, lengths)))
         best = max(x.capacity_per_s for x in known)
         for share in QUICK_LOADS:
             for kind, num_seeds in QUICK_STREAMS.items():
                 text = f"{kind}:{share * best:.4g}"
                 settings = (
-                    Setting(make_arrivals(text, QUICK_REQUESTS, n, lengths)) for n in range(num_seeds)
+                    Scenario(make_arrivals(text, QUICK_REQUESTS, n, lengths)) for n in range(num_seeds)
                 )
                 seeds = [_watched(plans, known, text, setting) for setting in settings]
                 rows.append({"answer_tokens": tokens, "load": share, **_mean_row(seeds)})
@@ -237,13 +237,13 @@ def _costliest(plan: Plan, device: str) -> str:
 
 
 def _rate(plan: Plan, true: Plan, num: int) -> float:
-    requests = Setting(make_arrivals("batch:1000", num, 0, LENGTHS)).requests(true)
+    requests = Scenario(make_arrivals("batch:1000", num, 0, LENGTHS)).requests(true)
     return capacity_per_s(plan, requests, Truth(true))
 
 
 def _after(made: Plan, true: Plan, num: int) -> Plan:
     """The plan in force after requests were served at full load by a monitor."""
-    requests = Setting(make_arrivals(f"batch:{num}", num, 0, LENGTHS)).requests(true)
+    requests = Scenario(make_arrivals(f"batch:{num}", num, 0, LENGTHS)).requests(true)
     known = capabilities([made], requests)
     monitor = Monitor(known, MonitorConfig(window_s=num / known[0].capacity_per_s / 20))
     window_s = monitor.window_s

@@ -234,7 +234,8 @@ def prepare(
     if kept is None:
         return make()
     digest = "" if plan is None else hashlib.sha256(b"".join(chunks_of(plan))).hexdigest()
-    key = key_of(place_of(model), spec, cluster, tuple(backend.memory_bytes), is_compiled, digest)
+    given = (spec, cluster, tuple(backend.memory_bytes), is_compiled, digest)
+    key = key_of((place_of(model), *(folder for _, folder in spec.adapters)), *given)
     prepared = find(key, kept, build, following)
     if prepared is None:
         prepared = make()
@@ -347,11 +348,10 @@ def default_folder() -> Path:
     return cache_folder("plans")
 
 
-def key_of(place: str, *given: object) -> str:
-    """Name of kept plans: a hash of the model (a built-in name or a folder) and `repr` of the settings."""
-    digest = hashlib.sha256(repr((_code(), _versions(), place, given)).encode())
-    folder = Path(place)
-    if folder.is_dir():
+def key_of(places: Sequence[str], *given: object) -> str:
+    """Name of kept plans: a hash of the model (name or folder), its adapters and `repr` of the settings."""
+    digest = hashlib.sha256(repr((_code(), _versions(), places, given)).encode())
+    for folder in filter(Path.is_dir, map(Path, places)):
         for path in sorted(folder.iterdir()):
             with contextlib.suppress(OSError):  # deleted meanwhile
                 stamp = path.stat()

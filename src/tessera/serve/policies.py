@@ -260,9 +260,10 @@ def searched(
     """One placement over several devices by a policy; a rehearsal judges it."""
     from tessera.plan import search_config
     from tessera.plan.solve import place
+    from tessera.simulate import SteadyRates
 
     config = replace(search_config(effort), single_limit_s=SEARCH_S)
-    return place(unit, costs, cluster, SEARCHED[policy], microbatches, config)
+    return place(unit, costs, cluster, SEARCHED[policy], microbatches, config, SteadyRates())
 
 
 def group_on(
