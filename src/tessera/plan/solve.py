@@ -27,6 +27,9 @@ from tessera.plan.search.judge import Judge
 from tessera.plan.search.planners import PLANNERS, planner_named
 from tessera.plan.search.task import Simulator, Task
 
+# Policies of services whose planner has another name, and seconds of the search for one placement.
+SERVED_PLANNERS = {"kernel-level": "single-placement"}
+PLACE_S = 3.0
 # Requests in flight that the chosen plan is also simulated with.
 MICROBATCHES_SHOWN = (1, 2, 4, 8, 16)
 
@@ -105,8 +108,9 @@ def place(
     config: SearchConfig = FULL,
 ) -> ir.Placement:
     """One placement for all requests by a policy, by busy time alone."""
-    task = Task(build(unit, costs, cluster), microbatches, is_served=True, policy=policy, config=config)
-    mixes = [mix for mix in planner_named(policy)(task) or () if len(mix.columns) == 1]
+    name, config = SERVED_PLANNERS.get(policy, policy), replace(config, single_limit_s=PLACE_S)
+    task = Task(build(unit, costs, cluster), microbatches, is_served=True, policy=name, config=config)
+    mixes = [mix for mix in planner_named(name)(task) or () if len(mix.columns) == 1]
     if not mixes:
         raise PlanInfeasible(f"the policy '{policy}' does not apply to this work or does not fit")
     return task.draft(max(mixes, key=task.upper_bound_per_s)).lanes[0].placement
