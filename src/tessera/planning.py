@@ -57,6 +57,7 @@ from tessera.plan.service import Rehearse, drafted, plan_service
 from tessera.plan.solve import lane_plan, place
 from tessera.profile import works
 from tessera.profile.measured import combine
+from tessera.simulate import SteadyRates
 
 if TYPE_CHECKING:
     from tessera.plan.arrays import Floats
@@ -261,7 +262,7 @@ def make_group(steps: ServedSteps, draft: GroupDraft, policy: str, search: Searc
         part = replace(draft, pool_tokens=draft.pool_tokens // draft.microbatches // PAGE * PAGE)
         cluster, (work, prices) = cluster_of(steps.cluster, draft.devices), steps.unit(part)
         own = costs_on(prices, draft.devices)
-        found = place(work, own, cluster, policy, draft.microbatches, search)
+        found = place(work, own, cluster, policy, draft.microbatches, search, SteadyRates())
         placement = Placement(tuple(tuple(draft.devices[d] for d in step) for step in found.devices))
     home = "+".join(steps.cluster.names[device] for device in draft.devices)
     plan = lane_plan(unit, costs, steps.cluster, placement, draft.microbatches, home)

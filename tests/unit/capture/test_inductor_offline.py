@@ -133,11 +133,15 @@ def test_what_is_not_proved_is_immovable_and_may_touch_everything(monkeypatch: p
 
 def test_the_make_believe_ends() -> None:
     """After a recording torch and Triton know of no GPU that is not there."""
+    from torch._inductor.async_compile import CompiledTritonKernels
+    from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    trace()
+    trace.__wrapped__()
 
     assert "tessera" not in CachingAutotuner.run.__module__
+    assert not PyCodeCache.modules_no_attr, "kernels without handles"
+    assert not CompiledTritonKernels._cache
     assert "tessera" not in torch.cuda.set_device.__module__
 
 

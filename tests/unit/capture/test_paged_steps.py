@@ -328,3 +328,12 @@ def test_a_token_below_zero_is_one_that_the_step_before_chose(name: str, tmp_pat
     assert torch.equal(plain["logits"], found["logits"])
     assert all(torch.equal(known[name], tensor) for name, tensor in state.items())
     assert torch.equal(found["next_tokens"], state["newest"][: len(found["next_tokens"])])
+
+
+@pytest.mark.parametrize("tokens", [SEQUENCES + 1, 2 * SEQUENCES])
+def test_a_step_barely_larger_than_its_sequences_has_example_inputs(tokens: int) -> None:
+    """Every sequence of the example has a token, however few more tokens there are."""
+    workload = build(replace(step_of("tiny-llama"), context=tokens))
+
+    for seed in range(20):
+        assert workload.make_inputs(seed)["tokens"].numel()
