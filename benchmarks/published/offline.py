@@ -166,10 +166,10 @@ def _best(rated: dict[OfflineCase, Rated | None], policy: str, is_best: bool) ->
 
 
 def _why(model: str, policy: str, is_rated: bool) -> str:
-    if model in UNSERVED:
-        return UNSERVED[model]
     if not is_rated:
-        return "not evaluated with --quick"
+        return UNSERVED.get(model, "not evaluated with --quick")
+    if model in UNSERVED:
+        return "step by step, at the published batch alone; no service plan runs this model"
     if policy == MIX:
         return "not published: the best policy of this project's planner"
     if policy == "kernel_disaggregation":
