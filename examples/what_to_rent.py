@@ -3,8 +3,9 @@
     python examples/what_to_rent.py
 
 Llama 3 8B, 8 requests a second of 1,024 + 256 tokens, at most 50 ms a token. Sets of one kind of card and of
-several are tried, each at its own best batch, and compared at that rate: capacity beyond it earns nothing. All
-figures are modelled and simulated. `tessera advise` is the same as a command, with every GPU that has a price.
+several are tried, each at its own best batch, and compared at that rate: what they carry beyond it earns
+nothing. All figures are modelled and simulated. `tessera advise` is the same as a command, with every GPU
+that has a price.
 """
 
 from tessera.advise import Market, RentedLoad
