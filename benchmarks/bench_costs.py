@@ -70,7 +70,7 @@ VARIANT = {
     OpClass.PREFILL: "128",
     OpClass.DECODE: "128",
 }
-# Of --other.
+# Stack of the tables in --other.
 OTHER_STACK = "sglang 0.5.10"
 Mask = npt.NDArray[np.bool_]
 Index = npt.NDArray[np.intp]

@@ -130,7 +130,7 @@ class Service:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Number of its process."""
         return self._process.pid
 
     def is_running(self) -> bool:
@@ -254,7 +254,7 @@ def reference(folder: Path) -> dict[Ask, Told]:
 
 
 def figures(seconds: Sequence[float]) -> dict[str, float]:
-    """Of times: median, the 95th percentile, the longest."""
+    """Median, 95th percentile and maximum of times."""
     ordered = sorted(seconds)
     last = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
     return {
@@ -343,7 +343,7 @@ def kill_child(service: Service, rng: random.Random) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Of a process."""
+    """Children of a process."""
     try:
         return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:

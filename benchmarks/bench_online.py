@@ -1,6 +1,7 @@
 """How fast serving is simulated, how its time grows with requests, and whether it is right.
 
     python benchmarks/bench_online.py [--requests 100000] [--real] [--out benchmarks/results/online_202611]
+    python benchmarks/bench_online.py --quick --json
 
 An 8B decode workload (llama-3-8b recorded without a GPU, batch 32) on an A100 beside an L40S, answers of 200
 tokens on average. Parts: growth; queues whose mean wait is known in closed form; a monitor against both
@@ -8,6 +9,8 @@ fixed policies at several loads; what is regained when a kernel type was priced 
 the costs; and with --real, plans run by worker processes on this machine's CPU against
 the simulation of the same plans at costs measured here. There the gain of one plan over another is compared,
 since other work on the machine slows both. Other rates and latencies are simulated; seconds are of this run.
+
+--quick runs only the monitor against both fixed policies, at `QUICK_LOADS` with answers of `QUICK_ANSWERS`.
 """
 
 import argparse
@@ -26,18 +29,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from factories import make_chain, make_plan
 from online_factory import RUN_US, alone_plan, serve
+from tessera.adapt.capability import Capability
 from tessera.adapt.drift import scaled_costs
-from tessera.adapt.monitor import Monitor, MonitorConfig
+from tessera.adapt.monitor import DEFAULT, Monitor, MonitorConfig
 from tessera.flow import replan
 from tessera.ir import Objective, Plan, Step
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.metrics import capabilities, capacity_per_s, measured
 from tessera.simulate.stepper import Truth
-from tessera.simulate.study import AdaptiveServer, Setting, adapt, compare, known_of, replanner
+from tessera.simulate.study import AdaptiveServer, Scenario, adapt, compare, known_of, replanner
 
 LENGTHS = "geometric:512,200"
 LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.4)
 BURSTS = (0.4, 0.7)
+# Of --quick: shares of the best capacity, tokens of an answer, requests, and number of seeds by stream.
+QUICK_LOADS, QUICK_ANSWERS, QUICK_REQUESTS = (0.5, 0.8, 0.95, 1.05), (20, 256), 1500
+QUICK_STREAMS = {"poisson": 3, "bursty": 2}
 # (device, real over planned time) of the kernel type that takes most time there.
 WRONG = (("emu:l40s", 1.1), ("emu:l40s", 1.3), ("emu:a100", 1.3))
 
@@ -61,20 +68,20 @@ def growth(plans: list[tuple[str, Plan]], most: int) -> list[dict[str, Any]]:
     """More and more requests at 80 % of the capacity, with batching and without."""
     rows = []
     for name, plan in plans:
-        capacity = compare([(name, plan)], Setting(make_arrivals("batch:64", lengths=LENGTHS)))[
+        capacity = compare([(name, plan)], Scenario(make_arrivals("batch:64", lengths=LENGTHS)))[
             0
         ].capacity_per_s
         for num in (n for n in (1000, 3000, 10_000, 30_000, 100_000) if n <= most):
-            setting = Setting(make_arrivals(f"poisson:{0.8 * capacity}", num, 0, LENGTHS))
+            setting = Scenario(make_arrivals(f"poisson:{0.8 * capacity}", num, 0, LENGTHS))
             rows.append(_timed_row(f"{name}, 32 rows a microbatch, 200 tokens", name, plan, setting))
     name, plan = plans[1]
     for num in (n for n in (1000, 10_000, 100_000) if n <= most):
-        setting = Setting(make_arrivals(f"poisson:{0.8 * plan.simulated_per_s}", num), rows=1)
+        setting = Scenario(make_arrivals(f"poisson:{0.8 * plan.simulated_per_s}", num), rows=1)
         rows.append(_timed_row(f"{name}, a microbatch and one step each", name, plan, setting))
     return rows
 
 
-def _timed_row(what: str, name: str, plan: Plan, setting: Setting) -> dict[str, Any]:
+def _timed_row(what: str, name: str, plan: Plan, setting: Scenario) -> dict[str, Any]:
     wall, own = time.perf_counter(), time.process_time()
     (report,) = compare([(name, plan)], setting)
     wall, own = time.perf_counter() - wall, time.process_time() - own
@@ -119,23 +126,70 @@ def queues() -> list[dict[str, Any]]:
 
 def policies(plans: list[tuple[str, Plan]], num: int = 3000) -> list[dict[str, Any]]:
     """A monitor against both fixed policies."""
-    known = known_of(plans, Setting(make_arrivals("poisson:1", 1000, 0, LENGTHS)))
+    known = known_of(plans, Scenario(make_arrivals("poisson:1", 1000, 0, LENGTHS)))
     best = max(x.capacity_per_s for x in known)
-    rows = []
     loads = [f"poisson:{x * best:.4g}" for x in LOADS] + [f"bursty:{x * best:.4g}" for x in BURSTS]
-    for text in loads:
-        setting = Setting(make_arrivals(text, num, 0, LENGTHS))
-        adaptive, _ = adapt(plans, setting, known=known)
-        fixed = {r.policy: r for r in compare(plans, setting)}
-        means = {name: r.normalised_s.mean for name, r in fixed.items() if r.normalised_s}
-        own = adaptive.normalised_s.mean if adaptive.normalised_s else math.inf
-        switches = sum(d.kind.value == "switch" for d in adaptive.decisions)
-        row = {"arrivals": text, **{f"{n}_ms": 1e3 * v for n, v in means.items()}, "adaptive_ms": 1e3 * own}
-        rows.append(
-            row
-            | {"ratio": own / min(means.values()), "switches": switches, "saturated": adaptive.is_saturated}
-        )
-    return rows
+    return [_watched(plans, known, text, Scenario(make_arrivals(text, num, 0, LENGTHS))) for text in loads]
+
+
+def _watched(
+    plans: list[tuple[str, Plan]], known: tuple[Capability, ...], text: str, setting: Scenario
+) -> dict[str, Any]:
+    """One stream with a monitor, over the better fixed policy."""
+    adaptive, _ = adapt(plans, setting, known=known)
+    fixed = {r.policy: r for r in compare(plans, setting)}
+    means = {name: r.normalised_s.mean for name, r in fixed.items() if r.normalised_s}
+    own = adaptive.normalised_s.mean if adaptive.normalised_s else math.inf
+    end_s = setting.arrivals.times_s[-1]
+    switches = sum(d.kind.value == "switch" and d.at_s < end_s for d in adaptive.decisions)
+    row = {"arrivals": text, **{f"{n}_ms": 1e3 * v for n, v in means.items()}, "adaptive_ms": 1e3 * own}
+    horizon_s = max(DEFAULT.horizons) * Monitor(known).window_s
+    return row | {
+        "ratio": own / min(means.values()),
+        "switches": switches,
+        "switches_per_horizon": switches / max(1.0, end_s / horizon_s),
+        "saturated": adaptive.is_saturated,
+    }
+
+
+def quick(plans: list[tuple[str, Plan]]) -> dict[str, Any]:
+    """The monitor at a few loads, as means over seeds; "worst_ratio_to_better_fixed" is over all rows.
+
+    Means, because requests of a fixed policy may stay in microbatches that are filled well or badly by luck.
+    """
+    rows = []
+    for tokens in QUICK_ANSWERS:
+        lengths = f"geometric:512,{tokens}"
+        known = known_of(plans, Scenario(make_arrivals("poisson:1", 1000, 0, lengths)))
+        best = max(x.capacity_per_s for x in known)
+        for share in QUICK_LOADS:
+            for kind, num_seeds in QUICK_STREAMS.items():
+                text = f"{kind}:{share * best:.4g}"
+                settings = (
+                    Scenario(make_arrivals(text, QUICK_REQUESTS, n, lengths)) for n in range(num_seeds)
+                )
+                seeds = [_watched(plans, known, text, setting) for setting in settings]
+                rows.append({"answer_tokens": tokens, "load": share, **_mean_row(seeds)})
+    steady = [row["switches_per_horizon"] for row in rows if row["arrivals"].startswith("poisson")]
+    return {
+        "worst_ratio_to_better_fixed": max(row["ratio_to_better_fixed"] for row in rows),
+        "most_switches_per_horizon_in_steady_load": max(steady),
+        "rows": rows,
+    }
+
+
+def _mean_row(seeds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means of latencies over seeds, and the most switches."""
+    means = {k: sum(row[k] for row in seeds) / len(seeds) for k in seeds[0] if k.endswith("_ms")}
+    better = min(value for name, value in means.items() if name != "adaptive_ms")
+    return {
+        "arrivals": seeds[0]["arrivals"],
+        **means,
+        "ratio_to_better_fixed": means["adaptive_ms"] / better,
+        "ratios": [row["ratio"] for row in seeds],
+        "switches": max(row["switches"] for row in seeds),
+        "switches_per_horizon": max(row["switches_per_horizon"] for row in seeds),
+    }
 
 
 def corrections(plans: list[tuple[str, Plan]], num: int = 1500) -> list[dict[str, Any]]:
@@ -183,13 +237,13 @@ def _costliest(plan: Plan, device: str) -> str:
 
 
 def _rate(plan: Plan, true: Plan, num: int) -> float:
-    requests = Setting(make_arrivals("batch:1000", num, 0, LENGTHS)).requests(true)
+    requests = Scenario(make_arrivals("batch:1000", num, 0, LENGTHS)).requests(true)
     return capacity_per_s(plan, requests, Truth(true))
 
 
 def _after(made: Plan, true: Plan, num: int) -> Plan:
     """The plan in force after requests were served at full load by a monitor."""
-    requests = Setting(make_arrivals(f"batch:{num}", num, 0, LENGTHS)).requests(true)
+    requests = Scenario(make_arrivals(f"batch:{num}", num, 0, LENGTHS)).requests(true)
     known = capabilities([made], requests)
     monitor = Monitor(known, MonitorConfig(window_s=num / known[0].capacity_per_s / 20))
     window_s = monitor.window_s
@@ -253,8 +307,14 @@ def main() -> None:
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--only", help="one part, by its name; others in the JSON beside --out stay")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="the monitor at a few loads, nothing else")
+    parser.add_argument("--json", action="store_true", help="print JSON; with --quick")
     options = parser.parse_args()
     plans = make_plans()
+    if options.quick:
+        result = quick(plans)
+        print(json.dumps(result) if options.json else shown("quick", result["rows"]))
+        return
     found: dict[str, Any] = {"machine": f"{platform.machine()}, {sys.version.split()[0]}", "lengths": LENGTHS}
     parts: list[tuple[str, Callable[[], Any]]] = [
         ("growth", lambda: growth(plans, options.requests)),

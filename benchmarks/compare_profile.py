@@ -47,7 +47,7 @@ class Point:
     source: Source
 
     def error(self, model: str) -> float:
-        """Of the model, relative to the measurement."""
+        """Error of the model, relative to the measurement."""
         return self.modelled_us[model] / self.measured_us - 1.0
 
 

@@ -46,7 +46,7 @@ PAIRS = (
 )
 POLICIES = ("throughput", "data-parallel", "prefill-decode", "attention-ffn", "layer-pipeline")
 MICROBATCHES = 6
-# Of gpu_execute_loads.
+# Loads of gpu_execute_loads.
 LOADS = ("llama-decode", "sd3.5", "qwen-prefill", "mamba-decode", "qwen-decode")
 
 

@@ -51,7 +51,7 @@ class Row:
     """A load of the evaluation: so many layers of a model, one kind of step."""
 
     model: str
-    # Of the whole model, and of what is run.
+    # Layers of the whole model, and of what is run.
     whole: int
     layers: int
     kind: str
@@ -63,12 +63,12 @@ class Row:
 
     @property
     def runs(self) -> int:
-        """Of its step, in a request."""
+        """Runs of its step in a request."""
         return DECODES if self.kind == "decode" else 1
 
     @property
     def share(self) -> float:
-        """Of the model."""
+        """Share of the model that is run."""
         return self.layers / self.whole
 
 

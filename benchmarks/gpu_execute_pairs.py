@@ -20,7 +20,7 @@ from tessera.execute import driver
 from tessera.execute.cuda.measure import measure
 from tessera.execute.cuda.pace import TimeScale, choose_scale
 from tessera.execute.link_times import time_transfers
-from tessera.execute.offline import RunResult, rate_per_s, run_offline, timeline_of
+from tessera.execute.offline import RunResult, rate_per_s, run_offline
 from tessera.execute.reference import InOrder, ReferenceStepper, same_bits
 from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import FORKSERVER, WorkerStepper, hidden_main
@@ -36,7 +36,7 @@ SKIPPED = ("logits",)
 TIMEOUT_S = 60.0
 # Requests of a round, for each microbatch: they start together and fall out of step over some of them.
 EACH = 30
-# Of transfers by which a link is known.
+# Bytes of the transfers by which a link is known.
 SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 24)
 
 
@@ -280,8 +280,8 @@ def hidden(built: Any, plan: Plan, scale: float) -> dict[str, Any]:
     with hidden_main(), opened(built, {"p": plan}, scale, "ipc", is_profiled=True) as stepper:
         stepper.spans = SpanLog(plan)
         requests = [built.request(0) for _ in range(2 * plan.microbatches)]
-        ran = run_offline(stepper, requests, is_timed=True, skips=SKIPPED, spans=stepper.spans)
-        timeline = timeline_of(stepper.spans, [plan], ran.results)
+        run_offline(stepper, requests, is_timed=True, skips=SKIPPED, spans=stepper.spans)
+        timeline = stepper.spans.timeline()
     total, covered = timeline.transfer_us()
     busy = timeline.busy_us()
     return {

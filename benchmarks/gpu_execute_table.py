@@ -86,7 +86,7 @@ def side_by_side(whole: dict[str, Any]) -> str:
 
 
 def _other_runs(name: str, part: dict[str, Any]) -> list[str]:
-    """Of rows that were taken over: the command that made them."""
+    """The command that made rows that were taken over."""
     found = {key: value for key, value in part.items() if key.endswith("from")}
     return [f"- {name}, {key.removesuffix('from').strip() or 'all'}: `{found[key]}`" for key in found]
 
@@ -178,7 +178,7 @@ def _one_process(parts: dict[str, Any], other: dict[str, Any]) -> list[str]:
             for policy in ("throughput", "data-parallel"):
                 beside = other.get(f"{family}.{pair}", {}).get(policy)
                 if beside is not None:
-                    # Of the run that these plans are from; the rows above may be of a later one.
+                    # Rate of the run that these plans are from; the rows above may be of a later one.
                     one = beside.get("workers per s", found[policy]["measured per s"])
                     two = beside["measured per s"]
                     lines.append(f"| {family} | {pair} | {policy} | {one} | {two} | {one / two:.3f} |")

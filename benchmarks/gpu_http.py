@@ -35,9 +35,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a dense decoder: what a token costs."""
+    """What a token of a dense decoder costs."""
 
-    # Of the products of one token, and of all weights that a step reads.
+    # Parameters in the products of one token, and bytes of all weights that a step reads.
     parameters: float
     weight_bytes: float
     # Keys and values of one token.

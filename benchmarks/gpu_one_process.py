@@ -37,12 +37,12 @@ class Kept:
         return self._state
 
     def inputs(self, step: int, run: int, last: Any) -> Any:
-        """Of a run."""
+        """Inputs of a run."""
         return self._request.inputs(step, run, last)
 
 
 def rates(folder: Path, name: str) -> dict[str, Any]:
-    """Of the plans of one family and pair."""
+    """Rates of the plans of one family and pair."""
     import torch
 
     ir, inductor = import_module("tessera.ir"), import_module("tessera.capture.inductor")

@@ -40,7 +40,7 @@ class Case:
         return f"{what}, {self.sequences} of {self.length} tokens" + (", twice the pages" * (self.room - 1))
 
     def share(self, sizes: Sizes, found: dict[str, float], seconds: float) -> float:
-        """Of what the card allows."""
+        """Share of what the card allows."""
         if self.new == 1:
             needed = sizes.weight_bytes + self.sequences * self.length * sizes.token_bytes
             return needed / found["bytes per s"] / seconds

@@ -19,7 +19,7 @@ from typing import Any
 
 from tessera.capture import build, record
 from tessera.cli.run import is_equal, overlap
-from tessera.execute.offline import RunResult, run_offline, timeline_of
+from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference, workloads_of
@@ -80,7 +80,7 @@ class Soak:
         )
         run.raise_failures()
         self.faults += run.faults
-        self.overlap = overlap(timeline_of(self._log, self._stepper.plans, run.results))
+        self.overlap = overlap(self._log.timeline())
         for number, result in zip(numbers, run.results, strict=True):
             self._count(number, result)
 

@@ -2,7 +2,7 @@
 
     python examples/what_to_rent.py
 
-Llama 3 8B, 8 requests a second of 1,024 + 256 tokens, at most 50 ms a token. Sets of one kind of card and of
+Llama 3 8B, 12 requests a second of 1,024 + 256 tokens, at most 50 ms a token. Sets of one kind of card and of
 several are tried, each at its own best batch, and compared at that rate: what they carry beyond it earns
 nothing. All figures are modelled and simulated. `tessera advise` is the same as a command, with every GPU
 that has a price.
@@ -12,7 +12,7 @@ from tessera.advise import Market, RentedLoad
 from tessera.advise.search import advise
 from tessera.errors import PlanInfeasible
 
-LOAD = RentedLoad("llama-3-8b", rate_per_s=8, prompt=1024, output=256, tpot_ms=50)
+LOAD = RentedLoad("llama-3-8b", rate_per_s=12, prompt=1024, output=256, tpot_ms=50)
 MARKETS = {"A100": ("a100",), "L40S": ("l40s",), "both": ("a100", "l40s")}
 
 

@@ -84,7 +84,7 @@ def _stream(theta: Array, splits: bool, digits: int = 15) -> Stream:
 
 
 def errors(rows: Sequence[Timed], splits: bool) -> Iterator[float]:
-    """Of each launch, by a fit to the others."""
+    """Error of each launch, by a fit to the others."""
     spec = gpu(GPU)
     for i, (work, us) in enumerate(rows):
         others = fit([*rows[:i], *rows[i + 1 :]], splits)

@@ -21,7 +21,7 @@ from tessera.ir import Trace
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.estimate import works
 
-# Of a whole step.
+# Keys of a whole step.
 STEP_KEYS = ("num_launches", "num_distinct", "num_measured", "sum_us", "whole_us", "clock_mhz")
 
 
@@ -29,7 +29,7 @@ STEP_KEYS = ("num_launches", "num_distinct", "num_measured", "sum_us", "whole_us
 class Row:
     """One distinct launch of one step."""
 
-    # Of models: "llama-3-8b".
+    # Family of models: "llama-3-8b".
     family: str
     # "llama-3-8b decode, torch".
     step: str

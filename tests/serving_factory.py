@@ -373,7 +373,7 @@ class ToyStepper:
         return logits
 
     def _part(self, space: Space, size: int, inputs: dict[str, list[int]]) -> torch.Tensor:
-        """Of one prompt, whose row it is; the other rows stay as they are."""
+        """Part of one prompt, whose row it is; the other rows stay as they are."""
         (row,), (is_fresh,), (length,) = inputs["row"], inputs["fresh"], inputs["lengths"]
         assert is_fresh or not self.shape.is_first_only
         assert inputs["query_starts"] == [0, size]
@@ -463,7 +463,7 @@ class Told:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the tokens."""
+        """Numbers of the tokens."""
         return [token.number for token in self.tokens]
 
     @property

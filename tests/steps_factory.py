@@ -18,7 +18,7 @@ from tessera.serve.steps import ServedModel
 
 DEVICES = "emu:a100,emu:l40s"
 ROWS, CAPACITY = 3, 32
-# Of a model that reads prompts in parts.
+# Sizes of a model that reads prompts in parts.
 SIZES = (3, 12)
 # Inputs of steps by their number.
 Script = list[tuple[int, dict[str, torch.Tensor]]]

@@ -114,14 +114,14 @@ def _steps(library: Library, steps: tuple[Step, ...], counts: tuple[int, ...]) -
 
 @lru_cache(maxsize=1)
 def recording_digest() -> str:
-    """Of everything that decides what a recorded step looks like."""
+    """Digest of everything that decides what a recorded step looks like."""
     root = Path(tessera.__file__).parent
     return _digest(path for part in ("capture", "ir") for path in (root / part).rglob("*.py"))
 
 
 @lru_cache(maxsize=1)
 def working_digest() -> str:
-    """Of everything that decides what comes out of a case."""
+    """Digest of everything that decides what comes out of a case."""
     roots = (Path(tessera.__file__).parent, Path(__file__).parent)
     suffixes = (".py", ".json", ".gz")
     return _digest(path for root in roots for path in root.rglob("*") if path.suffix in suffixes)

@@ -18,7 +18,7 @@ from benchmarks.paper.serving import Served, served
 from tessera.adapt.capability import crossing_per_s
 from tessera.ir import ServingReport
 from tessera.simulate.metrics import measured
-from tessera.simulate.study import Setting, adapt, compare, watched
+from tessera.simulate.study import Scenario, adapt, compare, watched
 
 NAME = "online"
 # Parts that a stream over time is shown in.
@@ -71,7 +71,7 @@ def work(library: Library, task: Rates) -> dict[str, Any]:
     }
 
 
-def _row(made: Served, share: float, text: str, setting: Setting) -> dict[str, Any]:
+def _row(made: Served, share: float, text: str, setting: Scenario) -> dict[str, Any]:
     adaptive, _ = adapt(made.plans, setting, known=made.known)
     fixed = compare(made.plans, setting)
     return row_of(share, text, fixed, adaptive)

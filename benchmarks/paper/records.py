@@ -137,7 +137,7 @@ class Effort:
 
     # Batches of steps that are planned alone.
     batches: tuple[int, ...] = BATCHES
-    # Of a service: full or quick.
+    # Search of a service: full or quick.
     search: str = "full"
     # Seconds for the mixed-integer program of the single placement; None: it is left out.
     milp_s: float | None = None
@@ -187,7 +187,7 @@ def wired(gpus: Sequence[str], wire: Wire) -> Cluster:
 class Reached:
     """What one policy gives at its own best, simulated."""
 
-    # Of what the load counts: requests, tokens or pictures.
+    # What the load counts per second: requests, tokens or pictures.
     per_s: float
     # Per output token or denoising step; of prefills alone, until they are done.
     ms: float

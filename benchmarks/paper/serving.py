@@ -18,7 +18,7 @@ from tessera.ir import Objective, Plan
 from tessera.plan import PlanConfig, solve
 from tessera.simulate import SteadyRates
 from tessera.simulate.arrivals import make_arrivals
-from tessera.simulate.study import Setting, known_of
+from tessera.simulate.study import Scenario, known_of
 
 GOALS = (Objective.LATENCY, Objective.THROUGHPUT)
 
@@ -41,16 +41,16 @@ class Served:
         """A stream whose load is twice its mean in long phases and a third of it between them."""
         return f"bursty:{share * self.best_per_s:.5g},2,0.4,100"
 
-    def setting(self, arrivals: str, num: int, seed: int = 0) -> Setting:
+    def setting(self, arrivals: str, num: int, seed: int = 0) -> Scenario:
         """A stream of requests with drawn lengths."""
-        return Setting(make_arrivals(arrivals, num, seed, self.lengths))
+        return Scenario(make_arrivals(arrivals, num, seed, self.lengths))
 
-    def logged(self, path: str, share: float, num: int) -> Setting:
+    def logged(self, path: str, share: float, num: int) -> Scenario:
         """The times of a log, as fast as this share of the capacity, with drawn lengths."""
         asked = make_arrivals(path, num, 0, self.lengths)
         own_per_s = len(asked.times_s) / max(asked.times_s[-1], 1e-9)
         speed = share * self.best_per_s / own_per_s
-        return Setting(make_arrivals(path, num, 0, self.lengths, speed))
+        return Scenario(make_arrivals(path, num, 0, self.lengths, speed))
 
 
 @lru_cache(maxsize=1)
@@ -64,6 +64,6 @@ def served(library: Library, shape: Shape, gpus: tuple[str, ...], microbatches: 
         config = PlanConfig(goal, microbatches, is_served=True, shown_microbatches=())
         plans.append((goal.value, solve(unit, costs, cluster, config, rates)))
     lengths = f"geometric:{shape.load.prompt},{shape.load.output}"
-    known = known_of(plans, Setting(make_arrivals("poisson:1", 1000, 0, lengths)))
+    known = known_of(plans, Scenario(make_arrivals("poisson:1", 1000, 0, lengths)))
     words = f"simulated on {costs_in_words(sources_of(costs))} costs"
     return Served(tuple(plans), known, lengths, words)

@@ -19,7 +19,7 @@ from tessera.ir import Objective, Plan, Step
 from tessera.plan import QUICK, PlanConfig, solve
 from tessera.simulate import SteadyRates
 from tessera.simulate.arrivals import make_arrivals
-from tessera.simulate.study import Setting, adapt, compare, known_of
+from tessera.simulate.study import Scenario, adapt, compare, known_of
 
 MODEL, BATCH, PROMPT, OUTPUT, MICROBATCHES = "llama-3-8b", 16, 1024, 256, 4
 NUM_REQUESTS, NUM_KNOWN = 300, 150
@@ -48,10 +48,10 @@ def fig11(is_quick: bool) -> list[dict[str, Any]]:
     by_window = {row[0]: row[1:] for row in doc["window_ms_at_beta_1_5"]["rows"]}
     by_beta = {row[0]: row[1:] for row in doc["beta_at_window_300_ms"]["rows"]}
     plans = _plans()
-    known = known_of(plans, Setting(make_arrivals("poisson:1", NUM_KNOWN, 0, LENGTHS)))
+    known = known_of(plans, Scenario(make_arrivals("poisson:1", NUM_KNOWN, 0, LENGTHS)))
     best = max(x.capacity_per_s for x in known)
     text = f"bursty:{SHARE * best:.5g},2,0.4,100"
-    setting = Setting(make_arrivals(text, NUM_REQUESTS, 0, LENGTHS))
+    setting = Scenario(make_arrivals(text, NUM_REQUESTS, 0, LENGTHS))
     fixed, usual_s = compare(plans, setting), Monitor(known).window_s
     windows = [(w / 1e3, 1.5, "window", by_window[w]) for w in WINDOWS_MS]
     windows += [(0.3, b, "threshold", by_beta[b]) for b in BETAS]

@@ -118,7 +118,7 @@ def comparison(policy: str) -> Comparison:
 
 
 def test_a_gain_within_the_error_of_the_costs_is_said_to_be() -> None:
-    """Of each of the two that the plan is compared with."""
+    """Each of the two that the plan is compared with."""
     said = how_sure(comparison("kernel-level"), 0.1)
 
     assert "2.01x data-parallel is beyond it" in said

@@ -33,7 +33,7 @@ class Started:
 
     process: "subprocess.Popen[str]"
     said: dict[str, Any]
-    # Of the process and its workers, until it said where it listens.
+    # CPU seconds of the process and its workers, until it said where it listens.
     cpu_s: float
 
     @property

@@ -154,12 +154,12 @@ def differing(one: RunResult, other: RunResult) -> list[str]:
 
 
 def num_launches() -> int:
-    """Of one request."""
+    """Launches of one request."""
     return sum(len(g.trace.launches) * n for g, n in zip(unit().graphs, unit().counts, strict=True))
 
 
 def used_bytes() -> int:
-    """Of the card, by all processes."""
+    """Memory of the card used by all processes."""
     free, total = torch.cuda.mem_get_info(0)
     return total - free
 

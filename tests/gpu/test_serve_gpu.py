@@ -111,7 +111,7 @@ def random_asks(num: int) -> list[Ask]:
 
 
 def used_bytes() -> int:
-    """Of the card, by all processes."""
+    """Memory of the card used by all processes."""
     free, total = torch.cuda.mem_get_info(0)
     return total - free
 

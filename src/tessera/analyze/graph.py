@@ -24,6 +24,8 @@ from tessera.ir import Access, BufferKind, Edge, Graph, Hazard, Launch, Region, 
 FEW = 32
 # Accesses that span more shelves are kept apart.
 WIDE = 8
+# The first of several reasons names an edge.
+PRECEDENCE = (Hazard.RAW, Hazard.WAW, Hazard.WAR)
 
 
 @dataclass(slots=True, eq=False)
@@ -151,10 +153,6 @@ def _shelves(accesses: Sequence[Access], size_bytes: int) -> Shelves:
         return sum((stop - start) / row_bytes for start, stop in spans)
 
     return Shelves(min(choices, key=crowding), len(accesses))
-
-
-# The first of several reasons names an edge.
-PRECEDENCE = (Hazard.RAW, Hazard.WAW, Hazard.WAR)
 
 
 def hazards(trace: Trace) -> tuple[Edge, ...]:

@@ -45,6 +45,22 @@ _REMEDY = "Install a CUDA build of torch (it needs no GPU), or capture with --de
 
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+# Stride alignment of a mask for the memory-efficient kernel (all but the last).
+MASK_ALIGNMENT = 8
+# Widest head of the flash kernel; heads are padded to a multiple of 8.
+MAX_FLASH_HEAD = 256
+FLASH_ALIGNMENT = 8
+# Limits of cuDNN's kernel under a mask on every GPU: queries, head width.
+FEW_QUERIES = range(2, 9)
+MAX_CUDNN_HEAD = 128
+# Least capable GPU that the trace must run on.
+CAPABILITY = (8, 0)
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+UNSURE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
+# Argument types that are equal iff type and value are.
+PLAIN = (
+    type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
 @functools.cache
@@ -82,16 +98,6 @@ def _registry() -> "ctypes.Array[ctypes.c_void_p]":
         raise CaptureError(
             "this torch was built without CUDA and hides its device guards", _REMEDY
         ) from error
-
-
-# Stride alignment of a mask for the memory-efficient kernel (all but the last).
-MASK_ALIGNMENT = 8
-# Widest head of the flash kernel; heads are padded to a multiple of 8.
-MAX_FLASH_HEAD = 256
-FLASH_ALIGNMENT = 8
-# Limits of cuDNN's kernel under a mask on every GPU: queries, head width.
-FEW_QUERIES = range(2, 9)
-MAX_CUDNN_HEAD = 128
 
 
 class InPlaceOf(TorchFunctionMode):
@@ -207,10 +213,6 @@ def _prepare_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) ->
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-# Least capable GPU that the trace must run on.
-CAPABILITY = (8, 0)
-
-
 @contextmanager
 def machine() -> Iterator[Run]:
     """While entered, new tensors are fake and CUDA appears available; yields the operator runner."""
@@ -243,9 +245,6 @@ def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-
-
 def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """The fake takes bfloat16 only; GPUs take other floats with the same layout."""
     halves = [
@@ -260,13 +259,6 @@ def _as_viewed(made: torch.Tensor, source: torch.Tensor, shape: Any) -> torch.Te
     with unset_fake_temporarily():
         real = torch.empty_strided(source.size(), source.stride(), device="meta").view(shape).stride()
     return made if made.stride() == real else made.as_strided(made.size(), real, made.storage_offset())
-
-
-UNSURE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
-# Argument types that are equal iff type and value are.
-PLAIN = (
-    type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
 
 
 @contextmanager

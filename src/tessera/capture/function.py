@@ -53,6 +53,7 @@ from tessera.ir import Step
 TENSOR = object()
 # Torch's error when gradients are needed and none are kept.
 NO_GRAD = "does not require grad"
+KIND = "call"
 
 
 @dataclass(frozen=True)
@@ -403,9 +404,6 @@ def _output_name(keys: Sequence[Any]) -> str:
     """Dictionary keys are used alone; list indices get a prefix."""
     name = path(keys)
     return name if name and not name[0].isdigit() else ".".join(filter(None, ["output", name]))
-
-
-KIND = "call"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tessera.capture.operators import fail, is_program, is_users, is_wrapper, parts
 
 MAX_DEPTH = 6
+# Maximum number of values searched in one program.
+MAX_VALUES = 200_000
+_PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
+# Packages whose objects are not searched inside.
+_CLOSED = ("torch", "logging", "threading", "weakref", "concurrent", "asyncio", "re", "typing")
+_MISSING = object()
+# Attributes that torch keeps on every module.
+_TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,16 +211,6 @@ def find(fn: Callable[..., Any], named: Sequence[tuple[str, Any]]) -> Finder:
             finder.look(name, leaf)
     finder.look_at_optimizers()
     return finder
-
-
-# Maximum number of values searched in one program.
-MAX_VALUES = 200_000
-_PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
-# Packages whose objects are not searched inside.
-_CLOSED = ("torch", "logging", "threading", "weakref", "concurrent", "asyncio", "re", "typing")
-_MISSING = object()
-# Attributes that torch keeps on every module.
-_TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -99,10 +99,17 @@ def _driver(target: Any) -> Any:
 
 @contextlib.contextmanager
 def _asked_anew() -> Iterator[None]:
-    """Clear what torch caches about Triton and the GPU, before and after."""
+    """Clear what torch caches about Triton, the GPU and compiled kernels, before and after.
+
+    A kernel compiled here has no handle: a later compilation of the same source for a GPU
+    must not find it.
+    """
+    from torch._inductor.async_compile import CompiledTritonKernels
+    from torch._inductor.codecache import PyCodeCache
     from torch.utils import _triton
 
     remembered = [f for f in vars(_triton).values() if hasattr(f, "cache_clear")]
+    remembered += [CompiledTritonKernels, PyCodeCache]
     for function in remembered:
         function.cache_clear()
     try:

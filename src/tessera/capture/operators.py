@@ -34,6 +34,26 @@ OVERWRITERS = frozenset({"aten::copy_", "aten::zero_", "aten::fill_"})
 # Positional and named arguments of a launch; the operator's result.
 Recorded = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
 Results = tuple[Any, ...] | list[Any]
+_PACKAGES = f"site-packages{os.sep}"
+# In training, these update running statistics that their schemas do not declare.
+SILENT_WRITERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
+# Operators whose result sizes depend on values of these arguments; others with torch's tag: on all.
+DECIDERS = {
+    "aten::index": ("indices",),
+    "aten::masked_select": ("mask",),
+    "aten::repeat_interleave": ("repeats",),
+    "aten::_pack_padded_sequence": ("lengths",),
+    "aten::_ctc_loss": ("targets", "input_lengths", "target_lengths"),
+}
+BATCHED = "Keep the decision on the device (for experts: the grouped or batched path)"
+_ON_DEVICE = "Make the optimiser with fused=True, or on a GPU with capturable=True."
+_SIZED = (
+    f"{BATCHED}, or give the result a size of its own: torch.where(mask, x, 0), nonzero_static(size=...), "
+    "repeat_interleave(output_size=...)."
+)
+# Torch's error for a higher-order operator without a rule for the mode.
+_HIGHER = "HigherOrderOperator "
+_BRANCHES = "Compute with plain operators: torch.where in place of torch.cond, attention by its own operator."
 
 
 def split(func: Any, recorded: Recorded, results: Results) -> Iterator[tuple[Recorded, Results]]:
@@ -160,29 +180,6 @@ def _folder(file: str | None) -> str:
 _TORCH, _NUMPY, _PYTHON = (_folder(module.__file__) for module in (torch, np, os))
 _HERE = str(Path(__file__).parents[1]) + os.sep
 _MODELS = f"{_folder(__file__)}models{os.sep}"
-_PACKAGES = f"site-packages{os.sep}"
-# In training, these update running statistics that their schemas do not declare.
-SILENT_WRITERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
-# Operators whose result sizes depend on values of these arguments; others with torch's tag: on all.
-DECIDERS = {
-    "aten::index": ("indices",),
-    "aten::masked_select": ("mask",),
-    "aten::repeat_interleave": ("repeats",),
-    "aten::_pack_padded_sequence": ("lengths",),
-    "aten::_ctc_loss": ("targets", "input_lengths", "target_lengths"),
-}
-
-BATCHED = "Keep the decision on the device (for experts: the grouped or batched path)"
-_ON_DEVICE = "Make the optimiser with fused=True, or on a GPU with capturable=True."
-_SIZED = (
-    f"{BATCHED}, or give the result a size of its own: torch.where(mask, x, 0), nonzero_static(size=...), "
-    "repeat_interleave(output_size=...)."
-)
-
-
-# Torch's error for a higher-order operator without a rule for the mode.
-_HIGHER = "HigherOrderOperator "
-_BRANCHES = "Compute with plain operators: torch.where in place of torch.cond, attention by its own operator."
 
 
 class _Said(threading.local):

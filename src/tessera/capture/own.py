@@ -45,6 +45,11 @@ Relaunch = Callable[[Grid, Sequence[Any]], None]
 
 _REQNTID = re.compile(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
 _PLAIN = (bool, int, float, str, type(None))
+# Compute capability for Triton without a GPU: every GPU since Ampere runs its PTX.
+TARGET = 80
+# Smallest possible address of a tensor.
+_FAR = 1 << 40
+_ENTRY_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -181,8 +186,6 @@ def block_of(kernel: Kernel) -> Grid:
     return x, y, z
 
 
-# Compute capability for Triton without a GPU: every GPU since Ampere runs its PTX.
-TARGET = 80
 # Called before a launch; may return a function to call afterwards.
 See = Callable[[OwnLaunch], Callable[[], None] | None]
 
@@ -328,10 +331,6 @@ def _unknown_refused() -> Iterator[None]:
     with unittest.mock.patch.object(unknown, "__call__", refuse) if unknown else contextlib.nullcontext():
         yield
 
-
-# Smallest possible address of a tensor.
-_FAR = 1 << 40
-_ENTRY_BYTES = 8
 
 # Tensors temporarily replaced: (original, replacement).
 _standing: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -33,6 +33,20 @@ from tessera.capture.operators import fail, is_program, is_python, refuse_read
 IMPORTS = "transformers.utils.import_utils"
 ANSWER = "is_jit_tracing"  # behind `is_tracing`, wherever imported
 NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+VALUE = "reads"
+ADDRESS = "exposes a tensor's memory, where reads are not seen"
+_WITHIN = "Compute with torch's operators, or make a custom operator of it (torch.library.custom_op)."
+_VALUES = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__",
+           "__complex__", "__repr__", "__format__", "__reduce_ex__", "__deepcopy__")  # fmt: skip
+_ADDRESSES = ("data_ptr", "__dlpack__", "share_memory_", "__cuda_array_interface__")
+_STORAGE = ("data_ptr", "_write_file", "_share_fd_cpu_", "_share_filename_cpu_")
+_CLOCKS: frozenset[Any] = frozenset(
+    (*(getattr(time, name) for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter",
+                                        "perf_counter_ns", "process_time", "gmtime", "localtime", "ctime")),
+     datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today,
+     os.urandom)
+)  # fmt: skip
+_TO_DLPACK = dlpack.to_dlpack  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -64,10 +78,6 @@ def traced() -> Iterator[None]:
 
 Varies = Callable[[Any], bool]
 
-VALUE = "reads"
-ADDRESS = "exposes a tensor's memory, where reads are not seen"
-_WITHIN = "Compute with torch's operators, or make a custom operator of it (torch.library.custom_op)."
-
 
 @dataclass(frozen=True, slots=True)
 class _Way:
@@ -90,10 +100,6 @@ class _Way:
         fail(f"{self.said} {self.does}", _WITHIN)
 
 
-_VALUES = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__",
-           "__complex__", "__repr__", "__format__", "__reduce_ex__", "__deepcopy__")  # fmt: skip
-_ADDRESSES = ("data_ptr", "__dlpack__", "share_memory_", "__cuda_array_interface__")
-_STORAGE = ("data_ptr", "_write_file", "_share_fd_cpu_", "_share_filename_cpu_")
 _WAYS = (
     *(_Way(torch.Tensor, name) for name in _VALUES),
     *(_Way(torch.Tensor, name, ADDRESS) for name in _ADDRESSES),
@@ -102,15 +108,8 @@ _WAYS = (
     *(_Way(owner, "tensor_split", first=1) for owner in (torch, torch.Tensor)),
     _Way(torch, "ctc_loss", first=2),
 )
-_CLOCKS: frozenset[Any] = frozenset(
-    (*(getattr(time, name) for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter",
-                                        "perf_counter_ns", "process_time", "gmtime", "localtime", "ctime")),
-     datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today,
-     os.urandom)
-)  # fmt: skip
 
 _METHODS = {way.name: way for way in _WAYS if not way.first and isinstance(way.owner, type)}
-_TO_DLPACK = dlpack.to_dlpack  # type: ignore[attr-defined]
 
 
 class _Seeing(threading.local):

@@ -60,6 +60,16 @@ from tessera.errors import CaptureError
 from tessera.ir import Access, Arg, Buffer, BufferKind, Kernel, Launch, Origin, Region, Step, Trace, View
 from tessera.kernels.ptx import triton_accesses
 
+# Operators whose result from a constant is the same constant, elsewhere.
+CARRIERS = frozenset({"aten::lift_fresh", "aten::_to_copy"})
+UNRECORDABLE = (
+    RuntimeError,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
 
 class Ledger:
     def __init__(self, recorded_on: str = "cpu") -> None:
@@ -249,18 +259,6 @@ class Scopes:
 
     def _leave(self, module: torch.nn.Module, _: Any, __: Any) -> None:
         self._stack.pop()
-
-
-# Operators whose result from a constant is the same constant, elsewhere.
-CARRIERS = frozenset({"aten::lift_fresh", "aten::_to_copy"})
-
-UNRECORDABLE = (
-    RuntimeError,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 
 # Live storages with values of an earlier call.

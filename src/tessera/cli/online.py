@@ -16,7 +16,7 @@ from tessera.ir import Clock, Decision, Objective, Plan, Quantiles, ServingRepor
 from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.metrics import parse_limits
 from tessera.simulate.stepper import Faults, Loss
-from tessera.simulate.study import Setting, adapt, compare
+from tessera.simulate.study import Scenario, adapt, compare
 
 if TYPE_CHECKING:
     from tessera.plan import SearchConfig
@@ -96,7 +96,7 @@ class OnlineOptions:
         usual = MonitorConfig(window_s=self.window_s)
         return usual if self.threshold is None else replace(usual, errors=self.threshold)
 
-    def setting(self) -> Setting:
+    def setting(self) -> Scenario:
         arrivals = make_arrivals(self.arrivals, self.requests, self.seed, self.lengths, self.speed)
         faults = Faults(
             seed=self.seed,
@@ -105,7 +105,7 @@ class OnlineOptions:
             slowdowns=tuple(_slowdown(word) for word in self.slow),
         )
         limits = parse_limits(self.slo) if self.slo else ()
-        return Setting(arrivals, faults, limits, self.seqs, self.noise, self.max_waiting)
+        return Scenario(arrivals, faults, limits, self.seqs, self.noise, self.max_waiting)
 
 
 def _split(word: str, mark: str, place: str, form: str) -> tuple[str, float, float | None]:
@@ -195,7 +195,7 @@ def _result(
     fixed: Sequence[ServingReport],
     adaptive: ServingReport | None,
     capabilities: Sequence[Capability],
-    setting: Setting,
+    setting: Scenario,
 ) -> OnlineRun:
     reports = (*fixed, *((adaptive,) if adaptive else ()))
     run = OnlineRun(

@@ -48,6 +48,7 @@ OnRay = Annotated[
 ADDRESS_KEY = "tessera/address"
 # How long a rank of `tessera run` looks for another run on the same address when one has ended.
 AGAIN_S = 1.0
+ANY = -1
 
 
 @dataclass
@@ -209,9 +210,6 @@ def _read_secret(path: Path | None) -> bytes | None:
     if len(secret) < 16:
         raise TesseraError("a secret of fewer than 16 bytes", "head -c 32 /dev/urandom | base64", str(path))
     return secret
-
-
-ANY = -1
 
 
 def worker(

@@ -39,22 +39,6 @@ WORDS = {
     "tflops": "TFLOP/s", "gbps": "GB/s", "sms": "SMs",
 }  # fmt: skip
 HIDDEN = msgspec.Meta(extra={"hidden": True})
-
-
-def shown(label: str = "", unit: str = "") -> msgspec.Meta:
-    """Metadata of a field: its label for people, and a unit (a key of `UNITS`)."""
-    return msgspec.Meta(extra={"label": label, "unit": unit})
-
-
-def number(value: float) -> str:
-    """Four significant digits, thousands separated, never an exponent."""
-    if isinstance(value, int) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    if value == 0 or not math.isfinite(value) or abs(value) >= 1e-4:
-        return f"{value:.4g}"
-    return f"{value:.{3 - math.floor(math.log10(abs(value)))}f}"
-
-
 # Last word of a field's name -> how its value is written. Units that are no part of the label come first.
 LABELLESS: dict[str, Callable[[float], str]] = {
     "us": duration,
@@ -69,6 +53,20 @@ UNITS: dict[str, Callable[[float], str]] = {
     **dict.fromkeys(("share", "utilisation", "error", "gap", "margin", "loss", "attainment"), percent),
     **dict.fromkeys(("ratio", "gain"), lambda value: f"{value:.3f}x"),
 }
+
+
+def shown(label: str = "", unit: str = "") -> msgspec.Meta:
+    """Metadata of a field: its label for people, and a unit (a key of `UNITS`)."""
+    return msgspec.Meta(extra={"label": label, "unit": unit})
+
+
+def number(value: float) -> str:
+    """Four significant digits, thousands separated, never an exponent."""
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if value == 0 or not math.isfinite(value) or abs(value) >= 1e-4:
+        return f"{value:.4g}"
+    return f"{value:.{3 - math.floor(math.log10(abs(value)))}f}"
 
 
 class Field(NamedTuple):

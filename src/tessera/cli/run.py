@@ -37,6 +37,8 @@ GPU_TIMEOUT_S = 60.0
 MAX_FAILURES = 3
 MODEL_ITSELF = "the model itself"
 LAUNCHES = "the recorded launches one by one; the model itself was not called"
+# Weights of a model that is built and run here.
+MAX_BYTES = 4 << 30
 
 
 class PlanTrial(Record, frozen=True):
@@ -132,10 +134,6 @@ class Ran:
         return replace(
             self, timeline=replace(timeline, spans=spans, requests=requests), compute_us=compute_us
         )
-
-
-# Weights of a model that is built and run here.
-MAX_BYTES = 4 << 30
 
 
 PlanArgument = Annotated[

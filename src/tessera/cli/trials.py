@@ -24,6 +24,8 @@ Pair = tuple[int, int]
 
 # Preference of each order for launches late in the program: 1 runs them as early as edges allow, 0 is random.
 EAGERNESS = (1.0, 0.0, 0.5)
+# Seed of the recorded request.
+RECORDED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,6 @@ def _ancestors(pairs: Iterable[Pair], num_launches: int) -> list[int]:
 
 
 Tensors = Mapping[str, torch.Tensor]
-# Seed of the recorded request.
-RECORDED = 0
 
 
 class Trials:

@@ -25,6 +25,10 @@ SECTOR_BYTES = 32
 WARP_ROW = 8192
 # Below this, the number of rows decides.
 SHORT_ROW = 512
+COPIES = frozenset({"copy", "clone", "contiguous", "_to_copy", "to"})
+SAMPLERS = {"argmax": "argmax", "argmin": "argmax", "topk": "topk", "sort": "sort", "argsort": "sort",
+            "msort": "sort", "kthvalue": "sort"}  # fmt: skip
+SCANS = frozenset({"cumsum", "cumprod", "logcumsumexp", "_cummax_helper", "_cummin_helper"})
 
 
 class Scope(Enum):
@@ -78,11 +82,6 @@ TERMS: dict[str, Scope] = {
     "unaligned": Scope.FACTOR,  # GEMM with unaligned rows
     "grouped": Scope.FACTOR,
 }
-
-COPIES = frozenset({"copy", "clone", "contiguous", "_to_copy", "to"})
-SAMPLERS = {"argmax": "argmax", "argmin": "argmax", "topk": "topk", "sort": "sort", "argsort": "sort",
-            "msort": "sort", "kthvalue": "sort"}  # fmt: skip
-SCANS = frozenset({"cumsum", "cumprod", "logcumsumexp", "_cummax_helper", "_cummin_helper"})
 
 
 def overhead_of(

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from tessera.ir import Baseline, BufferKind, Lane, Objective, Plan, Span, Step, Timeline
 from tessera.ir.timeline import LINK_ARROW
 
+STEP = 1000.0
+# Round numbers within a decade.
+ROUND = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+
 
 def shares(plan: Plan) -> tuple[float, ...]:
     rates = [lane.rate_per_s for lane in plan.lanes]
@@ -208,11 +212,6 @@ def rows(spans: Sequence[Span]) -> list[int]:
         free_at[row] = ticks(span.stop_us)
         placed.append(row)
     return placed
-
-
-STEP = 1000.0
-# Round numbers within a decade.
-ROUND = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 
 
 def duration(us: float) -> str:

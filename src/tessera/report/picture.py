@@ -25,6 +25,10 @@ MAX_ROWS = 26
 MAX_COLUMNS = 4
 MIN_LAUNCHES = 3
 INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
+# By device, repeated.
+COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
+MODULE_WIDTH, TIME_WIDTH = 26, 9
+MIN_WIDTH, MAX_WIDTH = 12, 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,12 +293,6 @@ def _elide(rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], int]:
         return rows, len(rows)
     head = MAX_ROWS // 2
     return rows[:head] + rows[head - MAX_ROWS :], head
-
-
-# By device, repeated.
-COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
-MODULE_WIDTH, TIME_WIDTH = 26, 9
-MIN_WIDTH, MAX_WIDTH = 12, 26
 
 
 def device_colour(device: int) -> str:

@@ -126,6 +126,8 @@ class ActiveRequest:
         self.ask, self.reader = ask, reader
         self.sequence = list(ask.prompt)
         self.num_out = 0
+        # Predicted tokens of the answer.
+        self.predicted = ask.max_tokens
         self.watch = StopWatch(ask.stop)
         self.buffer = AnswerBuffer()
         self.pick = Pick.of(ask, end)

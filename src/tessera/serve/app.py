@@ -67,6 +67,37 @@ from tessera.serve.openai.write import (
 from tessera.serve.reading import Reading
 from tessera.serve.records import ImageDraft, Snapshot, step_name
 
+# Kind of model -> error for other requests.
+DOES = {
+    "text": "generates text only",
+    "vectors": "makes embeddings only; use /v1/embeddings",
+    "pictures": "makes pictures only; use /v1/images/generations",
+}
+# Last decisions shown in the state.
+NUM_DECISIONS = 20
+SCHEMAS = "#/components/schemas/{name}"
+ERROR_CONTENT = {"application/json": {"schema": {"$ref": SCHEMAS.format(name="ErrorDocument")}}}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"content": ERROR_CONTENT, "description": text}
+    for status, text in {
+        400: "The request is malformed, too long, or asks for what is not supported.",
+        401: "The key is missing or wrong.",
+        403: "A local server was called by another name.",
+        404: "Another model is served.",
+        405: "The path takes another method.",
+        408: "The body did not arrive in time.",
+        413: "The body is too large.",
+        415: "The body is not application/json.",
+        429: "Too many requests wait.",
+        500: "A device was lost twice, or the server has a bug.",
+        503: "The server is shutting down.",
+    }.items()
+}
+NEEDS_KEY: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
+STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answer."}
+}
+
 
 class BodyRoute(NamedTuple):
     """A path with a body: its reader (`reading.READERS`), and the kinds of model it is for."""
@@ -101,38 +132,6 @@ ROUTES = (
     ),
     BodyRoute("/detokenize", "detokenize", DetokenizeRequest, ("text", "vectors"), "The text of tokens."),
 )  # fmt: skip
-# Kind of model -> error for other requests.
-DOES = {
-    "text": "generates text only",
-    "vectors": "makes embeddings only; use /v1/embeddings",
-    "pictures": "makes pictures only; use /v1/images/generations",
-}
-# Last decisions shown in the state.
-NUM_DECISIONS = 20
-
-
-SCHEMAS = "#/components/schemas/{name}"
-ERROR_CONTENT = {"application/json": {"schema": {"$ref": SCHEMAS.format(name="ErrorDocument")}}}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"content": ERROR_CONTENT, "description": text}
-    for status, text in {
-        400: "The request is malformed, too long, or asks for what is not supported.",
-        401: "The key is missing or wrong.",
-        403: "A local server was called by another name.",
-        404: "Another model is served.",
-        405: "The path takes another method.",
-        408: "The body did not arrive in time.",
-        413: "The body is too large.",
-        415: "The body is not application/json.",
-        429: "Too many requests wait.",
-        500: "A device was lost twice, or the server has a bug.",
-        503: "The server is shutting down.",
-    }.items()
-}
-NEEDS_KEY: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
-STREAMS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answer."}
-}
 
 
 def create_app(

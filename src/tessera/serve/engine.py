@@ -91,6 +91,8 @@ class Engine(Watcher[ActiveRequest]):
         # Chosen tokens not delivered yet, with the finish reason if they end an answer.
         self._chosen: list[tuple[ActiveRequest, Token | int, Reason | None]] = []
         self._gaps: list[float] = []
+        # When the host began to settle the last step; None: what follows it is ordered.
+        self._settled_s: float | None = None
         self._wake_ups = WakeUps()
 
     def submit(self, request: ActiveRequest) -> None:
@@ -148,6 +150,9 @@ class Engine(Watcher[ActiveRequest]):
             self._posted.popleft()()
         try:
             self.scheduler.begin()
+            if self._settled_s is not None:
+                self.meters.hosted(time.perf_counter() - self._settled_s)
+                self._settled_s = None
             self.deliver()
             if self.meters.is_due():
                 self.meters.look(self.stepper.use())
@@ -161,6 +166,7 @@ class Engine(Watcher[ActiveRequest]):
 
     def settle(self, batch: SequenceBatch, done: StepDone, rows: OutputRows) -> list[ActiveRequest]:
         """Choose the tokens of a step; return the requests that end."""
+        self._settled_s = time.perf_counter()
         rows = [(row, request) for row, request in rows if not _note_prompt(batch, done, row, request)]
         self.meters.stepped(batch.kind_of(done.step), done.seconds)
         if not rows:

@@ -15,6 +15,8 @@ from tessera.serve.records import Counts, Finish, Latency
 
 # Seconds between two samples, and the window of shares and rates.
 LOOK_S, WINDOW_S = 0.5, 5.0
+# Weight of the newest step in the mean host time.
+NEWEST_WEIGHT = 0.02
 # Number of latest times kept.
 NUM_FIRST, NUM_BETWEEN = 500, 5000
 
@@ -47,6 +49,8 @@ class Meters(Counts):
         # Latest seconds to first token, and between tokens.
         self.first_s: deque[float] = deque(maxlen=NUM_FIRST)
         self.between_s: deque[float] = deque(maxlen=NUM_BETWEEN)
+        # Mean seconds of the host from the end of a step until the next is ordered; None: no step yet.
+        self.host_s: float | None = None
         self._looks: deque[_Look] = deque([_Look(time.monotonic(), 0, {}, {})])
 
     def seated(self, queued_s: float) -> None:
@@ -62,6 +66,12 @@ class Meters(Counts):
 
     def stepped(self, kind: str, seconds: float) -> None:
         """A step has ended; its kind includes its size."""
+
+    def hosted(self, seconds: float) -> None:
+        """The host has settled a step and ordered what follows."""
+        self.host_s = (
+            seconds if self.host_s is None else self.host_s + NEWEST_WEIGHT * (seconds - self.host_s)
+        )
 
     def ended(self, finish: Finish, times: Times) -> None:
         self.finished[finish.reason] += 1

@@ -342,15 +342,9 @@ class Router(Scheduler[ActiveRequest]):
 
     def _work_s(self, group: RoutedGroup) -> float:
         """Predicted seconds of work left in a group."""
-        work_s = 0.0
-        for microbatch in self.open_of(group):
-            batch = batch_of(microbatch)
-            left = sum(max(1.0, self._answer_of(r) - r.num_out) for r in batch.requests())
-            work_s += batch.num_unread * group.prompt_s + left * group.answer_s
-        return work_s
-
-    def _answer_of(self, request: ActiveRequest) -> float:
-        return min(self._mean_answer, request.ask.max_tokens)
+        batches = [batch_of(microbatch) for microbatch in self.open_of(group)]
+        unread, unanswered = sum(x.num_unread for x in batches), sum(x.num_unanswered for x in batches)
+        return unread * group.prompt_s + unanswered * group.answer_s
 
     def _found(self, request: ActiveRequest, group: RoutedGroup) -> int:
         """Tokens of a request that are in pages of a group's home."""
@@ -363,6 +357,7 @@ class Router(Scheduler[ActiveRequest]):
         request = self.queue.peek()
         if request is None:
             return False
+        request.predicted = min(round(self._mean_answer), request.ask.max_tokens)
         groups = self._usable()
         prompts = [group for group in groups if group.role is Role.PROMPTS]
         others = [group for group in groups if group.role is not Role.PROMPTS]
@@ -389,7 +384,7 @@ class Router(Scheduler[ActiveRequest]):
         def end_s(choice: tuple[RoutedGroup, RoutedMicrobatch | RoutedGroup]) -> float:
             group = choice[0]
             num = len(request.sequence) - self._found(request, group)
-            return self._work_s(group) + num * group.prompt_s + self._answer_of(request) * group.answer_s
+            return self._work_s(group) + num * group.prompt_s + request.predicted * group.answer_s
 
         _, place = min(places, key=end_s) if len(places) > 1 else places[0]
         return self._add(request, self._opened(place))

@@ -94,6 +94,8 @@ class SeatedSequence:
         self.num_pages = 0
         # Number of leading pages released behind the attention window; the table has 0 in their place.
         self.num_behind = 0
+        # Tokens not read by ended steps (but for an answer's newest), and predicted tokens of its answer.
+        self.unread = self.unanswered = 0
 
     @property
     def left(self) -> int:
@@ -292,6 +294,8 @@ class SequenceBatch:
         self._num_wanted = 0
         # Rows of sequences on their way here.
         self.num_coming = 0
+        # Work left in all sequences: tokens to read, and predicted tokens to answer.
+        self.num_unread = self.num_unanswered = 0
         # Pages that the planned step fills.
         self._published: list[int] = []
         # Sequences that read more than one token, in the newest step or after it.
@@ -314,11 +318,11 @@ class SequenceBatch:
         """True if some sequence has more than its newest token to read."""
         return self._num_reading > 0 or bool(self._aside)
 
-    @property
-    def num_unread(self) -> int:
-        """Tokens known and not read by ended steps."""
-        running = sum(part.num_tokens for step in self._started for part in step.parts)
-        return running + sum(max(0, s.left) for s in (*self._begun, *self._aside))
+    def _count_work(self, sequence: SeatedSequence, unread: int, unanswered: int) -> None:
+        """What is left of a sequence."""
+        self.num_unread += unread - sequence.unread
+        self.num_unanswered += unanswered - sequence.unanswered
+        sequence.unread, sequence.unanswered = unread, unanswered
 
     @property
     def takes(self) -> bool:
@@ -354,6 +358,7 @@ class SequenceBatch:
         sequence = SeatedSequence(request, self._num_turns, heappop(self._unused_rows), seen)
         self._num_turns += 1
         self._by_request[request] = sequence
+        self._count_work(sequence, len(sequence.tokens), max(1, request.predicted - request.num_out))
         request.batch = self
         return sequence
 
@@ -378,6 +383,7 @@ class SequenceBatch:
         self._num_entries += len(pages) - num_expected
         sequence = self._seated(request)
         sequence.begin(pages, read, 0)
+        self._count_work(sequence, len(sequence.tokens) - read, sequence.unanswered)
         sequence.was_begun = True
         insort(self._begun, sequence, key=lambda s: s.turn)
         self._publish(sequence, read)
@@ -386,6 +392,7 @@ class SequenceBatch:
     def depart(self, request: ActiveRequest) -> list[int]:
         """Remove a begun sequence that no step reads; its pages are the caller's."""
         sequence = self._by_request.pop(request)
+        self._count_work(sequence, 0, 0)
         request.batch = None
         heappush(self._unused_rows, sequence.row)
         self._begun.remove(sequence)
@@ -427,6 +434,7 @@ class SequenceBatch:
         sequence = self._by_request.pop(request, None)
         if sequence is None:
             return
+        self._count_work(sequence, 0, 0)
         heappush(self._unused_rows, sequence.row)
         if sequence.is_begun:
             self._release(sequence)
@@ -476,7 +484,15 @@ class SequenceBatch:
             sequence, request = part.sequence, part.sequence.request
             sequence.num_due -= part.is_due
             sequence.num_running -= 1
-            if seated.get(request) is sequence and (part.is_due or request.wants_prompt):
+            if seated.get(request) is not sequence:
+                continue
+            if sequence.unread:
+                unread = max(0, sequence.unread - part.num_tokens)
+                self._count_work(sequence, unread, sequence.unanswered)
+            if part.is_due and sequence.unanswered > 1:
+                sequence.unanswered -= 1
+                self.num_unanswered -= 1
+            if part.is_due or request.wants_prompt:
                 looked_at.append((part.row_in(self._shape, number), request))
         left = self._settle(self, done, looked_at)
         for request in left:
@@ -634,6 +650,7 @@ class SequenceBatch:
         self._num_wanted -= sequence.num_wanted
         self.pool.share(found)
         sequence.begin(found, len(found) * PAGE, len(found))
+        self._count_work(sequence, len(sequence.tokens) - sequence.read, sequence.unanswered)
         for _ in range(wanted - len(found)):
             sequence.append(self.pool.take())
         self._num_entries += wanted
@@ -656,6 +673,7 @@ class SequenceBatch:
                 last = self._begun[-1]
                 self._release(last)
                 self._wait(last)
+                self._count_work(last, len(last.tokens), last.unanswered)
                 self._counts.preemptions += 1
         return sequence.is_begun
 

@@ -103,8 +103,9 @@ class _Open:
     since_us: float = 0.0
     works: tuple[Work, ...] = ()
     is_running: bool = False
-    # Queued next step.
+    # Queued next step, and when the host has ordered it.
     queued: StepCall | None = None
+    ordered_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +125,14 @@ class VirtualStepper:
         truth: Truth | None = None,
         faults: Faults = NO_FAULTS,
         outputs: Callable[[StepCall], Tensors] | None = None,
+        host_us: float = 0.0,
     ) -> None:
+        """`host_us` is the time in which the host settles a step and orders the next, one after another."""
         self.plans, self.lanes = tuple(plans), Lanes(plans)
         self._truth, self._faults, self._outputs = truth or Truth(plans[0]), faults, outputs
         self._names = self._truth.cluster.names
+        # Until when the host is busy.
+        self._host_us, self._host_free_us = host_us, 0.0
         # By the steps of a plan.
         self._scripts: dict[tuple[int, ...], Scripts] = {}
         self._wires = Wires(self._truth.cluster)
@@ -190,11 +195,25 @@ class VirtualStepper:
         return self._overlaps[here.lane]
 
     def start(self, call: StepCall) -> None:
-        here = self._open[call.microbatch]
+        here, now_us = self._open[call.microbatch], self.machine.now_us
+        self._host_free_us = max(now_us, self._host_free_us) + self._host_us
         if here.is_running:
-            here.queued = call
+            here.queued, here.ordered_us = call, self._host_free_us
         else:
+            self._begin_at(self._host_free_us, here, call)
+
+    def _begin_at(self, at_us: float, here: _Open, call: StepCall) -> None:
+        """Begins a step when the host has ordered it."""
+        if at_us <= self.machine.now_us:
             self._begin(here, call)
+            return
+
+        def begin() -> None:
+            if self._open.get(call.microbatch) is here:
+                self._begin(here, call)
+
+        here.is_running = True
+        self._at(at_us * 1e-6, begin)
 
     def _begin(self, here: _Open, call: StepCall) -> None:
         here.is_running, here.works = True, self._works_of(here, call)
@@ -282,7 +301,7 @@ class VirtualStepper:
         here.is_running = False
         if here.queued is not None:
             queued, here.queued = here.queued, None
-            self._begin(here, queued)
+            self._begin_at(here.ordered_us, here, queued)
         return StepDone(microbatch, call.step, outputs, seconds, busy_s=busy_s)
 
     def _works_of(self, here: _Open, call: StepCall) -> tuple[Work, ...]:

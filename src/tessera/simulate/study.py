@@ -141,7 +141,7 @@ def replanner(make: MakePlan, requests: RequestLoad) -> Replanner:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Scenario:
     arrivals: Arrivals
     faults: Faults = NO_FAULTS
     limits: tuple[LatencyLimit, ...] = ()
@@ -168,11 +168,11 @@ class Setting:
                 raise ArrivalsError(f"{device} cannot change at {second:g} s", "Give a time from zero on.")
 
 
-def compare(plans: Sequence[tuple[str, Plan]], setting: Setting) -> tuple[ServingReport, ...]:
+def compare(plans: Sequence[tuple[str, Plan]], setting: Scenario) -> tuple[ServingReport, ...]:
     return tuple(_alone(replace(plan, policy=name), setting) for name, plan in plans)
 
 
-def _alone(plan: Plan, setting: Setting) -> ServingReport:
+def _alone(plan: Plan, setting: Scenario) -> ServingReport:
     setting.check(plan)
     requests, truth = setting.requests(plan), setting.truth(plan)
     check_limits([plan], requests, setting.limits, truth)
@@ -188,7 +188,7 @@ def _failures(num: int, remedy: str = "") -> tuple[str, ...]:
     )
 
 
-def checked(plans: Sequence[tuple[str, Plan]], setting: Setting) -> list[Plan]:
+def checked(plans: Sequence[tuple[str, Plan]], setting: Scenario) -> list[Plan]:
     """Plans to choose among, renamed; they must share work, devices and costs."""
     first_name, first = plans[0]
     setting.check(first)
@@ -205,14 +205,14 @@ def checked(plans: Sequence[tuple[str, Plan]], setting: Setting) -> list[Plan]:
     return [replace(plan, policy=name) for name, plan in plans]
 
 
-def known_of(plans: Sequence[tuple[str, Plan]], setting: Setting) -> tuple[Capability, ...]:
-    named = checked(plans, Setting(setting.arrivals))
+def known_of(plans: Sequence[tuple[str, Plan]], setting: Scenario) -> tuple[Capability, ...]:
+    named = checked(plans, Scenario(setting.arrivals))
     return capabilities(named, setting.requests(named[0]), setting.faults.seed)
 
 
 def adapt(
     plans: Sequence[tuple[str, Plan]],
-    setting: Setting,
+    setting: Scenario,
     watch: MonitorConfig = DEFAULT,
     make: MakePlan | None = None,
     replan_s: float = 10.0,
@@ -231,7 +231,7 @@ def adapt(
 
 def watched(
     plans: Sequence[tuple[str, Plan]],
-    setting: Setting,
+    setting: Scenario,
     known: Sequence[Capability],
     watch: MonitorConfig = DEFAULT,
     make: MakePlan | None = None,

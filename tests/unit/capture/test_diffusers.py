@@ -43,7 +43,7 @@ def test_a_denoiser_is_captured(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_pipeline_means_its_denoiser(tmp_path: Path) -> None:
-    """Of a pipeline's folder, the transformer or the UNet is taken."""
+    """The transformer or the UNet of a pipeline's folder is taken."""
     a_model("DiTTransformer2DModel").write(tmp_path / "transformer")
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "DiTPipeline", "vae": ["a", "b"]}))
 

@@ -57,7 +57,7 @@ def test_running_the_launches_gives_what_the_program_gives() -> None:
 
 
 def test_proved_accesses_cover_the_bytes_really_touched() -> None:
-    """Of every Triton launch and buffer, read and written."""
+    """Every Triton launch and buffer, read and written."""
     _, cpu = program_order()
     for index in triton_launches():
         for buffer, touched in cpu.touched[index].items():
@@ -133,11 +133,15 @@ def test_what_is_not_proved_is_immovable_and_may_touch_everything(monkeypatch: p
 
 def test_the_make_believe_ends() -> None:
     """After a recording torch and Triton know of no GPU that is not there."""
+    from torch._inductor.async_compile import CompiledTritonKernels
+    from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    trace()
+    trace.__wrapped__()
 
     assert "tessera" not in CachingAutotuner.run.__module__
+    assert not PyCodeCache.modules_no_attr, "kernels without handles"
+    assert not CompiledTritonKernels._cache
     assert "tessera" not in torch.cuda.set_device.__module__
 
 
@@ -148,7 +152,7 @@ def test_a_step_that_is_not_on_a_gpu_is_refused() -> None:
 
 
 def test_blocks_that_are_alike_are_compiled_once() -> None:
-    """Of four blocks the second and third are alike; the fourth has another number in it."""
+    """The second and third of four blocks are alike; the fourth has another number in it."""
     with offline() as mode:
         given = tuple(on_device(t) for t in (workload().weights(), *workload().request(0)))
         regions, _ = cut(trace_step(workload(), given, mode))

@@ -78,7 +78,7 @@ def test_a_layer_of_llama_has_four_products_instead_of_seven() -> None:
 
 @pytest.mark.parametrize("model", some_of(TINY, ("tiny-gpt-oss", "tiny-mamba")))
 def test_greedy_tokens_are_the_same(model: str) -> None:
-    """Of whatever requests."""
+    """For any requests."""
     apart, together = workload(model, False), workload(model, True)
     for seed in range(3):
         wanted, found = (w.run(w.make_inputs(seed), w.make_state(seed)) for w in (apart, together))

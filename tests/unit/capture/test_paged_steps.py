@@ -65,7 +65,7 @@ def folder_step(model: Model, place: Path, layout: str) -> Workload:
 
 
 def prompts_of(num: int, seed: int = 0) -> list[list[int]]:
-    """Of different lengths, within and across pages."""
+    """Prompts of different lengths, within and across pages."""
     random = Random(seed)
     return [[random.randrange(3, 90) for _ in range(random.choice([1, 3, 7, 17, 30]))] for _ in range(num)]
 
@@ -77,7 +77,7 @@ def check_answers(workload: Workload, num: int = 7) -> None:
     assert generated(workload, prompts, NUM_NEW) == Mixer(workload).answers(prompts, NUM_NEW)
 
 
-# Of each layout what is unlike: windows, sinks, experts, latent attention, biases, recurrences of every kind.
+# What is unlike in each layout: windows, sinks, experts, latent attention, biases, recurrences of every kind.
 FEW = ("gpt2", "gemma3_text", "gpt_oss", "deepseek_v3", "falcon", "mpt", "mamba2", "jamba", "qwen3_next")
 
 
@@ -101,7 +101,7 @@ def test_answers_of_built_in_models_are_those_of_generate(name: str, layout: str
 
 @pytest.mark.parametrize(("name", "window"), [("mistral", 6), ("gpt_oss", 0), ("llama", 0)])
 def test_a_window_is_that_of_all_layers(name: str, window: int, tmp_path: Path) -> None:
-    """Of a model with layers that see everything, there is none."""
+    """A model with layers that see everything has none."""
     sizes = {**BY_NAME[name].sizes, **({"sliding_window": window} if window else {})}
     workload = folder_step(replace(BY_NAME[name], sizes=sizes), tmp_path, FLAT)
 
@@ -328,3 +328,12 @@ def test_a_token_below_zero_is_one_that_the_step_before_chose(name: str, tmp_pat
     assert torch.equal(plain["logits"], found["logits"])
     assert all(torch.equal(known[name], tensor) for name, tensor in state.items())
     assert torch.equal(found["next_tokens"], state["newest"][: len(found["next_tokens"])])
+
+
+@pytest.mark.parametrize("tokens", [SEQUENCES + 1, 2 * SEQUENCES])
+def test_a_step_barely_larger_than_its_sequences_has_example_inputs(tokens: int) -> None:
+    """Every sequence of the example has a token, however few more tokens there are."""
+    workload = build(replace(step_of("tiny-llama"), context=tokens))
+
+    for seed in range(20):
+        assert workload.make_inputs(seed)["tokens"].numel()

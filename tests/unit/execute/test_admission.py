@@ -34,7 +34,7 @@ def test_clients_take_turns() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers()), max_size=30))
 def test_each_client_is_first_come_first_served(pushes: list[tuple[str, int]]) -> None:
-    """Of one client, requests leave in the order in which they came; nothing is lost."""
+    """One client's requests leave in the order in which they came; nothing is lost."""
     queue: FairQueue[tuple[str, int, int]] = FairQueue(99)
     for at, (client, item) in enumerate(pushes):
         queue.push(client, (client, item, at))

@@ -197,7 +197,7 @@ def test_lanes_without_a_way_back_or_with_state_that_moves_do_not_queue() -> Non
 
 
 def seeds(num_devices: int, num: int) -> list[int]:
-    """Of plans over several devices that queue."""
+    """Seeds of plans over several devices that queue."""
     found = (s for s in range(200) if len(set(lower(split_plan(s, num_devices))[0][0].weights)) > 1)
     plans = ((seed, split_plan(seed, num_devices)) for seed in found)
     return [s for s, plan in plans if can_overlap(plan, plan.lanes[0])][:num]

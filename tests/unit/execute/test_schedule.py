@@ -64,7 +64,7 @@ def test_a_closed_lane_is_not_taken() -> None:
 
 
 def test_the_shorter_segment_goes_first() -> None:
-    """Of two ready jobs, the one that will sooner have to wait is taken, though it is younger."""
+    """The ready job that will sooner have to wait is taken, though it is younger."""
     queue = Queue()
     queue.add(Job(0, 1, [Run(0), Run(1)], until_wait_us=(200.0, 100.0)))
     queue.add(Job(1, 2, [Run(0), Recv(0), Run(1)], until_wait_us=(20.0, 900.0, 900.0)))

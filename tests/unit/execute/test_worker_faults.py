@@ -80,7 +80,7 @@ def workers(plan: Plan, **options: object) -> WorkerStepper:
 
 
 def pid_of(stepper: WorkerStepper, device: int) -> int:
-    """Of a worker that is there."""
+    """Process of a worker that is there."""
     pid = stepper.use().devices[f"d{device}"].pid
     assert pid is not None
     return pid
@@ -308,7 +308,7 @@ def test_a_device_is_given_up_where_that_is_wanted() -> None:
 
 
 def test_workers_that_hold_each_other_are_started_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of some transports the loss of one worker takes all down; only the one that failed is counted."""
+    """With some transports the loss of one worker takes all down; only the one that failed is counted."""
     monkeypatch.setattr(hubs, "RESTART_TOGETHER", frozenset({"shm"}))
     with workers(two_ways(0)) as stepper:
         factory.play(stepper, [0])

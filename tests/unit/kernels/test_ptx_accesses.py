@@ -17,7 +17,7 @@ def view(buffer: int, offset: int = 0) -> View:
 
 
 def accesses(body: str, args: tuple[View | int, ...], params: str) -> tuple[tuple[Access, ...], str]:
-    """Of a launch of two blocks of 32 threads."""
+    """Accesses of a launch of two blocks of 32 threads."""
     kernel = Kernel("k", Origin.TRITON, ptx=make_module(body, params))
     launch = Launch(0, args, (), (), (), grid=(2, 1, 1), block=(32, 1, 1))
     return triton_accesses(kernel, launch, BUFFERS, {1})
@@ -46,7 +46,7 @@ def test_a_number_is_no_buffer() -> None:
 
 
 def test_numbers_of_the_launch_are_no_buffers() -> None:
-    """Of two 64-bit addends the one that is a small number in the launch is the offset."""
+    """The 64-bit addend that is a small number in the launch is the offset."""
     body = f"{pointers(0, 1, generic=True)}add.s64 %rd21, %rd1, %rd2; st.global.f32 [%rd21], %f1;"
     found, why = accesses(body, (view(0), 64), "u64 u64")
 
@@ -74,7 +74,7 @@ def test_what_is_no_ptx_is_a_reason() -> None:
 
 
 def test_a_write_that_may_leave_bytes_alone_reads_them() -> None:
-    """Of a buffer that holds something; nothing can be left alone in one that holds nothing."""
+    """Only in a buffer that holds something; an empty one has nothing to leave alone."""
     scattered = f"""{pointers(0, 1)}{THREAD}add.s64 %rd21, %rd11, %rd20;
 ld.global.u32 %r9, [%rd21];
 and.b32 %r10, %r9, 255;

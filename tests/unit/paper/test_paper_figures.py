@@ -37,7 +37,7 @@ def test_the_best_baseline_is_not_the_plan_itself() -> None:
 
 
 def test_a_million_tokens_have_a_price() -> None:
-    """Of a pair for 3.6 dollars an hour: answers of 16 tokens, ten a second."""
+    """A pair for 3.6 dollars an hour: answers of 16 tokens, ten a second."""
     row = throughput_figure.row_of(PAIR, outcome(throughput=10.0))
 
     assert row["usd_per_million_tokens"]["throughput"] == pytest.approx(1000 / 160)

@@ -63,7 +63,7 @@ def test_pinned_kernel_runs_nowhere_else(objective: ir.Objective) -> None:
 
 
 def test_forbidden_kernel_runs_elsewhere() -> None:
-    """Of two devices the other one is left."""
+    """The other one of two devices is left."""
     assert {0} == placed(solve(*layered_case(), config(parse_constraint("up=d1", False))), "up")
 
 

@@ -32,7 +32,7 @@ def random_problem(seed: int, devices: int = 2) -> Problem:
 
 
 def course(problem: Problem) -> Course:
-    """Of the first step."""
+    """Course of the first step."""
     return course_of(layout_of(problem, 0))
 
 

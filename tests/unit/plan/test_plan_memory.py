@@ -26,7 +26,7 @@ def problem_of(unit: ir.WorkUnit, cluster: ir.Cluster | None = None) -> Problem:
 
 
 def peaks(draft: Draft, devices: list[int], num_devices: int = 2) -> list[float]:
-    """Of one step whose launches are its nodes."""
+    """Peaks of one step whose launches are its nodes."""
     graph = make_unit(draft).graphs[0]
     nodes = np.arange(draft.num)
     found = temporaries_of(graph, nodes).peak_bytes(np.array(devices), num_devices)

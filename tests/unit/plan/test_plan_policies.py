@@ -28,7 +28,7 @@ def task_of(num_layers: int = 4) -> Task:
 
 
 def mixes_of(task: Task, name: str) -> tuple[Mix, ...]:
-    """Of a policy that applies."""
+    """Mixes of a policy that applies."""
     found = planner_named(name)(task)
     assert found is not None
     return found
@@ -89,7 +89,7 @@ def test_attention_scopes_follow_the_state() -> None:
 
 
 def test_state_that_all_layers_share_does_not_make_everything_attention() -> None:
-    """Of nested scopes the inner ones count."""
+    """The inner ones of nested scopes count."""
     draft = Draft(
         4,
         states={"kv": ((1,), 8), "position": ((0, 1, 3), 8)},

@@ -41,7 +41,7 @@ def little(plan: ir.Plan) -> float:
 
 
 def rates(plan: ir.Plan) -> dict[str, float]:
-    """Of the baselines that apply."""
+    """Rates of the baselines that apply."""
     return {b.name: b.throughput_per_s for b in plan.baselines if b.throughput_per_s is not None}
 
 

@@ -6,7 +6,7 @@ from tessera.profile.store import timing, until
 
 
 def test_the_interval_covers_the_true_median_as_often_as_it_says() -> None:
-    """Of 400 sets of skewed samples, about 95 % of the intervals hold the true median."""
+    """400 sets of skewed samples: about 95 % of the intervals hold the true median."""
     chance = random.Random(1)
     true_median = 2**0.5
 

@@ -17,7 +17,7 @@ def gemm(m: int, n: int, k: int, batch: int = 1) -> Loads:
 
 
 def time(params: Params, loads: Loads) -> float:
-    """Of a single launch."""
+    """Time of a single launch."""
     return float(predict(params, loads, PEAKS)[0])
 
 

@@ -42,7 +42,7 @@ def test_blocks_that_do_not_fill_a_wave_take_as_long_as_those_that_do() -> None:
 
 
 def test_kernels_that_split_keys_fill_the_gpu() -> None:
-    """Of eight sequences the kernel over pages takes less time than one that gives each head one block."""
+    """Eight sequences: the kernel over pages is faster than one that gives each head one block."""
     assert us("decode 8 x 4096", "paged") < 0.5 * us("decode 8 x 4096", "efficient")
 
 

@@ -24,7 +24,7 @@ def text_of(shown: RenderableType, width: int = 100, encoding: str = "utf-8") ->
 
 
 def test_the_middle_layer_stands_for_all() -> None:
-    """Of four equal layers the third is shown, with all of its launches."""
+    """The third of four equal layers is shown, with all of its launches."""
     layer = layer_of(make_graph().trace)
 
     assert layer is not None

@@ -178,7 +178,7 @@ def client(server: Running) -> Iterator[Any]:
 
 
 def test_the_official_client_gets_vectors(client: Any, service: Any) -> None:
-    """Of one text, several, or tokens, in their order, as numbers or in base64, and counts tokens."""
+    """One text, several, or tokens, in their order, as numbers or in base64; tokens are counted."""
     text = open_text(str(service.folder))
     tokens = [text.encode(x) for x in INPUTS]
     expected = service.model.encode(tokens)

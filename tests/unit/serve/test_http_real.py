@@ -138,7 +138,7 @@ def expected_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def test_a_prompts_logprobs_are_the_models_own(client: Any, model: Any) -> None:
-    """Of every token after the first, with the likeliest ones, once for all choices; in vLLM's form."""
+    """Every token after the first, with the likeliest ones, once for all choices; in vLLM's form."""
     tokens = [256, *b"hello world, hello"]
     options = {"prompt_logprobs": 2, "ignore_eos": True}
     found = client.completions.create(model=MODEL, prompt=tokens, max_tokens=3, n=2, extra_body=options)

@@ -12,7 +12,7 @@ from tessera.serve.pages import PagePool, page_key, pages_for
 
 
 def keys_of(tokens: list[int]) -> list[bytes]:
-    """Of the full pages of a sequence."""
+    """Keys of the full pages of a sequence."""
     found = [b""]
     for start in range(0, len(tokens) // PAGE * PAGE, PAGE):
         found.append(page_key(found[-1], tokens[start : start + PAGE]))

@@ -178,7 +178,7 @@ def test_small_bodies_do_not_wait_for_large_ones(server: Running) -> None:
 
 
 def test_a_text_that_is_too_long_is_not_read_to_its_end(tmp_path: Path) -> None:
-    """Of a prompt with far too many tokens only so many are made as show that; the others are whole."""
+    """A prompt with far too many tokens is read only until that shows; other prompts are whole."""
     text = text_of(tmp_path)
     long = WORDS * 12_000
     whole = text.encode(long)

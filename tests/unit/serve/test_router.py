@@ -29,6 +29,7 @@ from tessera.ir import Role
 from tessera.kernels import PAGE
 from tessera.serve.records import Ask
 from tessera.serve.router import Router, batch_of
+from tessera.serve.sequences import SequenceBatch
 from tessera.serve.service import Service
 
 LONG = Ask(tuple(range(1, 20)), 28, GREEDY, ignores_end=True)
@@ -57,8 +58,20 @@ def users_of(router: Router) -> dict[int, Counter[int]]:
     return found
 
 
+def check_work(batch: SequenceBatch) -> None:
+    """Counts of work are those of its sequences, and what is read is not counted."""
+    sequences = list(batch._by_request.values())
+    assert batch.num_unread == sum(sequence.unread for sequence in sequences)
+    assert batch.num_unanswered == sum(sequence.unanswered for sequence in sequences)
+    for sequence in sequences if not batch._started else ():
+        left = len(sequence.tokens) - (sequence.read if sequence.is_begun else 0)
+        assert sequence.unread in (left, 0 if left <= 1 else left)
+
+
 def check_pages(router: Router) -> None:
     """Every page is free, findable or used, and used as often as somebody has it."""
+    for microbatch in router.microbatches.values():
+        check_work(batch_of(microbatch))
     users = users_of(router)
     for pool in router.pools.values():
         used = users.get(id(pool), Counter())

@@ -53,7 +53,7 @@ ASKS = [make_ask(1, 1), make_ask(2), make_ask(3, 5), make_ask(4, 12), make_ask(5
 
 @cache
 def expected(number: int) -> list[int]:
-    """Of one of the questions."""
+    """Answer to one of the questions."""
     return own_answer(ASKS[number])
 
 

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(folder: Path) -> Text:
-    """Of that folder."""
+    """Text of that folder."""
     return open_text(str(folder))
 
 

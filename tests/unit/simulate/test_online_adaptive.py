@@ -14,7 +14,7 @@ from tessera.errors import PlanInfeasible
 from tessera.ir import Cluster, Costs, DecisionKind, Lane, Objective, Placement, Plan, ServingReport
 from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.stepper import Faults, Loss
-from tessera.simulate.study import Setting, adapt, compare, known_of
+from tessera.simulate.study import Scenario, adapt, compare, known_of
 
 ROWS, TOKENS = 4, 20
 # Requests, if nothing else is said.
@@ -23,10 +23,10 @@ NUM = examples(1500, 500)
 ALONE_PER_S = ROWS / (RUN_US * 1e-6) / TOKENS
 
 
-def setting(arrivals: str, num: int = NUM, faults: Faults | None = None) -> Setting:
+def setting(arrivals: str, num: int = NUM, faults: Faults | None = None) -> Scenario:
     """Geometric answers in microbatches of four."""
     made = make_arrivals(arrivals, num, 1, f"geometric:1,{TOKENS}")
-    return Setting(made, faults or Faults(seed=1), rows=ROWS)
+    return Scenario(made, faults or Faults(seed=1), rows=ROWS)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,7 @@ from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.metrics import LatencyLimit
 from tessera.simulate.online import RequestLoad, SimulatedRun, SimulatedServer, load_of
 from tessera.simulate.stepper import Faults, Loss, Truth
-from tessera.simulate.study import Setting, checked, compare
+from tessera.simulate.study import Scenario, checked, compare
 
 STATE_BYTES = 64_000
 
@@ -63,7 +63,7 @@ def test_requests_go_on_from_what_they_have_when_their_microbatch_is_renewed() -
 
 
 def test_a_lost_device_takes_down_only_what_runs_on_it() -> None:
-    """Of two lanes on two devices one is left; its request is not touched, the other starts anew there."""
+    """One of two lanes is left; its request is not touched, the other starts anew there."""
     plan = make_plan([make_chain(4)], [[[0] * 4], [[1] * 4]])
     served = serve(plan, at_us(0.0, 0.0), faults=Faults(losses=(Loss("d1", 20e-6),)))
 
@@ -82,7 +82,7 @@ def test_requests_wait_for_a_device_that_comes_back() -> None:
 
 def test_no_request_is_lost_silently_when_no_lane_is_left() -> None:
     """Without a monitor, requests that no lane can serve are counted as failed, and the report says why."""
-    setting = Setting(poisson(10_000, 50), Faults(losses=(Loss("d1", 1e-3),)), rows=1)
+    setting = Scenario(poisson(10_000, 50), Faults(losses=(Loss("d1", 1e-3),)), rows=1)
     (report,) = compare([("throughput", split_plan())], setting)
 
     assert 50 == report.num_finished + report.num_failed
@@ -109,7 +109,7 @@ def test_noise_misprices_a_kernel_type_alike_everywhere() -> None:
 
 def test_a_load_past_saturation_is_called_so() -> None:
     """Twice what a plan can do ends, with a sentence that says that the queue grew."""
-    setting = Setting(poisson(2 / RUN_US * 1e6, 500), rows=1)
+    setting = Scenario(poisson(2 / RUN_US * 1e6, 500), rows=1)
     (report,) = compare([("latency", alone_plan())], setting)
 
     assert report.is_saturated
@@ -119,7 +119,7 @@ def test_a_load_past_saturation_is_called_so() -> None:
 
 def test_a_load_below_saturation_is_not() -> None:
     """Half of what a plan can do raises no alarm."""
-    (report,) = compare([("latency", alone_plan())], Setting(poisson(0.5 / RUN_US * 1e6, 500), rows=1))
+    (report,) = compare([("latency", alone_plan())], Scenario(poisson(0.5 / RUN_US * 1e6, 500), rows=1))
 
     assert not report.is_saturated
     assert () == report.notes
@@ -127,7 +127,7 @@ def test_a_load_below_saturation_is_not() -> None:
 
 def test_an_impossible_limit_is_refused() -> None:
     """No request can have its token sooner than alone on an idle system."""
-    setting = Setting(poisson(1000, 10), limits=(LatencyLimit("ttft", 1e-6),), rows=1)
+    setting = Scenario(poisson(1000, 10), limits=(LatencyLimit("ttft", 1e-6),), rows=1)
 
     with pytest.raises(
         ArrivalsError, match=r"ttft of 0.001 ms cannot be met: one request alone takes 0.04 ms"
@@ -136,8 +136,8 @@ def test_an_impossible_limit_is_refused() -> None:
 
 
 def test_attainment_counts_requests_within_all_limits() -> None:
-    """Of two at once on one microbatch, the second has waited a run too long."""
-    setting = Setting(at_us(0.0, 0.0), limits=(LatencyLimit("latency", 1.5 * RUN_US * 1e-6),), rows=1)
+    """The second of two requests on one microbatch has waited a run too long."""
+    setting = Scenario(at_us(0.0, 0.0), limits=(LatencyLimit("latency", 1.5 * RUN_US * 1e-6),), rows=1)
     (report,) = compare([("latency", alone_plan(1))], setting)
 
     assert 0.5 == report.slo_attainment
@@ -156,12 +156,12 @@ def test_plans_with_different_costs_are_not_chosen_among() -> None:
     other = make_plan([make_chain(4)], [[[0, 0, 1, 1]]], cluster=make_cluster(latency_us=10.0), us=11.0)
 
     with pytest.raises(MismatchError, match="different costs"):
-        checked([("a", alone_plan()), ("b", other)], Setting(poisson(1.0, 3)))
+        checked([("a", alone_plan()), ("b", other)], Scenario(poisson(1.0, 3)))
 
 
 def test_losing_an_unknown_device_is_a_mistake() -> None:
     """The message lists the devices that there are."""
-    setting = Setting(poisson(1.0, 3), Faults(losses=(Loss("d7", 1.0),)))
+    setting = Scenario(poisson(1.0, 3), Faults(losses=(Loss("d7", 1.0),)))
 
     with pytest.raises(ArrivalsError, match=r"no device 'd7'\. Its devices: d0, d1"):
         compare(both_plans(), setting)
@@ -169,7 +169,7 @@ def test_losing_an_unknown_device_is_a_mistake() -> None:
 
 def test_comparison_has_one_row_a_plan_on_the_same_requests() -> None:
     """Rows differ by policy and agree on what was asked."""
-    rows = compare(both_plans(), Setting(make_arrivals("batch:40"), rows=1))
+    rows = compare(both_plans(), Scenario(make_arrivals("batch:40"), rows=1))
 
     assert ["latency", "throughput"] == [r.policy for r in rows]
     assert {40} == {r.num_finished for r in rows}

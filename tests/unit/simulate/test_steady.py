@@ -35,7 +35,7 @@ def two_step_plan(count: int = 40) -> Plan:
 
 
 def script_of(program: Program, us: Sequence[Sequence[float]], wires: Wires) -> Script:
-    """Of a lowered program; us[launch][device]."""
+    """Script of a lowered program; us[launch][device]."""
     sent = [wires.of(n, t.src, t.dst, t.num_bytes) for n, t in enumerate(program.transfers)]
     columns = []
     for device, instructions in enumerate(program.instructions):

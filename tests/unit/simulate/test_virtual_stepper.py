@@ -184,3 +184,24 @@ def test_ten_thousand_requests_take_seconds() -> None:
 
     assert time.process_time() - began < 6.0
     assert min(served.ledger.done_us) > 0.0
+
+
+def test_devices_wait_for_the_host_unless_a_step_is_ordered_ahead() -> None:
+    """The host takes 5 us for each of two steps."""
+    took = []
+    for is_ahead in (False, True):
+        stepper = VirtualStepper([alone_plan()], host_us=5.0)
+        lane = stepper.lanes.take(0)
+        assert lane is not None
+        stepper.open(0, lane.number)
+        stepper.start(StepCall(0, 0))
+        if is_ahead:
+            stepper.start(StepCall(0, 0))
+        first = stepper.take(None)
+        if not is_ahead:
+            stepper.start(StepCall(0, 0))
+        assert isinstance(first, StepDone)
+        assert isinstance(stepper.take(None), StepDone)
+        took.append(stepper.machine.now_us)
+
+    assert [10.0 + 2 * RUN_US, 5.0 + 2 * RUN_US] == pytest.approx(took)

@@ -32,6 +32,10 @@ from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import BufferKind, Step, Trace, verify
 
+ALLOCATORS = frozenset(
+    {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+)
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -93,21 +97,16 @@ def record_code(
         kernels[launch.kernel] = seen.relaunch
 
     @contextlib.contextmanager
-    def around(constants: Sequence[torch.Tensor]) -> Iterator[None]:
+    def enter(constants: Sequence[torch.Tensor]) -> Iterator[None]:
         for constant in constants:
             ledger.declare_constant(constant)
         with inductor_launches(see), ExternCalls(ledger):
             yield
 
-    outputs = code.run(weights, inputs, state, around)
+    outputs = code.run(weights, inputs, state, enter)
     trace = scoped(ledger.trace(step, outputs))
     verify(trace)
     return Recording(trace, kernels, code)
-
-
-ALLOCATORS = frozenset(
-    {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
-)
 
 
 class ExternCalls(TorchDispatchMode):

@@ -45,6 +45,16 @@ from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 
 _LIBRARY = ("mm", "convolution", "attention", "addmv", "linear")
+# Set where this torch has them: the static launcher had two names.
+CONFIG: dict[str, Any] = {
+    "use_static_triton_launcher": False,
+    "use_static_cuda_launcher": False,
+    "fx_graph_cache": False,
+    "allow_buffer_reuse": False,
+    "inplace_buffers": False,
+    "cpp_wrapper": False,
+    "triton.cudagraphs": False,
+}
 
 
 @dataclass(frozen=True)
@@ -198,19 +208,8 @@ def _contents(node: Node, tensor: torch.Tensor) -> Any:
     return tensor.dtype, tuple(tensor.shape), str(tensor.tolist())
 
 
-# Set where this torch has them: the static launcher had two names.
-CONFIG: dict[str, Any] = {
-    "use_static_triton_launcher": False,
-    "use_static_cuda_launcher": False,
-    "fx_graph_cache": False,
-    "allow_buffer_reuse": False,
-    "inplace_buffers": False,
-    "cpp_wrapper": False,
-    "triton.cudagraphs": False,
-}
-
 # Called with the tensors that code holds.
-Around = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
+RegionContext = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -228,9 +227,9 @@ class CompiledStep:
     _compiled: dict[Any, _Compiled] = field(default_factory=dict)
 
     def run(
-        self, weights: Tensors, inputs: Tensors, state: Tensors, around: Around = contextlib.nullcontext
+        self, weights: Tensors, inputs: Tensors, state: Tensors, enter: RegionContext = contextlib.nullcontext
     ) -> dict[str, torch.Tensor]:
-        """Run the step; `around(constants)` is entered for each call of compiled code."""
+        """Run the step; `enter(constants)` is entered for each call of compiled code."""
         groups = zip(self._names, (weights, inputs, state), strict=True)
         values = dict(enumerate(tensors[name] for names, tensors in groups for name in names))
         with torch.no_grad():
@@ -240,7 +239,7 @@ class CompiledStep:
                 if key not in self._compiled:
                     self._compiled[key] = _compile(region, args, self._settings)
                 compiled = self._compiled[key]
-                with around(compiled.constants):
+                with enter(compiled.constants):
                     results = compiled.call(*args)
                 _check_views(region, args, results)
                 values.update(zip(region.gives, results, strict=True))

@@ -26,6 +26,10 @@ SHOWN = ("input_ids", PIXELS, "input_features", "input_values")
 # Side of a picture where any size is allowed.
 ANY_SIZE = 224
 REMEDY = "Give the inputs in a file: --inputs FILE (safetensors, npz or json)."
+MAX_BYTES = 4 * 2**30
+FILE_REMEDY = (
+    "Use safetensors, npz without objects, or json: a name and nested lists of numbers for each input."
+)
 
 
 def tokens(config: Any, size: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
@@ -147,12 +151,6 @@ MAKERS: dict[str, Callable[[Any, Step, torch.Generator], torch.Tensor]] = {
     "input_values": _samples,
     "bbox": _boxes,
 }
-
-
-MAX_BYTES = 4 * 2**30
-FILE_REMEDY = (
-    "Use safetensors, npz without objects, or json: a name and nested lists of numbers for each input."
-)
 
 
 def given_inputs(file: str, seed: int) -> dict[str, torch.Tensor]:

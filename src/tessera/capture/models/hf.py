@@ -26,6 +26,18 @@ CAUSAL_STEPS = ("prefill", "decode")
 STEPS = {"qwen2_5_vl": ("encode", "prefill", "decode")}
 # Step kinds for serving (see `paged`), and those built without a call.
 SERVED_STEPS = ("tokens", "call")
+# Auto classes to search if a configuration names none, in order.
+_AUTO = (
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForImageTextToText",
+    "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+    "AutoModel",
+)
+_ADVISERS = ("transformers.integrations.hub_kernels", "transformers.models.mamba2.modeling_mamba2")
+_ADVICE = ("falling back to its reference PyTorch implementation", "The fast path is not available")
+ATTENTION = "tessera"
 
 
 def built_in(family: str, sizes: dict[str, Any], dtype: torch.dtype, step: Step) -> Workload:
@@ -61,17 +73,6 @@ def config_of(folder: Path) -> Any:
         config = known[family].from_dict(settings)
         steps_of(config)  # refuses unknown classes
     return config
-
-
-# Auto classes to search if a configuration names none, in order.
-_AUTO = (
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForSpeechSeq2Seq",
-    "AutoModelForImageTextToText",
-    "AutoModelForMaskedLM",
-    "AutoModelForCausalLM",
-    "AutoModel",
-)
 
 
 def model_class(config: Any) -> Any:
@@ -111,10 +112,6 @@ def attention_of(kind: Any) -> str:
 
 def another(workload: Workload, step: Step) -> Workload:
     return _maker(workload.module.config, step)(workload.module, step)
-
-
-_ADVISERS = ("transformers.integrations.hub_kernels", "transformers.models.mamba2.modeling_mamba2")
-_ADVICE = ("falling back to its reference PyTorch implementation", "The fast path is not available")
 
 
 def _transformers() -> Any:
@@ -196,9 +193,6 @@ def _give_packed(
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
     return give(packed_tensors(tensors, packing, dtype, shapes))
-
-
-ATTENTION = "tessera"
 
 
 def register_attention() -> None:

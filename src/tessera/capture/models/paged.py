@@ -432,7 +432,7 @@ def _example_parts(model: Any, step: Step, chance: Random) -> list[tuple[int, in
     room = min(num_pages // num * PAGE, max_positions(model) or step.reserve)
     average = min(room, expected_length(step))
     is_mixed = step.context > step.batch
-    left = chance.randint(-(-step.context // 2), step.context) if is_mixed else num
+    left = chance.randint(max(num, -(-step.context // 2)), step.context) if is_mixed else num
     parts = []
     for later in reversed(range(num)):
         most = min(room, left - later)

@@ -75,6 +75,7 @@ Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 NumTokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 SomeTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+FIELDS_DECODER = msgspec.json.Decoder(dict[str, Raw])
 
 
 class ImageUrl(Struct):
@@ -295,7 +296,6 @@ DECODERS: dict[type[_Body], msgspec.json.Decoder[Any]] = {
         *(TokenizeRequest, DetokenizeRequest),
     )
 }
-FIELDS_DECODER = msgspec.json.Decoder(dict[str, Raw])
 
 
 def parse(kind: type[Body], raw: bytes, served: str) -> Body:
