@@ -57,6 +57,7 @@ from tessera.plan.service import Rehearse, drafted, plan_service
 from tessera.plan.solve import lane_plan, place
 from tessera.profile import works
 from tessera.profile.measured import combine
+from tessera.simulate import SteadyRates
 
 if TYPE_CHECKING:
     from tessera.plan.arrays import Floats
@@ -265,7 +266,7 @@ def make_group(steps: ServedSteps, draft: GroupDraft, policy: str, search: Searc
         limited = replace(search, single_limit_s=SEARCH_S)
         cluster, (work, prices) = cluster_of(steps.cluster, draft.devices), steps.unit(part)
         own, name = costs_on(prices, draft.devices), PLANNERS.get(policy, policy)
-        found = place(work, own, cluster, name, draft.microbatches, limited)
+        found = place(work, own, cluster, name, draft.microbatches, limited, SteadyRates())
         placement = Placement(tuple(tuple(draft.devices[d] for d in step) for step in found.devices))
     home = "+".join(steps.cluster.names[device] for device in draft.devices)
     plan = lane_plan(unit, costs, steps.cluster, placement, draft.microbatches, home)

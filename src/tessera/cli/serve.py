@@ -22,7 +22,7 @@ from tessera.cli.output import HIDDEN, Record, excludes, finite, needs, progress
 from tessera.cli.plan import LINK_HELP, EffortOption
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, gathered, work
 from tessera.cli.run import TransportOption
-from tessera.errors import MissingExtra
+from tessera.errors import MissingExtra, TesseraError
 
 if TYPE_CHECKING:
     from tessera.execute.worker_stepper import MakeHub
@@ -89,6 +89,15 @@ PlanOption = Annotated[
         dir_okay=False,
         is_eager=True,
         help="Serve by this plan for a load, of `tessera plan MODEL`.",
+    ),
+]
+LoraOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        metavar="NAME=FOLDER",
+        callback=PLANNED,
+        help="A LoRA adapter (peft) that requests choose by `model`; may be repeated.",
     ),
 ]
 PolicyOption = Annotated[str, typer.Option(callback=PLANNED, help=POLICY_HELP)]
@@ -166,6 +175,7 @@ def serve(
     port: PortOption = 8000,
     api_key: KeyOption = None,
     served_model_name: NameOption = None,
+    lora: LoraOption = None,
     microbatches: MicrobatchesOption = None,
     seqs: SeqsOption = None,
     max_model_len: MaxModelLen = None,
@@ -206,6 +216,7 @@ def serve(
         cluster = _wired(gathered_devices, link)
         sizes = (microbatches, seqs, max_model_len, max_batch_tokens)
         spec = _spec(cluster, *sizes, memory_share, policy, random_weights, effort)
+        spec = replace(spec, adapters=_adapters(lora or []))
         spec = _for_load(spec, sizes, prompt_tokens, output_tokens, tpot_ms, ttft_ms)
         given = (served_model_name or "", spec, transport, max_waiting, prefix_caching, keys)
         options = _options(host, limits, plan_cache, plan, *given)
@@ -244,6 +255,19 @@ def _spec(
         random_weights=random_weights,
         effort=effort,
     )
+
+
+def _adapters(given: list[str]) -> tuple[tuple[str, str], ...]:
+    adapters: dict[str, str] = {}
+    for text in given:
+        name, _, folder = text.partition("=")
+        if not name or not (Path(folder) / "adapter_config.json").is_file():
+            message = f"--lora must be NAME=FOLDER with an adapter_config.json in FOLDER, got {text!r}"
+            raise TesseraError(message, "Name a folder that peft has saved.")
+        if name in adapters:
+            raise TesseraError(f"--lora has the name {name!r} twice", "Give every adapter its own name.")
+        adapters[name] = str(Path(folder).resolve())
+    return tuple(adapters.items())
 
 
 def _keys(transport: str, given: list[str]) -> tuple[str, ...]:

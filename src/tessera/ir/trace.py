@@ -295,6 +295,8 @@ class Step:
     length: int = 0
     # GEMMs of the same input are fused, with concatenated weights.
     joined_products: bool = False
+    # Folders of LoRA adapters.
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,10 @@ from tessera.plan.search import objectives
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.planners import PLANNERS, planner_named
 from tessera.plan.search.task import Simulator, Task
+from tessera.plan.spread import Spread
 
+# The planner of one placement kernel by kernel, and of one whose devices alternate; see `spread`.
+SINGLE_PLACEMENT, INTERLEAVED = "single-placement", "attention-ffn"
 # Requests in flight that the chosen plan is also simulated with.
 MICROBATCHES_SHOWN = (1, 2, 4, 8, 16)
 
@@ -103,13 +106,28 @@ def place(
     policy: str,
     microbatches: int,
     config: SearchConfig = FULL,
+    rate: Simulator | None = None,
 ) -> ir.Placement:
-    """One placement for all requests by a policy, by busy time alone."""
-    task = Task(build(unit, costs, cluster), microbatches, is_served=True, policy=policy, config=config)
-    mixes = [mix for mix in planner_named(policy)(task) or () if len(mix.columns) == 1]
-    if not mixes:
+    """One placement for all requests by a policy: by busy time, kernel by kernel also by simulated rate."""
+    problem = build(unit, costs, cluster)
+
+    def found_by(name: str) -> list[ir.Placement]:
+        task = Task(problem, microbatches, is_served=True, policy=name, config=config)
+        mixes = [mix for mix in planner_named(name)(task) or () if len(mix.columns) == 1]
+        return [task.draft(max(mixes, key=task.upper_bound_per_s)).lanes[0].placement] if mixes else []
+
+    found = found_by(policy)
+    if not found:
         raise PlanInfeasible(f"the policy '{policy}' does not apply to this work or does not fit")
-    return task.draft(max(mixes, key=task.upper_bound_per_s)).lanes[0].placement
+    if policy != SINGLE_PLACEMENT or rate is None:
+        return found[0]
+
+    alone = [(ir.WorkUnit((graph,), (1,)), (cost,)) for graph, cost in zip(unit.graphs, costs, strict=True)]
+
+    def step_rate(step: int, devices: tuple[int, ...]) -> float:
+        return rate.settled(lane_plan(*alone[step], cluster, ir.Placement((devices,)), microbatches, ""))
+
+    return Spread(unit, costs, step_rate).best_of([*found, *found_by(INTERLEAVED)])
 
 
 def lane_plan(
@@ -131,7 +149,7 @@ def lane_plan(
         cluster=cluster,
         costs=costs,
         objective=ir.Objective.THROUGHPUT,
-        policy="single-placement",
+        policy=SINGLE_PLACEMENT,
         lanes=(ir.Lane(placement, per_s),),
         microbatches=microbatches,
         throughput_per_s=per_s,

@@ -20,7 +20,7 @@ MAX_DECODE_QUERIES = 8
 _BY_CLASS: dict[str, str] = {
     "gemm": """mm addmm bmm baddbmm addbmm linear matmul mv addmv dot vdot _scaled_mm _int_mm
         _addmm_activation _weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm
-        _trilinear bilinear mkldnn_linear _cslt_sparse_mm packed_linear""",
+        _trilinear bilinear mkldnn_linear _cslt_sparse_mm packed_linear lora""",
     "grouped": "_grouped_mm _scaled_grouped_mm packed_grouped",
     "prefill": """scaled_dot_product_attention _scaled_dot_product_attention_math
         _scaled_dot_product_attention_math_for_mps _scaled_dot_product_flash_attention
@@ -258,6 +258,9 @@ def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tu
     if len(views) <= first or not outputs or not views[first].shape:
         return 0.0, ()
     made, left = outputs[0], views[first].shape
+    if base == "lora":  # y, x, and two matrices per adapter, of which a row has one pair
+        rank = views[2].shape[1]
+        return 2.0 * rank * (views[1].num_elements + made.num_elements), ()
     k = left[-1]
     summed = left[0] if base == "addbmm" else 1
     flops = 2.0 * k * made.num_elements * summed

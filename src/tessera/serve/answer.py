@@ -162,7 +162,7 @@ class ActiveRequest:
             start = len(keys) * PAGE
             seen = b"".join(p.digest for p in self.ask.pictures if p.start < start + PAGE)
             tokens = self.sequence[start : start + PAGE]
-            keys.append(page_key(keys[-1] if keys else b"", tokens, seen))
+            keys.append(page_key(keys[-1] if keys else b"%d" % self.ask.adapter, tokens, seen))
         return keys[:num_pages]
 
     def text_of(self, number: int) -> str:

@@ -217,25 +217,30 @@ def _add_route(app: FastAPI, route: BodyRoute, endpoint: Endpoint, limits: HttpL
 
 
 def _add_models(app: FastAPI, endpoint: Endpoint) -> None:
-    card = {
-        "id": endpoint.card.model,
-        "object": "model",
-        "created": endpoint.created,
-        "owned_by": "tessera",
-        "max_model_len": endpoint.card.capacity,
+    base = endpoint.card.model
+    cards = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": endpoint.created,
+            "owned_by": "tessera",
+            "max_model_len": endpoint.card.capacity,
+            **({} if name == base else {"parent": base}),
+        }
+        for name in endpoint.card.names
     }
 
     @app.get("/v1/models", tags=["OpenAI"], responses=NEEDS_KEY)
     async def models() -> Response:
-        """Lists the served model."""
-        return JsonResponse({"object": "list", "data": [card]})
+        """Lists the served model and its adapters."""
+        return JsonResponse({"object": "list", "data": list(cards.values())})
 
     @app.get("/v1/models/{name:path}", tags=["OpenAI"], responses=NEEDS_KEY | {404: ERRORS[404]})
     async def model(name: str) -> Response:
-        """Describes the served model."""
-        if name != endpoint.card.model:
-            raise no_such_model(name, endpoint.card.model)
-        return JsonResponse(card)
+        """Describes the served model or an adapter."""
+        if name not in cards:
+            raise no_such_model(name, base)
+        return JsonResponse(cards[name])
 
 
 def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics) -> None:

@@ -78,7 +78,7 @@ class ServicePlanner:
     effort: str = "full"
     # True if it sees pictures.
     sees: bool = False
-    # Policies to plan; see `plans`.
+    # Policies to plan; see `plans`. Empty: those of a given plan stay.
     names: tuple[str, ...] = (AUTO,)
 
     def plans(self, names: Sequence[str]) -> tuple[ServicePlan, ...]:
@@ -190,20 +190,27 @@ class ServicePlanner:
 
     def corrected(self, policies: tuple[ServicePlan, ...], factors: Factors) -> tuple[ServicePlan, ...]:
         """Each policy at corrected costs: planned again if that is better by `LEAST_GAIN`, else as it is."""
-        planner = replace(self, costs=factors.apply(self.unit, self.costs))
+        planner = replace(self, costs=factors.apply(self.unit, self._costs_in(policies)))
         return tuple(planner.better(recosted(policy, factors)) for policy in policies)
 
     def learned(self, policies: tuple[ServicePlan, ...], load: Load) -> tuple[ServicePlan, ...]:
         """Policies for a load, if the first is better there by more than the costs' error; else the same."""
-        planner = replace(self, load=load, costs=policies[0].plans[0].costs)
+        planner = replace(self, load=load, costs=self._costs_in(policies))
         before = tuple(
             replace(policy, load=load, expected=rehearse(policy, load, shape=self.shape))
             for policy in policies
         )
+        if not self.names:
+            return before
         after = planner.plans(self.names)
         (was_within, rate), (is_within, new_rate) = max(map(_merit, before)), _merit(after[0])
         is_better = new_rate > (1.0 + COST_ERROR) * rate if was_within == is_within else is_within
         return after if is_better else before
+
+    def _costs_in(self, policies: tuple[ServicePlan, ...]) -> tuple[Costs, ...]:
+        """Costs of its steps, as policies that run have corrected them."""
+        plans = (plan for policy in policies for plan in policy.plans)
+        return next((x.costs for x in plans if x.unit.graphs == self.unit.graphs), self.costs)
 
     def rate(self, policies: tuple[ServicePlan, ...]) -> tuple[Capability, ...]:
         return rated(policies, self.shape)
@@ -253,9 +260,10 @@ def searched(
     """One placement over several devices by a policy; a rehearsal judges it."""
     from tessera.plan import search_config
     from tessera.plan.solve import place
+    from tessera.simulate import SteadyRates
 
     config = replace(search_config(effort), single_limit_s=SEARCH_S)
-    return place(unit, costs, cluster, SEARCHED[policy], microbatches, config)
+    return place(unit, costs, cluster, SEARCHED[policy], microbatches, config, SteadyRates())
 
 
 def group_on(

@@ -102,6 +102,8 @@ class ServeSpec:
     joined: bool = True
     # Planning effort: full or quick; see `plan.config`.
     effort: str = "full"
+    # LoRA adapters: (name for clients, folder).
+    adapters: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,8 @@ class Ask:
     grammar: "Grammar | None" = None
     # Alternatives per token of the prompt after its first; None: no logprobs.
     prompt_logprobs: int | None = None
+    # LoRA adapter, from 1; 0: the base model.
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)

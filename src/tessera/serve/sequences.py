@@ -149,7 +149,9 @@ class StepInputs:
     def __init__(self, shape: Shape, sight: Sight | None) -> None:
         self._shape = shape
         size, rows = shape.sizes[-1], shape.rows
-        self.tokens, self.positions, self.slots = (np.zeros(size, dtype=np.int64) for _ in range(3))
+        self.tokens, self.positions, self.slots, self.adapters = (
+            np.zeros(size, dtype=np.int64) for _ in range(4)
+        )
         self.pages = np.zeros(shape.num_page_entries, dtype=np.int32)
         self.page_starts, self.lengths = (np.zeros(rows, dtype=np.int32) for _ in range(2))
         self.query_starts = np.zeros(rows + 1, dtype=np.int32)
@@ -165,6 +167,7 @@ class StepInputs:
             "tokens": self.tokens[:size],
             "positions": self.positions[:size],
             "slots": self.slots[:size],
+            "adapters": self.adapters[:size],
             "page_starts": self.page_starts[:rows],
             "lengths": self.lengths[:rows],
             "query_starts": self.query_starts[: rows + 1],
@@ -198,7 +201,9 @@ class StepInputs:
             self.fresh[0], self.row[0] = reads[0] == 0, planned[0].sequence.row
             self.query_starts[1 : len(planned) + 1] = query_ends
             self.query_starts[len(planned) + 1 :] = total
-        for held, given in ((self.tokens, tokens), (self.positions, positions), (self.slots, slots)):
+        adapters = np.repeat([part.sequence.request.ask.adapter for part in planned], counts)
+        by_token = ((self.tokens, tokens), (self.positions, positions), (self.slots, slots))
+        for held, given in (*by_token, (self.adapters, adapters)):
             held[:size] = 0
             held[at] = given
         for table, entries in ((self.page_starts, page_starts), (self.lengths, reads + counts)):

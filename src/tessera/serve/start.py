@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tessera.capture import place_of
+from tessera.errors import TesseraError
 from tessera.execute.worker_stepper import MakeHub
 from tessera.ir import Cluster, DeviceKind, GroupSize, ServicePlan
 from tessera.kernels import PAGE
@@ -130,7 +131,9 @@ def _planned(
         sight=sight,
         planner=planner,
     )
-    card = ModelCard(name, text, shape.max_tokens, shape.vocab_size, eyes.mark if eyes else "")
+    adapters = tuple(adapter for adapter, _ in options.spec.adapters)
+    mark = eyes.mark if eyes else ""
+    card = ModelCard(name, text, shape.max_tokens, shape.vocab_size, mark, adapters=adapters)
     grammars = open_grammars(text, shape.vocab_size)
     endpoint = Endpoint(card, service, int(time.time()), lambda: service.policies, eyes, grammars)
     stack.enter_context(service)
@@ -164,6 +167,8 @@ def _single_device(
     from tessera.serve.single_device import Encoder, SingleDeviceService, TextToImage, makes_images
     from tessera.serve.text import ByteText
 
+    if options.spec.adapters:
+        raise TesseraError(f"{name} is no language model, so it has no adapters", "Leave --lora out.")
     first = cluster.devices[0]
     device = f"cuda:{first.ordinal}" if first.kind is DeviceKind.CUDA else "cpu"
     facts: dict[str, Any] = {"model": name, "devices": [device]}

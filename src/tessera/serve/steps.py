@@ -106,8 +106,9 @@ def served(
         _check_bytes(model, weight_bytes(place), max_bytes)
     # Built once for the smallest step: the configuration tells how state is kept.
     smallest = Step(
-        place, "tokens", 1, 1, spec.seed, 2 * PAGE, spec.random_weights, joined_products=spec.joined
-    )
+        place, "tokens", 1, 1, spec.seed, 2 * PAGE, spec.random_weights, joined_products=spec.joined,
+        adapters=tuple(folder for _, folder in spec.adapters),
+    )  # fmt: skip
     first = build(smallest)
     config: Any = getattr(first.module, "config", None)
     sees = _sees(config, model)

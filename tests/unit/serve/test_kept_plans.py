@@ -71,11 +71,11 @@ def test_no_more_than_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_plans_have_another_name_when_a_file_of_the_model_changes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    before = key_of(str(tmp_path), "sizes")
-    assert before == key_of(str(tmp_path), "sizes")
-    assert before != key_of(str(tmp_path), "other sizes")
+    before = key_of((str(tmp_path),), "sizes")
+    assert before == key_of((str(tmp_path),), "sizes")
+    assert before != key_of((str(tmp_path),), "other sizes")
     (tmp_path / "config.json").write_text('{"a": 1}')
-    assert before != key_of(str(tmp_path), "sizes")
+    assert before != key_of((str(tmp_path),), "sizes")
 
 
 @pytest.mark.parametrize(("most_bytes", "then"), [(1 << 30, []), (0, ["building tiny-llama"])])

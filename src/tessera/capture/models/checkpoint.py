@@ -139,7 +139,7 @@ def _checked(value: Any, name: str, path: Path) -> Any:
 
 def no_config(folder: Path) -> CaptureError:
     if (folder / "adapter_config.json").exists():
-        remedy = "Merge it into its base model (peft: merge_and_unload), and name that folder."
+        remedy = "Serve its base model with --lora NAME=FOLDER, or merge it (peft: merge_and_unload)."
         return CaptureError("this folder holds a LoRA adapter, not a model", remedy, str(folder))
     if any(folder.glob("*.gguf")):
         return CaptureError("GGUF weights are not supported", CONVERT, str(folder))

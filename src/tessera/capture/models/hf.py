@@ -133,6 +133,10 @@ def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) 
         from tessera.capture.models.joined import join_products
 
         join_products(model, partial(call_on_meta, model), partial(call_on_fakes, model))
+    if step.adapters:
+        from tessera.capture.models.lora import add_adapters
+
+        add_adapters(model, step.adapters)
     return _maker(config, step)(model, step)
 
 

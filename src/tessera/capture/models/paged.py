@@ -11,7 +11,7 @@ writes to page 0. The first layout that works is used:
 Outputs are logits of each sequence's newest token and the next one, chosen by tessera::choose, whose tables
 are inputs; unused sequences get arbitrary finite numbers. A negative token refers to the previous step's
 choice (-1: first sequence), kept in the state `newest`, so steps need not wait for the host. Models with
-pictures take `rotary`, `image` and `is_image`.
+pictures take `rotary`, `image` and `is_image`, those with LoRA adapters each token's (`adapters`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,6 +40,7 @@ from tessera.capture.models.generic import (
     takes,
     tensors_of,
 )
+from tessera.capture.models.lora import num_adapters, using_adapters
 from tessera.capture.models.pages import (
     NUM_FIRST_PAGES,
     PagedCache,
@@ -257,6 +258,7 @@ def _run(
         traced(),
         attributes_kept(model, memory.attributes) as left,
         exchanged_attention(cache, kind == DENSE),
+        using_adapters(model, inputs.get("adapters")),
     ):
         cache.begin(_tables(model, kind, step, inputs), inputs.get("fresh"))
         for tensor in memory.attributes.values():
@@ -456,6 +458,8 @@ def _make_inputs(
         inputs["fresh"] = torch.tensor([length == new for length, new in _padded(parts, step.batch)])
         if step.context > step.batch:
             inputs["row"] = torch.randint(num_rows(step), (1,), generator=random)
+    if num := num_adapters(model):
+        inputs["adapters"] = torch.randint(num + 1, (step.context,), generator=random)
     if model.config.model_type == "qwen2_5_vl":
         size = (step.context, model.config.text_config.hidden_size)
         inputs["rotary"] = inputs["positions"].repeat(3, 1)

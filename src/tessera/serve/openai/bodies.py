@@ -7,6 +7,7 @@ a missing field.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -298,11 +299,12 @@ DECODERS: dict[type[_Body], msgspec.json.Decoder[Any]] = {
 }
 
 
-def parse(kind: type[Body], raw: bytes, served: str) -> Body:
+def parse(kind: type[Body], raw: bytes, served: Sequence[str]) -> Body:
+    """A request's body; `served`: names of models."""
     check_parts(raw)
     request = _decode(kind, raw)
-    if request.model not in (None, served):
-        raise no_such_model(str(request.model), served)
+    if request.model is not None and request.model not in served:
+        raise no_such_model(str(request.model), served[0])
     return request
 
 

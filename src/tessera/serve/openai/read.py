@@ -82,6 +82,13 @@ class ModelCard:
     vector_sizes: tuple[int, ...] = ()
     # text, vectors or pictures.
     makes: str = "text"
+    # Names of LoRA adapters.
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a request's `model` may be: the base model, then its adapters."""
+        return (self.model, *self.adapters)
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,8 @@ class Draft(msgspec.Struct, frozen=True, tag=True):
     # Tools that the answer may call, and whether it must call one.
     tools: tuple[str, ...] = ()
     is_forced: bool = False
+    # Requested name; empty: the base model.
+    model: str = ""
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -140,7 +149,7 @@ class EmbeddingDraft(msgspec.Struct, frozen=True, tag=True):
 
 
 def read_chat(raw: bytes, card: ModelCard) -> Draft:
-    request = parse(ChatRequest, raw, card.model)
+    request = parse(ChatRequest, raw, card.names)
     turns, urls = _turns(request.messages, card.mark)
     tools = request.callable_tools
     shown = [_shown_tool(tool) for tool in (request.tools or () if tools else ())]
@@ -149,12 +158,12 @@ def read_chat(raw: bytes, card: ModelCard) -> Draft:
     most = request.max_completion_tokens or request.max_tokens
     grammar, place = _form(request, tools)
     names = tuple(tool.function.name for tool in tools)
-    more = {"urls": tuple(urls), "tools": names, "is_forced": request.is_forced}
+    more = {"urls": tuple(urls), "tools": names, "is_forced": request.is_forced, "model": request.model or ""}
     return _draft(request, (prompt,), most, logprobs, grammar=grammar, place=place, **more)
 
 
 def read_completion(raw: bytes, card: ModelCard) -> Draft:
-    request = parse(CompletionRequest, raw, card.model)
+    request = parse(CompletionRequest, raw, card.names)
     n, given_prompts = request.n or 1, apart(request.prompt, "prompt")
     if (num := len(given_prompts) * n) > MAX_ASKS:
         raise invalid("n", f"at most {MAX_ASKS} answers per request, got {num}")
@@ -166,6 +175,7 @@ def read_completion(raw: bytes, card: ModelCard) -> Draft:
             echoes += [given if isinstance(given, str) else card.text.decode(tokens)] * n
     grammar, place = _form(request, ())
     most, logprobs, more = request.max_tokens, request.logprobs, {"grammar": grammar, "place": place}
+    more["model"] = request.model or ""
     return _draft(request, tuple(prompts), most, logprobs, echoes=tuple(echoes), **more)
 
 
@@ -182,7 +192,7 @@ def _tokens(given: str | list[int], card: ModelCard, field: str) -> tuple[int, .
 
 
 def read_embedding(raw: bytes, card: ModelCard) -> EmbeddingDraft:
-    request = parse(EmbeddingRequest, raw, card.model)
+    request = parse(EmbeddingRequest, raw, card.names)
     given, size = apart(request.input, "input"), request.dimensions
     if len(given) > MAX_INPUTS:
         raise invalid("input", f"at most {MAX_INPUTS} inputs per request, got {len(given)}")
@@ -202,7 +212,7 @@ def read_embedding(raw: bytes, card: ModelCard) -> EmbeddingDraft:
 
 
 def read_image(raw: bytes, card: ModelCard) -> ImageDraft:
-    request = parse(ImageRequest, raw, card.model)
+    request = parse(ImageRequest, raw, card.names)
     width = height = None
     if request.size not in (None, "auto"):
         width, height = map(int, str(request.size).split("x"))
@@ -219,7 +229,7 @@ def read_image(raw: bytes, card: ModelCard) -> ImageDraft:
 
 
 def tokenize(raw: bytes, card: ModelCard) -> bytes:
-    request = parse(TokenizeRequest, raw, card.model)
+    request = parse(TokenizeRequest, raw, card.names)
     if request.messages is not None:
         turns, _ = _turns(request.messages, card.mark)
         tokens = card.text.chat(turns, [_shown_tool(tool) for tool in request.tools or ()], MAX_VALUES)
@@ -236,7 +246,7 @@ def tokenize(raw: bytes, card: ModelCard) -> bytes:
 
 
 def detokenize(raw: bytes, card: ModelCard) -> bytes:
-    request = parse(DetokenizeRequest, raw, card.model)
+    request = parse(DetokenizeRequest, raw, card.names)
     if request.tokens and (wrong := max(request.tokens)) >= card.vocab_size:
         raise invalid("tokens", f"token {wrong} is not below the vocabulary size {card.vocab_size}")
     return msgspec.json.encode({"prompt": card.text.decode(request.tokens)})
@@ -373,8 +383,9 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
     notes = _prompt_logprobs(draft, prompts)
     most = most if notes is None else max(1, most)
     ends = (draft.stop, draft.stop_tokens, draft.ignores_end, draft.min_tokens)
+    adapter = endpoint.card.names.index(draft.model) if draft.model else 0
     asks = [
-        Ask(prompt, most, sampling, *ends, client, pictures, grammar, None if choice else notes)
+        Ask(prompt, most, sampling, *ends, client, pictures, grammar, None if choice else notes, adapter)
         for prompt in prompts
         for choice, sampling in enumerate(samplings)
     ]

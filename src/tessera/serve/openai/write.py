@@ -59,7 +59,7 @@ class Writer:
             "id": f"{prefix}-{secrets.token_hex(12)}",
             "object": f"{kind}.chunk" if is_chat and self._draft.is_stream else kind,
             "created": int(time.time()),
-            "model": card.model,
+            "model": self._draft.model or card.model,
             "system_fingerprint": FINGERPRINT,
         }
         # By choice: characters of the tokens so far.

@@ -1,0 +1,45 @@
+"""tessera::lora: adds low-rank adapters to a product; rows of a step may have different ones.
+
+    y         [..., N]   the product of the base weight
+    x         [..., K]   its input
+    down, up  [A, R, K], [A, N, R]   adapters one behind the other, scales included
+    adapters  [T]        adapter of each row of x, from 1; 0: none
+    -> y + x @ down.T @ up.T
+
+CPUs multiply adapter by adapter, GPUs row by row (`lora_triton`).
+"""
+
+import torch
+from torch.nn.functional import linear
+
+torch.library.define(
+    "tessera::lora", "(Tensor y, Tensor x, Tensor down, Tensor up, Tensor adapters) -> Tensor"
+)
+
+
+@torch.library.impl("tessera::lora", "cpu")
+def _on_cpu(
+    y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, adapters: torch.Tensor
+) -> torch.Tensor:
+    out = y.clone(memory_format=torch.contiguous_format)
+    rows, given = out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1])
+    for adapter in adapters.unique().tolist():
+        if adapter:
+            chosen = (adapters == adapter).nonzero()[:, 0]
+            low = linear(given[chosen], down[adapter - 1])
+            rows.index_add_(0, chosen, linear(low, up[adapter - 1]))
+    return out
+
+
+@torch.library.impl("tessera::lora", "cuda")
+def _on_cuda(
+    y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, adapters: torch.Tensor
+) -> torch.Tensor:
+    from tessera.kernels.lora_triton import add_adapters
+
+    return add_adapters(y, x, down, up, adapters)
+
+
+@torch.library.register_fake("tessera::lora")  # type: ignore[untyped-decorator]
+def _shaped(y: torch.Tensor, *_: object) -> torch.Tensor:
+    return y.new_empty(y.shape)

@@ -1,0 +1,74 @@
+"""Spread: kernel-level placements of a lane whose microbatches are interleaved, with few crossings.
+
+Each crossing between devices is a wait that other microbatches must fill, so a placement that only balances
+busy times can run at half of its bound. A coarse placement (attention-ffn) crosses rarely, but is not
+balanced. Here whole segments of its busiest device go to its least busy one: consecutive launches between two
+crossings that touch no state. Which ones: the first in an order that is even over the step, the same for all
+sizes of a step, so that few weights are held twice. How many: by the simulated rate of each step with the
+lane's microbatches; the bound by busy time excludes most numbers.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from tessera.ir import BufferKind, Costs, Graph, Placement, WorkUnit
+
+Place = tuple[int, ...]
+# Rate of one step of the work at a placement, per second.
+StepRate = Callable[[int, Place], float]
+
+
+@dataclass(frozen=True)
+class Spread:
+    unit: WorkUnit
+    costs: tuple[Costs, ...]
+    rate: StepRate
+
+    def best_of(self, placements: Iterable[Placement]) -> Placement:
+        """The placement, or its variant by moved segments, with the least time for the work."""
+
+        def seconds(steps: list[tuple[float, Place]]) -> float:
+            return sum(num / rate for num, (rate, _) in zip(self.unit.counts, steps, strict=True))
+
+        found = [[self._best(step, place) for step, place in enumerate(p.devices)] for p in placements]
+        best = min(found, key=seconds)
+        return Placement(tuple(place for _, place in best))
+
+    def _best(self, step: int, place: Place) -> tuple[float, Place]:
+        busy = self._busy_us(step, place)
+        variants = [place, *variants_of(self.unit.graphs[step], place, busy)]
+        bounds = [(1e6 / max(self._busy_us(step, variant)), variant) for variant in variants]
+        best = 0.0, place
+        for bound, variant in sorted(bounds, reverse=True):
+            if bound <= best[0]:
+                break
+            best = max(best, (self.rate(step, variant), variant))
+        return best
+
+    def _busy_us(self, step: int, place: Place) -> list[float]:
+        busy = [0.0] * len(self.costs[step].devices)
+        for launch, device in enumerate(place):
+            busy[device] += self.costs[step].us(launch, device)
+        return busy
+
+
+def variants_of(graph: Graph, place: Place, busy_us: Sequence[float]) -> Iterator[Place]:
+    """Placements with 1, 2, ... segments of the busiest device on the least busy one."""
+    used = sorted(set(place), key=lambda device: busy_us[device])
+    trace, least, busiest = graph.trace, used[0], used[-1]
+    states = set(trace.buffers_of(BufferKind.STATE))
+    bound = {n for n, x in enumerate(trace.launches) if any(a.buffer in states for a in x.accesses)}
+    runs = [list(run) for device, run in groupby(range(len(place)), place.__getitem__) if device == busiest]
+    segments = [run for run in runs if bound.isdisjoint(run)]
+    moved = list(place)
+    for number in even_order(len(segments)) if least != busiest else ():
+        for launch in segments[number]:
+            moved[launch] = least
+        yield tuple(moved)
+
+
+def even_order(num: int) -> list[int]:
+    """Numbers below `num` such that the first ones of any count are spread evenly: bits reversed."""
+    bits = max(1, (num - 1).bit_length())
+    return [n for n in (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits)) if n < num]

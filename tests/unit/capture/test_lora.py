@@ -1,0 +1,102 @@
+"""LoRA adapters: rows of one step with different adapters, as of the merged models; refusals by name."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+pytest.importorskip("transformers")
+
+from lora_factory import write_adapter
+from packed_factory import write_folder
+from tessera.capture import build, record
+from tessera.capture.models.lora import using_adapters
+from tessera.errors import CaptureError
+from tessera.execute.reference import Replay, same_bits
+from tessera.ir import Step
+from tessera.profile.counts import OpClass, work_of
+from tessera.serve.records import ServeSpec
+from tessera.serve.steps import served
+
+SPEC = ServeSpec(microbatches=1, rows=4, capacity=32, max_batch_tokens=8)
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["single", "joined"])
+@pytest.mark.parametrize("method", ["awq", "fp8-rows"])
+def test_every_row_has_its_own_adapter(method: str, joined: bool, tmp_path: Path) -> None:
+    """Two adapters of different ranks and layers and none, beside packed weights."""
+    base = write_folder(tmp_path / "base", method)
+    models = [
+        base,
+        write_adapter(tmp_path / "one", base, 1),
+        write_adapter(tmp_path / "two", base, 2, rank=6, targets=("k_proj", "q_proj"), use_rslora=True),
+    ]
+    folders = (str(tmp_path / "one"), str(tmp_path / "two"))
+    step = Step(str(tmp_path / "base"), "call", 3, 5, joined_products=joined, adapters=folders)
+    model: Any = build(step).module
+    words = torch.randint(0, 258, (3, 5), generator=torch.Generator().manual_seed(0))
+    rows = torch.tensor([2, 0, 1]).repeat_interleave(5)
+    with torch.no_grad(), using_adapters(model, rows):
+        logits = model(input_ids=words, use_cache=False).logits
+    for row, number in enumerate((2, 0, 1)):
+        with torch.no_grad():
+            wanted = models[number](input_ids=words[row : row + 1], use_cache=False).logits[0]
+
+        assert_close(logits[row], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_served_step_takes_the_adapter_of_each_token(tmp_path: Path) -> None:
+    """A trace runs as the model does; adapters are priced by their bytes and operations."""
+    base = write_folder(tmp_path / "base", "awq")
+    write_adapter(tmp_path / "one", base, 1)
+    spec = replace(SPEC, adapters=(("one", str(tmp_path / "one")),))
+    workload = served(str(tmp_path / "base"), spec).workloads[-1]
+    trace = record(workload)
+    inputs = workload.make_inputs(0)
+    replayed = Replay(trace, workload.weights(), inputs, workload.make_state(0)).run_in_program_order()
+    number = next(i for i in range(len(trace.launches)) if trace.kernel_of(i).name == "tessera.lora.default")
+    work = work_of(trace.kernel_of(number), trace.launches[number])
+
+    assert {0, 1} == set(inputs["adapters"].tolist())
+    assert same_bits(workload.run(inputs, workload.make_state(0))["logits"], replayed.outputs["logits"])
+    assert OpClass.GEMM is work.op
+    assert 2.0 * 8 * 4 * (64 + 64) == work.flops
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias = 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"targets": ("lm_head",)}, r"head \(lm_head\)"),
+        ({"targets": ("embed_tokens",)}, "Embedding"),
+    ],
+)
+def test_what_is_not_handled_is_named(settings: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """With what to do instead."""
+    base = write_folder(tmp_path / "base", "awq")
+    write_adapter(tmp_path / "one", base, 1, **settings)
+
+    with pytest.raises(CaptureError, match=rf"{name}.*not supported.*[Mm]erge"):
+        build(Step(str(tmp_path / "base"), "call", 1, 4, adapters=(str(tmp_path / "one"),)))
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Layers that the model lacks, and other shapes."""
+    base = write_folder(tmp_path / "base", "awq")
+    wide = write_folder(tmp_path / "wide", "awq", "qwen3_moe")
+    write_adapter(tmp_path / "one", wide, 1, targets=("gate",))
+    with pytest.raises(CaptureError, match=r"has no .*mlp.gate"):
+        build(Step(str(tmp_path / "base"), "call", 1, 4, adapters=(str(tmp_path / "one"),)))
+
+    write_adapter(tmp_path / "two", base, 1, targets=("up_proj",))
+    path = tmp_path / "two" / "adapter_model.safetensors"
+    save_file({name: t[:, :3].contiguous() for name, t in load_file(path).items()}, path)
+    with pytest.raises(CaptureError, match=r"the layer is 96 x 64"):
+        build(Step(str(tmp_path / "base"), "call", 1, 4, adapters=(str(tmp_path / "two"),)))
