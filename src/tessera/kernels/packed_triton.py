@@ -8,8 +8,11 @@
   many rows          `packed_unpack` writes the weight out, and the library multiplies.
 
 Codes become floats by their bits: a small integer is the mantissa of 128 (bfloat16) or 1024 (float16), and a
-small float keeps its exponent and mantissa, multiplied by the difference of the biases. Tiles and splits
-depend on shapes alone, so results do not depend on the card. Without atomics, results repeat bit for bit.
+small float keeps its exponent and mantissa, multiplied by the difference of the biases. Codes are read as
+16-bit words, so that one instruction turns two of them. Scales are loaded an iteration ahead.
+
+Tiles and splits depend on shapes alone, so results do not depend on the card. Without atomics, results repeat
+bit for bit.
 """
 
 from collections.abc import Sequence
@@ -127,7 +130,7 @@ def _plain(codes: torch.Tensor) -> torch.Tensor:
 def _items(
     codes: torch.Tensor, weight_format: str, depth: int, dtype: torch.dtype
 ) -> tuple[int, int, torch.Tensor]:
-    """Codes per item, inputs per iteration, and the items: 16-bit words where a product has enough, else bytes.
+    """Codes per item, inputs per iteration, and items: 16-bit words if a product has enough, else bytes.
 
     MXFP4's groups are short: with words, an iteration has several, in bfloat16.
     """
@@ -199,28 +202,7 @@ def packed_product(
             part = tl.zeros([ROWS, COLUMNS], tl.float32)
             if GROUPS > 1:
                 less, part = _spread(scale, DEPTH // 4 // GROUPS), total
-            if EACH == 4:
-                pairs = tl.reshape(given, [ROWS, DEPTH // 4, 2, 2])
-                even, odd = tl.split(pairs)
-                x0, x2 = tl.split(even)
-                x1, x3 = tl.split(odd)
-                part = _multiplied(x0, code, less, part, 0, FORMAT, MIDDLE)
-                part = _multiplied(x1, code, less, part, 1, FORMAT, MIDDLE)
-                part = _multiplied(x2, code, less, part, 2, FORMAT, MIDDLE)
-                part = _multiplied(x3, code, less, part, 3, FORMAT, MIDDLE)
-            elif EACH == 2:
-                x0, x1 = tl.split(tl.reshape(given, [ROWS, DEPTH // 2, 2]))
-                if NIBBLES:
-                    low = _numbers(code & 15, less, given.dtype, FORMAT, MIDDLE)
-                    high = _numbers(code >> 4, less, given.dtype, FORMAT, MIDDLE)
-                    part = tl.dot(x0, low, part, input_precision="ieee")
-                    part = tl.dot(x1, high, part, input_precision="ieee")
-                else:
-                    part = _multiplied(x0, code, less, part, 0, FORMAT, MIDDLE)
-                    part = _multiplied(x1, code, less, part, 1, FORMAT, MIDDLE)
-            else:
-                weight = _numbers(code, less, given.dtype, FORMAT, MIDDLE)
-                part = tl.dot(given, weight, part, input_precision="ieee")
+            part = _product(given, code, less, part, EACH, FORMAT, NIBBLES, MIDDLE)
             if GROUPS > 1:
                 total = part
             else:
@@ -228,15 +210,52 @@ def packed_product(
             scale, zero = next_scale, next_zero
         if GROUPS > 1:
             total *= 2.0**63
-        is_inside = is_row[:, None] & is_output[None, :]
-        if SPLITS == 1:
-            if bias is not None:
-                total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[None, :]
-            place_out = m.to(tl.int64)[:, None] * N + n[None, :]
-            tl.store(out + place_out, total.to(out.dtype.element_ty), mask=is_inside)
+        _store(out, parts, bias, total, m, n, split * rows + m, is_row, is_output, N, SPLITS)
+
+
+@triton.jit
+def _store(out, parts, bias, total, m, n, part_row, is_row, is_output, N: tl.constexpr, SPLITS: tl.constexpr):
+    """Writes the sums of a tile: results, or parts of them."""
+    is_inside = is_row[:, None] & is_output[None, :]
+    if SPLITS == 1:
+        if bias is not None:
+            total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        place = m.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=is_inside)
+    else:
+        tl.store(parts + part_row.to(tl.int64)[:, None] * N + n[None, :], total, mask=is_inside)
+
+
+@triton.jit
+def _product(
+    given, code, less, part, EACH: tl.constexpr, FORMAT: tl.constexpr, NIBBLES: tl.constexpr,
+    MIDDLE: tl.constexpr,
+):  # fmt: skip
+    """Adds inputs times codes without their scales: words of four or two codes, bytes of two or one."""
+    ROWS: tl.constexpr = given.shape[0]
+    DEPTH: tl.constexpr = given.shape[1]
+    if EACH == 4:
+        even, odd = tl.split(tl.reshape(given, [ROWS, DEPTH // 4, 2, 2]))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        part = _multiplied(x0, code, less, part, 0, FORMAT, MIDDLE)
+        part = _multiplied(x1, code, less, part, 1, FORMAT, MIDDLE)
+        part = _multiplied(x2, code, less, part, 2, FORMAT, MIDDLE)
+        part = _multiplied(x3, code, less, part, 3, FORMAT, MIDDLE)
+    elif EACH == 1:
+        weight = _numbers(code, less, given.dtype, FORMAT, MIDDLE)
+        part = tl.dot(given, weight, part, input_precision="ieee")
+    else:
+        x0, x1 = tl.split(tl.reshape(given, [ROWS, DEPTH // 2, 2]))
+        if NIBBLES:
+            low = _numbers(code & 15, less, given.dtype, FORMAT, MIDDLE)
+            high = _numbers(code >> 4, less, given.dtype, FORMAT, MIDDLE)
+            part = tl.dot(x0, low, part, input_precision="ieee")
+            part = tl.dot(x1, high, part, input_precision="ieee")
         else:
-            place_out = (split * rows + m).to(tl.int64)[:, None] * N + n[None, :]
-            tl.store(parts + place_out, total, mask=is_inside)
+            part = _multiplied(x0, code, less, part, 0, FORMAT, MIDDLE)
+            part = _multiplied(x1, code, less, part, 1, FORMAT, MIDDLE)
+    return part
 
 
 @triton.jit
