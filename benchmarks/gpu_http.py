@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,22 @@ class Sizes:
     token_bytes: float
 
 
-LOADS = (Load(512, 128, 64, 256), Load(128, 512, 64, 128), Load(4096, 64, 64, 64), Load(512, 128, 32, 96))
+# Ways to choose tokens: further fields of each request.
+LIST = {"type": "array", "items": {"type": "integer"}, "minItems": 1000}
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature 0.8, top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
+    "temperature 1": {"temperature": 1.0},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": LIST}}},
+}
+LOADS = (
+    Load(512, 128, 64, 256),
+    Load(128, 128, 256, 768),
+    Load(128, 512, 64, 128),
+    Load(4096, 64, 64, 64),
+    Load(512, 128, 32, 96),
+)
 
 
 def card() -> dict[str, float]:
@@ -97,7 +113,7 @@ def limit_per_s(load: Load, sizes: Sizes, found: dict[str, float]) -> float:
     return load.at_once * load.output / (prompts_s + steps_s)
 
 
-def ask(url: str, load: Load, seed: int) -> dict[str, Any]:
+def ask(url: str, load: Load, seed: int, **fields: Any) -> dict[str, Any]:
     """One load over HTTP."""
     from tessera.serve.load import LoadOptions, figures, measure, parse_address
 
@@ -109,9 +125,20 @@ def ask(url: str, load: Load, seed: int) -> dict[str, Any]:
         api="completions",
         seed=seed,
         timeout_s=120.0,
+        fields=fields,
     )
     run = asyncio.run(measure(parse_address(url), options, lambda what: None))
     return dict(figures(run))
+
+
+def by_choice(url: str, put: Callable[[str, Any], None]) -> None:
+    """The first load in every way to choose tokens, with its part of the greedy rate."""
+    load, greedy = LOADS[0], 0.0
+    for number, (name, fields) in enumerate(CHOICES.items()):
+        got = ask(url, load, number, **fields)
+        per_s = float(got["output_throughput"])
+        greedy = greedy or per_s
+        put(name, {"tokens per s": per_s, "of greedy": round(per_s / greedy, 4), "figures": got})
 
 
 def continuous_batching(model: str) -> dict[str, Any]:
@@ -134,6 +161,7 @@ def main() -> None:
     parser.add_argument("--devices", default="cuda:0")
     parser.add_argument("--max-len", type=int, default=8192)
     parser.add_argument("--starts", type=int, default=1, help="starts of the server; the last one is asked")
+    parser.add_argument("--choices", action="store_true", help="the first load in every way to choose tokens")
     parser.add_argument("--hf", action="store_true", help="Hugging Face's continuous batching after it")
     parser.add_argument("more", nargs="*", help="further options of tessera serve, behind --")
     args = parser.parse_args()
@@ -159,7 +187,9 @@ def main() -> None:
             if start + 1 < args.starts:
                 continue
             ask(server.url, Load(64, 8, 64, 64), 99)  # connections, first steps of every size
-            for number, load in enumerate(LOADS):
+            if args.choices:
+                by_choice(server.url, put)
+            for number, load in enumerate([] if args.choices else LOADS):
                 began = time.monotonic()
                 got = ask(server.url, load, number)
                 per_s, limit = float(got["output_throughput"]), limit_per_s(load, sizes, found["card"])

@@ -1,140 +1,209 @@
-"""A thousand requests in a row through worker processes, with the policy switched among them.
+"""Requests in a row through a service whose policy is switched and whose workers are killed.
 
-    python benchmarks/soak.py --requests 1000 --switch-every 7 --out soak.json
+    python benchmarks/soak.py --requests 1000 --kills 20 --out benchmarks/results/soak_202611.json
+    python benchmarks/soak.py --devices cuda:0/as=h20,cuda:0/as=l40s --requests 1000 --kills 20
 
-The tiny Llama (prefill and decodes) on two emulated devices under three policies: data-parallel,
-attention-ffn and layer-pipeline. Every output and state is compared with the reference run, bit for bit
-(requests repeat after `--distinct`, so that the reference run is made once for each). The resident memory of
-the engine and of every worker is read after the first tenth and at the end. Times are of this CPU, no GPU.
+All policies of a model are loaded in one pair of workers. Clients ask all the time, greedy, with prompts and
+answers of random lengths; after every few answers another policy is chosen at random, so sequences are moved,
+handed over in place or restarted; splits move pages all the time. Kills (SIGKILL) are spread over the run, of
+a random device, and come only when all devices are ready. Every answer is compared with that of the same
+request alone under the policy `single`, before the faults:
+
+    wrong  other tokens
+    lost   an error instead of an answer
+    hung   no answer within --limit seconds
+
+Exits with 1 unless all three are 0. Resident memory is the engine's, after a tenth of the requests and at the
+end. Times are of this machine.
 """
 
 import argparse
+import asyncio
 import json
-import multiprocessing
 import os
+import random
+import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tessera.capture import build, record
-from tessera.cli.run import is_equal, overlap
-from tessera.execute.offline import RunResult, run_offline
-from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference, workloads_of
-from tessera.ir import Objective, Plan, Step
+from tessera.ir import Load
 from tessera.profile import make_cluster, parse_devices
+from tessera.serve.planning import prepare
+from tessera.serve.policies import POLICIES
+from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling, ServeSpec
+from tessera.serve.service import Service
+from tessera.serve.text import ByteText
 
-POLICIES = ("data-parallel", "attention-ffn", "layer-pipeline")
-CONTEXT, TOKENS = 8, 2
+GREEDY = Sampling(temperature=0.0)
+# Longest prompt and answer, and seconds in which killed workers must be back.
+MAX_PROMPT, MAX_ANSWER, BACK_S = 40, 24, 120.0
 
 
-def plans(microbatches: int) -> list[Plan]:
-    """One for each policy, over the same steps and devices."""
-    steps = (
-        Step("tiny-llama", "prefill", 1, CONTEXT, reserve=TOKENS),
-        Step("tiny-llama", "decode", 1, CONTEXT + TOKENS),
-    )
-    unit = make_unit([record(build(step)) for step in steps])
-    cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
-    costs = price(unit, cluster)
+@dataclass
+class Soak:
+    service: Service
+    stepper: WorkerStepper
+    asks: list[Ask]
+    names: list[str]
+    options: argparse.Namespace
+    rng: random.Random
+    references: list[list[int]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    messages: list[str] = field(default_factory=list)
+    by_policy: Counter[str] = field(default_factory=Counter)
+    num_asked: int = 0
+    resident_mb: list[float] = field(default_factory=list)
+
+    async def answer(self, ask: Ask) -> tuple[list[int], str]:
+        """Tokens, and the message of an error."""
+        tokens: list[int] = []
+        async for event in self.service.answer(ask):
+            if isinstance(event, AnswerPiece):
+                tokens += [token.number for token in event.tokens]
+            elif isinstance(event, Finish) and event.reason == "error":
+                return tokens, event.message or "error"
+        return tokens, ""
+
+    async def client(self) -> None:
+        while self.num_asked < self.options.requests:
+            self.num_asked += 1
+            number = self.rng.randrange(len(self.asks))
+            self.by_policy[self.service.policy] += 1
+            try:
+                given = await asyncio.wait_for(self.answer(self.asks[number]), self.options.limit)
+            except TimeoutError:
+                self.counts["hung"] += 1
+                continue
+            self.note(number, *given)
+
+    def note(self, number: int, tokens: list[int], message: str) -> None:
+        self.counts["answered"] += 1
+        if message:
+            self.counts["lost"] += 1
+            self.messages.append(message)
+        elif tokens != self.references[number]:
+            self.counts["wrong"] += 1
+        else:
+            self.counts["right"] += 1
+        if self.counts["answered"] % self.options.switch_every == 0:
+            self.service.switch(self.rng.choice(self.names))
+            self.counts["switches"] += 1
+        if self.counts["answered"] == max(1, self.options.requests // 10):
+            self.resident_mb.append(resident_mb())
+
+    async def killer(self) -> None:
+        """Kills at even shares of the requests."""
+        for number in range(self.options.kills):
+            due = (number + 0.5) / self.options.kills * self.options.requests
+            while self.counts["answered"] + self.counts["hung"] < due:
+                await asyncio.sleep(0.01)
+            await self.ready()
+            use = self.stepper.use().devices
+            pid = use[self.rng.choice(sorted(use))].pid
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+                self.counts["kills"] += 1
+            await asyncio.sleep(self.rng.random() * 0.5)
+
+    async def ready(self) -> None:
+        until_s = time.monotonic() + BACK_S
+        while any(status.state != "ready" for status in self.stepper.use().devices.values()):
+            if time.monotonic() > until_s:
+                self.counts["not_back"] += 1
+                return
+            await asyncio.sleep(0.05)
+
+    async def run(self) -> None:
+        for ask in self.asks:
+            tokens, message = await self.answer(ask)
+            assert not message, message
+            self.references.append(tokens)
+        clients = [self.client() for _ in range(self.options.clients)]
+        killing = asyncio.ensure_future(self.killer())
+        await asyncio.gather(*clients)
+        killing.cancel()
+        await self.ready()
+
+
+def resident_mb() -> float:
+    return round(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
+
+
+def random_asks(num: int, rng: random.Random) -> list[Ask]:
+    lengths = [(rng.randrange(1, MAX_PROMPT), rng.randrange(1, MAX_ANSWER + 1)) for _ in range(num)]
     return [
-        make_plan(unit, costs, cluster, Objective.THROUGHPUT, microbatches, policy) for policy in POLICIES
+        Ask(tuple(rng.randrange(256) for _ in range(prompt)), answer, GREEDY, ignores_end=True)
+        for prompt, answer in lengths
     ]
 
 
-def resident_bytes() -> dict[str, int]:
-    """Resident memory of this process and of each worker."""
-    found = {"engine": os.getpid()} | {p.name: p.pid or 0 for p in multiprocessing.active_children()}
-    page = os.sysconf("SC_PAGE_SIZE")
-    return {n: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for n, pid in found.items()}
-
-
-class Soak:
-    """Requests in batches, compared as they come, so that results do not pile up."""
-
-    def __init__(
-        self, stepper: WorkerStepper, policies: Sequence[Plan], distinct: int, switch_every: int, plain: bool
-    ) -> None:
-        self._stepper, self._num, self._every = stepper, len(policies), switch_every
-        self._depth = 1 if plain else None
-        self._log = stepper.spans = SpanLog(policies[0])
-        self.faults: list[str] = []
-        workloads = workloads_of(policies[0].unit)
-        self.requests = [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(distinct)]
-        self._references = [run_reference(policies[0].unit, request) for request in self.requests]
-        self.done = self.equal = self.switches = 0
-        self.by_policy = [0] * self._num
-
-    def run(self, num: int) -> None:
-        """The next requests."""
-        numbers = [(self.done + i) % len(self.requests) for i in range(num)]
-        run = run_offline(
-            self._stepper,
-            [self.requests[n] for n in numbers],
-            policy=lambda num_done: self.switches % self._num,
-            on_done=self._on_done,
-            spans=self._log,
-            depth=self._depth,
-        )
-        run.raise_failures()
-        self.faults += run.faults
-        self.overlap = overlap(self._log.timeline())
-        for number, result in zip(numbers, run.results, strict=True):
-            self._count(number, result)
-
-    def _on_done(self, number: int) -> None:
-        self.done += 1
-        if self.done % self._every == 0:
-            self.switches += 1
-
-    def _count(self, number: int, result: RunResult) -> None:
-        self.equal += is_equal(self._references[number], result)
-        self.by_policy[result.policy] += 1
+def soaked(options: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(options.seed)
+    names = [name for name in options.policies.split(",") if name != "single"]
+    spec = ServeSpec(
+        2, options.seqs, 96, 32, load=Load(MAX_PROMPT // 2, MAX_ANSWER // 2),
+        policies=("single", *names), effort="quick",
+    )  # fmt: skip
+    made = prepare(options.model, make_cluster(parse_devices(options.devices), options.link), spec)
+    with (
+        made.workers() as stepper,
+        Service(
+            stepper, made.policies, made.model.shape, ByteText(), policy="single", log=lambda line: None
+        ) as service,
+    ):
+        soak = Soak(service, stepper, random_asks(options.distinct, rng), ["single", *names], options, rng)
+        begun_s = time.monotonic()
+        asyncio.run(soak.run())
+        seconds, state = time.monotonic() - begun_s, service.snapshot()
+    soak.resident_mb.append(resident_mb())
+    keys = ("answered", "right", "wrong", "lost", "hung", "switches", "kills", "not_back")
+    return {
+        "command": f"python benchmarks/soak.py {' '.join(sys.argv[1:])}",
+        "requests": soak.num_asked,
+        **{key: soak.counts[key] for key in keys},
+        "pages_moved": state.pages_moved,
+        "retried": state.retried,
+        "preemptions": state.preemptions,
+        "prefix_hits": state.prefix_hits,
+        "last_switch_ms": state.last_switch_ms,
+        "restarts": {device.name: device.restarts for device in state.devices},
+        "by_policy": dict(soak.by_policy),
+        "seconds": round(seconds, 1),
+        "resident_mb": soak.resident_mb,
+        "messages": soak.messages[:5],
+    }
 
 
 def main() -> None:
-    """Runs and writes what came of it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", default="tiny-llama")
+    parser.add_argument("--devices", default="emu:a100,emu:l40s")
+    parser.add_argument("--link", default="pcie4")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="besides single")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--distinct", type=int, default=20)
-    parser.add_argument("--switch-every", type=int, default=7)
-    parser.add_argument("--microbatches", type=int, default=3)
-    parser.add_argument("--transport", default="shm")
-    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--switch-every", type=int, default=7, help="answers between two switches")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--distinct", type=int, default=40)
+    parser.add_argument("--seqs", type=int, default=4)
+    parser.add_argument("--limit", type=float, default=120.0)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    policies = plans(asked.microbatches)
-    weights = workloads_of(policies[0].unit)[0].weights()
-    with WorkerStepper(policies, weights, transport=asked.transport) as stepper:
-        soak = Soak(stepper, policies, asked.distinct, asked.switch_every, asked.plain)
-        soak.run(max(1, asked.requests // 10))
-        before, started, overlaps = resident_bytes(), time.perf_counter(), []
-        while soak.done < asked.requests:
-            soak.run(min(50, asked.requests - soak.done))
-            overlaps.append(soak.overlap)
-        seconds, after = time.perf_counter() - started, resident_bytes()
-    found: dict[str, Any] = {
-        "requests": soak.done,
-        "equal": soak.equal,
-        "switches": soak.switches,
-        "by_policy": dict(zip(POLICIES, soak.by_policy, strict=True)),
-        "transport": asked.transport,
-        "plain": asked.plain,
-        "slots": asked.microbatches,
-        "faults": len(soak.faults),
-        "requests_per_s_on_this_cpu": round((soak.done - max(1, asked.requests // 10)) / seconds, 2),
-        "overlap": round(sum(overlaps) / max(1, len(overlaps)), 3),
-        "resident_mb": {n: [round(before[n] / 1e6, 1), round(after[n] / 1e6, 1)] for n in before},
-        "peak_bytes": {f.device: f.peak_bytes for f in stepper.footprints},
-    }
+    options = parser.parse_args()
+    found = soaked(options)
     text = json.dumps(found, indent=2)
     print(text)
-    if asked.out is not None:
-        asked.out.write_text(text + "\n")
+    if options.out is not None:
+        options.out.write_text(text + "\n")
+    if found["wrong"] or found["lost"] or found["hung"] or found["not_back"]:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

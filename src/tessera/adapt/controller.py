@@ -106,6 +106,8 @@ class Controller(Generic[P]):
         self.counts: Counter[DecisionKind] = Counter()
         # Devices planned around, by current plans or a running job.
         self._without: frozenset[str] = frozenset()
+        # The load that was planned for last, with or without success.
+        self._planned: Load | None = None
         # What the running job is for.
         self._job: Future[Replanned[P]] | None = None
         self._subject = ""
@@ -177,12 +179,13 @@ class Controller(Generic[P]):
     def _learn(self, learner: LoadPlanner[P]) -> None:
         """Plans for the observed load if it is not the planned one."""
         plans = self.plans
+        planned = self._planned or load_of(plans[0])
         with self._lock:
-            planned = load_of(plans[0])
             load = None if planned is None else self.history.changed(planned)
             if planned is None or load is None:
                 return
             self.history.num_new = 0
+        self._planned = load
         lengths = f"{load.prompt_tokens} tokens in and {load.output_tokens} out"
         before = f"{planned.prompt_tokens} and {planned.output_tokens}"
         why = f"requests have {lengths}, planned were {before}; planning beside the running plan"
@@ -229,16 +232,17 @@ class Controller(Generic[P]):
             return
         old = [_lanes(plan) for plan in self.plans]
         num = sum(_lanes(plan) not in old for plan in new.plans)
-        self.plans, self._capabilities = new.plans, tuple(new.capabilities)
-        self._load(new, f"{self._subject}; {num} of {len(new.plans)} plans are new")
+        if self._load(new, f"{self._subject}; {num} of {len(new.plans)} plans are new"):
+            self.plans, self._capabilities = new.plans, tuple(new.capabilities)
 
-    def _load(self, new: Replanned[P], why: str) -> None:
+    def _load(self, new: Replanned[P], why: str) -> bool:
         try:
             self._system.load(new.plans)
         except TesseraError as error:  # the old plans run on
             self._adopted((), f"plans cannot be loaded: {error}")
-        else:
-            self._adopted(new.capabilities, why)
+            return False
+        self._adopted(new.capabilities, why)
+        return True
 
     def _adopted(self, capabilities: Sequence[Capability], why: str) -> None:
         if self._monitor is not None:

@@ -8,8 +8,6 @@ INPUTS = ("settings", "numbers", "edits", "masks")
 MAX_TOP = 20
 # Words per entry of the edits.
 EDIT_FIELDS = 3
-# Bits of a fixed-point weight.
-WEIGHT_BITS = 36
 # A token with a lower scaled logit than this below the largest cannot win: -log(E) is in -2.82 : 22.88.
 OUT_OF_REACH = -26.0
 # Below this, -log(1 - v) is a polynomial.

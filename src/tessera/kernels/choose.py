@@ -19,8 +19,8 @@ it is known.
 A draw is an exponential race: token i gets an exponential variable E and the score z - log(E), where z is its
 scaled logit; the highest score wins. E comes from Philox 4x32-10 with the request's seed as key and (token,
 position) as counter, so a choice depends on nothing but its logits, seed and position. Limits are thresholds
-of z: equal logits stay or go together. top-p adds up 36-bit fixed-point weights, so no order of summation
-matters. Devices differ by the rounding of exp and log alone.
+of z: equal logits stay or go together. Given the same logits, devices differ by the rounding of exp, log and
+the sums of top-p alone.
 
 CPUs run the torch code here, the reference; GPUs the kernel of `choose_triton`.
 """
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from tessera.kernels.choice import INPUTS, MAX_TOP, OUT_OF_REACH, SMALL_DRAW, WEIGHT_BITS, Number, Setting
+from tessera.kernels.choice import INPUTS, MAX_TOP, OUT_OF_REACH, SMALL_DRAW, Number, Setting
 
 # Rounds of Philox.
 PHILOX_ROUNDS = 10
@@ -152,14 +152,9 @@ def _limit(scaled: torch.Tensor, settings: list[float], numbers: list[int]) -> f
         limit = max(limit, float(scaled.topk(numbers[Number.TOP_K]).values[-1]))
     if settings[Setting.TOP_P] < 1:
         descending = scaled[scaled >= limit].sort(descending=True).values
-        sums = weights(descending).cumsum(0)
-        wanted = max(1, int(settings[Setting.TOP_P] * int(sums[-1])))
-        limit = float(descending[int((sums < wanted).sum())])
+        sums = descending.exp().double().cumsum(0)
+        limit = float(descending[int((sums < settings[Setting.TOP_P] * sums[-1]).sum())])
     return limit
-
-
-def weights(scaled: torch.Tensor) -> torch.Tensor:
-    return (scaled.exp() * 2.0**WEIGHT_BITS).long()
 
 
 def _exponential(tokens: torch.Tensor, seed: int, position: int) -> torch.Tensor:

@@ -18,9 +18,9 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -176,8 +176,15 @@ class Generation:
 
 
 async def generate(
-    client: Client, api: Api, model: str, prompt: str, max_tokens: int, ignores_end: bool
+    client: Client,
+    api: Api,
+    model: str,
+    prompt: str,
+    max_tokens: int,
+    ignores_end: bool,
+    fields: Mapping[str, Any],
 ) -> Generation:
+    """`fields`: further fields of the request."""
     asked: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
     asked["stream_options"] = {"include_usage": True}
     if ignores_end:
@@ -189,7 +196,7 @@ async def generate(
         path = "/v1/completions"
         asked |= {"prompt": prompt, "max_tokens": max_tokens}
     start_s = time.perf_counter()
-    reply = await client.ask("POST", path, json.dumps(asked).encode())
+    reply = await client.ask("POST", path, json.dumps(asked | dict(fields)).encode())
     return read_stream(reply, start_s, time.perf_counter())
 
 
@@ -292,6 +299,8 @@ class LoadOptions:
     timeout_s: float = 600.0
     # Length of the common prefix of all prompts.
     prefix_tokens: int = 0
+    # Further fields of every request, such as a temperature; greedy without.
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +389,8 @@ async def measure(address: ServerAddress, options: LoadOptions, on_done: Callabl
 
 
 async def _ask(client: Client, options: LoadOptions, model: str, query: Query) -> Generation:
-    return await generate(client, options.api, model, query.prompt, query.max_tokens, options.ignores_end)
+    asked = (query.prompt, query.max_tokens, options.ignores_end)
+    return await generate(client, options.api, model, *asked, options.fields)
 
 
 class _ModelCard(msgspec.Struct):

@@ -35,11 +35,11 @@ from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, MismatchError, PlanInfeasible, TesseraError
 from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
-from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Plan, ServicePlan, Trace, WorkUnit, load, save
+from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Plan, Role, ServicePlan, Trace, WorkUnit, load, save
 from tessera.ir.files import cache_folder, chunks_of
 from tessera.serve.pages import modest_bytes
 from tessera.serve.records import ServeSpec, Shape, step_name
-from tessera.serve.router import plans_of
+from tessera.serve.router import plans_of, shape_of
 
 if TYPE_CHECKING:
     from tessera.serve.policies import ServicePlanner
@@ -222,10 +222,13 @@ def prepare(
         advance(f"building {model}")
         return backend.build(model, spec)
 
+    # A given plan stays while its devices do.
+    following = spec if plan is None else replace(spec, policies=())
+
     def make() -> Prepared:
         given = plan or _for_load(model, cluster, spec, advance)
         if given is not None:
-            return _follow(build(), given, cluster, backend, spec.effort, advance)
+            return _follow(build(), given, cluster, backend, following, advance)
         return _plan(build(), cluster, spec, backend, advance)
 
     if kept is None:
@@ -233,7 +236,7 @@ def prepare(
     digest = "" if plan is None else hashlib.sha256(b"".join(chunks_of(plan))).hexdigest()
     given = (spec, cluster, tuple(backend.memory_bytes), is_compiled, digest)
     key = key_of((place_of(model), *(folder for _, folder in spec.adapters)), *given)
-    prepared = find(key, kept, build, spec, plan is None and not spec.is_for_load)
+    prepared = find(key, kept, build, following)
     if prepared is None:
         prepared = make()
         keep(key, prepared, kept)
@@ -276,7 +279,7 @@ def _follow(
     plan: ServicePlan,
     cluster: Cluster,
     backend: StepBackend,
-    effort: str,
+    spec: ServeSpec,
     advance: Listener,
 ) -> Prepared:
     """The groups of a plan with captured steps, and what they are expected to reach.
@@ -300,7 +303,7 @@ def _follow(
             traces = backend.capture(sized)
             unit = flow.make_unit(traces, group.plan.unit.counts)
             captured[key] = unit, backend.price(unit, sized, advance)
-        made = follow_group(group, plan.policy, sized.shape, *captured[key], cluster, effort)
+        made = follow_group(group, plan.policy, sized.shape, *captured[key], cluster, spec.effort)
         groups.append(made)
         scale = max(scale, backend.scale(made.plan, sized))
     check_groups(groups)
@@ -308,7 +311,8 @@ def _follow(
     advance("rehearsing")
     followed = replace(plan, groups=tuple(groups))
     expected = rehearse(followed, plan.load, shape=model.shape)
-    return Prepared(model, (replace(followed, expected=expected),), None, scale, capture_s)
+    policies = (replace(followed, expected=expected),)
+    return Prepared(model, policies, planner_of(model, policies, spec), scale, capture_s)
 
 
 def _plan(
@@ -363,9 +367,7 @@ class _More(msgspec.Struct):
     state_bytes: int
 
 
-def find(
-    key: str, folder: Path, build: Callable[[], "ServedModel"], spec: ServeSpec, replans: bool = True
-) -> Prepared | None:
+def find(key: str, folder: Path, build: Callable[[], "ServedModel"], spec: ServeSpec) -> Prepared | None:
     own = folder / key
     try:
         more = msgspec.json.decode((own / _MORE).read_bytes(), type=_More)
@@ -378,18 +380,24 @@ def find(
     except _UNREADABLE:
         return None
     model = kept or build()
-    return Prepared(model, policies, planner_of(model, policies, spec) if replans else None, more.scale)
+    return Prepared(model, policies, planner_of(model, policies, spec), more.scale)
 
 
 def planner_of(
     model: "ServedModel | KeptModel", policies: Sequence[ServicePlan], spec: ServeSpec
 ) -> "ServicePlanner":
-    """The planner that made these policies."""
+    """A planner over the captured steps of the group that can serve alone; it made these policies, unless
+    their sizes were chosen for a load.
+    """
     from tessera.serve.policies import ServicePlanner
 
-    plan = policies[0].plans[0]
+    group = max(policies[0].groups, key=lambda g: (g.role is not Role.PROMPTS, len(g.sizes)))
+    plan, shape = group.plan, model.shape
+    if shape_of(group, shape) != replace(shape, microbatches=group.microbatches):
+        total = sum(group.microbatches for group in policies[0].groups)
+        shape = replace(shape_of(group, shape), microbatches=total)
     sees = any(graph.trace.step.kind == "encode" for graph in plan.graphs)
-    given = (policies[0].model, model.shape, plan.unit, plan.costs, plan.cluster, spec.load)
+    given = (policies[0].model, shape, plan.unit, plan.costs, plan.cluster, policies[0].load)
     return ServicePlanner(*given, spec.effort, sees, spec.policies)
 
 
