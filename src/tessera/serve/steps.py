@@ -144,8 +144,8 @@ def served(
 
 
 def _check_counts(spec: ServeSpec) -> None:
-    limits = (spec.rows, spec.capacity, spec.max_batch_tokens, spec.pool_tokens)
-    if min(spec.microbatches, *(limit for limit in limits if limit is not None)) < 1:
+    limits = (spec.microbatches, spec.rows, spec.capacity, spec.max_batch_tokens, spec.pool_tokens)
+    if any(limit is not None and limit < 1 for limit in limits):
         sizes = f"{spec.microbatches}, {spec.rows}, {spec.capacity} and {spec.max_batch_tokens}"
         options = "--microbatches, --seqs, --max-model-len and --max-batch-tokens"
         raise CaptureError(f"{options} must be at least 1, got {sizes}")
