@@ -359,11 +359,12 @@ def test_a_transport_of_another_event_loop_is_taken() -> None:
 
     class Transport:
         def __getattr__(self, name: str) -> Any:
-            return lambda *args: False
+            return lambda *args: None
 
     async def connected() -> int:
-        table = ConnectionTable(LIMITS)
-        connection = table.make(config=uvicorn.Config("app"), server_state=ServerState())
+        table, config = ConnectionTable(LIMITS), uvicorn.Config(lambda scope: None)
+        config.load()
+        connection = table.make(config=config, server_state=ServerState())
         connection.connection_made(Transport())  # type: ignore[arg-type]
         return len(table.idle)
 
