@@ -1,4 +1,4 @@
-"""Cost: dollars for a million tokens on mixed cards, and on two of the one that is best alone.
+"""Cost: dollars for a million tokens on mixed cards, and on as many of the card that is best alone.
 
 Rents are those of `tessera gpus`; the throughput is that of the throughput figure, from the same cases. Of
 pictures, a thousand.
@@ -27,8 +27,8 @@ def document(scale: Scale, done: Mapping[Any, Any]) -> list[dict[str, Any]]:
 
 def _row(case: Case, found: Outcome) -> dict[str, Any]:
     load = case.load
-    card, two, rent = found.two_alike or (None, None, None)
-    own, other = _per_dollar(found.own, found.usd_per_hour), _per_dollar(two, rent)
+    card, cards, rent = found.alike(len(case.gpus)) or (None, None, None)
+    own, other = _per_dollar(found.own, found.usd_per_hour), _per_dollar(cards, rent)
     tokens = load.tokens_per_result
     best = found.best_baseline
 
@@ -39,6 +39,7 @@ def _row(case: Case, found: Outcome) -> dict[str, Any]:
         "model": load.model,
         "workload": load.title,
         "pair": case.pair,
+        "gpus": len(case.gpus),
         "link": case.wire.name,
         "counted": load.counted,
         "requests_per_usd": own,
@@ -46,12 +47,12 @@ def _row(case: Case, found: Outcome) -> dict[str, Any]:
         "best_baseline": best[0] if best else None,
         "best_baseline_usd_per_million_tokens": million(found.usd_per_hour, best[1] if best else None),
         "usd_per_thousand_pictures": None if tokens or not own else 1e3 / own,
-        "two_of": card,
-        "two_of_requests_per_usd": other,
-        "two_of_usd_per_million_tokens": million(rent, two),
-        "two_of_policy": "data-parallel" if two else None,
+        "alike": card,
+        "alike_requests_per_usd": other,
+        "alike_usd_per_million_tokens": million(rent, cards),
+        "alike_policy": "data-parallel" if cards else None,
         "ratio_per_usd": own / other if own and other else None,
-        "ratio_throughput": found.own / two if found.own and two else None,
+        "ratio_throughput": found.own / cards if found.own and cards else None,
         "source": f"{found.source}; list prices",
     }
 
@@ -61,12 +62,12 @@ def _per_dollar(per_s: float | None, usd_per_hour: float | None) -> float | None
 
 
 def draw(figure: Any, rows: list[dict[str, Any]]) -> None:
-    """Dollars for a million tokens: the plan against the best baseline, and two cards alike."""
+    """Dollars for a million tokens: the plan against the best baseline, and as many cards alike."""
     left, right = figure.subplots(1, 2, sharey=True)
     kept = [r for r in rows if r["usd_per_million_tokens"]]
     panels = (
         (left, "best_baseline_usd_per_million_tokens", "the best policy on the same cards"),
-        (right, "two_of_usd_per_million_tokens", "two of the card that is best alone"),
+        (right, "alike_usd_per_million_tokens", "as many of the card that is best alone"),
     )
     for panel, key, title in panels:
         for name in dict.fromkeys(r["model"] for r in kept):

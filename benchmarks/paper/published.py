@@ -37,7 +37,7 @@ PUBLISHED = {
     "cost": Published(
         NO_RECORD,
         "Dollars for a million tokens at one provider's list prices on one day, at simulated throughput; "
-        "GPUs without a price have no figure. The two cards alike are those of a pair's that is best alone.",
+        "GPUs without a price have no figure. The cards alike are as many of the one that is best alone.",
     ),
     "online": Published(
         "A monitor switches between a latency and a throughput policy as the request rate changes. "

@@ -241,15 +241,14 @@ class Outcome:
         rate, name = max(rated)
         return name, rate
 
-    @property
-    def two_alike(self) -> tuple[str, float, float | None] | None:
-        """(a card, what two of it give, a replica on each, and their rent): the one that is best alone."""
+    def alike(self, num: int) -> tuple[str, float, float | None] | None:
+        """(card that is best alone, rate of so many of it with a replica on each, their rent)."""
         alone = self.policies.get("single")
         if alone is None:
             return None
         (device,) = alone.batch
         card = gpu(device.removeprefix("emu:").split("#")[0])
-        return card.name, 2 * alone.per_s, None if card.usd_per_hour is None else 2 * card.usd_per_hour
+        return card.name, num * alone.per_s, None if card.usd_per_hour is None else num * card.usd_per_hour
 
     @property
     def own(self) -> float | None:

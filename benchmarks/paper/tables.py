@@ -65,7 +65,7 @@ def _cost(found: Any) -> tuple[Cells, list[Cells]]:
             r["pair"],
             _number(r["usd_per_million_tokens"]),
             _number(r["best_baseline_usd_per_million_tokens"]),
-            f"2x {r['two_of']}",
+            f"{r['gpus']}x {r['alike']}",
             _times(r["ratio_throughput"]),
             _times(r["ratio_per_usd"]),
         ]

@@ -1,8 +1,8 @@
 """Offline throughput: the plan against every other policy, each at its own best batch and microbatches.
 
 `policies` are what each gives on the case's own devices, all judged by the same simulation, at equal memory
-and within an equal limit of time. Two of the card that is best alone are other hardware, so they stand apart,
-in `elsewhere`: a replica on each, at its best batch.
+and within an equal limit of time. As many of the card that is best alone are other hardware, so they stand
+apart, in `elsewhere`: a replica on each, at its best batch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,8 @@ def document(scale: Scale, done: Mapping[Any, Any]) -> list[dict[str, Any]]:
 
 def row_of(case: Case, found: Outcome) -> dict[str, Any]:
     """A case in figures."""
-    load, two = case.load, found.two_alike
+    load, num = case.load, len(case.gpus)
+    alike = found.alike(num)
     own = found.policies.get("throughput")
     return {
         "model": load.model,
@@ -52,9 +53,9 @@ def row_of(case: Case, found: Outcome) -> dict[str, Any]:
         "bound": found.bound_per_s,
         "single_placement_by_busy_time": found.single_placement_busy_per_s,
         "single_placement_note": found.single_placement_note,
-        "elsewhere": {f"2x {two[0]}": {"policy": "data-parallel", "value": two[1]}} if two else {},
+        "elsewhere": {f"{num}x {alike[0]}": {"policy": "data-parallel", "value": alike[1]}} if alike else {},
         "usd_per_hour": found.usd_per_hour,
-        "usd_per_hour_elsewhere": two[2] if two else None,
+        "usd_per_hour_elsewhere": alike[2] if alike else None,
         "usd_per_million_tokens": {
             policy: usd_per_million(found.usd_per_hour, rate * load.tokens_per_result)
             for policy, rate in found.rates.items()

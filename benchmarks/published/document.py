@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published import costs, figures, monitor, offline, online, shares, solver
+from benchmarks.published import costs, figures, monitor, offline, online, shares, solver, stepwise
 from benchmarks.published.setup import MODELS, PAIRS, UNSERVED
 from benchmarks.published.tables import markdown
 
@@ -41,6 +41,7 @@ def tasks(is_quick: bool) -> list[Task]:
     wide = [case for case in offline.bandwidth_cases(has_best=not is_quick) if case.gbit_per_s != 200.0]
     found += [(offline.rate, (case,)) for case in wide]
     found += [(offline.pipeline_rate, (case,)) for case in offline.PIPELINES.values()]
+    found += [(stepwise.rate, (case,)) for case in stepwise.cases()]
     found += [(shares.shares, (name,)) for name in MODELS]
     found += [(costs.document, ())]
     return found
@@ -55,9 +56,9 @@ def run(is_quick: bool, jobs: int, advance: Callable[[str], None] = lambda text:
         advance(task[0].__name__)
     made = {
         work: {args[0]: found for (other, args), found in done.items() if other is work and args}
-        for work in (offline.rate, offline.pipeline_rate, online.curve, shares.shares)
+        for work in (offline.rate, stepwise.rate, offline.pipeline_rate, online.curve, shares.shares)
     }
-    rows = offline.fig6(made[offline.rate])
+    rows = offline.fig6(made[offline.rate] | made[stepwise.rate])
     return {
         "about": figures()["about"] | {"set_up": figures()["setup"]},
         "is_quick": is_quick,

@@ -12,7 +12,16 @@ from typing import Any
 
 from benchmarks.published import figures
 from benchmarks.published.offline import best_plan, published_plan
-from benchmarks.published.setup import CONVERSATION, MODELS, PAIRS, POLICIES, cards, cluster, served
+from benchmarks.published.setup import (
+    CONVERSATION,
+    FRACTIONAL,
+    MODELS,
+    PAIRS,
+    POLICIES,
+    cards,
+    cluster,
+    served,
+)
 
 from tessera.errors import TesseraError
 from tessera.ir import ServicePlan
@@ -89,6 +98,7 @@ def cases(pairs: Sequence[str], num_requests: int, has_best: bool) -> list[Onlin
         OnlineCase(pair, policy, is_best, num_requests)
         for pair in pairs
         for policy in POLICIES
+        if policy != FRACTIONAL
         for is_best in ((False, True) if has_best else (False,))
     ]
 
@@ -99,7 +109,7 @@ def fig7(curves: dict[OnlineCase, Curve | None]) -> list[dict[str, Any]]:
     for pair in PAIRS:
         published = doc["published"][pair]
         again = doc["re_measured"] if doc["re_measured"]["pair"] == pair else {}
-        for policy in POLICIES:
+        for policy in (name for name in POLICIES if name != FRACTIONAL):
             row: dict[str, Any] = {"pair": pair, "model": MODEL, "policy": policy}
             row["published"] = published["rate_at_slo"].get(policy)
             row["published_curve"] = published["curves_rate_and_ms_per_token"].get(policy)

@@ -34,9 +34,10 @@ POLICIES = {
     "prefill_decode": "prefill-decode",
     "attention_ffn": "attention-ffn",
     "kernel_disaggregation": "kernel-level",
+    "prefill_decode_fractional": "prefill-decode-fractional",
 }
-# Beside the published ones: the best of all policies, as the planner chooses it.
-MIX = "tessera_mix"
+# Beside the published ones: a split whose decode card reads prompts too, and the best of all policies.
+FRACTIONAL, MIX = "prefill_decode_fractional", "tessera_mix"
 SEQUENCES = 32
 # A message's latency, and the share of a link's rate that InfiniBand keeps after framing.
 LATENCY_US, FRAMING = 15.0, 0.9
@@ -162,7 +163,7 @@ def _packed(trace: Trace, costs: Costs, devices: Cluster) -> Costs:
 def _recorded(model: str) -> ServedSteps:
     """Steps without devices; recordings are shared."""
     steps = ServedSteps(model, Cluster((), ()))
-    is_compiled = all(outlines.known(step) for step in steps.anchors)
+    is_compiled = all(outlines.find(step) for step in steps.anchors)
     return replace(steps, is_compiled=is_compiled)
 
 

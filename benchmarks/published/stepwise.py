@@ -1,9 +1,9 @@
 """Figure 6 for models that no service plan runs: Mamba (state by row) and Stable Diffusion (denoising steps).
 
 Compiled steps at the published batch run one after the other: a request of Mamba is a prompt alone and its
-share of decodes of 32 sequences, a picture is 28 denoising steps. Policies: a card alone, one copy on each
-card, prompts on one card and decodes on the other, and one placement of launches over both cards with two
-steps in flight, simulated. Only the published batch is evaluated.
+share of decodes of 32 sequences, a picture of 1,024 x 1,024 pixels is 28 denoising steps. Policies: a card
+alone, one copy on each card, prompts on one card and decodes on the other, and one placement of launches over
+both cards with two steps in flight, simulated. Only the published batch is evaluated.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ STEPWISE = {
         _OUTPUT,
     ),
     "stable_diffusion_3_5_medium": Stepwise(
-        (Step("sd3.5-medium", "denoise", 1, 1024),), (float(PICTURE_STEPS),), 60.0
+        (Step("sd3.5-medium", "denoise", 1, 4096),), (float(PICTURE_STEPS),), 60.0
     ),
 }
 POLICIES = (
@@ -59,7 +59,7 @@ POLICIES = (
 
 def is_known(model: str) -> bool:
     """True if the steps were compiled before."""
-    return all(outlines.known(step) for step in STEPWISE[model].steps)
+    return all(outlines.find(step) for step in STEPWISE[model].steps)
 
 
 def cases() -> list[OfflineCase]:
@@ -74,7 +74,7 @@ def cases() -> list[OfflineCase]:
 
 @cache
 def _unit(step: Step) -> WorkUnit:
-    return WorkUnit((build_graph(outlines.made(step, record_compiled)),), (1,))
+    return WorkUnit((build_graph(outlines.find_or_make(step, record_compiled)),), (1,))
 
 
 def rate(case: OfflineCase) -> Rated | None:

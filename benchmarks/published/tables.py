@@ -16,6 +16,7 @@ POLICIES = {
     "prefill_decode": "prefill/decode",
     "attention_ffn": "attention/FFN",
     "kernel_disaggregation": "kernels, one placement",
+    "prefill_decode_fractional": "prefill/decode, fractional",
     "tessera_mix": "the planner's choice",
 }
 COLUMNS = ("published", "re_measured", "ours", "ours_best_batch")
