@@ -72,9 +72,6 @@ ANCHORS = (
     (512, 64, 65_536, 2048),
 )
 CHECKED = (1536, 96, 98_304, 1536)
-# Seconds of the search for one placement, and the planner of a lane over several devices.
-SEARCH_S = 5.0
-PLANNERS = {"kernel-level": "single-placement"}
 # Sets of devices that are rehearsed under the objectives cost and energy.
 MAX_SETS = 4
 
@@ -246,7 +243,7 @@ def compiled(steps: Sequence[Step]) -> list[Trace]:
                 built.append(build(steps[0]))
             return record_inductor_offline(another(built[0], step))
 
-    return [outlines.made(step, compile_step) for step in steps]
+    return [outlines.find_or_make(step, compile_step) for step in steps]
 
 
 def is_served(model: str) -> bool:
@@ -263,10 +260,9 @@ def make_group(steps: ServedSteps, draft: GroupDraft, policy: str, search: Searc
     else:
         # Microbatches share pages: each is planned with its part.
         part = replace(draft, pool_tokens=draft.pool_tokens // draft.microbatches // PAGE * PAGE)
-        limited = replace(search, single_limit_s=SEARCH_S)
         cluster, (work, prices) = cluster_of(steps.cluster, draft.devices), steps.unit(part)
-        own, name = costs_on(prices, draft.devices), PLANNERS.get(policy, policy)
-        found = place(work, own, cluster, name, draft.microbatches, limited, SteadyRates())
+        own = costs_on(prices, draft.devices)
+        found = place(work, own, cluster, policy, draft.microbatches, search, SteadyRates())
         placement = Placement(tuple(tuple(draft.devices[d] for d in step) for step in found.devices))
     home = "+".join(steps.cluster.names[device] for device in draft.devices)
     plan = lane_plan(unit, costs, steps.cluster, placement, draft.microbatches, home)

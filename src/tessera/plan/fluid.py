@@ -60,6 +60,10 @@ class FluidConfig:
     # Microbatches of a lane over several devices, and the share of the time that its devices compute.
     microbatches: int = 3
     efficiency: float = 0.8
+    # Of captured steps: microbatches of a prompts group (one reads while the other is settled), and fewest of
+    # a lane over several devices.
+    prompt_microbatches: int = 2
+    least_microbatches: int = 2
     # Rehearsals of a policy at most.
     num_rehearsed: int = 4
     # Drafts per policy.
@@ -227,10 +231,10 @@ class FluidModel:
         if policy not in self._known:
             if policy in (SINGLE, DATA_PARALLEL):
                 made = self._replicas(policy)
-            elif policy in DIVIDED:
-                made = self._divided(policy)
-            else:
+            elif policy in (PREFILL_DECODE, FRACTIONAL):
                 made = self._split(policy)
+            else:
+                made = self._divided(policy)
             self._known[policy] = list(made)
         return self._known[policy]
 
@@ -266,7 +270,7 @@ class FluidModel:
         reading = max(0.5 * every, self.load.prompt_tokens / chunk)
         return per_s, tpot_ms, tpot_ms * reading
 
-    def _alone(self, device: int) -> Iterator[tuple[GroupDraft, float, float, float]]:
+    def _alone(self, device: int, policy: str) -> Iterator[tuple[GroupDraft, float, float, float]]:
         for tokens, every in product(self.step_tokens, self.config.every):
             group = self._mixed((device,), tokens, every=every)
             largest = group.sizes[-1]
@@ -283,7 +287,7 @@ class FluidModel:
 
     def _replicas(self, policy: str) -> Iterator[ServiceDraft]:
         """Mixed devices: each at its best within every time per token that some device reaches."""
-        each = {kind: list(self._alone(kind[0])) for kind in self.kinds}
+        each = {kind: list(self._alone(kind[0], policy)) for kind in self.kinds}
         if policy == SINGLE:
             for listed in each.values():
                 for group, per_s, tpot_ms, ttft_ms in listed:
@@ -453,6 +457,67 @@ class FluidModel:
             read = max(2, math.ceil(tokens / prompt))
             rows.append(answering + self.price(max(tokens, read), read, prompt).us * (prompt / tokens))
         return np.asarray(np.min(rows, axis=0)[:, list(self.used)])
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedModel(FluidModel):
+    """Drafts over captured steps of one shape: only roles and devices are chosen, whatever the limits are."""
+
+    # Microbatches of all devices together, sequences of one, and its step sizes.
+    microbatches: int = 1
+    sequences: int = 1
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[tuple[int, ...], ...]:
+        """All devices: memory is counted when a draft is made."""
+        return self.alike
+
+    def drafts(self, policy: str, slack: float = 1.0) -> list[ServiceDraft]:
+        return sorted(self._drafts(policy), key=lambda d: -d.tokens_per_s)
+
+    def _group(self, role: Role, devices: tuple[int, ...], microbatches: int) -> GroupDraft:
+        return GroupDraft(role, devices, self.sequences, self.sizes, microbatches, 0, self.length)
+
+    @property
+    def _each(self) -> int:
+        """Microbatches of a device among all."""
+        return max(1, self.microbatches // len(self.used))
+
+    @property
+    def _mean_tokens(self) -> int:
+        """Tokens of a step in which all sequences answer and prompts come as often as answers end."""
+        tokens = self.sequences * (self.answers + self.load.prompt_tokens) / max(1, self.answers)
+        return round(min(tokens, self.sizes[-1]))
+
+    def _alone(self, device: int, policy: str) -> Iterator[tuple[GroupDraft, float, float, float]]:
+        group = self._group(Role.MIXED, (device,), self.microbatches if policy == SINGLE else self._each)
+        tokens = self._mean_tokens
+        step_us = self.price(tokens, self.sequences, self.length).total_us(device)
+        yield group, *self._times(group, tokens, step_us)
+
+    def _seats(self, device: int, policy: str) -> Iterator[_Seat]:
+        plain, mixed = (
+            self.price(tokens, self.sequences, self.length).total_us(device)
+            for tokens in (self.sequences, self.sizes[-1])
+        )
+        role = Role.ANSWERS if policy == PREFILL_DECODE else Role.MIXED
+        chunk = self.sizes[-1] - self.sequences if role is Role.MIXED else 0
+        yield _Seat(self._group(role, (device,), self._each), plain, mixed, max(0, chunk))
+
+    def _prompts(self, device: int) -> tuple[GroupDraft, float]:
+        us = self.price(self.sizes[-1], self.sequences, self.load.prompt_tokens).total_us(device)
+        group = self._group(Role.PROMPTS, (device,), self.config.prompt_microbatches)
+        return group, self.sizes[-1] / us * 1e6
+
+    def _divided(self, policy: str) -> Iterator[ServiceDraft]:
+        if len(self.used) < 2:
+            return
+        group = self._group(Role.MIXED, self.used, max(self.config.least_microbatches, self.microbatches))
+        price = self.price(self._mean_tokens, self.sequences, self.length)
+        ideal_us = 1.0 / sum(1.0 / price.total_us(d) for d in self.used)
+        times = self._times(group, self._mean_tokens, ideal_us / self.config.efficiency)
+        yield self._draft(policy, [group], *times)
 
 
 def _alike(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:

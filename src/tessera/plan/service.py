@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tessera.errors import PlanInfeasible
+from tessera.errors import DeviceMemoryError, PlanInfeasible
 from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Rival, ServicePlan
 from tessera.plan.comparison import Comparison, Option
 from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, POLICIES, SINGLE, FluidModel, ServiceDraft
@@ -51,10 +51,11 @@ def plan_service(
     advance: Callable[[str], None] = lambda text: None,
     objective: Objective = Objective.THROUGHPUT,
     policies: Sequence[str] = POLICIES,
+    is_strict: bool = True,
 ) -> ServicePlan:
     """The best plan of these policies, with its rivals and the bound.
 
-    `fluids`: drafts on all devices, and on parts of them.
+    `fluids`: drafts on all devices, and on parts of them. `is_strict`: refuse plans that miss a limit.
     """
     cluster = fluids[0].cluster
 
@@ -75,8 +76,9 @@ def plan_service(
             if listed:
                 best[policy] = max(listed, key=lambda r: (r.is_within, figure(r)))
     within = {policy: found for policy, found in best.items() if found.is_within}
-    if not within:
+    if not within and (is_strict or not best):
         raise _refusal(fluids[0], list(best.values()), policies)
+    within = within or best
     figures = {name: figure(rehearsed) for name, rehearsed in within.items()}
     most = max(figures.values())
     if figures.get(DATA_PARALLEL, 0.0) * (1.0 + ERROR) >= most:
@@ -84,7 +86,8 @@ def plan_service(
     else:
         chosen = next(within[name] for name, figure in figures.items() if figure >= (1.0 - TIE) * most)
     rivals = tuple(found.rival for found in within.values())
-    return replace(chosen.plan, expected=chosen.expected, rivals=rivals, bound_per_s=fluids[0].bound_per_s)
+    bound = fluids[0].bound_per_s if is_strict else None
+    return replace(chosen.plan, expected=chosen.expected, rivals=rivals, bound_per_s=bound)
 
 
 def compared(plan: ServicePlan, objective: Objective = Objective.THROUGHPUT) -> Comparison:
@@ -157,7 +160,7 @@ def _tried(
         seen.add(draft)
         try:
             plan = make(draft)
-        except PlanInfeasible:
+        except (PlanInfeasible, DeviceMemoryError):
             continue
         expected = _rehearsed(plan, fluid.load, rehearse)
         tried.append(Rehearsed(plan, expected, expected.is_within(fluid.load)))

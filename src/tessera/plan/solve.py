@@ -30,6 +30,9 @@ from tessera.plan.spread import Spread
 
 # The planner of one placement kernel by kernel, and of one whose devices alternate; see `spread`.
 SINGLE_PLACEMENT, INTERLEAVED = "single-placement", "attention-ffn"
+# Policies of services whose planner has another name, and seconds of the search for one placement.
+SERVED_PLANNERS = {"kernel-level": SINGLE_PLACEMENT}
+PLACE_S = 3.0
 # Requests in flight that the chosen plan is also simulated with.
 MICROBATCHES_SHOWN = (1, 2, 4, 8, 16)
 
@@ -109,23 +112,28 @@ def place(
     rate: Simulator | None = None,
 ) -> ir.Placement:
     """One placement for all requests by a policy: by busy time, kernel by kernel also by simulated rate."""
-    problem = build(unit, costs, cluster)
+    problem, planner = build(unit, costs, cluster), SERVED_PLANNERS.get(policy, policy)
+    config = replace(config, single_limit_s=PLACE_S)
 
     def found_by(name: str) -> list[ir.Placement]:
         task = Task(problem, microbatches, is_served=True, policy=name, config=config)
         mixes = [mix for mix in planner_named(name)(task) or () if len(mix.columns) == 1]
         return [task.draft(max(mixes, key=task.upper_bound_per_s)).lanes[0].placement] if mixes else []
 
-    found = found_by(policy)
+    found = found_by(planner)
     if not found:
         raise PlanInfeasible(f"the policy '{policy}' does not apply to this work or does not fit")
-    if policy != SINGLE_PLACEMENT or rate is None:
+    if planner != SINGLE_PLACEMENT or rate is None:
         return found[0]
 
-    alone = [(ir.WorkUnit((graph,), (1,)), (cost,)) for graph, cost in zip(unit.graphs, costs, strict=True)]
+    alone = [
+        lane_plan(ir.WorkUnit((graph,), (1,)), (cost,), cluster, ir.Placement((place,)), microbatches, "")
+        for graph, cost, place in zip(unit.graphs, costs, found[0].devices, strict=True)
+    ]
 
     def step_rate(step: int, devices: tuple[int, ...]) -> float:
-        return rate.settled(lane_plan(*alone[step], cluster, ir.Placement((devices,)), microbatches, ""))
+        plan = alone[step]
+        return rate(replace(plan, lanes=(replace(plan.lanes[0], placement=ir.Placement((devices,))),)))
 
     return Spread(unit, costs, step_rate).best_of([*found, *found_by(INTERLEAVED)])
 

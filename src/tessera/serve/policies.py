@@ -1,22 +1,20 @@
 """ServicePlanner: a service plan for every policy, over the same captured steps, rehearsed under the load.
 
-    single, data-parallel                        mixed groups on one device each: nothing is searched
-    prefill-decode, prefill-decode-fractional    one device reads prompts, the others answer (fractional: and
-                                                 read prompts too); every device is tried
-    attention-ffn, layer-pipeline, kernel-level  groups over several devices, placed by `plan.solve.place`
-    latency                                      as these, for the least time of one request
-
-Searches count steps as often as a rehearsal runs them. `auto` takes the policy whose rehearsal is best within
-the load's limits, but data-parallel unless another is better by more than the error of the costs; and
-`latency` beside it where that is quicker for one request.
+Drafts and the choice among them are those of `plan.service`, over sizes that are given (`CapturedModel`):
+roles and devices are chosen. Groups over several devices are placed by `plan.solve.place`, which counts steps
+as often as a rehearsal runs them. A policy is planned even if it misses the load's limits. `latency` is one
+more policy, for the least time of one request; `auto` has it beside the best where it is quicker.
 
 Not handled: splits of models that keep state by row or see pictures.
 """
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+import numpy as np
 
 from tessera.adapt.capability import Capability
 from tessera.adapt.drift import Factors
@@ -27,6 +25,7 @@ from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.ir import (
     Cluster,
     Costs,
+    Expected,
     Graph,
     Group,
     Load,
@@ -36,25 +35,28 @@ from tessera.ir import (
     ServicePlan,
     WorkUnit,
 )
+from tessera.plan.fluid import (
+    DATA_PARALLEL,
+    FRACTIONAL,
+    PREFILL_DECODE,
+    SINGLE,
+    CapturedModel,
+    FluidConfig,
+    GroupDraft,
+    ModelBytes,
+    ServiceDraft,
+    StepPrice,
+)
+from tessera.plan.fluid import POLICIES as DRAFTED
+from tessera.plan.service import plan_service
 from tessera.serve.records import COST_ERROR, Shape
 from tessera.serve.rehearse import rated, rehearse
 
-AUTO = "auto"
-SPLITS = {"prefill-decode": Role.ANSWERS, "prefill-decode-fractional": Role.MIXED}
-# Name -> planner of its placement.
-SEARCHED = {
-    "attention-ffn": "attention-ffn",
-    "layer-pipeline": "layer-pipeline",
-    "kernel-level": "single-placement",
-    "latency": "latency",
-}
-# Seconds of the search for one placement.
-SEARCH_S = 2.0
-POLICIES = ("single", "data-parallel", *SPLITS, *SEARCHED)
-# Microbatches of a prompts group: one reads while the other is settled.
-PROMPT_MICROBATCHES = 2
-# Fewest microbatches of a group over several devices: one computes while the other is on its way.
-DIVIDED_MICROBATCHES = 2
+AUTO, LATENCY = "auto", "latency"
+SPLITS = (PREFILL_DECODE, FRACTIONAL)
+POLICIES = (*DRAFTED, LATENCY)
+# Rehearsals of a policy.
+MAX_REHEARSED = 8
 # Most runs of all steps in a searched unit.
 MAX_RUNS = 128
 
@@ -91,79 +93,80 @@ class ServicePlanner:
 
     def auto(self) -> tuple[ServicePlan, ...]:
         if len(self.cluster.devices) == 1:
-            return (self.best("single"),)
-        rehearsed, why = [], None
-        for name in POLICIES:
-            try:
-                rehearsed.append(self.best(name))
-            except (PlanInfeasible, DeviceMemoryError) as error:
-                why = error
-        if not rehearsed:
-            raise why or PlanInfeasible("no policy fits these devices")
-        *others, latency = rehearsed if rehearsed[-1].policy == "latency" else (*rehearsed, None)
-        chosen = best_of([plan for plan in others if plan is not None] or rehearsed)
-        chosen = replace(chosen, rivals=tuple(_rival(plan) for plan in rehearsed if plan is not chosen))
-        if latency is None or not self._is_quicker(latency, chosen):
-            return (chosen,)
+            return (self.best(SINGLE),)
+        chosen = self._planned(DRAFTED)
         try:
-            self._check((*chosen.groups, *latency.groups))
+            latency = self.best(LATENCY)
+            rivals = (*(rival for rival in chosen.rivals if rival.policy != chosen.policy), _rival(latency))
+            chosen = replace(chosen, rivals=rivals)
+            check_groups((*chosen.groups, *latency.groups))
         except (PlanInfeasible, DeviceMemoryError):
             return (chosen,)
-        return (chosen, latency)
+        return (chosen, latency) if self._is_quicker(latency, chosen) else (chosen,)
 
     def _is_quicker(self, one: ServicePlan, other: ServicePlan) -> bool:
-        alone = [rehearse(plan, self.load, 1, shape=self.shape).tpot_ms for plan in (one, other)]
+        alone = [self._rehearse(plan, self.load, 1).tpot_ms for plan in (one, other)]
         return alone[0] * (1.0 + COST_ERROR) < alone[1]
+
+    def _rehearse(self, plan: ServicePlan, load: Load, clients: int | None = None) -> Expected:
+        return rehearse(plan, load, clients, shape=self.shape)
 
     def best(self, name: str) -> ServicePlan:
         """A policy at its best, with its expected figures."""
-        planner = self._counted if name in SEARCHED else self
-        rehearsed, why = [], None
-        for groups in planner.candidates(name):
+        if name in SPLITS and not self._drafts.can_move:
+            message = f"{name} needs a model with its state in pages and without pictures"
+            raise PlanInfeasible(message, "Choose another --policy.")
+        return replace(self._planned((name,)), rivals=())
+
+    def _planned(self, names: Sequence[str]) -> ServicePlan:
+        """The best plan of these policies, with all of them as rivals."""
+        errors: list[PlanInfeasible | DeviceMemoryError] = []
+
+        def make(draft: ServiceDraft) -> ServicePlan:
             try:
-                self._check(groups)
+                groups = tuple(self._group(draft.policy, group) for group in draft.groups)
+                check_groups(groups)
             except (PlanInfeasible, DeviceMemoryError) as error:
-                why = error
-                continue
-            plan = ServicePlan(self.model, name, self.load, groups)
-            rehearsed.append(replace(plan, expected=rehearse(plan, self.load, shape=self.shape)))
-        if not rehearsed:
-            raise why or PlanInfeasible(f"the policy {name} does not apply to {self.model} on these devices")
-        if name == "latency":
-            return rehearsed[0]
-        return max(rehearsed, key=_merit)
+                errors.append(error)
+                raise
+            return ServicePlan(self.model, draft.policy, self.load, groups)
 
-    def candidates(self, name: str) -> Iterator[tuple[Group, ...]]:
-        devices = range(len(self.cluster.devices))
-        each = max(1, self.shape.microbatches // len(devices))
-        if name == "single":
-            yield from ((self._on(d, Role.MIXED, self.shape.microbatches),) for d in devices)
-        elif name == "data-parallel":
-            yield tuple(self._on(d, Role.MIXED, each) for d in devices)
-        elif name in SPLITS:
-            if not self.shape.is_flat or self.sees:
-                message = f"{name} needs a model with its state in pages and without pictures"
-                raise PlanInfeasible(message, "Choose another --policy.")
-            for reader in devices if len(devices) > 1 else ():
-                others = (self._on(d, SPLITS[name], each) for d in devices if d != reader)
-                yield (self._on(reader, Role.PROMPTS, PROMPT_MICROBATCHES), *others)
-        else:
-            yield from self._searched(name)
-
-    def _searched(self, name: str) -> Iterator[tuple[Group, ...]]:
-        microbatches = max(DIVIDED_MICROBATCHES, self.shape.microbatches)
-        placement = searched(name, self.unit, self.costs, self.cluster, microbatches, self.effort)
-        yield (self._along(name, placement, microbatches),)
+        if not any(self._drafts.drafts(name) for name in names):
+            raise PlanInfeasible(f"no policy of {', '.join(names)} applies to {self.model} on these devices")
+        try:
+            return plan_service([self._drafts], make, self._rehearse, policies=names, is_strict=False)
+        except PlanInfeasible as error:
+            raise (errors or [error])[-1] from error
 
     @cached_property
-    def _counted(self) -> "ServicePlanner":
+    def _drafts(self) -> CapturedModel:
+        shape = self.shape
+
+        def price(tokens: int, sequences: int, length: int) -> StepPrice:
+            step = min(bisect_left(shape.sizes, tokens), len(self.costs) - 1)
+            us = [self.costs[step].total_us(device) for device in range(len(self.cluster.devices))]
+            return StepPrice(np.array([us]), 0)
+
+        return CapturedModel(
+            self.load, self.cluster, price, ModelBytes(0, 0.0), FluidConfig(num_rehearsed=MAX_REHEARSED),
+            shape.is_flat and not self.sees, (), shape.microbatches, shape.rows, shape.sizes,
+        )  # fmt: skip
+
+    def _group(self, policy: str, draft: GroupDraft) -> Group:
+        if len(draft.devices) == 1:
+            return self._on(draft.devices[0], draft.role, draft.microbatches)
+        unit, num = self._counted, draft.microbatches
+        placement = searched(policy, unit, self.costs, self.cluster, num, self.effort)
+        return self._along(policy, placement, num)
+
+    @cached_property
+    def _counted(self) -> WorkUnit:
         """With steps counted as a rehearsal runs them."""
-        base = self.best("data-parallel" if len(self.cluster.devices) > 1 else "single")
+        base = self.best(DATA_PARALLEL if len(self.cluster.devices) > 1 else SINGLE)
         assert base.expected is not None
         runs = [sum(counts) for counts in zip(*base.expected.steps, strict=True)]
         scale = min(MAX_RUNS, max(len(runs), self.load.output_tokens)) / max(1, sum(runs))
-        counts = tuple(max(1, round(num * scale)) for num in runs)
-        return replace(self, unit=replace(self.unit, counts=counts))
+        return replace(self.unit, counts=tuple(max(1, round(num * scale)) for num in runs))
 
     def _on(self, device: int, role: Role, microbatches: int) -> Group:
         """A group on one device."""
@@ -181,10 +184,6 @@ class ServicePlanner:
         home = f"{name}-{digest}" if self.shape.is_flat else ""
         plan = lane_plan(self.unit, self.costs, self.cluster, placement, microbatches, home)
         return Group(Role.MIXED, plan, self.shape.rows, microbatches)
-
-    def _check(self, groups: Sequence[Group]) -> None:
-        """Raises DeviceMemoryError unless these groups fit at once."""
-        check_groups(groups)
 
     # New plans of a running service; see `adapt.controller`.
 
@@ -229,7 +228,7 @@ class ServicePlanner:
             raise PlanInfeasible("no device is left")
         each = max(1, self.shape.microbatches // len(left))
         groups = tuple(self._on(device, Role.MIXED, each) for device in left)
-        self._check(groups)
+        check_groups(groups)
         around = ServicePlan(self.model, "", self.load, groups)
         around = replace(around, expected=rehearse(around, self.load, shape=self.shape))
         return tuple(
@@ -262,8 +261,7 @@ def searched(
     from tessera.plan.solve import place
     from tessera.simulate import SteadyRates
 
-    config = replace(search_config(effort), single_limit_s=SEARCH_S)
-    return place(unit, costs, cluster, SEARCHED[policy], microbatches, config, SteadyRates())
+    return place(unit, costs, cluster, policy, microbatches, search_config(effort), SteadyRates())
 
 
 def group_on(
@@ -317,17 +315,6 @@ def check_groups(groups: Sequence[Group]) -> None:
 def _merit(plan: ServicePlan) -> tuple[bool, float]:
     assert plan.expected is not None
     return plan.expected.is_within(plan.load), plan.expected.tokens_per_s
-
-
-def best_of(plans: Sequence[ServicePlan]) -> ServicePlan:
-    """The best rehearsed plan; data-parallel unless another is better by more than the costs' error."""
-    best = max(plans, key=_merit)
-    for plan in plans:
-        if plan.policy == "data-parallel":
-            within, rate = _merit(plan)
-            if within == _merit(best)[0] and _merit(best)[1] <= (1.0 + COST_ERROR) * rate:
-                return plan
-    return best
 
 
 def _rival(plan: ServicePlan) -> Rival:
