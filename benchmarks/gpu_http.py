@@ -54,7 +54,13 @@ CHOICES: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.8, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": LIST}}},
 }
-LOADS = (Load(512, 128, 64, 256), Load(128, 512, 64, 128), Load(4096, 64, 64, 64), Load(512, 128, 32, 96))
+LOADS = (
+    Load(512, 128, 64, 256),
+    Load(128, 128, 256, 768),
+    Load(128, 512, 64, 128),
+    Load(4096, 64, 64, 64),
+    Load(512, 128, 32, 96),
+)
 
 
 def card() -> dict[str, float]:

@@ -11,7 +11,6 @@ Times are of CUDA graph replays over several copies of the weights, so that none
 """
 
 import argparse
-import itertools
 import json
 import statistics
 import sys
@@ -35,6 +34,11 @@ LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down
 EXPERTS, EXPERT_LAYER, ROWS_EACH = 32, {"gate_up": (5760, 2880), "down": (2880, 2880)}, 4
 BLOCKS = {"int4": (1, 128), "int8": (1, 1 << 20), "fp8": (128, 128), "mxfp4": (1, 32)}
 COLD_BYTES = 1 << 30
+# Columns, splits, warps and stages.
+TILES = (
+    (128, 1, 4, 4), (128, 2, 4, 4), (128, 4, 4, 4), (64, 2, 4, 4), (64, 4, 4, 4), (64, 1, 4, 4),
+    (128, 2, 4, 6), (64, 4, 4, 6), (128, 8, 4, 4), (128, 2, 8, 4), (32, 2, 4, 5), (64, 2, 2, 5),
+)  # fmt: skip
 REPLAYS = 7
 
 
@@ -107,10 +111,10 @@ def measure(
     return time_us(calls), int(num_bytes(first) * used)
 
 
-def layers(forms: Sequence[str], gbps: float) -> dict[str, Any]:
+def layers(forms: Sequence[str], all_rows: Sequence[int], gbps: float) -> dict[str, Any]:
     """Figures by format and rows."""
     found: dict[str, Any] = {}
-    for rows in (1, 8, 32, 64, 512):
+    for rows in all_rows:
         plain_us = 0.0
         for form in ("bf16", *forms):
             pairs = [measure(form, 1, size, rows) for size in LAYER.values()]
@@ -137,28 +141,33 @@ def row(us: float, size: int, plain_us: float, gbps: float, each: Sequence[float
 
 
 def sweep(forms: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Other tiles at 8 rows: query/key/value and gate/up; experts for MXFP4."""
-    began, best = time.monotonic(), {}
-    for form in forms:
-        cases = [(1, LAYER["o"], 8), (1, LAYER["gate_up"], 8), (1, LAYER["down"], 64)]
-        cases = [(EXPERTS, EXPERT_LAYER["gate_up"], 32), *cases[:1]] if form == "mxfp4" else cases
-        for experts, size, rows in cases:
-            found: list[tuple[float, str]] = []
-            for columns, splits, warps, stages in itertools.product(
-                (64, 32, 128), (1, 2, 4, 8), (4, 8), (3, 5)
-            ):
-                if time.monotonic() - began > seconds * (1 + list(forms).index(form)) / len(forms):
+    """Other tiles: output and gate/up at 8 rows, gate/up at 64; experts for MXFP4."""
+    began = time.monotonic()
+    best: dict[str, Any] = {}
+    cases = [
+        (form, experts, size, rows)
+        for form in forms
+        for experts, size, rows in (
+            ((EXPERTS, EXPERT_LAYER["gate_up"], 32), (EXPERTS, EXPERT_LAYER["gate_up"], 256))
+            if form == "mxfp4"
+            else ((1, LAYER["gate_up"], 8), (1, LAYER["o"], 8), (1, LAYER["gate_up"], 64))
+        )
+    ]
+    for number, (form, experts, size, rows) in enumerate(cases):
+        found: list[tuple[float, str]] = []
+        for columns, splits, warps, stages in TILES:
+            for tile_rows in (16,) if rows < 64 else (16, 32, 64):
+                if time.monotonic() - began > seconds * (number + 1) / len(cases):
                     break
-                tile = ProductTile(max(16, rows if experts == 1 else 16), columns, splits, warps, stages)
+                tile = ProductTile(tile_rows, columns, splits, warps, stages)
                 try:
-                    us, _ = measure(form, experts, size, rows, tile)
+                    found.append((measure(form, experts, size, rows, tile)[0], str(tile)[11:]))
                 except Exception as error:  # noqa: BLE001 - one tile must not stop the others
                     found.append((float("inf"), f"{tile}: {str(error)[:80]}"))
-                    continue
-                found.append((us, f"columns {columns} splits {splits} warps {warps} stages {stages}"))
-            found.sort()
-            best[f"{form} {experts}x{size} {rows}"] = [(round(us, 1), words) for us, words in found[:4]]
-            print(form, experts, size, rows, len(found), best[f"{form} {experts}x{size} {rows}"], flush=True)
+        found.sort()
+        key = f"{form} {experts}x{size} {rows} rows, {len(found)} tiles"
+        best[key] = [(round(us, 1), words) for us, words in found[:4]]
+        print(key, best[key], flush=True)
     return best
 
 
@@ -168,12 +177,13 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--formats", default="int4,fp8,int8,mxfp4")
+    parser.add_argument("--rows", default="1,8,32,64,512")
     parser.add_argument("--seconds", type=float, default=0.0, help="seconds for other tiles")
     given = parser.parse_args()
-    forms = given.formats.split(",")
+    forms, rows = given.formats.split(","), [int(number) for number in given.rows.split(",")]
     figures = card()
     print(figures, flush=True)
-    found = {"card": figures, **layers(forms, figures["bytes per s"] / 1e9)}
+    found = {"card": figures, **layers(forms, rows, figures["bytes per s"] / 1e9)}
     if given.seconds:
         found["tiles"] = sweep(forms, given.seconds)
     if given.out:

@@ -168,12 +168,3 @@ def test_cards_that_are_there_are_told_what_to_do(tmp_path: Path, capsys: pytest
         assert found["headline"] == page.inner_text(".headline")
         assert PHONE["width"] >= width_of(page)
         assert "One more card" in page.inner_text("body")
-
-
-def test_a_map_goes_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a page, or where the folder has none, that is told before anything is planned."""
-    (tmp_path / "paper.json").write_text("{}")
-    asked = ("tiny-llama", *SMALL, "--rate", "5", "--regimes", tmp_path)
-
-    assert "--regimes: needs --page" in run(*asked, capsys=capsys)[2]
-    assert "it has no map of regimes" in run(*asked, "--page", tmp_path / "x.html", capsys=capsys)[2]

@@ -115,7 +115,7 @@ class EngineConnection:
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
         self._is_over = False
-        # True: the loop reads its messages itself while it is idle; for loops that never block elsewhere.
+        # True: the loop reads its messages itself; the mailbox's thread only while the loop does not.
         self.leads = False
         # The thread of the loop while it waits for messages.
         self._waiting = 0

@@ -351,7 +351,7 @@ class NewLanes:
     # programs[lane][index]
     programs: tuple[tuple[Program, ...], ...]
     traces: tuple[Trace, ...] = ()
-    # Of the new steps; see `WorkerConfig`.
+    # Configuration of the new steps; see `WorkerConfig`.
     us: tuple[tuple[float, ...], ...] = ()
 
     def verify(self) -> None:

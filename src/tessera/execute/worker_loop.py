@@ -34,14 +34,13 @@ from tessera.execute.messages import (
 )
 from tessera.execute.page_mover import PageMover, PageNews
 from tessera.execute.transport import Gone
-from tessera.ir import DeviceKind, Program
+from tessera.ir import Program
 
 
 class DeviceWorker(ABC):
     def __init__(self, setup: Setup, engine: EngineConnection) -> None:
         self._setup, self._engine = setup, engine
-        # A loop that waits for a GPU must not keep messages waiting.
-        engine.leads = setup.cluster.devices[setup.device].kind is not DeviceKind.CUDA
+        engine.leads = True
         # Last instruction issued, as (microbatch, run, position), for the message of an error.
         self.at = (-1, -1, -1)
         # programs[lane]

@@ -8,8 +8,11 @@
   many rows          `packed_unpack` writes the weight out, and the library multiplies.
 
 Codes become floats by their bits: a small integer is the mantissa of 128 (bfloat16) or 1024 (float16), and a
-small float keeps its exponent and mantissa, multiplied by the difference of the biases. Tiles and splits
-depend on shapes alone, so results do not depend on the card. Without atomics, results repeat bit for bit.
+small float keeps its exponent and mantissa, multiplied by the difference of the biases. Codes are read as
+16-bit words, so that one instruction turns two of them. Scales are loaded an iteration ahead.
+
+Tiles and splits depend on shapes alone, so results do not depend on the card. Without atomics, results repeat
+bit for bit.
 """
 
 from collections.abc import Sequence
@@ -31,7 +34,7 @@ MAX_DEPTH, MIN_DEPTH = 128, 32
 _BUSY, _LEAST = 512, 8
 _MAX_SPLITS = 8
 # Outputs and warps of a tile, and the depth of its pipeline.
-_COLUMNS, _WARPS, _STAGES = 64, 4, 4
+_COLUMNS, _WARPS, _STAGES = 128, 4, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +91,10 @@ def multiply(
         return out
     tile = tile or tile_for(rows, experts, outputs, -(-columns // depth))
     parts = x.new_empty(tile.splits, rows, outputs, dtype=torch.float32) if tile.splits > 1 else None
+    each, depth, items = _items(codes, weight_format, depth, x.dtype)
     packed_product[-(-outputs // tile.columns), experts, tile.splits](
-        x, _plain(codes), scales, zeros, bias, offsets, out, parts, rows,
-        **_sizes(outputs, columns, scales, weight_format, block), DEPTH=depth, ROWS=tile.rows,
+        x, items, scales, zeros, bias, offsets, out, parts, rows,
+        **_sizes(outputs, columns, scales, weight_format, block), EACH=each, DEPTH=depth, ROWS=tile.rows,
         COLUMNS=tile.columns, SPLITS=tile.splits, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if parts is not None:
@@ -123,6 +127,21 @@ def _plain(codes: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.uint8) if codes.dtype.is_floating_point else codes
 
 
+def _items(
+    codes: torch.Tensor, weight_format: str, depth: int, dtype: torch.dtype
+) -> tuple[int, int, torch.Tensor]:
+    """Codes per item, inputs per iteration, and items: 16-bit words if a product has enough, else bytes.
+
+    MXFP4's groups are short: with words, an iteration has several, in bfloat16.
+    """
+    each = 8 // BITS[weight_format]
+    if weight_format == "mxfp4" and dtype is torch.bfloat16 and codes.shape[-1] % 2 == 0:
+        return 4, MAX_DEPTH, codes.view(torch.int16)
+    if weight_format in ("int4", "fp8") and depth >= 32 * each and codes.shape[-1] % 2 == 0:
+        return 2 * each, depth, codes.view(torch.int16)
+    return each, depth, _plain(codes)
+
+
 def _sizes(
     outputs: int, columns: int, scales: torch.Tensor, weight_format: str, block: Sequence[int]
 ) -> dict[str, Any]:
@@ -143,9 +162,10 @@ def _sizes(
 def packed_product(
     x, codes, scales, zeros, bias, offsets, out, parts, rows, N: tl.constexpr, K: tl.constexpr,
     FORMAT: tl.constexpr, NIBBLES: tl.constexpr, MIDDLE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, EACH: tl.constexpr,
+    DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    """Rows times a tile of outputs of one expert, over a share of the inputs; `EACH`: codes per item."""
     expert, split = tl.program_id(1), tl.program_id(2)
     begin, end = 0, rows
     if offsets is not None:
@@ -154,7 +174,8 @@ def packed_product(
             begin = tl.load(offsets + expert - 1)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_output = n < N
-    LINE: tl.constexpr = K // 2 if NIBBLES else K
+    LINE: tl.constexpr = K // EACH
+    GROUPS: tl.constexpr = DEPTH // BLOCK_K if BLOCK_K < DEPTH else 1
     SHARE: tl.constexpr = (K + DEPTH * SPLITS - 1) // (DEPTH * SPLITS) * DEPTH
     codes += (expert.to(tl.int64) * N + n)[None, :] * LINE
     scale_at = (expert * SCALE_ROWS + n // BLOCK_N) * SCALE_COLUMNS
@@ -162,44 +183,150 @@ def packed_product(
         m = start + tl.arange(0, ROWS)
         is_row = m < end
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        at = scale_at + split * SHARE // BLOCK_K
+        scale = _scales(scales, scale_at, split * SHARE, is_output, SCALE_COLUMNS, BLOCK_K, GROUPS)
+        zero = scale if zeros is None else tl.load(zeros + at, mask=is_output, other=0)
         for first in range(split * SHARE, tl.minimum(split * SHARE + SHARE, K), DEPTH):
+            # Those of the next iteration, so that none waits for them.
+            later = tl.minimum(first + DEPTH, K - 1)
+            at = scale_at + later // BLOCK_K
+            next_scale = _scales(scales, scale_at, later, is_output, SCALE_COLUMNS, BLOCK_K, GROUPS)
+            next_zero = next_scale if zeros is None else tl.load(zeros + at, mask=is_output, other=0)
             k = first + tl.arange(0, DEPTH)
-            given = tl.load(
-                x + m.to(tl.int64)[:, None] * K + k[None, :],
-                mask=is_row[:, None] & (k < K)[None, :],
-                other=0.0,
-            )
-            at = scale_at + first // BLOCK_K
-            zero = None if zeros is None else tl.load(zeros + at, mask=is_output, other=0)
-            if NIBBLES:
-                place = first // 2 + tl.arange(0, DEPTH // 2)
-                code = tl.load(
-                    codes + place[:, None], mask=(place < LINE)[:, None] & is_output[None, :], other=0
-                )
-                even, odd = tl.split(tl.reshape(given, [ROWS, DEPTH // 2, 2]))
-                low = _numbers(code & 15, zero, given.dtype, FORMAT, MIDDLE)
-                high = _numbers(code >> 4, zero, given.dtype, FORMAT, MIDDLE)
-                part = tl.dot(even, low, input_precision="ieee")
-                part = tl.dot(odd, high, part, input_precision="ieee")
+            mask = is_row[:, None] & (k < K)[None, :]
+            given = tl.load(x + m.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0)
+            place = first // EACH + tl.arange(0, DEPTH // EACH)
+            mask = (place < LINE)[:, None] & is_output[None, :]
+            code = tl.load(codes + place[:, None], mask=mask, other=0)
+            less = None if zeros is None else zero
+            part = tl.zeros([ROWS, COLUMNS], tl.float32)
+            if GROUPS > 1:
+                less, part = _spread(scale, DEPTH // 4 // GROUPS), total
+            part = _product(given, code, less, part, EACH, FORMAT, NIBBLES, MIDDLE)
+            if GROUPS > 1:
+                total = part
             else:
-                code = tl.load(codes + k[:, None], mask=(k < K)[:, None] & is_output[None, :], other=0)
-                weight = _numbers(code, zero, given.dtype, FORMAT, MIDDLE)
-                part = tl.dot(given, weight, input_precision="ieee")
-            total += part * _scale(scales, at, is_output, FORMAT)[None, :]
-        is_inside = is_row[:, None] & is_output[None, :]
-        if SPLITS == 1:
-            if bias is not None:
-                total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[None, :]
-            place_out = m.to(tl.int64)[:, None] * N + n[None, :]
-            tl.store(out + place_out, total.to(out.dtype.element_ty), mask=is_inside)
-        else:
-            place_out = (split * rows + m).to(tl.int64)[:, None] * N + n[None, :]
-            tl.store(parts + place_out, total, mask=is_inside)
+                total += part * _factor(scale, FORMAT)[None, :]
+            scale, zero = next_scale, next_zero
+        if GROUPS > 1:
+            total *= 2.0**63
+        _store(out, parts, bias, total, m, n, split * rows + m, is_row, is_output, N, SPLITS)
 
 
 @triton.jit
-def _scale(scales, at, mask, FORMAT: tl.constexpr):
-    scale = tl.load(scales + at, mask=mask, other=0)
+def _store(out, parts, bias, total, m, n, part_row, is_row, is_output, N: tl.constexpr, SPLITS: tl.constexpr):
+    """Writes the sums of a tile: results, or parts of them."""
+    is_inside = is_row[:, None] & is_output[None, :]
+    if SPLITS == 1:
+        if bias is not None:
+            total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        place = m.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=is_inside)
+    else:
+        tl.store(parts + part_row.to(tl.int64)[:, None] * N + n[None, :], total, mask=is_inside)
+
+
+@triton.jit
+def _product(
+    given, code, less, part, EACH: tl.constexpr, FORMAT: tl.constexpr, NIBBLES: tl.constexpr,
+    MIDDLE: tl.constexpr,
+):  # fmt: skip
+    """Adds inputs times codes without their scales: words of four or two codes, bytes of two or one."""
+    ROWS: tl.constexpr = given.shape[0]
+    DEPTH: tl.constexpr = given.shape[1]
+    if EACH == 4:
+        even, odd = tl.split(tl.reshape(given, [ROWS, DEPTH // 4, 2, 2]))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        part = _multiplied(x0, code, less, part, 0, FORMAT, MIDDLE)
+        part = _multiplied(x1, code, less, part, 1, FORMAT, MIDDLE)
+        part = _multiplied(x2, code, less, part, 2, FORMAT, MIDDLE)
+        part = _multiplied(x3, code, less, part, 3, FORMAT, MIDDLE)
+    elif EACH == 1:
+        weight = _numbers(code, less, given.dtype, FORMAT, MIDDLE)
+        part = tl.dot(given, weight, part, input_precision="ieee")
+    else:
+        x0, x1 = tl.split(tl.reshape(given, [ROWS, DEPTH // 2, 2]))
+        if NIBBLES:
+            low = _numbers(code & 15, less, given.dtype, FORMAT, MIDDLE)
+            high = _numbers(code >> 4, less, given.dtype, FORMAT, MIDDLE)
+            part = tl.dot(x0, low, part, input_precision="ieee")
+            part = tl.dot(x1, high, part, input_precision="ieee")
+        else:
+            part = _multiplied(x0, code, less, part, 0, FORMAT, MIDDLE)
+            part = _multiplied(x1, code, less, part, 1, FORMAT, MIDDLE)
+    return part
+
+
+@triton.jit
+def _multiplied(x, word, zero, total, J: tl.constexpr, FORMAT: tl.constexpr, MIDDLE: tl.constexpr):
+    """Adds the product of inputs with code J of every 16-bit word, of which 32 bits hold two.
+
+    `zero`: of each output; for mxfp4 the factors of the words.
+    """
+    IS_BRAIN: tl.constexpr = x.dtype == tl.bfloat16
+    SHORT: tl.constexpr = tl.bfloat16 if IS_BRAIN else tl.float16
+    CODE: tl.constexpr = _two_codes(FORMAT, J, IS_BRAIN)
+    if IS_BRAIN:
+        number = tl.inline_asm_elementwise(CODE, "=r,r", [word], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        number = tl.inline_asm_elementwise(CODE, "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
+    if FORMAT == "int4":
+        ONE: tl.constexpr = 128.0 if IS_BRAIN else 1024.0
+        if zero is None:
+            number -= ONE + MIDDLE
+        else:
+            number -= (zero.to(tl.float32) + ONE).to(SHORT)[None, :]
+    elif FORMAT == "fp8":
+        number *= 2.0**120 if IS_BRAIN else 2.0**8
+    else:
+        number *= zero
+    return tl.dot(x, number.to(x.dtype), total, input_precision="ieee")
+
+
+@triton.constexpr_function
+def _two_codes(form, place, is_brain):
+    """PTX from two words ($1) to the floats of one code of each ($0)."""
+    if form == "int4":
+        magic = "0x43004300" if is_brain else "0x64006400"
+        return f"shr.u32 $0, $1, {4 * place}; lop3.b32 $0, $0, 0x000F000F, {magic}, 0xEA;"
+    # Exponent and mantissa go up by some bits, or down; the sign goes to the top.
+    if form == "fp8":
+        keep, up, sign = ("0x07F007F0", 4, 8) if is_brain else ("0x3F803F80", 7, 8)
+        up, sign = up - 8 * place, sign - 8 * place
+    else:
+        keep, up, sign = "0x01C001C0", 6 - 4 * place, 12 - 4 * place
+    move = f"shl.b32 t, $1, {up}" if up >= 0 else f"shr.u32 t, $1, {-up}"
+    body = f"{move}; and.b32 t, t, {keep}; shl.b32 s, $1, {sign}; lop3.b32 $0, s, 0x80008000, t, 0xEA;"
+    return f"{{ .reg .b32 s, t; {body} }}"
+
+
+@triton.jit
+def _scales(
+    scales, at, first, is_output, NUM: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Stored scales of the outputs, of one group of inputs or [groups, outputs]."""
+    if GROUPS == 1:
+        found = tl.load(scales + at + first // BLOCK_K, mask=is_output, other=0)
+    else:
+        group = first // BLOCK_K + tl.arange(0, GROUPS)
+        mask = (group < NUM)[:, None] & is_output[None, :]
+        found = tl.load(scales + at[None, :] + group[:, None], mask=mask, other=0)
+    return found
+
+
+@triton.jit
+def _spread(powers, WORDS: tl.constexpr):
+    """2**63 times the powers of two of groups, for each of their words."""
+    GROUPS: tl.constexpr = powers.shape[0]
+    COLUMNS: tl.constexpr = powers.shape[1]
+    factor = ((tl.minimum(powers, 191).to(tl.int16) + 63) << 7).to(tl.bfloat16, bitcast=True)
+    wide = tl.broadcast_to(factor[:, None, :], [GROUPS, WORDS, COLUMNS])
+    return tl.reshape(wide, [GROUPS * WORDS, COLUMNS])
+
+
+@triton.jit
+def _factor(scale, FORMAT: tl.constexpr):
     if FORMAT == "mxfp4":
         return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     return scale.to(tl.float32)
@@ -269,6 +396,6 @@ def packed_unpack(
         k = first + tl.arange(0, DEPTH)
         code = tl.load(codes + row[None, :] * K + k[:, None], mask=is_output[None, :], other=0)
         number = tl.trans(_numbers(code, zero, tl.float32, FORMAT, MIDDLE))
-    number *= _scale(scales, at, is_output, FORMAT)[:, None]
+    number *= _factor(tl.load(scales + at, mask=is_output, other=0), FORMAT)[:, None]
     to = out + row[:, None] * K + first + tl.arange(0, DEPTH)[None, :]
     tl.store(to, number.to(out.dtype.element_ty), mask=is_output[:, None])

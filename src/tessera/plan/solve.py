@@ -126,10 +126,14 @@ def place(
     if planner != SINGLE_PLACEMENT or rate is None:
         return found[0]
 
-    alone = [(ir.WorkUnit((graph,), (1,)), (cost,)) for graph, cost in zip(unit.graphs, costs, strict=True)]
+    alone = [
+        lane_plan(ir.WorkUnit((graph,), (1,)), (cost,), cluster, ir.Placement((place,)), microbatches, "")
+        for graph, cost, place in zip(unit.graphs, costs, found[0].devices, strict=True)
+    ]
 
     def step_rate(step: int, devices: tuple[int, ...]) -> float:
-        return rate.settled(lane_plan(*alone[step], cluster, ir.Placement((devices,)), microbatches, ""))
+        plan = alone[step]
+        return rate(replace(plan, lanes=(replace(plan.lanes[0], placement=ir.Placement((devices,))),)))
 
     return Spread(unit, costs, step_rate).best_of([*found, *found_by(INTERLEAVED)])
 

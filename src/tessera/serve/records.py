@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from tessera.serve.grammar import Grammar
 
-# Default number of microbatches, and rows of each.
-MICROBATCHES, ROWS, GPU_ROWS = 2, 8, 64
+# Default number of microbatches, and rows of each on CPUs; on GPUs they are chosen by memory.
+MICROBATCHES, ROWS = 2, 8
 # Relative error of modelled rates: less is no reason to leave data-parallel.
 COST_ERROR = 0.03
 # Default load of a service.
@@ -71,11 +71,11 @@ class Shape:
         return min(self.capacity, self.pool_tokens - PAGE)
 
 
-def sizes_for(cluster: Cluster) -> tuple[int, int]:
-    """Default microbatches and rows: one GPU has nothing to overlap."""
+def sizes_for(cluster: Cluster) -> tuple[int, int | None]:
+    """Default microbatches and rows; None: chosen by memory. One GPU has nothing to overlap."""
     if any(device.kind is not DeviceKind.CUDA for device in cluster.devices):
         return MICROBATCHES, ROWS
-    return min(MICROBATCHES, len(cluster.devices)), GPU_ROWS
+    return min(MICROBATCHES, len(cluster.devices)), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class ServeSpec:
     """What a service is planned for; None: chosen for the model."""
 
     microbatches: int = MICROBATCHES
-    rows: int = ROWS
+    rows: int | None = ROWS
     capacity: int | None = None
     max_batch_tokens: int | None = None
     # Positions of a microbatch's pages.
@@ -242,7 +242,9 @@ class Counts:
 class GroupView(GroupSize):
     """A group of the current policy, and its sequences now."""
 
-    running: int = 0
+    # At most, and now.
+    max_sequences: int = 0
+    places: int = 0
     # On their way to it.
     waiting: int = 0
 

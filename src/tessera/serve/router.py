@@ -286,13 +286,11 @@ class Router(Scheduler[ActiveRequest]):
         for routed in self.groups:
             size = routed.group.size
             batches = [m.content for n, m in list(self.microbatches.items()) if numbers.get(n) is routed]
-            running = sum(content.num_used for content in batches)
+            places = sum(content.num_used for content in batches)
             coming = sum(content.num_coming for content in batches if isinstance(content, SequenceBatch))
-            found.append(
-                GroupView(
-                    size.role, size.devices, size.sequences, size.tokens, size.microbatches, running, coming
-                )
-            )
+            most = size.sequences * size.microbatches
+            sizes = (size.role, size.devices, size.sequences, size.tokens, size.microbatches)
+            found.append(GroupView(*sizes, most, places, coming))
         return tuple(found)
 
     def _usable(self) -> list[RoutedGroup]:

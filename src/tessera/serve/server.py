@@ -18,7 +18,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -69,8 +69,8 @@ class Connection(asyncio.BufferedProtocol):
         self.received = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # No isinstance: uvloop's transports are asyncio's by their methods only.
+        self._transport = transport = cast(asyncio.Transport, transport)
         self._http.connection_made(transport)
         self._table.num_open += 1
         if self._table.num_open > self._limits.connections:

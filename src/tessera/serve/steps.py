@@ -34,6 +34,8 @@ from tessera.serve.sight import Eyes, Sight, sight_of
 MAX_BATCH_TOKENS = 128
 # Sequence length of a model without a limit.
 CAPACITY = 32_768
+# Sequences of a microbatch that are chosen by memory. More cost graphs and are asked for.
+MIN_ROWS, MAX_ROWS = 8, 256
 # Ratio of step sizes, and the smallest size on a CPU, where padding costs as much as tokens.
 RATIO, MIN_SIZE = 4, 8
 
@@ -97,7 +99,7 @@ def served(
     size, pages take what the weights leave of `room_bytes` (memory by device), at most `pool_bytes` per
     microbatch. Steps are priced for sequences in the middle of an average answer.
     """
-    microbatches, rows, capacity, pool_tokens = spec.microbatches, spec.rows, spec.capacity, spec.pool_tokens
+    microbatches, capacity, pool_tokens = spec.microbatches, spec.capacity, spec.pool_tokens
     _check_counts(spec)
     if model in known_models() and model not in servable_models():
         raise UnknownName("model to serve", model, servable_models())
@@ -114,6 +116,7 @@ def served(
     sees = _sees(config, model)
     config = config.get_text_config()
     found = layout_of(first.module)
+    rows = spec.rows or _rows(first, spec, _room(first, room_bytes) / microbatches)
     layout, parts, is_flat = found.kind, found.parts, found.kind == FLAT
     size = _length(model, capacity, max_positions(first.module))
     most_tokens = spec.max_batch_tokens or MAX_BATCH_TOKENS
@@ -141,11 +144,22 @@ def served(
 
 
 def _check_counts(spec: ServeSpec) -> None:
-    limits = (spec.capacity, spec.max_batch_tokens, spec.pool_tokens)
-    if min(spec.microbatches, spec.rows, *(limit for limit in limits if limit is not None)) < 1:
+    limits = (spec.microbatches, spec.rows, spec.capacity, spec.max_batch_tokens, spec.pool_tokens)
+    if any(limit is not None and limit < 1 for limit in limits):
         sizes = f"{spec.microbatches}, {spec.rows}, {spec.capacity} and {spec.max_batch_tokens}"
         options = "--microbatches, --seqs, --max-model-len and --max-batch-tokens"
         raise CaptureError(f"{options} must be at least 1, got {sizes}")
+
+
+def _rows(first: Workload, spec: ServeSpec, room: float) -> int:
+    """Sequences of a microbatch: a power of two for which there is memory if each is one of the load."""
+    rows, length = MAX_ROWS, spec.load.prompt_tokens + spec.load.output_tokens
+    while rows > MIN_ROWS:
+        each, fixed = _bytes_of_state(first, rows)
+        if fixed + rows * PAGE * pages_for(length) * each <= room:
+            break
+        rows //= 2
+    return rows
 
 
 def _length(model: str, asked: int | None, positions: int | None) -> int:

@@ -20,7 +20,7 @@ from sampling import some_of
 from tessera.analyze import build_graph
 from tessera.capture import record
 from tessera.errors import WorkerError
-from tessera.execute.offline import RunResult, run_offline, timeline_of
+from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.reference import same_bits
 from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
@@ -74,7 +74,7 @@ def test_scattered_launches_give_the_reference_bits(num_devices: int) -> None:
         log = stepper.spans = SpanLog(plan)
         again = run_offline(stepper, requests, spans=log).results  # microbatches can be used again
         assert_equal_to_reference(requests, again)
-        timeline = timeline_of(log, [plan], again)
+        timeline = log.timeline()
     assert {0, 1} == {r.lane for r in results}
     assert set(plan.cluster.names) == {s.track for s in timeline.spans if not s.is_transfer}
     assert (num_devices > 1) == any(s.is_transfer for s in timeline.spans)

@@ -135,7 +135,7 @@ def test_the_client_parses_a_form_by_its_own_class(client: Any) -> None:
 def test_required_tools_are_called(client: Any) -> None:
     """One call or several, each of a known tool with arguments by its schema."""
     seen = set()
-    for seed in range(6):
+    for seed in range(16):
         choice = ask(client, tools=TOOLS, tool_choice="required", seed=seed).choices[0]
         assert ("tool_calls", None) == (choice.finish_reason, choice.message.content)
         assert len({call.id for call in choice.message.tool_calls}) == len(choice.message.tool_calls) >= 1

@@ -1,5 +1,6 @@
 """Limits on real sockets: clients that go, stall, idle, send too much or garbage; and the server's end."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -14,12 +15,15 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
+import uvicorn  # noqa: E402
+from uvicorn.server import ServerState  # noqa: E402
+
 from http_factory import Running, Scripted, running, wait_until  # noqa: E402
 from tessera.errors import TesseraError  # noqa: E402
 from tessera.serve.limits import HttpLimits  # noqa: E402
 from tessera.serve.openai.bodies import CompletionRequest, parse  # noqa: E402
 from tessera.serve.openai.errors import ApiError  # noqa: E402
-from tessera.serve.server import allowed_connections, bind, is_loopback  # noqa: E402
+from tessera.serve.server import ConnectionTable, allowed_connections, bind, is_loopback  # noqa: E402
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 LONG = CHAT | {"max_tokens": 200}
@@ -348,3 +352,20 @@ def test_a_text_with_many_brackets_is_a_text() -> None:
     said = '{"[\\\\",' * 50_000
 
     assert said == parse(CompletionRequest, json.dumps({"prompt": said}).encode(), "toy").prompt
+
+
+def test_a_transport_of_another_event_loop_is_taken() -> None:
+    """uvloop's transports have asyncio's methods and are none of its classes."""
+
+    class Transport:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: None
+
+    async def connected() -> int:
+        table, config = ConnectionTable(LIMITS), uvicorn.Config(lambda scope: None)
+        config.load()
+        connection = table.make(config=config, server_state=ServerState())
+        connection.connection_made(Transport())  # type: ignore[arg-type]
+        return len(table.idle)
+
+    assert 1 == asyncio.run(connected())

@@ -88,6 +88,19 @@ def test_crowd_gets_the_answers_of_one_alone(client: Any) -> None:
     assert len({str(x) for x in alone}) == 6
 
 
+def test_two_hundred_clients_at_once_are_answered(server: Running, client: Any) -> None:
+    """Far more than there are places: nobody is refused, and the state tells how many are in use."""
+    with httpx.Client(base_url=server.url) as http, ThreadPoolExecutor(200) as pool:
+        answers = [pool.submit(answer, client, f"word {number}", max_tokens=4) for number in range(200)]
+        wait_until(lambda: http.get("/v1/state").json()["groups"][0]["places"] > 0)
+        (group,) = http.get("/v1/state").json()["groups"]
+        lengths = {done.result().usage.completion_tokens for done in answers}
+
+    assert {4} == lengths
+    assert 2 * ROWS == group["max_sequences"]
+    assert 0 <= group["places"] <= 2 * ROWS
+
+
 def test_seeded_answers_repeat_and_choices_differ(client: Any) -> None:
     """The same seed gives the same choices, which are not the same as one another."""
     first, second = (

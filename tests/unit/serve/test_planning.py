@@ -148,6 +148,16 @@ def test_pages_take_the_memory_that_is_left() -> None:
     assert made.shape.pool_tokens == 4 * 4096 + 16
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(1 << 20, 256), (192 * 128, 128), (192 * 40, 32), (100, 8)])
+def test_sequences_are_chosen_by_page_memory(tokens: int, rows: int) -> None:
+    """As many of the load's length as there are pages for, where their number is not given."""
+    weights = sum(tensor.nbytes for tensor in served("tiny-llama", ServeSpec()).weights().values())
+    spec = ServeSpec(microbatches=1, rows=None)
+    made = served("tiny-llama", spec, room_bytes=[weights + tokens * 4096 + 8 * 256], pool_bytes=1e12)
+
+    assert rows == made.shape.rows
+
+
 def test_pages_on_a_small_device_are_fewer() -> None:
     """Where nobody says how long requests are, there are fewer pages in place of a refusal."""
     small = Device("emu:a100", DeviceKind.EMU, "a100", 40_000_000)

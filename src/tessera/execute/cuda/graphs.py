@@ -31,7 +31,7 @@ from tessera.execute import driver
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.direct import PeerAway
 from tessera.execute.cuda.pace import RECORD_WORDS, Chain, Clockwork, Pace
-from tessera.execute.cuda.transport import GpuTransport, InboxSpot, Parcel, is_move_of_state
+from tessera.execute.cuda.transport import ALIGN, GpuTransport, InboxSpot, Parcel, is_move_of_state
 from tessera.execute.driver import MemOp
 from tessera.execute.launcher import Launchable, Launcher
 from tessera.execute.memory import (
@@ -54,6 +54,15 @@ Tensors = Mapping[str, torch.Tensor]
 Kernels = Mapping[int, Mapping[int, Launchable]]
 
 
+@dataclass(frozen=True)
+class InputArena:
+    """Inputs of one step in one piece of memory, so that one copy brings them all."""
+
+    contents: torch.Tensor
+    # Name -> (offset, bytes).
+    places: Mapping[str, tuple[int, int]]
+
+
 @dataclass
 class MicrobatchBuffers:
     """Memory and streams of a microbatch on one device, shared by its graphs."""
@@ -70,7 +79,8 @@ class MicrobatchBuffers:
     mark: int = 0
     # Own state by (name, bytes).
     state: dict[tuple[str, int], Storage] = field(default_factory=dict)
-    # (step, name)
+    # By step, and by (step, name).
+    arenas: dict[int, InputArena] = field(default_factory=dict)
     inputs: dict[tuple[int, str], Storage] = field(default_factory=dict)
 
 
@@ -427,6 +437,7 @@ class DeviceGraphs:
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[1] in graphs}
         for room in self._buffers:
             room.inputs = {key: held for key, held in room.inputs.items() if key[0] in steps}
+            room.arenas = {step: arena for step, arena in room.arenas.items() if step in steps}
         for home in homes:
             self.homes.pop(home, None)
         self._list_missing()
@@ -602,10 +613,20 @@ class DeviceGraphs:
         """Allocates zeros, which are valid indices."""
         trace, card = self.traces[program.step], self.device.card
         self.state(room, program)
-        for buffer in trace.buffers_of(BufferKind.INPUT):
-            key, size = (program.step, trace.buffers[buffer].name), trace.buffers[buffer].size_bytes
-            if key not in room.inputs:
-                room.inputs[key] = torch.zeros(size, dtype=torch.uint8, device=card).untyped_storage()
+        if program.step in room.arenas:
+            return
+        places: dict[str, tuple[int, int]] = {}
+        total = 0
+        for buffer in (trace.buffers[b] for b in trace.buffers_of(BufferKind.INPUT)):
+            places[buffer.name] = total, buffer.size_bytes
+            total += -(-buffer.size_bytes // ALIGN) * ALIGN
+        arena = InputArena(torch.zeros(total, dtype=torch.uint8, device=card), places)
+        room.arenas[program.step] = arena
+        for name, (start, size) in places.items():
+            place = arena.contents.data_ptr() + start
+            empty = torch.empty(0, dtype=torch.uint8, device=card)
+            found = driver.bytes_at(place, size, self.device.ordinal) if size else empty
+            room.inputs[program.step, name] = found.untyped_storage()
 
     def _check_memory(self, new: Sequence[Program]) -> None:
         number, card = self.device.number, self.device.card

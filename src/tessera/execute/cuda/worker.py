@@ -90,10 +90,12 @@ class CudaWorker(DeviceWorker):
         self._running: dict[int, _Running] = {}
         # Runs not launched because a peer was away.
         self._refused: dict[int, Begin] = {}
+        # (lane, index) -> see `_modelled`.
+        self._modelled_s: dict[tuple[int, int], float | None] = {}
         # The run that ended last.
         self._last: _Running | None = None
-        # (microbatch, step, name) -> pinned buffers of an input, with the event after their last copy.
-        self._staged: dict[tuple[int, int, str], deque[tuple[torch.Tensor, Any]]] = {}
+        # (microbatch, step of inputs or name of state) -> pinned memory, with the event after its last copy.
+        self._staged: dict[tuple[int, int | str], deque[tuple[torch.Tensor, Any]]] = {}
         self._load(NewLanes(setup.programs, setup.traces, setup.us))
         for _ in range(START_GRAPHS):
             self._graphs.capture_next()
@@ -173,32 +175,36 @@ class CudaWorker(DeviceWorker):
 
     def _take_in(self, room: MicrobatchBuffers, program: Program, order: Begin) -> None:
         """Copies inputs and initial state in, on the current stream."""
-        for (step, name), storage in room.inputs.items():
-            if step == program.step and storage.nbytes() and name in order.inputs:
-                key = (room.number, step, name)
-                self._copy_in(key, storage, order.inputs[name], f"input '{name}'")
+        arena = room.arenas.get(program.step)
+        given = {name: packed for name, packed in order.inputs.items() if arena and name in arena.places}
+        if arena is not None and given:
+            parts = [(*arena.places[name], packed, f"input '{name}'") for name, packed in given.items()]
+            self._copy_in((room.number, program.step), arena.contents, parts)
         state = self._graphs.state(room, program) if order.state else {}
         for name, packed in order.state.items():
             if name in state:
-                self._copy_in((room.number, -1, name), state[name], packed, f"state '{name}'")
+                contents = bytes_of(state[name], 0, state[name].nbytes())
+                self._copy_in((room.number, name), contents, [(0, len(contents), packed, f"state '{name}'")])
 
     def _copy_in(
-        self, key: tuple[int, int, str], storage: torch.UntypedStorage, given: PackedTensor, what: str
+        self,
+        key: tuple[int, int | str],
+        target: torch.Tensor,
+        parts: Sequence[tuple[int, int, PackedTensor, str]],
     ) -> None:
-        """Copies through pinned memory that no earlier copy still reads; an input may be given in part."""
-        data = np.frombuffer(given.data, dtype=np.uint8)
-        if not len(data):
-            return
-        if len(data) > storage.nbytes():
-            message = f"{what} has {len(data)} bytes, the step {storage.nbytes()}"
-            raise WorkerError(message, "Give tensors of the shapes that were captured.")
+        """Copies (offset, bytes, values, name) through pinned memory that no earlier copy still reads."""
         staged = self._staged.setdefault(key, deque())
         if not staged or not staged[0][1].query():  # the copy of a queued step is still to come
-            staged.appendleft((driver.pinned((storage.nbytes(),)), torch.cuda.Event()))
+            staged.appendleft((driver.pinned((len(target),)), torch.cuda.Event()))
         pinned, is_read = staged[0]
         staged.rotate(-1)
-        np.copyto(pinned.numpy()[: len(data)], data)
-        bytes_of(storage, 0, len(data)).copy_(pinned[: len(data)], non_blocking=True)
+        values = pinned.numpy()
+        for start, size, packed, what in parts:
+            if len(packed.data) != size:
+                message = f"{what} has {len(packed.data)} bytes, the step {size}"
+                raise WorkerError(message, "Give tensors of the shapes that were captured.")
+            values[start : start + size] = np.frombuffer(packed.data, dtype=np.uint8)
+        target.copy_(pinned, non_blocking=True)
         is_read.record()
 
     def _state_of(self, room: MicrobatchBuffers, program: Program) -> dict[str, torch.Tensor]:
@@ -236,16 +242,26 @@ class CudaWorker(DeviceWorker):
         return rows_of(running.graph, self._setup.device, device.is_dilated, self._clock)
 
     def _busy_s(self, running: _Running) -> float:
-        column = running.program.instructions[self._setup.device]
-        device = self._setup.cluster.devices[self._setup.device]
-        if device.is_dilated or any(isinstance(x, Recv) for x in column):
-            us = self._setup.us[running.program.step] if self._setup.us else None
-            launches = [x.launch for x in column if isinstance(x, Run)]
-            return sum(us[n] for n in launches) * 1e-6 * self._setup.scale if us else 0.0
+        key = (running.order.lane, running.order.index)
+        if key not in self._modelled_s:
+            self._modelled_s[key] = self._modelled(running.program)
+        modelled_s = self._modelled_s[key]
+        if modelled_s is not None:
+            return modelled_s
         ran_ms = float(running.start.elapsed_time(running.stop))
         if self._last is not None:  # without time that overlaps the previous run
             ran_ms = min(ran_ms, self._last.stop.elapsed_time(running.stop))
         return max(0.0, ran_ms) * 1e-3
+
+    def _modelled(self, program: Program) -> float | None:
+        """Busy time of a program by the plan's costs; None if it is measured."""
+        column = program.instructions[self._setup.device]
+        device = self._setup.cluster.devices[self._setup.device]
+        if not device.is_dilated and not any(isinstance(x, Recv) for x in column):
+            return None
+        us = self._setup.us[program.step] if self._setup.us else ()
+        launches = [x.launch for x in column if isinstance(x, Run)]
+        return sum(us[n] for n in launches) * 1e-6 * self._setup.scale if us else 0.0
 
     def _over(self, run: int, is_cancelled: bool) -> None:
         if self._graphs.transport is not None:
