@@ -33,7 +33,7 @@ USUAL, ERRORS = (0.1, 0.3, 1.0, 3.0), (0.5, 1.0, 1.5, 2.0, 3.0)
 
 def _plans() -> list[tuple[str, Plan]]:
     steps = (Step(MODEL, "prefill", BATCH, PROMPT, 0, OUTPUT), Step(MODEL, "decode", BATCH, PROMPT + OUTPUT))
-    unit = make_unit([outlines.made(step, record_compiled) for step in steps], (1, OUTPUT))
+    unit = make_unit([outlines.find_or_make(step, record_compiled) for step in steps], (1, OUTPUT))
     devices = cluster(PAIRS["a100_l40s"])
     costs = price(unit, devices)
     found = []

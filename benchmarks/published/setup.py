@@ -163,7 +163,7 @@ def _packed(trace: Trace, costs: Costs, devices: Cluster) -> Costs:
 def _recorded(model: str) -> ServedSteps:
     """Steps without devices; recordings are shared."""
     steps = ServedSteps(model, Cluster((), ()))
-    is_compiled = all(outlines.known(step) for step in steps.anchors)
+    is_compiled = all(outlines.find(step) for step in steps.anchors)
     return replace(steps, is_compiled=is_compiled)
 
 

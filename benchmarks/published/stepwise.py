@@ -59,7 +59,7 @@ POLICIES = (
 
 def is_known(model: str) -> bool:
     """True if the steps were compiled before."""
-    return all(outlines.known(step) for step in STEPWISE[model].steps)
+    return all(outlines.find(step) for step in STEPWISE[model].steps)
 
 
 def cases() -> list[OfflineCase]:
@@ -74,7 +74,7 @@ def cases() -> list[OfflineCase]:
 
 @cache
 def _unit(step: Step) -> WorkUnit:
-    return WorkUnit((build_graph(outlines.made(step, record_compiled)),), (1,))
+    return WorkUnit((build_graph(outlines.find_or_make(step, record_compiled)),), (1,))
 
 
 def rate(case: OfflineCase) -> Rated | None:

@@ -129,7 +129,7 @@ def choose_launches(steps: Sequence[Step], wanted: str) -> tuple[bool, str]:
     """
     if wanted == "eager":
         return False, ""
-    if all(outlines.known(step) for step in steps):
+    if all(outlines.find(step) for step in steps):
         return True, ""
     if not outlines.can_compile():
         return (
@@ -174,7 +174,7 @@ class LoadSteps:
     def _trace(self, step: Step, batch: int) -> Trace:
         sized = replace(step, batch=batch)
         if self.is_compiled:
-            return outlines.made(sized, record_compiled)
+            return outlines.find_or_make(sized, record_compiled)
         if self.record is _recorded and batch != self.anchors[0]:  # it is compared with the first
             return record_step(sized, "fake", is_compared=True)
         return self.record(sized)

@@ -243,7 +243,7 @@ def compiled(steps: Sequence[Step]) -> list[Trace]:
                 built.append(build(steps[0]))
             return record_inductor_offline(another(built[0], step))
 
-    return [outlines.made(step, compile_step) for step in steps]
+    return [outlines.find_or_make(step, compile_step) for step in steps]
 
 
 def is_served(model: str) -> bool:

@@ -34,7 +34,7 @@ def advised(*words: object, capsys: pytest.CaptureFixture[str]) -> dict[str, Any
 
 def test_cheapest_set_that_carries_the_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The choice carries the rate with its margin, the runner-up too and for more; plans are written."""
-    names = ("--gpus", "l40s,l4,h20", "--max-devices", "2")
+    names = ("--gpus", "l40s,l4,l20", "--max-devices", "2")
     found = advised("--rate", "50", *names, "--save", tmp_path, capsys=capsys)
     choice, second = found["candidates"]
 
@@ -44,7 +44,7 @@ def test_cheapest_set_that_carries_the_rate(tmp_path: Path, capsys: pytest.Captu
     assert choice["usd_per_hour"] <= second["usd_per_hour"]
     assert choice["gpus"] != second["gpus"]
     assert ["l4"] == choice["gpus"]
-    assert {"h20": "no price is known"} == found["skipped"]
+    assert {"l20": "no price is known"} == found["skipped"]
     assert "2026-08-22" in found["price_source"]
     assert "RunPod" == choice["provider"]
     plan = found["plans"][0]
@@ -80,7 +80,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--rate", "5", "--margin", "nan"], "--margin"),
     (["--rate", "5", "--slo-ttft-ms", "inf"], "--slo-ttft-ms: must be a finite number, got inf"),
     (["--rate", "1e9", "--gpus", "l4", "--max-devices", "1"], "even with free transfers"),
-    (["--rate", "5", "--gpus", "h20"], "no GPU is left to rent (h20: no price is known)"),
+    (["--rate", "5", "--gpus", "l20"], "no GPU is left to rent (l20: no price is known)"),
     (["--rate", "5", "--gpus", "gtx"], "unknown GPU 'gtx'"),
     (["--rate", "5", "--provider", "nobody"], "no price of 'nobody' is known"),
     (["--rate", "5", "--slo-tpot-ms", "0.0001", "--gpus", "l4", "--max-devices", "1"], "within the latency"),
@@ -168,12 +168,3 @@ def test_cards_that_are_there_are_told_what_to_do(tmp_path: Path, capsys: pytest
         assert found["headline"] == page.inner_text(".headline")
         assert PHONE["width"] >= width_of(page)
         assert "One more card" in page.inner_text("body")
-
-
-def test_a_map_goes_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a page, or where the folder has none, that is told before anything is planned."""
-    (tmp_path / "paper.json").write_text("{}")
-    asked = ("tiny-llama", *SMALL, "--rate", "5", "--regimes", tmp_path)
-
-    assert "--regimes: needs --page" in run(*asked, capsys=capsys)[2]
-    assert "it has no map of regimes" in run(*asked, "--page", tmp_path / "x.html", capsys=capsys)[2]

@@ -4,18 +4,17 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from tessera.advise import Advice, Candidate, Market, RentedLoad
 from tessera.cli.capture import MODEL_HELP, Launches, checked_launches
-from tessera.cli.output import HIDDEN, Record, finite, needs, positive, progress, shown
+from tessera.cli.output import HIDDEN, Record, finite, positive, progress, shown
 from tessera.cli.plan import EffortOption
 from tessera.cli.plan_model import ModelPlanFigures, PlannedModel, model_figures
 from tessera.cli.render import text_of
-from tessera.errors import TesseraError
 from tessera.ir import Plan, ServicePlan, save
 
 # Steps of the progress bar when renting: recordings, batches, and plans.
@@ -59,15 +58,7 @@ MemoryShareOption = Annotated[
 HaveOption = Annotated[
     str, typer.Option(help="GPUs you have, such as h20,l40s: how to use them, and which one to rent next.")
 ]
-PageOption = Annotated[Path | None, typer.Option(is_eager=True, help="Write the advice as an HTML page.")]
-RegimesOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        callback=needs("page"),
-        help="Folder of `python -m benchmarks.paper` whose map of regimes goes on the page.",
-    ),
-]
+PageOption = Annotated[Path | None, typer.Option(help="Write the advice as an HTML page.")]
 
 
 class AdviceRecord(Record, frozen=True):
@@ -98,7 +89,6 @@ def advise(
     effort: EffortOption = "full",
     have: HaveOption = "",
     page: PageOption = None,
-    regimes: RegimesOption = None,
     folder: Annotated[Path | None, typer.Option("--save", help="Folder for the plans.")] = None,
 ) -> AdviceRecord:
     """Find the cheapest GPUs, of one or several kinds, that carry a load. No GPU is needed.
@@ -107,7 +97,6 @@ def advise(
     and costs, and which card to rent next.
     """
     started_s = time.perf_counter()
-    cells = _regimes(regimes)
     with progress("importing torch", None if have else NUM_STEPS) as advance:
         from tessera.advise.search import advise as search
         from tessera.capture import place_of
@@ -131,7 +120,7 @@ def advise(
     answer = _use(advice) if have else _rent(advice, figures[0])
     remarks = (*advice.notes, f"Costs: {figures[0].costs.sentence}")
     if page is not None:
-        _write_page(page, advice, answer, plans[0], remarks, cells)
+        _write_page(page, advice, answer, plans[0], remarks)
         files = (*files, str(page))
     return AdviceRecord(
         advice=advice,
@@ -150,21 +139,6 @@ def _say(text: str) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def _regimes(folder: Path | None) -> list[dict[str, Any]]:
-    """The cells of the map, read before anything takes long."""
-    if folder is None:
-        return []
-    from tessera.report.pages import read_paper
-
-    path = folder / "paper.json"
-    regimes = read_paper(path).get("regimes")
-    if not isinstance(regimes, dict):
-        remedy = "Make one: `python -m benchmarks.paper --only regimes -o DIR`."
-        raise TesseraError("it has no map of regimes", remedy, str(path))
-    cells: list[dict[str, Any]] = regimes["cells"]
-    return cells
 
 
 def _save(plans: Sequence[ServicePlan | Plan], is_have: bool, folder: Path) -> tuple[str, ...]:
@@ -236,7 +210,6 @@ def _write_page(
     answer: Sequence[str],
     plan: ServicePlan | Plan,
     remarks: Sequence[str],
-    cells: list[dict[str, Any]],
 ) -> None:
     from tessera.report import AdviceTable, Bar, write_advice
     from tessera.report.figures import digits
@@ -262,7 +235,7 @@ def _write_page(
     remarks = (*remarks, f"Prices: {advice.price_source}.")
     plans = plan.plans if isinstance(plan, ServicePlan) else (plan,)
     divided = next((one for one in plans if len(one.used) > 1), None)
-    write_advice(path, title, answer, bars, tables if advice.have else (), divided, remarks, cells)
+    write_advice(path, title, answer, bars, tables if advice.have else (), divided, remarks)
 
 
 def _facts(c: Candidate, unit: str) -> str:

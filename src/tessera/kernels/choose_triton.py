@@ -21,9 +21,11 @@ import triton.language as tl
 
 from tessera.kernels.choice import MAX_TOP, OUT_OF_REACH, SMALL_DRAW, Number, Setting
 
-_MAX_BLOCK, _MAX_WARPS = 8192, 16
+_MAX_BLOCK, _MAX_WARPS = 4096, 16
+# Programs that keep a large card busy: rows are divided into segments up to this number.
+_BUSY = 264
 # Calls of `choose_narrow`, and pivots of each, of which the first is the lower bound.
-_ROUNDS, _SLOTS = 4, tl.constexpr(16)
+_ROUNDS, _SLOTS = 5, tl.constexpr(8)
 # Pivots, the upper bound, and the wanted weight.
 _BOUNDS = tl.constexpr(_SLOTS.value + 2)
 _LEAST = tl.constexpr(-3.4e38)
@@ -52,23 +54,27 @@ def choose_on_gpu(
     logprobs: torch.Tensor,
     top: torch.Tensor,
     block: int = _MAX_BLOCK,
+    programs: int = _BUSY,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fills and returns the last three tensors."""
+    """Fills and returns `tokens`, `logprobs` and `top`."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
     if not rows:
         return tokens, logprobs, top
     block = min(block, max(256, triton.next_power_of_2(vocab)))
-    segments = triton.cdiv(vocab, block)
+    blocks = triton.cdiv(vocab, block)
+    span = triton.cdiv(blocks, min(blocks, max(1, programs // rows)))
+    segments = triton.cdiv(blocks, span)
     scratch = logits.new_empty((rows, vocab), dtype=torch.float32)
     bests, lows, highs, scores = logits.new_empty((4, rows, segments), dtype=torch.float32)
     places, winners = logits.new_empty((2, rows, segments), dtype=torch.int32)
     sums = logits.new_empty((_ROUNDS, rows, segments, _SLOTS.value), dtype=torch.float32)
     bounds = logits.new_empty((_ROUNDS, rows, _BOUNDS.value), dtype=torch.float32)
     limits = logits.new_empty(rows, dtype=torch.float32)
-    sizes = {"VOCAB": vocab, "LOGITS_ROW": logits.stride(0), "BLOCK": block, "SEGMENTS": segments}
+    sizes = {"VOCAB": vocab, "LOGITS_ROW": logits.stride(0), "BLOCK": block, "SPAN": span}
+    sizes["SEGMENTS"] = segments
     sizes["SEGMENTS_PAD"] = triton.next_power_of_2(segments)
-    warps = {"num_warps": min(_MAX_WARPS, max(4, block // 512))}
+    warps = {"num_warps": min(_MAX_WARPS, max(4, block // 256))}
     choose_largest[rows, segments](
         logits, last, settings, numbers, edits, masks, scratch, bests, places, WORDS=masks.shape[1], **sizes,
         **warps,
@@ -90,28 +96,33 @@ def choose_on_gpu(
 @triton.jit
 def choose_largest(
     logits, last, settings, numbers, edits, masks, scratch, bests, places,
-    VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr,
-    SEGMENTS_PAD: tl.constexpr, WORDS: tl.constexpr,
+    VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * LOGITS_ROW
     scratch += row * VOCAB
     settings += row * _NUM_SETTINGS
     numbers += row * _NUM_NUMBERS
-    token = segment * BLOCK + tl.arange(0, BLOCK)
+    first = segment * (SPAN * BLOCK)
     is_edited = _is_edited(numbers)
     if is_edited:
         begin, end, mask = tl.load(numbers + _BEGIN), tl.load(numbers + _END), tl.load(numbers + _MASK)
         counts_last = tl.load(numbers + _COUNTS_LAST) != 0
         _edit(
             logits, scratch, settings, edits, masks + (mask - 1) * WORDS, begin, end, mask != 0,
-            tl.load(last + row), counts_last, segment * BLOCK, VOCAB, BLOCK,
+            tl.load(last + row), counts_last, first, VOCAB, BLOCK, SPAN,
         )  # fmt: skip
-    value = _load(logits, scratch, is_edited, token, VOCAB)
-    value = tl.where(value == value, value, float("inf"))  # noqa: PLR0124 - a NaN differs from itself
-    most = tl.max(value, 0)
+    best, place = tl.full([BLOCK], _BANNED, tl.float32), tl.full([BLOCK], VOCAB, tl.int32)
+    for number in range(SPAN):
+        token = first + number * BLOCK + tl.arange(0, BLOCK)
+        value = _load(logits, scratch, is_edited, token, VOCAB)
+        value = tl.where(value == value, value, float("inf"))  # noqa: PLR0124 - a NaN differs from itself
+        is_new = value > best
+        best, place = tl.where(is_new, value, best), tl.where(is_new, token, place)
+    most = tl.max(best, 0)
     tl.store(bests + row * SEGMENTS + segment, most)
-    tl.store(places + row * SEGMENTS + segment, tl.min(tl.where(value == most, token, VOCAB), 0))
+    tl.store(places + row * SEGMENTS + segment, tl.min(tl.where(best == most, place, VOCAB), 0))
 
 
 @triton.jit
@@ -135,16 +146,17 @@ def _is_finite(most):
 @triton.jit
 def _edit(
     logits, scratch, settings, edits, words, begin, end, has_mask, newest, counts_last, first,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Edited logits of a segment in scratch memory."""
-    token = first + tl.arange(0, BLOCK)
-    value = tl.load(logits + token, mask=token < VOCAB).to(tl.float32)
-    word = tl.load(words + (token >> 5), mask=has_mask & (token < VOCAB), other=-1)
-    value = tl.where(((word >> (token & 31)) & 1) != 0, value, _BANNED)
-    tl.store(scratch + token, value, mask=token < VOCAB)
+    for block in range(SPAN):
+        token = first + block * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(logits + token, mask=token < VOCAB).to(tl.float32)
+        word = tl.load(words + (token >> 5), mask=has_mask & (token < VOCAB), other=-1)
+        value = tl.where(((word >> (token & 31)) & 1) != 0, value, _BANNED)
+        tl.store(scratch + token, value, mask=token < VOCAB)
     tl.debug_barrier()
-    after = tl.minimum(first + BLOCK, VOCAB)
+    after = tl.minimum(first + SPAN * BLOCK, VOCAB)
     presence, frequency = tl.load(settings + _PRESENCE), tl.load(settings + _FREQUENCY)
     repetition = tl.load(settings + _REPETITION)
     hits = tl.zeros([_EDITS], tl.int32)
@@ -192,8 +204,8 @@ def _base(settings):
 @triton.jit
 def choose_narrow(
     logits, settings, numbers, scratch, bests, sums_before, bounds_before, sums, bounds, lows, highs,
-    VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr,
-    SEGMENTS_PAD: tl.constexpr, ROUND: tl.constexpr,
+    VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Weights of a segment from each pivot on; the least and the largest logit between the bounds."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -217,23 +229,50 @@ def choose_narrow(
             is_enough = (slot > 0) & (totals >= wanted)
             place = tl.sum(is_enough.to(tl.int32), 0)
             low, high = tl.load(bounds_before + place), tl.load(bounds_before + place + 1)
-        token = segment * BLOCK + tl.arange(0, BLOCK)
-        value = _load(logits + row * LOGITS_ROW, scratch + row * VOCAB, _is_edited(numbers), token, VOCAB)
-        scaled = (value - most) * sharpness
-        weight = tl.where(top_k > 0, 1.0, tl.exp(scaled))
-        sums += (row * SEGMENTS + segment) * _SLOTS
+        slots = tl.arange(0, _SLOTS)
+        pivots = low + (high - low) * (slots / _SLOTS)
         bounds += row * _BOUNDS
-        for number in tl.static_range(_SLOTS):
-            pivot = low + (high - low) * (number / _SLOTS)
-            tl.store(sums + number, tl.sum(tl.where(scaled >= pivot, weight, 0.0), 0))
-            if segment == 0:
-                tl.store(bounds + number, pivot)
         if segment == 0:
+            tl.store(bounds + slots, pivots)
             tl.store(bounds + _SLOTS, high)
             tl.store(bounds + _SLOTS + 1, wanted)
-        tl.store(lows + row * SEGMENTS + segment, tl.min(tl.where(scaled >= low, scaled, 0.0), 0))
-        below = tl.where((scaled < high) & (scaled >= low), scaled, _LEAST)
-        tl.store(highs + row * SEGMENTS + segment, tl.max(below, 0))
+        least, lower = tl.zeros([BLOCK], tl.float32), tl.full([BLOCK], _LEAST, tl.float32)
+        nothing = tl.zeros([BLOCK], tl.float32)
+        totals_here = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+        is_edited = _is_edited(numbers)
+        for number in range(SPAN):
+            token = (segment * SPAN + number) * BLOCK + tl.arange(0, BLOCK)
+            value = _load(logits + row * LOGITS_ROW, scratch + row * VOCAB, is_edited, token, VOCAB)
+            scaled = (value - most) * sharpness
+            weight = tl.where(top_k > 0, 1.0, tl.exp(scaled))
+            totals_here = _added(totals_here, scaled, weight, pivots)
+            least = tl.minimum(least, tl.where(scaled >= low, scaled, 0.0))
+            lower = tl.maximum(lower, tl.where((scaled < high) & (scaled >= low), scaled, _LEAST))
+        sums += (row * SEGMENTS + segment) * _SLOTS
+        for number in tl.static_range(_SLOTS):
+            tl.store(sums + number, tl.sum(totals_here[number], 0))
+        tl.store(lows + row * SEGMENTS + segment, tl.min(least, 0))
+        tl.store(highs + row * SEGMENTS + segment, tl.max(lower, 0))
+
+
+@triton.jit
+def _added(totals, scaled, weight, pivots):
+    """Sums with the weights from each pivot on."""
+    a, b, c, d, e, f, g, h = totals
+    a += tl.where(scaled >= _item(pivots, 0), weight, 0.0)
+    b += tl.where(scaled >= _item(pivots, 1), weight, 0.0)
+    c += tl.where(scaled >= _item(pivots, 2), weight, 0.0)
+    d += tl.where(scaled >= _item(pivots, 3), weight, 0.0)
+    e += tl.where(scaled >= _item(pivots, 4), weight, 0.0)
+    f += tl.where(scaled >= _item(pivots, 5), weight, 0.0)
+    g += tl.where(scaled >= _item(pivots, 6), weight, 0.0)
+    h += tl.where(scaled >= _item(pivots, 7), weight, 0.0)
+    return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def _item(pivots, place: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, _SLOTS) == place, pivots, 0.0), 0)
 
 
 @triton.jit
@@ -253,8 +292,8 @@ def _totals(sums, SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr):
 @triton.jit
 def choose_limit(
     logits, settings, numbers, scratch, bests, sums, bounds, lows, highs, limits,
-    VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr,
-    SEGMENTS_PAD: tl.constexpr,
+    VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr,
 ):  # fmt: skip
     """The least scaled logit that min-p, top-k and top-p keep; `sums` are the first, `bounds` the last."""
     row = tl.program_id(0).to(tl.int64)
@@ -340,8 +379,8 @@ def _above(
 @triton.jit
 def choose_race(
     logits, settings, numbers, scratch, bests, limits, scores, winners,
-    VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr,
-    SEGMENTS_PAD: tl.constexpr,
+    VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr,
 ):  # fmt: skip
     """The token with the highest score in a segment, among those from the limit on."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -355,15 +394,16 @@ def choose_race(
         if (tl.load(bests + row * SEGMENTS + segment) - most) * sharpness >= limit:
             is_edited = _is_edited(numbers)
             seed, position = tl.load(numbers + _SEED), tl.load(numbers + _POSITION).to(tl.int32)
-            quad = segment * QUARTER + tl.arange(0, QUARTER)
-            words = tl.philox(seed, quad, quad * 0 + position, quad * 0, quad * 0)
-            for lane in tl.static_range(4):
-                token = 4 * quad + lane
-                value = _load(logits + row * LOGITS_ROW, scratch + row * VOCAB, is_edited, token, VOCAB)
-                scaled = (value - most) * sharpness
-                score = scaled - tl.log(_exponential(words[lane]))
-                is_new = (scaled >= limit) & ((score > best) | ((score == best) & (token < place)))
-                best, place = tl.where(is_new, score, best), tl.where(is_new, token, place)
+            for number in range(SPAN):
+                quad = (segment * SPAN + number) * QUARTER + tl.arange(0, QUARTER)
+                words = tl.philox(seed, quad, quad * 0 + position, quad * 0, quad * 0)
+                for lane in tl.static_range(4):
+                    token = 4 * quad + lane
+                    value = _load(logits + row * LOGITS_ROW, scratch + row * VOCAB, is_edited, token, VOCAB)
+                    scaled = (value - most) * sharpness
+                    score = scaled - tl.log(_exponential(words[lane]))
+                    is_new = (scaled >= limit) & ((score > best) | ((score == best) & (token < place)))
+                    best, place = tl.where(is_new, score, best), tl.where(is_new, token, place)
         highest = tl.max(best, 0)
         tl.store(scores + row * SEGMENTS + segment, highest)
         tl.store(winners + row * SEGMENTS + segment, tl.min(tl.where(best == highest, place, VOCAB), 0))
@@ -372,8 +412,8 @@ def choose_race(
 @triton.jit
 def choose_token(
     logits, settings, numbers, scratch, bests, places, scores, winners, tokens, logprobs, top,
-    VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SEGMENTS: tl.constexpr,
-    SEGMENTS_PAD: tl.constexpr,
+    VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr,
 ):  # fmt: skip
     """The best of a row's segments, and its logprobs."""
     row = tl.program_id(0).to(tl.int64)

@@ -13,8 +13,7 @@ from tessera.report.figures import (
     round_limits,
     short_name,
 )
-from tessera.report.page import Bar, Shown, write_page
-from tessera.report.pages import AdviceTable, write_advice, write_report
+from tessera.report.page import AdviceTable, Bar, Shown, write_advice, write_page, write_report
 from tessera.report.perfetto import write_perfetto
 from tessera.report.picture import layer_picture
 

@@ -1,4 +1,4 @@
-"""Self-contained HTML page about plans and their runs: no network, no script, light and dark.
+"""Self-contained HTML pages of a plan, a folder of plans, and advice: no network, no script, light and dark.
 
 Every figure states whether it is modelled, simulated or measured. Drawing is bounded, so a page stays below
 two megabytes. The overview draws each track in COLUMNS columns, in the colour of the busiest request and with
@@ -9,7 +9,7 @@ MAX_LAUNCHES of a layer. Positions are fractions of the width.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,50 @@ def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -
         title=f"{plan.unit.graphs[0].trace.step.model}, {plan.policy} plan",
         part=plan_part(Shown(plan, timeline, verdict)),
         remark=f"The timeline is {timeline.clock.value}; figures of the plan are modelled.",
+    )
+
+
+def write_report(folder: Path, plans: Sequence[tuple[str, Shown]], path: Path) -> None:
+    """Writes one file; `plans` are (name, content)."""
+    ordered = sorted(plans, key=lambda named: -(gain(named[1].plan, named[1].plan) or 0.0))
+    render(
+        path,
+        "folder.html",
+        title=folder.resolve().name,
+        plans=[(name, plan_part(shown)) for name, shown in ordered],
+        remark="Every figure says whether it was measured, simulated or modelled.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceTable:
+    title: str
+    note: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def write_advice(
+    path: str | Path,
+    title: str,
+    answer: Sequence[str],
+    bars: Sequence[Bar],
+    tables: Sequence[AdviceTable],
+    plan: Plan | None,
+    remarks: Sequence[str],
+) -> None:
+    """Writes one self-contained file; shares of `bars` are relative."""
+    top = max(bar.share for bar in bars) or 1.0
+    render(
+        path,
+        "advice.html",
+        title=title,
+        answer=answer,
+        bars=[replace(bar, share=bar.share / top) for bar in bars],
+        tables=tables,
+        layers=layers(plan) if plan is not None else (),
+        remarks=remarks,
+        remark="All figures are modelled or simulated; none was measured.",
     )
 
 

@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def shipped(step: Step) -> Trace:
     """An outline that comes with the package."""
-    found = outlines.known(step)
+    found = outlines.find(step)
     assert found is not None
     return found
 
@@ -60,7 +60,7 @@ def test_a_step_is_compiled_once(cache: Path) -> None:
         calls.append(step)
         return unary_trace("aten.neg.default", 64)
 
-    first, second = (outlines.made(STRANGE, compiled) for _ in range(2))
+    first, second = (outlines.find_or_make(STRANGE, compiled) for _ in range(2))
 
     assert first == second
     assert [STRANGE] == calls
@@ -69,10 +69,10 @@ def test_a_step_is_compiled_once(cache: Path) -> None:
 
 def test_a_broken_outline_is_made_again(cache: Path) -> None:
     """Half a file is none."""
-    outlines.made(STRANGE, lambda step: unary_trace("aten.neg.default", 64))
+    outlines.find_or_make(STRANGE, lambda step: unary_trace("aten.neg.default", 64))
     (cache / outlines.name_of(STRANGE)).write_bytes(b"\x1f\x8b\x08")
 
-    assert outlines.known(STRANGE) is None
+    assert outlines.find(STRANGE) is None
 
 
 def test_compiled_launches_are_taken_where_they_are_known() -> None:

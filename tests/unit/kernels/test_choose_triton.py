@@ -31,17 +31,17 @@ def anywhere() -> Iterator[None]:
         yield
 
 
-def run(*given: torch.Tensor, block: int = 256) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the kernel gives."""
-    return choose_on_gpu(*given, *results(given[0]), block=block)  # type: ignore[call-arg, misc]
+def run(*given: torch.Tensor, **sizes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the kernels give."""
+    return choose_on_gpu(*given, *results(given[0]), **{"block": 256, **sizes})  # type: ignore[call-arg, misc]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab", [37, 700])
-def test_the_kernel_chooses_what_the_reference_chooses(vocab: int, dtype: torch.dtype) -> None:
-    """Every kind of row: tokens, logprobs and alternatives."""
+@pytest.mark.parametrize(("vocab", "programs"), [(37, 264), (700, 264), (700, 32), (700, 1)])
+def test_the_kernels_choose_what_the_reference_chooses(vocab: int, programs: int, dtype: torch.dtype) -> None:
+    """Every kind of row, in segments of one block and of several: tokens, logprobs and alternatives."""
     rows = make_rows(16, vocab, dtype=dtype)
-    tokens, logprobs, top = run(*rows)
+    tokens, logprobs, top = run(*rows, programs=programs)
     expected = torch.ops.tessera.choose(*rows)
 
     assert torch.equal(expected[0], tokens)
@@ -110,7 +110,7 @@ def test_every_access_is_proved(arch: int) -> None:
         kernels.append(run_kernel(self, *args, grid=grid, warmup=True, **kwargs))
 
     with compiling_for(arch), unittest.mock.patch.object(JITFunction, "run", compile_only):
-        run(*make_rows(2, 20_000, dtype=torch.bfloat16), block=8192)
+        run(*make_rows(2, 20_000, dtype=torch.bfloat16), block=4096, programs=4)
     reports = [analyze(kernel.asm["ptx"])[0] for kernel in kernels]
 
     assert ACCESSES.keys() == {report.name for report in reports}

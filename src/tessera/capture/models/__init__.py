@@ -1,8 +1,7 @@
 """Models of steps: a built-in name, a folder with a Hugging Face config.json, or module:callable.
 
 A name such as org/model means its folder in Hugging Face's local cache. `build` needs only the step, so a
-plan can be run from its file. New sizes go into `catalog`; for another family, `register` a function from
-Step to Workload.
+plan can be run from its file. New models go into `catalog`.
 
 The callable of module:callable gets the Step and returns a `Workload`, or an nn.Module with example inputs, a
 dict or tuple (see `function`). Its module is imported with the current folder on the path.
@@ -34,24 +33,21 @@ from tessera.capture.workload import Workload
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import Step
 
-__all__ = ["another", "build", "known_models", "place_of", "register", "steps_of_model"]
+__all__ = ["another", "build", "known_models", "place_of", "steps_of_model"]
 
 Builder = Callable[[Step], Workload]
 
 # Name -> (builder, step kinds, step kinds for serving only).
-_BUILDERS: dict[str, tuple[Builder, tuple[str, ...], tuple[str, ...]]] = {}
-
-
-def register(name: str, steps: tuple[str, ...], served: tuple[str, ...] = ()) -> Callable[[Builder], Builder]:
-    """Add a model with its step kinds; `served`: kinds for serving only."""
-
-    def add(builder: Builder) -> Builder:
-        if name in _BUILDERS:
-            raise ValueError(f"model {name!r} is registered twice")
-        _BUILDERS[name] = (builder, steps, served)
-        return builder
-
-    return add
+_BUILDERS: dict[str, tuple[Builder, tuple[str, ...], tuple[str, ...]]] = {
+    **{
+        name: (partial(built_in, *model), STEPS.get(model[0], CAUSAL_STEPS), SERVED_STEPS)
+        for name, model in catalog.LANGUAGE.items()
+    },
+    **{
+        name: (partial(denoisers.built_in, *model), denoisers.STEPS, ())
+        for name, model in catalog.DENOISERS.items()
+    },
+}
 
 
 def known_models() -> dict[str, tuple[str, ...]]:
@@ -101,12 +97,6 @@ def place_of(model: str) -> str:
         return model
     folder = Path(model) if Path(model).is_dir() else checkpoint.cached(model)
     return str(folder.resolve()) if folder else model
-
-
-for _name, _model in catalog.LANGUAGE.items():
-    register(_name, STEPS.get(_model[0], CAUSAL_STEPS), SERVED_STEPS)(partial(built_in, *_model))
-for _name, _denoiser in catalog.DENOISERS.items():
-    register(_name, denoisers.STEPS)(partial(denoisers.built_in, *_denoiser))
 
 
 def from_callable(step: Step) -> Workload:

@@ -41,7 +41,7 @@ def name_of(step: Step) -> str:
     return f"{Path(step.model).name}-{step.kind}-{step.batch}x{step.context}-{words}.trace.gz"
 
 
-def known(step: Step) -> Trace | None:
+def find(step: Step) -> Trace | None:
     packaged = files(__name__).joinpath(name_of(step))
     if packaged.is_file():
         with as_file(packaged) as path:
@@ -50,14 +50,14 @@ def known(step: Step) -> Trace | None:
     return _read(kept) if kept.is_file() else None
 
 
-def made(step: Step, compiled: Callable[[Step], Trace]) -> Trace:
+def find_or_make(step: Step, compiled: Callable[[Step], Trace]) -> Trace:
     """The outline of a step, compiled and cached if new."""
-    found = known(step)
-    if found is None:
-        found = outlined(compiled(step))
+    outline = find(step)
+    if outline is None:
+        outline = outlined(compiled(step))
         with suppress(OSError, ArtifactError):  # an unwritable cache is skipped
-            write(found, cache_folder("outlines") / name_of(step))
-    return found
+            write(outline, cache_folder("outlines") / name_of(step))
+    return outline
 
 
 def can_compile() -> bool:

@@ -123,14 +123,6 @@ class Pool:
                 return replace(mix, microbatches=counts)
         return None
 
-    def main_lanes(self, mix: Mix) -> Mix | None:
-        """The main lanes, at most one per microbatch; None if they do not fit."""
-        if len(mix.columns) <= self.microbatches:
-            return mix
-        kept = sorted(range(len(mix.shares)), key=lambda i: -mix.shares[i])[: self.microbatches]
-        few = mix.only(kept)
-        return self.held_by(few.columns, few.shares)
-
     def price(self, prices: Prices) -> tuple[Column, float]:
         """The cheapest placement, and the bound per work unit."""
         cost = _costs(self.columns, prices) if self.columns else np.zeros(0)
