@@ -17,7 +17,7 @@ from tessera.execute.cuda.direct import PeerAway
 from tessera.execute.cuda.graphs import DeviceGraphs, ShareGraph
 from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.reference import same_bits
-from tessera.execute.stepper import SpanLog, Tensors
+from tessera.execute.stepper import SpanLog, StepCall, StepDone, Tensors
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_plan, make_unit, run_reference
 from tessera.ir import Cluster, Device, DeviceKind, Lane, Link, Objective, Placement, Plan, Step, WorkUnit
@@ -133,6 +133,32 @@ def test_an_index_that_comes_from_another_device_exists_in_the_rehearsal() -> No
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(result.outputs[0]["y"], asked.inputs(0, 0, {})["x"] * 2)
+
+
+def doubled(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
+    return {"y": inputs["x"] * 2, "z": inputs["few"] + 1}
+
+
+def test_an_input_may_be_given_in_part() -> None:
+    """The rest of it has any earlier value, and inputs behind it are whole."""
+    workload = Workload(
+        Step("doubled", "call", 1, 1), torch.nn.Module(), doubled,
+        lambda seed: {"x": torch.ones(1 << 18), "few": torch.ones(3)}, lambda seed: {},
+        lambda first, run, last: dict(first),
+    )  # fmt: skip
+    whole = plan_of(make_unit([record(workload)]), "data-parallel")
+    with WorkerStepper([whole], {}, transport="ipc", timeout_s=30.0) as stepper:
+        lane = stepper.lanes.take(0)
+        assert lane is not None
+        stepper.open(0, lane.number)
+        for num in (5, 1, 9):
+            given = {"x": torch.arange(float(num)), "few": torch.full((3,), float(num))}
+            stepper.start(StepCall(0, 0, given))
+            done = stepper.take(30.0)
+            assert isinstance(done, StepDone)
+            assert torch.equal(done.outputs["y"][:num], given["x"] * 2)
+            assert torch.equal(done.outputs["z"], given["few"] + 1)
+        assert torch.equal(done.outputs["y"][9:], torch.zeros((1 << 18) - 9))
 
 
 def test_policies_share_weights_and_state() -> None:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ from tessera.ir import Program, Recv, Run
 
 # Graphs that are captured before a worker is ready: the largest and the smallest step of a microbatch.
 START_GRAPHS = 2
+# Parts of inputs with less between them are one copy.
+NEAR_BYTES = 1 << 16
 # Seconds between two looks at launched runs.
 LOOK_S = 20e-6
 # Seconds after which a released graph is stuck; it normally ends within milliseconds.
@@ -192,19 +195,30 @@ class CudaWorker(DeviceWorker):
         target: torch.Tensor,
         parts: Sequence[tuple[int, int, PackedTensor, str]],
     ) -> None:
-        """Copies (offset, bytes, values, name) through pinned memory that no earlier copy still reads."""
+        """Copies (offset, bytes, values, name) through pinned memory that no earlier copy still reads.
+
+        An input may be given in part. Parts near one another go in one copy, with what is staged between
+        them: zeros, or values of an earlier step, which are valid indices.
+        """
         staged = self._staged.setdefault(key, deque())
         if not staged or not staged[0][1].query():  # the copy of a queued step is still to come
             staged.appendleft((driver.pinned((len(target),)), torch.cuda.Event()))
         pinned, is_read = staged[0]
         staged.rotate(-1)
         values = pinned.numpy()
-        for start, size, packed, what in parts:
-            if len(packed.data) != size:
+        copies: list[tuple[int, int]] = []
+        for start, size, packed, what in sorted(parts, key=itemgetter(0)):
+            stop = start + len(packed.data)
+            if stop > start + size:
                 message = f"{what} has {len(packed.data)} bytes, the step {size}"
                 raise WorkerError(message, "Give tensors of the shapes that were captured.")
-            values[start : start + size] = np.frombuffer(packed.data, dtype=np.uint8)
-        target.copy_(pinned, non_blocking=True)
+            values[start:stop] = np.frombuffer(packed.data, dtype=np.uint8)
+            if copies and start - copies[-1][1] < NEAR_BYTES:
+                copies[-1] = (copies[-1][0], stop)
+            elif stop > start:
+                copies.append((start, stop))
+        for start, stop in copies:
+            target[start:stop].copy_(pinned[start:stop], non_blocking=True)
         is_read.record()
 
     def _state_of(self, room: MicrobatchBuffers, program: Program) -> dict[str, torch.Tensor]:
