@@ -42,7 +42,7 @@ from tessera.simulate.study import AdaptiveServer, Scenario, adapt, compare, kno
 LENGTHS = "geometric:512,200"
 LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.4)
 BURSTS = (0.4, 0.7)
-# Of --quick: shares of the best capacity, tokens of an answer, requests, and number of seeds by stream.
+# With --quick: shares of the best capacity, tokens of an answer, requests, and number of seeds by stream.
 QUICK_LOADS, QUICK_ANSWERS, QUICK_REQUESTS = (0.5, 0.8, 0.95, 1.05), (20, 256), 1500
 QUICK_STREAMS = {"poisson": 3, "bursty": 2}
 # (device, real over planned time) of the kernel type that takes most time there.

@@ -150,7 +150,7 @@ def arrived(
     prompts, outputs = zip(*lengths_of(plan.load, num, seed=1), strict=True)
     stream = replace(poisson(rate, num), prompts=prompts, outputs=outputs)
     tally, seconds = arrive(service, stream, scale)
-    virtual = play(plan, stream)
+    virtual = play([plan], stream).expected
     tokens_per_s = sum(n for _, n in tally.came) / seconds * scale
     times = {"tpot ms": tally.each_s, "ttft ms": tally.first_s}
     waits = {name: [round(x / scale, 2) for x in quantiles_ms(t, 0)] for name, t in times.items()}

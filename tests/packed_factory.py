@@ -5,7 +5,11 @@ the quantiser's tools do, and puts the numbers that they stand for into the mode
 """
 
 import json
-from collections.abc import Callable
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +218,32 @@ def _saved(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return dict(load_file(folder / "model.safetensors"))
+
+
+@contextmanager
+def serving(folder: Path, *words: str, devices: str = "emu:a100,emu:l40s") -> Iterator[str]:
+    """Address of a service."""
+    sizes = ["--devices", devices, "--port", "0", "--seqs", "4", "--effort", "quick", "--json"]
+    command = [sys.executable, "-m", "tessera", "serve", str(folder), *sizes, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())["url"]
+        finally:
+            process.terminate()
+
+
+def post(url: str, **body: Any) -> Any:
+    data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, data, kind), timeout=120) as answer:
+        return json.load(answer)
+
+
+def answer(url: str, model: str, prompt: list[int]) -> list[str]:
+    document = post(f"{url}/v1/completions", model=model, prompt=prompt, max_tokens=24, temperature=0)
+    assert model == document["model"]
+    return str(document["choices"][0]["text"]).split()
+
+
+def words(model: Any, prompt: list[int]) -> list[str]:
+    return [f"t{token}" for token in generated(model, prompt, 24)]

@@ -75,6 +75,7 @@ def run(is_quick: bool, jobs: int, advance: Callable[[str], None] = lambda text:
             "table3": offline.table3(rows),
         },
         "ratios": offline.ratios(rows),
+        "over_sum": offline.over_sum(rows),
         "two_of_the_better_card": offline.two_alike(rows),
         "costs": done[costs.document, ()],
         "not_made": NOT_MADE | UNSERVED,

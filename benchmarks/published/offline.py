@@ -214,6 +214,19 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def over_sum(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Kernel disaggregation on A100 + L40S over the sum of both cards alone, by model."""
+    found: dict[str, dict[str, Any]] = {}
+    for model in dict.fromkeys(r["model"] for r in rows):
+        bars = {r["policy"]: r for r in rows if (r["pair"], r["model"]) == ("a100_l40s", model)}
+        alone = [bars[name] for name in ("left_card_alone", "right_card_alone")]
+        found[model] = {}
+        for column in ("published", "re_measured", "ours", "ours_best_batch"):
+            mine, each = bars["kernel_disaggregation"][column], [row[column] for row in alone]
+            found[model][column] = round(mine / sum(each), 4) if mine and all(each) else None
+    return found
+
+
 def table3(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Throughput per dollar over the left card alone, mean over models, at the publication's prices."""
     doc, found = figures()["table3"], []

@@ -72,7 +72,7 @@ def curve(case: OnlineCase) -> Curve | None:
     for share in case.shares:
         rate = share * capacity
         arrivals = make_arrivals(f"poisson:{rate:.6g}", case.num_requests, 0, LENGTHS)
-        found, tokens = play(plan, arrivals), CONVERSATION.output_tokens
+        found, tokens = play([plan], arrivals).expected, CONVERSATION.output_tokens
         middle, tail = (
             tpot + ttft / tokens
             for tpot, ttft in ((found.tpot_ms, found.ttft_ms), (found.tpot_p99_ms, found.ttft_p99_ms))

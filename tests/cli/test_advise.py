@@ -34,7 +34,7 @@ def advised(*words: object, capsys: pytest.CaptureFixture[str]) -> dict[str, Any
 
 def test_cheapest_set_that_carries_the_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The choice carries the rate with its margin, the runner-up too and for more; plans are written."""
-    names = ("--gpus", "l40s,l4,h20", "--max-devices", "2")
+    names = ("--gpus", "l40s,l4,l20", "--max-devices", "2")
     found = advised("--rate", "50", *names, "--save", tmp_path, capsys=capsys)
     choice, second = found["candidates"]
 
@@ -44,7 +44,7 @@ def test_cheapest_set_that_carries_the_rate(tmp_path: Path, capsys: pytest.Captu
     assert choice["usd_per_hour"] <= second["usd_per_hour"]
     assert choice["gpus"] != second["gpus"]
     assert ["l4"] == choice["gpus"]
-    assert {"h20": "no price is known"} == found["skipped"]
+    assert {"l20": "no price is known"} == found["skipped"]
     assert "2026-08-22" in found["price_source"]
     assert "RunPod" == choice["provider"]
     plan = found["plans"][0]
@@ -80,7 +80,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--rate", "5", "--margin", "nan"], "--margin"),
     (["--rate", "5", "--slo-ttft-ms", "inf"], "--slo-ttft-ms: must be a finite number, got inf"),
     (["--rate", "1e9", "--gpus", "l4", "--max-devices", "1"], "even with free transfers"),
-    (["--rate", "5", "--gpus", "h20"], "no GPU is left to rent (h20: no price is known)"),
+    (["--rate", "5", "--gpus", "l20"], "no GPU is left to rent (l20: no price is known)"),
     (["--rate", "5", "--gpus", "gtx"], "unknown GPU 'gtx'"),
     (["--rate", "5", "--provider", "nobody"], "no price of 'nobody' is known"),
     (["--rate", "5", "--slo-tpot-ms", "0.0001", "--gpus", "l4", "--max-devices", "1"], "within the latency"),

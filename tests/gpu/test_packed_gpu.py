@@ -1,5 +1,6 @@
 """Products with packed weights on a GPU: near the CPU's, the same bits every time."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="needs triton")
 
-from tessera.kernels import packed  # registers the operators
+from packed_factory import answer, serving, words, write_folder, write_words
+from tessera.kernels import lora, packed  # registers the operators
 from tessera.kernels.packing import BITS, dequantise
 
 assert packed
+assert lora
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -66,3 +69,26 @@ def test_experts(form: str, rows: int) -> None:
     )
 
     assert_close(out.cpu().float(), wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))
+
+
+def test_adapters() -> None:
+    """Rows with different adapters and without."""
+    sizes = [(9, 512), (9, 256), (2, 16, 256), (2, 512, 16)]
+    y, x, down, up = (torch.randn(size).mul(0.3).bfloat16() for size in sizes)
+    adapters = torch.arange(9) % 3
+    wanted = torch.ops.tessera.lora(y, x, down, up, adapters)
+    out = torch.ops.tessera.lora(y.cuda(), x.cuda(), down.cuda(), up.cuda(), adapters.cuda())
+
+    assert_close(out.cpu(), wanted, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize(("method", "family"), [("mxfp4", "gpt_oss"), ("awq", "llama")])
+def test_served_tokens(method: str, family: str, tmp_path: Path) -> None:
+    """Greedy tokens of the dequantised model, which differs in its sums."""
+    reference = write_folder(tmp_path, method, family)
+    write_words(tmp_path)
+    prompt = [5, 17, 200, 31, 8, 90, 44]
+    with serving(tmp_path, devices="cuda:0") as url:
+        found = answer(url, tmp_path.name, prompt)
+
+    assert words(reference, prompt)[:8] == found[:8]

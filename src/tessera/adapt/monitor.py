@@ -3,7 +3,7 @@
 Load. Arrivals are counted over a window, with a standard error (`Meter`). Policies are compared by the
 expected number of requests present, given the load, its error and the requests present now. A switch must pay
 for itself within one of `horizons` windows at both ends of the error interval, by more than `least_gain`; no
-other follows within that horizon. A policy past its capacity is left at any price and at any time.
+other follows within `dwell_windows`. A policy past its capacity is left at any price and at any time.
 
 Costs. Step times are collected for `cost_windows` and factors fitted to them (`drift`). An error of
 `min_drift` triggers a replan.
@@ -101,8 +101,8 @@ class MonitorConfig:
     errors: float = 1.0
     # Windows within which a switch may pay for itself.
     horizons: tuple[int, ...] = (1, 2, 4)
-    # Minimum windows between switches; at least the horizon within which the last one pays.
-    dwell_windows: float = 1.0
+    # Minimum windows between switches, unless the load exceeds the capacity.
+    dwell_windows: float = 4.0
     # Smallest relative gain that modelled figures can resolve.
     least_gain: float = 1.03
     # Price of a switch: the share of present requests that wait once for all others.
@@ -170,7 +170,7 @@ class Monitor:
             return None
         best = better(self.capabilities, 0.0)
         if not (num_requests or load) and best is not now:  # nothing has a price
-            self._use(best.name, now_s, self._config.dwell_windows * self.window_s)
+            self._use(best.name, now_s)
             return f"{self._meter.seen(now_s)}, none are here; {best.name} is quickest for the next"
         for horizon in self._config.horizons:
             seconds = horizon * self.window_s
@@ -186,7 +186,7 @@ class Monitor:
                 price = self._price(chosen.usual(load), load, num_requests, switch_s, seconds)
             ends = (-self._config.errors, self._config.errors)
             if all(self._config.least_gain * expected(chosen, e) + price < expected(now, e) for e in ends):
-                self._use(chosen.name, now_s, max(seconds, self._config.dwell_windows * self.window_s))
+                self._use(chosen.name, now_s)
                 figures = (
                     f"{expected(p, 0.0):.3g} with {p.name} ({p.capacity_per_s:.3g}/s)" for p in (chosen, now)
                 )
@@ -195,9 +195,8 @@ class Monitor:
                 return f"{here}; in the next {seconds:.3g} s there would be {', '.join(figures)}{cost}"
         return None
 
-    def _use(self, policy: str, now_s: float, dwell_s: float) -> None:
-        """Stays with a policy while its price is earned, unless the load exceeds its capacity."""
-        self.current, self._settled_s = policy, now_s + dwell_s
+    def _use(self, policy: str, now_s: float) -> None:
+        self.current, self._settled_s = policy, now_s + self._config.dwell_windows * self.window_s
 
     def _price(
         self, usual: float, load: float, num_requests: int, switch_s: float | None, seconds: float
@@ -232,7 +231,7 @@ class Monitor:
             self._policies = {policy.name: policy for policy in capabilities}
             if self.current not in self._policies:
                 best = better(self.capabilities, self.load(now_s)[0])
-                self._use(best.name, now_s, self._config.dwell_windows * self.window_s)
+                self._use(best.name, now_s)
         self._times = MeasuredSteps()
         self._costs_since_s = now_s
         self._place()

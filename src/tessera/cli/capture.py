@@ -39,7 +39,9 @@ StepOption = Annotated[
 ]
 ContextOption = Annotated[
     int,
-    typer.Option(help="Tokens per row: read by a prefill, held for a decode, made of an image by an encode."),
+    typer.Option(
+        min=1, help="Tokens per row: read by a prefill, held for a decode, made of an image by an encode."
+    ),
 ]
 InputsOption = Annotated[
     Path | None,
@@ -84,7 +86,9 @@ def capture(
     step: StepOption = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 1,
     context: ContextOption = 128,
-    reserve: Annotated[int, typer.Option(help="Tokens per row that decodes may add after this prefill.")] = 0,
+    reserve: Annotated[
+        int, typer.Option(min=0, help="Tokens per row that decodes may add after this prefill.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     random_weights: RandomWeights = False,
     inputs: InputsOption = None,

@@ -1,5 +1,6 @@
 """tessera simulate: a plan -> what a run would look like, on a virtual clock."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,8 @@ from tessera.cli.online import OnlineOptions, OnlineRun, run_online
 from tessera.cli.output import Record, excludes, needs, progress
 from tessera.cli.plan import EffortOption
 from tessera.cli.plan_model import ServiceFigures
-from tessera.errors import TesseraError
-from tessera.ir import Clock, Plan, ServicePlan, Timeline, kind_of, load, save
+from tessera.errors import MismatchError, TesseraError
+from tessera.ir import Clock, Decision, Plan, ServicePlan, Timeline, kind_of, load, save
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 NUM_REQUESTS = 100
@@ -127,6 +128,8 @@ class SimulatedService(Record, frozen=True):
     is_within: bool
     # Rate over the plan's own; None with arrivals.
     ratio_to_plan: float | None = None
+    # The monitor's, with two plans.
+    decisions: tuple[Decision, ...] = ()
 
 
 def simulate(
@@ -158,10 +161,15 @@ def simulate(
     switch between policies; without, all wait at the start and a timeline is made.
     """
     if kind_of(plan) == "service-plan":
-        for name, value in (("--lose", lose), ("--slow", slow), ("--monitor", monitor), ("OTHER", other)):
+        for name, value in (("--lose", lose), ("--slow", slow)):
             if value:
-                raise TesseraError("a service plan is simulated without faults and monitor", place=name)
-        return _service_run(plan, requests, arrivals, lengths, speed, seed)
+                raise TesseraError("a service plan is simulated without faults", place=name)
+        if (other is not None) != monitor:
+            raise TesseraError(
+                "a monitor chooses between two service plans", "Give both or none.", "--monitor"
+            )
+        paths = [plan] if other is None else [plan, other]
+        return _service_run(paths, requests, arrivals, lengths, speed, seed)
     if arrivals is None:
         return _offline(plan, requests or NUM_REQUESTS, trace, page, output)
     options = OnlineOptions(
@@ -172,23 +180,32 @@ def simulate(
 
 
 def _service_run(
-    path: Path, requests: int | None, arrivals: str | None, lengths: str | None, speed: float, seed: int
+    paths: list[Path],
+    requests: int | None,
+    arrivals: str | None,
+    lengths: str | None,
+    speed: float,
+    seed: int,
 ) -> SimulatedService:
-    """The service of a plan under its own load, or under arrivals."""
+    """The service of a plan under its own load, or of one or two plans under arrivals."""
     from tessera.serve.rehearse import play, rehearse
     from tessera.simulate.arrivals import make_arrivals
 
-    with progress(f"reading {path.name}") as advance:
-        plan = load(ServicePlan, path)
+    with progress(f"reading {paths[0].name}") as advance:
+        plans = [load(ServicePlan, path) for path in paths]
+        plan = plans[0]
+        decisions: tuple[Decision, ...] = ()
+        _check_alike(plans)
         advance("simulating")
         if arrivals is None:
             expected = rehearse(plan, plan.load, plan.expected.clients if plan.expected else None, seed)
         else:
-            expected = play(plan, make_arrivals(arrivals, requests, seed, lengths, speed), seed)
+            played = play(plans, make_arrivals(arrivals, requests, seed, lengths, speed), seed)
+            expected, decisions = played.expected, played.decisions
     planned = None if arrivals else plan.expected
     return SimulatedService(
         clock=Clock.SIMULATED,
-        policy=plan.policy,
+        policy=", ".join(plan.policy for plan in plans),
         arrivals=arrivals or "full load",
         service=ServiceFigures(groups=tuple(group.size for group in plan.groups), expected=expected),
         tokens_per_s=expected.tokens_per_s,
@@ -201,7 +218,17 @@ def _service_run(
         utilisation=dict(zip(plan.cluster.names, expected.busy, strict=True)),
         ratio_to_plan=expected.tokens_per_s / planned.tokens_per_s if planned else None,
         is_within=expected.is_within(plan.load),
+        decisions=decisions,
     )
+
+
+def _check_alike(plans: Sequence[ServicePlan]) -> None:
+    """Raises MismatchError unless a monitor can choose among these plans."""
+    names = [plan.policy for plan in plans]
+    if len(set(names)) < len(names):
+        raise MismatchError(f"both plans follow the policy {names[0]}", "Plan them with different --policy.")
+    if any(plan.cluster != plans[0].cluster for plan in plans):
+        raise MismatchError("the plans are for different devices", "Plan both for the same devices.")
 
 
 def _offline(

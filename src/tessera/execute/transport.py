@@ -151,8 +151,9 @@ class SharedMemory(Transport):
 
     Each transfer of a program has a fixed place per microbatch, in a file of the session's folder that the
     workers of a pair share, also after a restart. A place is reused only by the microbatch's next run, which
-    starts when all devices have finished or forgotten the last one. Programs that need as much, up to the
-    next power of two, share a file, so plans can be replaced any number of times.
+    starts when all devices have finished or forgotten the last one, or cannot overtake it (`overlap`).
+    Programs that need as much, up to the next power of two, share a file, so plans can be replaced any number
+    of times.
     """
 
     def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:

@@ -31,7 +31,7 @@ MANY_ROWS = 256
 # Inputs per iteration, at most; a group of one scale has at least the lower number.
 MAX_DEPTH, MIN_DEPTH = 128, 32
 # Programs that keep a large card's memory busy, and the least iterations of one.
-_BUSY, _LEAST = 512, 8
+_BUSY, _LEAST = 512, 4
 _MAX_SPLITS = 8
 # Outputs and warps of a tile, and the depth of its pipeline.
 _COLUMNS, _WARPS, _STAGES = 128, 4, 4

@@ -60,7 +60,7 @@ class FluidConfig:
     # Microbatches of a lane over several devices, and the share of the time that its devices compute.
     microbatches: int = 3
     efficiency: float = 0.8
-    # Of captured steps: microbatches of a prompts group (one reads while the other is settled), and fewest of
+    # For captured steps: microbatches of a prompts group (one reads while the other settles), and fewest of
     # a lane over several devices.
     prompt_microbatches: int = 2
     least_microbatches: int = 2

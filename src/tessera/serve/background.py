@@ -11,6 +11,7 @@ import pickle
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tessera.adapt.capability import Capability
@@ -35,7 +36,7 @@ class PlannerProcess:
 
     def __init__(self, planner: "ServicePlanner") -> None:
         self._shared = shared_parts(planner)
-        self._planner = pickle.dumps(planner)
+        self._planner = pickle.dumps(replace(planner))  # without what it has worked out
         self._lock = threading.Lock()
         self._processes: set[LocalProcess] = set()
         self._idle: list[LocalProcess] = []

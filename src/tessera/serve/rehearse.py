@@ -1,7 +1,8 @@
 """rehearse: figures of a service plan under a load, by the service's engine on a virtual clock.
 
 `rehearse`: the load is closed, as many requests as fit are present at all times. Those of the start are in
-the middle of an answer, as in steady state; one round of requests warms up. `play`: requests arrive.
+the middle of an answer, as in steady state; one round of requests warms up. `play`: requests arrive; of
+several plans a monitor chooses, as in a service, and sequences move with their pages.
 
 The host takes `HOST_US` to settle a step and to order the next one; where that cannot be ordered ahead, its
 devices wait. This is a default, not a measurement: a service shows its own time as `host_ms`.
@@ -9,16 +10,19 @@ devices wait. This is a default, not a measurement: a service shows its own time
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain, cycle
 from typing import NamedTuple
 
 from tessera.adapt.capability import Capability, capability_of
+from tessera.adapt.controller import Controller, Replanned
+from tessera.adapt.monitor import Monitor
 from tessera.errors import PlanInfeasible
 from tessera.execute.scheduler import Microbatch
 from tessera.execute.stepper import StepDone
-from tessera.ir import Arrivals, Expected, Load, ServicePlan
+from tessera.ir import Arrivals, Decision, Expected, Load, ServicePlan
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.engine import Engine
@@ -47,14 +51,29 @@ def rehearse(
     `shape`: of the model, where it is known.
     """
     clients = clients or plan.clients
-    return _Rehearsal(plan, load, clients, seed, shape or shape_for(plan)).run()
+    return _Rehearsal([plan], load, clients, seed, shape or shape_for(plan)).run()
 
 
-def play(plan: ServicePlan, arrivals: Arrivals, seed: int = 0) -> Expected:
-    """Figures of requests that arrive over time; those without lengths are of the plan's load."""
+class Played(NamedTuple):
+    expected: Expected
+    # The policy at the end, and the monitor's decisions.
+    policy: str
+    decisions: tuple[Decision, ...] = ()
+    # Mean seconds of a request per token of its answer.
+    normalised_s: float = 0.0
+
+
+def play(plans: Sequence[ServicePlan], arrivals: Arrivals, seed: int = 0) -> Played:
+    """Figures of requests that arrive over time; those without lengths are of the first plan's load."""
+    load = plans[0].load
     lengths = list(zip(arrivals.prompts, arrivals.outputs, strict=True))
-    lengths = lengths or lengths_of(plan.load, len(arrivals.times_s), seed)
-    rehearsal = _Rehearsal(plan, replace(plan.load, lengths=()), len(lengths), seed, shape_for(plan))
+    lengths = lengths or lengths_of(load, len(arrivals.times_s), seed)
+    shapes = [shape_for(plan) for plan in plans]
+    smallest = min(shapes, key=lambda shape: shape.pool_tokens)
+    rehearsal = _Rehearsal(plans, replace(load, lengths=()), len(lengths), seed, smallest)
+    if len(plans) > 1:
+        monitor = Monitor(rated(plans, smallest))
+        rehearsal.controller = Controller(_VirtualService(rehearsal), plans, monitor)
     return rehearsal.play(list(zip(arrivals.times_s, lengths, strict=True)))
 
 
@@ -88,10 +107,12 @@ class _Mark(NamedTuple):
 class _Rehearsal(Engine):
     """The engine without text: all tokens are the same."""
 
-    def __init__(self, plan: ServicePlan, load: Load, clients: int, seed: int, shape: Shape) -> None:
-        self._virtual = VirtualStepper(plans_of([plan]), host_us=HOST_US)
+    def __init__(
+        self, plans: Sequence[ServicePlan], load: Load, clients: int, seed: int, shape: Shape
+    ) -> None:
+        self._virtual = VirtualStepper(plans_of(plans), host_us=HOST_US)
         super().__init__(
-            self._virtual, [plan], shape, (), 2 * clients + 1, prefix_caching=False, is_filled=False
+            self._virtual, plans, shape, (), 2 * clients + 1, prefix_caching=False, is_filled=False
         )
         self._clients, self._counted = clients, max(COUNTED * clients, MIN_COUNTED)
         self._lengths = cycle(lengths_of(load, clients + self._counted, seed))
@@ -104,6 +125,8 @@ class _Rehearsal(Engine):
         # Seconds of each request to its first token, and per token after it by the group where it ended.
         self._first_s: list[float] = []
         self._token_s: dict[int, list[float]] = defaultdict(list)
+        # And from its arrival to its end, per token.
+        self._normalised_s: list[float] = []
 
     def run(self) -> Expected:  # type: ignore[override]
         for _ in range(self._clients):
@@ -114,17 +137,21 @@ class _Rehearsal(Engine):
         self._steps.clear()
         return self._between(start, self._run_to(self._clients + self._counted))
 
-    def play(self, arrivals: Sequence[tuple[float, tuple[int, int]]]) -> Expected:
+    def play(self, arrivals: Sequence[tuple[float, tuple[int, int]]]) -> Played:
         """Figures from the first arrival to the last end."""
         start, self._is_closed, most = self._mark(), False, 0
         for num, (at_s, lengths) in enumerate(arrivals):
             while self._virtual.now_s() < at_s:
-                self.scheduler.begin()
+                self._begin()
                 self.scheduler.wait(at_s - self._virtual.now_s())
+            if self.controller is not None:
+                self.controller.arrived()
             self._ask(*lengths)
             most = max(most, num + 1 - self._num_ended)
-        expected = self._between(start, self._run_to(len(arrivals)))
-        return replace(expected, clients=most)
+        expected = replace(self._between(start, self._run_to(len(arrivals))), clients=most)
+        decisions = () if self.controller is None else tuple(self.controller.decisions)
+        normalised_s = sum(self._normalised_s) / max(1, len(self._normalised_s))
+        return Played(expected, self.scheduler.service_plan.policy, decisions, normalised_s)
 
     def _between(self, start: _Mark, stop: _Mark) -> Expected:
         seconds = stop.at_s - start.at_s
@@ -149,10 +176,15 @@ class _Rehearsal(Engine):
     def _run_to(self, num_ended: int) -> _Mark:
         scheduler = self.scheduler
         while self._num_ended < num_ended:
-            scheduler.begin()
+            self._begin()
             if scheduler.wait(None) is None:
                 raise PlanInfeasible("a request of the load does not fit in the plan's pages")
         return self._mark()
+
+    def _begin(self) -> None:
+        while self._posted:
+            self._posted.popleft()()
+        self.scheduler.begin()
 
     def _mark(self) -> _Mark:
         busy_us, moved = list(self._virtual.busy_us), self.scheduler.counts.pages_moved
@@ -181,14 +213,19 @@ class _Rehearsal(Engine):
         return ended
 
     def stepped(self, microbatch: Microbatch[ActiveRequest], done: StepDone) -> None:
-        self._group = self.scheduler.groups.index(self.scheduler.group_of(microbatch))
-        self._steps[self._group, done.step] += 1
+        groups, group = self.scheduler.groups, self.scheduler.group_of(microbatch)
+        if group in groups:  # not of the policy before
+            self._group = groups.index(group)
+            self._steps[self._group, done.step] += 1
 
     def finished(self, request: ActiveRequest) -> None:
         """A request has ended; the next one comes."""
         self.scheduler.drop(request)
         first_s, num = request.first_s or 0.0, request.num_out
         self._first_s.append(first_s - request.arrived_s)
+        self._normalised_s.append((request.last_s - request.arrived_s) / num)
+        if self.controller is not None:
+            self.controller.finished()
         if num > 1:
             self._token_s[self._group].append((request.last_s - first_s) / (num - 1))
         self._num_ended += 1
@@ -201,3 +238,30 @@ class _Rehearsal(Engine):
 
 def _ms(seconds: Sequence[float], share: float) -> float:
     return 1e3 * (quantile(sorted(seconds), share) or 0.0)
+
+
+class _VirtualService:
+    """A `System` of the controller on a virtual clock; plans stay."""
+
+    def __init__(self, rehearsal: _Rehearsal) -> None:
+        self._engine, self._router = rehearsal, rehearsal.scheduler
+
+    @property
+    def policy(self) -> str:
+        return self._router.service_plan.policy
+
+    def now_s(self) -> float:
+        return self._engine.stepper.now_s()
+
+    def switch(self, policy: str) -> None:
+        number = [plan.policy for plan in self._router.policies].index(policy)
+        self._engine.post(lambda: self._router.switch(number))
+
+    def switch_s(self) -> float:
+        return self._router.move_s()
+
+    def load(self, plans: tuple[ServicePlan, ...]) -> None:
+        self._router.adopt(plans)
+
+    def submit(self, job: Callable[[], Replanned[ServicePlan]]) -> Future[Replanned[ServicePlan]]:
+        raise NotImplementedError("there is no planner")

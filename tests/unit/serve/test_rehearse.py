@@ -7,8 +7,8 @@ import pytest
 import steps_factory as factory
 from tessera.ir import Expected, Load, ServicePlan
 from tessera.serve.policies import ServicePlanner
-from tessera.serve.rehearse import rehearse
-from tessera.simulate.arrivals import lengths_of
+from tessera.serve.rehearse import play, rehearse
+from tessera.simulate.arrivals import lengths_of, make_arrivals
 
 LOAD = Load(prompt_tokens=12, output_tokens=8)
 
@@ -65,3 +65,18 @@ def test_lengths_are_the_loads() -> None:
     assert 12 == pytest.approx(sum(prompt for prompt, _ in drawn) / 500, rel=0.1)
     assert {(3, 4), (5, 6)} == set(lengths_of(Load(1, 1, lengths=((3, 4), (5, 6))), 50))
     assert drawn == lengths_of(LOAD, 500)
+
+
+def test_a_monitor_chooses_among_plans_as_in_a_service() -> None:
+    """Past the capacity of one device sequences move to the other policy, and nobody waits for it."""
+    plans = [best("single"), best("prefill-decode-fractional")]
+    arrivals = make_arrivals("poisson:715", 600, 0)
+    fixed = [play([plan], arrivals) for plan in plans]
+    watched = play(plans, arrivals)
+
+    assert ["single", "prefill-decode-fractional"] == [one.policy for one in fixed]
+    assert [()] * 2 == [one.decisions for one in fixed]
+    assert {"switch"} == {decision.kind.value for decision in watched.decisions}
+    assert "the switch takes about" in watched.decisions[0].why
+    assert watched.expected.pages_moved > 0
+    assert watched.normalised_s < 1.1 * min(one.normalised_s for one in fixed)

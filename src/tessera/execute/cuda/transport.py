@@ -2,8 +2,8 @@
 
 `put` and `wait` are called during a capture, so what they issue becomes part of the graph and no CPU is
 involved later. A flag says that the bytes of a transfer have arrived; the receiver's graph waits for it and
-clears it. A microbatch's next step begins when all devices have ended the last, so no flag and no place is
-overwritten before it was read.
+clears it. No flag and no place is overwritten before it was read: a microbatch's next step begins when all
+devices have ended the last, or no sender can be ahead (`execute.overlap`).
 
     ipc      GPUs of one machine: memory of the receiver that the sender has opened (`direct`)
     nvshmem  put-with-signal on streams, by NVLink, PCIe or InfiniBand (`direct`)
