@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from tessera.execute.cuda.graphs import DeviceGraphs, MicrobatchBuffers, ShareGr
 from tessera.execute.cuda.host import Host
 from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED, link_hold, throttled_links
 from tessera.execute.cuda.pages import GpuCopier
-from tessera.execute.cuda.transport import GpuTransport
+from tessera.execute.cuda.transport import ALIGN, GpuTransport
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links, Receiver
 from tessera.execute.memory import bytes_of, is_shared
@@ -41,8 +40,6 @@ from tessera.ir import Program, Recv, Run
 
 # Graphs that are captured before a worker is ready: the largest and the smallest step of a microbatch.
 START_GRAPHS = 2
-# Parts of inputs with less between them are one copy.
-NEAR_BYTES = 1 << 16
 # Seconds between two looks at launched runs.
 LOOK_S = 20e-6
 # Seconds after which a released graph is stuck; it normally ends within milliseconds.
@@ -197,27 +194,28 @@ class CudaWorker(DeviceWorker):
     ) -> None:
         """Copies (offset, bytes, values, name) through pinned memory that no earlier copy still reads.
 
-        An input may be given in part. Parts near one another go in one copy, with what is staged between
-        them: zeros, or values of an earlier step, which are valid indices.
+        Values may be given in part: the rest stays as it is. Neighbours are copied together.
         """
         staged = self._staged.setdefault(key, deque())
         if not staged or not staged[0][1].query():  # the copy of a queued step is still to come
             staged.appendleft((driver.pinned((len(target),)), torch.cuda.Event()))
         pinned, is_read = staged[0]
         staged.rotate(-1)
-        values = pinned.numpy()
-        copies: list[tuple[int, int]] = []
-        for start, size, packed, what in sorted(parts, key=itemgetter(0)):
-            stop = start + len(packed.data)
-            if stop > start + size:
-                message = f"{what} has {len(packed.data)} bytes, the step {size}"
+        values, ranges = pinned.numpy(), list[tuple[int, int]]()
+        is_whole = False
+        for start, size, packed, what in sorted(parts, key=lambda part: part[0]):
+            data = np.frombuffer(packed.data, dtype=np.uint8)
+            if len(data) > size:
+                message = f"{what} has {len(data)} bytes, the step {size}"
                 raise WorkerError(message, "Give tensors of the shapes that were captured.")
-            values[start:stop] = np.frombuffer(packed.data, dtype=np.uint8)
-            if copies and start - copies[-1][1] < NEAR_BYTES:
-                copies[-1] = (copies[-1][0], stop)
-            elif stop > start:
-                copies.append((start, stop))
-        for start, stop in copies:
+            if not len(data):
+                continue
+            stop = start + len(data)
+            values[start:stop] = data
+            is_next = is_whole and start == -(-ranges[-1][1] // ALIGN) * ALIGN
+            ranges = [*ranges[:-1], (ranges[-1][0], stop)] if is_next else [*ranges, (start, stop)]
+            is_whole = len(data) == size
+        for start, stop in ranges:
             target[start:stop].copy_(pinned[start:stop], non_blocking=True)
         is_read.record()
 
