@@ -14,9 +14,11 @@ dropped (`drop`), and with the last one its home. Imports no torch.
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tessera.errors import MismatchError
 from tessera.execute.lower import homes_of, outputs_of
+from tessera.execute.overlap import can_overlap
 from tessera.ir import Costs, Graph, Lane, Plan
 from tessera.kernels import NEWEST, PAGE
 
@@ -78,6 +80,11 @@ class LoadedLane:
     @property
     def lane(self) -> Lane:
         return self.plan.lanes[self.index]
+
+    @cached_property
+    def can_queue(self) -> bool:
+        """True if a microbatch's next step may be queued behind the running one."""
+        return len(self.devices) == 1 or can_overlap(self.plan, self.lane)
 
 
 class Lanes:

@@ -23,7 +23,6 @@ from tessera.execute.hub import Hub
 from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.memory import named_on
 from tessera.execute.messages import Begin, Cancel, Clear, Done, Message, PackedTensor, encode, pack, unpack
-from tessera.execute.overlap import can_overlap
 from tessera.execute.stepper import SpanLog, StepCall, StepDone, Tensors
 from tessera.execute.transport import HOST
 from tessera.ir import BufferKind, DeviceKind, Program, Run, Trace
@@ -75,8 +74,6 @@ class Runs:
         self.programs: list[Sequence[Program]] = []
         self._inputs: list[list[list[frozenset[str]]]] = []
         self._steps: list[dict[int, int]] = []
-        # By lane over several devices, once asked.
-        self._overlaps: dict[int, bool] = {}
         self.opened: dict[int, OpenMicrobatch] = {}
         # Closed by a loss that was not reported yet.
         self.dead: set[int] = set()
@@ -124,13 +121,9 @@ class Runs:
         if opened is None or len(opened.steps) > 1:
             return False
         lane, setup = opened.lane, self.hub.setups[0]
-        if len(lane.devices) == 1:
-            return True
         if setup.transport == HOST and any(d.kind is DeviceKind.CUDA for d in setup.cluster.devices):
-            return False  # flags of a microbatch belong to one run; see `cuda.host`
-        if lane.number not in self._overlaps:
-            self._overlaps[lane.number] = can_overlap(lane.plan, lane.lane)
-        return self._overlaps[lane.number]
+            return len(lane.devices) == 1  # flags of a microbatch belong to one run; see `cuda.host`
+        return lane.can_queue
 
     def start(self, call: StepCall) -> None:
         if call.microbatch in self.dead:

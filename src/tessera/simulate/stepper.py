@@ -22,7 +22,6 @@ import numpy as np
 
 from tessera.adapt.drift import scaled_costs
 from tessera.execute.lanes import Lanes, LoadedLane
-from tessera.execute.overlap import can_overlap
 from tessera.execute.stepper import (
     DeviceBack,
     DeviceLost,
@@ -139,8 +138,6 @@ class VirtualStepper:
         num_devices, num_buses = len(self._names), len(self._wires.buses)
         self.machine = VirtualMachine(num_devices, num_buses, not faults.jitter)
         self._open: dict[int, _Open] = {}
-        # By lane, once asked.
-        self._overlaps: dict[int, bool] = {}
         # Moves under way, until when moves occupy each bus, and the bytes they have moved.
         self._moves: dict[int, _VirtualMove] = {}
         self._bus_free_us = [0.0] * num_buses
@@ -187,12 +184,7 @@ class VirtualStepper:
     def can_queue(self, microbatch: int) -> bool:
         """As workers do."""
         here = self._open.get(microbatch)
-        if here is None or here.queued is not None:
-            return False
-        if here.lane not in self._overlaps:
-            lane = self.lanes.all[here.lane]
-            self._overlaps[here.lane] = len(lane.devices) == 1 or can_overlap(lane.plan, lane.lane)
-        return self._overlaps[here.lane]
+        return here is not None and here.queued is None and self.lanes.all[here.lane].can_queue
 
     def start(self, call: StepCall) -> None:
         here, now_us = self._open[call.microbatch], self.machine.now_us

@@ -261,6 +261,28 @@ def test_graphs_of_queued_steps_give_the_same_bits(monkeypatch: pytest.MonkeyPat
     assert all(torch.equal(one, other) for one, other in zip(expected(steps), found, strict=True))
 
 
+def test_what_is_not_given_of_an_input_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An input given in part, in steps of either parity, and one that is empty."""
+    cuda_stub.install(monkeypatch)
+    threads = torch.get_num_threads()
+    given = [[5, 7], [3], [9], [], [4], [8, 2], []]
+    state, held, wanted = workload(2).make_state(0), [0, 0], []
+    for tokens in given:
+        held = [*tokens, *held[len(tokens) :]]
+        wanted.append(workload(2).run({"tokens": torch.tensor(held)}, state)["logits"].clone())
+    plan = split_plan(seeds(2, 1)[0], 2, DeviceKind.CUDA)
+    with WorkerStepper([plan], workload(2).weights(), timeout_s=60.0) as stepper:
+        stepper.open(0, 0)
+        found = []
+        for tokens in given:
+            stepper.start(StepCall(0, 0, {"tokens": torch.tensor(tokens, dtype=torch.int64)}))
+            found.append(ended(stepper))
+        stepper.close(0)
+    torch.set_num_threads(threads)
+
+    assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+
+
 def test_a_virtual_stepper_queues_as_workers_do() -> None:
     for seed in range(10):
         plan = split_plan(seed, 2)

@@ -28,7 +28,7 @@ from tessera.execute.cuda.graphs import DeviceGraphs, MicrobatchBuffers, ShareGr
 from tessera.execute.cuda.host import Host
 from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED, link_hold, throttled_links
 from tessera.execute.cuda.pages import GpuCopier
-from tessera.execute.cuda.transport import GpuTransport
+from tessera.execute.cuda.transport import ALIGN, GpuTransport
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links, Receiver
 from tessera.execute.memory import bytes_of, is_shared
@@ -192,19 +192,31 @@ class CudaWorker(DeviceWorker):
         target: torch.Tensor,
         parts: Sequence[tuple[int, int, PackedTensor, str]],
     ) -> None:
-        """Copies (offset, bytes, values, name) through pinned memory that no earlier copy still reads."""
+        """Copies (offset, bytes, values, name) through pinned memory that no earlier copy still reads.
+
+        Values may be given in part: the rest stays as it is. Neighbours are copied together.
+        """
         staged = self._staged.setdefault(key, deque())
         if not staged or not staged[0][1].query():  # the copy of a queued step is still to come
             staged.appendleft((driver.pinned((len(target),)), torch.cuda.Event()))
         pinned, is_read = staged[0]
         staged.rotate(-1)
-        values = pinned.numpy()
-        for start, size, packed, what in parts:
-            if len(packed.data) != size:
-                message = f"{what} has {len(packed.data)} bytes, the step {size}"
+        values, ranges = pinned.numpy(), list[tuple[int, int]]()
+        is_whole = False
+        for start, size, packed, what in sorted(parts, key=lambda part: part[0]):
+            data = np.frombuffer(packed.data, dtype=np.uint8)
+            if len(data) > size:
+                message = f"{what} has {len(data)} bytes, the step {size}"
                 raise WorkerError(message, "Give tensors of the shapes that were captured.")
-            values[start : start + size] = np.frombuffer(packed.data, dtype=np.uint8)
-        target.copy_(pinned, non_blocking=True)
+            if not len(data):
+                continue
+            stop = start + len(data)
+            values[start:stop] = data
+            is_next = is_whole and start == -(-ranges[-1][1] // ALIGN) * ALIGN
+            ranges = [*ranges[:-1], (ranges[-1][0], stop)] if is_next else [*ranges, (start, stop)]
+            is_whole = len(data) == size
+        for start, stop in ranges:
+            target[start:stop].copy_(pinned[start:stop], non_blocking=True)
         is_read.record()
 
     def _state_of(self, room: MicrobatchBuffers, program: Program) -> dict[str, torch.Tensor]:
