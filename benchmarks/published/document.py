@@ -41,7 +41,7 @@ def tasks(is_quick: bool) -> list[Task]:
     wide = [case for case in offline.bandwidth_cases(has_best=not is_quick) if case.gbit_per_s != 200.0]
     found += [(offline.rate, (case,)) for case in wide]
     found += [(offline.pipeline_rate, (case,)) for case in offline.PIPELINES.values()]
-    found += [(stepwise.rate, (case,)) for case in stepwise.cases()]
+    found += [(stepwise.rate, (case,)) for case in stepwise.cases(is_quick)]
     found += [(shares.shares, (name,)) for name in MODELS]
     found += [(costs.document, ())]
     return found
