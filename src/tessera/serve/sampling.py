@@ -38,18 +38,19 @@ class Edits:
         self._entries = np.zeros((16, EDIT_FIELDS), dtype=np.int32)
         self._places: dict[int, int] = {}
         for number, bias in biases.items():
-            self._entries[self._place(number), 2] = np.float32(bias).view(np.int32)
+            self._entry(number)[2] = np.float32(bias).view(np.int32)
         for number in dict.fromkeys(prompt):
-            self._entries[self._place(number), 1] = 0
+            self._entry(number)[1] = 0
 
-    def _place(self, number: int) -> int:
+    def _entry(self, number: int) -> npt.NDArray[np.int32]:
+        """The token's entry: number, count or -1, bias. It is valid until the next token's is made."""
         place = self._places.setdefault(number, self._num)
         if place == self._num:
             if self._num == len(self._entries):
                 self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])
             self._entries[place] = (number, -1, 0)
             self._num += 1
-        return place
+        return self._entries[place]
 
     def __len__(self) -> int:
         return self._num
@@ -60,18 +61,17 @@ class Edits:
 
     def add(self, number: int) -> None:
         """Count a token of the answer."""
-        place = self._place(number)
-        self._entries[place, 1] = max(0, int(self._entries[place, 1])) + 1
+        entry = self._entry(number)
+        entry[1] = max(0, int(entry[1])) + 1
 
     def ban(self, numbers: tuple[int, ...]) -> None:
         """Ban these tokens and no others."""
         if numbers == self._banned:
             return
         for number in self._banned:
-            bias = np.float32(self._biases.get(number, 0.0))
-            self._entries[self._place(number), 2] = bias.view(np.int32)
+            self._entry(number)[2] = np.float32(self._biases.get(number, 0.0)).view(np.int32)
         for number in numbers:
-            self._entries[self._place(number), 2] = _BANNED
+            self._entry(number)[2] = _BANNED
         self._banned = numbers
 
 

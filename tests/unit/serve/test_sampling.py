@@ -4,13 +4,14 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from serving_factory import choose_rows
 from tessera.kernels.choose import _edited, _limit, philox
 from tessera.serve.records import Ask, Sampling, Token
-from tessera.serve.sampling import Choice, ChoiceInputs, Pick
+from tessera.serve.sampling import Choice, ChoiceInputs, Edits, Pick
 
 LOGITS = torch.tensor([0.0, math.log(4.0), math.log(3.0), math.log(2.0)])
 
@@ -299,3 +300,18 @@ def test_logits_that_are_no_numbers_are_told(bad: float, temperature: float) -> 
 def test_edits_beyond_the_vocabulary_are_ignored() -> None:
     """An end token that the model has no logit for."""
     assert [2] == choose_rows(LOGITS[None], [pick(temperature=0.0, banned=(1, 4, 900))])
+
+
+def test_every_token_of_a_long_prompt_is_penalised() -> None:
+    """Biases, bans and counts stay with their tokens as the table grows."""
+    edits = Edits({n: float(n) for n in range(40)}, prompt=range(100))
+    edits.ban(tuple(range(90, 140)))
+    for number in range(200):
+        edits.add(number)
+
+    entries = {int(number): (int(count), int(bias)) for number, count, bias in edits.entries}
+    banned = int(np.float32(-np.inf).view(np.int32))
+    assert list(range(200)) == sorted(entries)
+    assert {1} == {count for count, _ in entries.values()}
+    assert set(range(90, 140)) == {number for number, (_, bias) in entries.items() if bias == banned}
+    assert all(entries[n][1] == int(np.float32(n).view(np.int32)) for n in range(40))
