@@ -91,7 +91,7 @@ def time_us(calls: Sequence[Callable[[], object]]) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def measure(

@@ -84,16 +84,15 @@ class StaticDecode:
 
 def named(model: str, layers: int) -> str:
     """The name of a built-in model with fewer layers, made known."""
-    from tessera.capture.models import catalog, known_models, register
+    from tessera.capture.models import BUILDERS, catalog
     from tessera.capture.models.hf import CAUSAL_STEPS, SERVED_STEPS, built_in
 
     family, sizes, dtype = catalog.LANGUAGE[model]
     if sizes["num_hidden_layers"] == layers:
         return model
     name = f"{model}-of-{layers}"
-    if name not in known_models():
-        fewer = {**sizes, "num_hidden_layers": layers}
-        register(name, CAUSAL_STEPS, SERVED_STEPS)(partial(built_in, family, fewer, dtype))
+    fewer = {**sizes, "num_hidden_layers": layers}
+    BUILDERS[name] = (partial(built_in, family, fewer, dtype), CAUSAL_STEPS, SERVED_STEPS)
     return name
 
 

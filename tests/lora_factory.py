@@ -18,7 +18,7 @@ def write_adapter(
     """Writes a random adapter of a model; returns the model with it merged in."""
     random = torch.Generator().manual_seed(seed)
     merged = copy.deepcopy(model)
-    config = {
+    config: dict[str, Any] = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": 16,

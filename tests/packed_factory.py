@@ -177,7 +177,7 @@ def write_folder(folder: Path, method: str, family: str = "llama") -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)  # in the published names
     tensors = _saved(folder)
-    published, dequantised = {}, {}
+    published, dequantised = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
         is_expert = method == "mxfp4" and name.endswith(("gate_up_proj", "down_proj"))
         is_layer = method != "mxfp4" and name.endswith("proj.weight")

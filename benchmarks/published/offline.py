@@ -6,7 +6,7 @@ best. "Best batch" is every policy's own best configuration, by the planner's se
 is one placement of launches, the publication's algorithm; `tessera_mix` is the best of all policies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
@@ -132,7 +132,7 @@ def _engine(
     return GroupDraft(Role.MIXED, devices, sequences, sizes, microbatches, pool, fluid.length)
 
 
-def fig6(rated: dict[OfflineCase, Rated | None]) -> list[dict[str, Any]]:
+def fig6(rated: Mapping[OfflineCase, Rated | None]) -> list[dict[str, Any]]:
     """A row a policy; the planner's choice is the best of all."""
     published, again = figures()["fig6"]["published"], figures()["fig6"]["re_measured"]
     rows = []

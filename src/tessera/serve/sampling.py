@@ -50,7 +50,8 @@ class Edits:
                 self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])
             self._entries[place] = (number, -1, 0)
             self._num += 1
-        return self._entries[place]
+        entry: npt.NDArray[np.int32] = self._entries[place]
+        return entry
 
     def __len__(self) -> int:
         return self._num

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tessera.capture import Workload, build, known_models, place_of
 from tessera.capture.models import another, checkpoint
 from tessera.capture.models.joined import JoinedLinear
-from tessera.capture.models.packed import PackedTensor
+from tessera.capture.models.packed import PackedWeight
 from tessera.capture.models.paged import DENSE, FLAT, layout_of, max_positions, num_dense
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
@@ -233,7 +233,7 @@ def for_cpu(model: ServedModel) -> ServedModel:
     weights = [m.weight for m in modules if isinstance(m, torch.nn.Linear)]
     weights += [m.joined_weight for m in modules if isinstance(m, JoinedLinear)]
     for weight in weights:
-        if not isinstance(weight, PackedTensor) and weight.data_ptr() not in looked_up:
+        if not isinstance(weight, PackedWeight) and weight.data_ptr() not in looked_up:
             weight.data = weight.data.t().contiguous().t()
     return model
 

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from packed_factory import METHODS, write_folder
 from tessera.capture import build, record
-from tessera.capture.models.packed import PackedTensor
+from tessera.capture.models.packed import PackedWeight
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
 from tessera.ir import Step
@@ -34,7 +34,7 @@ def test_a_packed_model_is_its_dequantised_model(method: str, family: str, tmp_p
     with torch.no_grad():
         found, wanted = (m(input_ids=words, use_cache=False).logits for m in (model, reference))
 
-    assert any(isinstance(p, PackedTensor) for p in model.parameters())
+    assert any(isinstance(p, PackedWeight) for p in model.parameters())
     if method == "mxfp4":
         assert float((found - wanted).abs().max()) < 1e-6
     else:

@@ -96,7 +96,7 @@ def split_plan(seed: int, num_devices: int, kind: DeviceKind = DeviceKind.EMU) -
 
 def expected(steps: Sequence[int]) -> list[torch.Tensor]:
     state = workload(2).make_state(0)
-    found = []
+    found = list[torch.Tensor]()
     for step in steps:
         given = torch.full((step + 2,), -1) if found else torch.arange(step + 2)
         found.append(workload(step + 2).run({"tokens": given}, state)["logits"].clone())

@@ -56,8 +56,8 @@ def test_lengths_are_learned_and_better_groups_adopted_while_requests_run(
     made = steps_factory.prepared("tiny-llama", "single")
     model, process = built(made), PlannerProcess(planner_of_single())
     with (
-        reference(model, 1) as stepper,
-        Service(stepper, policies_of(stepper, model.shape), model.shape, ByteText()) as service,
+        reference(model, 1) as alone,
+        Service(alone, policies_of(alone, model.shape), model.shape, ByteText()) as service,
     ):
         own = [wait_for(read(service, ask), LIMIT_S).numbers for ask in ASKS]
 

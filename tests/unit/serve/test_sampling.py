@@ -242,7 +242,7 @@ def kept_of(logits: torch.Tensor, one: Pick) -> torch.Tensor:
     """Scaled logits of a row; minus infinity for those that limits exclude."""
     tables = ChoiceInputs(1, len(logits)).fill(1, [Choice(0, one, 0)])
     settings, row = tables["settings"][0].tolist(), tables["numbers"][0].tolist()
-    scaled = (logits - logits.max()) * settings[0]
+    scaled: torch.Tensor = (logits - logits.max()) * settings[0]
     return scaled.masked_fill(scaled < _limit(scaled, settings, row), -torch.inf)
 
 

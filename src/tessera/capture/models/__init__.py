@@ -38,7 +38,7 @@ __all__ = ["another", "build", "known_models", "place_of", "steps_of_model"]
 Builder = Callable[[Step], Workload]
 
 # Name -> (builder, step kinds, step kinds for serving only).
-_BUILDERS: dict[str, tuple[Builder, tuple[str, ...], tuple[str, ...]]] = {
+BUILDERS: dict[str, tuple[Builder, tuple[str, ...], tuple[str, ...]]] = {
     **{
         name: (partial(built_in, *model), STEPS.get(model[0], CAUSAL_STEPS), SERVED_STEPS)
         for name, model in catalog.LANGUAGE.items()
@@ -51,13 +51,13 @@ _BUILDERS: dict[str, tuple[Builder, tuple[str, ...], tuple[str, ...]]] = {
 
 
 def known_models() -> dict[str, tuple[str, ...]]:
-    return {name: steps for name, (_, steps, _) in sorted(_BUILDERS.items())}
+    return {name: steps for name, (_, steps, _) in sorted(BUILDERS.items())}
 
 
 def steps_of_model(model: str) -> tuple[str, ...]:
     """Step kinds of a model; a user's callable decides itself."""
-    if model in _BUILDERS:
-        return _BUILDERS[model][1]
+    if model in BUILDERS:
+        return BUILDERS[model][1]
     folder = Path(place_of(model))
     if denoisers.is_denoiser(folder):
         return ("denoise",)
@@ -72,8 +72,8 @@ def build(step: Step) -> Workload:
             f"got {step.batch}, {step.context}, {step.reserve}",
             "Correct the step's sizes.",
         )
-    if step.model in _BUILDERS:
-        builder, steps, served = _BUILDERS[step.model]
+    if step.model in BUILDERS:
+        builder, steps, served = BUILDERS[step.model]
         if step.kind not in (*steps, *served):
             raise UnknownName(f"step of {step.model}", step.kind, (*steps, *served))
         return builder(step)
@@ -89,11 +89,11 @@ def build(step: Step) -> Workload:
     if checkpoint.REPOSITORY.fullmatch(step.model):
         remedy = f"Download it: hf download {step.model}"
         raise CaptureError("is neither a folder nor in Hugging Face's local cache", remedy, step.model)
-    raise UnknownName("model", step.model, _BUILDERS)
+    raise UnknownName("model", step.model, BUILDERS)
 
 
 def place_of(model: str) -> str:
-    if model in _BUILDERS:
+    if model in BUILDERS:
         return model
     folder = Path(model) if Path(model).is_dir() else checkpoint.cached(model)
     return str(folder.resolve()) if folder else model

@@ -20,11 +20,11 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tessera.capture.blocks import storage_key
-from tessera.capture.models.packed import PackedTensor
+from tessera.capture.models.packed import PackedWeight
 from tessera.capture.workload import UNFIT
 
 # Weight classes that can be joined; fake mode gives parameters its own class.
-PLAIN = (torch.nn.Parameter, FakeTensor, PackedTensor)
+PLAIN = (torch.nn.Parameter, FakeTensor, PackedWeight)
 # Column alignment in bytes.
 ALIGNED_BYTES = 16
 
@@ -183,7 +183,7 @@ def _groups(
 
 def _traits(layer: torch.nn.Linear) -> tuple[Any, ...]:
     weight = layer.weight
-    form = weight.form if isinstance(weight, PackedTensor) else None
+    form = weight.form if isinstance(weight, PackedWeight) else None
     return layer.in_features, weight.dtype, weight.device, weight.requires_grad, layer.bias is None, form
 
 

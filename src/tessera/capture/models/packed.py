@@ -1,7 +1,7 @@
 """Quantised checkpoints as published: weights stay packed in memory, products are one operator.
 
 `packing_of` reads quantization_config and refuses a format that is not handled by its name. `packed_tensors`
-groups a folder's tensors into `PackedTensor`s, by these suffixes:
+groups a folder's tensors into `PackedWeight`s, by these suffixes:
 
     method                       weight            beside it
     gptq (4, 8 bits)             .qweight          .scales .qzeros .g_idx      int32, packed along inputs
@@ -11,7 +11,7 @@ groups a folder's tensors into `PackedTensor`s, by these suffixes:
       fbgemm_fp8, modelopt       (or no suffix)    one scale per tensor, row, group or block
     mxfp4                        _blocks           _scales
 
-A `PackedTensor` is a parameter like another: transformers renames, stacks and joins it as it does plain
+A `PackedWeight` is a parameter like another: transformers renames, stacks and joins it as it does plain
 weights, so no model needs code of its own. `linear` and grouped products of it call `kernels.packed`.
 
 Not handled: quantised activations and caches (products are weight-only), 2 and 3 bits, experts in GPTQ's
@@ -133,7 +133,7 @@ class Code:
     is_turned: bool = False
 
 
-class PackedTensor(torch.Tensor):
+class PackedWeight(torch.Tensor):
     """A weight as codes and scales; its shape and type are those of the numbers."""
 
     codes: torch.Tensor
@@ -143,7 +143,7 @@ class PackedTensor(torch.Tensor):
     code: Code
 
     @staticmethod
-    def __new__(cls: type, code: Code, dtype: torch.dtype, **parts: torch.Tensor | None) -> "PackedTensor":
+    def __new__(cls: type, code: Code, dtype: torch.dtype, **parts: torch.Tensor | None) -> "PackedWeight":
         codes = parts["codes"]
         assert codes is not None
         shape = [*codes.shape[:-1], num_columns(codes, code.format)]
@@ -168,20 +168,20 @@ class PackedTensor(torch.Tensor):
 
     def each(
         self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
-    ) -> "PackedTensor":
+    ) -> "PackedWeight":
         """The same weight with changed tensors."""
         parts = {name: change(tensor) for name, tensor in self.parts.items()}
-        return PackedTensor(self.code, dtype or self.dtype, **parts)
+        return PackedWeight(self.code, dtype or self.dtype, **parts)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return list(self.parts), (self.code, self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(parts: Any, context: Any, size: Any, stride: Any) -> "PackedTensor":
-        return PackedTensor(*context, **parts)
+    def __tensor_unflatten__(parts: Any, context: Any, size: Any, stride: Any) -> "PackedWeight":
+        return PackedWeight(*context, **parts)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"PackedTensor({tuple(self.shape)}, {self.dtype}, {self.code})"
+        return f"PackedWeight({tuple(self.shape)}, {self.dtype}, {self.code})"
 
     @classmethod
     def __torch_function__(
@@ -202,7 +202,7 @@ class PackedTensor(torch.Tensor):
         return _CHANGES[func.overloadpacket](*args, **(kwargs or {}))
 
 
-def _linear(x: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     if weight.code.is_turned or weight.dim() != 2:
         raise NotImplementedError("linear with an exchanged or stacked weight that is packed")
     p = weight.parts
@@ -211,7 +211,7 @@ def _linear(x: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None = N
     return out
 
 
-def _grouped(x: torch.Tensor, weight: PackedTensor, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
+def _grouped(x: torch.Tensor, weight: PackedWeight, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
     if not weight.code.is_turned or weight.order is not None:
         raise NotImplementedError("this grouped product with a weight that is packed")
     p = weight.parts
@@ -220,19 +220,19 @@ def _grouped(x: torch.Tensor, weight: PackedTensor, *, offs: torch.Tensor, **_: 
     return out
 
 
-def _turned(tensor: PackedTensor, first: int, second: int) -> PackedTensor:
+def _turned(tensor: PackedWeight, first: int, second: int) -> PackedWeight:
     if {first % tensor.dim(), second % tensor.dim()} != {tensor.dim() - 2, tensor.dim() - 1}:
         raise NotImplementedError("exchange of other dimensions of a weight that is packed")
     code = replace(tensor.code, is_turned=not tensor.code.is_turned)
-    return PackedTensor(code, tensor.dtype, **tensor.parts)
+    return PackedWeight(code, tensor.dtype, **tensor.parts)
 
 
-def _copied(tensor: PackedTensor, **options: Any) -> PackedTensor:
+def _copied(tensor: PackedWeight, **options: Any) -> PackedWeight:
     device, dtype = options.get("device"), options.get("dtype")
     return tensor.each(lambda part: part.to(device=device), dtype)
 
 
-def _joined(tensors: Sequence[PackedTensor], dim: int = 0, *, is_new: bool = False) -> PackedTensor:
+def _joined(tensors: Sequence[PackedWeight], dim: int = 0, *, is_new: bool = False) -> PackedWeight:
     """Weights as one, along rows or a dimension before them (`is_new`: one of its own)."""
     first, rank = tensors[0], tensors[0].dim() + is_new
     dim %= rank
@@ -245,21 +245,21 @@ def _joined(tensors: Sequence[PackedTensor], dim: int = 0, *, is_new: bool = Fal
         middle = MIDDLE.get(first.code.format, 0)
         parts = [{"zeros": torch.full_like(p["scales"], middle, dtype=torch.int8), **p} for p in parts]
     join = torch.stack if is_new else torch.cat
-    return PackedTensor(first.code, first.dtype, **{n: join([p[n] for p in parts], dim) for n in parts[0]})
+    return PackedWeight(first.code, first.dtype, **{n: join([p[n] for p in parts], dim) for n in parts[0]})
 
 
-def _rows(tensor: PackedTensor, dim: int = 0, start: int | None = 0, end: int | None = None) -> PackedTensor:
+def _rows(tensor: PackedWeight, dim: int = 0, start: int | None = 0, end: int | None = None) -> PackedWeight:
     begin, stop, _ = slice(start, end).indices(tensor.shape[0])
     block = tensor.code.block[0]
     if dim or tensor.dim() != 2 or tensor.code.is_turned or begin % block:
         raise NotImplementedError("columns of a weight that is packed")
     blocks = slice(begin // block, -(-stop // block))
     cuts = {"codes": slice(begin, stop), "scales": blocks, "zeros": blocks, "order": slice(None)}
-    return PackedTensor(tensor.code, tensor.dtype, **{n: t[cuts[n]] for n, t in tensor.parts.items()})
+    return PackedWeight(tensor.code, tensor.dtype, **{n: t[cuts[n]] for n, t in tensor.parts.items()})
 
 
-def _same(tensor: PackedTensor, *_: Any, **__: Any) -> PackedTensor:
-    return PackedTensor(tensor.code, tensor.dtype, **tensor.parts)
+def _same(tensor: PackedWeight, *_: Any, **__: Any) -> PackedWeight:
+    return PackedWeight(tensor.code, tensor.dtype, **tensor.parts)
 
 
 _aten = torch.ops.aten
@@ -277,10 +277,10 @@ _CHANGES: dict[Any, Callable[..., Any]] = {
 class Unread:
     """A packed weight in its files: what transformers takes for a tensor, read when it is indexed."""
 
-    def __init__(self, read: Callable[[], PackedTensor]) -> None:
+    def __init__(self, read: Callable[[], PackedWeight]) -> None:
         self._read = read
 
-    def __getitem__(self, _: Any) -> PackedTensor:
+    def __getitem__(self, _: Any) -> PackedWeight:
         return self._read()
 
     def get_dtype(self) -> str:
@@ -309,8 +309,8 @@ def packed_tensors(
 
 
 def _read(
-    read: Callable[..., PackedTensor], weight: Any, parts: Tensors, shape: Sequence[int] | None
-) -> PackedTensor:
+    read: Callable[..., PackedWeight], weight: Any, parts: Tensors, shape: Sequence[int] | None
+) -> PackedWeight:
     made = read(weight[...], {key: part[...] for key, part in parts.items()})
     is_exchanged = shape is not None and list(made.shape) != list(shape) == [
         *made.shape[:-2],
@@ -332,7 +332,7 @@ def _small(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def _integers(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, dtype: torch.dtype,
     groups: torch.Tensor | None = None,
-) -> PackedTensor:  # fmt: skip
+) -> PackedWeight:  # fmt: skip
     """A weight of packed codes [N, bytes], scales [N, G] and unsigned zeros [N, G]."""
     columns = codes.shape[1] * 8 // bits
     size = columns // scales.shape[1]
@@ -348,12 +348,12 @@ def _integers(
     if zeros is not None:
         zeros = None if bool((zeros == middle).all()) else zeros.to(torch.int8).contiguous()
     code = Code(f"int{bits}", (1, size))
-    return PackedTensor(
+    return PackedWeight(
         code, dtype, codes=codes.contiguous(), scales=scales.contiguous(), zeros=zeros, order=order
     )
 
 
-def _gptq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedTensor:
+def _gptq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
     zeros = None
     if ".qzeros" in parts:
         zeros = _small(_bytes(parts[".qzeros"]), packing.bits).t()
@@ -362,7 +362,7 @@ def _gptq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.d
     return _integers(codes, parts[".scales"].t(), zeros, packing.bits, dtype, parts.get(".g_idx"))
 
 
-def _awq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedTensor:
+def _awq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
     columns = torch.tensor(AWQ_ORDER).argsort()
 
     def unpacked(words: torch.Tensor) -> torch.Tensor:
@@ -373,7 +373,7 @@ def _awq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dt
     return _integers(pack_nibbles(unpacked(weight).contiguous()), parts[".scales"].t(), zeros, 4, dtype)
 
 
-def _pack(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedTensor:
+def _pack(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
     codes, zeros = _bytes(weight), parts.get("_zero_point")
     if zeros is not None and zeros.dtype is torch.int32:  # packed along rows
         zeros = _small(_bytes(zeros.t()), packing.bits).t()[: len(codes)]
@@ -382,7 +382,7 @@ def _pack(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.d
     return _integers(codes, parts["_scale"], zeros, packing.bits, dtype, parts.get("_g_idx"))
 
 
-def _scaled(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedTensor:
+def _scaled(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
     """8-bit numbers with a scale per tensor, row, group or block."""
     scales, zeros = parts.get("_scale_inv", parts.get("_scale")), parts.get("_zero_point")
     rows, columns = weight.shape[-2:]
@@ -398,18 +398,18 @@ def _scaled(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch
     if zeros is not None:
         zeros = zeros.reshape(scales.shape).to(torch.int8).contiguous() if bool(zeros.any()) else None
     code = Code("int8" if weight.dtype is torch.int8 else "fp8", block)
-    return PackedTensor(code, dtype, codes=weight.contiguous(), scales=scales.contiguous(), zeros=zeros)
+    return PackedWeight(code, dtype, codes=weight.contiguous(), scales=scales.contiguous(), zeros=zeros)
 
 
-def _mxfp4(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedTensor:
+def _mxfp4(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
     code = Code("mxfp4", (1, MXFP4_BLOCK))
-    return PackedTensor(
+    return PackedWeight(
         code, dtype, codes=weight.flatten(-2).contiguous(), scales=parts["_scales"].contiguous()
     )
 
 
 # Method -> suffix of packed weights, that of the weight, suffixes beside it, and how to read them.
-_READERS: dict[str, tuple[str, str, tuple[str, ...], Callable[..., PackedTensor]]] = {
+_READERS: dict[str, tuple[str, str, tuple[str, ...], Callable[..., PackedWeight]]] = {
     "gptq": (".qweight", ".weight", (".scales", ".qzeros", ".g_idx"), _gptq),
     "awq": (".qweight", ".weight", (".scales", ".qzeros"), _awq),
     "pack": ("_packed", "", ("_scale", "_zero_point", "_g_idx", "_shape"), _pack),
