@@ -16,12 +16,12 @@ from benchmarks.paper import FULL, QUICK, Figure, Library, chosen, evaluate, mer
 from benchmarks.paper.plots import draw_all
 from benchmarks.paper.summary import summary
 from benchmarks.paper.tables import tables
-from benchmarks.ratios import check_matplotlib
 
 from tessera.cli import run_app
 from tessera.cli.output import JsonOption, console, progress, warning
 from tessera.errors import MissingExtra, TesseraError
 from tessera.ir.files import cache_folder
+from tessera.report.ratios import check_matplotlib
 
 ONLY_HELP = (
     "One figure: heterogeneity, throughput, cost, online, sensitivity, scaling, links or regimes. Repeatable."

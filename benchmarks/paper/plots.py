@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.figures import Figure
-from benchmarks.ratios import check_matplotlib
 
 from tessera.errors import TesseraError
+from tessera.report.ratios import check_matplotlib
 
 
 def draw_all(figures: Sequence[Figure], found: dict[str, Any], folder: Path) -> list[Path]:

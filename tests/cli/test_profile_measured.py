@@ -82,6 +82,44 @@ def test_a_wrong_choice_of_clocks_answers_with_the_right_ones(
     assert (2, True) == (code, "'same', 'any', 'now'" in err)
 
 
+def test_a_picture_compares_two_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A PNG of some size, named in the JSON."""
+    pytest.importorskip("matplotlib")
+    words = ("--devices", "emu:a100,emu:l40s", "--plot", folder / "r.png", "-o", folder / "r.costs")
+    found = answer("profile", folder / "d.trace", *words, capsys=capsys)
+
+    assert str(folder / "r.png") == found["plot"]
+    assert PNG == (folder / "r.png").read_bytes()[:4]
+
+
+@pytest.mark.parametrize(
+    ("devices", "plot", "words"),
+    [
+        ("emu:a100", "r.png", "a plot compares two devices; 1 were named"),
+        ("emu:a100,emu:l40s", "r.txt", "'r.txt' is no picture. End its name in .png"),
+    ],
+)
+def test_what_cannot_be_drawn_gets_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], devices: str, plot: str, words: str
+) -> None:
+    """Too few devices, or no picture's name."""
+    given = ("--devices", devices, "--plot", folder / plot, "-o", folder / "r.costs")
+    code, _, err = call("profile", folder / "d.trace", *given, capsys=capsys)
+
+    assert (2, True) == (code, words in err)
+
+
+def test_without_matplotlib_the_line_that_installs_it_is_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra is named."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = ("--devices", "emu:a100,emu:l40s", "--plot", folder / "r.png", "-o", folder / "r.costs")
+    code, _, err = call("profile", folder / "d.trace", *words, capsys=capsys)
+
+    assert (2, True) == (code, 'pip install "tessera-gpu[report]"' in err)
+
+
 def test_links_between_two_cpu_workers_are_measured_and_planned_with(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import typer
 from tessera.cli.output import HIDDEN, Record, progress, shown, warning
 from tessera.errors import DeviceGone, TesseraError
 from tessera.ir import Cost, Costs, Device, Source, Trace, load, save
-from tessera.profile import notes, parse_devices
+from tessera.profile import notes, parse_devices, works
 from tessera.profile.measured import (
     Measured,
     Missed,
@@ -101,6 +101,7 @@ class ProfileReport(Record, frozen=True):
     total_us: Annotated[dict[str, float], shown("whole step", "us")] = msgspec.field(default_factory=dict)
     launches: Annotated[tuple[LaunchCost, ...], HIDDEN] = ()
     measured: Annotated[dict[str, MeasuredDevice], HIDDEN] = msgspec.field(default_factory=dict)
+    plot: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -123,6 +124,9 @@ def profile(
     transport: Annotated[
         str, typer.Option(help="Of --links: over auto, shm, ipc, nvshmem or host.")
     ] = "auto",
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw how much two devices differ, as PNG, SVG or PDF.")
+    ] = None,
 ) -> ProfileReport:
     """Price every launch of a trace on every device; each number says where it came from."""
     if trace is None and not links:
@@ -130,12 +134,16 @@ def profile(
     parsed = parse_devices(devices)
     kept = keeping(store, clocks)
     rows = measure_links(parsed, kept.path, transport) if links else ()
-    report = ProfileReport() if trace is None else _price(trace, parsed, output, kept)
+    report = ProfileReport() if trace is None else _price(trace, parsed, output, kept, plot)
     notes = (*report.notes, *(row.note for row in rows if row.note))
     return msgspec.structs.replace(report, links=rows, notes=notes)
 
 
-def _price(trace: Path, devices: tuple[Device, ...], output: Path | None, kept: "Keeping") -> ProfileReport:
+def _price(
+    trace: Path, devices: tuple[Device, ...], output: Path | None, kept: "Keeping", plot: Path | None
+) -> ProfileReport:
+    if plot is not None:
+        _check_plot(devices)
     with progress(f"reading {trace.name}"):
         loaded = load(Trace, trace)
     measured = measure_devices(loaded, devices, kept)
@@ -143,6 +151,8 @@ def _price(trace: Path, devices: tuple[Device, ...], output: Path | None, kept: 
         costs, sums = combine(loaded, devices, measured)
     path = output or trace.with_suffix(".costs")
     save(costs, path)
+    if plot is not None:
+        _draw(loaded, costs, plot)
     names, step = tuple(d.name for d in costs.devices), loaded.step
     return ProfileReport(
         headline=f"{step.kind} of {step.model}: {len(costs.costs)} launches on {', '.join(names)} "
@@ -158,6 +168,7 @@ def _price(trace: Path, devices: tuple[Device, ...], output: Path | None, kept: 
             for index, row in enumerate(costs.costs)
         ),
         measured={name: _measured_device(m, sums[name]) for name, m in measured.items()},
+        plot=str(plot) if plot else None,
         notes=(*_modelled_notes(loaded, costs), *remarks(measured, sums)),
     )
 
@@ -212,6 +223,22 @@ def _sources(costs: Costs) -> str:
     if not any(found):
         return "modelled"
     return "measured" if all(found) else f"{sum(found)} prices measured, {len(found) - sum(found)} modelled"
+
+
+def _check_plot(devices: tuple[Device, ...]) -> None:
+    from tessera.report.ratios import check_matplotlib
+
+    if len(devices) != 2:
+        message = f"a plot compares two devices; {len(devices)} were named"
+        raise TesseraError(message, "Name two with --devices.", "--plot")
+    check_matplotlib()
+
+
+def _draw(trace: Trace, costs: Costs, path: Path) -> Path:
+    from tessera.report.ratios import draw_ratios
+
+    draw_ratios(trace, costs, [work.op.value for work in works(trace)], path)
+    return path
 
 
 def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tuple[LinkLine, ...]:

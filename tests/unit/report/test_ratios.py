@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from benchmarks.ratios import draw_ratios, main, ratios, sources
 
 from profile_factories import emulated, gemm_trace
 from tessera.errors import TesseraError
-from tessera.ir import Cost, Costs, Source, save
+from tessera.ir import Cost, Costs, Source
+from tessera.report.ratios import draw_ratios, ratios, sources
 
 
 def costs(*rows: tuple[float, float]) -> Costs:
@@ -39,32 +39,6 @@ def test_nothing_to_draw_gets_one_line(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(TesseraError, match="no launch takes time on both devices"):
         draw_ratios(gemm_trace(8, 8, 8), costs((0.0, 1.0)), ["gemm"], tmp_path / "r.png")
-
-
-def test_the_command_draws_a_picture(tmp_path: Path) -> None:
-    """From a trace and its costs on two devices."""
-    pytest.importorskip("matplotlib")
-    save(gemm_trace(8, 8, 8), tmp_path / "x.trace")
-    save(costs((1.0, 2.0)), tmp_path / "x.costs")
-
-    main([str(tmp_path / name) for name in ("x.trace", "x.costs", "r.png")])
-
-    assert b"\x89PNG" == (tmp_path / "r.png").read_bytes()[:4]
-
-
-@pytest.mark.parametrize(
-    ("gpus", "name", "words"),
-    [(("a100",), "r.png", "two devices"), (("a100", "l40s"), "r.txt", "no picture")],
-)
-def test_what_cannot_be_drawn_gets_one_line(
-    gpus: tuple[str, ...], name: str, words: str, tmp_path: Path
-) -> None:
-    """Too few devices, or no picture's name."""
-    pytest.importorskip("matplotlib")
-    row = (Cost(1.0, Source.MEASURED, 0.0),) * len(gpus)
-    priced = Costs(gemm_trace(8, 8, 8).digest, emulated(*gpus), (row,))
-    with pytest.raises(TesseraError, match=words):
-        draw_ratios(gemm_trace(8, 8, 8), priced, ["gemm"], tmp_path / name)
 
 
 def test_a_picture_that_cannot_be_written_gets_one_line(tmp_path: Path) -> None:

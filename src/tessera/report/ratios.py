@@ -1,12 +1,8 @@
-"""Picture of how much two devices differ: ratio of launch times by kernel class, and its distribution.
-
-    tessera profile x.trace --devices emu:a100,emu:l40s
-    python -m benchmarks.ratios x.trace x.costs ratios.png
+"""Ratio of launch times on two devices by kernel class, and its distribution by launches and by time.
 
 Launches that take no time on a device are omitted. Needs matplotlib (the extra `report`).
 """
 
-import argparse
 import importlib.util
 from collections import Counter
 from collections.abc import Sequence
@@ -14,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.errors import MissingExtra, TesseraError
-from tessera.ir import Costs, Trace, load
-from tessera.profile import works
+from tessera.ir import Costs, Trace
 
 FORMATS = (".png", ".svg", ".pdf")
 # Ratios nearer to 1 are within the error.
@@ -50,14 +45,11 @@ def sources(costs: Costs) -> str:
 def draw_ratios(trace: Trace, costs: Costs, classes: Sequence[str], path: Path) -> None:
     """Writes the picture; `classes` has one entry per launch."""
     check_matplotlib()
-    if len(costs.devices) != 2:
-        message = f"a picture compares two devices, the costs have {len(costs.devices)}"
-        raise TesseraError(message, "Price the trace on two with --devices.")
     if path.suffix.lower() not in FORMATS:
-        raise TesseraError(f"'{path.name}' is no picture", f"End its name in {', '.join(FORMATS)}.")
+        raise TesseraError(f"'{path.name}' is no picture", f"End its name in {', '.join(FORMATS)}.", "--plot")
     found = ratios(costs, classes)
     if not found:
-        raise TesseraError("no launch takes time on both devices", "Name other devices.")
+        raise TesseraError("no launch takes time on both devices", "Name other devices.", "--plot")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
@@ -133,18 +125,3 @@ def _distribution(axes: Any, found: dict[str, list[tuple[float, float]]], first:
     axes.set_xlabel(f"time on {second} / time on {first}")
     axes.set_title("cumulative distribution", fontsize=10)
     axes.legend(fontsize=8, loc="upper left")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Draw the picture."""
-    parser = argparse.ArgumentParser(description="Draw how much two devices differ, launch by launch.")
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("costs", type=Path, help="costs of the trace on two devices, of `tessera profile`")
-    parser.add_argument("picture", type=Path, help="PNG, SVG or PDF")
-    given = parser.parse_args(argv)
-    trace = load(Trace, given.trace)
-    draw_ratios(trace, load(Costs, given.costs), [work.op.value for work in works(trace)], given.picture)
-
-
-if __name__ == "__main__":
-    main()
