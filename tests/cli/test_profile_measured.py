@@ -89,7 +89,7 @@ def test_a_picture_compares_two_devices(folder: Path, capsys: pytest.CaptureFixt
     found = answer("profile", folder / "d.trace", *words, capsys=capsys)
 
     assert str(folder / "r.png") == found["plot"]
-    assert PNG == (folder / "r.png").read_bytes()[:4]
+    assert b"\x89PNG" == (folder / "r.png").read_bytes()[:4]
 
 
 @pytest.mark.parametrize(
