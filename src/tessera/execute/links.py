@@ -57,6 +57,8 @@ class Links:
         self._outs: dict[int, PeerConnection] = {}
         self._ins: dict[int, PeerConnection] = {}
         self._peers: dict[PeerConnection, int] = {}
+        # Frames for a peer whose address is still to come: at the start it may know this worker's first.
+        self._early: dict[int, list[tuple[LinkFrame | PageFrame | PageTaken, bytes | None]]] = {}
         # Takes frames about pages; called by the thread that pumps the mailbox.
         self.pages: Callable[[int, PageFrame | PageTaken, memoryview], None] | None = None
         self._lock = threading.Lock()
@@ -73,15 +75,17 @@ class Links:
         """Sends a frame without waiting; the contents may be overwritten when this returns."""
         with self._lock:
             out = self._outs.get(peer)
-            if out is None and peer in self._addresses and not self._is_closed:
+            if out is None and not self._addresses.get(peer):
+                kept = None if contents is None else bytes(contents)
+                self._early.setdefault(peer, []).append((frame, kept))
+                return
+            if out is None and not self._is_closed:
                 secret = self._secret
                 out = self._mailbox.connect(self._addresses[peer], self._hear_out, secret, patience_s=OPEN_S)
                 self._outs[peer], self._peers[out] = out, peer
                 out.send(LinkOpen(self._device, self.epochs[self._device]))
         if out is not None:
             out.send(frame, contents)
-        elif not self._is_closed:
-            self._receiver.gone(peer, "its address is not known")
 
     def relink(self, peer: int, epoch: int, address: str) -> None:
         """Closes the link to a peer, with what is queued for it; the next frame opens another.
@@ -90,11 +94,15 @@ class Links:
         """
         with self._lock:
             out = self._outs.pop(peer, None)
+            early = self._early.pop(peer, [])
             if epoch > self.epochs[peer]:
                 self._ins.pop(peer, None)
+                early = []
             self.epochs[peer] = max(epoch, self.epochs[peer])
             self._addresses[peer] = address
         self._close_out(out)
+        for frame, contents in early:
+            self.post(peer, frame, None if contents is None else memoryview(contents))
 
     def close(self) -> None:
         """Closes all links without news to the receiver."""

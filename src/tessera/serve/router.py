@@ -567,6 +567,8 @@ class Router(Scheduler[ActiveRequest]):
         if self.microbatches.get(transit.destination.number) is transit.destination:
             batch_of(transit.destination).cancel(transit.num_expected)
         transit.release()
+        self._may_seat = True
+        self._awake_waiting()
 
     def _leave_old(self, microbatch: RoutedMicrobatch) -> bool:
         """Hands sequences over to groups of the current policy; those without a place there go on here."""

@@ -91,6 +91,23 @@ def test_frames_arrive_in_order_both_ways(pair: Pair, size: int) -> None:
     assert pair.ears[0].got == [(1, LinkFrame(4, n, 0.25), d) for n, d in enumerate(contents)]
 
 
+def test_frames_wait_for_an_address_that_comes_later(pair: Pair) -> None:
+    """In order; those for a worker that was started again meanwhile are dropped."""
+    pair.ends[0].relink(1, 0, "")
+    for number, data in enumerate((b"one", b"two")):
+        pair.ends[0].post(1, LinkFrame(3, number, 0.5), memoryview(bytearray(data)))
+    pair.ends[0].relink(1, 0, pair.ends[1].address)
+    until(lambda: len(pair.ears[1].got) == 2)
+    pair.ends[0].relink(1, 0, "")
+    pair.ends[0].post(1, LinkFrame(3, 7, 0.5))
+    pair.ends[0].relink(1, 1, pair.ends[1].address)
+    pair.ends[0].post(1, LinkFrame(4, 0, 0.5))
+    until(lambda: len(pair.ears[1].got) == 3)
+
+    assert [(3, b"one"), (3, b"two"), (4, b"")] == [(frame.run, data) for _, frame, data in pair.ears[1].got]
+    assert not pair.ears[0].lost
+
+
 def test_what_was_posted_may_be_overwritten_at_once(pair: Pair) -> None:
     """Also if the link does not take it all."""
     data = bytearray(b"a" * LIMIT)
