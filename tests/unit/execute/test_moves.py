@@ -412,8 +412,8 @@ def test_random_moves_and_kills_leave_no_wrong_page(transport: str) -> None:
     """Every move ends once; what arrived is right, and what failed is not believed."""
     with opened(transport) as stepper:
         open_all(stepper)
-        stress, kills = Stress(stepper, 3), [12, 25, 40]
-        while stress.num_moves < 60:
+        stress, kills, last = Stress(stepper, 3), [12, 25, 40], 0
+        while kills or stress.num_moves < last + 20:  # enough after the last kill for pages to be known
             for home in (0, 1):
                 if home in stepper.opened:
                     stress.write(home)
@@ -421,6 +421,7 @@ def test_random_moves_and_kills_leave_no_wrong_page(transport: str) -> None:
                     stress.begin(home)
             if kills and stress.num_moves >= kills[0] and len(stepper.opened) == len(HOMES):
                 signal_to(stepper, kills.pop(0) % 2, signal.SIGKILL)
+                last = stress.num_moves
             if stress.under_way or len(stepper.opened) < len(HOMES):
                 stress.take()
         while stress.under_way or len(stepper.opened) < len(HOMES):
