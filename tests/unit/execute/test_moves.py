@@ -347,6 +347,8 @@ class Stress:
         self.pages: list[list[int | None]] = [[0] * made.PAGES for _ in range(2)]
         # Move -> (source, destination, pairs)
         self.under_way: dict[int, tuple[int, int, list[tuple[int, int]]]] = {}
+        # Move -> what its pages held when it began; nothing writes to them meanwhile.
+        self.values: dict[int, list[int | None]] = {}
         self.num_moves = 0
 
     def free(self, home: int) -> list[int]:
@@ -365,11 +367,16 @@ class Stress:
         event = self.stepper.take(30.0)
         assert event is not None, self.under_way
         if isinstance(event, Moved):
-            source, destination, pairs = self.under_way.pop(event.number)
-            for page, place in pairs:
-                self.pages[destination][place] = None if event.failure else self.pages[source][page]
+            _, destination, pairs = self.under_way.pop(event.number)
+            values = self.values.pop(event.number)
+            for (_, place), value in zip(pairs, values, strict=False):
+                self.pages[destination][place] = None if event.failure else value
         elif isinstance(event, DeviceLost):
-            self.pages[int(event.device[1:])] = [0] * made.PAGES
+            lost = int(event.device[1:])
+            self.pages[lost] = [0] * made.PAGES
+            for number, (_, destination, _) in self.under_way.items():
+                if destination == lost:  # whatever had arrived is gone
+                    self.values[number] = []
         elif isinstance(event, DeviceBack):
             open_all(self.stepper)
         return event
@@ -394,6 +401,7 @@ class Stress:
         if num:
             pairs = list(zip(self.random.sample(free, num), self.random.sample(there, num), strict=True))
             self.under_way[self.num_moves] = (home, 1 - home, pairs)
+            self.values[self.num_moves] = [self.pages[home][page] for page, _ in pairs]
             ends = [tuple(pair[side] for pair in pairs) for side in (0, 1)]
             self.stepper.move(PageMove(self.num_moves, home, 1 - home, ends[0], ends[1]))
             self.num_moves += 1
