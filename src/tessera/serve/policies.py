@@ -149,7 +149,7 @@ class ServicePlanner:
 
         return CapturedModel(
             self.load, self.cluster, price, ModelBytes(0, 0.0), FluidConfig(num_rehearsed=MAX_REHEARSED),
-            shape.is_flat and not self.sees, (), shape.microbatches, shape.rows, shape.sizes,
+            shape.is_flat and not self.sees, (), True, shape.microbatches, shape.rows, shape.sizes,
         )  # fmt: skip
 
     def _group(self, policy: str, draft: GroupDraft) -> Group:
