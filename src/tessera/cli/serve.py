@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tessera.cli.capture import RandomWeights
 from tessera.cli.output import HIDDEN, Record, excludes, finite, needs, progress
-from tessera.cli.plan import LINK_HELP, EffortOption
+from tessera.cli.plan import LINK_HELP, EffortOption, MemoryOption
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, gathered, work
 from tessera.cli.run import TransportOption
 from tessera.errors import MissingExtra, TesseraError
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # Python's default of 5 ms delays the engine after each step while HTTP writes: a fifth of the tokens per
 # second at steps of 10 ms.
 SWITCH_S = 5e-4
+# Share of the GPUs' memory that weights may take before the CPU is taken in.
+HELD_SHARE = 0.85
 MODEL_HELP = "A built-in model, a folder with a checkpoint, or its name in the local Hugging Face cache."
 
 DevicesOption = Annotated[
@@ -181,6 +183,7 @@ def serve(
     max_model_len: MaxModelLen = None,
     max_batch_tokens: MaxBatchTokens = None,
     memory_share: MemoryShare = 0.9,
+    memory: MemoryOption = None,
     prefix_caching: PrefixCaching = True,
     plan: PlanOption = None,
     prompt_tokens: PromptTokens = None,
@@ -212,8 +215,11 @@ def serve(
     if meeting is None and ray is None:
         _warm_up()
     keys, limits = _keys(transport, api_key or []), _http_limits(max_body, max_requests, drain)
-    with gathered(devices or _own_devices(), model, meeting, ray) as (gathered_devices, hub):
-        cluster = _wired(gathered_devices, link)
+    with gathered(devices or _own_devices(model, memory or []), model, meeting, ray) as (
+        gathered_devices,
+        hub,
+    ):
+        cluster = _wired(gathered_devices, link, memory or [])
         sizes = (microbatches, seqs, max_model_len, max_batch_tokens)
         spec = _spec(cluster, *sizes, memory_share, policy, random_weights, effort)
         spec = replace(spec, adapters=_adapters(lora or []))
@@ -317,18 +323,29 @@ def _join(meeting: Meeting, model: str) -> None:
     work(meeting, make=ModelHere(model, may_import=True))
 
 
-def _wired(devices: "tuple[Device, ...]", links: list[str] | None) -> "Cluster":
-    from tessera.profile import wire
+def _wired(devices: "tuple[Device, ...]", links: list[str] | None, memory: list[str]) -> "Cluster":
+    from tessera.profile import cap_memory, wire
 
-    return wire(devices, links or [])
+    return wire(cap_memory(devices, memory), links or [])
 
 
-def _own_devices() -> str:
-    """The GPUs of this machine, or its CPU."""
+def _own_devices(model: str, memory: list[str]) -> str:
+    """The GPUs of this machine, with its CPU if they cannot hold the model, or its CPU alone."""
     import torch
 
     num = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return ",".join(f"cuda:{n}" for n in range(num)) or "cpu"
+    named = ",".join(f"cuda:{n}" for n in range(num))
+    if not named:
+        return "cpu"
+    from tessera.capture import place_of
+    from tessera.profile import cap_memory, parse_devices
+    from tessera.serve.start import is_single_device
+    from tessera.serve.steps import weight_bytes
+
+    kept = [word for word in memory if not word.startswith("cpu")]
+    held = sum(device.memory_bytes for device in cap_memory(parse_devices(named), kept))
+    fits = is_single_device(model) or weight_bytes(place_of(model)) <= HELD_SHARE * held
+    return named if fits else f"{named},cpu"
 
 
 def _serve(

@@ -157,7 +157,7 @@ def _devices(word: str, cards: Cards) -> list[Device]:
 
 
 def _device(word: str, cards: Cards) -> Device:
-    kind, _, rest = word.partition(":")
+    kind, rest = word.partition("/")[0].partition(":")[0], word.partition(":")[2]
     if kind not in tuple(DeviceKind):
         if word in {one.name for one in known_gpus()}:
             remedy = f"Write emu:{word} to plan for it."
@@ -186,7 +186,7 @@ def _cpu(word: str) -> Device:
     nodes = {f"{DeviceKind.CPU}/node={node.number}": node for node in host_nodes()}
     node = next(iter(nodes.values())) if word == DeviceKind.CPU else nodes.get(word)
     if node is None:
-        raise TesseraError(f"'{word}' does not exist", f"Write cpu or one of {', '.join(nodes)}.", PLACE)
+        raise TesseraError(f"'{word}' is not a device", f"Write cpu or {' or '.join(nodes)}.", PLACE)
     return Device(word, DeviceKind.CPU, "", node.memory_bytes, ordinal=node.number, num_cores=len(node.cores))
 
 
