@@ -278,7 +278,9 @@ def bind_storages(
     return {
         b: constant(x, device) if x.constant_hex else storage_of(x, tensors)
         for b in indices
-        if (x := trace.buffers[b]).constant_hex or whole_of(x.name) in tensors or not is_partial
+        if (x := trace.buffers[b]).constant_hex
+        or {x.name, whole_of(x.name)} & tensors.keys()
+        or not is_partial
     }
 
 
@@ -299,7 +301,7 @@ def part_of(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def storage_of(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> Storage:
-    if buffer.name not in tensors and whole_of(buffer.name) not in tensors:
+    if not {buffer.name, whole_of(buffer.name)} & tensors.keys():
         raise MismatchError(f"there is no {buffer.kind} '{buffer.name}'", REMEDY)
     given = part_of(buffer.name, tensors).detach()
     if buffer.kind is BufferKind.INPUT and given.nbytes < buffer.size_bytes and given.is_contiguous():
