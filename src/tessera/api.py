@@ -16,7 +16,6 @@ tables. Options of services are those of `tessera serve`, with `_` for `-`.
 """
 
 import asyncio
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ import msgspec
 
 from tessera.cli.plan_model import ModelPlanFigures, PlannedLoad, PlannedModel, model_figures, plan_load
 from tessera.cli.plan_text import PlanReasons, reasons_of
-from tessera.cli.serve import listening, running
+from tessera.cli.serve import answering, running
 from tessera.cli.serve_options import ServeConfig
 from tessera.cli.simulate import (
     NUM_REQUESTS,
@@ -334,19 +333,7 @@ class Server(_Closing):
 
     def __init__(self, model: str, config: ServeConfig) -> None:
         with ExitStack() as stack:
-            found = stack.enter_context(listening(model, config))
-            self.url = found.url
-            ready = threading.Event()
-
-            def answer() -> None:
-                for _ in found.server.serving(found.bound):
-                    ready.set()
-
-            self._thread = threading.Thread(target=answer, name="tessera-http", daemon=True)
-            self._thread.start()
-            stack.callback(self._thread.join)
-            stack.callback(found.server.end)
-            ready.wait()
+            self.url, self._thread = stack.enter_context(answering(model, config))
             super().__init__(stack.pop_all())
 
     def wait(self) -> None:

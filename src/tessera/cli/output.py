@@ -5,6 +5,7 @@ A command is a function that returns one frozen record; `printed` makes a comman
 
 - A command never prints to standard output and never declares `--json`.
 - A command that goes on after its record (a service) is a generator and yields it; then the JSON is one line.
+  Texts that it yields are for people only (the words of an answer).
 - An outcome that is a failure: the record's `problem` returns the error, raised after the record is printed.
 - What only people see, as the picture of a layer: return `Illustrated(record, pictures)`.
 - Options that need or exclude another: `needs` and `excludes`; ranges: `typer.Option(min=, max=)`; choices:
@@ -99,7 +100,10 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
         made: Any = function(**kwargs)
         if isinstance(made, Generator):
             for record in made:
-                print_record(record, as_json, is_line=True)
+                if not isinstance(record, str):
+                    print_record(record, as_json, is_line=True)
+                elif not as_json:
+                    typer.echo(record, nl=False)
         elif made is not None:
             print_record(made, as_json)
 

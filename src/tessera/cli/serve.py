@@ -5,6 +5,7 @@ import logging
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -121,6 +122,29 @@ def listening(model: str, config: ServeConfig, meeting: Meeting | None = None) -
             await asyncio.to_thread(service.service.stop, 0.0)
 
         yield Listening(service, HttpServer(service.app, options.limits, stop, say), bound)
+
+
+@contextmanager
+def answering(model: str, config: ServeConfig) -> Iterator[tuple[str, threading.Thread]]:
+    """The address of a service that answers in a thread of this process, and the thread."""
+    with listening(model, config) as found:
+        ready = threading.Event()
+
+        def answer() -> None:
+            try:
+                for _ in found.server.serving(found.bound):
+                    ready.set()
+            finally:
+                ready.set()
+
+        thread = threading.Thread(target=answer, name="tessera-http", daemon=True)
+        thread.start()
+        ready.wait()
+        try:
+            yield found.url, thread
+        finally:
+            found.server.end()
+            thread.join()
 
 
 @contextmanager
