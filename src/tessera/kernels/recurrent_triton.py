@@ -2,8 +2,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Recurrent layers on a GPU: the CUDA implementations of `recurrent`.
 
-  causal_conv      `conv_tokens` computes tiles of tokens and channels, then `conv_keep` replaces each state by
-                   its sequence's last inputs. One token per sequence: `conv_update` does both.
+  causal_conv      `conv_tokens` computes tiles of tokens and channels, then `conv_keep` replaces each state
+                   by its sequence's last inputs. One token per sequence: `conv_update` does both.
   ssd_scan         `ssd_update` for sequences with one token: one program per (heads' rows, sequence), which
                    reads and writes its state once. `ssd_chunks` for others: a program goes through the chunks
                    of one sequence and head with the state in registers; products of 16-bit inputs are summed
@@ -11,7 +11,7 @@
   selective_scan   `selective_tokens`: a program goes through the tokens of one sequence for some channels.
   delta_scan       `delta_tokens`: the same for some values of one head.
 
-Programs of the last sequence number write the zeros of padding tokens. Starts and rows are read on the GPU,
+Programs of all sequences share the zeros of padding tokens. Starts and rows are read on the GPU,
 so a step can be part of a CUDA graph.
 """
 
@@ -70,7 +70,8 @@ def ssd_scan(x, dt, a, b, c, d, dt_bias, state, starts, rows, has_softplus, dt_m
         block = max(16, min(_power(size), _CHUNK_ROWS))
         chunk = _CHUNK_TOKENS if x.dtype.itemsize < 4 and width_pad <= 128 else 16
         ssd_chunks[heads * triton.cdiv(size, block), sequences](
-            *given, ROWS=block, TOKENS=chunk, **sizes | {"N_PAD": max(16, width_pad)}, num_warps=4, num_stages=1
+            *given, ROWS=block, TOKENS=chunk, **sizes | {"N_PAD": max(16, width_pad)},
+            num_warps=8 if width_pad >= 128 else 4, num_stages=1,
         )  # fmt: skip
     return out
 
@@ -126,6 +127,15 @@ def _sequence(starts, rows, sequence):
 
 
 @triton.jit
+def _clear_padding(place, inside, starts, tokens, ROW: tl.constexpr, SIZE: tl.constexpr):
+    """Zeros for a share of the padding tokens, at these places of each."""
+    step = tl.num_programs(1)
+    for padding in range(tl.load(starts + step) + tl.program_id(1), tokens, step):
+        zeros = tl.zeros([SIZE], place.dtype.element_ty)
+        tl.store(place + tl.cast(padding, tl.int64) * ROW, zeros, mask=inside)
+
+
+@triton.jit
 def _activated(total, HAS_SILU: tl.constexpr):
     if HAS_SILU:
         total = total / (1.0 + tl.exp(-total))
@@ -141,8 +151,7 @@ def conv_update(
     sequence = tl.program_id(1)
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < C
-    for padding in range(tl.load(starts + tl.num_programs(1)) + sequence, tokens, tl.num_programs(1)):
-        tl.store(out + padding.to(tl.int64) * C + c, tl.zeros([CHANNELS], out.dtype.element_ty), mask=inside)
+    _clear_padding(out + c, inside, starts, tokens, C, CHANNELS)
     first, count, row, goes_on = _sequence(starts, rows, sequence)
     if count == 0:
         return
@@ -247,9 +256,7 @@ def ssd_update(
     head, sequence = tl.program_id(0) // BLOCKS, tl.program_id(1)
     p, n = tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS), tl.arange(0, N_PAD)
     is_row, is_state = p < P, n < N
-    for padding in range(tl.load(starts + tl.num_programs(1)) + sequence, tokens, tl.num_programs(1)):
-        place = (padding.to(tl.int64) * H + head) * P + p
-        tl.store(out + place, tl.zeros([ROWS], out.dtype.element_ty), mask=is_row)
+    _clear_padding(out + head * P + p, is_row, starts, tokens, H * P, ROWS)
     first, count, row, goes_on = _sequence(starts, rows, sequence)
     if count != 1:
         return
@@ -338,9 +345,7 @@ def selective_tokens(
     sequence = tl.program_id(1)
     k, n = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, N_PAD)
     is_channel, is_state = k < D, n < N
-    for padding in range(tl.load(starts + tl.num_programs(1)) + sequence, tokens, tl.num_programs(1)):
-        place = padding.to(tl.int64) * D + k
-        tl.store(out + place, tl.zeros([CHANNELS], out.dtype.element_ty), mask=is_channel)
+    _clear_padding(out + k, is_channel, starts, tokens, D, CHANNELS)
     first, count, row, goes_on = _sequence(starts, rows, sequence)
     if count == 0:
         return
@@ -382,9 +387,7 @@ def delta_tokens(
     head, sequence = tl.program_id(0) // BLOCKS, tl.program_id(1)
     v, k = tl.program_id(0) % BLOCKS * VALUES + tl.arange(0, VALUES), tl.arange(0, K_PAD)
     is_value, is_key = v < V, k < K
-    for padding in range(tl.load(starts + tl.num_programs(1)) + sequence, tokens, tl.num_programs(1)):
-        place = (padding.to(tl.int64) * H + head) * V + v
-        tl.store(out + place, tl.zeros([VALUES], out.dtype.element_ty), mask=is_value)
+    _clear_padding(out + head * V + v, is_value, starts, tokens, H * V, VALUES)
     first, count, row, goes_on = _sequence(starts, rows, sequence)
     if count == 0:
         return

@@ -155,12 +155,14 @@ def _check_logits(model: Any, layout: StepLayout) -> None:
     state = {name: torch.zeros_like(t) for name, t in placed(model, lambda: workload.make_state(0)).items()}
     random = torch.Generator().manual_seed(0)
     words = placed(model, lambda: {"tokens": make_tokens(model.config, (NUM_TRIED, 3), random)})["tokens"]
+    plain_choices = placed(model, partial(greedy_choices, model, step))
     with forked():
         for at, read in enumerate(words.unbind(1)):
             parts = [(at + 1, 1)] * NUM_TRIED
-            make = partial(_make_inputs, model, step, layout.kind, parts, 0, has_rows=bool(layout.rows))
-            inputs = placed(model, lambda: make() | greedy_choices(model, step))
-            logits = workload.run({**inputs, "tokens": read}, state)["logits"].float()
+            inputs = placed(
+                model, partial(_make_inputs, model, step, layout.kind, parts, 0, has_rows=bool(layout.rows))
+            )
+            logits = workload.run({**inputs, **plain_choices, "tokens": read}, state)["logits"].float()
     with apart(model):
         plain = model(input_ids=words, use_cache=False).logits[:, -1].float()
     if float((logits - plain).abs().max()) > MAX_ERROR * float(plain.abs().max()):

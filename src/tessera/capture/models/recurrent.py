@@ -38,9 +38,11 @@ class PackedStates:
         self._is_unread = True
 
     def update(self, layer: Any, state: torch.Tensor, number: int) -> torch.Tensor:
-        if state is not layer.recurrent_states[number]:
+        """A layer's new state, which must be the one that was updated in place."""
+        held: torch.Tensor | None = layer.recurrent_states[number]
+        if held is None or state is not held:
             raise ValueError("its recurrence is none of the known functions")
-        return state
+        return held
 
     def check(self) -> None:
         if self._is_unread:
