@@ -17,9 +17,11 @@ from tessera import __version__
 from tessera.cli import (
     advise,
     analyze,
+    batch,
     bench,
     calibrate,
     capture,
+    chat,
     demo,
     doctor,
     gpus,
@@ -45,8 +47,8 @@ app = typer.Typer(
 # In the order of the flow.
 COMMANDS: tuple[Callable[..., Any], ...] = (
     capture.capture, analyze.analyze, verify.verify, profile.profile, calibrate.calibrate, plan.plan,
-    advise.advise, run.run, simulate.simulate, serve.serve, remote.worker, report.report, demo.demo,
-    doctor.doctor, gpus.gpus,
+    advise.advise, run.run, simulate.simulate, serve.serve, chat.chat, batch.batch, remote.worker,
+    report.report, demo.demo, doctor.doctor, gpus.gpus,
 )  # fmt: skip
 for function in COMMANDS:
     app.command()(printed(function))
