@@ -19,5 +19,7 @@ MODULES = {
 
 # Positions per page of keys and values.
 PAGE = 16
+# Added to the square sum of a vector before the root of its length (`recurrent`).
+NORM_EPSILON = 1e-6
 # State of a microbatch that is not in pages: the tokens its last step chose.
 NEWEST = "newest"

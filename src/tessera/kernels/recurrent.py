@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch.nn.functional import silu, softplus
 
+from tessera.kernels import NORM_EPSILON
+
 # Tokens of a product in `ssd_scan`.
 CHUNK = 64
-# Added to the square sum of a key before its root (`delta_scan`).
-NORM_EPSILON = 1e-6
 
 _TABLES = "Tensor(a!) state, Tensor starts, Tensor rows"
 SCHEMAS = {

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tessera.kernels.recurrent import NORM_EPSILON
+from tessera.kernels import NORM_EPSILON
 
 _EPSILON = tl.constexpr(NORM_EPSILON)
 # Tokens and channels of a program of the convolution.
