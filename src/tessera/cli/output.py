@@ -148,7 +148,7 @@ def only_if(test: Callable[[dict[str, Any]], Any], why: str) -> Callable[..., An
 
     def check(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
         source = ctx.get_parameter_source(param.name or "")
-        if source and source.name == "COMMANDLINE" and not test(ctx.params):
+        if source and not source.name.startswith("DEFAULT") and not test(ctx.params):
             raise TesseraError(why, "Leave it out, or see --help.", max(param.opts, key=len))
         return value
 

@@ -1,7 +1,6 @@
 """tessera serve: an OpenAI-compatible endpoint for a model."""
 
 import asyncio
-import logging
 import signal
 import socket
 import sys
@@ -20,7 +19,7 @@ from rich.console import Console
 
 from tessera.cli.output import HIDDEN, Record, progress
 from tessera.cli.remote import Meeting, gathered, work
-from tessera.cli.serve_options import ServeConfig
+from tessera.cli.serve_options import ServeConfig, log_line, logging_by
 from tessera.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -58,23 +57,21 @@ class ServeReady(Record, frozen=True):
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)], config: ServeConfig
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)], options: ServeConfig
 ) -> Iterator[ServeReady]:
     """Serve a model over OpenAI's HTTP API, with plans for its devices.
 
     Stops on SIGTERM or Ctrl-C: running requests finish, new ones are refused. A live page is at /.
     """
     started_s = time.perf_counter()
-    if config.access_log:
-        _log_access()
-    meeting = config.meeting
+    meeting = options.meeting
     if meeting is not None and meeting.rank > 0:
         from tessera.serve.joining import ModelHere
 
         work(meeting, make=ModelHere(model, may_import=True))
         return
     sys.setswitchinterval(SWITCH_S)
-    with _stoppable(), listening(model, config, meeting) as found:
+    with _stoppable(), logging_by(options), listening(model, options, meeting) as found:
         for _ in found.server.serving(found.bound):
             yield found.ready(time.perf_counter() - started_s)
 
@@ -91,7 +88,7 @@ class Listening:
     def url(self) -> str:
         from tessera.serve.server import url_of
 
-        return url_of(self.bound)
+        return url_of(self.bound, "https" if self.server.config.is_ssl else "http")
 
     def ready(self, seconds: float) -> ServeReady:
         headline = f"{self.running.title} at {self.url} after {seconds:.1f} s"
@@ -121,7 +118,9 @@ def listening(model: str, config: ServeConfig, meeting: Meeting | None = None) -
         async def stop() -> None:
             await asyncio.to_thread(service.service.stop, 0.0)
 
-        yield Listening(service, HttpServer(service.app, options.limits, stop, say), bound)
+        tell = log_line if config.log_json else say
+        proxies, tls = config.forwarded_allow_ips, config.tls
+        yield Listening(service, HttpServer(service.app, options.limits, stop, tell, proxies, tls), bound)
 
 
 @contextmanager
@@ -186,15 +185,6 @@ def _stoppable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _log_access() -> None:
-    """Give uvicorn's access log a handler; it has none by default."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    log = logging.getLogger("uvicorn.access")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
 
 
 def check_extra() -> None:
