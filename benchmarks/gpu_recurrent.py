@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_recurrent.py [--tiles]
 
-Each line: operator, sequences x tokens, microseconds per call in a CUDA graph, and GB/s of inputs, results and
-states (read and written). `--tiles` tries other tiles of `ssd_scan`.
+Each line: operator, sequences x tokens, microseconds per call in a CUDA graph, and GB/s of inputs, results
+and states (read and written). `--tiles` tries other tiles of `ssd_scan`.
 """
 
 import argparse
@@ -58,8 +58,8 @@ def make_call(name: str, sequences: int, each: int) -> list[Any]:
 
 def line(name: str, sequences: int, each: int, note: str = "") -> None:
     import torch
-
     from benchmarks.gpu_choose import timed
+
     from tessera.kernels import recurrent
 
     call = make_call(name, sequences, each)
