@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -232,7 +232,7 @@ class _Prices:
     def of(self, unit: WorkUnit) -> tuple[Cluster, tuple[Costs, ...]]:
         """Costs of a unit's traces."""
         from tessera.flow import price
-        from tessera.profile import wire
+        from tessera.profile import cap_memory, wire
 
         if self.files and self.devices:
             raise TesseraError(
@@ -246,6 +246,7 @@ class _Prices:
             cluster = _cluster(self.devices, self.links, self.buses, self.memory)
             return cluster, price(unit, cluster)
         loaded = {path: load(Costs, path) for path in self.files}
+        loaded = {p: replace(c, devices=cap_memory(c.devices, self.memory)) for p, c in loaded.items()}
         by_trace = {c.trace_digest: c for c in loaded.values()}
         steps = {g.trace.digest: g.trace.step for g in unit.graphs}
         for path, found in loaded.items():
