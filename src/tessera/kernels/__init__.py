@@ -15,5 +15,12 @@ MODULES = {
 
 # Positions per page of keys and values.
 PAGE = 16
-# State of a microbatch that is not in pages: the tokens its last step chose.
+# State of a microbatch that is not in pages: the tokens its last step chose, and, by the start of its name,
+# what is kept by row.
 NEWEST = "newest"
+BY_ROW = "row "
+
+
+def is_paged(state: str) -> bool:
+    """True if the state of this name is in pages."""
+    return state != NEWEST and not state.startswith(BY_ROW)

@@ -16,7 +16,8 @@ attention window of all layers are released once the next token does not see the
 in order, so a new owner writes later.
 
 Where state is kept by row (`is_flat` is False), a sequence keeps its row, reads one token per step and shares
-no pages. A prompt chunk, where the model supports it, is a step of its own.
+no pages. A prompt chunk, where the model supports it, is a step of its own. Other steps overwrite
+rows without a token: all sequences take part; one that cannot is preempted, or the step waits.
 
 A sequence may read its prompt here and answer elsewhere (`stop`): it then waits for its pages to be moved
 (`serve.router`) and begins there behind them, with all but its newest token read (`arrive`).
@@ -104,9 +105,12 @@ class SeatedSequence:
             return 0
         if self.stop is not None:
             return self.stop - self.read
-        request = self.request
-        is_last = request.num_out + self.num_due >= request.ask.max_tokens
-        return len(self.tokens) + self.num_due - self.read - (self.num_due > 0 and is_last)
+        return len(self.tokens) + self.num_due - self.read - self.is_ending
+
+    @property
+    def is_ending(self) -> bool:
+        """True if a running step outputs its last token."""
+        return self.num_due > 0 and self.request.num_out + self.num_due >= self.request.ask.max_tokens
 
     def next_tokens(self, count: int) -> list[int]:
         """Next tokens to read; -1 - row stands for the running step's output in that row."""
@@ -358,9 +362,10 @@ class SequenceBatch:
             sequence.stop = len(sequence.tokens)
         self._wait(sequence)
 
-    def _seated(self, request: ActiveRequest) -> SeatedSequence:
+    def _seated(self, request: ActiveRequest, row: int | None = None) -> SeatedSequence:
         seen = None if self._sight is None else SeenPictures(request.ask.pictures)
-        sequence = SeatedSequence(request, self._num_turns, heappop(self._unused_rows), seen)
+        row = self.take_row() if row is None else row
+        sequence = SeatedSequence(request, self._num_turns, row, seen)
         self._num_turns += 1
         self._by_request[request] = sequence
         self._count_work(sequence, len(sequence.tokens), max(1, request.predicted - request.num_out))
@@ -382,11 +387,23 @@ class SequenceBatch:
         self.num_coming -= 1
         self._num_entries -= num_pages
 
-    def arrive(self, request: ActiveRequest, pages: Sequence[int], read: int, num_expected: int) -> None:
-        """Begin an expected sequence behind pages that hold its first `read` tokens."""
+    def row_of(self, request: ActiveRequest) -> int:
+        return self._by_request[request].row
+
+    def take_row(self) -> int:
+        """A row for an expected sequence."""
+        return heappop(self._unused_rows)
+
+    def give_row(self, row: int) -> None:
+        heappush(self._unused_rows, row)
+
+    def arrive(
+        self, request: ActiveRequest, pages: Sequence[int], read: int, num_expected: int, row: int | None
+    ) -> None:
+        """Begin an expected sequence behind pages that hold its first `read` tokens, in this row or any."""
         self.num_coming -= 1
         self._num_entries += len(pages) - num_expected
-        sequence = self._seated(request)
+        sequence = self._seated(request, row)
         sequence.begin(pages, read, 0)
         self._count_work(sequence, len(sequence.tokens) - read, sequence.unanswered)
         sequence.was_begun = True
@@ -399,7 +416,7 @@ class SequenceBatch:
         sequence = self._by_request.pop(request)
         self._count_work(sequence, 0, 0)
         request.batch = None
-        heappush(self._unused_rows, sequence.row)
+        self.give_row(sequence.row)
         self._begun.remove(sequence)
         self._num_entries -= sequence.num_pages
         return sequence.pages.tolist()
@@ -409,8 +426,9 @@ class SequenceBatch:
         sequence = self._by_request[request]
         sequence.stop = sequence.read if is_held else None
 
-    def is_held(self, request: ActiveRequest) -> bool:
-        return self._by_request[request].stop is not None
+    def stop_of(self, request: ActiveRequest) -> int | None:
+        """Tokens to read here, if it goes on elsewhere."""
+        return self._by_request[request].stop
 
     def position(self, request: ActiveRequest) -> tuple[list[int], int] | None:
         """Pages, and tokens read by ended steps; None: it has not begun, or has left."""
@@ -440,7 +458,7 @@ class SequenceBatch:
         if sequence is None:
             return
         self._count_work(sequence, 0, 0)
-        heappush(self._unused_rows, sequence.row)
+        self.give_row(sequence.row)
         if sequence.is_begun:
             self._release(sequence)
         else:
@@ -464,6 +482,8 @@ class SequenceBatch:
         size, skips = self._size_of(planned), _skips(planned)
         num_waiting = sum(part.sequence.request.waits for part in planned)
         can_follow = self._sight is None and (LEAST_AHEAD + 1) * num_waiting <= len(planned)
+        if not self._shape.is_flat and any(part.sequence.stop is not None for part in planned):
+            can_follow = False  # the next step would overwrite the row of one that leaves
         inputs = self._inputs.fill(planned, size) if self._inputs is not None else {}
         published, self._published = self._published, []
         self._started.append(StartedStep(planned, can_follow, published))
@@ -586,6 +606,8 @@ class SequenceBatch:
             if count and ((has_page and sequence.is_begun) or self._grow(sequence)):
                 planned.append(Part(sequence, count, count == left))
                 budget -= count
+        if not self._shape.is_flat and not self._keep_rows(planned):
+            return []
         if self._counts.preemptions != num_preempted:
             planned = [part for part in planned if part.sequence.is_begun]
         if self._is_caching:
@@ -601,6 +623,17 @@ class SequenceBatch:
                 self._publish(sequence, sequence.read + count)
                 budget -= count
         return planned
+
+    def _keep_rows(self, planned: list[Part]) -> bool:
+        """Preempt sequences whose rows a step would overwrite; False if it must wait for a running one."""
+        taking = {part.sequence for part in planned}
+        begun = [s for s in self._begun if s.read and not s.is_ending] if planned else []
+        left_out = [sequence for sequence in begun if sequence not in taking]
+        if left_out and self._started:
+            return False
+        for sequence in left_out:
+            self._preempt(sequence)
+        return True
 
     def _budget(self, total: int) -> int:
         """Maximum tokens of the next step: a size that is well filled.
@@ -675,12 +708,14 @@ class SequenceBatch:
             elif self._started and self._is_shared:  # nothing is free before the running step has ended
                 return False
             else:
-                last = self._begun[-1]
-                self._release(last)
-                self._wait(last)
-                self._count_work(last, len(last.tokens), last.unanswered)
-                self._counts.preemptions += 1
+                self._preempt(self._begun[-1])
         return sequence.is_begun
+
+    def _preempt(self, sequence: SeatedSequence) -> None:
+        self._release(sequence)
+        self._wait(sequence)
+        self._count_work(sequence, len(sequence.tokens), sequence.unanswered)
+        self._counts.preemptions += 1
 
     def _publish(self, sequence: SeatedSequence, end: int) -> None:
         """Publish pages that are full up to `end`, as far as their tokens are known.
