@@ -485,9 +485,9 @@ class Router(Scheduler[ActiveRequest]):
             for transit in list(self._transits.values()):
                 if transit.source is microbatch or (transit.is_pausing and transit.destination is microbatch):
                     self._send(transit)
-        self._awake_waiting()
+        self.awake_waiting()
 
-    def _awake_waiting(self) -> None:
+    def awake_waiting(self) -> None:
         """Sequences may have waited for pages of a shared pool."""
         for microbatch in self.microbatches.values():
             if microbatch.is_idle and microbatch.content.num_used:
@@ -587,7 +587,7 @@ class Router(Scheduler[ActiveRequest]):
         else:
             self._stay(transit)
         self._may_seat = True
-        self._awake_waiting()
+        self.awake_waiting()
         for end in move.ends:
             if end in self.microbatches and self.microbatches[end].is_old:
                 self._awake(self.microbatches[end])
@@ -615,7 +615,7 @@ class Router(Scheduler[ActiveRequest]):
             self._cancel(transit)
         transit.release()
         self._may_seat = True
-        self._awake_waiting()
+        self.awake_waiting()
 
     def _cancel(self, transit: MovingSequence) -> None:
         """Ends its reservation of a row, and its pause."""
@@ -678,7 +678,7 @@ class Router(Scheduler[ActiveRequest]):
                 self._stay(transit)
         for microbatch in gone:
             batch_of(microbatch).clear()
-        self._awake_waiting()
+        self.awake_waiting()
 
     def _welcome(self, event: DeviceBack) -> None:
         super()._welcome(event)

@@ -44,6 +44,7 @@ from tessera.ir import BufferKind, Plan
 from tessera.kernels import PAGE
 from tessera.kernels.choice import max_edits
 from tessera.serve.answer import ActiveRequest
+from tessera.serve.grammar import PATIENCE_S, Guide, prepare_masks
 from tessera.serve.pages import PagePool, pages_for
 from tessera.serve.records import Counts, Shape, step_name
 from tessera.serve.sampling import Choice, ChoiceInputs
@@ -100,8 +101,9 @@ class SeatedSequence:
 
     @property
     def left(self) -> int:
-        """Tokens to read here, not counting the last of an answer; none while it waits for a running step."""
-        if self.num_running and self.request.waits:
+        """Tokens to read here, not counting the last of an answer; none while it waits for a running step or
+        a mask."""
+        if (self.num_running and self.request.waits) or not self.request.pick.is_ready:
             return 0
         if self.stop is not None:
             return self.stop - self.read
@@ -277,10 +279,14 @@ class SequenceBatch:
         is_caching: bool = True,
         pool: PagePool | None = None,
         is_filled: bool = True,
+        on_masks: Callable[[], None] = lambda: None,
     ) -> None:
-        """`pool` is shared with other microbatches; `is_filled` is False if nothing reads step inputs."""
+        """`pool` is shared with other microbatches; `is_filled` is False if nothing reads step inputs.
+
+        `on_masks` is called, from any thread, when a sequence need not wait for its mask any more.
+        """
         self.number, self._shape, self._steps, self._settle = number, shape, steps, settle
-        self._counts, self._sight = counts, sight
+        self._counts, self._sight, self._on_masks = counts, sight, on_masks
         self._is_caching = is_caching and shape.is_flat
         self._is_shared = pool is not None
         self.pool = pool or PagePool(shape.pool_tokens // PAGE, self._is_caching)
@@ -295,6 +301,8 @@ class SequenceBatch:
         self._begun: list[SeatedSequence] = []
         self._aside: list[SeatedSequence] = []
         self._by_request: dict[ActiveRequest, SeatedSequence] = {}
+        # Grammars of answers here.
+        self._guides: dict[ActiveRequest, Guide] = {}
         self._num_turns = 0
         self._unused_rows = list(range(shape.rows))
         # Entries of all page tables; shared pages count once per table.
@@ -368,6 +376,8 @@ class SequenceBatch:
         sequence = SeatedSequence(request, self._num_turns, row, seen)
         self._num_turns += 1
         self._by_request[request] = sequence
+        if request.pick.guide is not None:
+            self._guides[request] = request.pick.guide
         self._count_work(sequence, len(sequence.tokens), max(1, request.predicted - request.num_out))
         request.batch = self
         return sequence
@@ -414,6 +424,7 @@ class SequenceBatch:
     def depart(self, request: ActiveRequest) -> list[int]:
         """Remove a begun sequence that no step reads; its pages are the caller's."""
         sequence = self._by_request.pop(request)
+        self._guides.pop(request, None)
         self._count_work(sequence, 0, 0)
         request.batch = None
         self.give_row(sequence.row)
@@ -455,6 +466,7 @@ class SequenceBatch:
         """Remove a request; outputs of a running step for it are dropped."""
         request.batch = None
         sequence = self._by_request.pop(request, None)
+        self._guides.pop(request, None)
         if sequence is None:
             return
         self._count_work(sequence, 0, 0)
@@ -476,6 +488,9 @@ class SequenceBatch:
             for sequence in self._begun:
                 if sequence.stop is None:  # else all its pages are moved
                     self._give_back(sequence.pass_by(self._shape.window))
+        if self._guides:
+            waiting = (guide for request, guide in self._guides.items() if not self._is_running(request))
+            prepare_masks(waiting, self._on_masks, PATIENCE_S if self._shape.is_flat else None)
         planned = self._plan()
         if not planned:  # empty, or all wait for a picture or a running step
             return self._look()
@@ -543,6 +558,9 @@ class SequenceBatch:
             self._started[-1].released.extend(pages)
         else:
             self.pool.give_back(pages)
+
+    def _is_running(self, request: ActiveRequest) -> bool:
+        return self._by_request[request].num_running > 0
 
     def kind_of(self, step: int) -> str:
         return self._steps.names[step]
