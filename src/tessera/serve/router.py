@@ -22,7 +22,7 @@ request of a lost device. Pages of a move are given back when the move has ended
 A switch of policy hands sequences over: in place where the new policy has a group with the same home, else by
 moving their pages, else (no room) they answer where they are, or restart if their prompt is not read.
 
-State that is kept by row goes with the last pages. Steps write all rows, so both microbatches pause.
+State that is kept by row goes with the last pages. Where steps write all rows, both microbatches pause.
 """
 
 import math
@@ -158,7 +158,7 @@ class Router(Scheduler[ActiveRequest]):
     ) -> None:
         """`shape` is the model's; sizes of the groups replace its own."""
         self.policies, self._shape, self._make_batch = tuple(policies), shape, make
-        self._is_caching = is_caching and shape.is_flat
+        self._is_caching = is_caching and shape.is_paged
         # By home.
         self.pools: dict[int, PagePool] = {}
         self.counts = RouterCounts()
@@ -483,7 +483,7 @@ class Router(Scheduler[ActiveRequest]):
     def _settled(self, microbatch: RoutedMicrobatch) -> None:
         if self._transits:
             for transit in list(self._transits.values()):
-                if transit.source is microbatch or (transit.is_pausing and transit.destination is microbatch):
+                if microbatch in (transit.source, transit.destination):
                     self._send(transit)
         self.awake_waiting()
 
@@ -501,11 +501,12 @@ class Router(Scheduler[ActiveRequest]):
             return
         pages, read = position
         is_read = read == batch.stop_of(request)
-        if is_read and not self._shape.is_flat and not transit.is_pausing:
+        has_row = is_read and not self._shape.is_paged
+        if has_row and not self._shape.is_flat and not transit.is_pausing:
             self._pause(transit, 1)
-        if transit.is_pausing and (transit.in_flight or self._is_busy(transit)):
+        if has_row and (transit.in_flight or (transit.is_pausing and self._is_busy(transit))):
             return
-        if transit.pool is None and not transit.is_pausing:
+        if transit.pool is None and not has_row:
             if is_read:
                 self._arrive(transit, read)
             return
@@ -517,14 +518,16 @@ class Router(Scheduler[ActiveRequest]):
                 self._stay(transit)
                 return
             transit.pages.append(transit.pool.take())
+        row = batch_of(transit.destination).take_row() if has_row else None
+        if has_row and row is None:
+            return
         first, transit.num_sent = transit.num_sent, max(transit.num_sent, end)
-        if first < end or transit.is_pausing:
+        if first < end or has_row:
             number, sent = next(self._move_numbers), tuple(pages[first:end])
             batch.pool.share(sent)
             transit.in_flight += 1
             ends = (transit.source.number, transit.destination.number)
-            transit.is_row_sent = transit.is_pausing
-            row = batch_of(transit.destination).take_row() if transit.is_pausing else None
+            transit.is_row_sent = has_row
             rows = None if row is None else (batch.row_of(request), row)
             self._moves[number] = PagesInFlight(transit, ends, batch.pool, sent, row)
             self.stepper.move(PageMove(number, *ends, sent, tuple(transit.pages[first:end]), rows))
@@ -576,7 +579,8 @@ class Router(Scheduler[ActiveRequest]):
         if not has_failed:
             self.counts.pages_moved += len(move.pages)
             if row is not None:
-                self._pause(transit, -1)
+                if transit.is_pausing:
+                    self._pause(transit, -1)
                 position = batch_of(transit.source).position(transit.request)
                 assert position is not None, "it is held there"
                 self._arrive(transit, position[1], row)

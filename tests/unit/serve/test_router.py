@@ -34,13 +34,13 @@ from tessera.serve.service import Service
 
 LONG = Ask(tuple(range(1, 20)), 28, GREEDY, ignores_end=True)
 ROLES = (Role.ANSWERS, Role.MIXED)
-# State in pages; and by row, token by token or with parts of prompts.
+# State in pages; and by row, token by token or packed.
 SHAPES = (
     SHAPE,
     replace(SHAPE, sizes=(2, SHAPE.rows), is_flat=False),
-    replace(SHAPE, sizes=(SHAPE.rows, 4, 8), is_flat=False),
+    replace(SHAPE, has_rows=True),
 )
-by_shape = pytest.mark.parametrize("shape", SHAPES, ids=["pages", "rows", "parts"])
+by_shape = pytest.mark.parametrize("shape", SHAPES, ids=["pages", "rows", "packed"])
 by_seed = pytest.mark.parametrize(
     ("shape", "seed"), [(SHAPE, 0), (SHAPE, 1), (SHAPE, 2), (SHAPES[1], 0), (SHAPES[2], 1)]
 )

@@ -46,7 +46,7 @@ def test_state_by_row_goes_along(name: str, tmp_path: Path) -> None:
 
     module = served(str(tmp_path), ServeSpec(rows=4, capacity=64, joined=False, random_weights=True))
     reference = module.workloads[-1].module
-    assert not made.model.shape.is_flat
+    assert made.model.shape.has_rows
     assert [generated(reference, ask) for ask in asks] == found
     assert snapshot.pages_moved > 0
     assert "prefill-decode" == snapshot.policy
