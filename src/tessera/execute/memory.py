@@ -28,7 +28,7 @@ from tessera.errors import DeviceMemoryError, MismatchError
 from tessera.execute.lower import check_programs, lower
 from tessera.execute.schedule import until_wait
 from tessera.ir import Buffer, BufferKind, Free, Instruction, Plan, Program, Recv, Run, Send, Trace, View
-from tessera.kernels import NEWEST
+from tessera.kernels import BY_ROW, is_paged
 
 # programs[lane][index]
 Programs = Sequence[Sequence[Program]]
@@ -41,6 +41,8 @@ REMEDY = "Give every tensor in the shape that was captured, or capture the trace
 PART = re.compile(r"\[(\d+):(\d+)/(\d+)\]$")
 Storage = torch.UntypedStorage
 Make = Callable[[int], Storage]
+# Where state is: (home, -1), or (lane, microbatch) for a microbatch's own.
+StatePlace = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,13 @@ class Footprint:
 
 def is_shared(program: Program, name: str) -> bool:
     """True if the state of this name is in pages of the program's home."""
-    return program.home >= 0 and name != NEWEST
+    return program.home >= 0 and is_paged(name)
+
+
+def is_cleared(program: Program, name: str) -> bool:
+    """True if opening a microbatch clears the state of this name; rows are cleared by the first step of a
+    sequence, and one may have arrived before."""
+    return not is_shared(program, name) and not name.startswith(BY_ROW)
 
 
 def ready_programs(plan: Plan) -> tuple[tuple[Program, ...], ...]:
@@ -152,7 +160,7 @@ def _lane_bytes(
         now = 0
         for index, is_needed in touched(plan.graphs[program.step].trace, program, device):
             size, name = _aligned(buffers[index].size_bytes), buffers[index].name
-            if buffers[index].kind is BufferKind.STATE and plan.home and name != NEWEST:
+            if buffers[index].kind is BufferKind.STATE and plan.home and is_paged(name):
                 pages[plan.home, name] = size
             elif buffers[index].kind is BufferKind.STATE:
                 state[name] = size
@@ -412,6 +420,17 @@ class WorkerMemory:
                 ):
                     self._state_of(0, program, buffer)
 
+    def find(self, place: StatePlace, name: str, programs: Sequence[Sequence[Program]]) -> Storage | None:
+        """State of a home or of a microbatch on a lane of `programs`; None: it is not here."""
+        number, microbatch = place
+        if microbatch < 0:
+            return self.homes.get(number, {}).get(name)
+        for program in programs[number] if 0 <= number < len(programs) else ():
+            for buffer, device in program.homes:
+                if device == self._device and self._traces[program.step].buffers[buffer].name == name:
+                    return self._state_of(microbatch, program, buffer)
+        return None
+
     def _state_of(self, microbatch: int, program: Program, index: int) -> Storage:
         buffer = self._traces[program.step].buffers[index]
         if is_shared(program, buffer.name):
@@ -422,6 +441,7 @@ class WorkerMemory:
         key = (microbatch, buffer.name, buffer.size_bytes)
         if key not in self._state:
             self._state[key] = allocate(buffer.size_bytes)
+            bytes_of(self._state[key], 0, buffer.size_bytes).zero_()
         return self._state[key]
 
     def program_memory(self, microbatch: int, program: Program, us: Sequence[float]) -> ProgramMemory:

@@ -116,14 +116,15 @@ class Clear(_Message, frozen=True):
 
 
 class MovePages(_Message, frozen=True):
-    """Engine to worker: send pages of a home here to pages of another home, on a device or this one."""
+    """Engine to worker: send pages or rows of state to another place, on a device or this one."""
 
     # Counted with the runs of programs.
     run: Index
     # Destination.
     device: Index
-    home: Index
-    to_home: Index
+    # (home, -1), or (lane, microbatch) for a microbatch's own state.
+    place: tuple[Whole, Whole]
+    to_place: tuple[Whole, Whole]
     # (state buffer, bytes of a page)
     buffers: list[tuple[str, Index]]
     from_pages: list[Index]
@@ -137,7 +138,7 @@ class PageFrame(_Message, frozen=True):
     # Counts the sender's pieces.
     piece: Index
     slot: Index
-    home: Index
+    place: tuple[Whole, Whole]
     # (state buffer, bytes of a page, pages), in the order of the bytes
     parts: list[tuple[str, Index, list[Index]]]
     # Pieces of the move.

@@ -24,10 +24,12 @@ from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import (
     ProgramMemory,
+    StatePlace,
+    Storage,
     WorkerMemory,
     bind_storages,
     bytes_of,
-    is_shared,
+    is_cleared,
     tensor_of,
 )
 from tessera.execute.messages import Begin, Done, Failed, NewLanes, Setup, pack, unpack
@@ -76,7 +78,7 @@ class CpuWorker(DeviceWorker):
         self._transport = open_transport(setup, engine.mailbox, engine.post)
         links, copier = self._transport.links, PageCopier(torch.device("cpu"))
         links.pages = self._hear_pages
-        self._pages = PageMover(setup, self._memory.homes, copier, links, engine.tell)
+        self._pages = PageMover(setup, self._find, copier, links, engine.tell)
 
     @property
     def address(self) -> str:
@@ -109,6 +111,9 @@ class CpuWorker(DeviceWorker):
             self._memory.add_step(trace, bind_storages(trace, kinds, self._setup.weights, is_partial=True))
         self._programs += new.programs
         self._memory.add_homes(self._live)
+
+    def _find(self, place: StatePlace, name: str) -> Storage | None:
+        return self._memory.find(place, name, self._programs)
 
     def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
         for key in [key for key in self._programs_memory if key[1] in lanes]:
@@ -197,7 +202,7 @@ class CpuWorker(DeviceWorker):
     def _clear(self, microbatch: int, lane: int) -> None:
         for index, program in enumerate(self._programs[lane]):
             for name, contents in self._memory_of(microbatch, lane, index).state.items():
-                if not is_shared(program, name):
+                if is_cleared(program, name):
                     contents.zero_()
 
     def _cancel(self, run: int) -> None:

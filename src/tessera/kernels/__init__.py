@@ -23,5 +23,12 @@ MODULES = {
 PAGE = 16
 # Added to the square sum of a vector before the root of its length (`recurrent`).
 NORM_EPSILON = 1e-6
-# State of a microbatch that is not in pages: the tokens its last step chose.
+# State of a microbatch that is not in pages: the tokens its last step chose, and, by the start of its name,
+# what is kept by row.
 NEWEST = "newest"
+BY_ROW = "row "
+
+
+def is_paged(state: str) -> bool:
+    """True if the state of this name is in pages."""
+    return state != NEWEST and not state.startswith(BY_ROW)

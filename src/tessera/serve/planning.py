@@ -6,13 +6,14 @@ captures and prices steps: on this machine's CPU here, on GPUs in `gpu`.
 Policies are made and rehearsed by `policies`. Every state has one home in all steps (`WorkUnit.is_served`).
 
 Plans are kept under `$XDG_CACHE_HOME/tessera/plans`, in a folder named by a hash of everything they depend
-on: this package's code, library versions, the model's files, sizes, devices and page memory. Unreadable
-folders are replaced; unwritable ones are not used; the newest `MAX_KEPT` stay. A small model's weights are
-kept too, so that it starts without the libraries that build it.
+on: this package's code, library versions, the model's files, sizes, devices and page memory. Folders with a
+changed byte are replaced; unwritable ones are not used; the newest `MAX_KEPT` stay. A small model's weights
+are kept too, so that it starts without the libraries that build it.
 """
 
 import contextlib
 import hashlib
+import io
 import os
 import pickle
 import shutil
@@ -35,8 +36,8 @@ from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, MismatchError, PlanInfeasible, TesseraError
 from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
-from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Plan, Role, ServicePlan, Trace, WorkUnit, load, save
-from tessera.ir.files import cache_folder, chunks_of
+from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Plan, Role, ServicePlan, Trace, WorkUnit, save
+from tessera.ir.files import cache_folder, chunks_of, parse
 from tessera.serve.pages import modest_bytes, steady
 from tessera.serve.records import ServeSpec, Shape, step_name
 from tessera.serve.router import plans_of, shape_of
@@ -419,7 +420,8 @@ def key_of(places: Sequence[str], *given: object) -> str:
 
 
 class _More(msgspec.Struct):
-    num_policies: int
+    # File -> SHA-256; policies in order, then weights.
+    digests: dict[str, str]
     scale: float
     # Only for a kept model.
     shape: Shape | None
@@ -429,11 +431,18 @@ class _More(msgspec.Struct):
 def find(key: str, folder: Path, build: Callable[[], "ServedModel"], spec: ServeSpec) -> Prepared | None:
     own = folder / key
     try:
-        more = msgspec.json.decode((own / _MORE).read_bytes(), type=_More)
-        policies = tuple(load(ServicePlan, own / f"{n}.plan") for n in range(more.num_policies))
+        digest, _, body = (own / _MORE).read_bytes().partition(b"\n")
+        if digest.decode() != _digest(body, key):
+            return None
+        more = msgspec.json.decode(body, type=_More)
+        files = {name: (own / name).read_bytes() for name in more.digests}
+        if {name: _digest(raw) for name, raw in files.items()} != more.digests:
+            return None
+        raw_weights = files.pop(_WEIGHTS, None)
+        policies = tuple(parse(ServicePlan, raw, name) for name, raw in files.items())
         kept = None
-        if more.shape is not None:
-            weights = torch.load(own / _WEIGHTS, weights_only=True)
+        if more.shape is not None and raw_weights is not None:
+            weights = torch.load(io.BytesIO(raw_weights), weights_only=True)
             kept = KeptModel(more.shape, more.state_bytes, weights)
         os.utime(own)
     except _UNREADABLE:
@@ -464,7 +473,6 @@ def keep(key: str, found: Prepared, folder: Path) -> None:
     """Keep plans under this name atomically; failures are reported on standard error."""
     model = KeptModel.of(found.model)
     kept = (None, 0) if model is None else (model.shape, model.state_bytes)
-    more = _More(len(found.policies), found.scale, *kept)
     part = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -473,7 +481,10 @@ def keep(key: str, found: Prepared, folder: Path) -> None:
             save(policy, part / f"{number}.plan")
         if model is not None:
             torch.save(dict(model.tensors), part / _WEIGHTS)
-        (part / _MORE).write_bytes(msgspec.json.encode(more))
+        names = [*(f"{n}.plan" for n in range(len(found.policies))), *([] if model is None else [_WEIGHTS])]
+        digests = {name: _digest((part / name).read_bytes()) for name in names}
+        body = msgspec.json.encode(_More(digests, found.scale, *kept))
+        (part / _MORE).write_bytes(_digest(body, key).encode() + b"\n" + body)
         shutil.rmtree(folder / key, ignore_errors=True)
         part.rename(folder / key)
     except (OSError, RuntimeError, TesseraError) as error:
@@ -483,6 +494,10 @@ def keep(key: str, found: Prepared, folder: Path) -> None:
         print(f"warning: {folder}: {why}; plans are not kept for the next start", file=sys.stderr)
         return
     _drop_old(folder)
+
+
+def _digest(raw: bytes, key: str = "") -> str:
+    return hashlib.sha256(key.encode() + raw).hexdigest()
 
 
 def _drop_old(folder: Path) -> None:

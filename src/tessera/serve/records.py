@@ -199,6 +199,8 @@ class Finish:
     message: str = ""
     # The prompt's tokens after its first, if their logprobs were requested.
     prompt: tuple[Token, ...] = ()
+    # Reason "error": true if the ask was at fault.
+    is_refused: bool = False
 
 
 Event = AnswerPiece | Finish
