@@ -16,7 +16,7 @@ from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.cli.plan_text import CostFigures, sure
 from tessera.errors import CaptureError, TesseraError
 from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Plan, ServicePlan, Step, save
-from tessera.plan import Comparison, DeviceMemory, Option, PlanConfig, Target, explain, search_config
+from tessera.plan import Comparison, DeviceMemory, PlanConfig, Target, explain, search_config
 from tessera.plan.batches import BATCHES
 from tessera.plan.service import compared
 
@@ -210,9 +210,7 @@ def model_figures(
         objective=found.objective,
         policy=found.policy,
         batches=chosen.batch,
-        baselines={
-            o.policy: PolicyFigures.of(o, groups=sizes.get(o.policy, ())) for o in found.baselines
-        },
+        baselines={o.policy: PolicyFigures.of(o, groups=sizes.get(o.policy, ())) for o in found.baselines},
         best_baseline=best.policy if best else None,
         ratio_to_best_baseline=found.ratio_to(best) if best else None,
         ratio_to_data_parallel=found.ratio_to(parallel) if parallel else None,
