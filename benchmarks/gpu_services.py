@@ -107,6 +107,8 @@ def measured(args: argparse.Namespace, policy: str, steps: Any, load: Any) -> di
     (served,) = prepared.policies
     expected, scale = served.expected, prepared.scale
     assert expected is not None, "it was rehearsed"
+    if args.prepare:
+        return {"expected": round(expected.tokens_per_s, 1), "moments": moments}
     advance("starting workers")
     with (
         prepared.workers(args.transport) as stepper,
@@ -153,7 +155,7 @@ def arrived(
     virtual = play([plan], stream).expected
     tokens_per_s = sum(n for _, n in tally.came) / seconds * scale
     times = {"tpot ms": tally.each_s, "ttft ms": tally.first_s}
-    waits = {name: [round(x / scale, 2) for x in quantiles_ms(t, 0)] for name, t in times.items()}
+    waits = {name: [round(x / scale, 2) for x in quantiles_ms(t)] for name, t in times.items()}
     return {
         "requests per s": round(rate, 2),
         "requests": num,
@@ -185,6 +187,9 @@ def parsed(words: list[str]) -> argparse.Namespace:
         type=shares,
         default=[],
         help="Poisson streams too, at these shares of the expected rate",
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="only plan and capture: fills the compilers' caches"
     )
     parser.add_argument("--each", type=float, default=60.0, help="seconds that a policy is given at least")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for all")

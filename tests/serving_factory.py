@@ -299,7 +299,7 @@ class ToyStepper:
         inputs["tokens"] = [x if x >= 0 else space.newest[-1 - x] for x in inputs["tokens"]]
         logits = read(space, self.shape.sizes[call.step], inputs)
         last = inputs["tokens"]
-        if self.shape.is_flat or len(logits) != len(last):
+        if self.shape.is_flat:
             last = [last[max(0, end - 1)] for end in inputs["query_starts"][1:]]
         tokens, logprobs, top = choose(logits, torch.tensor(last), tables)
         space.newest = tokens.clamp_min(0).tolist()
@@ -354,12 +354,20 @@ class ToyStepper:
             assert list(range(length - count, length)) == positions
             places = [inputs["pages"][first + at // PAGE] * PAGE + at % PAGE for at in range(length)]
             assert places[length - count :] == inputs["slots"][starts[row] : starts[row + 1]]
-            logits[row] = toy_logits([space.pages[place] for place in places])
+            held = [space.pages[place] for place in places]
+            if self.shape.has_rows:
+                held = self._recurrent(space, inputs["rows"][row], held[length - count :])
+                assert len(held) == length
+            logits[row] = toy_logits(held)
         return logits
 
+    def _recurrent(self, space: Space, row: int, new: list[int]) -> list[int]:
+        """What a sequence has read, by its row; a negative row begins."""
+        number = -1 - row if row < 0 else row
+        space.rows[number] = [*([] if row < 0 else space.rows[number]), *new]
+        return space.rows[number]
+
     def _by_row(self, space: Space, size: int, inputs: dict[str, list[int]]) -> torch.Tensor:
-        if size > self.shape.rows:
-            return self._part(space, size, inputs)
         logits = torch.zeros(size, VOCAB)
         for row in range(size):
             assert inputs["query_starts"][row] == row
@@ -371,16 +379,6 @@ class ToyStepper:
                 read.append(inputs["tokens"][row])
                 logits[row] = toy_logits(read)
         return logits
-
-    def _part(self, space: Space, size: int, inputs: dict[str, list[int]]) -> torch.Tensor:
-        """Part of one prompt, whose row it is; the other rows stay as they are."""
-        (row,), (is_fresh,), (length,) = inputs["row"], inputs["fresh"], inputs["lengths"]
-        assert is_fresh or not self.shape.is_first_only
-        assert inputs["query_starts"] == [0, size]
-        read = [] if is_fresh else space.rows[row]
-        assert inputs["positions"] == list(range(len(read), length))
-        space.rows[row] = [*read, *inputs["tokens"]]
-        return toy_logits(space.rows[row])[None]
 
     def wake(self) -> None:
         """From any thread."""

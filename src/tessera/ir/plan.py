@@ -66,6 +66,8 @@ class Baseline:
     # Rent per thousand work units and energy per unit; None also if unknown.
     usd_per_1k_units: float | None = None
     joules_per_unit: float | None = None
+    # Requests in flight, where they were counted.
+    microbatches: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

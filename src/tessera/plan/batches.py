@@ -1,17 +1,18 @@
-"""plan_batches: the best batch for steps that no service runs.
+"""BatchSearch: the best batch for steps that no service runs.
 
 These are decodes or prefills alone, images, encoders, and models whose state is kept by row. A work unit is
-the steps of a batch of requests. Points (batch, microbatches in flight) are planned with little effort until
-memory is exhausted, then batches next to the best one; the best point within the limits is planned in full.
-Each coarse policy gets its own best point. Copies of the model (`single`, `data-parallel`) get a batch of
-their own on every device.
+the steps of a batch of requests. Batches are planned with little effort until memory is exhausted, then ever
+nearer to the best one, for every number of microbatches in flight; the best point within the limits is
+planned in full. Each coarse policy is searched for its own best point in the same way. Copies of the model
+(`single`, `data-parallel`) get a batch of their own on every device.
 
 Times follow Little's law: n microbatches at r work units per second take n / r each. Steps before the decodes
 are the time to the first token.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
@@ -19,11 +20,15 @@ from tessera.plan.comparison import Comparison, Option
 from tessera.plan.config import QUICK
 from tessera.plan.problem import build
 from tessera.plan.search.task import Simulator
-from tessera.plan.solve import PlanConfig, solve
+from tessera.plan.solve import PlanConfig, baselines, solve
 
-# First batches, and factors around the best.
+# First batches, and factors around the best one, round by round.
 BATCHES = tuple(2 * 4**n for n in range(6))
-NEAR = (0.5, 0.75, 1.5, 2.0)
+ROUNDS = ((0.5, 2.0), (0.75, 1.5), (0.875, 1.25), (0.9375, 1.125), (0.97, 1.0625))
+# Rounds around a coarse policy's best batch among those of the plans.
+NEAR = ROUNDS[2:]
+# With more microbatches in flight: shares of the best batch with fewer, and the rounds around the best.
+DEEPER, DEEPER_ROUNDS = (0.5, 0.75), ROUNDS[2:3]
 # Microbatches in flight per device.
 DEPTHS = (1, 2)
 REPLICAS = ("single", "data-parallel")
@@ -49,6 +54,26 @@ class Target:
 
 # A batch of requests, priced.
 PricedUnit = tuple[ir.WorkUnit, tuple[ir.Costs, ...]]
+# Whether the limits are kept, and the objective's figure, or how near the limits are.
+Merit = tuple[bool, float]
+NOTHING: Merit = (False, float("-inf"))
+
+
+def best_batch(
+    merit: Callable[[int], Merit], batches: Sequence[int], rounds: Sequence[Sequence[float]] = ()
+) -> int | None:
+    """The best of some batches, up to the first that does not fit, and of those around the best."""
+    rated: dict[int, Merit] = {}
+    for batch in batches:
+        rated[batch] = merit(batch)
+        if rated[batch] == NOTHING:
+            break
+    for factors in rounds:
+        best = max(rated, key=rated.__getitem__)
+        for batch in sorted({_even(best * factor) for factor in factors} - set(rated)):
+            rated[batch] = merit(batch)
+    best = max(rated, key=rated.__getitem__)
+    return None if rated[best] == NOTHING else best
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,47 +85,61 @@ class BatchSearch:
     config: PlanConfig
     simulate: Callable[[], Simulator]
     advance: Callable[[str], None] = lambda text: None
+    # (batch, microbatches): a plan with little effort, or why there is none; and the coarse policies.
+    _plans: dict[tuple[int, int], ir.Plan | PlanInfeasible] = field(default_factory=dict)
+    _coarse: dict[tuple[int, int], dict[str, Option]] = field(default_factory=dict)
+    # Batch -> a copy of the model on every device; None where it does not fit.
+    _copies: dict[int, list[Option | None]] = field(default_factory=dict)
 
     def best(
         self, batches: Sequence[int] = BATCHES, depths: Sequence[int] = ()
     ) -> tuple[ir.Plan, Comparison]:
-        """The plan of the best point, beside coarse policies at theirs; `depths`: microbatches in flight."""
-        depths = depths or [depth * len(self.cluster.devices) for depth in DEPTHS]
-        quick, why = self._grown(batches, depths)
-        if not quick:
-            raise why or PlanInfeasible("no batch was given", "Give at least one.")
-        best = max(quick, key=self._merit)
-        if len(batches) > 1:
-            near = sorted({_even(best.batch * factor) for factor in NEAR} - {plan.batch for plan in quick})
-            quick += self._grown(near, depths)[0]
-            best = max(quick, key=self._merit)
-        if not self.target.allows(self.option(best)):
-            raise self._refusal(quick)
-        if self.config.search is not QUICK:
-            best = max(best, self._plan(best.batch, best.microbatches, self.config), key=self._merit)
-        return best, self._compared(best, quick)
+        """The plan of the best point, beside coarse policies at theirs; `depths`: microbatches in flight.
 
-    def _grown(
-        self, batches: Sequence[int], depths: Sequence[int]
-    ) -> tuple[list[ir.Plan], PlanInfeasible | None]:
-        """Plans of the batches that fit; or why the first does not."""
-        quick = replace(self.config, search=QUICK, shown_microbatches=())
-        plans: list[ir.Plan] = []
-        for batch in batches:
+        A single batch is taken as given.
+        """
+        is_free = len(batches) > 1
+        first, *others = depths or [depth * len(self.cluster.devices) for depth in DEPTHS]
+        start = best_batch(partial(self._plan_merit, first, 0), batches, ROUNDS if is_free else ())
+        for depth in others if start else ():
+            near = sorted({_even(start * share) for share in DEEPER}) if start and is_free else batches
+            best_batch(partial(self._plan_merit, depth, first), near, DEEPER_ROUNDS if is_free else ())
+        plans = [plan for plan in self._plans.values() if isinstance(plan, ir.Plan)]
+        if not plans:
+            raise next(error for error in self._plans.values() if isinstance(error, PlanInfeasible))
+        best = max(plans, key=lambda plan: self._merit(self.option(plan)))
+        if not self.target.allows(self.option(best)):
+            raise self._refusal(plans)
+        if self.config.search is not QUICK:
+            full = self._plan(best.batch, best.microbatches, self.config)
+            best = max(best, full, key=lambda plan: self._merit(self.option(plan)))
+        baselines = (*self.copies(batches), *self._coarse_options(NEAR if is_free else ()))
+        return best, Comparison(best.policy, self.option(best), baselines, self.config.objective)
+
+    def _plan_merit(self, depth: int, known_depth: int, batch: int) -> Merit:
+        """Up to `depth` microbatches in flight; so many are known already."""
+        if (batch, depth) not in self._plans:
             self.advance(f"planning batch {batch}")
+            fewer = tuple(num for num in QUICK.fewer_microbatches if num > known_depth)
+            quick = replace(QUICK, fewer_microbatches=fewer)
             try:
-                plans += [self._plan(batch, depth, quick) for depth in depths]
+                plan = self._plan(batch, depth, replace(self.config, search=quick, shown_microbatches=()))
             except PlanInfeasible as error:
-                return plans, error
-        return plans, None
+                self._plans[batch, depth] = error
+                return NOTHING
+            self._plans[batch, depth] = plan
+            if plan.microbatches == depth:  # else its baselines may be for fewer, too
+                self._coarse[batch, depth] = self._options(plan.unit, plan.costs, plan.baselines)
+        known = self._plans[batch, depth]
+        return self._merit(self.option(known)) if isinstance(known, ir.Plan) else NOTHING
 
     def _plan(self, batch: int, microbatches: int, config: PlanConfig) -> ir.Plan:
         config = replace(config, microbatches=microbatches)
         return solve(*self.unit_at(batch), self.cluster, config, self.simulate())
 
-    def _merit(self, plan: ir.Plan) -> tuple[bool, float]:
-        """The objective's figure within the limits, else how near they are."""
-        option = self.option(plan)
+    def _merit(self, option: Option | None) -> Merit:
+        if option is None:
+            return NOTHING
         if self.target.allows(option):
             return True, option.figure(self.config.objective)
         return False, -self.target.excess(option)
@@ -113,17 +152,55 @@ class BatchSearch:
             "Allow more time, or add a faster device.",
         )
 
-    def _compared(self, best: ir.Plan, plans: Sequence[ir.Plan]) -> Comparison:
-        listed = list(self.copies(sorted({plan.batch for plan in plans})))
-        for plan in plans:
-            rated = (b for b in plan.baselines if b.throughput_per_s and b.name not in REPLICAS)
-            listed += [self._baseline(plan, baseline) for baseline in rated]
-        goal, kept = self.config.objective, [o for o in listed if self.target.allows(o)]
-        names = dict.fromkeys(o.policy for o in kept)
-        baselines = (
-            max((o for o in kept if o.policy == name), key=lambda o: o.figure(goal)) for name in names
-        )
-        return Comparison(best.policy, self.option(best), tuple(baselines), goal)
+    # Coarse policies.
+
+    def _coarse_options(self, rounds: Sequence[Sequence[float]]) -> list[Option]:
+        """Every coarse policy at its best point within the limits: a plan's, or near one."""
+        for depth in sorted({depth for _, depth in self._plans}):
+            self.advance(f"comparing with coarser policies, {depth} microbatches in flight")
+            tried = [batch for batch, at in self._plans if at == depth]
+            for name in dict.fromkeys(name for batch in tried for name in self._coarse_at(depth, batch)):
+                start = max(tried, key=partial(self._coarse_merit, name, depth))
+                best_batch(partial(self._coarse_merit, name, depth), (start,), rounds)
+        best: dict[str, Option] = {}
+        for option in (option for options in self._coarse.values() for option in options.values()):
+            if self.target.allows(option):
+                best[option.policy] = max(best.get(option.policy, option), option, key=self._merit)
+        return list(best.values())
+
+    def _coarse_merit(self, policy: str, depth: int, batch: int) -> Merit:
+        return self._merit(self._coarse_at(depth, batch).get(policy))
+
+    def _coarse_at(self, depth: int, batch: int) -> dict[str, Option]:
+        if (batch, depth) not in self._coarse:
+            unit, costs = self.unit_at(batch)
+            config = replace(self.config, search=QUICK, microbatches=depth)
+            rated = baselines(unit, costs, self.cluster, config, self.simulate())
+            self._coarse[batch, depth] = self._options(unit, costs, rated)
+        return self._coarse[batch, depth]
+
+    def copies(self, batches: Sequence[int]) -> list[Option]:
+        """The best device alone, and a copy of the model on every device, each at its best batch."""
+        best: list[Option] = []
+        for device in range(len(self.cluster.devices)):
+            batch = best_batch(partial(self._copy_merit, device), batches, ROUNDS if len(batches) > 1 else ())
+            option = batch and self._copies[batch][device]
+            if option and self.target.allows(option):
+                best.append(option)
+        if not best:
+            return []
+        alone = max(best, key=self._merit)
+        return [alone, *([together(best)] if len(best) > 1 else [])]
+
+    def _copy_merit(self, device: int, batch: int) -> Merit:
+        if batch not in self._copies:
+            unit, costs = self.unit_at(batch)
+            problem = build(unit, costs, self.cluster)
+            self._copies[batch] = [
+                self._alone(unit, costs, each) if problem.fits((problem.alone(each),), 1) else None
+                for each in range(len(self.cluster.devices))
+            ]
+        return self._merit(self._copies[batch][device])
 
     # Figures.
 
@@ -133,49 +210,37 @@ class BatchSearch:
         return Option(
             plan.policy,
             plan.simulated_per_s * self._tokens(plan.batch),
-            *self._times_ms(plan, plan.simulated_per_s),
+            *self._times_ms(plan.unit, plan.costs, plan.used, 1e3 * plan.microbatches / plan.simulated_per_s),
             dict.fromkeys(used, plan.batch),
             plan.microbatches,
             plan.usd_per_hour,
             joules,
         )
 
-    def _baseline(self, plan: ir.Plan, baseline: ir.Baseline) -> Option:
-        rate, each, tokens = baseline.throughput_per_s, baseline.usd_per_1k_units, self._tokens(plan.batch)
-        assert rate is not None, "it applies"
-        return Option(
-            baseline.name,
-            rate * tokens,
-            *self._times_ms(plan, rate),
-            dict.fromkeys(self.cluster.names, plan.batch),
-            plan.microbatches,
-            each and each * rate * 3.6,
-            baseline.joules_per_unit and baseline.joules_per_unit / tokens,
-        )
-
-    def copies(self, batches: Sequence[int]) -> list[Option]:
-        """The best device alone, and a copy of the model on every device, each at its best batch."""
-        best: dict[int, Option] = {}
-        goal = self.config.objective
-        for batch in batches:
-            unit, costs = self.unit_at(batch)
-            problem = build(unit, costs, self.cluster)
-            for device in range(len(self.cluster.devices)):
-                if not problem.fits((problem.alone(device),), 1):
-                    continue
-                option = self._alone(unit, costs, device)
-                known = best.get(device, option)
-                if self.target.allows(option) and option.figure(goal) >= known.figure(goal):
-                    best[device] = option
-        if not best:
-            return []
-        alone = max(best.values(), key=lambda o: o.figure(goal))
-        return [alone, *([together(list(best.values()))] if len(best) > 1 else [])]
+    def _options(
+        self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], rated: Sequence[ir.Baseline]
+    ) -> dict[str, Option]:
+        """Coarse policies that apply, except copies of the model."""
+        found, tokens = {}, self._tokens(unit.batch)
+        every = range(len(self.cluster.devices))
+        for baseline in rated:
+            rate, usd, joules = baseline.throughput_per_s, baseline.usd_per_1k_units, baseline.joules_per_unit
+            if rate and baseline.microbatches and baseline.name not in REPLICAS:
+                found[baseline.name] = Option(
+                    baseline.name,
+                    rate * tokens,
+                    *self._times_ms(unit, costs, every, 1e3 * baseline.microbatches / rate),
+                    dict.fromkeys(self.cluster.names, unit.batch),
+                    baseline.microbatches,
+                    usd and usd * rate * 3.6,
+                    joules and joules / tokens,
+                )
+        return found
 
     def _alone(self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], device: int) -> Option:
-        steps_us = [c.total_us(device) * count for c, count in zip(costs, unit.counts, strict=True)]
-        card, ms, tokens = self.cluster.devices[device], 1e-3 * sum(steps_us), self._tokens(unit.batch)
-        times = self._split_ms(unit, steps_us, ms)
+        card, tokens = self.cluster.devices[device], self._tokens(unit.batch)
+        ms = 1e-3 * sum(c.total_us(device) * count for c, count in zip(costs, unit.counts, strict=True))
+        times = self._times_ms(unit, costs, (device,), ms)
         joules = card.tdp_w and card.tdp_w * 1e-3 * ms / tokens
         return Option(
             "single", 1e3 * tokens / ms, *times, {card.name: unit.batch}, 1, card.usd_per_hour, joules
@@ -184,17 +249,16 @@ class BatchSearch:
     def _tokens(self, batch: int) -> int:
         return batch * max(1, self.target.output_tokens)
 
-    def _times_ms(self, plan: ir.Plan, rate_per_s: float) -> tuple[float, float]:
-        rows = zip(plan.costs, plan.unit.counts, strict=True)
-        steps_us = [count * sum(map(c.total_us, plan.used)) for c, count in rows]
-        return self._split_ms(plan.unit, steps_us, 1e3 * plan.microbatches / rate_per_s)
-
-    def _split_ms(self, unit: ir.WorkUnit, steps_us: Sequence[float], ms: float) -> tuple[float, float]:
-        """(time per token, time to the first token) of a request that takes so long."""
+    def _times_ms(
+        self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], devices: Iterable[int], ms: float
+    ) -> tuple[float, float]:
+        """(time per token, time to the first token) of a request that takes so long on these devices."""
         is_decode = [g.trace.step.kind == "decode" for g in unit.graphs]
         runs = max(1, self.target.output_tokens)
         if len(is_decode) == 1 or not any(is_decode):
             return ms / runs, ms
+        rows = zip(costs, unit.counts, strict=True)
+        steps_us = [count * sum(map(c.total_us, devices)) for c, count in rows]
         before = sum(us for us, is_one in zip(steps_us, is_decode, strict=True) if not is_one)
         first_ms = ms * before / sum(steps_us)
         return (ms - first_ms) / runs, first_ms

@@ -102,6 +102,27 @@ def solution(
     return max(solved, key=lambda s: objective_figure(s.plan, config.objective))
 
 
+def baselines(
+    unit: ir.WorkUnit,
+    costs: tuple[ir.Costs, ...],
+    cluster: ir.Cluster,
+    config: PlanConfig,
+    simulate: Simulator | None = None,
+) -> tuple[ir.Baseline, ...]:
+    """The coarse policies alone."""
+    problem = build(unit, costs, cluster, config.constraints)
+    judge = Judge(
+        Task(problem, config.microbatches, simulate, config.is_served, config.objective, config=config.search)
+    )
+    return tuple(judge.baseline(kind, mix) for kind, mix in _coarse(judge).items())
+
+
+def _coarse(judge: Judge) -> dict[str, Mix | None]:
+    """The best mix of every coarse policy; None where it does not apply."""
+    mixes = judge.task.coarse
+    return {kind: judge.best(listed) if (listed := mixes[kind]) else None for kind in COARSE}
+
+
 def place(
     unit: ir.WorkUnit,
     costs: tuple[ir.Costs, ...],
@@ -186,7 +207,7 @@ def decide(judge: Judge, shown_microbatches: Sequence[int] = (), is_part: bool =
     """The best candidate of the planner, the coarse policies and parts of the cluster."""
     task = judge.task
     planner = planner_named(task.policy)
-    coarse = {kind: judge.best(mixes) if (mixes := task.coarse[kind]) else None for kind in COARSE}
+    coarse = _coarse(judge)
     mixes = planner(task)
     if not mixes:
         limits = " with these placement constraints" if task.problem.constraints else ""
@@ -195,10 +216,10 @@ def decide(judge: Judge, shown_microbatches: Sequence[int] = (), is_part: bool =
     floors = [m for m in coarse.values() if m is not None]
     floors += _from_parts(judge, is_part)
 
-    def baselines() -> tuple[ir.Baseline, ...]:
+    def rated() -> tuple[ir.Baseline, ...]:
         return tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
 
-    solved = choose(judge, mixes, floors, baselines, shown_microbatches)
+    solved = choose(judge, mixes, floors, rated, shown_microbatches)
     ir.verify(solved.plan)
     return solved
 

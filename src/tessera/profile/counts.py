@@ -17,6 +17,8 @@ from tessera.profile.overheads import Overhead, attention_overhead, copies_first
 
 # Attention with at most this many queries per sequence is bound by the KV cache.
 MAX_DECODE_QUERIES = 8
+# Operators that update some rows of a state: their last tensors are the state, starts and rows.
+RECURRENT = frozenset({"causal_conv", "ssd_scan", "selective_scan", "delta_scan"})
 _BY_CLASS: dict[str, str] = {
     "gemm": """mm addmm bmm baddbmm addbmm linear matmul mv addmv dot vdot _scaled_mm _int_mm
         _addmm_activation _weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm
@@ -56,7 +58,8 @@ _BY_CLASS: dict[str, str] = {
         view_copy expand_copy permute_copy _unsafe_masked_index reflection_pad1d reflection_pad2d
         replication_pad1d replication_pad2d replication_pad3d split_with_sizes_copy unfold_copy
         channel_shuffle range _pin_memory""",
-    "elementwise": """add sub rsub mul div true_divide floor_divide remainder fmod pow square sqrt rsqrt
+    "elementwise": """causal_conv ssd_scan selective_scan delta_scan
+        add sub rsub mul div true_divide floor_divide remainder fmod pow square sqrt rsqrt
         reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh tanh asin acos atan atan2
         sigmoid silu gelu relu relu6 leaky_relu elu celu selu hardswish hardsigmoid hardtanh mish softplus
         glu neg abs sign sgn ceil floor round trunc frac clamp clamp_min clamp_max maximum minimum fmax
@@ -211,6 +214,8 @@ def _bytes(op: OpClass, kernel: Kernel, launch: Launch, views: tuple[View, ...])
     touched = _touched(launch, _visited(kernel, launch)) if launch.accesses else _seen(launch, views)
     if op is OpClass.GROUPED and len(views) > 1:
         return touched - _idle_experts(views)
+    if _base(kernel.name) in RECURRENT:
+        return touched - _idle_rows(views)
     if kernel.origin is Origin.ATEN and copies_first(op.value, kernel.name, views):
         return touched + 2 * _size(views[0])
     return touched
@@ -249,6 +254,13 @@ def _idle_experts(views: tuple[View, ...]) -> int:
     groups = weights.shape[0]
     size = sum(_size(v) for v in views[1:] if len(v.shape) == 3 and v.shape[0] == groups)
     return size * max(0, groups - rows.shape[0]) // groups
+
+
+def _idle_rows(views: tuple[View, ...]) -> int:
+    """State bytes, read and written, of rows without a sequence in the step."""
+    state, _, rows = views[-3:]
+    num = state.shape[0]
+    return 2 * _size(state) * max(0, num - rows.shape[0]) // num
 
 
 def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tuple[float, tuple[int, ...]]:

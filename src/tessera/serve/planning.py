@@ -290,7 +290,7 @@ def _follow(
     from tessera.serve.policies import check_groups, follow_group
     from tessera.serve.rehearse import rehearse
 
-    if not model.shape.is_flat:
+    if not model.shape.is_paged:
         raise MismatchError(f"{model.model} keeps state by row", "Serve it without --plan.", "--plan")
     begun_s, scale = time.perf_counter(), 1.0
     captured: dict[tuple[object, ...], tuple[WorkUnit, tuple[Costs, ...]]] = {}

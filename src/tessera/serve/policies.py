@@ -149,7 +149,7 @@ class ServicePlanner:
 
         return CapturedModel(
             self.load, self.cluster, price, ModelBytes(0, 0.0), FluidConfig(num_rehearsed=MAX_REHEARSED),
-            shape.is_flat and not self.sees, (), shape.microbatches, shape.rows, shape.sizes,
+            shape.is_paged and not self.sees, (), shape.microbatches, shape.rows, shape.sizes,
         )  # fmt: skip
 
     def _group(self, policy: str, draft: GroupDraft) -> Group:
@@ -181,7 +181,7 @@ class ServicePlanner:
             return self._on(used[0], Role.MIXED, max(1, self.shape.microbatches // len(self.cluster.devices)))
         pages = homes_of(self.unit.graphs[-1], placement.devices[-1])
         digest = hashlib.sha256(repr(pages).encode()).hexdigest()[:12]
-        home = f"{name}-{digest}" if self.shape.is_flat else ""
+        home = f"{name}-{digest}" if self.shape.is_paged else ""
         plan = lane_plan(self.unit, self.costs, self.cluster, placement, microbatches, home)
         return Group(Role.MIXED, plan, self.shape.rows, microbatches)
 
@@ -277,7 +277,7 @@ def group_on(
     from tessera.plan.solve import lane_plan
 
     placement = Placement(tuple((device,) * len(graph.trace.launches) for graph in unit.graphs))
-    home = f"{cluster.names[device]} {shape.pool_tokens}" if shape.is_flat else ""
+    home = f"{cluster.names[device]} {shape.pool_tokens}" if shape.is_paged else ""
     return Group(
         role, lane_plan(unit, costs, cluster, placement, microbatches, home), shape.rows, microbatches
     )

@@ -47,20 +47,24 @@ class Shape:
     # Positions of a microbatch's pages, with the unused page 0.
     pool_tokens: int
     vocab_size: int
-    # False if state is kept by row: a sequence keeps its row and reads one token per step, or fills a step of
-    # more than `rows` tokens alone.
+    # False if every step has one token of each sequence, in the sequence's row.
     is_flat: bool = True
-    # True if such a step must be a sequence's first.
-    is_first_only: bool = False
+    # True if recurrent layers keep a state in a row per sequence, beside pages.
+    has_rows: bool = False
     # Attention window, itself included, if every layer has one; else 0.
     window: int = 0
+
+    @property
+    def is_paged(self) -> bool:
+        """True if all state is in pages: sequences can share and move it."""
+        return self.is_flat and not self.has_rows
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
         return tuple(size for size in self.sizes if size > self.rows)
 
     def num_sequences(self, size: int) -> int:
-        return min(size, self.rows) if self.is_flat or size <= self.rows else 1
+        return min(size, self.rows)
 
     @property
     def num_page_entries(self) -> int:

@@ -152,7 +152,7 @@ class Router(Scheduler[ActiveRequest]):
     ) -> None:
         """`shape` is the model's; sizes of the groups replace its own."""
         self.policies, self._shape, self._make_batch = tuple(policies), shape, make
-        self._is_caching = is_caching and shape.is_flat
+        self._is_caching = is_caching and shape.is_paged
         # By home.
         self.pools: dict[int, PagePool] = {}
         self.counts = RouterCounts()

@@ -15,8 +15,8 @@ more pages than it gave back, so it begins again only after another has ended. P
 attention window of all layers are released once the next token does not see them: steps of a microbatch run
 in order, so a new owner writes later.
 
-Where state is kept by row (`is_flat` is False), a sequence keeps its row, reads one token per step and shares
-no pages. A prompt chunk, where the model supports it, is a step of its own.
+Where recurrent layers keep a state by row (`has_rows`), a sequence keeps its row and shares no pages. Where
+tokens cannot be packed (`is_flat` is False), it also reads one token per step.
 
 A sequence may read its prompt here and answer elsewhere (`stop`): it then waits for its pages to be moved
 (`serve.router`) and begins there behind them, with all but its newest token read (`arrive`).
@@ -156,7 +156,7 @@ class StepInputs:
         self.page_starts, self.lengths = (np.zeros(rows, dtype=np.int32) for _ in range(2))
         self.query_starts = np.zeros(rows + 1, dtype=np.int32)
         self.fresh = np.zeros(rows, dtype=np.bool_)
-        self.row = np.zeros(1, dtype=np.int64)
+        self.rows = np.zeros(rows, dtype=np.int32)
         self.choices = ChoiceInputs(rows, shape.vocab_size)
         self._sight = sight
         self._tensors = {size: self._views(size) for size in shape.sizes}
@@ -174,8 +174,8 @@ class StepInputs:
         }
         if not self._shape.is_flat:
             views["fresh"] = self.fresh[:rows]
-        if not self._shape.is_flat and size > self._shape.rows:
-            views["row"] = self.row
+        elif self._shape.has_rows:
+            views["rows"] = self.rows[:rows]
         return {name: torch.from_numpy(view) for name, view in views.items()}
 
     def fill(self, planned: "list[Part]", size: int) -> Tensors:
@@ -192,13 +192,14 @@ class StepInputs:
         slots = pages * PAGE + positions % PAGE
         at: Any = slice(total)
         rows: Any = slice(len(planned))
-        if not self._shape.is_flat and size <= self._shape.rows:
-            at = rows = [part.sequence.row for part in planned]
+        own = np.array([part.sequence.row for part in planned])
+        if not self._shape.is_flat:
+            at = rows = own
             self.query_starts[: size + 1] = range(size + 1)
             self.fresh[:size] = True
             self.fresh[rows] = reads == 0
         else:
-            self.fresh[0], self.row[0] = reads[0] == 0, planned[0].sequence.row
+            self.rows[: len(planned)] = np.where(reads == 0, -1 - own, own)
             self.query_starts[1 : len(planned) + 1] = query_ends
             self.query_starts[len(planned) + 1 :] = total
         adapters = np.repeat([part.sequence.request.ask.adapter for part in planned], counts)
@@ -248,7 +249,7 @@ class Part(NamedTuple):
     is_due: bool
 
     def row_in(self, shape: Shape, number: int) -> int:
-        return number if shape.is_flat or self.num_tokens > 1 else self.sequence.row
+        return number if shape.is_flat else self.sequence.row
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +278,7 @@ class SequenceBatch:
         """`pool` is shared with other microbatches; `is_filled` is False if nothing reads step inputs."""
         self.number, self._shape, self._steps, self._settle = number, shape, steps, settle
         self._counts, self._sight = counts, sight
-        self._is_caching = is_caching and shape.is_flat
+        self._is_caching = is_caching and shape.is_paged
         self._is_shared = pool is not None
         self.pool = pool or PagePool(shape.pool_tokens // PAGE, self._is_caching)
         self._inputs = StepInputs(shape, sight) if is_filled else None
@@ -285,8 +286,6 @@ class SequenceBatch:
         self._num_edits, self._max_edits = 0, max_edits(shape.rows, shape.vocab_size)
         # Sizes in which a sequence may have more than one token.
         self._part_sizes = shape.part_sizes
-        # True if the newest step was a prompt chunk alone.
-        self._was_part = False
         # Sequences with pages, and waiting ones, in arrival order.
         self._begun: list[SeatedSequence] = []
         self._aside: list[SeatedSequence] = []
@@ -337,7 +336,7 @@ class SequenceBatch:
     @property
     def can_move(self) -> bool:
         """Only with chunked prompts; token by token, reading again is as slow as answering."""
-        return bool(self._part_sizes) and not self._shape.is_first_only
+        return bool(self._part_sizes)
 
     @property
     def is_kept(self) -> bool:
@@ -546,31 +545,6 @@ class SequenceBatch:
         return None
 
     def _plan(self) -> list[Part]:
-        if self._shape.is_flat or not self._part_sizes:
-            return self._plan_mixed()
-        is_answering = any(sequence.left == 1 for sequence in self._begun)
-        planned = [] if self._was_part and is_answering else self._plan_part()
-        self._was_part = bool(planned)
-        if not planned:
-            planned = self._plan_mixed() or self._plan_part()
-        return planned
-
-    def _plan_part(self) -> list[Part]:
-        """Chunk of the first prompt that is long enough, where state is kept by row."""
-        while self._aside and self._begin(self._aside[0]):
-            pass
-        for sequence in self._begun:
-            left = sequence.left
-            if self._can_read_part(sequence, left):
-                count = max(size for size in self._part_sizes if size <= left)
-                return [Part(sequence, count, count == left)]
-        return []
-
-    def _can_read_part(self, sequence: SeatedSequence, left: int) -> bool:
-        is_early = sequence.read == 0 or not self._shape.is_first_only
-        return left >= self._part_sizes[0] and is_early and not sequence.request.wants_prompt
-
-    def _plan_mixed(self) -> list[Part]:
         answering: list[tuple[int, SeatedSequence]] = []
         reading: list[tuple[int, SeatedSequence]] = []
         for sequence in self._begun:
@@ -621,9 +595,7 @@ class SequenceBatch:
             self._num_edits += num_edits
         if count == 1 and self._shape.is_flat and sequence.seen is None:
             return 1
-        if not self._shape.is_flat and self._part_sizes and sequence.read == 0:
-            count = 0 if self._can_read_part(sequence, left) else count  # its first part comes next
-        if count > 1 and (not self._shape.is_flat or not self._part_sizes or sequence.request.wants_prompt):
+        if count > 1 and (not self._part_sizes or sequence.request.wants_prompt):
             count = 1
         return count if sequence.seen is None else sequence.seen.bounded(sequence.read, count)
 

@@ -66,6 +66,23 @@ def test_data_parallel_has_a_batch_of_its_own_on_every_device() -> None:
     assert parallel.tokens_per_s > single.tokens_per_s
 
 
+def test_the_plan_and_every_policy_are_near_the_best_of_all_batches() -> None:
+    """A batch that lies between the first ones is found, for each of them by itself."""
+    memory = (1000, 500)
+    plan, found = planned(memory)
+    best = dict.fromkeys([o.policy for o in found.baselines], 0.0)
+    most = 0.0
+    for batch in range(8, 113, 8):
+        option = search(memory, Target(1)).best((batch,))[1]
+        most = max(most, option.chosen.tokens_per_s)
+        for rival in option.baselines:
+            best[rival.policy] = max(best[rival.policy], rival.tokens_per_s)
+
+    assert plan.batch not in BATCHES
+    assert found.chosen.tokens_per_s >= 0.97 * most
+    assert {o.policy: o.tokens_per_s for o in found.baselines if o.tokens_per_s < 0.97 * best[o.policy]} == {}
+
+
 def test_less_time_per_token_means_smaller_batches() -> None:
     """The limit is kept by the plan and by every baseline."""
     (_, free), (_, bound) = planned(), planned(tpot_ms=1.0)

@@ -108,7 +108,7 @@ def test_greedy_is_the_same_with_few_pages_and_shared_beginnings(model: ServedMo
 
     assert [generated(reference, ask) for ask in asks] * 2 == found
     assert snapshot.preemptions > 0
-    assert (snapshot.prefix_hits > 0) == few.shape.is_flat
+    assert (snapshot.prefix_hits > 0) == few.shape.is_paged
 
 
 def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(service: Service) -> None:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import StaticCache, cache_utils, masking_utils, modeling_utils
 
 import tessera.kernels.paged  # noqa: F401 - registers the operator
+from tessera.capture.models.recurrent import PackedStates
 from tessera.capture.models.rows import additive, in_place_of, is_sliding
 from tessera.kernels import PAGE
 
@@ -150,20 +151,51 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         self.layers = Layers(in_place_of(x, PagedLayer, is_sliding(x)) for x in self.layers)
         # Window of attention over pages; 0 for all positions.
         self.windows: frozenset[int] = frozenset()
+        # Current call on packed tokens: states of recurrent layers.
+        self.states: PackedStates | None = None
 
     @property
     def paged(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
-    @property
-    def is_flat(self) -> bool:
-        return all(type(layer) is PagedLayer for layer in self.layers)
-
-    def begin(self, tables: PageTables | None, fresh: torch.Tensor | None = None) -> None:
-        """Begin a call, with rows to reset; None ends it."""
+    def begin(
+        self,
+        tables: PageTables | None,
+        fresh: torch.Tensor | None = None,
+        states: PackedStates | None = None,
+    ) -> None:
+        """Begin a call, with rows to reset or states of packed sequences; None ends it."""
         self.layers.begin(fresh)
+        self.states = states
         for layer in self.paged:
             layer.begin(tables)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        if self.states is None:
+            return super().get_conv_state(layer_idx, state_idx)  # type: ignore[no-any-return]
+        self.states.enter(self.layers[layer_idx], state_idx)
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        if self.states is None:
+            return super().get_recurrent_state(layer_idx, state_idx)  # type: ignore[no-any-return]
+        self.states.enter(self.layers[layer_idx], state_idx)
+        return None
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **given: Any
+    ) -> torch.Tensor:
+        if self.states is None:
+            return super().update_conv_state(conv_states, layer_idx, state_idx, **given)  # type: ignore[no-any-return]
+        self.states.convolve(self.layers[layer_idx], state_idx)
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **given: Any
+    ) -> torch.Tensor:
+        if self.states is None:
+            return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **given)  # type: ignore[no-any-return]
+        return self.states.update(self.layers[layer_idx], recurrent_states, state_idx)
 
     def attended(self, key: torch.Tensor, value: torch.Tensor) -> PagedLayer:
         """Layer whose pages hold these keys and values; stores new ones.

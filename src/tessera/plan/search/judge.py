@@ -111,7 +111,9 @@ class Judge:
             return ir.Baseline(name, None, None)
         plan = replace(self.task.draft(mix), simulated_per_s=self.rate_per_s(mix))
         latency_us, joules = self.task.latency_us(mix), self._joules(mix)
-        return ir.Baseline(name, plan.simulated_per_s, latency_us, plan.usd_per_1k_units, joules)
+        return ir.Baseline(
+            name, plan.simulated_per_s, latency_us, plan.usd_per_1k_units, joules, plan.microbatches
+        )
 
     def finished(
         self,
