@@ -26,8 +26,8 @@ _EPSILON = tl.constexpr(NORM_EPSILON)
 _CONV_TOKENS, _CONV_CHANNELS = 16, 128
 # State elements of a program that goes token by token.
 _STATE_ELEMENTS = 4096
-# Tokens of a chunk, and state rows of a program, in `ssd_chunks`.
-_CHUNK_TOKENS, _CHUNK_ROWS = 64, 64
+# Tokens of a chunk, state rows of a program, and warps, in `ssd_chunks`.
+_CHUNK_TOKENS, _CHUNK_ROWS, _CHUNK_WARPS = 64, 64, 8
 
 
 def _power(n: int) -> int:
@@ -71,7 +71,7 @@ def ssd_scan(x, dt, a, b, c, d, dt_bias, state, starts, rows, has_softplus, dt_m
         chunk = _CHUNK_TOKENS if x.dtype.itemsize < 4 and width_pad <= 128 else 16
         ssd_chunks[heads * triton.cdiv(size, block), sequences](
             *given, ROWS=block, TOKENS=chunk, **sizes | {"N_PAD": max(16, width_pad)},
-            num_warps=8 if width_pad >= 128 else 4, num_stages=1,
+            num_warps=_CHUNK_WARPS, num_stages=1,
         )  # fmt: skip
     return out
 
