@@ -147,7 +147,7 @@ class CpuBackend:
 
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
-        return (min(modest_bytes(self.microbatches), *self._page_bytes),)
+        return (min([modest_bytes(self.microbatches), *self._page_bytes]),)
 
     @property
     def _page_bytes(self) -> list[float]:
