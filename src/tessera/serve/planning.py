@@ -263,14 +263,14 @@ def prepare(
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
         if any(d.kind is not DeviceKind.CUDA for d in cluster.devices):
             _check_host(cluster)
-            backend = HostBackend(cluster, spec.microbatches, store)
+            backend = HostBackend(cluster, spec.microbatches, store, dict(spec.expert_frequencies))
         else:
             from tessera.serve.gpu import GpuBackend
 
             backend = GpuBackend(cluster, spec, is_compiled)
     else:
         warm_up()  # in parallel with capture and planning
-        backend = CpuBackend(cluster, spec.microbatches, store)
+        backend = CpuBackend(cluster, spec.microbatches, store, dict(spec.expert_frequencies))
 
     if plan is not None:
         check_plan(plan, model, cluster)
@@ -322,7 +322,8 @@ def _for_load(model: str, cluster: Cluster, spec: ServeSpec, advance: Listener) 
     from tessera.planning import ServedSteps, make_service_plan
     from tessera.serve.rehearse import rehearse
 
-    steps = ServedSteps(model, cluster, spec.random_weights, advance=advance)
+    often = dict(spec.expert_frequencies)
+    steps = ServedSteps(model, cluster, spec.random_weights, advance=advance, frequencies=often)
     steps.is_compiled, _ = choose_launches(steps.anchors, "")
     (name,) = spec.policies
     if name not in ("auto", *POLICIES):
