@@ -77,7 +77,7 @@ def toy_plan(
     traces = [toy_trace(size, shape) for size in shape.sizes]
     placed = [[(device,) for device in placement]]
     plan = make_plan(traces, placed, (4,) * len(traces), cluster, microbatches=shape.microbatches)
-    home = ",".join(sorted({TOYS[device] for device in placement})) if shape.is_flat else ""
+    home = ",".join(sorted({TOYS[device] for device in placement}))
     return replace(plan, policy=policy, home=home)
 
 
@@ -234,7 +234,9 @@ class ToyStepper:
         return self._queues
 
     def start(self, call: StepCall) -> None:
-        """One step a microbatch runs, and one at most waits behind it."""
+        """One step a microbatch runs, and one at most waits behind it; none while its rows move."""
+        rows = [move for move in self._moves if move.rows is not None and not self.shape.is_flat]
+        assert not any(call.microbatch in (move.source, move.destination) for move in rows)
         space = self._spaces[call.microbatch]
         assert len(space.steps) <= self._queues
         inputs = {name: tensor.clone() for name, tensor in call.inputs.items()}
@@ -245,7 +247,10 @@ class ToyStepper:
         """Copies when it ends; pages are read as they are then."""
         assert len(move.from_pages) == len(move.to_pages)
         assert 0 not in (*move.from_pages, *move.to_pages)
-        assert self._spaces[move.source].pages is not self._spaces[move.destination].pages
+        ends = (self._spaces[move.source], self._spaces[move.destination])
+        assert ends[0].pages is not ends[1].pages or not move.from_pages
+        is_beside = move.rows is None or self.shape.is_flat
+        assert is_beside or not any(space.steps for space in ends), "steps write all rows"
         self._moves.append(move)
         self.moves.append(move)
 
@@ -258,6 +263,8 @@ class ToyStepper:
             for at in range(PAGE):
                 if one * PAGE + at in source.pages:
                     destination.pages[other * PAGE + at] = source.pages[one * PAGE + at]
+        if move.rows is not None:
+            destination.rows[move.rows[1]] = source.rows.get(move.rows[0], [])
         return Moved(move.number, "", 1e-3, len(move.from_pages))
 
     def take(self, timeout_s: float | None) -> StepperEvent | None:
@@ -401,6 +408,20 @@ def service_of(stepper: ToyStepper, **changes: Any) -> Service:
     """A service of the toy, that says nothing."""
     known: dict[str, Any] = {"model": "toy", "log": lambda line: None}
     return Service(stepper, stepper.policies, stepper.shape, ByteText(), **{**known, **changes})
+
+
+def generated(reference: Any, ask: Ask) -> list[int]:
+    """What Hugging Face generates."""
+    prompt = torch.tensor([ask.prompt])
+    out = reference.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=ask.max_tokens,
+        do_sample=False,
+        eos_token_id=None if ask.ignores_end else END,
+        pad_token_id=0,
+    )
+    return [int(token) for token in out[0, len(ask.prompt) :]]
 
 
 def choose_rows(

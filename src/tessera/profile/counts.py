@@ -23,7 +23,7 @@ _BY_CLASS: dict[str, str] = {
     "gemm": """mm addmm bmm baddbmm addbmm linear matmul mv addmv dot vdot _scaled_mm _int_mm
         _addmm_activation _weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm
         _trilinear bilinear mkldnn_linear _cslt_sparse_mm packed_linear lora""",
-    "grouped": "_grouped_mm _scaled_grouped_mm packed_grouped",
+    "grouped": "_grouped_mm _scaled_grouped_mm packed_grouped grouped_part",
     "prefill": """scaled_dot_product_attention _scaled_dot_product_attention_math
         _scaled_dot_product_attention_math_for_mps _scaled_dot_product_flash_attention
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
@@ -57,7 +57,7 @@ _BY_CLASS: dict[str, str] = {
         _local_scalar_dense item pixel_shuffle pixel_unshuffle im2col col2im _reshape_copy
         view_copy expand_copy permute_copy _unsafe_masked_index reflection_pad1d reflection_pad2d
         replication_pad1d replication_pad2d replication_pad3d split_with_sizes_copy unfold_copy
-        channel_shuffle range _pin_memory""",
+        channel_shuffle range _pin_memory grouped_join""",
     "elementwise": """causal_conv ssd_scan selective_scan delta_scan
         add sub rsub mul div true_divide floor_divide remainder fmod pow square sqrt rsqrt
         reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh tanh asin acos atan atan2
@@ -138,6 +138,8 @@ def work_of(kernel: Kernel, launch: Launch) -> Work:
     views = _inputs(launch)
     if op is OpClass.PREFILL:
         return _attention(kernel, launch, views)
+    if _base(kernel.name) == "grouped_part":
+        return _grouped_part(launch, views)
     flops = 0.0
     shape: tuple[int, ...] = ()
     if op in (OpClass.GEMM, OpClass.GROUPED):
@@ -254,6 +256,18 @@ def _idle_experts(views: tuple[View, ...]) -> int:
     groups = weights.shape[0]
     size = sum(_size(v) for v in views[1:] if len(v.shape) == 3 and v.shape[0] == groups)
     return size * max(0, groups - rows.shape[0]) // groups
+
+
+def _grouped_part(launch: Launch, views: tuple[View, ...]) -> Work:
+    """Its expected share of the rows, and the experts that these are expected to choose."""
+    x, weight, share = views[0], views[1], launch.args[4]
+    assert isinstance(share, float)
+    (all_rows, k), (groups, _, n) = x.shape, weight.shape
+    rows = max(1, round(all_rows * share))
+    chosen = groups * (1.0 - (1.0 - min(1.0, share / groups)) ** all_rows)
+    num_bytes = round(_size(weight) * chosen / groups) + rows * (k + n) * item_bytes(x.dtype)
+    shape = (max(1, round(chosen)), rows, n, k)
+    return Work(OpClass.GROUPED, x.dtype, 2.0 * rows * n * k, num_bytes, shape)
 
 
 def _idle_rows(views: tuple[View, ...]) -> int:

@@ -77,7 +77,10 @@ class Shape:
 
 def sizes_for(cluster: Cluster) -> tuple[int, int | None]:
     """Default microbatches and rows; None: chosen by memory. One GPU has nothing to overlap."""
-    if any(device.kind is not DeviceKind.CUDA for device in cluster.devices):
+    kinds = {device.kind for device in cluster.devices}
+    if kinds == {DeviceKind.CUDA, DeviceKind.CPU}:  # a host reads its weights again for every microbatch
+        return 1, ROWS
+    if kinds != {DeviceKind.CUDA}:
         return MICROBATCHES, ROWS
     return min(MICROBATCHES, len(cluster.devices)), None
 
@@ -196,6 +199,8 @@ class Finish:
     message: str = ""
     # The prompt's tokens after its first, if their logprobs were requested.
     prompt: tuple[Token, ...] = ()
+    # Reason "error": true if the ask was at fault.
+    is_refused: bool = False
 
 
 Event = AnswerPiece | Finish

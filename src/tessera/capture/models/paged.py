@@ -56,7 +56,7 @@ from tessera.capture.rng import forked
 from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
-from tessera.kernels import NEWEST, PAGE
+from tessera.kernels import BY_ROW, NEWEST, PAGE
 from tessera.kernels.choice import EDIT_FIELDS, INPUTS, Number, Setting, max_edits, num_words
 from tessera.kernels.choose import choose
 
@@ -306,7 +306,7 @@ class PagedSteps:
         held = {name: state[name] for name in self._layout.pages}
         is_flat = self._layout.kind == FLAT
         rows = slice(None if is_flat else self._step.batch)
-        held |= {name: state[name][rows] for name in self._layout.rows}
+        held |= {name: state[BY_ROW + name][rows] for name in self._layout.rows}
         memory = exchanged(self._layout.memory, held)
         given, newest = inputs["tokens"], state[NEWEST]
         tokens = torch.where(given < 0, newest[(-1 - given).clamp_min(0)], given)
@@ -332,10 +332,13 @@ class PagedSteps:
 
     def _state(self, seed: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(seed)
-        sizes = [(self._layout.pages, self._step.reserve // PAGE), (self._layout.rows, num_rows(self._step))]
+        num_pages, rows = self._step.reserve // PAGE, num_rows(self._step)
         used = {
-            name: _used((count, *shape), dtype, random)
-            for kinds, count in sizes
+            prefix + name: _used((count, *shape), dtype, random)
+            for prefix, kinds, count in (
+                ("", self._layout.pages, num_pages),
+                (BY_ROW, self._layout.rows, rows),
+            )
             for name, (shape, dtype) in kinds.items()
         }
         return {NEWEST: make_tokens(self._model.config, (num_rows(self._step),), random), **used}
