@@ -144,7 +144,7 @@ class ShareGraph:
                 except Exception as error:
                     failure = error
                     raise
-        except Exception as error:
+        except RuntimeError as error:
             raise failure or error from None  # the end of a failed capture hides why it failed
         return graph
 
