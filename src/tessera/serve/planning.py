@@ -216,6 +216,7 @@ class HostBackend(CpuBackend):
         return (min(self._page_bytes),)
 
     def build(self, model: str, spec: ServeSpec) -> "ServedModel":
+        from tessera.capture.workload import on_device
         from tessera.serve.gpu import made_on
         from tessera.serve.steps import served
 
@@ -224,11 +225,10 @@ class HostBackend(CpuBackend):
         with made_on(f"cuda:{card.ordinal}", model, spec.seed):
             sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or HOST_BATCH_TOKENS)
             plain = served(model, sizes, pool_bytes=pool_bytes)
-        plain.workloads[-1].module.to("cpu")
         if plain.encode is not None:
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
-        return plain
+        return replace(plain, workloads=tuple(on_device(w, "cpu") for w in plain.workloads))
 
 
 def _check_host(cluster: Cluster) -> None:
