@@ -18,7 +18,7 @@ from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.cli.plan_text import CostFigures, sure
 from tessera.errors import CaptureError, TesseraError
 from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Plan, ServicePlan, Step, save
-from tessera.plan import Comparison, DeviceMemory, Option, PlanConfig, Target, explain, search_config
+from tessera.plan import Comparison, DeviceMemory, PlanConfig, Target, explain, search_config
 from tessera.plan.batches import BATCHES
 from tessera.plan.service import compared
 
@@ -212,17 +212,12 @@ def model_figures(
     own, chosen = _own_figures(planned.plan), found.chosen
     sizes = {rival.policy: rival.groups for rival in getattr(planned.plan, "rivals", ())}
     costs: CostFigures = own["costs"]
-    return ModelPlanFigures(
+    return ModelPlanFigures.of(
+        chosen,
         objective=found.objective,
         policy=found.policy,
-        tokens_per_s=chosen.tokens_per_s,
-        tpot_ms=chosen.tpot_ms,
-        ttft_ms=chosen.ttft_ms,
-        usd_per_million_tokens=chosen.usd_per_million_tokens,
-        joules_per_token=chosen.joules_per_token,
         batches=chosen.batch,
-        microbatches=chosen.microbatches,
-        baselines={o.policy: policy_figures(o, sizes.get(o.policy, ())) for o in found.baselines},
+        baselines={o.policy: PolicyFigures.of(o, groups=sizes.get(o.policy, ())) for o in found.baselines},
         best_baseline=best.policy if best else None,
         ratio_to_best_baseline=found.ratio_to(best) if best else None,
         ratio_to_data_parallel=found.ratio_to(parallel) if parallel else None,
@@ -265,11 +260,6 @@ def _own_figures(plan: ServicePlan | Plan) -> dict[str, Any]:
         "memory": memory_figures(service_memory(plan)),
         "experts": experts_by_device(plan),
     }
-
-
-def policy_figures(option: Option, groups: tuple[GroupSize, ...] = ()) -> PolicyFigures:
-    names = PolicyFigures.__struct_fields__[:-1]
-    return PolicyFigures(**{name: getattr(option, name) for name in names}, groups=groups)
 
 
 def memory_figures(memory: Sequence[DeviceMemory]) -> dict[str, MemoryFigures]:

@@ -31,7 +31,7 @@ import msgspec
 import torch
 
 import tessera
-from tessera.capture import place_of, record, record_sizes
+from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, MismatchError, PlanInfeasible, TesseraError
 from tessera.execute.processes import FORKSERVER, warm_up
@@ -147,7 +147,7 @@ class CpuBackend:
 
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
-        return (min(modest_bytes(self.microbatches), *self._page_bytes),)
+        return (min([modest_bytes(self.microbatches), *self._page_bytes]),)
 
     @property
     def _page_bytes(self) -> list[float]:
@@ -209,7 +209,7 @@ class CpuBackend:
 
 @dataclass(frozen=True)
 class HostBackend(CpuBackend):
-    """GPUs of this machine beside its CPU: the model is built in the host's memory."""
+    """GPUs of this machine beside its CPU: the model is built and captured in the host's memory."""
 
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
@@ -229,9 +229,6 @@ class HostBackend(CpuBackend):
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
         return plain
-
-    def capture(self, model: "ServedModel") -> list[Trace]:
-        return self._divided(record_sizes([workload.step for workload in model.workloads]))
 
 
 def _check_host(cluster: Cluster) -> None:
@@ -266,14 +263,14 @@ def prepare(
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
         if any(d.kind is not DeviceKind.CUDA for d in cluster.devices):
             _check_host(cluster)
-            backend = HostBackend(cluster, spec.microbatches, store)
+            backend = HostBackend(cluster, spec.microbatches, store, dict(spec.expert_frequencies))
         else:
             from tessera.serve.gpu import GpuBackend
 
             backend = GpuBackend(cluster, spec, is_compiled)
     else:
         warm_up()  # in parallel with capture and planning
-        backend = CpuBackend(cluster, spec.microbatches, store)
+        backend = CpuBackend(cluster, spec.microbatches, store, dict(spec.expert_frequencies))
 
     if plan is not None:
         check_plan(plan, model, cluster)
@@ -325,7 +322,8 @@ def _for_load(model: str, cluster: Cluster, spec: ServeSpec, advance: Listener) 
     from tessera.planning import ServedSteps, make_service_plan
     from tessera.serve.rehearse import rehearse
 
-    steps = ServedSteps(model, cluster, spec.random_weights, advance=advance)
+    often = dict(spec.expert_frequencies)
+    steps = ServedSteps(model, cluster, spec.random_weights, advance=advance, frequencies=often)
     steps.is_compiled, _ = choose_launches(steps.anchors, "")
     (name,) = spec.policies
     if name not in ("auto", *POLICIES):
