@@ -144,9 +144,9 @@ class CpuBackend:
     cluster: Cluster
     microbatches: int
     store: Path | None = None
-    memory_share: float = 0.9
     # Scope of a mixture of experts -> how often each is chosen.
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    memory_share: float = 0.9
 
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
@@ -299,7 +299,7 @@ def prepare(
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
         if any(d.kind is not DeviceKind.CUDA for d in cluster.devices):
             _check_host(cluster)
-            backend = HostBackend(cluster, spec.microbatches, store)
+            backend = HostBackend(cluster, spec.microbatches, store, dict(spec.expert_frequencies))
         else:
             from tessera.serve.gpu import GpuBackend
 
@@ -308,7 +308,8 @@ def prepare(
         warm_up()  # in parallel with capture and planning
         is_away = all(device.ordinal == AWAY for device in cluster.devices)
         kind = AwayBackend if is_away else CpuBackend
-        backend = kind(cluster, spec.microbatches, store, spec.memory_share)
+        frequencies = dict(spec.expert_frequencies)
+        backend = kind(cluster, spec.microbatches, store, frequencies, spec.memory_share)
 
     if plan is not None:
         check_plan(plan, model, cluster)
@@ -360,7 +361,8 @@ def _for_load(model: str, cluster: Cluster, spec: ServeSpec, advance: Listener) 
     from tessera.planning import ServedSteps, make_service_plan
     from tessera.serve.rehearse import rehearse
 
-    steps = ServedSteps(model, cluster, spec.random_weights, advance=advance)
+    often = dict(spec.expert_frequencies)
+    steps = ServedSteps(model, cluster, spec.random_weights, advance=advance, frequencies=often)
     steps.is_compiled, _ = choose_launches(steps.anchors, "")
     (name,) = spec.policies
     if name not in ("auto", *POLICIES):
