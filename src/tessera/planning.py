@@ -24,6 +24,7 @@ from tessera.capture import Workload, build, outlines, place_of, record_sizes
 from tessera.capture.models import another, steps_of_model
 from tessera.errors import MismatchError
 from tessera.ir import (
+    MEMORY_SHARE,
     BufferKind,
     Cluster,
     Costs,
@@ -44,7 +45,6 @@ from tessera.plan.fluid import (
     FLUID,
     POLICIES,
     QUICK_FLUID,
-    FluidConfig,
     FluidModel,
     GroupDraft,
     ModelBytes,
@@ -275,12 +275,12 @@ def make_service_plan(
     rehearse: Rehearse,
     search: SearchConfig = FULL,
     objective: Objective = Objective.THROUGHPUT,
-    config: FluidConfig | None = None,
+    memory_share: float = MEMORY_SHARE,
     policies: Sequence[str] = POLICIES,
 ) -> ServicePlan:
     """The best service by an objective within the limits of a load."""
     flow.check_modelled(steps.cluster)
-    config = config or (QUICK_FLUID if search is QUICK else FLUID)
+    config = replace(QUICK_FLUID if search is QUICK else FLUID, memory_share=memory_share)
     fluid = FluidModel(load, steps.cluster, steps.price, steps.model_bytes, config)
     fluids = [fluid] if objective is Objective.THROUGHPUT else _worthwhile(fluid, objective, policies)
 

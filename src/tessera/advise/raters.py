@@ -108,17 +108,19 @@ class ServiceRater:
         drafts = self.drafts(cluster)
         least = WORTH * max((o.tokens_per_s for o in drafts), default=0.0)
         names = [o.policy for o in drafts if o.tokens_per_s >= least or o.policy in COPIES]
-        config = QUICK_FLUID if self.market.search is QUICK else FLUID
-        steps, search = self.steps.on(cluster), self.market.search
         plan = make_service_plan(
-            steps, self.load, rehearse, search, config=config, policies=names or POLICIES
+            self.steps.on(cluster),
+            self.load,
+            rehearse,
+            self.market.search,
+            memory_share=self.market.memory_share,
+            policies=names or POLICIES,
         )
         return plan, compared(plan)
 
     def _fluid(self, cluster: Cluster) -> FluidModel:
-        config = replace(QUICK_FLUID, most_sequences=FLUID.most_sequences)
-        if self.market.search is QUICK:
-            config = QUICK_FLUID
+        config = QUICK_FLUID if self.market.search is QUICK else FLUID
+        config = replace(config, memory_share=self.market.memory_share)
         steps = self.steps.on(cluster)
         return FluidModel(self.load, cluster, steps.price, steps.model_bytes, config)
 
@@ -175,11 +177,15 @@ class StepRater:
         return min(copies, key=lambda o: (o.tpot_ms, o.ttft_ms), default=None)
 
     def plan(self, cluster: Cluster) -> tuple[Plan, Comparison]:
-        config = PlanConfig(Objective.THROUGHPUT, search=self.market.search)
-        return plan_steps(self.recorded, cluster, self.target, config, advance=self.advance)
+        return plan_steps(self.recorded, cluster, self.target, self._config, advance=self.advance)
+
+    @property
+    def _config(self) -> PlanConfig:
+        market = self.market
+        return PlanConfig(Objective.THROUGHPUT, search=market.search, memory_share=market.memory_share)
 
     def _search(self, cluster: Cluster, target: Target) -> BatchSearch:
-        return batch_search(self.recorded, cluster, target, PlanConfig(Objective.THROUGHPUT))
+        return batch_search(self.recorded, cluster, target, self._config)
 
 
 def _steps_of(load: RentedLoad) -> tuple[Sequence[Step], Sequence[int]]:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from tessera.ir import Cluster
+from tessera.ir import MEMORY_SHARE, Cluster
 from tessera.plan import FULL, SearchConfig
 from tessera.plan.rent import Basket
 from tessera.profile import gpu, make_cluster, parse_devices
@@ -61,23 +61,16 @@ class Market:
     max_devices: int = 4
     provider: str = ""
     link: str = "pcie4"
-    # Share of a GPU's memory for the model; the rest is for driver and allocator.
-    memory_share: float = 0.9
+    memory_share: float = MEMORY_SHARE
     # "compiled", "eager", or empty: compiled where cached.
     launches: str = ""
     search: SearchConfig = FULL
 
-    def memory_bytes(self, name: str) -> float:
-        return gpu(name).memory_bytes * self.memory_share
-
     def cluster(self, basket: Basket) -> Cluster:
         devices = parse_devices(",".join(f"emu:{name}" for name in basket.gpus))
         prices = (dict(gpu(d.gpu).prices).get(basket.provider, d.usd_per_hour) for d in devices)
-        usable = (
-            replace(d, memory_bytes=int(self.memory_bytes(d.gpu)), usd_per_hour=usd)
-            for d, usd in zip(devices, prices, strict=True)
-        )
-        return make_cluster(tuple(usable), self.link)
+        rented = (replace(d, usd_per_hour=usd) for d, usd in zip(devices, prices, strict=True))
+        return make_cluster(tuple(rented), self.link)
 
 
 @dataclass(frozen=True, slots=True)

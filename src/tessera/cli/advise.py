@@ -12,10 +12,10 @@ from rich.console import Console
 from tessera.advise import Advice, Candidate, Market, RentedLoad
 from tessera.cli.capture import MODEL_HELP, Launches, checked_launches
 from tessera.cli.output import HIDDEN, Record, finite, positive, progress, shown
-from tessera.cli.plan import EffortOption
+from tessera.cli.plan import EffortOption, MemoryShareOption
 from tessera.cli.plan_model import ModelPlanFigures, PlannedModel, model_figures
 from tessera.cli.render import text_of
-from tessera.ir import Plan, ServicePlan, save
+from tessera.ir import MEMORY_SHARE, Plan, ServicePlan, save
 
 # Steps of the progress bar when renting: recordings, batches, and plans.
 NUM_STEPS = 16
@@ -52,9 +52,6 @@ ProviderOption = Annotated[str, typer.Option(help="The only provider to rent fro
 MarginOption = Annotated[
     float, typer.Option(min=0, callback=finite, help="Capacity to keep free, as a share of the rate.")
 ]
-MemoryShareOption = Annotated[
-    float, typer.Option(min=0.01, max=1, callback=finite, help="Share of GPU memory to use.")
-]
 HaveOption = Annotated[
     str, typer.Option(help="GPUs you have, such as h20,l40s: how to use them, and which one to rent next.")
 ]
@@ -84,7 +81,7 @@ def advise(
     provider: ProviderOption = "",
     link: Annotated[str, typer.Option(help="Link between the GPUs.")] = "pcie4",
     margin: MarginOption = 0.1,
-    memory_share: MemoryShareOption = 0.9,
+    memory_share: MemoryShareOption = MEMORY_SHARE,
     launches: Launches = "",
     effort: EffortOption = "full",
     have: HaveOption = "",

@@ -15,7 +15,18 @@ from typing import Annotated, Any
 from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.cli.plan_text import CostFigures, sure
 from tessera.errors import CaptureError, TesseraError
-from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Plan, ServicePlan, Step, save
+from tessera.ir import (
+    MEMORY_SHARE,
+    Cluster,
+    Expected,
+    GroupSize,
+    Load,
+    Objective,
+    Plan,
+    ServicePlan,
+    Step,
+    save,
+)
 from tessera.plan import Comparison, DeviceMemory, Option, PlanConfig, Target, explain, search_config
 from tessera.plan.batches import BATCHES
 from tessera.plan.service import compared
@@ -41,6 +52,7 @@ class PlannedLoad:
     launches: str = ""
     objective: Objective = Objective.THROUGHPUT
     effort: str = "full"
+    memory_share: float = MEMORY_SHARE
 
     @property
     def load(self) -> Load:
@@ -159,22 +171,28 @@ def _plan_service(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str]
 
     steps = ServedSteps(wanted.model, cluster, wanted.random_weights, advance=advance)
     steps.is_compiled, note = choose_launches(steps.anchors, wanted.launches)
-    plan = make_service_plan(steps, wanted.load, rehearse, search_config(wanted.effort), wanted.objective)
+    plan = make_service_plan(
+        steps, wanted.load, rehearse, search_config(wanted.effort), wanted.objective, wanted.memory_share
+    )
     return PlannedModel(plan, compared(plan, wanted.objective), steps.is_compiled, note)
 
 
 def _plan_steps(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]) -> PlannedModel:
-    from tessera.flow import LoadSteps, anchors_of, at_batches, choose_launches, plan_steps
+    from tessera.flow import ANCHORS, LoadSteps, at_batches, choose_launches, plan_steps
 
     steps = _steps(wanted)
     tokens = wanted.output_tokens if steps[-1].kind == "decode" else 1
     batches = (wanted.batch,) if wanted.batch else BATCHES
-    anchors = anchors_of(batches)
-    is_compiled, note = choose_launches(at_batches(steps, anchors), wanted.launches)
+    is_compiled, note = choose_launches(at_batches(steps, ANCHORS), wanted.launches)
     counts = [max(1, tokens) if step.kind == "decode" else 1 for step in steps]
-    recorded = LoadSteps(steps, counts, anchors, advance, is_compiled)
+    recorded = LoadSteps(steps, counts, ANCHORS, advance, is_compiled)
     target = Target(tokens, wanted.tpot_ms, wanted.ttft_ms)
-    config = PlanConfig(wanted.objective, ANY_MICROBATCHES, search=search_config(wanted.effort))
+    config = PlanConfig(
+        wanted.objective,
+        ANY_MICROBATCHES,
+        search=search_config(wanted.effort),
+        memory_share=wanted.memory_share,
+    )
     depths = (wanted.microbatches,) if wanted.microbatches else ()
     plan, found = plan_steps(recorded, cluster, target, config, batches, depths, advance)
     return PlannedModel(plan, found, is_compiled, note)

@@ -19,10 +19,11 @@ from rich.console import Console
 
 from tessera.cli.capture import RandomWeights
 from tessera.cli.output import HIDDEN, Record, excludes, finite, needs, progress
-from tessera.cli.plan import LINK_HELP, EffortOption
+from tessera.cli.plan import LINK_HELP, EffortOption, MemoryShareOption
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, gathered, work
 from tessera.cli.run import TransportOption
 from tessera.errors import MissingExtra, TesseraError
+from tessera.ir import MEMORY_SHARE
 
 if TYPE_CHECKING:
     from tessera.execute.worker_stepper import MakeHub
@@ -70,10 +71,6 @@ MaxBatchTokens = Annotated[
     typer.Option(
         min=1, callback=PLANNED, help="Maximum tokens of one step.", show_default="2048; on a CPU 128"
     ),
-]
-MemoryShare = Annotated[
-    float,
-    typer.Option(min=0.01, max=1, callback=finite, help="Share of GPU memory for weights and pages."),
 ]
 PrefixCaching = Annotated[bool, typer.Option(help="Compute common prefixes of prompts once.")]
 PlanCache = Annotated[bool, typer.Option(help="Reuse plans of an earlier start of the same service.")]
@@ -180,7 +177,7 @@ def serve(
     seqs: SeqsOption = None,
     max_model_len: MaxModelLen = None,
     max_batch_tokens: MaxBatchTokens = None,
-    memory_share: MemoryShare = 0.9,
+    memory_share: MemoryShareOption = MEMORY_SHARE,
     prefix_caching: PrefixCaching = True,
     plan: PlanOption = None,
     prompt_tokens: PromptTokens = None,

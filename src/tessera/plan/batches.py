@@ -195,7 +195,7 @@ class BatchSearch:
     def _copy_merit(self, device: int, batch: int) -> Merit:
         if batch not in self._copies:
             unit, costs = self.unit_at(batch)
-            problem = build(unit, costs, self.cluster)
+            problem = build(unit, costs, self.cluster, memory_share=self.config.memory_share)
             self._copies[batch] = [
                 self._alone(unit, costs, each) if problem.fits((problem.alone(each),), 1) else None
                 for each in range(len(self.cluster.devices))

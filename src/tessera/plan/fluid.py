@@ -23,7 +23,7 @@ from itertools import product
 
 import numpy as np
 
-from tessera.ir import Cluster, Load, Role
+from tessera.ir import MEMORY_SHARE, Cluster, Load, Role
 from tessera.kernels import PAGE
 from tessera.plan.arrays import Floats
 
@@ -54,7 +54,7 @@ class FluidConfig:
     waiting_share: float = 0.12
     waiting: int = 2
     # Share of a device's memory for weights and pages.
-    memory_share: float = 0.9
+    memory_share: float = MEMORY_SHARE
     # Standard deviation of the tokens that a sequence holds, relative to the mean, times two.
     spread: float = 0.7
     # Microbatches of a lane over several devices, and the share of the time that its devices compute.

@@ -50,6 +50,8 @@ class PlanConfig:
     # Requests in flight that the chosen plan is also simulated with.
     shown_microbatches: tuple[int, ...] = MICROBATCHES_SHOWN
     search: SearchConfig = FULL
+    # Share of every device's memory for weights, state and temporaries.
+    memory_share: float = 1.0
 
     @property
     def planner(self) -> str:
@@ -89,7 +91,7 @@ def solution(
         raise PlanInfeasible(f"{most} requests in flight do no work", "Give at least one (--microbatches).")
     planner_named(config.planner)
     check_constraints(unit, config.constraints)
-    problem = build(unit, costs, cluster, config.constraints)
+    problem = build(unit, costs, cluster, config.constraints, config.memory_share)
     is_served = config.is_served or unit.is_served
 
     def at(num: int) -> Solution:
@@ -110,7 +112,7 @@ def baselines(
     simulate: Simulator | None = None,
 ) -> tuple[ir.Baseline, ...]:
     """The coarse policies alone."""
-    problem = build(unit, costs, cluster, config.constraints)
+    problem = build(unit, costs, cluster, config.constraints, config.memory_share)
     judge = Judge(
         Task(problem, config.microbatches, simulate, config.is_served, config.objective, config=config.search)
     )
