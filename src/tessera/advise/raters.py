@@ -26,6 +26,8 @@ from tessera.serve.rehearse import rehearse
 
 Advance = Callable[[str], None]
 
+# Memory of a card in bounds: a set divides the model.
+UNLIMITED = 1 << 50
 # Share of the best draft from which a policy is planned.
 WORTH = 0.9
 # Policies that are always planned, so that others have something to be compared with.
@@ -89,7 +91,8 @@ class ServiceRater:
         return self.steps.family.recordings[0].trace
 
     def limit(self, cards: Cluster) -> Limit:
-        least = self._fluid(cards).least_us
+        roomy = tuple(replace(device, memory_bytes=UNLIMITED) for device in cards.devices)
+        least = self._fluid(replace(cards, devices=roomy)).least_us
         return Limit({d.gpu: n for n, d in enumerate(cards.devices)}, least)
 
     def drafts(self, cluster: Cluster, within_ms: float | None = None) -> list[Option]:

@@ -1,8 +1,10 @@
 """tessera advise: a model and a load -> which GPUs to rent, or what to do with given ones."""
 
 import logging
+import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +17,9 @@ from tessera.cli.output import HIDDEN, Record, finite, positive, progress, shown
 from tessera.cli.plan import EffortOption, MemoryShareOption
 from tessera.cli.plan_model import ModelPlanFigures, PlannedModel, model_figures
 from tessera.cli.render import text_of
+from tessera.errors import TesseraError
 from tessera.ir import MEMORY_SHARE, Plan, ServicePlan, save
+from tessera.profile import gpu
 
 # Steps of the progress bar when renting: recordings, batches, and plans.
 NUM_STEPS = 16
@@ -52,6 +56,10 @@ ProviderOption = Annotated[str, typer.Option(help="The only provider to rent fro
 MarginOption = Annotated[
     float, typer.Option(min=0, callback=finite, help="Capacity to keep free, as a share of the rate.")
 ]
+PriceOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Your own price, as h20=1.10 (USD per hour and card). May be repeated."),
+]
 HaveOption = Annotated[
     str, typer.Option(help="GPUs you have, such as h20,l40s: how to use them, and which one to rent next.")
 ]
@@ -79,6 +87,7 @@ def advise(
     gpus: GpusOption = "",
     max_devices: Annotated[int, typer.Option(min=1, help="Maximum number of GPUs to rent.")] = 4,
     provider: ProviderOption = "",
+    price: PriceOption = None,
     link: Annotated[str, typer.Option(help="Link between the GPUs.")] = "pcie4",
     margin: MarginOption = 0.1,
     memory_share: MemoryShareOption = MEMORY_SHARE,
@@ -106,8 +115,8 @@ def advise(
         sizes = (prompt or usual[0], output or usual[1])
         load = RentedLoad(place_of(model), rate, *sizes, slo_ttft_ms, slo_tpot_ms, margin, is_image)
         market = Market(
-            _names(gpus), max_devices, provider, link, memory_share, checked_launches(launches),
-            search_config(effort),
+            _names(gpus), max_devices, provider, _prices(price or ()), link, memory_share,
+            checked_launches(launches), search_config(effort),
         )  # fmt: skip
         advice, planned = search(load, market, _names(have), advance, _say)
     plans = tuple(plan for plan, _ in planned)
@@ -138,6 +147,18 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
+def _prices(texts: Sequence[str]) -> dict[str, float]:
+    """GPU -> USD per hour."""
+    found = {}
+    for text in texts:
+        name, _, usd = text.partition("=")
+        with suppress(ValueError):
+            found[gpu(name).name] = float(usd)
+        if not 0 < found.get(gpu(name).name, 0) < math.inf:
+            raise TesseraError(f"'{text}' is no price of a card", "Write it as h20=1.10.", "--price")
+    return found
+
+
 def _save(plans: Sequence[ServicePlan | Plan], is_have: bool, folder: Path) -> tuple[str, ...]:
     folder.mkdir(parents=True, exist_ok=True)
     names = ("have.plan",) if is_have else ("choice.plan", "runner-up.plan")
@@ -149,18 +170,41 @@ def _save(plans: Sequence[ServicePlan | Plan], is_have: bool, folder: Path) -> t
 
 def _rent(advice: Advice, plan: ModelPlanFigures) -> list[str]:
     choice, load = advice.advised, advice.load
-    carries = f"carries {choice.requests_per_s:.4g} {load.unit}/s"
+    rate = f"{choice.requests_per_s:.4g} {load.unit}/s ±{choice.cost_error:.0%}"
     cards = f"{', '.join(choice.gpus)} ({choice.policy}, {text_of(choice.batch.values())} sequences)"
+    place = "your price" if choice.provider == "--price" else choice.provider
     return [
-        f"Rent {cards}: {choice.usd_per_hour:.2f} USD an hour at {choice.provider}, {carries}",
+        f"Rent {cards}: {choice.usd_per_hour:.2f} USD an hour ({place}), carries {rate}{_times(choice)}",
         plan.headline,
+        *_doubts(advice),
     ]
+
+
+def _times(way: Candidate) -> str:
+    if way.ttft_ms is None or way.tpot_ms is None:
+        return ""
+    return f"; first token after {text_of(way.ttft_ms, 'ms')}, then {text_of(way.tpot_ms, 'ms')} a token"
+
+
+def _doubts(advice: Advice) -> list[str]:
+    """What may keep the advised cards from carrying the load."""
+    choice, load, found = advice.advised, advice.load, []
+    least = choice.requests_per_s / (1 + choice.cost_error)
+    if least < load.rate_per_s:
+        found.append(
+            f"The error of the launches' prices is larger than the margin: {least:.4g} {load.unit}/s if all "
+            "launches take that much longer. Raise --margin, or name cards that were measured with --gpus."
+        )
+    if any(gpu(name).vendor != "NVIDIA" for name in choice.gpus):
+        found.append("Tessera prices AMD cards but does not run on them; leave them out with --gpus.")
+    return found
 
 
 def _use(advice: Advice) -> list[str]:
     way, load = advice.advised, advice.load
     enough = "enough" if way.is_enough else "too little"
-    rate = f"{way.requests_per_s:.4g} {load.unit}/s, {enough} for {load.rate_per_s:g} + {load.margin:.0%}"
+    rate = f"{way.requests_per_s:.4g} {load.unit}/s ±{way.cost_error:.0%}, {enough} for {load.rate_per_s:g}"
+    rate += f" + {load.margin:.0%}{_times(way)}"
     return [f"{DO[way.way]} ({way.policy}): {rate}", _gain(advice), _cost(advice), _next(advice)]
 
 

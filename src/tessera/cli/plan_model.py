@@ -28,6 +28,7 @@ from tessera.ir import (
     save,
 )
 from tessera.plan import Comparison, DeviceMemory, Option, PlanConfig, Target, explain, search_config
+from tessera.plan.baselines import COARSE
 from tessera.plan.batches import BATCHES
 from tessera.plan.service import compared
 
@@ -306,8 +307,11 @@ def verdict(found: Comparison, how: str = "simulated") -> str:
     if found.best_baseline is None:
         return "No coarser policy keeps to the limits."
     best, ratios = found.best_baseline.policy, _ratios(found)
-    is_gain = found.policy != best and ratios[best] >= 1.0
-    text = f"{ratios[best]:.3f}x {best}" if is_gain else f"No gain: {best} is best here"
+    text = f"{ratios[best]:.3f}x {best}"
+    if found.policy == best or ratios[best] < 1.0:
+        text = f"No gain: {best} is best here"
+    elif found.policy in COARSE:
+        text = f"{found.policy} is best here: {text}"
     if "data-parallel" in ratios and best not in ("single", "data-parallel"):
         text += f", {ratios['data-parallel']:.3f}x data-parallel"
     what = {Objective.COST: "by the dollar, ", Objective.ENERGY: "by the joule, "}.get(found.objective, "")
