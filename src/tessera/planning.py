@@ -121,7 +121,9 @@ class ServedSteps:
         if self.is_compiled:
             traces = compiled(self.anchors)
         else:
-            *traces, checked = record_sizes([*self.anchors, self.step(*CHECKED)])
+            sizes = [*self.anchors, self.step(*CHECKED)]
+            said = "recording the served step, {} of {}".format
+            *traces, checked = record_sizes(sizes, lambda num: self.advance(said(num + 1, len(sizes))))
         family = StepFamily(tuple(build_graph(trace) for trace in traces))
         if not self.is_compiled and family.at(checked.step).trace != checked:
             raise MismatchError(
@@ -251,7 +253,13 @@ def is_served(model: str) -> bool:
     return "decode" in steps_of_model(model)
 
 
-def make_group(steps: ServedSteps, draft: GroupDraft, policy: str, search: SearchConfig = FULL) -> Group:
+def make_group(
+    steps: ServedSteps,
+    draft: GroupDraft,
+    policy: str,
+    search: SearchConfig = FULL,
+    memory_share: float = MEMORY_SHARE,
+) -> Group:
     """The group of a draft: its placement is one device, or found by a policy."""
     unit, costs = steps.unit(draft)
     if len(draft.devices) == 1:
@@ -262,7 +270,7 @@ def make_group(steps: ServedSteps, draft: GroupDraft, policy: str, search: Searc
         part = replace(draft, pool_tokens=draft.pool_tokens // draft.microbatches // PAGE * PAGE)
         cluster, (work, prices) = cluster_of(steps.cluster, draft.devices), steps.unit(part)
         own = costs_on(prices, draft.devices)
-        found = place(work, own, cluster, policy, draft.microbatches, search, SteadyRates())
+        found = place(work, own, cluster, policy, draft.microbatches, search, SteadyRates(), memory_share)
         placement = Placement(tuple(tuple(draft.devices[d] for d in step) for step in found.devices))
     home = "+".join(steps.cluster.names[device] for device in draft.devices)
     plan = lane_plan(unit, costs, steps.cluster, placement, draft.microbatches, home)
@@ -285,7 +293,7 @@ def make_service_plan(
     fluids = [fluid] if objective is Objective.THROUGHPUT else _worthwhile(fluid, objective, policies)
 
     def make(draft: ServiceDraft) -> ServicePlan:
-        groups = tuple(make_group(steps, group, draft.policy, search) for group in draft.groups)
+        groups = tuple(make_group(steps, group, draft.policy, search, memory_share) for group in draft.groups)
         return ServicePlan(steps.model, draft.policy, load, groups)
 
     return plan_service(fluids, make, rehearse, steps.advance, objective, policies)

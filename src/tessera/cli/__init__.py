@@ -49,7 +49,9 @@ COMMANDS: tuple[Callable[..., Any], ...] = (
     doctor.doctor, gpus.gpus,
 )  # fmt: skip
 for function in COMMANDS:
-    app.command()(printed(function))
+    # The first paragraph in full: click would cut it to one line.
+    summary = " ".join((function.__doc__ or "").split("\n\n", 1)[0].split())
+    app.command(short_help=summary)(printed(function))
 app.add_typer(bench.app, name="bench")
 
 # What a shell expects of a command that Ctrl-C ended.

@@ -71,8 +71,8 @@ class PolicyFigures(Record, frozen=True):
     """One policy at its own best configuration."""
 
     tokens_per_s: float
-    usd_per_million_tokens: float | None
-    joules_per_token: float | None
+    usd_per_million_tokens: Annotated[float | None, shown("USD/M tokens")]
+    joules_per_token: Annotated[float | None, shown("J/token")]
     tpot_ms: float
     ttft_ms: float
     # Sequences on each device.
@@ -109,8 +109,8 @@ class ModelPlanFigures(Record, frozen=True):
     tokens_per_s: float
     tpot_ms: float
     ttft_ms: float
-    usd_per_million_tokens: float | None
-    joules_per_token: float | None
+    usd_per_million_tokens: Annotated[float | None, shown("USD/M tokens")]
+    joules_per_token: Annotated[float | None, shown("J/token")]
     # Sequences at once on each device.
     batches: Annotated[dict[str, int], HIDDEN]
     microbatches: int

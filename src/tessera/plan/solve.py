@@ -133,9 +133,11 @@ def place(
     microbatches: int,
     config: SearchConfig = FULL,
     rate: Simulator | None = None,
+    memory_share: float = 1.0,
 ) -> ir.Placement:
     """One placement for all requests by a policy: by busy time, kernel by kernel also by simulated rate."""
-    problem, planner = build(unit, costs, cluster), SERVED_PLANNERS.get(policy, policy)
+    problem = build(unit, costs, cluster, memory_share=memory_share)
+    planner = SERVED_PLANNERS.get(policy, policy)
     config = replace(config, single_limit_s=PLACE_S)
 
     def found_by(name: str) -> list[ir.Placement]:
