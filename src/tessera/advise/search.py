@@ -18,9 +18,11 @@ from tessera.advise.records import Advice, Candidate, Market, Regime, RentedLoad
 from tessera.errors import PlanInfeasible, TesseraError
 from tessera.ir import Cluster, Plan, ServicePlan
 from tessera.plan import Comparison, Option
+from tessera.plan.comparison import times_text
 from tessera.plan.rent import Basket, Limit, Offer, baskets
 from tessera.profile import Gpu, gpu, known_gpus, make_cluster, parse_devices, sureness
 from tessera.report import round_limits
+from tessera.report.figures import digits
 
 # A plan, and its figures beside those of other policies.
 Planned = tuple[ServicePlan | Plan, Comparison]
@@ -293,27 +295,27 @@ class _Rent:
         else:
             self.choices.append((candidate, (plan, found)))
             usd, per_s = basket.usd_per_hour, candidate.requests_per_s
-            self.show(f"{basket} at {usd:.2f} USD an hour carries {per_s:.4g}/s")
+            self.show(f"{basket} at {usd:.2f} USD an hour carries {digits(per_s)}/s")
 
     def _shortfall(self) -> PlanInfeasible:
         """Which constraint is missed, and by how much."""
         load, cards = self.cards.load, self.cards
-        rate = f"{load.needed_per_s:.4g} {load.unit}/s"
+        rate = f"{digits(load.needed_per_s)} {load.unit}/s"
         what = f"no set of up to {cards.market.max_devices} of these GPUs carries {rate}"
         remedy = "Raise --max-devices, or lower the rate or the margin."
         limit, name = max((cards.limit.per_s(b.gpus), str(b)) for b in self.listed[-64:])
         if limit < load.needed_per_s:
-            message = f"{what}: even with free transfers {name} carries {limit:.4g}"
+            message = f"{what}: even with free transfers {name} carries {digits(limit)}"
             return PlanInfeasible(message, remedy)
         if self.num_left:
             message = f"no set that carries {rate} was found in {LONGEST_S:.0f} s"
             return PlanInfeasible(message, "Name fewer GPUs with --gpus, or give --effort quick.")
         if self.near is not None:
-            near = f"the best, {' + '.join(self.near.gpus)}, carries {self.near.requests_per_s:.4g}"
+            near = f"the best, {' + '.join(self.near.gpus)}, carries {digits(self.near.requests_per_s)}"
             return PlanInfeasible(f"{what}: {near}", remedy)
         fastest = self._fastest()
         if fastest is not None and load.has_limits:
-            times = f"{fastest.ttft_ms:.4g} ms to the first token and {fastest.tpot_ms:.4g} ms a token"
+            times = times_text(fastest.tpot_ms, fastest.ttft_ms)
             message = f"{what} within the latency asked for; the fastest takes {times}"
             return PlanInfeasible(message, f"Loosen it, or: {remedy}")
         return PlanInfeasible(f"{what}: the model does not fit", "Raise --max-devices, or allow larger GPUs.")

@@ -64,10 +64,10 @@ Tessera makes heterogeneous GPUs work as one. Five things to do with it:
 
   See what it does         tessera demo
   Plan for cards           tessera plan llama-3-8b --devices emu:h20,emu:l40s
-  Find what to rent        tessera advise llama-3-8b --rate 50 --prompt 1024 --output 256
-  Serve a model            tessera serve tiny-llama --devices emu:a100,emu:l40s --port 8000
+  Find what to rent        tessera advise llama-3-8b --rate 50
+  Serve a model            tessera serve tiny-llama --devices emu:a100,emu:l40s
   Divide your own model    tessera capture FOLDER -o x.trace
-                           tessera plan x.trace --devices emu:a100,emu:l40s -o x.plan
+                           tessera plan x.trace --devices emu:a100,emu:l40s
                            tessera run x.plan --verify
 
 emu:a100 is a card that nobody has to own; cuda:0 is one of this machine.

@@ -170,7 +170,7 @@ def _save(plans: Sequence[ServicePlan | Plan], is_have: bool, folder: Path) -> t
 
 def _rent(advice: Advice, plan: ModelPlanFigures) -> list[str]:
     choice, load = advice.advised, advice.load
-    rate = f"{choice.requests_per_s:.4g} {load.unit}/s ±{choice.cost_error:.0%}"
+    rate = f"{text_of(choice.requests_per_s)} {load.unit}/s ±{choice.cost_error:.0%}"
     cards = f"{', '.join(choice.gpus)} ({choice.policy}, {text_of(choice.batch.values())} sequences)"
     place = "your price" if choice.provider == "--price" else choice.provider
     return [
@@ -192,8 +192,8 @@ def _doubts(advice: Advice) -> list[str]:
     least = choice.requests_per_s / (1 + choice.cost_error)
     if least < load.rate_per_s:
         found.append(
-            f"The error of the launches' prices is larger than the margin: {least:.4g} {load.unit}/s if all "
-            "launches take that much longer. Raise --margin, or name cards that were measured with --gpus."
+            f"The error of the costs is larger than the margin: {text_of(least)} {load.unit}/s if every "
+            "launch takes that much longer. Raise --margin, or name cards that were measured with --gpus."
         )
     if any(gpu(name).vendor != "NVIDIA" for name in choice.gpus):
         found.append("Tessera prices AMD cards but does not run on them; leave them out with --gpus.")
@@ -203,8 +203,8 @@ def _doubts(advice: Advice) -> list[str]:
 def _use(advice: Advice) -> list[str]:
     way, load = advice.advised, advice.load
     enough = "enough" if way.is_enough else "too little"
-    rate = f"{way.requests_per_s:.4g} {load.unit}/s ±{way.cost_error:.0%}, {enough} for {load.rate_per_s:g}"
-    rate += f" + {load.margin:.0%}{_times(way)}"
+    rate = f"{text_of(way.requests_per_s)} {load.unit}/s ±{way.cost_error:.0%}, {enough} for "
+    rate += f"{load.rate_per_s:g} + {load.margin:.0%}{_times(way)}"
     return [f"{DO[way.way]} ({way.policy}): {rate}", _gain(advice), _cost(advice), _next(advice)]
 
 
@@ -228,9 +228,9 @@ def _cost(advice: Advice) -> str:
     way, load = advice.advised, advice.load
     if way.usd_per_hour is None or way.usd_per_1k_requests is None:
         return "The cost is not known: some of the cards have no known price."
-    each = f"{way.usd_per_1k_requests:.3g} USD per 1,000 {load.unit} at full load"
+    each = f"{text_of(way.usd_per_1k_requests)} USD per 1,000 {load.unit} at full load"
     if not load.is_image:
-        each += f", {1000 * way.usd_per_1k_requests / load.output:.3g} per million output tokens"
+        each += f", {text_of(1000 * way.usd_per_1k_requests / load.output)} per million output tokens"
     return f"Rented, the cards cost {way.usd_per_hour:.2f} USD an hour, {each}."
 
 
@@ -239,7 +239,7 @@ def _next(advice: Advice) -> str:
         return "No card that can be rented keeps the limits by itself."
     card, unit = advice.next_cards[0], advice.load.unit
     what = f"{card.gpus[0]} ({card.usd_per_hour:.2f} USD an hour, {card.provider})"
-    adds = f"{card.requests_per_s:.4g} {unit}/s"
+    adds = f"{text_of(card.requests_per_s)} {unit}/s"
     if advice.advised.is_enough:
         return f"Rent nothing for this load. To grow, {what} is the cheapest per request: it adds {adds}."
     return f"Rent {what}: it adds {adds}, {'enough' if card.is_enough else 'not enough yet'}."
@@ -263,7 +263,7 @@ def _write_page(
         bars.append(Bar(name, c.policy, c.requests_per_s, value, _facts(c, unit), style=style))
     regimes = [(f"{r.tpot_ms:g} ms", text_of(r.requests_per_s), r.best) for r in advice.by_tpot]
     cards = [
-        (c.gpus[0], f"{c.requests_per_s:.4g}", _facts(c, unit), text_of(c.is_enough))
+        (c.gpus[0], text_of(c.requests_per_s), _facts(c, unit), text_of(c.is_enough))
         for c in advice.next_cards
     ]
     note = "The advice is the coarsest way within the error of the prices."

@@ -31,6 +31,8 @@ from tessera.report.figures import duration, percent, size
 
 # Cells of at least this length wrap, in columns of at least this width.
 PROSE_LENGTH, PROSE_WIDTH = 28, 14
+# Width of a turned table's columns, as of "prefill-decode-".
+NAME_WIDTH = 15
 # Columns between two columns of a table, and pieces of a turned table at most.
 GAP, MAX_PIECES = 2, 4
 # Names that are written otherwise than in lower case.
@@ -227,7 +229,8 @@ def _pieces(first: Sequence[str], columns: Sequence[Sequence[str]], console: Con
     """Tables of as many columns as fit, each with the first one; empty: too many, or one is too wide."""
     pieces: list[list[Sequence[str]]] = []
     for column in columns:
-        if not pieces or not _fits(_turned([first, *pieces[-1], column]), console):
+        # rich counts the gap after the last column when it shrinks columns, not when it measures them
+        if not pieces or not _fits(_turned([first, *pieces[-1], column]), console, GAP):
             pieces.append([])
         pieces[-1].append(column)
     tables = [_turned([first, *piece]) for piece in pieces]
@@ -235,36 +238,35 @@ def _pieces(first: Sequence[str], columns: Sequence[Sequence[str]], console: Con
 
 
 def _turned(columns: Sequence[Sequence[str]]) -> Table:
-    return _table(columns, [False, *(True for _ in columns[1:])], False, PROSE_WIDTH + 1)
+    return _table(columns, [False, *(True for _ in columns[1:])], False, is_turned=True)
 
 
-def _fits(table: Table, console: Console) -> bool:
+def _fits(table: Table, console: Console, spare: int = 0) -> bool:
     endless = console.options.update(width=10**6)  # a measure is cut to the width of its options
-    return console.measure(table, options=endless).minimum <= console.width
-
-
-def _head_width(head: str, cells: Sequence[str]) -> int:
-    """Width of a column's head; long names are broken after hyphens."""
-    longest = max(map(len, head.split()), default=1)
-    return max(min(longest, PROSE_WIDTH + 1), *map(len, cells), 1)
+    return console.measure(table, options=endless).minimum + spare <= console.width
 
 
 def _table(
-    columns: Sequence[Sequence[str]], rights: Sequence[bool], folds: bool, prose_length: int = PROSE_LENGTH
+    columns: Sequence[Sequence[str]], rights: Sequence[bool], folds: bool, is_turned: bool = False
 ) -> Table:
-    """Columns of head and cells; long texts wrap, between words unless `folds`."""
+    """Columns of head and cells; long texts wrap, between words unless `folds`.
+
+    In a turned table texts wrap sooner, and heads (names) after hyphens.
+    """
+    prose_length, prose_width = (NAME_WIDTH + 1, NAME_WIDTH) if is_turned else (PROSE_LENGTH, PROSE_WIDTH)
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold underline")
     table.show_header = any(head for head, *_ in columns)
     for (head, *cells), is_right in zip(columns, rights, strict=True):
-        lines = textwrap.wrap(head, _head_width(head, cells), break_long_words=False)
+        wide = NAME_WIDTH if is_turned else max(map(len, (*head.split(), *cells)), default=1)
+        lines = textwrap.wrap(head, max(wide, 1), break_long_words=False, break_on_hyphens=is_turned)
         width = max(map(len, (*lines, *cells)), default=0)
         longest = max((len(word) for text in (*lines, *cells) for word in text.split()), default=0)
-        wraps = width >= prose_length and (folds or longest <= PROSE_WIDTH)
+        wraps = width >= prose_length and (folds or longest <= prose_width)
         table.add_column(
             Text("\n".join(lines)),
             justify="right" if is_right else "left",
             no_wrap=not wraps,
-            min_width=PROSE_WIDTH if wraps else width,
+            min_width=prose_width if wraps else width,
             overflow="fold",
         )
     for row in zip(*(column[1:] for column in columns), strict=True):

@@ -142,7 +142,11 @@ def place(
 
     def found_by(name: str) -> list[ir.Placement]:
         task = Task(problem, microbatches, is_served=True, policy=name, config=config)
-        mixes = [mix for mix in planner_named(name)(task) or () if len(mix.columns) == 1]
+        mixes = [
+            mix
+            for mix in planner_named(name)(task) or ()
+            if len(mix.columns) == 1 and task.num_microbatches(mix) == microbatches
+        ]
         return [task.draft(max(mixes, key=task.upper_bound_per_s)).lanes[0].placement] if mixes else []
 
     found = found_by(planner)
