@@ -4,13 +4,16 @@
 
 First the card: bytes a second of a copy (read and written), operations a second of a matrix product. The
 limit of a load is computed from them: every prompt token's products at that peak, then, a step at a time, the
-weights and the keys and values really there at that bandwidth. `tessera serve` is a process of its own, as
-are its workers; the load comes from this one. Random weights: tokens mean nothing, their number does.
+weights, the keys and values really there and recurrent states (read and written) at that bandwidth.
+`tessera serve` is a process of its own, as are its workers; the load comes from this one. Random weights:
+tokens mean nothing, their number does.
 """
 
 import argparse
 import asyncio
 import json
+import math
+import random
 import subprocess
 import sys
 import time
@@ -32,17 +35,32 @@ class Load:
     output: int
     at_once: int
     num: int
+    # Prompts of 1/8 of `prompt` to twice as many tokens.
+    is_mixed: bool = False
+
+    @property
+    def name(self) -> str:
+        mixed = f"{self.prompt // 8} to {2 * self.prompt}" if self.is_mixed else str(self.prompt)
+        return f"{mixed} in, {self.output} out, {self.at_once} at once"
+
+    @property
+    def prompts(self) -> list[int]:
+        if not self.is_mixed:
+            return [self.prompt] * self.num
+        drawn = random.Random(0)
+        return [drawn.randint(self.prompt // 8, 2 * self.prompt) for _ in range(self.num)]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a token of a dense decoder costs."""
+    """What a token of a decoder costs."""
 
     # Parameters in the products of one token, and bytes of all weights that a step reads.
     parameters: float
     weight_bytes: float
-    # Keys and values of one token.
+    # Keys and values of one token; recurrent states of one sequence.
     token_bytes: float
+    sequence_bytes: float = 0.0
 
 
 # Ways to choose tokens: further fields of each request.
@@ -60,6 +78,7 @@ LOADS = (
     Load(128, 512, 64, 128),
     Load(4096, 64, 64, 64),
     Load(512, 128, 32, 96),
+    Load(1024, 128, 48, 144, is_mixed=True),
 )
 
 
@@ -88,37 +107,48 @@ def card() -> dict[str, float]:
 
 
 def sizes_of(model: str) -> Sizes:
-    """By the model's own configuration."""
+    """By the model's own configuration, and what its served step keeps."""
     import torch
 
     from tessera.capture import build
+    from tessera.capture.models.paged import layout_of
     from tessera.ir import Step
+    from tessera.kernels import PAGE
 
     with torch.device("meta"):
-        module: Any = build(Step(model, "decode", 1, 1)).module
+        module: Any = build(Step(model, "tokens", 1, 1, reserve=2 * PAGE)).module
+    layout = layout_of(module)
+    pages, rows = (
+        sum(math.prod(shape) * dtype.itemsize for shape, dtype in kept.values())
+        for kept in (layout.pages, layout.rows)
+    )
     config: Any = module.config.get_text_config()
     looked_up = module.get_input_embeddings().weight.numel()  # one row of it is read
     is_tied = bool(getattr(config, "tie_word_embeddings", False))
     num = sum(p.numel() for p in module.parameters()) - (0 if is_tied else looked_up)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * head
-    return Sizes(num, 2.0 * num, 2.0 * kept)
+    return Sizes(num, 2.0 * num, pages / PAGE, float(rows))
 
 
 def limit_per_s(load: Load, sizes: Sizes, found: dict[str, float]) -> float:
     """Tokens a second if nothing but the card's peaks counted, `at_once` requests beside one another."""
-    prompts_s = load.at_once * load.prompt * 2 * sizes.parameters / found["operations per s"]
-    there = load.at_once * (load.prompt + load.output / 2) * sizes.token_bytes
+    prompt = sum(load.prompts) / load.num
+    prompts_s = load.at_once * prompt * 2 * sizes.parameters / found["operations per s"]
+    there = load.at_once * (prompt + load.output / 2) * sizes.token_bytes
+    there += load.at_once * 2 * sizes.sequence_bytes
     steps_s = load.output * (sizes.weight_bytes + there) / found["bytes per s"]
     return load.at_once * load.output / (prompts_s + steps_s)
 
 
 def ask(url: str, load: Load, seed: int, **fields: Any) -> dict[str, Any]:
     """One load over HTTP."""
+    from tessera.ir import Arrivals
     from tessera.serve.load import LoadOptions, figures, measure, parse_address
 
+    prompts = tuple(load.prompts)
+    together = Arrivals(load.name, (0.0,) * load.num, prompts, (load.output,) * load.num)
     options = LoadOptions(
         num_requests=load.num,
+        arrivals=together if load.is_mixed else None,
         concurrency=load.at_once,
         prompt_tokens=load.prompt,
         output_tokens=load.output,
@@ -141,6 +171,12 @@ def by_choice(url: str, put: Callable[[str, Any], None]) -> None:
         put(name, {"tokens per s": per_s, "of greedy": round(per_s / greedy, 4), "figures": got})
 
 
+def load_of(word: str) -> Load:
+    """512/128/32: prompt, output, at once; three rounds of it. ~1024/128/48: mixed prompts."""
+    prompt, output, at_once = map(int, word.removeprefix("~").split("/"))
+    return Load(prompt, output, at_once, 3 * at_once, word.startswith("~"))
+
+
 def continuous_batching(model: str) -> dict[str, Any]:
     """The first load by Hugging Face's continuous batching, in a process of its own."""
     script = str(Path(__file__).resolve().parent / "gpu_http_hf.py")
@@ -160,6 +196,9 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3-8b")
     parser.add_argument("--devices", default="cuda:0")
     parser.add_argument("--max-len", type=int, default=8192)
+    parser.add_argument(
+        "--load", action="append", type=load_of, help="PROMPT/OUTPUT/AT_ONCE, in place of all; ~: mixed"
+    )
     parser.add_argument("--starts", type=int, default=1, help="starts of the server; the last one is asked")
     parser.add_argument("--choices", action="store_true", help="the first load in every way to choose tokens")
     parser.add_argument("--hf", action="store_true", help="Hugging Face's continuous batching after it")
@@ -189,13 +228,12 @@ def main() -> None:
             ask(server.url, Load(64, 8, 64, 64), 99)  # connections, first steps of every size
             if args.choices:
                 by_choice(server.url, put)
-            for number, load in enumerate([] if args.choices else LOADS):
+            for number, load in enumerate(args.load or ([] if args.choices else LOADS)):
                 began = time.monotonic()
                 got = ask(server.url, load, number)
                 per_s, limit = float(got["output_throughput"]), limit_per_s(load, sizes, found["card"])
-                name = f"{load.prompt} in, {load.output} out, {load.at_once} at once"
                 row = {"tokens per s": per_s, "limit": limit, "share": round(per_s / limit, 4)}
-                put(name, {**row, "seconds": round(time.monotonic() - began, 1), "figures": got})
+                put(load.name, {**row, "seconds": round(time.monotonic() - began, 1), "figures": got})
     if args.hf:
         put("hugging face, 512 in, 128 out, 64 at once", continuous_batching(args.model))
 

@@ -54,10 +54,13 @@ def run_load(service: Service, clients: int, load: Load, seconds: float) -> dict
     """
     tally, begun, shape = Tally(), time.monotonic(), service.shape
     steady: list[float] = []
+    # First tokens and answers before it is steady: of prompts that all began at once.
+    early = [0, 0]
 
     def until() -> float:
         if not steady and tally.finished >= clients:
             steady.append(time.monotonic())
+            early[:] = len(tally.first_s), len(tally.each_s)
         return (steady[0] if steady else begun + WARM_S) + seconds
 
     async def one(number: int) -> None:
@@ -77,8 +80,8 @@ def run_load(service: Service, clients: int, load: Load, seconds: float) -> dict
     asyncio.run(everybody())
     start = until() - seconds
     return {
-        "tpot ms": quantiles_ms(tally.each_s),
-        "ttft ms": quantiles_ms(tally.first_s),
+        "tpot ms": quantiles_ms(tally.each_s[early[1] :]),
+        "ttft ms": quantiles_ms(tally.first_s[early[0] :]),
         "tokens per s": round(tally.per_s(start, start + seconds), 1),
         "by thirds": [
             round(tally.per_s(start + k * seconds / 3, start + (k + 1) * seconds / 3), 1) for k in range(3)
@@ -89,9 +92,9 @@ def run_load(service: Service, clients: int, load: Load, seconds: float) -> dict
     }
 
 
-def quantiles_ms(times_s: Sequence[float], left_out: int = 3) -> tuple[float, float]:
-    """Median and 99th percentile, without the first requests (a third of them), which all begin at once."""
-    later = sorted(times_s[len(times_s) // left_out :] if left_out else times_s) or [0.0]
+def quantiles_ms(times_s: Sequence[float]) -> tuple[float, float]:
+    """Median and 99th percentile."""
+    later = sorted(times_s) or [0.0]
     return 1e3 * later[len(later) // 2], 1e3 * later[min(len(later) - 1, len(later) * 99 // 100)]
 
 

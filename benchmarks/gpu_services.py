@@ -155,7 +155,7 @@ def arrived(
     virtual = play([plan], stream).expected
     tokens_per_s = sum(n for _, n in tally.came) / seconds * scale
     times = {"tpot ms": tally.each_s, "ttft ms": tally.first_s}
-    waits = {name: [round(x / scale, 2) for x in quantiles_ms(t, 0)] for name, t in times.items()}
+    waits = {name: [round(x / scale, 2) for x in quantiles_ms(t)] for name, t in times.items()}
     return {
         "requests per s": round(rate, 2),
         "requests": num,

@@ -14,10 +14,8 @@ from tessera.kernels import PAGE
 class Mixer:
     """Greedy answers of several prompts, some of whose tokens each step reads."""
 
-    def __init__(self, workload: Workload, seed: int = 0, part: Workload | None = None) -> None:
-        """`part`: where state has rows, the step that reads a part of one prompt."""
-        self._workload, self._step, self._part = workload, workload.step, part
-        self.num_parts = 0
+    def __init__(self, workload: Workload, seed: int = 0) -> None:
+        self._workload, self._step = workload, workload.step
         self._is_flat = layout_of(workload.module).kind == FLAT
         self._random = random.Random(seed)
         self._free = list(range(1, self._step.reserve // PAGE))
@@ -35,9 +33,7 @@ class Mixer:
                 row = min(set(range(self._step.batch)) - live.keys())
                 number, tokens = waiting.pop(0)
                 live[row] = _Sequence(number, tokens, len(tokens) + num_new)
-            for row, token in (self._read_part(live) or self._advance(live)).items():
-                if token < 0:
-                    continue
+            for row, token in self._advance(live).items():
                 sequence = live[row]
                 sequence.tokens.append(token)
                 if len(sequence.tokens) == sequence.end:
@@ -46,34 +42,6 @@ class Mixer:
                     self._random.shuffle(self._free)
                     del live[row]
         return [done[number] for number in range(len(prompts))]
-
-    def _read_part(self, live: dict[int, "_Sequence"]) -> dict[int, int]:
-        """A part of one prompt, where somebody has one: what was chosen, -1 where more is to be read."""
-        if self._part is None or self._random.random() < 0.3:
-            return {}
-        num, parts = self._part.step.context, layout_of(self._part.module).parts
-        able = [r for r, s in live.items() if len(s.tokens) - s.read >= num]
-        able = [r for r in able if not live[r].read or not parts.is_first_only]
-        if not able:
-            return {}
-        row = self._random.choice(able)
-        sequence = live[row]
-        positions = torch.arange(sequence.read, sequence.read + num)
-        while len(sequence.pages) * PAGE < sequence.read + num:
-            sequence.pages.append(self._free.pop())
-        pages = torch.tensor(sequence.pages)
-        inputs = {name: torch.zeros_like(t) for name, t in self._part.make_inputs(0).items()}
-        inputs["tokens"][:] = torch.tensor(sequence.tokens)[positions]
-        inputs["positions"][:] = positions
-        inputs["slots"][:] = pages[positions // PAGE] * PAGE + positions % PAGE
-        inputs["pages"][: len(pages)] = pages
-        inputs["lengths"][0] = sequence.read + num
-        inputs["query_starts"][1] = num
-        inputs["fresh"][0], inputs["row"][0] = sequence.read == 0, row
-        sequence.read += num
-        self.num_parts += 1
-        chosen = self._part.run(inputs, self.state)["next_tokens"]
-        return {row: int(chosen[0]) if sequence.read == len(sequence.tokens) else -1}
 
     def _advance(self, live: dict[int, "_Sequence"]) -> dict[int, int]:
         """One step; the tokens that it chose, by row."""
@@ -101,6 +69,8 @@ class Mixer:
             inputs["lengths"][place] = sequence.read + count
             if self._is_flat:
                 inputs["query_starts"][place + 1 :] = at + count
+                if "rows" in inputs:
+                    inputs["rows"][place] = row if sequence.read else -1 - row
             else:
                 inputs["fresh"][row] = sequence.read == 0
             self._add_pictures(inputs, here)

@@ -77,7 +77,7 @@ def toy_plan(
     traces = [toy_trace(size, shape) for size in shape.sizes]
     placed = [[(device,) for device in placement]]
     plan = make_plan(traces, placed, (4,) * len(traces), cluster, microbatches=shape.microbatches)
-    home = ",".join(sorted({TOYS[device] for device in placement})) if shape.is_flat else ""
+    home = ",".join(sorted({TOYS[device] for device in placement}))
     return replace(plan, policy=policy, home=home)
 
 
@@ -234,7 +234,9 @@ class ToyStepper:
         return self._queues
 
     def start(self, call: StepCall) -> None:
-        """One step a microbatch runs, and one at most waits behind it."""
+        """One step a microbatch runs, and one at most waits behind it; none while its rows move."""
+        rows = [move for move in self._moves if move.rows is not None and not self.shape.is_flat]
+        assert not any(call.microbatch in (move.source, move.destination) for move in rows)
         space = self._spaces[call.microbatch]
         assert len(space.steps) <= self._queues
         inputs = {name: tensor.clone() for name, tensor in call.inputs.items()}
@@ -245,7 +247,10 @@ class ToyStepper:
         """Copies when it ends; pages are read as they are then."""
         assert len(move.from_pages) == len(move.to_pages)
         assert 0 not in (*move.from_pages, *move.to_pages)
-        assert self._spaces[move.source].pages is not self._spaces[move.destination].pages
+        ends = (self._spaces[move.source], self._spaces[move.destination])
+        assert ends[0].pages is not ends[1].pages or not move.from_pages
+        is_beside = move.rows is None or self.shape.is_flat
+        assert is_beside or not any(space.steps for space in ends), "steps write all rows"
         self._moves.append(move)
         self.moves.append(move)
 
@@ -258,6 +263,8 @@ class ToyStepper:
             for at in range(PAGE):
                 if one * PAGE + at in source.pages:
                     destination.pages[other * PAGE + at] = source.pages[one * PAGE + at]
+        if move.rows is not None:
+            destination.rows[move.rows[1]] = source.rows.get(move.rows[0], [])
         return Moved(move.number, "", 1e-3, len(move.from_pages))
 
     def take(self, timeout_s: float | None) -> StepperEvent | None:
@@ -299,7 +306,7 @@ class ToyStepper:
         inputs["tokens"] = [x if x >= 0 else space.newest[-1 - x] for x in inputs["tokens"]]
         logits = read(space, self.shape.sizes[call.step], inputs)
         last = inputs["tokens"]
-        if self.shape.is_flat or len(logits) != len(last):
+        if self.shape.is_flat:
             last = [last[max(0, end - 1)] for end in inputs["query_starts"][1:]]
         tokens, logprobs, top = choose(logits, torch.tensor(last), tables)
         space.newest = tokens.clamp_min(0).tolist()
@@ -354,12 +361,20 @@ class ToyStepper:
             assert list(range(length - count, length)) == positions
             places = [inputs["pages"][first + at // PAGE] * PAGE + at % PAGE for at in range(length)]
             assert places[length - count :] == inputs["slots"][starts[row] : starts[row + 1]]
-            logits[row] = toy_logits([space.pages[place] for place in places])
+            held = [space.pages[place] for place in places]
+            if self.shape.has_rows:
+                held = self._recurrent(space, inputs["rows"][row], held[length - count :])
+                assert len(held) == length
+            logits[row] = toy_logits(held)
         return logits
 
+    def _recurrent(self, space: Space, row: int, new: list[int]) -> list[int]:
+        """What a sequence has read, by its row; a negative row begins."""
+        number = -1 - row if row < 0 else row
+        space.rows[number] = [*([] if row < 0 else space.rows[number]), *new]
+        return space.rows[number]
+
     def _by_row(self, space: Space, size: int, inputs: dict[str, list[int]]) -> torch.Tensor:
-        if size > self.shape.rows:
-            return self._part(space, size, inputs)
         logits = torch.zeros(size, VOCAB)
         for row in range(size):
             assert inputs["query_starts"][row] == row
@@ -371,16 +386,6 @@ class ToyStepper:
                 read.append(inputs["tokens"][row])
                 logits[row] = toy_logits(read)
         return logits
-
-    def _part(self, space: Space, size: int, inputs: dict[str, list[int]]) -> torch.Tensor:
-        """Part of one prompt, whose row it is; the other rows stay as they are."""
-        (row,), (is_fresh,), (length,) = inputs["row"], inputs["fresh"], inputs["lengths"]
-        assert is_fresh or not self.shape.is_first_only
-        assert inputs["query_starts"] == [0, size]
-        read = [] if is_fresh else space.rows[row]
-        assert inputs["positions"] == list(range(len(read), length))
-        space.rows[row] = [*read, *inputs["tokens"]]
-        return toy_logits(space.rows[row])[None]
 
     def wake(self) -> None:
         """From any thread."""
@@ -403,6 +408,20 @@ def service_of(stepper: ToyStepper, **changes: Any) -> Service:
     """A service of the toy, that says nothing."""
     known: dict[str, Any] = {"model": "toy", "log": lambda line: None}
     return Service(stepper, stepper.policies, stepper.shape, ByteText(), **{**known, **changes})
+
+
+def generated(reference: Any, ask: Ask) -> list[int]:
+    """What Hugging Face generates."""
+    prompt = torch.tensor([ask.prompt])
+    out = reference.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=ask.max_tokens,
+        do_sample=False,
+        eos_token_id=None if ask.ignores_end else END,
+        pad_token_id=0,
+    )
+    return [int(token) for token in out[0, len(ask.prompt) :]]
 
 
 def choose_rows(

@@ -164,10 +164,10 @@ BAD = [
     (["capture", "tiny-llama", "--device", "tpu"], "unknown"),
     (
         ["capture", "tiny-llama", "--contxt", "8"],
-        "'--contxt'; known: --batch, --compiled, --context",
+        "'--contxt'; did you mean --context? See",
     ),
     (["capture", "tiny-llama", "--batch", "many"], "Invalid value for '--batch'"),
-    (["plann"], "unknown command 'plann'; known: capture, analyze"),
+    (["plann"], "unknown command 'plann'; did you mean plan? See"),
     (["profile", "{decode.trace}", "--devices", "emu:a1000"], "unknown GPU 'a1000'; known: "),
     (["profile", "{decode.trace}", "--devices", "tpu:1"], "known: away, cpu, cuda, emu"),
     (["profile", "{decode.trace}", "--devices", "a100"], "Write emu:a100 to plan for it."),

@@ -5,8 +5,6 @@ be equal: a number that differs was read unseen or is kept in Python (see `reads
 call only sets up, the second and third must agree. Built-in models on fake tensors are recorded once.
 """
 
-import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -227,14 +225,3 @@ def _values(trace: Trace, launch: Launch) -> list[object]:
 def capture(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Trace:
     """Capture what `fn(*args, **kwargs)` launches. Arguments and modules are left unchanged."""
     return record(workload_of(fn, *args, **kwargs))
-
-
-class CallablePackage(types.ModuleType):
-    """A package callable as its function: `tessera.capture(fn, *args)`."""
-
-    def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Trace:
-        return capture(fn, *args, **kwargs)
-
-
-def make_callable(package: str) -> None:
-    sys.modules[package].__class__ = CallablePackage

@@ -4,6 +4,7 @@ Only this package puts stages together. A user's mistake ends in one line on sta
 an interrupt in exit code 130. Anything else keeps its traceback, because it is a bug.
 """
 
+import difflib
 import errno
 import os
 import sys
@@ -17,9 +18,11 @@ from tessera import __version__
 from tessera.cli import (
     advise,
     analyze,
+    batch,
     bench,
     calibrate,
     capture,
+    chat,
     demo,
     doctor,
     gpus,
@@ -33,6 +36,7 @@ from tessera.cli import (
     verify,
 )
 from tessera.cli.output import printed
+from tessera.cli.serve_options import unknown_option
 from tessera.errors import TesseraError
 
 app = typer.Typer(
@@ -45,13 +49,16 @@ app = typer.Typer(
 # In the order of the flow.
 COMMANDS: tuple[Callable[..., Any], ...] = (
     capture.capture, analyze.analyze, verify.verify, profile.profile, calibrate.calibrate, plan.plan,
-    advise.advise, run.run, simulate.simulate, serve.serve, remote.worker, report.report, demo.demo,
-    doctor.doctor, gpus.gpus,
+    advise.advise, run.run, simulate.simulate, serve.serve, chat.chat, batch.batch, remote.worker,
+    report.report, demo.demo, doctor.doctor, gpus.gpus,
 )  # fmt: skip
+# Options of `serve` may come from variables named TESSERA_SERVE_PORT, TESSERA_SERVE_DEVICES, ...
+SERVE_VARIABLES = {"auto_envvar_prefix": "TESSERA_SERVE"}
 for function in COMMANDS:
+    settings = SERVE_VARIABLES if function is serve.serve else {}
     # The first paragraph in full: click would cut it to one line.
     summary = " ".join((function.__doc__ or "").split("\n\n", 1)[0].split())
-    app.command(short_help=summary)(printed(function))
+    app.command(short_help=summary, context_settings=settings)(printed(function))
 app.add_typer(bench.app, name="bench")
 
 # What a shell expects of a command that Ctrl-C ended.
@@ -145,8 +152,11 @@ def _usage(error: Any) -> str:
         return message
     if getattr(error, "option_name", None):
         options = [o for p in context.command.params for o in p.opts if o.startswith("--")]
-        message = f"unknown option '{error.option_name}'; known: {', '.join(sorted(options))}"
+        message = unknown_option(error.option_name, options)
     elif message.startswith("No such command"):
         word = message.split("'")[1]
-        message = f"unknown command '{word}'; known: {', '.join(context.command.list_commands(context))}"
-    return f"{message.rstrip('.')}. See: {context.command_path} --help"
+        listed = context.command.list_commands(context)
+        near = difflib.get_close_matches(word, listed, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(listed)}"
+        message = f"unknown command '{word}'; {hint}"
+    return f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} See: {context.command_path} --help"

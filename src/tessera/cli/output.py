@@ -5,6 +5,7 @@ A command is a function that returns one frozen record; `printed` makes a comman
 
 - A command never prints to standard output and never declares `--json`.
 - A command that goes on after its record (a service) is a generator and yields it; then the JSON is one line.
+  Texts that it yields are for people only (the words of an answer).
 - An outcome that is a failure: the record's `problem` returns the error, raised after the record is printed.
 - What only people see, as the picture of a layer: return `Illustrated(record, pictures)`.
 - Options that need or exclude another: `needs` and `excludes`; ranges: `typer.Option(min=, max=)`; choices:
@@ -15,14 +16,15 @@ A command is a function that returns one frozen record; `printed` makes a comman
 
 import functools
 import inspect
+import io
 import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar, get_args, get_type_hints
+from dataclasses import dataclass, is_dataclass
+from typing import Annotated, Any, Generic, Self, TypeVar, get_args, get_type_hints
 
 import msgspec
 import typer
@@ -46,15 +48,28 @@ __all__ = [
 
 # Seconds before the first plain line, and between two lines of a counted job.
 QUIET_S, PAUSE_S = 2.0, 10.0
+# Width of a record in a notebook.
+PAGE_COLUMNS = 100
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a command."""
+    """The result of a command; notebooks show it as the terminal does."""
+
+    @classmethod
+    def of(cls, source: object, /, **more: Any) -> Self:
+        """Fields that the source has under the same name, and `more`."""
+        names = (name for name in cls.__struct_fields__ if name not in more and hasattr(source, name))
+        return cls(**{name: getattr(source, name) for name in names}, **more)
 
     def problem(self) -> TesseraError | None:
         """The error with which the command ends after printing, if its outcome is a failure."""
         return None
+
+    def _repr_html_(self) -> str:
+        screen = Console(highlight=False, record=True, file=io.StringIO(), width=PAGE_COLUMNS)
+        render(self, screen)
+        return screen.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 R_co = TypeVar("R_co", bound=Record, covariant=True)
@@ -69,25 +84,41 @@ class Illustrated(Generic[R_co]):
 
 
 def printed(function: Callable[..., Any]) -> Callable[..., None]:
-    """A command of typer: `function` with `--json`, its record printed."""
-    signature = inspect.signature(function)
+    """A command of typer: `function` with `--json`, its record printed.
+
+    A parameter that is a dataclass stands for its fields, one option each.
+    """
+    parameters: list[inspect.Parameter] = []
+    configs: dict[str, tuple[Any, list[str]]] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        config: Any = parameter.annotation
+        if is_dataclass(config) and isinstance(config, type):
+            fields = list(inspect.signature(config).parameters.values())
+            configs[parameter.name] = config, [field.name for field in fields]
+            parameters += fields
+        else:
+            parameters.append(parameter)
 
     @functools.wraps(function)
-    def command(*args: Any, as_json: bool, **kwargs: Any) -> None:
-        made: Any = function(*args, **kwargs)
+    def command(*, as_json: bool, **kwargs: Any) -> None:
+        for name, (config, names) in configs.items():
+            kwargs[name] = config(**{field: kwargs.pop(field) for field in names})
+        made: Any = function(**kwargs)
         if isinstance(made, Generator):
             for record in made:
-                print_record(record, as_json, is_line=True)
+                if not isinstance(record, str):
+                    print_record(record, as_json, is_line=True)
+                elif not as_json:
+                    typer.echo(record, nl=False)
         elif made is not None:
             print_record(made, as_json)
 
     option = inspect.Parameter(
         "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption
     )
-    parameters = [*signature.parameters.values(), option]
-    command.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
-    command.__annotations__ = {k: v for k, v in function.__annotations__.items() if k != "return"}
-    command.__annotations__["as_json"] = JsonOption
+    parameters = [one.replace(kind=option.kind) for one in (*parameters, option)]
+    command.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
@@ -123,7 +154,7 @@ def only_if(test: Callable[[dict[str, Any]], Any], why: str) -> Callable[..., An
 
     def check(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
         source = ctx.get_parameter_source(param.name or "")
-        if source and source.name == "COMMANDLINE" and not test(ctx.params):
+        if source and not source.name.startswith("DEFAULT") and not test(ctx.params):
             raise TesseraError(why, "Leave it out, or see --help.", max(param.opts, key=len))
         return value
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -106,6 +106,20 @@ MemoryShareOption = Annotated[
         help="Share of each device's memory for weights and state (pages). The rest is for temporaries.",
     ),
 ]
+MemoryOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--memory", metavar="DEVICE=SIZE", help="Cap of a device's memory: cuda:0=22GB; may be repeated."
+    ),
+]
+FrequenciesOption = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="JSON of how often experts are chosen, by module: hot ones go to the GPU.",
+    ),
+]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan")
 ]
@@ -117,6 +131,7 @@ def plan(
     devices: Annotated[str | None, typer.Option(help="Devices to price, instead of --costs.")] = None,
     link: Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")] = None,
     bus: BusOption = None,
+    memory: MemoryOption = None,
     objective: Annotated[Objective, typer.Option(help="Objective.")] = Objective.THROUGHPUT,
     microbatches: MicrobatchesOption = None,
     batch: BatchOption = None,
@@ -126,6 +141,7 @@ def plan(
     ttft_ms: TtftMsOption = None,
     random_weights: RandomWeights = False,
     launches: Launches = "",
+    expert_frequencies: FrequenciesOption = None,
     counts: CountsOption = None,
     policy: PolicyOption = None,
     pin: PinOption = None,
@@ -150,9 +166,9 @@ def plan(
             raise TesseraError("needs traces, not a model's name", place="--objective latency")
         wanted = PlannedLoad(
             traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, microbatches, random_weights,
-            checked_launches(launches), objective, effort, memory_share,
+            checked_launches(launches), objective, effort, memory_share, expert_frequencies,
         )  # fmt: skip
-        return plan_model(wanted, _cluster(devices, links, buses), output)
+        return plan_model(wanted, _cluster(devices, links, buses, memory or []), output)
     from tessera.plan import PlanConfig, search_config
 
     if launches:
@@ -161,7 +177,7 @@ def plan(
     config = PlanConfig(
         objective, many, policy, _constraints(pin, forbid), search=search, memory_share=memory_share
     )
-    prices = _Prices(costs or [], devices, links, buses)
+    prices = _Prices(costs or [], devices, links, buses, memory or [])
     made = _plan_traces(traces, _counts(counts), prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
     save(made, path)
@@ -171,12 +187,12 @@ def plan(
     return Illustrated(record, pictures(made))
 
 
-def _cluster(devices: str | None, links: list[str], buses: list[str]) -> Cluster:
-    from tessera.profile import parse_devices, wire
+def _cluster(devices: str | None, links: list[str], buses: list[str], memory: list[str]) -> Cluster:
+    from tessera.profile import cap_memory, parse_devices, wire
 
     if devices is None:
         raise TesseraError("no devices were named", "Name them: --devices emu:a100,emu:l40s.", "--devices")
-    return wire(parse_devices(devices), links, buses)
+    return wire(cap_memory(parse_devices(devices), memory), links, buses)
 
 
 def _plan_traces(
@@ -223,11 +239,12 @@ class _Prices:
     devices: str | None
     links: list[str]
     buses: list[str]
+    memory: list[str]
 
     def of(self, unit: WorkUnit) -> tuple[Cluster, tuple[Costs, ...]]:
         """Costs of a unit's traces."""
         from tessera.flow import price
-        from tessera.profile import wire
+        from tessera.profile import cap_memory, wire
 
         if self.files and self.devices:
             raise TesseraError(
@@ -238,9 +255,10 @@ class _Prices:
                 raise TesseraError(
                     "neither --costs nor --devices was given", "Name devices: emu:a100,emu:l40s."
                 )
-            cluster = _cluster(self.devices, self.links, self.buses)
+            cluster = _cluster(self.devices, self.links, self.buses, self.memory)
             return cluster, price(unit, cluster)
         loaded = {path: load(Costs, path) for path in self.files}
+        loaded = {p: replace(c, devices=cap_memory(c.devices, self.memory)) for p, c in loaded.items()}
         by_trace = {c.trace_digest: c for c in loaded.values()}
         steps = {g.trace.digest: g.trace.step for g in unit.graphs}
         for path, found in loaded.items():

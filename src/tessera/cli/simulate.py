@@ -168,10 +168,15 @@ def simulate(
             raise TesseraError(
                 "a monitor chooses between two service plans", "Give both or none.", "--monitor"
             )
-        paths = [plan] if other is None else [plan, other]
-        return _service_run(paths, requests, arrivals, lengths, speed, seed)
+        with progress(f"reading {plan.name}") as advance:
+            plans = [load(ServicePlan, path) for path in (plan, other) if path is not None]
+            advance("simulating")
+            return simulate_service(plans, requests, arrivals, lengths, speed, seed)
     if arrivals is None:
-        return _offline(plan, requests or NUM_REQUESTS, trace, page, output)
+        with progress(f"reading {plan.name}") as advance:
+            loaded, num = load(Plan, plan), requests or NUM_REQUESTS
+            advance(f"simulating {num:,} requests")
+            return simulate_steps(loaded, num, trace, page, output)
     options = OnlineOptions(
         arrivals, requests, lengths, speed, seqs, seed, noise, jitter, max_waiting,
         tuple(lose or ()), tuple(slow or ()), slo, window, threshold, effort,
@@ -179,29 +184,26 @@ def simulate(
     return run_online([plan] if other is None else [plan, other], options, monitor)
 
 
-def _service_run(
-    paths: list[Path],
-    requests: int | None,
-    arrivals: str | None,
-    lengths: str | None,
-    speed: float,
-    seed: int,
+def simulate_service(
+    plans: Sequence[ServicePlan],
+    requests: int | None = None,
+    arrivals: str | None = None,
+    lengths: str | None = None,
+    speed: float = 1.0,
+    seed: int = 0,
 ) -> SimulatedService:
     """The service of a plan under its own load, or of one or two plans under arrivals."""
     from tessera.serve.rehearse import play, rehearse
     from tessera.simulate.arrivals import make_arrivals
 
-    with progress(f"reading {paths[0].name}") as advance:
-        plans = [load(ServicePlan, path) for path in paths]
-        plan = plans[0]
-        decisions: tuple[Decision, ...] = ()
-        _check_alike(plans)
-        advance("simulating")
-        if arrivals is None:
-            expected = rehearse(plan, plan.load, plan.expected.clients if plan.expected else None, seed)
-        else:
-            played = play(plans, make_arrivals(arrivals, requests, seed, lengths, speed), seed)
-            expected, decisions = played.expected, played.decisions
+    plan = plans[0]
+    decisions: tuple[Decision, ...] = ()
+    _check_alike(plans)
+    if arrivals is None:
+        expected = rehearse(plan, plan.load, plan.expected.clients if plan.expected else None, seed)
+    else:
+        played = play(plans, make_arrivals(arrivals, requests, seed, lengths, speed), seed)
+        expected, decisions = played.expected, played.decisions
     planned = None if arrivals else plan.expected
     return SimulatedService(
         clock=Clock.SIMULATED,
@@ -231,24 +233,25 @@ def _check_alike(plans: Sequence[ServicePlan]) -> None:
         raise MismatchError("the plans are for different devices", "Plan both for the same devices.")
 
 
-def _offline(
-    path: Path, requests: int, trace: Path | None, page: Path | None, output: Path | None
+def simulate_steps(
+    plan: Plan,
+    requests: int = NUM_REQUESTS,
+    trace: Path | None = None,
+    page: Path | None = None,
+    output: Path | None = None,
 ) -> SimulatedTimeline:
+    """Requests through a plan; all wait at the start."""
     from tessera import simulate as simulator
     from tessera.plan import explain
     from tessera.report import write_page, write_perfetto
 
-    with progress(f"reading {path.name}") as advance:
-        plan = load(Plan, path)
-        advance(f"simulating {requests:,} requests")
-        timeline = simulator.simulate(plan, requests, is_detailed=trace is not None or output is not None)
-        advance("writing")
-        if trace is not None:
-            write_perfetto(timeline, trace)
-        if page is not None:
-            write_page(plan, timeline, page, explain(plan).verdict)
-        if output is not None:
-            save(timeline, output)
+    timeline = simulator.simulate(plan, requests, is_detailed=trace is not None or output is not None)
+    if trace is not None:
+        write_perfetto(timeline, trace)
+    if page is not None:
+        write_page(plan, timeline, page, explain(plan).verdict)
+    if output is not None:
+        save(timeline, output)
     per_s, busy = simulator.throughput_per_s(timeline), timeline.busy_us()
     times = sorted(stop - start for start, stop in _service(timeline))
     tracks = (*plan.cluster.names, *(f"{x.src} -> {x.dst}" for x in plan.cluster.links))

@@ -13,14 +13,14 @@ dropped (`drop`), and with the last one its home. Imports no torch.
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from tessera.errors import MismatchError
 from tessera.execute.lower import homes_of, outputs_of
 from tessera.execute.overlap import can_overlap
 from tessera.ir import Costs, Graph, Lane, Plan
-from tessera.kernels import NEWEST, PAGE
+from tessera.kernels import BY_ROW, PAGE, is_paged
 
 
 class LaneShares:
@@ -48,18 +48,21 @@ def shares_of(lanes: Sequence[Lane], table: Sequence[int] = ()) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class PageBuffer:
-    """One state buffer of a home; its outermost dimension is the page."""
+    """One state buffer; its outermost dimension is the page, or the row of a sequence."""
 
     device: int
     num_pages: int
     page_bytes: int
 
 
+PageBuffers = Mapping[str, PageBuffer]
+
+
 @dataclass(frozen=True, slots=True)
 class Home:
     number: int
     # By name of the state buffer.
-    buffers: Mapping[str, PageBuffer]
+    buffers: PageBuffers
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +79,8 @@ class LoadedLane:
     steps: tuple[int, ...]
     # Number of its home; None: each microbatch has its own state.
     home: int | None = None
+    # State by row, which each microbatch has for itself.
+    rows: PageBuffers = field(default_factory=dict)
 
     @property
     def lane(self) -> Lane:
@@ -119,7 +124,8 @@ class Lanes:
             steps, home = self._number_steps(plan), self.homes[plan.home].number if plan.home else None
             for index in range(len(plan.lanes)):
                 devices = devices_of(plan, index)
-                self.all.append(LoadedLane(len(self.all), plan, policy, index, devices, steps, home))
+                rows = {} if home is None else _state_buffers(plan, plan.lanes[index])[1]
+                self.all.append(LoadedLane(len(self.all), plan, policy, index, devices, steps, home, rows))
         return tuple(self.all[first:])
 
     def _number_steps(self, plan: Plan) -> tuple[int, ...]:
@@ -159,7 +165,7 @@ class Lanes:
         homes, num = dict(self.homes), self._num_homes
         for plan in (plan for plan in plans if plan.home):
             for lane in plan.lanes:
-                buffers = _page_buffers(plan, lane)
+                buffers, _ = _state_buffers(plan, lane)
                 if plan.home not in homes:
                     homes[plan.home], num = Home(num, buffers), num + 1
                 if homes[plan.home].buffers != buffers:
@@ -209,17 +215,20 @@ def check_alike(plans: Sequence[Plan]) -> None:
             raise MismatchError(message, "Plan all policies for the same devices and link.")
 
 
-def _page_buffers(plan: Plan, lane: Lane) -> dict[str, PageBuffer]:
-    """Paged state of a lane by name; raises MismatchError for other state, or if steps differ."""
-    found: dict[str, PageBuffer] = {}
+def _state_buffers(plan: Plan, lane: Lane) -> tuple[PageBuffers, PageBuffers]:
+    """Paged state of a lane, and state by row, by name; raises MismatchError for other state."""
+    found: tuple[dict[str, PageBuffer], ...] = ({}, {})
     for graph, place in zip(plan.graphs, lane.placement.devices, strict=True):
-        num = graph.trace.step.reserve // PAGE
+        step = graph.trace.step
         for index, device in homes_of(graph, place):
             buffer = graph.trace.buffers[index]
-            if buffer.name == NEWEST:
+            is_by_row = buffer.name.startswith(BY_ROW)
+            if not is_by_row and not is_paged(buffer.name):
                 continue
+            num = max(step.rows, step.batch) if is_by_row else step.reserve // PAGE
             page = PageBuffer(device, num, buffer.size_bytes // max(1, num))
-            if num * page.page_bytes != buffer.size_bytes or found.setdefault(buffer.name, page) != page:
+            is_alike = found[is_by_row].setdefault(buffer.name, page) == page
+            if num * page.page_bytes != buffer.size_bytes or not is_alike:
                 message = f"state '{buffer.name}' is not in pages, or not in the same ones in every step"
                 raise MismatchError(message, "Plan without a home.", f"the {plan.policy} plan")
-    return found
+    return found[0], found[1]

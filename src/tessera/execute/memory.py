@@ -17,6 +17,7 @@ bound to it. `ProgramMemory` is one program in one microbatch on one device, reu
 state by name, and one pool for everything else, since it runs one program at a time.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from tessera.errors import DeviceMemoryError, MismatchError
 from tessera.execute.lower import check_programs, lower
 from tessera.execute.schedule import until_wait
 from tessera.ir import Buffer, BufferKind, Free, Instruction, Plan, Program, Recv, Run, Send, Trace, View
-from tessera.kernels import NEWEST
+from tessera.kernels import BY_ROW, is_paged
 
 # programs[lane][index]
 Programs = Sequence[Sequence[Program]]
@@ -36,8 +37,12 @@ GIVEN = (BufferKind.INPUT, BufferKind.STATE)
 # Torch's own alignment.
 ALIGN = 64
 REMEDY = "Give every tensor in the shape that was captured, or capture the trace again with this program."
+# End of the name of a part of a weight, see `part_of`.
+PART = re.compile(r"\[(\d+):(\d+)/(\d+)\]$")
 Storage = torch.UntypedStorage
 Make = Callable[[int], Storage]
+# Where state is: (home, -1), or (lane, microbatch) for a microbatch's own.
+StatePlace = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,13 @@ class Footprint:
 
 def is_shared(program: Program, name: str) -> bool:
     """True if the state of this name is in pages of the program's home."""
-    return program.home >= 0 and name != NEWEST
+    return program.home >= 0 and is_paged(name)
+
+
+def is_cleared(program: Program, name: str) -> bool:
+    """True if opening a microbatch clears the state of this name; rows are cleared by the first step of a
+    sequence, and one may have arrived before."""
+    return not is_shared(program, name) and not name.startswith(BY_ROW)
 
 
 def ready_programs(plan: Plan) -> tuple[tuple[Program, ...], ...]:
@@ -149,7 +160,7 @@ def _lane_bytes(
         now = 0
         for index, is_needed in touched(plan.graphs[program.step].trace, program, device):
             size, name = _aligned(buffers[index].size_bytes), buffers[index].name
-            if buffers[index].kind is BufferKind.STATE and plan.home and name != NEWEST:
+            if buffers[index].kind is BufferKind.STATE and plan.home and is_paged(name):
                 pages[plan.home, name] = size
             elif buffers[index].kind is BufferKind.STATE:
                 state[name] = size
@@ -275,14 +286,32 @@ def bind_storages(
     return {
         b: constant(x, device) if x.constant_hex else storage_of(x, tensors)
         for b in indices
-        if (x := trace.buffers[b]).constant_hex or x.name in tensors or not is_partial
+        if (x := trace.buffers[b]).constant_hex
+        or {x.name, whole_of(x.name)} & tensors.keys()
+        or not is_partial
     }
 
 
+def whole_of(name: str) -> str:
+    """Name of the weight that a part belongs to; the name itself of any other buffer."""
+    return name.partition("[")[0] if PART.search(name) else name
+
+
+def part_of(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A tensor by name; `W[a:b/n]` is bytes a to b of each n bytes of W, copied."""
+    found = PART.search(name)
+    if name in tensors or found is None:
+        return tensors[name]
+    first, last, width = map(int, found.groups())
+    storage = tensors[whole_of(name)].detach().untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return flat.view(-1, width)[:, first:last].contiguous().view(-1).clone()
+
+
 def storage_of(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> Storage:
-    if buffer.name not in tensors:
+    if not {buffer.name, whole_of(buffer.name)} & tensors.keys():
         raise MismatchError(f"there is no {buffer.kind} '{buffer.name}'", REMEDY)
-    given = tensors[buffer.name].detach()
+    given = part_of(buffer.name, tensors).detach()
     if buffer.kind is BufferKind.INPUT and given.nbytes < buffer.size_bytes and given.is_contiguous():
         padded = torch.zeros(buffer.size_bytes, dtype=torch.uint8, device=given.device)
         padded[: given.nbytes] = given.reshape(-1).view(torch.uint8)
@@ -391,6 +420,17 @@ class WorkerMemory:
                 ):
                     self._state_of(0, program, buffer)
 
+    def find(self, place: StatePlace, name: str, programs: Sequence[Sequence[Program]]) -> Storage | None:
+        """State of a home or of a microbatch on a lane of `programs`; None: it is not here."""
+        number, microbatch = place
+        if microbatch < 0:
+            return self.homes.get(number, {}).get(name)
+        for program in programs[number] if 0 <= number < len(programs) else ():
+            for buffer, device in program.homes:
+                if device == self._device and self._traces[program.step].buffers[buffer].name == name:
+                    return self._state_of(microbatch, program, buffer)
+        return None
+
     def _state_of(self, microbatch: int, program: Program, index: int) -> Storage:
         buffer = self._traces[program.step].buffers[index]
         if is_shared(program, buffer.name):
@@ -401,6 +441,7 @@ class WorkerMemory:
         key = (microbatch, buffer.name, buffer.size_bytes)
         if key not in self._state:
             self._state[key] = allocate(buffer.size_bytes)
+            bytes_of(self._state[key], 0, buffer.size_bytes).zero_()
         return self._state[key]
 
     def program_memory(self, microbatch: int, program: Program, us: Sequence[float]) -> ProgramMemory:

@@ -7,15 +7,15 @@ comes when neither writes any more, so that its pages can be used again at once.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from tessera.errors import MismatchError
 from tessera.execute.hub import Hub
 from tessera.execute.lanes import LoadedLane
-from tessera.execute.messages import PIECE_BYTES, Cancel, MovePages
+from tessera.execute.messages import Cancel, MovePages
 from tessera.execute.page_mover import WORD
-from tessera.execute.stepper import Moved, PageMove, Routes
+from tessera.execute.stepper import Moved, PageMove, Route
 
 
 @dataclass
@@ -46,22 +46,23 @@ class Moves:
     def start(
         self,
         move: PageMove,
-        routes: Routes,
+        routes: Sequence[Route],
         source: LoadedLane,
         destination: LoadedLane,
         new_run: Callable[[], int],
     ) -> None:
-        for size in (size for parts in routes.values() for _, size in parts):
-            if size > PIECE_BYTES or size % WORD:
-                message = f"a page has {size} bytes: no multiple of {WORD}, or more than {PIECE_BYTES}"
+        for size in (size for route in routes for _, size in route.buffers):
+            if size % WORD:
+                message = f"a page has {size} bytes, no multiple of {WORD}"
                 raise MismatchError(message, "Plan without moves.", f"move {move.number}")
-        pages = (list(move.from_pages), list(move.to_pages))
         found = MoveUnderWay(move, (source.home, destination.home), Counter(), {}, self._due_s())
-        for (src, dst), parts in routes.items() if pages[0] else ():
-            run = new_run()
-            found.runs[run] = (src, dst)
-            found.num_bytes[src, dst] += len(pages[0]) * sum(size for _, size in parts)
-            self._hub.order(src, MovePages(run, dst, source.home or 0, destination.home or 0, parts, *pages))
+        for route in routes:
+            run, pair = new_run(), (route.source, route.destination)
+            found.runs[run] = pair
+            found.num_bytes[pair] += route.num_bytes
+            pages = (list(route.from_pages), list(route.to_pages))
+            order = MovePages(run, route.destination, *route.places, route.buffers, *pages)
+            self._hub.order(route.source, order)
         self.under_way.append(found)
         self._settle(found)
 

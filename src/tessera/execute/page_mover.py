@@ -16,7 +16,7 @@ Not handled: moves and transfers of steps that compete for a modelled link.
 import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from tessera.execute.links import Links
-from tessera.execute.memory import Storage, bytes_of
+from tessera.execute.memory import StatePlace, Storage, bytes_of
 from tessera.execute.messages import PIECE_BYTES, Done, Message, MovePages, PageFrame, PageTaken, Setup
 from tessera.execute.transport import IPC, SHM, shared_bytes
 
@@ -138,7 +138,7 @@ class _Direction:
 class PageMover:
     """Used by the worker's loop.
 
-    homes   pages by home and name of the state buffer
+    find    state by place and name; None: it is not here
     tell    sends a message to the engine
     hold_s  (destination, bytes) -> modelled seconds on the wire, and of latency
     """
@@ -146,13 +146,13 @@ class PageMover:
     def __init__(
         self,
         setup: Setup,
-        homes: Mapping[int, Mapping[str, Storage]],
+        find: Callable[[StatePlace, str], Storage | None],
         copier: PageCopier,
         links: Links | None,
         tell: Callable[[Message], None],
         hold_s: Callable[[int, int], tuple[float, float]] = lambda device, size: (0.0, 0.0),
     ) -> None:
-        self._device, self._homes, self._copier = setup.device, homes, copier
+        self._device, self._find, self._copier = setup.device, find, copier
         self._links, self._tell, self._hold_s = links, tell, hold_s
         self._folder = setup.folder if setup.transport in (SHM, IPC) else ""
         self._ways: dict[int, _Direction] = defaultdict(_Direction)
@@ -188,7 +188,8 @@ class PageMover:
                 way.free.append(slot)
         elif news.frame.run in self._cancelled:
             self._return_slot(news)
-        elif news.frame.home not in self._homes:  # its lanes are being loaded
+        elif any(self._find(news.frame.place, name) is None for name, _, _ in news.frame.parts):
+            # Its lanes are being loaded.
             self._early.append(news)
         else:
             self._take(news, news.frame)
@@ -219,9 +220,10 @@ class PageMover:
         way = self._ways[peer]
         way.free, way.sent = list(range(SLOTS)), {}
 
-    def _rows(self, home: int, name: str, page_bytes: int) -> torch.Tensor:
+    def _rows(self, place: StatePlace, name: str, page_bytes: int) -> torch.Tensor:
         """Pages of a state buffer as rows of words."""
-        storage = self._homes[home][name]
+        storage = self._find(place, name)
+        assert storage is not None, "a move names state of its place"
         return bytes_of(storage, 0, storage.nbytes()).view(torch.int64).view(-1, page_bytes // WORD)
 
     def _start_piece(self, device: int, way: _Direction) -> bool:
@@ -232,9 +234,9 @@ class PageMover:
         parts, order = job.pieces.popleft(), job.order
         if not job.pieces:
             way.jobs.popleft()
-        sources = [(self._rows(order.home, name, size), pages) for name, size, pages, _ in parts]
+        sources = [(self._rows(order.place, name, size), pages) for name, size, pages, _ in parts]
         if device == self._device:
-            targets = [(self._rows(order.to_home, name, size), places) for name, size, _, places in parts]
+            targets = [(self._rows(order.to_place, name, size), places) for name, size, _, places in parts]
             mark = self._copier.copy(sources, targets)
             self._add(
                 _Copying(
@@ -249,7 +251,7 @@ class PageMover:
         wire_s, latency_s = self._hold_s(device, size)
         way.free_s = max(way.free_s, time.monotonic()) + wire_s
         listed = [(name, size, list(places)) for name, size, _, places in parts]
-        frame = PageFrame(order.run, piece, slot, order.to_home, listed, job.total)
+        frame = PageFrame(order.run, piece, slot, order.to_place, listed, job.total)
 
         def send(is_cancelled: bool) -> None:
             if is_cancelled:
@@ -264,18 +266,16 @@ class PageMover:
 
     def _take(self, news: PageNews, frame: PageFrame) -> None:
         """Scatters an arrived piece."""
-        pages = self._homes[frame.home]
         sizes = [size * len(places) for _, size, places in frame.parts]
-        if any(
-            name not in pages or size < 1 or size % WORD or pages[name].nbytes() % size
-            for name, size, _ in frame.parts
-        ):
-            return  # no worker of this session sends that
+        for name, size, _ in frame.parts:
+            held = self._find(frame.place, name)
+            if held is None or size < 1 or size % WORD or held.nbytes() % size:
+                return  # no worker of this session sends that
         if self._folder:
             contents = self._staging(news.peer, self._device)[frame.slot % SLOTS][: sum(sizes)]
         else:
             contents = torch.frombuffer(bytearray(news.contents), dtype=torch.uint8)
-        targets = [(self._rows(frame.home, name, size), places) for name, size, places in frame.parts]
+        targets = [(self._rows(frame.place, name, size), places) for name, size, places in frame.parts]
         if contents.numel() != sum(sizes) or any(max(p, default=0) >= len(rows) for rows, p in targets):
             return
 
@@ -313,17 +313,24 @@ class PageMover:
 
 
 def cut(order: MovePages) -> deque[list[PiecePart]]:
-    """Pieces of at most `PIECE_BYTES`, in the order of the buffers and pages."""
+    """Pieces of at most `PIECE_BYTES`, in the order of the buffers and pages; larger pages are divided."""
     pieces: deque[list[PiecePart]] = deque()
     left = 0
-    for name, size in order.buffers:
-        at = 0
-        while at < len(order.from_pages):
+    for name, page_bytes in order.buffers:
+        parts = max(1, -(-page_bytes // PIECE_BYTES))
+        while parts > 1 and page_bytes % (parts * WORD):
+            parts += 1
+        size, at = page_bytes // parts, 0
+        sources, targets = (
+            [page * parts + part for page in pages for part in range(parts)]
+            for pages in (order.from_pages, order.to_pages)
+        )
+        while at < len(sources):
             if left < size:
                 pieces.append([])
                 left = PIECE_BYTES
-            num = min(left // size, len(order.from_pages) - at)
-            pages, places = order.from_pages[at : at + num], order.to_pages[at : at + num]
+            num = min(left // size, len(sources) - at)
+            pages, places = sources[at : at + num], targets[at : at + num]
             pieces[-1].append((name, size, pages, places))
             at, left = at + num, left - num * size
     return pieces

@@ -12,6 +12,8 @@ import multiprocessing
 import os
 import pickle
 import resource
+import select
+import signal
 import socket
 import struct
 import sys
@@ -91,6 +93,10 @@ class LocalProcess:
         with theirs, hidden_main():
             self._process.start()
         self.pid = self._process.pid
+        # The server process reports the end of its children; this sees the child itself, if that is dead.
+        self._pid_fd: int | None = None
+        with suppress(OSError, AttributeError):  # gone already, or no Linux
+            self._pid_fd = os.pidfd_open(self.pid or 0)
 
     def run(self, value: Any) -> None:
         """Hands the child its setup, then returns when the child is gone."""
@@ -103,12 +109,28 @@ class LocalProcess:
 
     def end(self, timeout_s: float) -> str:
         """Makes sure the child is gone, which may leave by itself for so long; returns how it ended."""
-        self._process.join(timeout_s)
-        if not self._process.is_alive():
-            return f"exit code {self._process.exitcode}"
-        self._process.kill()
-        self._process.join(KILL_S)
-        return "killed by the engine"
+        fd, self._pid_fd = self._pid_fd, None
+        has_ended = fd is not None and _has_ended(fd, timeout_s)
+        self._process.join(timeout_s if fd is None or has_ended else 0.0)
+        if has_ended or (fd is None and not self._process.is_alive()):
+            how = f"exit code {self._process.exitcode}"
+        else:
+            self._process.kill()  # no-op if the server process is dead
+            if fd is not None:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+                _has_ended(fd, KILL_S)
+            self._process.join(KILL_S)
+            how = "killed by the engine"
+        if fd is not None:
+            os.close(fd)
+        return how
+
+
+def _has_ended(pid_fd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(pid_fd, select.POLLIN)
+    return bool(poll.poll(1e3 * timeout_s))
 
 
 class _Handed:

@@ -5,7 +5,7 @@
 `ReferenceStepper` is a stepper without workers. A step is a function `run(step, inputs, state) -> outputs`
 that changes the state in place: the model's own code, or a trace's launches (`InOrder`); steps of all plans
 are numbered as in `Lanes.graphs`. Steps and moves run while `take` is called, in the order they were asked
-for. Placements are not followed. Microbatches of one home share all state but `NEWEST`.
+for. Placements are not followed. Microbatches of one home share pages.
 
 `Replay` runs the launches of one trace in any order and compares the results bit by bit (`tessera verify`):
   shared   one storage per buffer, as on one device. An order is correct iff it keeps every RAW, WAR and WAW
@@ -55,7 +55,7 @@ from tessera.execute.stepper import (
     routes_of,
 )
 from tessera.ir import BufferKind, Plan, Trace, Value
-from tessera.kernels import NEWEST
+from tessera.kernels import BY_ROW, is_paged
 
 # A step's outputs, given its inputs and the microbatch's state, which it changes.
 Run = Callable[[int, Tensors, dict[str, Any]], Tensors]
@@ -106,7 +106,7 @@ class ReferenceStepper:
         self._lanes[microbatch] = found
         own = {name: tensor.clone() for name, tensor in given.items()}
         if found.home is not None:
-            pages = {name: own.pop(name) for name in list(own) if name != NEWEST}
+            pages = {name: own.pop(name) for name in list(own) if is_paged(name)}
             home = self._homes.setdefault(found.home, pages)
             if state is not None:
                 home |= pages
@@ -154,11 +154,18 @@ class ReferenceStepper:
         if lanes[0] is None or lanes[1] is None:
             return Moved(move.number, "one of its microbatches was closed")
         begun_s, num_bytes = time.monotonic(), 0
+        copies: list[tuple[Tensors, Tensors, Sequence[int], Sequence[int]]] = []
         if lanes[0].home != lanes[1].home:
             source, destination = (self._homes[lane.home or 0] for lane in lanes if lane is not None)
-            for name, pages in source.items():
-                contents = pages[list(move.from_pages)]
-                destination[name][list(move.to_pages)] = contents
+            copies.append((source, destination, move.from_pages, move.to_pages))
+        if move.rows is not None:
+            source, destination = (self._states[number] for number in (move.source, move.destination))
+            kept = {name: tensor for name, tensor in source.items() if name.startswith(BY_ROW)}
+            copies.append((kept, destination, move.rows[:1], move.rows[1:]))
+        for held, target, pages, places in copies:
+            for name, tensor in held.items():
+                contents = tensor[list(pages)]
+                target[name][list(places)] = contents
                 num_bytes += contents.nbytes
         self._moved_bytes += num_bytes
         return Moved(move.number, "", time.monotonic() - begun_s, num_bytes)

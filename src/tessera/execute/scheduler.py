@@ -374,6 +374,9 @@ class Scheduler(Generic[R]):
             return
         if microbatch.is_old and self._leave_old(microbatch):
             return
+        if self._is_paused(microbatch):
+            microbatch.is_idle = True
+            return
         call = microbatch.content.next_step()
         if call is None:
             content = microbatch.content
@@ -402,10 +405,15 @@ class Scheduler(Generic[R]):
         return (
             len(microbatch.running) == 1
             and not microbatch.is_old
+            and not self._is_paused(microbatch)
             and microbatch.content.can_look_ahead
             and self.stepper.can_queue(microbatch.number)
             and sum(1 for m in others if not m.is_idle and m.lane.devices & devices) <= len(devices)
         )
+
+    def _is_paused(self, microbatch: Microbatch[R]) -> bool:
+        """True if it must not start a step."""
+        return False
 
     def _has_places(self, old: Microbatch[R]) -> bool:
         """True if all its requests can begin in other microbatches of the current policy."""

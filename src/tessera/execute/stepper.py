@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tessera.errors import MismatchError, TesseraError
-from tessera.execute.lanes import Lanes, LoadedLane
+from tessera.execute.lanes import Lanes, LoadedLane, PageBuffers
 from tessera.ir import Clock, Plan, Program, Span, Timeline, Trace
 
 Tensors = Mapping[str, Any]
@@ -90,7 +90,10 @@ class DeviceBack:
 
 @dataclass(frozen=True, slots=True)
 class PageMove:
-    """Pages of one microbatch's home to pages of another's, in order; the source keeps its own."""
+    """Pages of one microbatch's home to pages of another's, in order; the source keeps its own.
+
+    With `rows`, state by row goes along; neither microbatch may run a step meanwhile.
+    """
 
     number: int
     source: int
@@ -98,6 +101,8 @@ class PageMove:
     # Equally many; never page 0.
     from_pages: tuple[int, ...]
     to_pages: tuple[int, ...]
+    # Row of a sequence at the source, and at the destination.
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,36 +185,71 @@ class Stepper(Protocol):
         """The stepper's clock, real or virtual."""
 
 
-# (source device, destination device) -> (state buffer, bytes of a page) that a move takes that way.
-Routes = dict[tuple[int, int], list[tuple[str, int]]]
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a move takes from one device to another."""
+
+    source: int
+    destination: int
+    # (home, -1), or (lane, microbatch) for state by row.
+    places: tuple[tuple[int, int], tuple[int, int]]
+    # (state buffer, bytes of a page)
+    buffers: list[tuple[str, int]]
+    from_pages: Sequence[int]
+    to_pages: Sequence[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.from_pages) * sum(size for _, size in self.buffers)
 
 
 def routes_of(
     move: PageMove, lanes: Lanes, source: LoadedLane | None, destination: LoadedLane | None
-) -> Routes:
-    """Routes of a move between microbatches on these lanes, none within a home; raises TesseraError."""
+) -> list[Route]:
+    """Routes of a move between microbatches on these lanes; no pages within a home; raises TesseraError."""
     place = f"move {move.number}"
     if source is None or destination is None:
         raise TesseraError("one of its microbatches is not open", place=place)
     if source.home is None or destination.home is None:
-        remedy = "Plan with a home; a model with state by row has none."
-        raise TesseraError("state that is not in the pages of a home does not move", remedy, place)
-    if source.home == destination.home:
-        return {}
-    homes = {home.number: home for home in lanes.homes.values()}
-    one, other = homes[source.home].buffers, homes[destination.home].buffers
-    if {n: x.page_bytes for n, x in one.items()} != {n: x.page_bytes for n, x in other.items()}:
-        raise MismatchError("the pages of the two homes differ", "Plan both for the same model.", place)
-    ends = ((move.from_pages, one), (move.to_pages, other))
-    limits = [min((x.num_pages for x in buffers.values()), default=1 << 63) for _, buffers in ends]
-    is_inside = all(0 < p < limit for (pages, _), limit in zip(ends, limits, strict=True) for p in pages)
-    if len(move.from_pages) != len(move.to_pages) or not is_inside:
-        remedy = "Give as many places as pages, page 0 not among them."
+        raise TesseraError(
+            "state that is not in the pages of a home does not move", "Plan with a home.", place
+        )
+    if len(move.from_pages) != len(move.to_pages):
+        remedy = "Give as many places as pages."
         raise TesseraError(f"pages {move.from_pages} cannot go to pages {move.to_pages}", remedy, place)
-    routes: Routes = {}
-    for name, buffer in one.items():
-        routes.setdefault((buffer.device, other[name].device), []).append((name, buffer.page_bytes))
+    routes: list[Route] = []
+    if source.home != destination.home and move.from_pages:
+        homes = {home.number: home.buffers for home in lanes.homes.values()}
+        ends = ((source.home, -1), (destination.home, -1))
+        buffers = (homes[source.home], homes[destination.home])
+        routes += _routes(place, ends, buffers, move.from_pages, move.to_pages, 1)
+    if move.rows is not None:
+        ends = ((source.number, move.source), (destination.number, move.destination))
+        routes += _routes(place, ends, (source.rows, destination.rows), move.rows[:1], move.rows[1:], 0)
     return routes
+
+
+def _routes(
+    place: str,
+    ends: tuple[tuple[int, int], tuple[int, int]],
+    buffers: tuple[PageBuffers, PageBuffers],
+    from_pages: Sequence[int],
+    to_pages: Sequence[int],
+    first: int,
+) -> list[Route]:
+    """`first` is the lowest page that may be moved."""
+    one, other = buffers
+    if {n: x.page_bytes for n, x in one.items()} != {n: x.page_bytes for n, x in other.items()}:
+        raise MismatchError("the state of the two homes differs", "Plan both for the same model.", place)
+    for pages, held in ((from_pages, one), (to_pages, other)):
+        limit = min((x.num_pages for x in held.values()), default=1 << 63)
+        if not all(first <= page < limit for page in pages):
+            remedy = "Give pages of both homes, page 0 not among them."
+            raise TesseraError(f"pages {from_pages} cannot go to pages {to_pages}", remedy, place)
+    found: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    for name, buffer in one.items():
+        found.setdefault((buffer.device, other[name].device), []).append((name, buffer.page_bytes))
+    return [Route(*pair, ends, parts, from_pages, to_pages) for pair, parts in found.items()]
 
 
 if TYPE_CHECKING:

@@ -24,10 +24,12 @@ from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import (
     ProgramMemory,
+    StatePlace,
+    Storage,
     WorkerMemory,
     bind_storages,
     bytes_of,
-    is_shared,
+    is_cleared,
     tensor_of,
 )
 from tessera.execute.messages import Begin, Done, Failed, NewLanes, Setup, pack, unpack
@@ -36,7 +38,8 @@ from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.transport import RunTransfer, TransferArrived, open_transport
 from tessera.execute.worker_loop import DeviceWorker
-from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Recv, Run, Send
+from tessera.ir import BufferKind, Device, DeviceKind, Free, Instruction, Recv, Run, Send
+from tessera.ir.host import host_nodes
 
 # File in the session's folder that the engine locks while it lives.
 LOCK = "lock"
@@ -75,7 +78,7 @@ class CpuWorker(DeviceWorker):
         self._transport = open_transport(setup, engine.mailbox, engine.post)
         links, copier = self._transport.links, PageCopier(torch.device("cpu"))
         links.pages = self._hear_pages
-        self._pages = PageMover(setup, self._memory.homes, copier, links, engine.tell)
+        self._pages = PageMover(setup, self._find, copier, links, engine.tell)
 
     @property
     def address(self) -> str:
@@ -108,6 +111,9 @@ class CpuWorker(DeviceWorker):
             self._memory.add_step(trace, bind_storages(trace, kinds, self._setup.weights, is_partial=True))
         self._programs += new.programs
         self._memory.add_homes(self._live)
+
+    def _find(self, place: StatePlace, name: str) -> Storage | None:
+        return self._memory.find(place, name, self._programs)
 
     def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
         for key in [key for key in self._programs_memory if key[1] in lanes]:
@@ -196,7 +202,7 @@ class CpuWorker(DeviceWorker):
     def _clear(self, microbatch: int, lane: int) -> None:
         for index, program in enumerate(self._programs[lane]):
             for name, contents in self._memory_of(microbatch, lane, index).state.items():
-                if not is_shared(program, name):
+                if is_cleared(program, name):
                     contents.zero_()
 
     def _cancel(self, run: int) -> None:
@@ -279,7 +285,7 @@ def _is_leaving(pid: int) -> bool:
 
 def serve(setup: Setup, engine: EngineConnection) -> None:
     """Runs one worker until its engine hangs up; errors are sent to the engine."""
-    torch.set_num_threads(1)
+    _take_cores(setup.cluster.devices[setup.device])
     torch.set_grad_enabled(False)
     backend: DeviceWorker | None = None
     try:
@@ -296,6 +302,15 @@ def serve(setup: Setup, engine: EngineConnection) -> None:
             with contextlib.suppress(TesseraError, RuntimeError, OSError):  # the device has failed
                 backend.close()
         engine.close()
+
+
+def _take_cores(device: Device) -> None:
+    """A CPU worker has its share of a NUMA node's cores, other workers one thread."""
+    torch.set_num_threads(max(1, device.num_cores))
+    if device.num_cores:
+        node = next((node for node in host_nodes() if node.number == device.ordinal), None)
+        if node is not None:
+            os.sched_setaffinity(0, node.cores)
 
 
 def _backend(setup: Setup, engine: EngineConnection) -> DeviceWorker:

@@ -1,7 +1,7 @@
 """Operators of the project and their kernels; accesses of PTX kernels (`ptx`) and their launch (`launch`).
 
-`paged`, `choose`, `packed` and `lora` register operators with torch; import the module of an operator
-(`MODULES`) before running a trace that has it.
+`paged`, `choose`, `packed`, `grouped`, `lora` and `recurrent` register operators with torch; import the
+module of an operator (`MODULES`) before running a trace that has it.
 """
 
 # Operator -> module that registers it.
@@ -11,9 +11,24 @@ MODULES = {
     "packed_linear": "tessera.kernels.packed",
     "packed_grouped": "tessera.kernels.packed",
     "lora": "tessera.kernels.lora",
+    "grouped_part": "tessera.kernels.grouped",
+    "grouped_join": "tessera.kernels.grouped",
+    "causal_conv": "tessera.kernels.recurrent",
+    "ssd_scan": "tessera.kernels.recurrent",
+    "selective_scan": "tessera.kernels.recurrent",
+    "delta_scan": "tessera.kernels.recurrent",
 }
 
 # Positions per page of keys and values.
 PAGE = 16
-# State of a microbatch that is not in pages: the tokens its last step chose.
+# Added to the square sum of a vector before the root of its length (`recurrent`).
+NORM_EPSILON = 1e-6
+# State of a microbatch that is not in pages: the tokens its last step chose, and, by the start of its name,
+# what is kept by row.
 NEWEST = "newest"
+BY_ROW = "row "
+
+
+def is_paged(state: str) -> bool:
+    """True if the state of this name is in pages."""
+    return state != NEWEST and not state.startswith(BY_ROW)

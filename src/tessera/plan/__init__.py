@@ -5,6 +5,7 @@ placements), `latency`, `baselines` (coarse policies), `search` (candidates and 
 `batches` (steps at their best batch), `fluid` and `service` (a load), `explain`.
 """
 
+from tessera import make_callable
 from tessera.plan.batches import BATCHES, Target
 from tessera.plan.comparison import Comparison, Option
 from tessera.plan.config import EFFORTS, FULL, QUICK, SearchConfig, search_config
@@ -19,3 +20,5 @@ __all__ = [
     "Explanation", "Option", "PlanConfig", "SearchConfig", "Simulator", "Target", "constraints_of", "explain",
     "latency_bound_us", "parse_constraint", "search_config", "solve",
 ]  # fmt: skip
+
+make_callable(__name__)  # tessera.plan(model, devices)

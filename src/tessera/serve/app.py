@@ -140,6 +140,7 @@ def create_app(
     limits: HttpLimits | None = None,
     keys: Sequence[str] = (),
     is_local: bool = False,
+    root_path: str = "",
 ) -> FastAPI:
     """The caller closes `app.state.reading`."""
     app = FastAPI(title="Tessera", version=__version__, docs_url=None, redoc_url=None)
@@ -150,7 +151,7 @@ def create_app(
         _add_route(app, route, endpoint, limits)
     _add_models(app, endpoint)
     _add_views(app, endpoint, metrics)
-    app.add_middleware(AccessMiddleware, keys=tuple(keys), is_local=is_local)
+    app.add_middleware(AccessMiddleware, keys=tuple(keys), is_local=is_local, root_path=root_path)
     app.openapi = cache(lambda: _openapi(app))  # type: ignore[method-assign]
     return app
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Added to the priority number of the engine.
 NICE = 10
+# Limit of one job.
+LIMIT_S = 600.0
 Policies = tuple[ServicePlan, ...]
 
 
@@ -72,11 +74,14 @@ class PlannerProcess:
         process = self._taken()
         try:
             process.pipe.send_bytes(job)
+            if not process.pipe.poll(LIMIT_S):
+                raise EOFError(f"it took more than {LIMIT_S:g} s")
             answer = process.pipe.recv_bytes()
         except (OSError, EOFError) as error:
             with self._lock:
                 self._processes.discard(process)
-            raise TesseraError(f"the planning process ended early ({process.end(0.0)})") from error
+            how = process.end(0.0)
+            raise TesseraError(f"the planning process ended early ({str(error) or how})") from error
         with self._lock:
             self._idle.append(process)
         result = loads(answer, (*self._shared, *plans_of(policies)))

@@ -73,6 +73,7 @@ class Engine(Watcher[ActiveRequest]):
                 prefix_caching,
                 pool,
                 is_filled,
+                lambda: self.post(self.scheduler.awake_waiting),
             )
 
         depth = getattr(stepper, "microbatches", None)
@@ -175,7 +176,8 @@ class Engine(Watcher[ActiveRequest]):
         tokens = read_tokens(done.outputs, [(row, request.pick) for row, request in rows])
         for (_, request), chosen in zip(rows, tokens, strict=True):
             if chosen is None:
-                self.finish(request, "error", request.pick.failure or NO_NUMBERS)
+                failure = request.pick.failure
+                self.finish(request, "error", failure or NO_NUMBERS, is_refused=bool(failure))
                 ended.append(request)
                 continue
             number = chosen if isinstance(chosen, int) else chosen.number
@@ -221,7 +223,9 @@ class Engine(Watcher[ActiveRequest]):
             self.meters.next_tokens(self._gaps)
             self._gaps = []
 
-    def finish(self, request: ActiveRequest, reason: Reason, message: str = "") -> None:
+    def finish(
+        self, request: ActiveRequest, reason: Reason, message: str = "", is_refused: bool = False
+    ) -> None:
         request.is_over = True
         self.scheduler.drop(request)
         if request.batch is not None:
@@ -230,7 +234,7 @@ class Engine(Watcher[ActiveRequest]):
         if rest:
             request.buffer.put(rest, None)
         lengths = (len(request.ask.prompt), request.num_out)
-        finish = Finish(reason, *lengths, message, tuple(request.prompt_notes))
+        finish = Finish(reason, *lengths, message, tuple(request.prompt_notes), is_refused)
         request.buffer.finish(finish)
         self._wake_ups.add(request.buffer)
         self.meters.ended(finish, request.times(self.stepper.now_s()))

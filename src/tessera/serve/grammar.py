@@ -8,14 +8,19 @@ A source is in llguidance's dialect of Lark, which has JSON schemas as `%json`. 
 a grammar. Tokens are known by their bytes, so any tokenizer works. An answer ends with its grammar, with or
 without an end token.
 
+Masks are computed by threads without the interpreter's lock, those of a step together. The engine waits for
+them for at most `PATIENCE_S`; an answer whose mask is late sits steps out, and its later masks are computed
+alone, so that hard grammars delay no other answer.
+
 Not handled: JSON schema keywords unknown to the library; such a schema is refused by name.
 """
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -23,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.errors import AskError, MissingExtra, extra_module
+from tessera.kernels.choice import num_words
 from tessera.serve.text import Text
 
 if TYPE_CHECKING:
@@ -36,18 +42,34 @@ MAX_CHARS = 2**17
 MAX_KEPT, THREADS = 32, 4
 # Maximum lexer states, each one or two kilobytes.
 MAX_STATES = 20_000
+# Threads that compute masks; seconds that a step waits for them, and of a mask that is slow.
+MASK_THREADS, PATIENCE_S, SLOW_S = 4, 5e-3, 2e-3
+TOO_LARGE = (
+    "the answer's grammar became too large to follow. Ask for a simpler form: fewer optional properties, "
+    "shorter repetitions."
+)
 
 
 class Guide:
-    """Follows one answer. Not thread-safe."""
+    """Follows one answer. For one thread, and those that compute its masks."""
 
-    __slots__ = ("matcher",)
+    __slots__ = ("is_slow", "job", "mask", "matcher", "num_words")
 
-    def __init__(self, matcher: "LLMatcher") -> None:
-        self.matcher = matcher
+    def __init__(self, matcher: "LLMatcher", num_words: int) -> None:
+        self.matcher, self.num_words = matcher, num_words
+        # Computes `mask`: a bit per token that may come next, token 0 lowest; none after a failure.
+        self.job: Future[None] | None = None
+        self.mask: npt.NDArray[np.int32] | None = None
+        # True if its last mask took long.
+        self.is_slow = False
 
     def add(self, number: int) -> None:
         self.matcher.consume_token(number)
+        self.job = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.job is not None and self.job.done()
 
     @property
     def is_over(self) -> bool:
@@ -57,29 +79,60 @@ class Guide:
     def failure(self) -> str:
         """Why the grammar cannot be followed further; empty: it can."""
         error = _first_line(self.matcher.get_error())
-        return f"the answer cannot follow its grammar any further ({error})" if error else ""
+        if error:
+            log.info("a grammar failed: %s", error)
+        return TOO_LARGE if error else ""
 
 
 class Grammar:
-    __slots__ = ("_matcher",)
+    __slots__ = ("_matcher", "_num_words")
 
-    def __init__(self, matcher: "LLMatcher") -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: "LLMatcher", num_words: int) -> None:
+        self._matcher, self._num_words = matcher, num_words
 
     def start(self) -> Guide:
-        return Guide(self._matcher.deep_copy())
+        return Guide(self._matcher.deep_copy(), self._num_words)
 
 
-def write_masks(guides: Sequence[Guide], masks: npt.NDArray[np.int32]) -> None:
-    """Row i: a bit per token that may come next in guide i, token 0 lowest; none after a failure."""
-    if not guides:
-        return
-    width = masks.shape[1] * masks.itemsize
+def prepare_masks(
+    guides: Iterable[Guide], on_late: Callable[[], None] = lambda: None, patience_s: float | None = PATIENCE_S
+) -> None:
+    """Computes masks that are missing; `on_late` is called, by any thread, when one that is late is ready.
+
+    `patience_s` None: waits for all.
+    """
+    missing = [guide for guide in guides if guide.job is None]
+    together = missing if patience_s is None else [guide for guide in missing if not guide.is_slow]
+    jobs = [together] if together else []
+    jobs += [[guide] for guide in missing if guide.is_slow and patience_s is not None]
+    for some in jobs:
+        job = _threads().submit(_compute_masks, some)
+        for guide in some:
+            guide.job = job
+        if some is together:
+            wait([job], patience_s)
+        if not job.done():
+            for guide in some:
+                guide.is_slow = True
+            job.add_done_callback(lambda _: on_late())
+
+
+def _compute_masks(guides: Sequence[Guide]) -> None:
+    begun_s = time.perf_counter()
+    masks = np.zeros((len(guides), guides[0].num_words), dtype=np.int32)
     matchers = [(guide.matcher, row) for row, guide in enumerate(guides)]
-    _executor().unsafe_compute_mask_ptr(matchers, masks.ctypes.data, width, len(masks))
-    for row, guide in enumerate(guides):
+    _executor().unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, len(masks))
+    for guide, mask in zip(guides, masks, strict=True):
         if guide.matcher.is_error():
-            masks[row] = 0
+            mask[:] = 0
+        guide.mask = mask
+    if len(guides) == 1:
+        guides[0].is_slow = time.perf_counter() - begun_s > SLOW_S
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MASK_THREADS, "tessera-masks")
 
 
 @cache
@@ -93,6 +146,7 @@ class GrammarCompiler:
     def __init__(self, text: Text, vocab_size: int) -> None:
         library = self._library = extra_module("llguidance", "grammar")
         vocabulary = _Vocabulary(text, vocab_size)
+        self._num_words = num_words(vocab_size)
         wrapped, size = library.TokenizerWrapper(vocabulary), len(vocabulary.tokens)
         self._tokenizer = library.LLTokenizer(wrapped, n_vocab=size, eos_token=vocabulary.ends)
         self._limits = library.LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
@@ -121,7 +175,7 @@ class GrammarCompiler:
         matcher.compute_bitmask()
         if matcher.is_error():
             raise AskError("no text fits it", "A schema must not refer to nothing but itself.", place)
-        return Grammar(matcher)
+        return Grammar(matcher, self._num_words)
 
 
 def open_grammars(text: Text, vocab_size: int) -> GrammarCompiler | None:

@@ -188,8 +188,8 @@ async def _gone(receive: Receive) -> None:
 class AccessMiddleware:
     """ASGI middleware: checks key and host, names the client, and marks connections busy."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], is_local: bool) -> None:
-        self._app, self._is_local = app, is_local
+    def __init__(self, app: ASGIApp, keys: Iterable[str], is_local: bool, root_path: str = "") -> None:
+        self._app, self._is_local, self._root_path = app, is_local, root_path
         self._hashes = [_hash(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -209,7 +209,9 @@ class AccessMiddleware:
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         number = self._number(headers) if self._hashes else None
-        error = self._refusal(scope["path"], headers, number)
+        scope["root_path"] = self._root_path
+        path = scope["path"].removeprefix(self._root_path)
+        error = self._refusal(path or "/", headers, number)
         if error is None:
             host = (scope.get("client") or ("", 0))[0]
             scope[CLIENT] = f"key {number}" if number is not None else host

@@ -104,6 +104,7 @@ class Metrics(Meters):
 
 def _families(now: Snapshot) -> list[Family]:
     used = now.pages_used / now.pages if now.pages else 0.0
+    rate = now.expected.tokens_per_s if now.expected else 0.0
     devices = {(device.name,): device for device in now.devices}
     ends = ("source", "destination")
     reasons = {(word,): float(now.finished.get(reason, 0)) for reason, word in REASONS.items()}
@@ -113,6 +114,7 @@ def _families(now: Snapshot) -> list[Family]:
         (Gauge, "num_requests_waiting", "Requests in the queue.", now.waiting),
         (Gauge, "kv_cache_usage_perc", "Pages in use; 1 means all.", used),
         (Gauge, "generation_tokens_per_s", "Over the last seconds.", now.tokens_per_s),
+        (Gauge, "expected_tokens_per_s", "Modelled rate of the policy at full load.", rate),
         (Counter, "prompt_tokens", "Tokens of prompts read.", now.prompt_tokens),
         (Counter, "generation_tokens", "Tokens generated.", now.output_tokens),
         (Gauge, "num_pages_used", "Pages in use.", now.pages_used),

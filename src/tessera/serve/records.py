@@ -47,20 +47,24 @@ class Shape:
     # Positions of a microbatch's pages, with the unused page 0.
     pool_tokens: int
     vocab_size: int
-    # False if state is kept by row: a sequence keeps its row and reads one token per step, or fills a step of
-    # more than `rows` tokens alone.
+    # False if every step has one token of each sequence, in the sequence's row.
     is_flat: bool = True
-    # True if such a step must be a sequence's first.
-    is_first_only: bool = False
+    # True if recurrent layers keep a state in a row per sequence, beside pages.
+    has_rows: bool = False
     # Attention window, itself included, if every layer has one; else 0.
     window: int = 0
+
+    @property
+    def is_paged(self) -> bool:
+        """True if all state is in pages: sequences can share and move it."""
+        return self.is_flat and not self.has_rows
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
         return tuple(size for size in self.sizes if size > self.rows)
 
     def num_sequences(self, size: int) -> int:
-        return min(size, self.rows) if self.is_flat or size <= self.rows else 1
+        return min(size, self.rows)
 
     @property
     def num_page_entries(self) -> int:
@@ -73,7 +77,10 @@ class Shape:
 
 def sizes_for(cluster: Cluster) -> tuple[int, int | None]:
     """Default microbatches and rows; None: chosen by memory. One GPU has nothing to overlap."""
-    if any(device.kind is not DeviceKind.CUDA for device in cluster.devices):
+    kinds = {device.kind for device in cluster.devices}
+    if kinds == {DeviceKind.CUDA, DeviceKind.CPU}:  # a host reads its weights again for every microbatch
+        return 1, ROWS
+    if kinds != {DeviceKind.CUDA}:
         return MICROBATCHES, ROWS
     return min(MICROBATCHES, len(cluster.devices)), None
 
@@ -104,6 +111,8 @@ class ServeSpec:
     effort: str = "full"
     # LoRA adapters: (name for clients, folder).
     adapters: tuple[tuple[str, str], ...] = ()
+    # (module of a mixture of experts, how often each is chosen).
+    expert_frequencies: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +201,8 @@ class Finish:
     message: str = ""
     # The prompt's tokens after its first, if their logprobs were requested.
     prompt: tuple[Token, ...] = ()
+    # Reason "error": true if the ask was at fault.
+    is_refused: bool = False
 
 
 Event = AnswerPiece | Finish

@@ -20,12 +20,13 @@ sequence answers where it is; so it does after a failed move. If the source is l
 request of a lost device. Pages of a move are given back when the move has ended, not before.
 
 A switch of policy hands sequences over: in place where the new policy has a group with the same home, else by
-moving their pages, else (no room, or a prompt that is partly read) by restarting from their tokens.
+moving their pages, else (no room) they answer where they are, or restart if their prompt is not read.
 
-Not handled: moves of state that is kept by row; such groups are mixed.
+State that is kept by row goes with the last pages. Where steps write all rows, both microbatches pause.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -103,6 +104,9 @@ class MovingSequence:
     num_sent: int
     num_expected: int
     in_flight: int = 0
+    # True if both microbatches pause for its state by row.
+    is_pausing: bool = False
+    is_row_sent: bool = False
     # True if it is given up: its pages are given back when nothing is in flight.
     is_over: bool = False
 
@@ -120,6 +124,8 @@ class PagesInFlight:
     # Pool of the source, which keeps the pages until they have arrived.
     pool: PagePool
     pages: tuple[int, ...]
+    # Row at the destination, if state by row goes along.
+    row: int | None = None
 
 
 @dataclass
@@ -152,7 +158,7 @@ class Router(Scheduler[ActiveRequest]):
     ) -> None:
         """`shape` is the model's; sizes of the groups replace its own."""
         self.policies, self._shape, self._make_batch = tuple(policies), shape, make
-        self._is_caching = is_caching and shape.is_flat
+        self._is_caching = is_caching and shape.is_paged
         # By home.
         self.pools: dict[int, PagePool] = {}
         self.counts = RouterCounts()
@@ -163,6 +169,8 @@ class Router(Scheduler[ActiveRequest]):
         self._transits: dict[ActiveRequest, MovingSequence] = {}
         self._moves: dict[int, PagesInFlight] = {}
         self._move_numbers = count()
+        # Transits that each microbatch pauses for.
+        self._pauses: Counter[RoutedMicrobatch] = Counter()
         self._mean_answer = float(max(1, policies[0].load.output_tokens))
         self._switched_s: float | None = None
         super().__init__(stepper, self._make_content, config, watcher)
@@ -474,11 +482,12 @@ class Router(Scheduler[ActiveRequest]):
 
     def _settled(self, microbatch: RoutedMicrobatch) -> None:
         if self._transits:
-            for transit in [t for t in self._transits.values() if t.source is microbatch]:
-                self._send(transit)
-        self._awake_waiting()
+            for transit in list(self._transits.values()):
+                if microbatch in (transit.source, transit.destination):
+                    self._send(transit)
+        self.awake_waiting()
 
-    def _awake_waiting(self) -> None:
+    def awake_waiting(self) -> None:
         """Sequences may have waited for pages of a shared pool."""
         for microbatch in self.microbatches.values():
             if microbatch.is_idle and microbatch.content.num_used:
@@ -491,29 +500,57 @@ class Router(Scheduler[ActiveRequest]):
         if position is None:
             return
         pages, read = position
-        is_read = read == len(request.sequence) - 1 and batch.is_held(request)
-        if transit.pool is None:
+        is_read = read == batch.stop_of(request)
+        has_row = is_read and not self._shape.is_paged
+        if has_row and not self._shape.is_flat and not transit.is_pausing:
+            self._pause(transit, 1)
+        if has_row and (transit.in_flight or (transit.is_pausing and self._is_busy(transit))):
+            return
+        if transit.pool is None and not has_row:
             if is_read:
                 self._arrive(transit, read)
             return
         end = pages_for(read) if is_read else read // PAGE
-        while len(transit.pages) < end:  # it was preempted meanwhile, and read one token more
+        if transit.pool is None:
+            end = 0
+        while transit.pool is not None and len(transit.pages) < end:  # it was preempted, and read one more
             if not transit.pool.num_free:
                 self._stay(transit)
                 return
             transit.pages.append(transit.pool.take())
+        row = batch_of(transit.destination).take_row() if has_row else None
+        if has_row and row is None:
+            return
         first, transit.num_sent = transit.num_sent, max(transit.num_sent, end)
-        if first < end:
+        if first < end or has_row:
             number, sent = next(self._move_numbers), tuple(pages[first:end])
             batch.pool.share(sent)
             transit.in_flight += 1
             ends = (transit.source.number, transit.destination.number)
-            self._moves[number] = PagesInFlight(transit, ends, batch.pool, sent)
-            self.stepper.move(PageMove(number, *ends, sent, tuple(transit.pages[first:end])))
+            transit.is_row_sent = has_row
+            rows = None if row is None else (batch.row_of(request), row)
+            self._moves[number] = PagesInFlight(transit, ends, batch.pool, sent, row)
+            self.stepper.move(PageMove(number, *ends, sent, tuple(transit.pages[first:end]), rows))
         elif is_read and not transit.in_flight:
             self._arrive(transit, read)
 
-    def _arrive(self, transit: MovingSequence, read: int) -> None:
+    def _pause(self, transit: MovingSequence, change: int) -> None:
+        """Pauses both microbatches of a transit, or lets them go on."""
+        transit.is_pausing = change > 0
+        for microbatch in (transit.source, transit.destination):
+            self._pauses[microbatch] += change
+            if not self._pauses[microbatch]:
+                del self._pauses[microbatch]
+                if self.microbatches.get(microbatch.number) is microbatch:
+                    self._awake(microbatch)
+
+    def _is_paused(self, microbatch: RoutedMicrobatch) -> bool:
+        return microbatch in self._pauses
+
+    def _is_busy(self, transit: MovingSequence) -> bool:
+        return any(m.running or m.held is not None for m in (transit.source, transit.destination))
+
+    def _arrive(self, transit: MovingSequence, read: int, row: int | None = None) -> None:
         """The sequence goes on at its destination."""
         request, source = transit.request, batch_of(transit.source)
         del self._transits[request]
@@ -522,7 +559,7 @@ class Router(Scheduler[ActiveRequest]):
         else:
             pages = transit.pages
             source.leave(request)
-        batch_of(transit.destination).arrive(request, pages, read, transit.num_expected)
+        batch_of(transit.destination).arrive(request, pages, read, transit.num_expected, row)
         self._may_seat = True
         self._awake(transit.destination)
         self._awake(transit.source)
@@ -530,17 +567,31 @@ class Router(Scheduler[ActiveRequest]):
     def _moved(self, event: Moved) -> None:
         move = self._moves.pop(event.number)
         move.pool.give_back(move.pages)
-        transit = move.transit
+        transit, row = move.transit, move.row
         transit.in_flight -= 1
-        if transit.is_over:
-            transit.release()
-        elif event.failure:
-            self._stay(transit)
-        else:
+        has_failed = transit.is_over or bool(event.failure)
+        if row is not None:
+            transit.is_row_sent = False
+            if has_failed:
+                batch_of(transit.destination).give_row(row)
+            if transit.is_over:
+                self._cancel(transit)
+        if not has_failed:
             self.counts.pages_moved += len(move.pages)
-            self._send(transit)
+            if row is not None:
+                if transit.is_pausing:
+                    self._pause(transit, -1)
+                position = batch_of(transit.source).position(transit.request)
+                assert position is not None, "it is held there"
+                self._arrive(transit, position[1], row)
+            else:
+                self._send(transit)
+        elif transit.is_over:
+            transit.release()
+        else:
+            self._stay(transit)
         self._may_seat = True
-        self._awake_waiting()
+        self.awake_waiting()
         for end in move.ends:
             if end in self.microbatches and self.microbatches[end].is_old:
                 self._awake(self.microbatches[end])
@@ -564,11 +615,18 @@ class Router(Scheduler[ActiveRequest]):
     def _end_transit(self, transit: MovingSequence) -> None:
         del self._transits[transit.request]
         transit.is_over = True
-        if self.microbatches.get(transit.destination.number) is transit.destination:
-            batch_of(transit.destination).cancel(transit.num_expected)
+        if not transit.is_row_sent:
+            self._cancel(transit)
         transit.release()
         self._may_seat = True
-        self._awake_waiting()
+        self.awake_waiting()
+
+    def _cancel(self, transit: MovingSequence) -> None:
+        """Ends its reservation of a row, and its pause."""
+        if transit.is_pausing:
+            self._pause(transit, -1)
+        if self.microbatches.get(transit.destination.number) is transit.destination:
+            batch_of(transit.destination).cancel(transit.num_expected)
 
     def _leave_old(self, microbatch: RoutedMicrobatch) -> bool:
         """Hands sequences over to groups of the current policy; those without a place there go on here."""
@@ -595,17 +653,14 @@ class Router(Scheduler[ActiveRequest]):
                 self._restart(request, batch)
             return
         is_reading = position[1] < len(request.sequence) - 1
-        if is_reading:  # a prompt goes on where its pages are, or from its tokens
-            groups = [group for group in groups if group.home == home and group.role is Role.MIXED]
+        if is_reading:
+            groups = [group for group in groups if group.role is Role.MIXED]
         reserved = self._reserve(request, groups, home)
         if reserved is not None:
             transit = self._transits[request] = MovingSequence(request, source, *reserved)
             batch.hold(request)
-            if transit.pool is None:
-                self._arrive(transit, position[1])
-            else:
-                self._send(transit)
-        elif is_reading:
+            self._send(transit)
+        elif is_reading and batch.can_move:
             self._restart(request, batch)
 
     # Lost devices.
@@ -627,7 +682,7 @@ class Router(Scheduler[ActiveRequest]):
                 self._stay(transit)
         for microbatch in gone:
             batch_of(microbatch).clear()
-        self._awake_waiting()
+        self.awake_waiting()
 
     def _welcome(self, event: DeviceBack) -> None:
         super()._welcome(event)

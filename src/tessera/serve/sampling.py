@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from tessera.kernels.choice import EDIT_FIELDS, INPUTS, Number, Setting, max_edits, num_words
-from tessera.serve.grammar import Guide, write_masks
+from tessera.serve.grammar import Guide, prepare_masks
 from tessera.serve.records import Ask, Sampling, Token
 
 # 1 / temperature of a temperature close to 0.
@@ -130,6 +130,11 @@ class Pick:
         return 0 if self.edits is None else len(self.edits) + len(self.ends)
 
     @property
+    def is_ready(self) -> bool:
+        """False while the mask of its grammar is computed."""
+        return self.guide is None or self.guide.is_ready
+
+    @property
     def is_over(self) -> bool:
         """True if the grammar is complete: no token may follow."""
         return self.guide is not None and self.guide.is_over
@@ -194,7 +199,10 @@ class ChoiceInputs:
             if pick.guide is not None:
                 guides.append(pick.guide)
                 numbers[row, Number.MASK] = len(guides)
-        write_masks(guides, self._masks)
+        prepare_masks(guides, patience_s=None)
+        for row, guide in enumerate(guides):
+            assert guide.mask is not None, "its job has ended"
+            self._masks[row] = guide.mask
         tables = (
             settings[:num_rows],
             numbers[:num_rows],

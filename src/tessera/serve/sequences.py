@@ -15,8 +15,9 @@ more pages than it gave back, so it begins again only after another has ended. P
 attention window of all layers are released once the next token does not see them: steps of a microbatch run
 in order, so a new owner writes later.
 
-Where state is kept by row (`is_flat` is False), a sequence keeps its row, reads one token per step and shares
-no pages. A prompt chunk, where the model supports it, is a step of its own.
+Where recurrent layers keep a state by row (`has_rows`), a sequence keeps its row and shares no pages. Where
+tokens cannot be packed (`is_flat` is False), it also reads one token per step, and a step overwrites rows
+without a token: all sequences take part; one that cannot is preempted, or the step waits.
 
 A sequence may read its prompt here and answer elsewhere (`stop`): it then waits for its pages to be moved
 (`serve.router`) and begins there behind them, with all but its newest token read (`arrive`).
@@ -31,7 +32,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from tessera.ir import BufferKind, Plan
 from tessera.kernels import PAGE
 from tessera.kernels.choice import max_edits
 from tessera.serve.answer import ActiveRequest
+from tessera.serve.grammar import PATIENCE_S, Guide, prepare_masks
 from tessera.serve.pages import PagePool, pages_for
 from tessera.serve.records import Counts, Shape, step_name
 from tessera.serve.sampling import Choice, ChoiceInputs
@@ -99,14 +101,18 @@ class SeatedSequence:
 
     @property
     def left(self) -> int:
-        """Tokens to read here, not counting the last of an answer; none while it waits for a running step."""
-        if self.num_running and self.request.waits:
+        """Tokens to read here, not counting the last of an answer; none while it waits for a running step or
+        a mask."""
+        if (self.num_running and self.request.waits) or not self.request.pick.is_ready:
             return 0
         if self.stop is not None:
             return self.stop - self.read
-        request = self.request
-        is_last = request.num_out + self.num_due >= request.ask.max_tokens
-        return len(self.tokens) + self.num_due - self.read - (self.num_due > 0 and is_last)
+        return len(self.tokens) + self.num_due - self.read - self.is_ending
+
+    @property
+    def is_ending(self) -> bool:
+        """True if a running step outputs its last token."""
+        return self.num_due > 0 and self.request.num_out + self.num_due >= self.request.ask.max_tokens
 
     def next_tokens(self, count: int) -> list[int]:
         """Next tokens to read; -1 - row stands for the running step's output in that row."""
@@ -156,7 +162,7 @@ class StepInputs:
         self.page_starts, self.lengths = (np.zeros(rows, dtype=np.int32) for _ in range(2))
         self.query_starts = np.zeros(rows + 1, dtype=np.int32)
         self.fresh = np.zeros(rows, dtype=np.bool_)
-        self.row = np.zeros(1, dtype=np.int64)
+        self.rows = np.zeros(rows, dtype=np.int32)
         self.choices = ChoiceInputs(rows, shape.vocab_size)
         self._sight = sight
         self._tensors = {size: self._views(size) for size in shape.sizes}
@@ -174,8 +180,8 @@ class StepInputs:
         }
         if not self._shape.is_flat:
             views["fresh"] = self.fresh[:rows]
-        if not self._shape.is_flat and size > self._shape.rows:
-            views["row"] = self.row
+        elif self._shape.has_rows:
+            views["rows"] = self.rows[:rows]
         return {name: torch.from_numpy(view) for name, view in views.items()}
 
     def fill(self, planned: "list[Part]", size: int) -> Tensors:
@@ -192,13 +198,14 @@ class StepInputs:
         slots = pages * PAGE + positions % PAGE
         at: Any = slice(total)
         rows: Any = slice(len(planned))
-        if not self._shape.is_flat and size <= self._shape.rows:
-            at = rows = [part.sequence.row for part in planned]
+        own = np.array([part.sequence.row for part in planned])
+        if not self._shape.is_flat:
+            at = rows = own
             self.query_starts[: size + 1] = range(size + 1)
             self.fresh[:size] = True
             self.fresh[rows] = reads == 0
         else:
-            self.fresh[0], self.row[0] = reads[0] == 0, planned[0].sequence.row
+            self.rows[: len(planned)] = np.where(reads == 0, -1 - own, own)
             self.query_starts[1 : len(planned) + 1] = query_ends
             self.query_starts[len(planned) + 1 :] = total
         adapters = np.repeat([part.sequence.request.ask.adapter for part in planned], counts)
@@ -248,7 +255,7 @@ class Part(NamedTuple):
     is_due: bool
 
     def row_in(self, shape: Shape, number: int) -> int:
-        return number if shape.is_flat or self.num_tokens > 1 else self.sequence.row
+        return number if shape.is_flat else self.sequence.row
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,11 +280,15 @@ class SequenceBatch:
         is_caching: bool = True,
         pool: PagePool | None = None,
         is_filled: bool = True,
+        on_masks: Callable[[], None] = lambda: None,
     ) -> None:
-        """`pool` is shared with other microbatches; `is_filled` is False if nothing reads step inputs."""
+        """`pool` is shared with other microbatches; `is_filled` is False if nothing reads step inputs.
+
+        `on_masks` is called, from any thread, when a sequence need not wait for its mask any more.
+        """
         self.number, self._shape, self._steps, self._settle = number, shape, steps, settle
-        self._counts, self._sight = counts, sight
-        self._is_caching = is_caching and shape.is_flat
+        self._counts, self._sight, self._on_masks = counts, sight, on_masks
+        self._is_caching = is_caching and shape.is_paged
         self._is_shared = pool is not None
         self.pool = pool or PagePool(shape.pool_tokens // PAGE, self._is_caching)
         self._inputs = StepInputs(shape, sight) if is_filled else None
@@ -285,12 +296,12 @@ class SequenceBatch:
         self._num_edits, self._max_edits = 0, max_edits(shape.rows, shape.vocab_size)
         # Sizes in which a sequence may have more than one token.
         self._part_sizes = shape.part_sizes
-        # True if the newest step was a prompt chunk alone.
-        self._was_part = False
         # Sequences with pages, and waiting ones, in arrival order.
         self._begun: list[SeatedSequence] = []
         self._aside: list[SeatedSequence] = []
         self._by_request: dict[ActiveRequest, SeatedSequence] = {}
+        # Grammars of answers here.
+        self._guides: dict[ActiveRequest, Guide] = {}
         self._num_turns = 0
         self._unused_rows = list(range(shape.rows))
         # Entries of all page tables; shared pages count once per table.
@@ -337,7 +348,7 @@ class SequenceBatch:
     @property
     def can_move(self) -> bool:
         """Only with chunked prompts; token by token, reading again is as slow as answering."""
-        return bool(self._part_sizes) and not self._shape.is_first_only
+        return bool(self._part_sizes)
 
     @property
     def is_kept(self) -> bool:
@@ -358,11 +369,14 @@ class SequenceBatch:
             sequence.stop = len(sequence.tokens)
         self._wait(sequence)
 
-    def _seated(self, request: ActiveRequest) -> SeatedSequence:
+    def _seated(self, request: ActiveRequest, row: int | None = None) -> SeatedSequence:
         seen = None if self._sight is None else SeenPictures(request.ask.pictures)
-        sequence = SeatedSequence(request, self._num_turns, heappop(self._unused_rows), seen)
+        row = heappop(self._unused_rows) if row is None else row
+        sequence = SeatedSequence(request, self._num_turns, row, seen)
         self._num_turns += 1
         self._by_request[request] = sequence
+        if request.pick.guide is not None:
+            self._guides[request] = request.pick.guide
         self._count_work(sequence, len(sequence.tokens), max(1, request.predicted - request.num_out))
         request.batch = self
         return sequence
@@ -382,11 +396,28 @@ class SequenceBatch:
         self.num_coming -= 1
         self._num_entries -= num_pages
 
-    def arrive(self, request: ActiveRequest, pages: Sequence[int], read: int, num_expected: int) -> None:
-        """Begin an expected sequence behind pages that hold its first `read` tokens."""
+    def row_of(self, request: ActiveRequest) -> int:
+        return self._by_request[request].row
+
+    def take_row(self) -> int | None:
+        """A row for an expected sequence; None: a running step writes all that are unused."""
+        written = {part.sequence.row for step in self._started for part in step.parts}
+        row = min((row for row in self._unused_rows if row not in written), default=None)
+        if row is not None:
+            self._unused_rows.remove(row)
+            heapify(self._unused_rows)
+        return row
+
+    def give_row(self, row: int) -> None:
+        heappush(self._unused_rows, row)
+
+    def arrive(
+        self, request: ActiveRequest, pages: Sequence[int], read: int, num_expected: int, row: int | None
+    ) -> None:
+        """Begin an expected sequence behind pages that hold its first `read` tokens, in this row or any."""
         self.num_coming -= 1
         self._num_entries += len(pages) - num_expected
-        sequence = self._seated(request)
+        sequence = self._seated(request, row)
         sequence.begin(pages, read, 0)
         self._count_work(sequence, len(sequence.tokens) - read, sequence.unanswered)
         sequence.was_begun = True
@@ -397,9 +428,10 @@ class SequenceBatch:
     def depart(self, request: ActiveRequest) -> list[int]:
         """Remove a begun sequence that no step reads; its pages are the caller's."""
         sequence = self._by_request.pop(request)
+        self._guides.pop(request, None)
         self._count_work(sequence, 0, 0)
         request.batch = None
-        heappush(self._unused_rows, sequence.row)
+        self.give_row(sequence.row)
         self._begun.remove(sequence)
         self._num_entries -= sequence.num_pages
         return sequence.pages.tolist()
@@ -409,8 +441,9 @@ class SequenceBatch:
         sequence = self._by_request[request]
         sequence.stop = sequence.read if is_held else None
 
-    def is_held(self, request: ActiveRequest) -> bool:
-        return self._by_request[request].stop is not None
+    def stop_of(self, request: ActiveRequest) -> int | None:
+        """Tokens to read here, if it goes on elsewhere."""
+        return self._by_request[request].stop
 
     def position(self, request: ActiveRequest) -> tuple[list[int], int] | None:
         """Pages, and tokens read by ended steps; None: it has not begun, or has left."""
@@ -437,10 +470,11 @@ class SequenceBatch:
         """Remove a request; outputs of a running step for it are dropped."""
         request.batch = None
         sequence = self._by_request.pop(request, None)
+        self._guides.pop(request, None)
         if sequence is None:
             return
         self._count_work(sequence, 0, 0)
-        heappush(self._unused_rows, sequence.row)
+        self.give_row(sequence.row)
         if sequence.is_begun:
             self._release(sequence)
         else:
@@ -458,12 +492,17 @@ class SequenceBatch:
             for sequence in self._begun:
                 if sequence.stop is None:  # else all its pages are moved
                     self._give_back(sequence.pass_by(self._shape.window))
+        if self._guides:
+            waiting = (guide for request, guide in self._guides.items() if not self._is_running(request))
+            prepare_masks(waiting, self._on_masks, PATIENCE_S if self._shape.is_flat else None)
         planned = self._plan()
         if not planned:  # empty, or all wait for a picture or a running step
             return self._look()
         size, skips = self._size_of(planned), _skips(planned)
         num_waiting = sum(part.sequence.request.waits for part in planned)
         can_follow = self._sight is None and (LEAST_AHEAD + 1) * num_waiting <= len(planned)
+        if not self._shape.is_flat and any(part.sequence.stop is not None for part in planned):
+            can_follow = False  # the next step would overwrite the row of one that leaves
         inputs = self._inputs.fill(planned, size) if self._inputs is not None else {}
         published, self._published = self._published, []
         self._started.append(StartedStep(planned, can_follow, published))
@@ -524,6 +563,9 @@ class SequenceBatch:
         else:
             self.pool.give_back(pages)
 
+    def _is_running(self, request: ActiveRequest) -> bool:
+        return self._by_request[request].num_running > 0
+
     def kind_of(self, step: int) -> str:
         return self._steps.names[step]
 
@@ -546,31 +588,6 @@ class SequenceBatch:
         return None
 
     def _plan(self) -> list[Part]:
-        if self._shape.is_flat or not self._part_sizes:
-            return self._plan_mixed()
-        is_answering = any(sequence.left == 1 for sequence in self._begun)
-        planned = [] if self._was_part and is_answering else self._plan_part()
-        self._was_part = bool(planned)
-        if not planned:
-            planned = self._plan_mixed() or self._plan_part()
-        return planned
-
-    def _plan_part(self) -> list[Part]:
-        """Chunk of the first prompt that is long enough, where state is kept by row."""
-        while self._aside and self._begin(self._aside[0]):
-            pass
-        for sequence in self._begun:
-            left = sequence.left
-            if self._can_read_part(sequence, left):
-                count = max(size for size in self._part_sizes if size <= left)
-                return [Part(sequence, count, count == left)]
-        return []
-
-    def _can_read_part(self, sequence: SeatedSequence, left: int) -> bool:
-        is_early = sequence.read == 0 or not self._shape.is_first_only
-        return left >= self._part_sizes[0] and is_early and not sequence.request.wants_prompt
-
-    def _plan_mixed(self) -> list[Part]:
         answering: list[tuple[int, SeatedSequence]] = []
         reading: list[tuple[int, SeatedSequence]] = []
         for sequence in self._begun:
@@ -586,6 +603,8 @@ class SequenceBatch:
             if count and ((has_page and sequence.is_begun) or self._grow(sequence)):
                 planned.append(Part(sequence, count, count == left))
                 budget -= count
+        if not self._shape.is_flat and not self._keep_rows(planned):
+            return []
         if self._counts.preemptions != num_preempted:
             planned = [part for part in planned if part.sequence.is_begun]
         if self._is_caching:
@@ -601,6 +620,17 @@ class SequenceBatch:
                 self._publish(sequence, sequence.read + count)
                 budget -= count
         return planned
+
+    def _keep_rows(self, planned: list[Part]) -> bool:
+        """Preempt sequences whose rows a step would overwrite; False if it must wait for a running one."""
+        taking = {part.sequence for part in planned}
+        begun = [s for s in self._begun if s.read and not s.is_ending] if planned else []
+        left_out = [sequence for sequence in begun if sequence not in taking]
+        if left_out and self._started:
+            return False
+        for sequence in left_out:
+            self._preempt(sequence)
+        return True
 
     def _budget(self, total: int) -> int:
         """Maximum tokens of the next step: a size that is well filled.
@@ -621,9 +651,7 @@ class SequenceBatch:
             self._num_edits += num_edits
         if count == 1 and self._shape.is_flat and sequence.seen is None:
             return 1
-        if not self._shape.is_flat and self._part_sizes and sequence.read == 0:
-            count = 0 if self._can_read_part(sequence, left) else count  # its first part comes next
-        if count > 1 and (not self._shape.is_flat or not self._part_sizes or sequence.request.wants_prompt):
+        if count > 1 and (not self._part_sizes or sequence.request.wants_prompt):
             count = 1
         return count if sequence.seen is None else sequence.seen.bounded(sequence.read, count)
 
@@ -675,12 +703,14 @@ class SequenceBatch:
             elif self._started and self._is_shared:  # nothing is free before the running step has ended
                 return False
             else:
-                last = self._begun[-1]
-                self._release(last)
-                self._wait(last)
-                self._count_work(last, len(last.tokens), last.unanswered)
-                self._counts.preemptions += 1
+                self._preempt(self._begun[-1])
         return sequence.is_begun
+
+    def _preempt(self, sequence: SeatedSequence) -> None:
+        self._release(sequence)
+        self._wait(sequence)
+        self._count_work(sequence, len(sequence.tokens), sequence.unanswered)
+        self._counts.preemptions += 1
 
     def _publish(self, sequence: SeatedSequence, end: int) -> None:
         """Publish pages that are full up to `end`, as far as their tokens are known.

@@ -14,6 +14,7 @@ import errno
 import logging
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -155,7 +156,10 @@ class HttpServer(uvicorn.Server):
         limits: HttpLimits,
         stop: Callable[[], Awaitable[None]],
         say: Callable[[str], None] = lambda text: None,
+        proxies: str = "",
+        tls: tuple[str, str] | None = None,
     ) -> None:
+        """`proxies`: whose X-Forwarded headers are believed; `tls`: files of certificate and key."""
         config = uvicorn.Config(
             app,
             http=ConnectionTable(limits).make,  # type: ignore[arg-type]
@@ -163,7 +167,10 @@ class HttpServer(uvicorn.Server):
             lifespan="off",
             log_config=None,
             server_header=False,
-            proxy_headers=False,
+            proxy_headers=bool(proxies),
+            forwarded_allow_ips=proxies,
+            ssl_certfile=tls and tls[0],
+            ssl_keyfile=tls and tls[1],
             backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=int(limits.idle_s) + 1,  # the timer of `Connection` comes first
             timeout_graceful_shutdown=int(LAST_WORDS_S),
@@ -253,10 +260,18 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+def check_tls(certificate: str, key: str) -> None:
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        remedy = "Give a certificate and its key as PEM files: --tls-cert, --tls-key."
+        raise TesseraError(f"cannot use the certificate: {error}", remedy, certificate) from None
+
+
+def url_of(bound: socket.socket, scheme: str = "http") -> str:
     host, port = bound.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}"
+    return f"{scheme}://{shown}:{port}"
 
 
 def allowed_connections(wanted: int) -> tuple[int, str]:

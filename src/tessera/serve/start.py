@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from tessera.capture import place_of
 from tessera.errors import TesseraError
 from tessera.execute.worker_stepper import MakeHub
-from tessera.ir import Cluster, DeviceKind, GroupSize, ServicePlan
+from tessera.ir import BufferKind, Cluster, DeviceKind, GroupSize, ServicePlan
 from tessera.kernels import PAGE
 from tessera.serve.background import PlannerProcess
 from tessera.serve.limits import HttpLimits
 from tessera.serve.planning import Prepared, prepare
 from tessera.serve.records import COST_ERROR, ServeSpec
-from tessera.serve.service import Service
-from tessera.serve.text import open_text
+from tessera.serve.service import Service, say
+from tessera.serve.text import open_text, sampling_defaults
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -52,6 +52,16 @@ class ServeOptions:
     kept: Path | None = None
     # Groups to serve by; None: planned at the start.
     plan: ServicePlan | None = None
+    # Path of the server behind a proxy, as /llm.
+    root_path: str = ""
+    # Chat template in place of the folder's.
+    chat_template: str = ""
+    # True to take sampling defaults from generation_config.json.
+    has_sampling_defaults: bool = True
+    # Gets a line for every event of a device or plan.
+    log: Callable[[str], None] = say
+    # OTLP endpoint of traces; empty: none.
+    traces: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,8 +101,11 @@ def started(
 
 def _app(endpoint: "Endpoint", metrics: "Metrics", options: ServeOptions, stack: ExitStack) -> "FastAPI":
     from tessera.serve.app import create_app
+    from tessera.serve.tracing import add_traces
 
-    app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
+    app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local, options.root_path)
+    if options.traces:
+        add_traces(app, endpoint.card.model, options.traces, stack)
     stack.enter_context(closing(app.state.reading))
     return app
 
@@ -112,7 +125,7 @@ def _planned(
 
     prepared = prepare(model, cluster, options.spec, plan=options.plan, kept=options.kept, advance=advance)
     advance("starting workers")
-    shape, text = prepared.model.shape, open_text(place_of(model))
+    shape, text = prepared.model.shape, open_text(place_of(model), options.chat_template)
     sight, eyes = prepared.model.senses() or (None, None)
     stepper = stack.enter_context(prepared.workers(options.transport, hub))
     planner = None
@@ -130,10 +143,14 @@ def _planned(
         meters=metrics,
         sight=sight,
         planner=planner,
+        log=options.log,
     )
     adapters = tuple(adapter for adapter, _ in options.spec.adapters)
     mark = eyes.mark if eyes else ""
-    card = ModelCard(name, text, shape.max_tokens, shape.vocab_size, mark, adapters=adapters)
+    sampling = sampling_defaults(place_of(model)) if options.has_sampling_defaults else ()
+    card = ModelCard(
+        name, text, shape.max_tokens, shape.vocab_size, mark, adapters=adapters, sampling=sampling
+    )
     grammars = open_grammars(text, shape.vocab_size)
     endpoint = Endpoint(card, service, int(time.time()), lambda: service.policies, eyes, grammars)
     stack.enter_context(service)
@@ -247,5 +264,14 @@ def _one_more(plan: ServicePlan) -> str:
             added[device.gpu or device.name] = expected.tokens_per_s * all_us / own_us / busy_s
     if not added:
         return "with one more device: not modelled"
+    cards = [d for d in plan.cluster.devices if not d.is_cpu]
+    if 0 < len(cards) < len(plan.cluster.devices):
+        per_s = added[cards[0].gpu or cards[0].name]
+        buffers = plan.plans[0].graphs[-1].trace.buffers
+        need = sum(b.size_bytes for b in buffers if b.kind is BufferKind.WEIGHT)
+        return (
+            f"the GPU cannot hold all weights ({need / 1e9:.3g} GB), so its host computes with the rest; one "
+            f"like it that holds them would give about {per_s:,.0f} tokens/s (modelled)"
+        )
     parts = [f"{kind} adds {per_s:,.0f}" for kind, per_s in added.items()]
     return f"with one more card, as a copy beside these (modelled, tokens/s, about): {', '.join(parts)}"

@@ -117,10 +117,10 @@ def served(
     config = config.get_text_config()
     found = layout_of(first.module)
     rows = spec.rows or _rows(first, spec, _room(first, room_bytes) / microbatches)
-    layout, parts, is_flat = found.kind, found.parts, found.kind == FLAT
+    layout, is_flat = found.kind, found.kind == FLAT
     size = _length(model, capacity, max_positions(first.module))
     most_tokens = spec.max_batch_tokens or MAX_BATCH_TOKENS
-    sizes = sizes_of(rows, most_tokens if is_flat else min(most_tokens, parts.most), is_flat, min_size)
+    sizes = sizes_of(rows, most_tokens, is_flat, min_size)
     if pool_tokens is None:
         pool_bytes = modest_bytes(microbatches) if pool_bytes is None else pool_bytes
         each, fixed = _bytes_of_state(first, rows)
@@ -137,7 +137,7 @@ def served(
             raise CaptureError(message, "Use shorter sequences, fewer of them, or more memory.")
     shape = Shape(
         microbatches, rows, size, sizes, pool_tokens, config.vocab_size, is_flat,
-        is_first_only=parts.is_first_only, window=found.window,
+        has_rows=bool(found.rows), window=found.window,
     )  # fmt: skip
     steps += [replace(pages, batch=shape.num_sequences(x), context=x) for x in sizes]
     return ServedModel(model, shape, tuple(another(first, step) for step in steps))
@@ -179,7 +179,7 @@ def sizes_of(rows: int, max_batch_tokens: int, is_flat: bool, min_size: int = MI
     while sizes[0] // RATIO >= min_size:
         sizes.insert(0, _power(sizes[0] // RATIO))
     larger: list[int] = []
-    size = max(max_batch_tokens, 2 * rows) if is_flat else max_batch_tokens
+    size = max(max_batch_tokens, 2 * rows) if is_flat else rows
     while size > rows and (not larger or size >= 2 * min_size):
         larger.insert(0, size)
         size = _power(size // RATIO)

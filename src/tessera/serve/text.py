@@ -31,6 +31,12 @@ BEGIN, END = 256, 257
 Messages = Sequence[Mapping[str, Any]]
 # Tools in OpenAI's form.
 Tools = Sequence[Mapping[str, Any]]
+# Variables of a chat template, and the two of them that other text reads too.
+Variables = Mapping[str, Any]
+NO_VARIABLES: Variables = {}
+GENERATES, CONTINUES = "add_generation_prompt", "continue_final_message"
+# Sampling parameters of generation_config.json that requests may leave out.
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Longer texts are tokenised in pieces first, so that one far too long is not read to its end.
 PIECE_CHARS = 2**14
 NO_LIMIT = 2**62
@@ -73,8 +79,13 @@ class Text(Protocol):
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
         """Tokens of a prompt, with the begin token if `adds`; the rest beyond `most` may be left out."""
 
-    def chat(self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT) -> list[int]:
-        """Tokens of a conversation up to its answer; `most` as above."""
+    def chat(
+        self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT, variables: Variables = NO_VARIABLES
+    ) -> list[int]:
+        """Tokens of a conversation up to its answer; `most` as above.
+
+        `variables` of the chat template; "continue_final_message" leaves the last message open.
+        """
 
     def reader(self) -> Reader:
         """A reader for one answer."""
@@ -92,7 +103,9 @@ class ByteText:
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
         return [*([BEGIN] if adds else ()), *_bytes(text[: most + 1])]
 
-    def chat(self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT) -> list[int]:
+    def chat(
+        self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT, variables: Variables = NO_VARIABLES
+    ) -> list[int]:
         """One turn per line, closed by an end token."""
         turns = [{"role": "tools", "content": json.dumps(tools)}] if tools else []
         tokens = [BEGIN]
@@ -103,7 +116,9 @@ class ByteText:
             tokens += [*_bytes(f"{message['role']}:\n{said[:most]}\n"), END]
             if len(tokens) > most:
                 break
-        return tokens + list(b"assistant:\n")
+        if variables.get(CONTINUES):
+            return tokens[:-2]  # a line end and an end token
+        return tokens + (list(b"assistant:\n") if variables.get(GENERATES, True) else [])
 
     def reader(self) -> Reader:
         return ByteReader()
@@ -207,7 +222,7 @@ def overlap(text: str, stop: str) -> int:
 class FolderText:
     """Text by a folder's tokenizer and chat template."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template: str = "") -> None:
         with _reported(folder):
             tokenizer = _read(folder)
             words = sorted({str(w) for w in tokenizer.all_special_tokens if w}, key=len, reverse=True)
@@ -216,9 +231,10 @@ class FolderText:
             self._tokenizer = SlowTokenizer(tokenizer) if fast is None else FastTokenizer(fast.to_str())
             self.end = _ends(folder, tokenizer)
             self._special = frozenset(tokenizer.all_special_ids)
-            template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
+            if not template and tokenizer.chat_template:
+                template = str(tokenizer.get_chat_template())
         self._template = ChatTemplate(template) if template else None
-        self._variables = {"tools": None, "documents": None, "add_generation_prompt": True, **named}
+        self._variables = {"tools": None, "documents": None, GENERATES: True, **named}
         # Words of special tokens, longest first, and their marks.
         self._words = words[:MAX_WORDS]
         self._marks = {word: chr(ord(FIRST) + number) for number, word in enumerate(self._words)}
@@ -227,12 +243,16 @@ class FolderText:
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
         return self._ids(text, adds=adds, plain=True, most=most)
 
-    def chat(self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT) -> list[int]:
+    def chat(
+        self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT, variables: Variables = NO_VARIABLES
+    ) -> list[int]:
         if self._template is None:
-            remedy = "Use /v1/completions, or add a chat_template to tokenizer_config.json."
+            remedy = "Use /v1/completions, or start the server with --chat-template."
             raise AskError("this model has no chat template", remedy, "messages")
         given = {"messages": self._mark(messages), "tools": self._mark(tools) if tools else None}
-        text = self._template.render({**self._variables, **given})
+        text = self._template.render({**self._variables, **self._mark(variables), **given})
+        if variables.get(CONTINUES):
+            text = _open_end(text, given["messages"][-1]["content"])
         tokens: list[int] = []
         for part in _parts(text):
             is_word = FIRST <= part <= LAST
@@ -381,6 +401,15 @@ def _read(folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
+def _open_end(text: str, said: str) -> str:
+    """A conversation without what its template writes after the last message."""
+    start = text.rfind(said) if said in text else text.rfind(said.strip())
+    if start < 0:
+        remedy = "Leave continue_final_message out."
+        raise AskError("the chat template changes the last message", remedy, "continue_final_message")
+    return text[: start + len(said if said in text else said.strip())]
+
+
 def _parts(text: str) -> Iterator[str]:
     """Split a text at its marks one by one: `re.split` would hold the interpreter lock."""
     start = 0
@@ -433,8 +462,20 @@ def _listed(path: Path) -> list[int]:
     return [x for x in listed if isinstance(x, int) and x >= 0]
 
 
-def open_text(model: str) -> Text:
-    """Text of a built-in name, or of a folder with a tokenizer."""
+def sampling_defaults(model: str) -> tuple[tuple[str, float], ...]:
+    """Sampling parameters of a folder's generation_config.json."""
+    from tessera.capture.models.checkpoint import read_json
+
+    path = Path(model) / "generation_config.json"
+    given = read_json(path) if path.is_file() else {}
+    return tuple((name, given[name]) for name in DEFAULTED if isinstance(given.get(name), int | float))
+
+
+def open_text(model: str, template: str = "") -> Text:
+    """Text of a built-in name, or of a folder with a tokenizer; `template` replaces its chat template."""
     if Path(model).is_dir():
-        return FolderText(Path(model))
+        return FolderText(Path(model), template)
+    if template:
+        remedy = "Serve a folder with a tokenizer."
+        raise TesseraError("a built-in model has no chat template", remedy, "--chat-template")
     return ByteText()

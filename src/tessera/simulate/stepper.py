@@ -215,9 +215,10 @@ class VirtualStepper:
     def move(self, move: PageMove) -> None:
         ends = [self._open.get(number) for number in (move.source, move.destination)]
         lanes = [None if here is None else self.lanes.all[here.lane] for here in ends]
-        routes, num = routes_of(move, self.lanes, lanes[0], lanes[1]), len(move.from_pages)
         now_us = until_us = self.machine.now_us
-        num_bytes = Counter({pair: num * sum(size for _, size in parts) for pair, parts in routes.items()})
+        num_bytes: Counter[tuple[int, int]] = Counter()
+        for route in routes_of(move, self.lanes, lanes[0], lanes[1]):
+            num_bytes[route.source, route.destination] += route.num_bytes
         for (src, dst), size in num_bytes.items():
             if src != dst:
                 wire = self._wires.of(0, src, dst, size)

@@ -12,10 +12,10 @@ from benchmarks.coverage_models import MODELS, Model
 
 from families import LANGUAGE
 from paged_mixer import Mixer, generated
-from sampling import examples, one_of_each, some_of
+from sampling import examples, some_of
 from tessera.capture import Workload, build, record, record_step
 from tessera.capture.models import another
-from tessera.capture.models.paged import DENSE, FLAT, ROWS, Parts, layout_of
+from tessera.capture.models.paged import DENSE, FLAT, ROWS, layout_of
 from tessera.capture.models.pages import PageMask
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
@@ -37,10 +37,10 @@ LAYOUTS = {
     "falcon": DENSE,
     "bloom": DENSE,
     "mpt": DENSE,
-    "mamba": ROWS,
-    "mamba2": ROWS,
-    "jamba": ROWS,
-    "qwen3_next": ROWS,
+    "mamba": FLAT,
+    "mamba2": FLAT,
+    "jamba": FLAT,
+    "qwen3_next": FLAT,
     "recurrent_gemma": ROWS,
 }
 
@@ -90,7 +90,7 @@ def test_answers_are_those_of_generate(name: str, tmp_path: Path) -> None:
     check_answers(workload)
 
 
-BUILT_IN = (("tiny-llama", FLAT), ("tiny-gpt-oss", FLAT), ("tiny-mamba", ROWS))
+BUILT_IN = (("tiny-llama", FLAT), ("tiny-gpt-oss", FLAT), ("tiny-mamba", FLAT))
 
 
 @pytest.mark.parametrize(("name", "layout"), some_of(BUILT_IN, BUILT_IN[:1]))
@@ -108,36 +108,13 @@ def test_a_window_is_that_of_all_layers(name: str, window: int, tmp_path: Path) 
     assert window == layout_of(workload.module).window
 
 
-IN_PARTS = [
-    ("mamba", Parts(16, is_first_only=True)),
-    ("mamba2", Parts(128)),
-    ("jamba", Parts(16, is_first_only=True)),
-    ("qwen3_next", Parts(128)),
-    ("bamba", Parts(128)),
-    ("recurrent_gemma", Parts(16, is_first_only=True)),
-]
-SOME_IN_PARTS = one_of_each(IN_PARTS, lambda row: row[1])
-
-
-@pytest.mark.parametrize(("name", "parts"), SOME_IN_PARTS)
-def test_prompts_of_models_that_recur_are_read_in_parts(name: str, parts: Parts, tmp_path: Path) -> None:
-    """As far as the model's own cache can; answers are those of generate, and other rows stay as they are."""
-    workload = folder_step(BY_NAME[name], tmp_path, ROWS)
-    one = replace(workload.step, batch=1, context=5, rows=SEQUENCES)
-    prompts = prompts_of(7)
-    mixer = Mixer(workload, part=another(workload, one))
-
-    assert parts == layout_of(workload.module).parts
-    assert generated(workload, prompts, NUM_NEW) == mixer.answers(prompts, NUM_NEW)
-    assert mixer.num_parts > 3
-
-
-def test_what_is_kept_is_what_attention_reads(tmp_path: Path) -> None:
-    """Latent keys and values are expanded once: pages hold them by head, keys wider than values."""
+def test_latent_attention_keeps_latents(tmp_path: Path) -> None:
+    """Pages hold the latent and the rotated key that all heads share, and nothing by head."""
+    sizes = BY_NAME["deepseek_v3"].sizes
     state = folder_step(BY_NAME["deepseek_v3"], tmp_path, FLAT).make_state(0)
 
-    assert (POSITIONS // PAGE, PAGE, 4, 16) == state["keys.0"].shape
-    assert (POSITIONS // PAGE, PAGE, 4, 8) == state["values.0"].shape
+    assert (POSITIONS // PAGE, PAGE, 1, sizes["kv_lora_rank"]) == state["keys.0"].shape
+    assert (POSITIONS // PAGE, PAGE, 1, sizes["qk_rope_head_dim"]) == state["values.0"].shape
 
 
 def test_attention_of_a_models_own_with_windows_is_masked_right(tmp_path: Path) -> None:
@@ -150,8 +127,8 @@ def test_attention_of_a_models_own_with_windows_is_masked_right(tmp_path: Path) 
 
 def test_a_smaller_step_goes_on_with_the_same_state() -> None:
     """Steps of several sizes over one model and one state: the small one uses the first rows."""
-    large = built("tiny-mamba", ROWS)
-    small = another(large, step_of("tiny-mamba", ROWS, sequences=2, rows=SEQUENCES))
+    large = built("tiny-mamba")
+    small = another(large, step_of("tiny-mamba", sequences=2, rows=SEQUENCES))
     shapes = [{n: t.shape for n, t in w.make_state(0).items()} for w in (large, small)]
     prompts = prompts_of(2)
     mixer = Mixer(small)
@@ -164,8 +141,7 @@ def test_a_smaller_step_goes_on_with_the_same_state() -> None:
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mamba"])
 def test_what_is_not_used_disturbs_nothing(name: str) -> None:
     """Padding, unused sequences and the first page may hold anything: the others' logits keep their bits."""
-    layout = FLAT if name == "tiny-llama" else ROWS
-    workload = built(name, layout, sequences=8)
+    workload = built(name, sequences=8)
     inputs, state = workload.make_inputs(3), workload.make_state(3)
     used = int(inputs["query_starts"][-1])
     num = int((inputs["lengths"] > 0).sum())
@@ -175,8 +151,12 @@ def test_what_is_not_used_disturbs_nothing(name: str) -> None:
     other["tokens"][used:] = 7
     other["positions"][used:] = 3
     changed = {n: t.clone() for n, t in state.items()}
+    unused = 0
+    if "rows" in inputs:
+        rows = {int(r) if r >= 0 else -1 - int(r) for r in inputs["rows"][:num]}
+        unused = next(r for r in range(8) if r not in rows)
     for held in changed.values():
-        held[0 if layout == FLAT else slice(num, None)] = 5.0
+        held[unused] = 5.0
     logits = [workload.run(i, s)["logits"][:num] for i, s in ((inputs, state), (other, changed))]
 
     assert torch.equal(*logits)
@@ -217,8 +197,7 @@ def test_examples_are_legal(sequences: int, tokens: int, seed: int) -> None:
 @pytest.mark.parametrize("name", some_of(LANGUAGE, ("tiny-gpt-oss", "tiny-mamba")))
 def test_a_trace_replays_to_the_same_bits(name: str) -> None:
     """Attention is one launch a layer, and the state is what the step keeps."""
-    layout = ROWS if name == "tiny-mamba" else FLAT
-    workload = built(name, layout)
+    workload = built(name)
     trace = record(workload)
     inputs, state = workload.make_inputs(2), workload.make_state(2)
     again = {n: t.clone() for n, t in state.items()}
@@ -228,7 +207,7 @@ def test_a_trace_replays_to_the_same_bits(name: str) -> None:
         trace.kernel_of(i).name == "tessera.paged_attention.default" for i in range(len(trace.launches))
     ]
 
-    assert (0 if layout == ROWS else 4) == sum(attention)
+    assert (0 if name == "tiny-mamba" else 4) == sum(attention)
     assert set(state) == {trace.buffers[b].name for b in trace.buffers_of(BufferKind.STATE)}
     assert all(same_bits(t, replayed.outputs[n]) for n, t in outputs.items())
     assert all(same_bits(t, replayed.state[n]) for n, t in again.items())
@@ -281,10 +260,10 @@ def test_sizes_that_make_no_step_are_refused(sequences: int, tokens: int, positi
         build(Step("tiny-llama", "tokens", sequences, tokens, reserve=positions))
 
 
-def test_a_recurrent_model_reads_one_token_of_each_sequence() -> None:
+def test_a_model_with_a_recurrence_of_its_own_reads_one_token_of_each_sequence(tmp_path: Path) -> None:
     """More tokens than sequences are refused in one line."""
     with pytest.raises(CaptureError, match="reads one token of each sequence a step"):
-        build(Step("tiny-mamba", "tokens", 4, 8, reserve=256))
+        folder_step(BY_NAME["recurrent_gemma"], tmp_path, FLAT)
 
 
 @pytest.mark.parametrize("name", ["rwkv", "t5", "bert"])

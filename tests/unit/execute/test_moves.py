@@ -182,7 +182,7 @@ def test_pieces_are_bounded_and_cover_every_page() -> None:
     """Whatever the sizes of the buffers."""
     size = PIECE_BYTES // 3
     order = MovePages(
-        1, 1, 0, 1, [("a", size), ("b", 8), ("c", size)], list(range(1, 8)), list(range(11, 18))
+        1, 1, (0, -1), (1, -1), [("a", size), ("b", 8), ("c", size)], list(range(1, 8)), list(range(11, 18))
     )
     pieces = cut(order)
     found = {
@@ -194,6 +194,20 @@ def test_pieces_are_bounded_and_cover_every_page() -> None:
 
     assert {(name, n, n + 10) for name in "abc" for n in range(1, 8)} == found
     assert all(sum(s * len(p) for _, s, p, _ in piece) <= PIECE_BYTES for piece in pieces)
+
+
+def test_a_page_larger_than_a_piece_is_divided() -> None:
+    """As the state of a row may be."""
+    size = 3 * PIECE_BYTES + 24
+    pieces = cut(MovePages(1, 1, (0, 5), (1, 6), [("a", size)], [2], [0]))
+    parts = [part for piece in pieces for part in piece]
+    (part_bytes,) = {size for _, size, _, _ in parts}
+    num = size // part_bytes
+
+    assert part_bytes <= PIECE_BYTES
+    assert [(2 * num + n, n) for n in range(num)] == [
+        pair for _, _, pages, places in parts for pair in zip(pages, places, strict=True)
+    ]
 
 
 # Faults.

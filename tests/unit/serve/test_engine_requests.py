@@ -33,11 +33,10 @@ from tessera.serve.records import Ask, Finish, Sampling, Shape
 from tessera.serve.service import Service
 
 BY_ROW = replace(SHAPE, sizes=(2, 3), is_flat=False)
-IN_PARTS = replace(BY_ROW, sizes=(2, 3, 4, 8))
-FIRST_ONLY = replace(IN_PARTS, is_first_only=True)
+WITH_ROWS = replace(SHAPE, has_rows=True)
 # Too few pages for two long answers: somebody is put aside again and again.
 TINY_POOL = replace(SHAPE, pool_tokens=16 * 4)
-SHAPES = st.sampled_from([SHAPE, BY_ROW, IN_PARTS, FIRST_ONLY, TINY_POOL])
+SHAPES = st.sampled_from([SHAPE, BY_ROW, WITH_ROWS, TINY_POOL])
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 
 

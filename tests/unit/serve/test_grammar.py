@@ -1,6 +1,9 @@
 """Answers of a form: masks of grammars, whatever the tokens are, and through losses of devices."""
 
+import asyncio
 import json
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,14 +19,17 @@ from serving_factory import (  # noqa: E402
     ToyStepper,
     choose_rows,
     expected,
+    read,
     read_all,
     service_of,
     wait_for,
 )
 from tessera.errors import AskError  # noqa: E402
-from tessera.serve.grammar import MAX_CHARS, Grammar, GrammarCompiler, open_grammars  # noqa: E402
+from tessera.serve import grammar as grammar_module  # noqa: E402
+from tessera.serve.grammar import MAX_CHARS, Grammar, GrammarCompiler, Guide, open_grammars  # noqa: E402
 from tessera.serve.records import Ask, Sampling  # noqa: E402
 from tessera.serve.sampling import Pick  # noqa: E402
+from tessera.serve.service import Service  # noqa: E402
 from tessera.serve.text import END, ByteText  # noqa: E402
 
 SCHEMA = {
@@ -162,15 +168,57 @@ def test_a_grammar_is_compiled_once() -> None:
 
 
 def test_a_grammar_that_becomes_too_large_ends_its_answer_alone() -> None:
-    """With the library's own words; answers beside it go on."""
+    """In our words, as the request's fault; answers beside it go on."""
     wide = made({"type": "object", "properties": {f"k{n}": {"type": "string"} for n in range(1500)}})
     asks = [Ask((1,), 20, GREEDY, grammar=wide), Ask((2,), 20, GREEDY, ignores_end=True)]
     with service_of(ToyStepper()) as service:
         failed, told = wait_for(read_all(service, asks))
 
     assert "error" == failed.finish.reason
-    assert "items" in failed.finish.message
+    assert failed.finish.is_refused
+    assert "became too large to follow" in failed.finish.message
     assert expected(asks[1]) == told.what
+
+
+def test_a_hard_mask_delays_no_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own answer sits steps out until the mask is there."""
+    compute, is_held = grammar_module._compute_masks, threading.Event()
+    hard = made({"enum": ["yes", "no"]})
+
+    def slowly(guides: Sequence[Guide]) -> None:
+        if any(id(guide) in marked for guide in guides):
+            assert is_held.wait(20)
+        compute(guides)
+
+    marked: set[int] = set()
+    monkeypatch.setattr(grammar_module, "_compute_masks", slowly)
+    monkeypatch.setattr(Grammar, "start", marking(Grammar.start, hard, marked))
+    plain, formed = Ask((2,), 20, GREEDY, ignores_end=True), Ask((3,), 40, GREEDY, grammar=made(SCHEMA))
+
+    async def run(service: Service) -> list[object]:
+        slow = asyncio.ensure_future(read(service, Ask((1,), 8, GREEDY, grammar=hard)))
+        await asyncio.sleep(0.05)
+        others = [(await read(service, plain)).what, (await read(service, formed)).what]
+        assert not slow.done()
+        is_held.set()
+        return [*others, (await slow).finish.reason]
+
+    with service_of(ToyStepper()) as service:
+        found = wait_for(run(service))
+
+    assert [expected(plain), expected(formed), "stop"] == found
+
+
+def marking(
+    start: Callable[[Grammar], Guide], grammar: Grammar, marked: set[int]
+) -> Callable[[Grammar], Guide]:
+    def marks(self: Grammar) -> Guide:
+        guide = start(self)
+        if self is grammar:
+            marked.add(id(guide))
+        return guide
+
+    return marks
 
 
 def test_schema_that_refers_to_itself_alone_is_refused() -> None:

@@ -1,8 +1,11 @@
 """Plans between two starts of a service."""
 
 import os
+import random
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,11 +47,24 @@ def test_what_was_kept_is_found_again(tmp_path: Path) -> None:
     assert found("other", tmp_path) is None
 
 
-def test_a_plan_that_was_cut_short_is_not_found(tmp_path: Path) -> None:
+def test_a_changed_byte_in_any_file_means_made_again(tmp_path: Path) -> None:
+    """Also a file that was cut short, and those of another model."""
     keep("name", FOUND, tmp_path)
-    plan = tmp_path / "name" / "1.plan"
-    plan.write_bytes(plan.read_bytes()[:-10])
-    assert found("name", tmp_path) is None
+    other = replace(FOUND, model=replace(MODEL, tensors={"w": torch.zeros(64)}))
+    keep("other", other, tmp_path)
+    rng = random.Random(2)
+    for path in sorted((tmp_path / "name").iterdir()):
+        whole = path.read_bytes()
+        at = [0, len(whole) // 2, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(8))]
+        flipped = [whole[:n] + bytes([whole[n] ^ 1 << rng.randrange(8)]) + whole[n + 1 :] for n in at]
+        theirs = (tmp_path / "other" / path.name).read_bytes()
+        for raw in (*flipped, whole[:-10], b"", *([theirs] if theirs != whole else [])):
+            path.write_bytes(raw)
+            assert found("name", tmp_path) is None
+        path.write_bytes(whole)
+        assert is_alike(found("name", tmp_path))
+    shutil.copytree(tmp_path / "other", tmp_path / "third")
+    assert found("third", tmp_path) is None
 
 
 def test_a_folder_that_cannot_be_written_is_done_without_and_said(
@@ -103,13 +119,6 @@ def test_a_second_start_plans_nothing(
 
 def test_a_model_that_sees_is_built_at_every_start() -> None:
     assert KeptModel.of(served("tiny-qwen2.5-vl", ServeSpec(microbatches=1, rows=1, capacity=64))) is None
-
-
-def test_weights_that_were_cut_short_are_not_found(tmp_path: Path) -> None:
-    keep("name", FOUND, tmp_path)
-    path = tmp_path / "name" / "weights.pt"
-    path.write_bytes(path.read_bytes()[:-200])
-    assert found("name", tmp_path) is None
 
 
 def test_a_little_more_or_less_memory_finds_the_same_plans() -> None:

@@ -25,15 +25,25 @@ from serving_factory import (
     until,
     wait_for,
 )
-from tessera.ir import Role
+from tessera.ir import Role, ServicePlan
 from tessera.kernels import PAGE
-from tessera.serve.records import Ask
+from tessera.serve.records import Ask, Shape
 from tessera.serve.router import Router, batch_of
 from tessera.serve.sequences import SequenceBatch
 from tessera.serve.service import Service
 
 LONG = Ask(tuple(range(1, 20)), 28, GREEDY, ignores_end=True)
 ROLES = (Role.ANSWERS, Role.MIXED)
+# State in pages; and by row, token by token or packed.
+SHAPES = (
+    SHAPE,
+    replace(SHAPE, sizes=(2, SHAPE.rows), is_flat=False),
+    replace(SHAPE, has_rows=True),
+)
+by_shape = pytest.mark.parametrize("shape", SHAPES, ids=["pages", "rows", "packed"])
+by_seed = pytest.mark.parametrize(
+    ("shape", "seed"), [(SHAPE, 0), (SHAPE, 1), (SHAPE, 2), (SHAPES[1], 0), (SHAPES[2], 1)]
+)
 
 
 def router_of(service: Service) -> Router:
@@ -101,9 +111,12 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("pages", [5, 11])
-def test_answers_are_right_wherever_they_are_read(role: Role, caching: bool, pages: int) -> None:
+@by_shape
+def test_answers_are_right_wherever_they_are_read(
+    role: Role, caching: bool, pages: int, shape: Shape
+) -> None:
     """Also with pages for hardly more than one sequence, where sequences are preempted."""
-    shape, rng = replace(SHAPE, pool_tokens=PAGE * pages), random.Random(pages)
+    shape, rng = replace(shape, pool_tokens=PAGE * pages), random.Random(pages)
     stepper = ToyStepper(shape, plans=(split_policy("split", role, shape),), seed=pages)
     asks = [random_ask(rng, shape.max_tokens) for _ in range(24)]
     with service_of(stepper, prefix_caching=caching) as service:
@@ -121,10 +134,11 @@ def test_answers_are_right_wherever_they_are_read(role: Role, caching: bool, pag
 
 @pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("role", ROLES)
-def test_failed_moves_change_no_answer(role: Role) -> None:
+@by_shape
+def test_failed_moves_change_no_answer(role: Role, shape: Shape) -> None:
     """A sequence whose pages do not arrive answers where it is."""
     rng = random.Random(3)
-    stepper = ToyStepper(plans=(split_policy("split", role),))
+    stepper = ToyStepper(shape, plans=(split_policy("split", role, shape),))
     stepper.failing = set(range(0, 100, 2))
     asks = [random_ask(rng, SHAPE.max_tokens) for _ in range(24)]
     with service_of(stepper) as service:
@@ -136,12 +150,12 @@ def test_failed_moves_change_no_answer(role: Role) -> None:
 
 @pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("seed", range(4))
-def test_losses_of_either_side_change_no_answer(role: Role, seed: int) -> None:
+@by_seed
+def test_losses_of_either_side_change_no_answer(role: Role, seed: int, shape: Shape) -> None:
     """The devices are lost again and again, also while pages are on their way."""
     rng = random.Random(seed)
     losses = {rng.randrange(5, 400): Loss((rng.choice(TOYS),), 0.0, is_certain=False) for _ in range(12)}
-    stepper = ToyStepper(plans=(split_policy("split", role),), losses=losses, seed=seed)
+    stepper = ToyStepper(shape, plans=(split_policy("split", role, shape),), losses=losses, seed=seed)
     asks = [random_ask(rng, SHAPE.max_tokens) for _ in range(40)]
     with service_of(stepper) as service:
         told = wait_for(read_all(service, asks))
@@ -162,23 +176,24 @@ def test_one_device_serves_alone(lost: int) -> None:
     assert [expected(LONG)] * 7 == [one.what for one in told]
 
 
-def every_policy() -> tuple:  # type: ignore[type-arg]
+def every_policy(shape: Shape) -> tuple[ServicePlan, ...]:
     return (
-        *toy_policies(["parallel"]),
-        split_policy("strict", Role.ANSWERS),
-        split_policy("fractional", Role.MIXED, reader=1),
-        toy_policy("single", toy_group("single", 1, microbatches=2)),
+        *toy_policies(["parallel"], shape),
+        split_policy("strict", Role.ANSWERS, shape),
+        split_policy("fractional", Role.MIXED, shape, reader=1),
+        toy_policy("single", toy_group("single", 1, shape=shape, microbatches=2)),
     )
 
 
 @pytest.mark.usefixtures("checked")
-@pytest.mark.parametrize("seed", range(3))
-def test_policies_are_switched_under_load(seed: int) -> None:
+@by_seed
+def test_policies_are_switched_under_load(seed: int, shape: Shape) -> None:
     """Sequences stay where their pages are, or their pages move; nothing is read again that need not be."""
     rng = random.Random(seed)
-    stepper = ToyStepper(plans=every_policy(), seed=seed)
+    policies = every_policy(shape)
+    stepper = ToyStepper(shape, plans=policies, seed=seed)
     asks = [random_ask(rng, SHAPE.max_tokens, ignores_end=True) for _ in range(40)]
-    names = [policy.policy for policy in every_policy()]
+    names = [policy.policy for policy in policies]
 
     async def run(service: Service) -> list[object]:
         answers = asyncio.gather(*(read(service, ask) for ask in asks))
@@ -234,9 +249,10 @@ def test_a_prefix_at_the_destination_is_not_sent_again() -> None:
     assert more <= 1
 
 
-def test_cancelled_requests_leave_nothing_behind() -> None:
+@by_shape
+def test_cancelled_requests_leave_nothing_behind(shape: Shape) -> None:
     """Whenever they go, also while their pages move."""
-    stepper = ToyStepper(plans=(split_policy("split", Role.ANSWERS),))
+    stepper = ToyStepper(shape, plans=(split_policy("split", Role.ANSWERS, shape),))
 
     async def run(service: Service) -> None:
         rng = random.Random(1)
@@ -253,3 +269,4 @@ def test_cancelled_requests_leave_nothing_behind() -> None:
 
     assert 0 == sum(pool.num_used for pool in router.pools.values())
     assert not router._transits
+    assert not router._pauses

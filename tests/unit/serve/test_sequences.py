@@ -15,7 +15,6 @@ from tessera.serve.sequences import OutputRows, SequenceBatch, Steps
 from tessera.serve.text import ByteText
 
 WIDE = replace(SHAPE, rows=4, capacity=512, sizes=(4, 16, 64), pool_tokens=PAGE * 200)
-IN_PARTS = replace(WIDE, sizes=(4, 8, 16), is_flat=False)
 
 
 def batch_of(shape: Shape = WIDE, is_caching: bool = True) -> SequenceBatch:
@@ -233,33 +232,21 @@ def test_pages_that_no_token_sees_any_more_go_back() -> None:
     assert batch.pool.num_used == 0
 
 
-def lengths_by_step(shape: Shape, num: int, *prompts: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """(size, tokens that each sequence of the step has then) of the first steps, where state has rows."""
-    batch, found = batch_of(shape), []
-    added(batch, *prompts)
-    for _ in range(num):
+def test_prompts_are_packed_where_recurrent_layers_keep_rows() -> None:
+    """A step has the row of each of its sequences, negative where one begins; a row is kept for life."""
+    batch, found = batch_of(replace(WIDE, has_rows=True)), []
+    first, _ = added(batch, range(6), range(7))
+    for number in range(3):
         call = batch.next_step()
         assert call is not None
-        lengths = call.inputs["lengths"].tolist()
-        found.append((shape.sizes[call.step], [length for length in lengths if length]))
-        if "row" in call.inputs:
-            assert call.inputs["fresh"].tolist() == [lengths[0] == shape.sizes[call.step]]
+        num = int((call.inputs["lengths"] > 0).sum())
+        found.append((call.inputs["rows"][:num].tolist(), call.inputs["lengths"][:num].tolist()))
         batch.end(StepDone(0, call.step, {}, 0.0))
-    return found
+        if number == 0:
+            batch.leave(first)
+            added(batch, range(3))
 
-
-def test_a_part_of_one_prompt_is_a_step_of_its_own_where_state_has_rows() -> None:
-    """Who answers goes on between two of them, and what is too short for one is read token by token."""
-    found = lengths_by_step(IN_PARTS, 5, [1], range(27))
-
-    assert [(16, [16]), (4, [1, 17]), (8, [25]), (4, [2, 26]), (4, [3, 27])] == found
-
-
-def test_only_the_first_part_is_read_at_once_by_a_model_that_forgets() -> None:
-    """It waits for that part rather than read a single token before it."""
-    found = lengths_by_step(replace(IN_PARTS, is_first_only=True), 5, [1], range(20), range(9))
-
-    assert [(16, [16]), (4, [1, 17]), (8, [8]), (4, [2, 18, 9]), (4, [3, 19, 10])] == found
+    assert [([-1, -2], [6, 7]), ([1, -1], [8, 3]), ([1, 0], [9, 4])] == found
 
 
 def test_a_prompt_whose_logprobs_are_wanted_is_read_token_by_token() -> None:

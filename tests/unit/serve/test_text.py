@@ -1,14 +1,17 @@
 """Text and tokens: bytes, and the tokenizer of a folder."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.errors import ArtifactError, AskError
-from tessera.serve.text import BEGIN, END, ByteText, Reader, Text, open_text
+from tessera.errors import ArtifactError, AskError, TesseraError
+from tessera.serve.openai.errors import ApiError
+from tessera.serve.openai.read import Draft, ModelCard, read_chat
+from tessera.serve.text import BEGIN, END, ByteText, Reader, Text, open_text, sampling_defaults
 from text_factory import make_text_folder
 
 
@@ -204,3 +207,54 @@ def test_a_template_that_writes_marks_of_its_own_names_no_word(folder: Path, tmp
     said = open_text(str(tmp_path)).chat([{"role": "user", "content": "a\U00100001<|end|>b"}])
 
     assert not {0, 1, 2} & set(said)
+
+
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "it is "}]
+OWN_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant {{ reasoning_effort or '' }}{{ mood or '' }}]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_last_message_is_continued(folder: Path, own: bool) -> None:
+    """No end after the last message; a template of one's own, or the bytes of a built-in model."""
+    text = open_text(str(folder), OWN_TEMPLATE) if own else ByteText()
+    continued = text.chat(TALK, variables={"add_generation_prompt": False, "continue_final_message": True})
+    closed = text.chat(TALK, variables={"add_generation_prompt": False})
+
+    assert text.decode(continued).endswith("it is ")
+    assert continued == closed[: len(continued)]
+    assert len(closed) > len(continued)
+    assert text.chat(TALK)[: len(closed)] == closed
+
+
+def test_template_gets_the_requests_variables(folder: Path) -> None:
+    """Special tokens in a variable stay plain text."""
+    text = open_text(str(folder), OWN_TEMPLATE)
+    said = text.decode(text.chat(TALK[:1], variables={"reasoning_effort": "high", "mood": ", calm"}))
+
+    assert said.endswith("[assistant high, calm]")
+    with pytest.raises(TesseraError, match="a built-in model has no chat template"):
+        open_text("tiny-llama", OWN_TEMPLATE)
+
+
+def test_requests_give_variables_and_folders_give_sampling(folder: Path) -> None:
+    card = ModelCard("m", open_text(str(folder), OWN_TEMPLATE), 256, 320)
+
+    def ask(**more: object) -> Draft:
+        return read_chat(json.dumps({"messages": TALK[:1], **more}).encode(), card)
+
+    (high,) = ask(reasoning_effort="high").prompts
+    (calm,) = ask(chat_template_kwargs={"mood": "calm"}).prompts
+    assert card.text.decode(high).endswith("[assistant high]")
+    assert card.text.decode(calm).endswith("[assistant calm]")
+    with pytest.raises(ApiError, match="only of use with add_generation_prompt: false"):
+        ask(continue_final_message=True, add_generation_prompt=True)
+
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "do_sample": true}')
+    card = replace(card, sampling=sampling_defaults(str(folder)))
+    (folder / "generation_config.json").unlink()
+    assert (0.6, 20, 1.0) == (ask().sampling.temperature, ask().sampling.top_k, ask().sampling.top_p)
+    given = ask(temperature=0.0, top_k=-1).sampling
+    assert (0.0, 0) == (given.temperature, given.top_k)

@@ -4,7 +4,6 @@ import json
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,7 +118,7 @@ def test_the_grammar_of_calls_makes_calls() -> None:
     """Whatever is drawn by it is read as calls of these tools, whose arguments follow their schemas."""
     pytest.importorskip("llguidance", reason="needs the extra 'grammar'")
     jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
-    from tessera.serve.grammar import GrammarCompiler, write_masks
+    from tessera.serve.grammar import GrammarCompiler, prepare_masks
 
     number = {"type": "integer", "minimum": 0, "maximum": 9}
     schemas: dict[str, dict[str, Any]] = {
@@ -138,12 +137,13 @@ def test_the_grammar_of_calls_makes_calls() -> None:
         },
     }
     grammar = GrammarCompiler(ByteText(), 258).compile(f"start: calls\n{calls_form(schemas, 3)}", "tools")
-    rng, seen, masks = random.Random(2), set(), np.zeros((1, 9), dtype=np.int32)
+    rng, seen = random.Random(2), set()
     for _ in range(12):
         guide, numbers = grammar.start(), list[int]()
         while not guide.is_over:
-            write_masks([guide], masks)
-            numbers.append(rng.choice([n for n in range(258) if masks[0, n // 32] >> n % 32 & 1]))
+            prepare_masks([guide], patience_s=None)
+            assert guide.mask is not None
+            numbers.append(rng.choice([n for n in range(258) if guide.mask[n // 32] >> n % 32 & 1]))
             guide.add(numbers[-1])
         text, calls = read(ForcedCalls(schemas), [ByteText().decode(numbers)])
         assert "" == text

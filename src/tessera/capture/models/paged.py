@@ -3,9 +3,10 @@
 At most `batch` sequences, `context` tokens, `reserve` positions in all pages (see `kernels.paged`); padding
 writes to page 0. The first layout that works is used:
 
-    flat   all tokens in one row; attention is the paged operator
-    rows   one token per sequence, a fixed row each, for recurrent layers: their state has a row per sequence,
-           zeroed where `fresh` is set. Or tokens of one sequence (`Parts`)
+    flat   all tokens in one row; attention is the paged operator, recurrent layers are those of
+           `kernels.recurrent`, whose state has a row per sequence: `rows` tells which, and which begin
+    rows   one token per sequence, a fixed row each, for other recurrent layers: state is zeroed where `fresh`
+           is set
     dense  as rows, for models with their own attention: keys and values are gathered from pages and masked
 
 Outputs are logits of each sequence's newest token and the next one, chosen by tessera::choose, whose tables
@@ -15,7 +16,8 @@ pictures take `rotary`, `image` and `is_image`, those with LoRA adapters each to
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from random import Random
@@ -29,7 +31,6 @@ from tessera.capture.models.examples import tokens as make_tokens
 from tessera.capture.models.generic import (
     CACHES,
     ModelMemory,
-    NoReads,
     apart,
     attributes_kept,
     describe,
@@ -49,12 +50,13 @@ from tessera.capture.models.pages import (
     exchanged_attention,
     places_ago,
 )
+from tessera.capture.models.recurrent import PackedStates, exchanged_recurrence
 from tessera.capture.reads import traced
 from tessera.capture.rng import forked
 from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
-from tessera.kernels import NEWEST, PAGE
+from tessera.kernels import BY_ROW, NEWEST, PAGE
 from tessera.kernels.choice import EDIT_FIELDS, INPUTS, Number, Setting, max_edits, num_words
 from tessera.kernels.choose import choose
 
@@ -67,25 +69,10 @@ SHARE_OF_ANSWERS, SHARE_OF_PICTURES = 0.5, 0.25
 SHARE_OF_KNOWN = 3
 # Relative tolerance of logits read together and one by one.
 MAX_ERROR = 0.05
-# Tolerance of 32-bit states reached in two ways.
-MAX_ROUNDING = 1e-3
-# Maximum tokens of one sequence per call in rows: more compile slowly and need large temporaries. Fewer for a
-# model that loops over tokens.
-MAX_PART, MAX_LOOPED_PART = 128, 16
 # Distinct pages of an example state; others repeat them.
 NUM_USED_PAGES = 64
 # Configuration names of the number of positions.
 LIMITS = ("max_position_embeddings", "max_seq_len")
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Tokens of one sequence that a call can read when state has rows."""
-
-    # Maximum tokens per call.
-    most: int = 1
-    # True if the model restarts in such a call: only a sequence's first tokens fit.
-    is_first_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,8 +83,6 @@ class StepLayout:
     # name -> shape of one page or row; and dtype.
     pages: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    # For state in rows.
-    parts: Parts = Parts()
     # Widest window in positions if every paged layer has one; else 0.
     window: int = 0
 
@@ -139,14 +124,12 @@ def _try(model: Any, kind: str) -> StepLayout:
     """Call the model twice on a few tokens; raises if the layout does not fit."""
     cache = PagedCache(model.config)
     has_positions = takes(model, "position_ids")
-    if kind == FLAT and not (cache.is_flat and has_positions):
-        raise ValueError("it has a recurrent layer or takes no positions")
-    if kind == ROWS and cache.paged and not has_positions:
+    if kind != DENSE and cache.paged and not has_positions:
         raise ValueError("it takes no positions")
     num = 2 * NUM_TRIED if kind == FLAT else NUM_TRIED
     step = Step("", "tokens", NUM_TRIED, num, reserve=TRIED_POSITIONS)
     first, following = (
-        placed(model, partial(_make_inputs, model, step, kind, [(length, 1)] * NUM_TRIED, 0))
+        placed(model, partial(_make_inputs, model, step, kind, [(length, 1)] * NUM_TRIED, 0, has_rows=True))
         for length in (1, 2)
     )
     call = partial(_run, model, kind, step)
@@ -156,84 +139,34 @@ def _try(model: Any, kind: str) -> StepLayout:
     if logits.dim() != 2 or len(logits) != NUM_TRIED:
         raise ValueError("it returns no logits per sequence")
     layout = _describe_layout(kind, left)
-    if kind == FLAT or model.device.type == "meta" or isinstance(logits, FakeTensor):
-        return layout
-    if kind == ROWS:
-        return replace(layout, parts=_find_parts(model, layout))
-    _check_dense(model, layout, step)
+    is_sure = kind == ROWS or (kind == FLAT and not layout.rows)
+    if not is_sure and model.device.type != "meta" and not isinstance(logits, FakeTensor):
+        _check_logits(model, layout)
     return layout
 
 
-def _find_parts(model: Any, layout: StepLayout) -> Parts:
-    """Read two tokens one by one and at once, for a new and a continued sequence.
+def _check_logits(model: Any, layout: StepLayout) -> None:
+    """Raise unless a few tokens, one by one, get the plain forward's logits.
 
-    Both must leave the same state; if only the continued one differs, the model restarts in such a call. The
-    initial state looks used, so that forgetting shows.
+    A model's own attention may treat masks and lengths in any way, its recurrence may have another form.
     """
-    try:
-        (one_by_one, _), (at_once, few), (_, many) = (
-            _read_part(model, layout, num, each, is_new=True) for num, each in ((2, 1), (2, 2), (4, 4))
-        )
-        if not _alike(one_by_one, at_once):
-            return Parts()
-        after = [_read_part(model, layout, 2, each, is_new=False)[0] for each in (1, 2)]
-    except UNFIT:
-        return Parts()
-    return Parts(MAX_PART if many <= few else MAX_LOOPED_PART, is_first_only=not _alike(*after))
-
-
-def _read_part(
-    model: Any, layout: StepLayout, num: int, each: int, is_new: bool
-) -> tuple[dict[str, torch.Tensor], int]:
-    """State after tokens of one sequence, several per call; and operators of a call."""
-    step = Step("", "tokens", 1, each, reserve=TRIED_POSITIONS)
-    workload = PagedSteps(model, step, layout).workload()
-    state = placed(model, lambda: workload.make_state(0))
-    with NoReads() as counted, forked():
-        _read(workload, num, each, state, begin=0 if is_new else num)
-    return {name: tensor for name, tensor in state.items() if name != NEWEST}, counted.num // (num // each)
-
-
-def _read(
-    workload: Workload, num: int, each: int, state: Tensors, begin: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read all sequences, several tokens per call; returns tokens and last logits."""
-    model, step, first = workload.module, workload.step, torch.Generator().manual_seed(0)
-    words = placed(model, lambda: {"tokens": make_tokens(model.config, (step.batch, num), first)})["tokens"]
-
-    def tables(at: int) -> dict[str, torch.Tensor]:
-        parts = [(begin + at + each, each)] * step.batch
-        step_inputs = lay_out(step, parts, range(1, step.reserve // PAGE))
-        step_inputs["fresh"] = torch.full((step.batch,), begin + at == 0)
-        return step_inputs if each == 1 else step_inputs | {"row": torch.zeros(1, dtype=torch.long)}
-
-    for at in range(0, num, each):
-        inputs = {"tokens": words[:, at : at + each].flatten(), **placed(model, partial(tables, at))}
-        inputs |= placed(model, partial(greedy_choices, model, step))
-        logits = workload.run(inputs, state)["logits"]
-    return words, logits
-
-
-def _alike(states: Tensors, others: Tensors) -> bool:
-    for name, held in states.items():
-        error = MAX_ERROR if held.dtype.itemsize < 4 else MAX_ROUNDING
-        if float((held - others[name]).abs().max()) > error * float(held.abs().max()):
-            return False
-    return True
-
-
-def _check_dense(model: Any, layout: StepLayout, step: Step) -> None:
-    """Raise unless a few tokens get the plain forward's logits: a model's own attention may treat masks and
-    lengths in any way.
-    """
+    step = Step("", "tokens", NUM_TRIED, NUM_TRIED, reserve=TRIED_POSITIONS)
     workload = PagedSteps(model, step, layout).workload()
     state = {name: torch.zeros_like(t) for name, t in placed(model, lambda: workload.make_state(0)).items()}
-    words, logits = _read(workload, 3, 1, state)
+    random = torch.Generator().manual_seed(0)
+    words = placed(model, lambda: {"tokens": make_tokens(model.config, (NUM_TRIED, 3), random)})["tokens"]
+    plain_choices = placed(model, partial(greedy_choices, model, step))
+    with forked():
+        for at, read in enumerate(words.unbind(1)):
+            parts = [(at + 1, 1)] * NUM_TRIED
+            inputs = placed(
+                model, partial(_make_inputs, model, step, layout.kind, parts, 0, has_rows=bool(layout.rows))
+            )
+            logits = workload.run({**inputs, **plain_choices, "tokens": read}, state)["logits"].float()
     with apart(model):
         plain = model(input_ids=words, use_cache=False).logits[:, -1].float()
-    found = logits.float()
-    if float((found - plain).abs().max()) > MAX_ERROR * float(plain.abs().max()):
-        raise ValueError("its attention ignores masks or lengths")
+    if float((logits - plain).abs().max()) > MAX_ERROR * float(plain.abs().max()):
+        raise ValueError("it has other logits than its plain forward")
 
 
 def _describe_layout(kind: str, memory: ModelMemory) -> StepLayout:
@@ -257,10 +190,14 @@ def _run(
     with (
         traced(),
         attributes_kept(model, memory.attributes) as left,
-        exchanged_attention(cache, kind == DENSE),
+        exchanged_attention(model, cache, kind == DENSE),
         using_adapters(model, inputs.get("adapters")),
+        ExitStack() as stack,
     ):
-        cache.begin(_tables(model, kind, step, inputs), inputs.get("fresh"))
+        states = PackedStates(inputs["query_starts"], inputs["rows"]) if "rows" in inputs else None
+        if states is not None:
+            stack.enter_context(exchanged_recurrence(model, states))
+        cache.begin(_tables(model, kind, step, inputs), inputs.get("fresh"), states)
         for tensor in memory.attributes.values():
             clear_rows(tensor, inputs["fresh"])
         logits = _logits(model, kind, inputs, cache)
@@ -293,7 +230,7 @@ def _tables(model: Any, kind: str, step: Step, inputs: Tensors) -> PageTables:
 
 def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache) -> torch.Tensor:
     """Logits of each sequence's newest token; only these pass the head."""
-    by_row = kind != FLAT and "row" not in inputs
+    by_row = kind != FLAT
     given = {name: inputs[name] for name in ("tokens", "positions", "is_image", "image") if name in inputs}
     given = {name: tensor[:, None] if by_row else tensor[None] for name, tensor in given.items()}
     if "rotary" in inputs:
@@ -332,14 +269,11 @@ def paged_workload(model: Any, step: Step) -> Workload:
     _check_sizes(step)
     layout = layout_of(model)
     if layout.kind != FLAT and step.context != step.batch:
-        most = layout.parts.most
-        if step.batch > 1 or step.context > most:
-            also = f", or up to {most} of one sequence" if most > 1 else ""
-            raise CaptureError(
-                f"{step.model} reads one token of each sequence a step{also}: {step.context} tokens of "
-                f"{step.batch} sequences are no step of it",
-                "Use as many tokens as sequences.",
-            )
+        raise CaptureError(
+            f"{step.model} reads one token of each sequence a step: {step.context} tokens of "
+            f"{step.batch} sequences are no step of it",
+            "Use as many tokens as sequences.",
+        )
     if layout.kind == DENSE and not num_dense(model, step):
         raise CaptureError(
             f"{step.reserve} positions are too few for {num_rows(step)} sequences",
@@ -370,20 +304,17 @@ class PagedSteps:
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         held = {name: state[name] for name in self._layout.pages}
-        row = inputs.get("row")
-        rows = slice(self._step.batch) if row is None else row
-        held |= {name: state[name][rows] for name in self._layout.rows}
+        is_flat = self._layout.kind == FLAT
+        rows = slice(None if is_flat else self._step.batch)
+        held |= {name: state[BY_ROW + name][rows] for name in self._layout.rows}
         memory = exchanged(self._layout.memory, held)
         given, newest = inputs["tokens"], state[NEWEST]
         tokens = torch.where(given < 0, newest[(-1 - given).clamp_min(0)], given)
         logits, after = _run(self._model, self._layout.kind, self._step, memory, {**inputs, "tokens": tokens})
         for name, tensor in tensors_of(after):
-            if row is not None and name in self._layout.rows:
-                state[name][row] = tensor
-            elif tensor is not held[name]:
+            if tensor is not held[name]:
                 held[name].copy_(tensor)
-        is_by_row = self._layout.kind != FLAT and row is None
-        last = tokens if is_by_row else tokens[(inputs["query_starts"][1:] - 1).clamp_min(0)]
+        last = tokens[(inputs["query_starts"][1:] - 1).clamp_min(0)] if is_flat else tokens
         chosen, logprobs, top = choose(logits[:, : _vocab_size(self._model)], last, inputs)
         newest[: self._step.batch].copy_(chosen.clamp_min(0))
         return {"logits": logits, "next_tokens": chosen, "logprobs": logprobs, "top_tokens": top}
@@ -391,7 +322,8 @@ class PagedSteps:
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
         """At least half of the sequences, of different lengths; larger steps include prompt parts."""
         parts = _example_parts(self._model, self._step, Random(seed))
-        inputs = _make_inputs(self._model, self._step, self._layout.kind, parts, seed)
+        kind, has_rows = self._layout.kind, bool(self._layout.rows)
+        inputs = _make_inputs(self._model, self._step, kind, parts, seed, has_rows)
         firsts = accumulate((new for _, new in parts), initial=0)
         for number, ((length, new), first) in enumerate(zip(parts, firsts, strict=False)):
             if new == 1 < length and number % SHARE_OF_KNOWN:
@@ -400,10 +332,13 @@ class PagedSteps:
 
     def _state(self, seed: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(seed)
-        sizes = [(self._layout.pages, self._step.reserve // PAGE), (self._layout.rows, num_rows(self._step))]
+        num_pages, rows = self._step.reserve // PAGE, num_rows(self._step)
         used = {
-            name: _used((count, *shape), dtype, random)
-            for kinds, count in sizes
+            prefix + name: _used((count, *shape), dtype, random)
+            for prefix, kinds, count in (
+                ("", self._layout.pages, num_pages),
+                (BY_ROW, self._layout.rows, rows),
+            )
             for name, (shape, dtype) in kinds.items()
         }
         return {NEWEST: make_tokens(self._model.config, (num_rows(self._step),), random), **used}
@@ -446,7 +381,7 @@ def _example_parts(model: Any, step: Step, chance: Random) -> list[tuple[int, in
 
 
 def _make_inputs(
-    model: Any, step: Step, kind: str, parts: Sequence[tuple[int, int]], seed: int
+    model: Any, step: Step, kind: str, parts: Sequence[tuple[int, int]], seed: int, has_rows: bool
 ) -> dict[str, torch.Tensor]:
     random, free = torch.Generator().manual_seed(seed), list(range(1, step.reserve // PAGE))
     Random(seed).shuffle(free)
@@ -454,10 +389,12 @@ def _make_inputs(
     words = make_tokens(model.config, (step.context,), random)
     words[used:] = 0
     inputs = {"tokens": words, **lay_out(step, parts, free), **_example_choices(model, step, random)}
+    fresh = torch.tensor([length == new for length, new in _padded(parts, step.batch)])
     if kind != FLAT:
-        inputs["fresh"] = torch.tensor([length == new for length, new in _padded(parts, step.batch)])
-        if step.context > step.batch:
-            inputs["row"] = torch.randint(num_rows(step), (1,), generator=random)
+        inputs["fresh"] = fresh
+    elif has_rows:
+        rows = torch.randperm(num_rows(step), generator=random)[: step.batch]
+        inputs["rows"] = torch.where(fresh, -1 - rows, rows).int()
     if num := num_adapters(model):
         inputs["adapters"] = torch.randint(num + 1, (step.context,), generator=random)
     if model.config.model_type == "qwen2_5_vl":

@@ -31,7 +31,7 @@ from tessera.execute.cuda.pages import GpuCopier
 from tessera.execute.cuda.transport import ALIGN, GpuTransport
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links, Receiver
-from tessera.execute.memory import bytes_of, is_shared
+from tessera.execute.memory import StatePlace, Storage, bytes_of, is_cleared
 from tessera.execute.messages import Begin, Done, LinkFrame, NewLanes, PackedTensor, PeerLost, Setup, pack
 from tessera.execute.page_mover import PageMover
 from tessera.execute.transport import Gone
@@ -85,7 +85,7 @@ class CudaWorker(DeviceWorker):
         if self._links is not None:
             self._links.pages = self._hear_pages
         hold_s = _hold_s(setup)
-        self._pages = PageMover(setup, self._graphs.homes, copier, self._links, engine.tell, hold_s)
+        self._pages = PageMover(setup, self._find, copier, self._links, engine.tell, hold_s)
         # Oldest first.
         self._running: dict[int, _Running] = {}
         # Runs not launched because a peer was away.
@@ -127,6 +127,16 @@ class CudaWorker(DeviceWorker):
             self._numbers.append(self._graphs.add(programs, lane in self._setup.dropped))
         self._programs += new.programs
         self._graphs.keep_weights()
+
+    def _find(self, place: StatePlace, name: str) -> Storage | None:
+        """State of a home or of a microbatch on a lane."""
+        number, microbatch = place
+        if microbatch < 0:
+            return self._graphs.homes.get(number, {}).get(name)
+        room = self._graphs.buffers(microbatch)
+        programs = self._programs[number] if 0 <= number < len(self._programs) else ()
+        states = (self._graphs.state(room, program) for program in programs)
+        return next((state[name] for state in states if name in state), None)
 
     def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
         self._graphs.drop([number for lane in lanes for number in self._numbers[lane]], homes)
@@ -305,7 +315,7 @@ class CudaWorker(DeviceWorker):
         with torch.cuda.stream(room.origin):
             for program in self._programs[lane]:
                 for name, contents in self._state_of(room, program).items():
-                    if not is_shared(program, name):
+                    if is_cleared(program, name):
                         contents.zero_()
 
 

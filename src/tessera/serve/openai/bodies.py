@@ -198,6 +198,11 @@ class _GenerationRequest(_Body, kw_only=True):
 
 class ChatRequest(_GenerationRequest, kw_only=True):
     messages: Conversation
+    # Variables of the chat template; see `template_variables`.
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     max_tokens: SomeTokens | None = None
     max_completion_tokens: SomeTokens | None = None
     logprobs: bool | None = None
@@ -253,6 +258,9 @@ class CompletionRequest(_GenerationRequest, kw_only=True):
 class TokenizeRequest(_Body, kw_only=True):
     prompt: str | None = None
     messages: Conversation | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -306,6 +314,19 @@ def parse(kind: type[Body], raw: bytes, served: Sequence[str]) -> Body:
     if request.model is not None and request.model not in served:
         raise no_such_model(str(request.model), served[0])
     return request
+
+
+def template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Variables of the chat template that a request gives; raises ApiError if they contradict one another."""
+    effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    variables |= request.chat_template_kwargs or {}
+    continues, generates = request.continue_final_message, request.add_generation_prompt
+    if continues and generates:
+        raise invalid("continue_final_message", "only of use with add_generation_prompt: false")
+    if continues or generates is not None:
+        variables |= {"add_generation_prompt": bool(generates), "continue_final_message": bool(continues)}
+    return variables
 
 
 def _decode(kind: type[Body], raw: bytes) -> Body:

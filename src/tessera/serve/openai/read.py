@@ -37,6 +37,7 @@ from tessera.serve.openai.bodies import (
     apart,
     invalid,
     parse,
+    template_variables,
 )
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.tools import MAX_CALLS, answer_form, calls_form
@@ -61,6 +62,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 SAMPLED = (
     "temperature",
     "top_p",
+    "top_k",
     "min_p",
     "seed",
     *(f"{x}_penalty" for x in ("presence", "frequency", "repetition")),
@@ -84,6 +86,8 @@ class ModelCard:
     makes: str = "text"
     # Names of LoRA adapters.
     adapters: tuple[str, ...] = ()
+    # Sampling parameters of requests that do not give them.
+    sampling: tuple[tuple[str, float], ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,13 +157,13 @@ def read_chat(raw: bytes, card: ModelCard) -> Draft:
     turns, urls = _turns(request.messages, card.mark)
     tools = request.callable_tools
     shown = [_shown_tool(tool) for tool in (request.tools or () if tools else ())]
-    prompt = tuple(card.text.chat(turns, shown, card.capacity))
+    prompt = tuple(card.text.chat(turns, shown, card.capacity, template_variables(request)))
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     most = request.max_completion_tokens or request.max_tokens
     grammar, place = _form(request, tools)
     names = tuple(tool.function.name for tool in tools)
     more = {"urls": tuple(urls), "tools": names, "is_forced": request.is_forced, "model": request.model or ""}
-    return _draft(request, (prompt,), most, logprobs, grammar=grammar, place=place, **more)
+    return _draft(request, card, (prompt,), most, logprobs, grammar=grammar, place=place, **more)
 
 
 def read_completion(raw: bytes, card: ModelCard) -> Draft:
@@ -176,7 +180,7 @@ def read_completion(raw: bytes, card: ModelCard) -> Draft:
     grammar, place = _form(request, ())
     most, logprobs, more = request.max_tokens, request.logprobs, {"grammar": grammar, "place": place}
     more["model"] = request.model or ""
-    return _draft(request, tuple(prompts), most, logprobs, echoes=tuple(echoes), **more)
+    return _draft(request, card, tuple(prompts), most, logprobs, echoes=tuple(echoes), **more)
 
 
 def _tokens(given: str | list[int], card: ModelCard, field: str) -> tuple[int, ...]:
@@ -232,7 +236,8 @@ def tokenize(raw: bytes, card: ModelCard) -> bytes:
     request = parse(TokenizeRequest, raw, card.names)
     if request.messages is not None:
         turns, _ = _turns(request.messages, card.mark)
-        tokens = card.text.chat(turns, [_shown_tool(tool) for tool in request.tools or ()], MAX_VALUES)
+        shown = [_shown_tool(tool) for tool in request.tools or ()]
+        tokens = card.text.chat(turns, shown, MAX_VALUES, template_variables(request))
     else:
         adds = request.add_special_tokens is not False
         tokens = card.text.encode(request.prompt or "", MAX_VALUES, adds)
@@ -326,6 +331,7 @@ def _part(part: MessagePart, mark: str, urls: list[str], number: int) -> str:
 
 def _draft(
     request: ChatRequest | CompletionRequest,
+    card: ModelCard,
     prompts: tuple[tuple[int, ...], ...],
     max_tokens: int | None,
     logprobs: int | None,
@@ -336,7 +342,7 @@ def _draft(
         prompts,
         request.n or 1,
         max_tokens,
-        _sampling(request, logprobs),
+        _sampling(request, card, logprobs),
         (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
         tuple(request.stop_token_ids or ()),
         bool(request.ignore_eos),
@@ -349,10 +355,12 @@ def _draft(
     )
 
 
-def _sampling(request: ChatRequest | CompletionRequest, logprobs: int | None) -> Sampling:
-    given = {name: value for name in SAMPLED if (value := getattr(request, name)) is not None}
+def _sampling(request: ChatRequest | CompletionRequest, card: ModelCard, logprobs: int | None) -> Sampling:
+    given: dict[str, Any] = dict(card.sampling)
+    given |= {name: value for name in SAMPLED if (value := getattr(request, name)) is not None}
     bias = tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items())
-    return Sampling(top_k=max(0, request.top_k or 0), logprobs=logprobs, logit_bias=bias, **given)
+    top_k = max(0, int(given.pop("top_k", 0)))
+    return Sampling(top_k=top_k, logprobs=logprobs, logit_bias=bias, **given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -342,6 +342,8 @@ async def _events(service: AnswerService, asks: Sequence[Ask]) -> AsyncGenerator
 
 def _checked(event: Event) -> Event:
     """The event; ApiError for a finish by error or cancellation."""
+    if isinstance(event, Finish) and event.is_refused:
+        raise ApiError(400, event.message, "response_format", "invalid_value")
     if isinstance(event, Finish) and event.reason == "error":
         raise ApiError(500, event.message or "the generation failed", code="generation_failed")
     if isinstance(event, Finish) and event.reason == "cancelled":

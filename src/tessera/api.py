@@ -1,0 +1,361 @@
+"""Tessera from Python: plan for devices, run a batch of prompts, serve.
+
+    from tessera import LLM, plan, serve
+
+    found = plan("llama-3-8b", devices="emu:h20,emu:l40s", load=(1024, 256))
+    found.simulate(), found.explain(), found.save("llama.plan")
+
+    with LLM("tiny-llama", devices="emu:a100,emu:l40s") as llm:
+        print(llm.generate(["a"], max_tokens=4)[0].text)
+
+    with serve("tiny-llama", devices="emu:a100,emu:l40s") as server:
+        print(server.url)
+
+The functions do what the commands of the same names do and return the same records, which notebooks show as
+tables. Options of services are those of `tessera serve`, with `_` for `-`.
+"""
+
+import asyncio
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from tessera.cli.plan_model import ModelPlanFigures, PlannedLoad, PlannedModel, model_figures, plan_load
+from tessera.cli.plan_text import PlanReasons, reasons_of
+from tessera.cli.serve import answering, running
+from tessera.cli.serve_options import ServeConfig
+from tessera.cli.simulate import (
+    NUM_REQUESTS,
+    SimulatedService,
+    SimulatedTimeline,
+    simulate_service,
+    simulate_steps,
+)
+from tessera.errors import TesseraError, UnknownName
+from tessera.ir import Load, Objective, ServicePlan, save
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+__all__ = ["LLM", "Completion", "ModelPlan", "SamplingParams", "Server", "plan", "serve"]
+
+DEFAULT_LOAD = Load(prompt_tokens=1024, output_tokens=256)
+# Requests of a batch in the engine at once; the rest wait here.
+MAX_AT_ONCE = 512
+
+Self = TypeVar("Self", bound="_Closing")
+
+
+def plan(
+    model: str,
+    devices: str,
+    load: Load | tuple[int, int] = DEFAULT_LOAD,
+    *,
+    link: str | Sequence[str] = (),
+    objective: str = "throughput",
+    effort: str = "full",
+    random_weights: bool = False,
+    launches: str = "",
+) -> "ModelPlan":
+    """Plan a model for a load on devices, as `tessera plan MODEL` does.
+
+    Args:
+        model: Built-in name, folder with a `config.json`, or name in the local Hugging Face cache.
+        devices: Devices by name, as "emu:h20,emu:l40s" or "cuda:0,cuda:1".
+        load: `Load`, or tokens of prompt and answer.
+        link: Links between devices, as "pcie5" or "emu:h20-emu:l40s=nvlink".
+        objective: "throughput", "cost" (tokens per dollar) or "energy" (tokens per joule).
+        effort: "full", or "quick" for a rougher plan sooner.
+        random_weights: Do not look for weights.
+        launches: "compiled" or "eager"; by default compiled where outlines are kept.
+    """
+    from tessera.profile import parse_devices, wire
+
+    wanted_load = load if isinstance(load, Load) else Load(*load)
+    links = [link] if isinstance(link, str) else list(link)
+    wanted = PlannedLoad(
+        model,
+        wanted_load.prompt_tokens,
+        wanted_load.output_tokens,
+        wanted_load.tpot_ms,
+        wanted_load.ttft_ms,
+        random_weights=random_weights,
+        launches=launches,
+        objective=Objective(objective),
+        effort=effort,
+    )
+    wanted.check()
+    return ModelPlan(plan_load(wanted, wire(parse_devices(devices), links), lambda text: None))
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A plan for a load, beside other policies at their best."""
+
+    planned: PlannedModel
+
+    @cached_property
+    def figures(self) -> ModelPlanFigures:
+        """Rates, times, memory and rivals, as `tessera plan` prints them."""
+        return model_figures(self.planned)
+
+    def simulate(
+        self,
+        requests: int | None = None,
+        arrivals: str | None = None,
+        lengths: str | None = None,
+        seed: int = 0,
+    ) -> SimulatedService | SimulatedTimeline:
+        """Play the plan on a virtual clock.
+
+        Args:
+            requests: Number of requests.
+            arrivals: Service plans only: "poisson:RATE", "bursty:RATE" or a CSV file; default: full load.
+            lengths: Tokens of prompts and answers, as "geometric:512,128"; default: the load's.
+            seed: Random seed.
+        """
+        found = self.planned.plan
+        if isinstance(found, ServicePlan):
+            return simulate_service([found], requests, arrivals, lengths, seed=seed)
+        return simulate_steps(found, requests or NUM_REQUESTS)
+
+    def explain(self) -> PlanReasons:
+        """Why launches are placed so; for a service in its group with most devices."""
+        found = self.planned.plan
+        if isinstance(found, ServicePlan):
+            found = max(found.groups, key=lambda group: len(group.plan.used)).plan
+        return reasons_of(found)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan for `tessera serve --plan`, `simulate` or `run`."""
+        save(self.planned.plan, Path(path))
+        return Path(path)
+
+    def __repr__(self) -> str:
+        return f"ModelPlan({self.figures.policy}: {self.figures.headline})"
+
+    def _repr_html_(self) -> str:
+        return self.figures._repr_html_()
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How answers are generated, by vLLM's names; None: the model's or OpenAI's default."""
+
+    max_tokens: int | None = None
+    # 0 is greedy.
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    logprobs: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of a request body."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """One answer."""
+
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]
+    text: str
+    # stop or length.
+    finish_reason: str
+    prompt_tokens: int
+    output_tokens: int
+    # OpenAI's document.
+    document: dict[str, Any]
+
+
+class _Closing:
+    """Holds resources until `close`, the end of a `with` or the end of the program."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._close = weakref.finalize(self, stack.close)
+
+    def close(self) -> None:
+        """End workers and threads; further calls do nothing."""
+        self._close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LLM(_Closing):
+    """A model with its workers in this process, for batches of prompts.
+
+    Prompts are answered as a service answers them: same plans, same batching, same defaults.
+    """
+
+    def __init__(self, model: str, devices: str | None = None, **options: Any) -> None:
+        """Plan, start one worker per device and load the weights.
+
+        Args:
+            model: Built-in name, folder with a checkpoint, or name in the local Hugging Face cache.
+            devices: Devices by name; default: this machine's GPUs, or its CPU.
+            options: Further options of `tessera serve`, such as `max_model_len=4096`.
+        """
+        config = serve_config(devices=devices, **options)
+        with ExitStack() as stack:
+            service, _ = stack.enter_context(running(model, config))
+            self._app, self._at_once = service.app, min(MAX_AT_ONCE, config.max_waiting)
+            # Its own thread: the caller may be in an event loop, as in a notebook.
+            self._thread = stack.enter_context(ThreadPoolExecutor(1, "tessera-llm"))
+            super().__init__(stack.pop_all())
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """Continue prompts, texts or lists of tokens, all at once.
+
+        Args:
+            prompts: One text, or a list of texts or of lists of tokens.
+            params: How answers are generated.
+            sampling: Fields of `SamplingParams`, in place of `params`.
+        """
+        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        return self._answers("/v1/completions", "prompt", listed, params, sampling)
+
+    def chat(
+        self,
+        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | None = None,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """Answer one conversation or several, all at once, with the model's chat template."""
+        is_one = bool(conversations) and isinstance(conversations[0], Mapping)
+        listed = [conversations] if is_one else list(conversations)
+        return self._answers("/v1/chat/completions", "messages", listed, params, sampling)
+
+    def _answers(
+        self,
+        path: str,
+        field: str,
+        prompts: Sequence[Any],
+        params: SamplingParams | None,
+        sampling: dict[str, Any],
+    ) -> list[Completion]:
+        given = params or _params(sampling)
+        if params is not None and sampling:
+            raise TesseraError("sampling is given twice", "Give SamplingParams or keywords, not both.")
+        common = given.fields()
+        if field == "messages" and "logprobs" in common:
+            common |= {"top_logprobs": common["logprobs"], "logprobs": True}
+        bodies = [{field: prompt, **common} for prompt in prompts]
+        documents = self._thread.submit(asyncio.run, _posted(self._app, path, bodies, self._at_once)).result()
+        return [_completion(*pair) for pair in zip(prompts, documents, strict=True)]
+
+
+def _params(sampling: dict[str, Any]) -> SamplingParams:
+    names = [field.name for field in fields(SamplingParams)]
+    for name in sampling:
+        if name not in names:
+            raise UnknownName("sampling parameter", name, names)
+    return SamplingParams(**sampling)
+
+
+def _completion(prompt: Any, document: dict[str, Any]) -> Completion:
+    choice, usage = document["choices"][0], document["usage"]
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    counts = usage["prompt_tokens"], usage["completion_tokens"]
+    return Completion(prompt, text or "", choice["finish_reason"], *counts, document)
+
+
+async def _posted(
+    app: "FastAPI", path: str, bodies: Sequence[dict[str, Any]], at_once: int
+) -> list[dict[str, Any]]:
+    """Answers of the application, in order; the first refusal is raised."""
+    turns = asyncio.Semaphore(at_once)
+
+    async def one(body: dict[str, Any]) -> dict[str, Any]:
+        async with turns:
+            return await _post(app, path, body)
+
+    return await asyncio.gather(*map(one, bodies))
+
+
+async def _post(app: "FastAPI", path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """One request by ASGI, without a socket."""
+    events = [{"type": "http.request", "body": msgspec.json.encode(body)}]
+    status, answer = 0, bytearray()
+
+    async def receive() -> Any:
+        return events.pop() if events else await asyncio.Event().wait()
+
+    async def send(event: Any) -> None:
+        nonlocal status, answer
+        status = event.get("status", status)
+        answer += event.get("body", b"")
+
+    headers = [(b"content-type", b"application/json")]
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+    }
+    scope |= {"scheme": "http", "path": path, "raw_path": path.encode(), "root_path": ""}
+    await app(scope | {"query_string": b"", "headers": headers}, receive, send)
+    document: dict[str, Any] = msgspec.json.decode(answer)
+    if status != 200:
+        raise TesseraError(document["error"]["message"])
+    return document
+
+
+class Server(_Closing):
+    """A service that answers HTTP in this process until it is closed."""
+
+    def __init__(self, model: str, config: ServeConfig) -> None:
+        with ExitStack() as stack:
+            self.url, self._thread = stack.enter_context(answering(model, config))
+            super().__init__(stack.pop_all())
+
+    def wait(self) -> None:
+        """Return when the server has ended."""
+        self._thread.join()
+
+
+def serve(model: str, devices: str | None = None, *, port: int = 8000, **options: Any) -> Server:
+    """Serve a model over OpenAI's HTTP API from this process, as `tessera serve` does.
+
+    Args:
+        model: Built-in name, folder with a checkpoint, or name in the local Hugging Face cache.
+        devices: Devices by name; default: this machine's GPUs, or its CPU.
+        port: Port to listen on; 0: a free one, see `Server.url`.
+        options: Further options of `tessera serve`, such as `api_key=["..."]`.
+    """
+    return Server(model, serve_config(devices=devices, port=port, **options))
+
+
+def serve_config(**options: Any) -> ServeConfig:
+    names = [field.name for field in fields(ServeConfig)]
+    for name in options:
+        if name not in names:
+            raise UnknownName("option", name, names)
+    return ServeConfig(**options)

@@ -1,0 +1,196 @@
+"""tessera batch: a file of requests in OpenAI's batch format, answered by a server or a model.
+
+Every line of the input is {"custom_id", "method": "POST", "url", "body"}; every line of the output
+{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}, in the order of completion.
+A line is written when its answer is complete, so the output is also the record of what is done: the same
+command after a kill goes on with the rest.
+
+Not handled: input that changes between two runs.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import typer
+
+from tessera.cli.chat import ApiClient, KeyOption, client_of
+from tessera.cli.output import Record, progress
+from tessera.cli.plan import EffortOption
+from tessera.cli.serve_options import DevicesOption, LinkOption, MaxModelLen, ServeConfig
+from tessera.errors import LoadError, TesseraError
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+# Statuses of a server that is busy or starting; tries of a request, and seconds before the second, doubling.
+BUSY = (429, 502, 503, 504)
+MAX_TRIES, PAUSE_S = 8, 0.5
+
+
+class BatchRun(Record, frozen=True):
+    """Requests of a file that have been answered."""
+
+    requests: int
+    # By an earlier run.
+    done_before: int
+    # Answered with another status than 200.
+    failed: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    output: Path
+
+
+InputArgument = Annotated[
+    Path, typer.Argument(metavar="IN.jsonl", exists=True, dir_okay=False, help="Requests, one per line.")
+]
+OutputArgument = Annotated[
+    Path, typer.Argument(metavar="OUT.jsonl", dir_okay=False, help="Answers; goes on where it ends.")
+]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(help="Server, as http://127.0.0.1:8000, or a model.", show_default="the requests' model"),
+]
+
+
+def batch(
+    source: InputArgument,
+    output: OutputArgument,
+    target: TargetOption = None,
+    devices: DevicesOption = None,
+    link: LinkOption = None,
+    max_model_len: MaxModelLen = None,
+    effort: EffortOption = "full",
+    api_key: KeyOption = "",
+    at_once: Annotated[int, typer.Option(min=1, max=1024, help="Requests in flight.")] = 64,
+) -> BatchRun:
+    """Answer a file of requests in OpenAI's batch format; a second run goes on where one was stopped."""
+    started, requests = time.perf_counter(), _requests(source)
+    with output.open("ab+") as out:
+        _lock(out, output)
+        done = _done(out, output)
+        rest = [request for name, request in requests.items() if name not in done]
+        counts = {"failed": 0, "prompt_tokens": 0, "output_tokens": 0}
+        if rest:
+            config = ServeConfig(devices, link, max_model_len=max_model_len, effort=effort)
+            with client_of(target or _model(rest, source), api_key, config) as client:
+                for line in _answers(client, rest, at_once):
+                    out.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+                    out.flush()
+                    _count(counts, line["response"])
+    return BatchRun(
+        requests=len(requests),
+        done_before=len(requests) - len(rest),
+        seconds=round(time.perf_counter() - started, 3),
+        output=output,
+        **counts,
+    )
+
+
+def _lock(out: BinaryIO, path: Path) -> None:
+    try:
+        fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise TesseraError("another batch writes to this file", "Wait for it.", str(path)) from None
+
+
+def _requests(path: Path) -> dict[str, dict[str, Any]]:
+    """Requests by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if line.strip():
+            request = _request(line, f"{path}:{number}")
+            if found.setdefault(request["custom_id"], request) is not request:
+                message = f"custom_id '{request['custom_id']}' stands twice"
+                raise TesseraError(message, "Give every request its own.", f"{path}:{number}")
+    if not found:
+        raise TesseraError("the file has no request", "Write one JSON object per line.", str(path))
+    return found
+
+
+def _request(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        request: dict[str, Any] = json.loads(line)
+    except ValueError as error:
+        raise TesseraError(f"not JSON: {error}", place=place) from None
+    wanted: dict[str, Any] = {"custom_id": str, "url": str, "body": dict}
+    for name, kind in wanted.items():
+        if not isinstance(request, dict) or not isinstance(request.get(name), kind):
+            raise TesseraError(f"'{name}' is missing", "See OpenAI's batch format.", place)
+    if request.get("method", "POST") != "POST" or request["url"] not in PATHS:
+        message = f"{request.get('method')} {request['url']} is not supported"
+        raise TesseraError(message, f"Use POST and one of {', '.join(PATHS)}.", place)
+    if request["body"].get("stream"):
+        raise TesseraError("a batch does not stream", 'Leave "stream" out.', place)
+    return request
+
+
+def _done(out: BinaryIO, path: Path) -> set[str]:
+    """Names of answered requests; a line that a kill cut short is removed."""
+    out.seek(0)
+    names, end = set(), 0
+    for line in out:
+        if not line.endswith(b"\n"):
+            break
+        try:
+            names.add(json.loads(line)["custom_id"])
+        except (ValueError, TypeError, KeyError):
+            remedy = "Name a new file, or the output of the same batch."
+            raise TesseraError("the file holds other lines than answers", remedy, str(path)) from None
+        end += len(line)
+    out.truncate(end)
+    out.seek(0, os.SEEK_END)
+    return names
+
+
+def _model(requests: Iterable[dict[str, Any]], path: Path) -> str:
+    models = {str(request["body"].get("model") or "") for request in requests}
+    if len(models) != 1 or "" in models:
+        remedy = "Name the server or the model: --target."
+        raise TesseraError(f"the requests name {len(models - {''})} models", remedy, str(path))
+    return models.pop()
+
+
+def _answers(client: ApiClient, requests: list[dict[str, Any]], at_once: int) -> Iterator[dict[str, Any]]:
+    """Lines of the output as they are complete."""
+    waiting = iter(requests)
+    with progress("answering", len(requests)) as advance, ThreadPoolExecutor(at_once) as threads:
+        pending: set[Future[dict[str, Any]]] = set()
+        try:
+            while True:
+                more = islice(waiting, at_once - len(pending))
+                pending |= {threads.submit(_answer, client, request) for request in more}
+                if not pending:
+                    return
+                ended, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    advance("answering")
+                    yield future.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _answer(client: ApiClient, request: dict[str, Any]) -> dict[str, Any]:
+    for number in range(MAX_TRIES):
+        if number:
+            time.sleep(PAUSE_S * 2 ** (number - 1))
+        status, document = client.post(request["url"], request["body"])
+        if status not in BUSY:
+            name = f"batch_req_{secrets.token_hex(12)}"
+            response = {"status_code": status, "request_id": document.get("id") or name, "body": document}
+            return {"id": name, "custom_id": request["custom_id"], "response": response, "error": None}
+    message = f"the server is busy: {document['error']['message']}"
+    raise LoadError("busy", message, "Run the command again; it goes on with the rest.", client.url)
+
+
+def _count(counts: dict[str, int], response: dict[str, Any]) -> None:
+    usage = response["body"].get("usage") or {}
+    counts["failed"] += response["status_code"] != 200
+    counts["prompt_tokens"] += usage.get("prompt_tokens", 0)
+    counts["output_tokens"] += usage.get("completion_tokens", 0)

@@ -1,0 +1,178 @@
+"""tessera chat: a conversation in the terminal; and `ApiClient`, the HTTP client of chat and batch.
+
+Both talk HTTP: to a server by its URL, or to a model that they serve themselves on a free port of loopback
+with a key of their own.
+"""
+
+import json
+import secrets
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from tessera.cli.output import HIDDEN, Record
+from tessera.cli.plan import EffortOption
+from tessera.cli.serve import answering
+from tessera.cli.serve_options import DevicesOption, LinkOption, MaxModelLen, ServeConfig
+from tessera.errors import LoadError, TesseraError
+
+# Seconds without a byte before a request fails.
+TIMEOUT_S = 600.0
+HELP = "Type a message, or: /reset for a new conversation, /exit to end."
+PROMPT = "> "
+
+KeyOption = Annotated[str, typer.Option(help="Key of the server.", envvar="TESSERA_API_KEY")]
+
+
+@dataclass(frozen=True)
+class ApiClient:
+    """Requests to a server of OpenAI's API."""
+
+    url: str
+    key: str = ""
+
+    def open(self, path: str, body: object = None) -> Any:
+        """The response; raises HTTPError, or LoadError if the server cannot be reached."""
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        raw = None if body is None else json.dumps(body).encode()
+        # No `/v1` twice: clients of OpenAI are given URLs with it.
+        request = urllib.request.Request(self.url.rstrip("/").removesuffix("/v1") + path, raw, headers)
+        try:
+            return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        except urllib.error.HTTPError:
+            raise
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            remedy = "Start it: tessera serve MODEL."
+            raise LoadError("connection", f"cannot reach the server: {reason}", remedy, self.url) from None
+
+    def post(self, path: str, body: object) -> tuple[int, Any]:
+        """Status and document."""
+        try:
+            with self.open(path, body) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, _document(error)
+        except (OSError, ValueError) as error:
+            raise LoadError("connection", f"the answer ended early: {error}", place=self.url) from None
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Chunks of an answer."""
+        try:
+            with self.open(path, body | {"stream": True}) as response:
+                for line in response:
+                    if line.startswith(b"data: {"):
+                        yield json.loads(line[6:])
+        except urllib.error.HTTPError as error:
+            raise TesseraError(_document(error)["error"]["message"], place=self.url) from None
+
+    def model(self) -> str:
+        """The first model that the server has."""
+        try:
+            with self.open("/v1/models") as response:
+                return str(json.load(response)["data"][0]["id"])
+        except urllib.error.HTTPError as error:
+            raise TesseraError(_document(error)["error"]["message"], "See --api-key.", self.url) from None
+
+
+def _document(error: urllib.error.HTTPError) -> Any:
+    raw = error.read()
+    try:
+        document = json.loads(raw)
+        return document if "message" in document["error"] else {"error": {"message": str(error)}}
+    except (ValueError, TypeError, KeyError):
+        return {"error": {"message": f"{error}: {raw[:200].decode(errors='replace')}"}}
+
+
+@contextmanager
+def client_of(target: str, key: str, config: ServeConfig) -> Iterator[ApiClient]:
+    """A client of a URL, or of a model that is served meanwhile."""
+    if target.startswith(("http://", "https://")):
+        yield ApiClient(target, key)
+        return
+    own = ServeConfig(
+        config.devices, config.link, port=0, api_key=[secrets.token_hex(16)],
+        max_model_len=config.max_model_len, effort=config.effort,
+    )  # fmt: skip
+    with answering(target, own) as (url, _):
+        yield ApiClient(url, own.api_key[0] if own.api_key else "")
+
+
+class ChatTurn(Record, frozen=True):
+    """One answer; people have read it as it came."""
+
+    model: Annotated[str, HIDDEN]
+    content: Annotated[str, HIDDEN]
+    finish_reason: Annotated[str | None, HIDDEN]
+
+
+TargetArgument = Annotated[
+    str, typer.Argument(metavar="URL | MODEL", help="Server, as http://127.0.0.1:8000, or a model to serve.")
+]
+TemperatureOption = Annotated[
+    float | None, typer.Option(min=0, max=2, help="Temperature; 0: greedy.", show_default="the server's")
+]
+MaxTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Maximum tokens of an answer.", show_default="the context's rest")
+]
+
+
+def chat(
+    target: TargetArgument,
+    devices: DevicesOption = None,
+    link: LinkOption = None,
+    max_model_len: MaxModelLen = None,
+    effort: EffortOption = "quick",
+    api_key: KeyOption = "",
+    system: Annotated[str, typer.Option(help="System message.")] = "",
+    temperature: TemperatureOption = None,
+    max_tokens: MaxTokensOption = None,
+) -> Iterator[ChatTurn | str]:
+    """Talk to a server, or to a model that is served meanwhile.
+
+    Reads one message per line from the terminal or standard input; the answer appears as it is generated.
+    """
+    given = {"temperature": temperature, "max_completion_tokens": max_tokens}
+    options = {name: value for name, value in given.items() if value is not None}
+    config = ServeConfig(devices, link, max_model_len=max_model_len, effort=effort)
+    opening = [{"role": "system", "content": system}] if system else []
+    with client_of(target, api_key, config) as client:
+        model, messages = client.model(), list(opening)
+        if sys.stdin.isatty():
+            typer.echo(f"{model} at {client.url}. {HELP}", err=True)
+        while (line := _line()) is not None and line != "/exit":
+            if line == "/reset":
+                messages = list(opening)
+            elif line:
+                messages.append({"role": "user", "content": line})
+                turn = yield from _turn(client, {"model": model, "messages": messages, **options})
+                yield turn
+                messages.append({"role": "assistant", "content": turn.content})
+
+
+def _line() -> str | None:
+    try:
+        return input(PROMPT if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+
+
+def _turn(client: ApiClient, body: dict[str, Any]) -> Generator[str, None, ChatTurn]:
+    pieces, reason = [], None
+    for chunk in client.stream("/v1/chat/completions", body):
+        if "error" in chunk:
+            raise TesseraError(chunk["error"]["message"], place=client.url)
+        for choice in chunk["choices"]:
+            pieces.append(choice["delta"].get("content") or "")
+            reason = choice["finish_reason"] or reason
+            yield pieces[-1]
+    yield "\n"
+    return ChatTurn(model=body["model"], content="".join(pieces), finish_reason=reason)

@@ -1,0 +1,125 @@
+"""Tessera from Python: answers as the service's, records that notebooks show, and refusals."""
+
+import asyncio
+import json
+import multiprocessing
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+
+import tessera
+from tessera.errors import TesseraError, UnknownName
+from tessera.ir import ServicePlan, load
+
+DEVICES = "emu:a100,emu:l40s"
+SMALL = {"seqs": 4, "max_model_len": 256, "effort": "quick"}
+GREEDY = tessera.SamplingParams(max_tokens=8, temperature=0.0)
+PROMPTS = ["a", "Heterogeneous GPUs", "b" * 60]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[tessera.LLM]:
+    with tessera.LLM("tiny-llama", devices=DEVICES, **SMALL) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def found() -> tessera.ModelPlan:
+    return tessera.plan("tiny-llama", DEVICES, load=(64, 16), effort="quick")
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_llm_answers_as_the_service_does(llm: tessera.LLM) -> None:
+    answers = llm.generate(PROMPTS, GREEDY)
+    with tessera.serve("tiny-llama", devices=DEVICES, port=0, **SMALL) as server:
+        body = {"prompt": PROMPTS, "max_tokens": 8, "temperature": 0.0}
+        served = post(f"{server.url}/v1/completions", body)
+    assert [choice["text"] for choice in served["choices"]] == [answer.text for answer in answers]
+    assert [8, 8, 8] == [answer.output_tokens for answer in answers]
+    assert ["length"] * 3 == [answer.finish_reason for answer in answers]
+
+
+def test_llm_takes_tokens_chats_and_keywords(llm: tessera.LLM) -> None:
+    by_text = llm.generate("a", max_tokens=4, temperature=0.0)
+    assert by_text[0].text == llm.generate([[256, 97]], max_tokens=4, temperature=0.0)[0].text
+    talk = [{"role": "user", "content": "hello"}]
+    one, two = llm.chat(talk, GREEDY), llm.chat([talk, talk], GREEDY)
+    assert [one[0].text] * 2 == [answer.text for answer in two]
+
+
+def test_llm_works_inside_an_event_loop(llm: tessera.LLM) -> None:
+    async def cell() -> str:
+        return llm.generate(["a"], GREEDY)[0].text
+
+    assert llm.generate(["a"], GREEDY)[0].text == asyncio.run(cell())
+
+
+def test_llm_refuses_in_one_line(llm: tessera.LLM) -> None:
+    with pytest.raises(TesseraError, match="maximum context length is"):
+        llm.generate(["a"], max_tokens=10_000)
+    with pytest.raises(UnknownName, match=r"unknown sampling parameter 'maxtokens'; known: .*max_tokens"):
+        llm.generate(["a"], maxtokens=4)
+    with pytest.raises(TesseraError, match="sampling is given twice"):
+        llm.generate(["a"], GREEDY, max_tokens=4)
+    with pytest.raises(UnknownName, match=r"unknown option 'max_len'; known: .*max_model_len"):
+        tessera.LLM("tiny-llama", max_len=5)
+
+
+def test_llm_ends_its_workers_with_the_program(tmp_path: Path) -> None:
+    """A program without `if __name__ == "__main__"` that never closes."""
+    script = tmp_path / "batch.py"
+    script.write_text(
+        "import tessera\n"
+        f"llm = tessera.LLM('tiny-llama', devices='cpu', **{SMALL!r})\n"
+        "print(llm.generate(['a'], max_tokens=4, temperature=0.0)[0].output_tokens)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert (0, "4\n") == (done.returncode, done.stdout), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_plan_is_a_record(found: tessera.ModelPlan, tmp_path: Path) -> None:
+    figures = found.figures
+    assert figures.tokens_per_s > 0
+    assert figures.policy in repr(found)
+    assert "<pre" in found._repr_html_()
+    assert figures.policy in found._repr_html_()
+    path = found.save(tmp_path / "tiny.plan")
+    assert load(ServicePlan, path) == found.planned.plan
+
+
+def test_plan_simulates_and_explains(found: tessera.ModelPlan) -> None:
+    played = found.simulate()
+    assert played.ratio_to_plan == pytest.approx(1.0, rel=0.05)  # type: ignore[union-attr]
+    assert "tokens" in played._repr_html_()
+    assert found.explain().notes
+
+
+def test_packages_are_still_packages() -> None:
+    import tessera.plan as planning
+
+    assert planning is sys.modules["tessera.plan"]
+    assert planning.FULL is not planning.QUICK
+    assert {"LLM", "SamplingParams", "plan", "serve", "capture", "CudaKernel"} <= set(dir(tessera))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = tessera.nothing
+
+
+def test_no_process_is_left(llm: tessera.LLM) -> None:
+    before = len(multiprocessing.active_children())
+    with tessera.LLM("tiny-llama", devices="cpu", **SMALL):
+        assert len(multiprocessing.active_children()) > before
+    assert before == len(multiprocessing.active_children())
