@@ -270,3 +270,25 @@ def test_cancelled_requests_leave_nothing_behind(shape: Shape) -> None:
     assert 0 == sum(pool.num_used for pool in router.pools.values())
     assert not router._transits
     assert not router._pauses
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("seed", range(3))
+def test_nobody_waits_forever_with_few_pages(role: Role, seed: int) -> None:
+    """Requests that come one after the other, with pages for hardly more than one sequence."""
+    shape, chance = replace(SHAPE, pool_tokens=PAGE * 5), random.Random(seed)
+    stepper = ToyStepper(shape, plans=(split_policy("split", role, shape),), seed=seed)
+    rng = random.Random(5)
+    asks = [random_ask(rng, shape.max_tokens) for _ in range(24)]
+
+    async def late(service: Service, ask: Ask) -> object:
+        await asyncio.sleep(0.05 * chance.random())
+        return (await read(service, ask)).what
+
+    async def run(service: Service) -> list[object]:
+        return list(await asyncio.gather(*(late(service, ask) for ask in asks)))
+
+    with service_of(stepper, prefix_caching=True) as service:
+        told = wait_for(run(service))
+
+    assert [expected(ask) for ask in asks] == told
