@@ -292,3 +292,30 @@ def test_nobody_waits_forever_with_few_pages(role: Role, seed: int) -> None:
         told = wait_for(run(service))
 
     assert [expected(ask) for ask in asks] == told
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=["pages", "packed"])
+def test_a_sequence_without_pages_moves_where_there_are_some(shape: Shape) -> None:
+    """In place of preemption: all began on one device while the other was away."""
+    shape = replace(shape, pool_tokens=PAGE * 9)
+    stepper = ToyStepper(shape, plans=toy_policies(["parallel"], shape), step_s=0.003)
+    stepper.lose(TOYS[1], Loss((), 3600.0))
+
+    async def run(service: Service) -> list[object]:
+        answers = asyncio.gather(*(read(service, LONG) for _ in range(3)))
+        while service.snapshot().output_tokens < 10:
+            await asyncio.sleep(0.001)
+        stepper.bring_back(TOYS[1])
+        return [one.what for one in await answers]
+
+    with service_of(stepper, policy="parallel", prefix_caching=False) as service:
+        told = wait_for(run(service))
+        router = router_of(service)
+        until(lambda: router.is_idle)
+        snapshot = service.snapshot()
+        check_pages(router)
+
+    assert [expected(LONG)] * 3 == told
+    assert (1, 0) == (snapshot.evictions, snapshot.preemptions)
+    assert not router._transits
