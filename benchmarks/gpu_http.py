@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import math
+import random
 import subprocess
 import sys
 import time
@@ -34,6 +35,20 @@ class Load:
     output: int
     at_once: int
     num: int
+    # Prompts of 1/8 of `prompt` to twice as many tokens.
+    is_mixed: bool = False
+
+    @property
+    def name(self) -> str:
+        mixed = f"{self.prompt // 8} to {2 * self.prompt}" if self.is_mixed else str(self.prompt)
+        return f"{mixed} in, {self.output} out, {self.at_once} at once"
+
+    @property
+    def prompts(self) -> list[int]:
+        if not self.is_mixed:
+            return [self.prompt] * self.num
+        drawn = random.Random(0)
+        return [drawn.randint(self.prompt // 8, 2 * self.prompt) for _ in range(self.num)]
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,7 @@ LOADS = (
     Load(128, 512, 64, 128),
     Load(4096, 64, 64, 64),
     Load(512, 128, 32, 96),
+    Load(1024, 128, 48, 144, is_mixed=True),
 )
 
 
@@ -115,8 +131,9 @@ def sizes_of(model: str) -> Sizes:
 
 def limit_per_s(load: Load, sizes: Sizes, found: dict[str, float]) -> float:
     """Tokens a second if nothing but the card's peaks counted, `at_once` requests beside one another."""
-    prompts_s = load.at_once * load.prompt * 2 * sizes.parameters / found["operations per s"]
-    there = load.at_once * (load.prompt + load.output / 2) * sizes.token_bytes
+    prompt = sum(load.prompts) / load.num
+    prompts_s = load.at_once * prompt * 2 * sizes.parameters / found["operations per s"]
+    there = load.at_once * (prompt + load.output / 2) * sizes.token_bytes
     there += load.at_once * 2 * sizes.sequence_bytes
     steps_s = load.output * (sizes.weight_bytes + there) / found["bytes per s"]
     return load.at_once * load.output / (prompts_s + steps_s)
@@ -124,10 +141,14 @@ def limit_per_s(load: Load, sizes: Sizes, found: dict[str, float]) -> float:
 
 def ask(url: str, load: Load, seed: int, **fields: Any) -> dict[str, Any]:
     """One load over HTTP."""
+    from tessera.ir import Arrivals
     from tessera.serve.load import LoadOptions, figures, measure, parse_address
 
+    prompts = tuple(load.prompts)
+    together = Arrivals(load.name, (0.0,) * load.num, prompts, (load.output,) * load.num)
     options = LoadOptions(
         num_requests=load.num,
+        arrivals=together if load.is_mixed else None,
         concurrency=load.at_once,
         prompt_tokens=load.prompt,
         output_tokens=load.output,
@@ -151,9 +172,9 @@ def by_choice(url: str, put: Callable[[str, Any], None]) -> None:
 
 
 def load_of(word: str) -> Load:
-    """512/128/32: prompt, output, at once; three rounds of it."""
-    prompt, output, at_once = map(int, word.split("/"))
-    return Load(prompt, output, at_once, 3 * at_once)
+    """512/128/32: prompt, output, at once; three rounds of it. ~1024/128/48: mixed prompts."""
+    prompt, output, at_once = map(int, word.removeprefix("~").split("/"))
+    return Load(prompt, output, at_once, 3 * at_once, word.startswith("~"))
 
 
 def continuous_batching(model: str) -> dict[str, Any]:
@@ -176,7 +197,7 @@ def main() -> None:
     parser.add_argument("--devices", default="cuda:0")
     parser.add_argument("--max-len", type=int, default=8192)
     parser.add_argument(
-        "--load", action="append", type=load_of, help="PROMPT/OUTPUT/AT_ONCE, in place of all"
+        "--load", action="append", type=load_of, help="PROMPT/OUTPUT/AT_ONCE, in place of all; ~: mixed"
     )
     parser.add_argument("--starts", type=int, default=1, help="starts of the server; the last one is asked")
     parser.add_argument("--choices", action="store_true", help="the first load in every way to choose tokens")
@@ -207,13 +228,12 @@ def main() -> None:
             ask(server.url, Load(64, 8, 64, 64), 99)  # connections, first steps of every size
             if args.choices:
                 by_choice(server.url, put)
-            for number, load in enumerate([] if args.choices else args.load or LOADS):
+            for number, load in enumerate(args.load or ([] if args.choices else LOADS)):
                 began = time.monotonic()
                 got = ask(server.url, load, number)
                 per_s, limit = float(got["output_throughput"]), limit_per_s(load, sizes, found["card"])
-                name = f"{load.prompt} in, {load.output} out, {load.at_once} at once"
                 row = {"tokens per s": per_s, "limit": limit, "share": round(per_s / limit, 4)}
-                put(name, {**row, "seconds": round(time.monotonic() - began, 1), "figures": got})
+                put(load.name, {**row, "seconds": round(time.monotonic() - began, 1), "figures": got})
     if args.hf:
         put("hugging face, 512 in, 128 out, 64 at once", continuous_batching(args.model))
 

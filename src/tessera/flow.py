@@ -350,7 +350,7 @@ def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:
     if device.kind is DeviceKind.CPU:
         from tessera.execute.timing import CpuTimer
 
-        return CpuTimer(trace, own)
+        return CpuTimer(trace, own, max(1, device.num_cores))
     from tessera.execute.cuda.timing import CudaTimer
 
     return CudaTimer(trace, device.ordinal, own, stream, device.num_sms)

@@ -8,21 +8,26 @@ checks that nothing else grows.
 Not handled: models whose state is kept by row, which read prompts in steps of their own.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, product
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 
 from tessera import flow
 from tessera.analyze import build_graph
 from tessera.capture import Workload, build, outlines, place_of, record_sizes
+from tessera.capture.divide import divide, division_for, experts_of
 from tessera.capture.models import another, steps_of_model
-from tessera.errors import MismatchError
+from tessera.errors import MismatchError, TesseraError
 from tessera.ir import (
     BufferKind,
     Cluster,
@@ -40,6 +45,7 @@ from tessera.ir import (
 from tessera.ir.graph import StepFamily
 from tessera.kernels import PAGE
 from tessera.plan import FULL, QUICK, DeviceMemory, SearchConfig
+from tessera.plan.constraints import compiled_launches
 from tessera.plan.fluid import (
     FLUID,
     POLICIES,
@@ -101,6 +107,9 @@ class ServedSteps:
     _prices: dict[Sizes, StepPrice] = field(default_factory=dict)
     _us: dict[Sizes, dict[object, "Floats"]] = field(default_factory=dict)
 
+    # Scope of a mixture of experts -> how often each is chosen.
+    frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
     def step(self, tokens: int, sequences: int, pool_tokens: int, length: int) -> Step:
         return served_step(place_of(self.model), tokens, sequences, pool_tokens, length, self.random_weights)
 
@@ -122,6 +131,13 @@ class ServedSteps:
             traces = compiled(self.anchors)
         else:
             *traces, checked = record_sizes([*self.anchors, self.step(*CHECKED)])
+        division = division_for(self.cluster, traces)
+        if division is not None:
+            self.advance("dividing products")
+            *traces, checked = [
+                divide(trace, division, self.frequencies).trace
+                for trace in (*traces, traces[0] if self.is_compiled else checked)
+            ]
         family = StepFamily(tuple(build_graph(trace) for trace in traces))
         if not self.is_compiled and family.at(checked.step).trace != checked:
             raise MismatchError(
@@ -156,7 +172,8 @@ class ServedSteps:
         first, more = self.family.recordings[0].trace, self.family.recordings[3].trace
         weights = sum(b.size_bytes for b in first.buffers if b.kind is BufferKind.WEIGHT)
         states = [sum(b.size_bytes for b in t.buffers if b.kind is BufferKind.STATE) for t in (first, more)]
-        return ModelBytes(weights, (states[1] - states[0]) / (more.step.reserve - first.step.reserve))
+        each = (states[1] - states[0]) / (more.step.reserve - first.step.reserve)
+        return ModelBytes(weights, each, layer=_layer_bytes(first))
 
     def price(self, tokens: int, sequences: int, length: int) -> StepPrice:
         key = tokens, sequences, length
@@ -187,6 +204,18 @@ class ServedSteps:
         # Mixed steps are nearly always full.
         unit = WorkUnit(graphs, tuple(1 if n < len(graphs) - 1 else 8 for n in range(len(graphs))))
         return unit, flow.price(unit, self.cluster)
+
+
+def _layer_bytes(trace: Trace) -> int:
+    """Weights of the largest layer: a module path up to its first number."""
+    layers: dict[str, dict[int, int]] = {}
+    for launch in trace.launches:
+        layer = re.match(r".*?\.\d+(?=\.|$)", launch.scope)
+        held = layers.setdefault(layer[0] if layer else "", {})
+        for buffer in {access.buffer for access in launch.accesses}:
+            if trace.buffers[buffer].kind is BufferKind.WEIGHT:
+                held[buffer] = trace.buffers[buffer].size_bytes
+    return max((sum(held.values()) for layer, held in layers.items() if layer), default=0)
 
 
 def _live_bytes(trace: Trace, devices: Sequence[int] = (), device: int = 0) -> list[int]:
@@ -229,6 +258,28 @@ def service_memory(plan: ServicePlan) -> tuple[DeviceMemory, ...]:
         )
         found.append(DeviceMemory(device.name, device.memory_bytes, weights, largest, state, temporary))
     return tuple(found)
+
+
+def experts_by_device(plan: ServicePlan) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Device -> module of a mixture -> experts that run there; empty if none is divided."""
+    found: dict[str, dict[str, set[int]]] = {}
+    for graph, devices in zip(plan.plans[0].graphs, plan.plans[0].lanes[0].placement.devices, strict=True):
+        for launch, (scope, first, num) in experts_of(graph.trace).items():
+            here = found.setdefault(plan.cluster.names[devices[launch]], {})
+            here.setdefault(scope, set()).update(range(first, first + num))
+    return {
+        device: {scope: tuple(sorted(numbers)) for scope, numbers in scopes.items()}
+        for device, scopes in found.items()
+    }
+
+
+def read_frequencies(path: Path) -> dict[str, list[float]]:
+    """How often each expert of every mixture is chosen, by module."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, list[Annotated[float, Meta(ge=0)]]])
+    except (OSError, msgspec.MsgspecError) as error:
+        remedy = 'Write {"model.layers.0.mlp.experts": [3, 1, ...], ...}.'
+        raise TesseraError(f"cannot be read: {error}", remedy, str(path)) from error
 
 
 def compiled(steps: Sequence[Step]) -> list[Trace]:
@@ -281,7 +332,9 @@ def make_service_plan(
     """The best service by an objective within the limits of a load."""
     flow.check_modelled(steps.cluster)
     config = config or (QUICK_FLUID if search is QUICK else FLUID)
-    fluid = FluidModel(load, steps.cluster, steps.price, steps.model_bytes, config)
+    runs_on_cpu = not len(compiled_launches(steps.family.recordings[0].trace))
+    given = (load, steps.cluster, steps.price, steps.model_bytes, config)
+    fluid = FluidModel(*given, runs_on_cpu=runs_on_cpu)
     fluids = [fluid] if objective is Objective.THROUGHPUT else _worthwhile(fluid, objective, policies)
 
     def make(draft: ServiceDraft) -> ServicePlan:

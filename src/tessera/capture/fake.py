@@ -7,9 +7,6 @@ replacement.
 `F.scaled_dot_product_attention` becomes the operator that a CUDA build picks for compute capability 8.0 and
 above: flash, memory-efficient or the formula; cuDNN for few queries under a mask, where the memory-efficient
 kernel reaches a third of an H200's bandwidth.
-
-`ShapeCache` caches results by shapes, strides, types and numbers, for operators that write nothing and return
-new memory or a view of an argument. Torch's cache is much slower.
 """
 
 import ctypes
@@ -18,18 +15,12 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -56,11 +47,6 @@ MAX_CUDNN_HEAD = 128
 # Least capable GPU that the trace must run on.
 CAPABILITY = (8, 0)
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-UNSURE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
-# Argument types that are equal iff type and value are.
-PLAIN = (
-    type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
 
 
 @functools.cache
@@ -218,13 +204,8 @@ def machine() -> Iterator[Run]:
     """While entered, new tensors are fake and CUDA appears available; yields the operator runner."""
     ensure_cuda_guard()
     capability = patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
-    with capability, FakeTensorMode() as mode, target_attention():
-        yield runner(mode)
-
-
-def runner(mode: FakeTensorMode) -> Run:
-    """Operator runner for a fake mode: cached where possible, with a GPU's results."""
-    return ShapeCache(mode, run_fake).run
+    with capability, FakeTensorMode(), target_attention():
+        yield run_fake
 
 
 def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -271,92 +252,3 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-class _Unkeyed(Exception):
-    """An argument without a cache key: the call is not cached."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    # Index of the argument that owns the memory; None for new memory.
-    source: int | None
-
-
-class ShapeCache:
-    def __init__(self, mode: FakeTensorMode, run: Run) -> None:
-        self._mode, self._run = mode, run
-        self._known: dict[Any, tuple[Any, tuple[_Result, ...]]] = {}
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func._schema.is_mutable or not UNSURE.isdisjoint(func.tags):
-            return self._run(func, args, kwargs)
-        tensors: list[FakeTensor] = []
-        try:
-            key = (func, _key(args, tensors), _key(tuple(kwargs.items()), tensors))
-        except _Unkeyed:
-            return self._run(func, args, kwargs)
-        cached = self._known.get(key)
-        if cached is not None:
-            return self._make(cached, tensors)
-        result = self._run(func, args, kwargs)
-        results = _results(result, tensors)
-        if results is not None:
-            self._known[key] = (type(result), results)
-        return result
-
-    def _make(self, known: tuple[Any, tuple[_Result, ...]], tensors: list[FakeTensor]) -> Any:
-        kind, results = known
-        outputs = [self._tensor(result, tensors) for result in results]
-        return outputs[0] if issubclass(kind, torch.Tensor) else kind(outputs)
-
-    def _tensor(self, result: _Result, tensors: list[FakeTensor]) -> FakeTensor:
-        with in_kernel_invocation_manager(self._mode):
-            meta = torch.empty_strided(result.size, result.stride, dtype=result.dtype, device="meta")
-            if result.source is not None:
-                storage = tensors[result.source].untyped_storage()
-                meta.set_(storage, result.offset, result.size, result.stride)
-        return FakeTensor(self._mode, meta, result.device)
-
-
-def _key(value: Any, tensors: list[FakeTensor]) -> Any:
-    if isinstance(value, FakeTensor):
-        tensors.append(value)
-        return (
-            value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device,
-            value.untyped_storage().nbytes(),
-        )  # fmt: skip
-    if isinstance(value, tuple | list):
-        return tuple([_key(item, tensors) for item in value])
-    if type(value) in PLAIN:
-        return (type(value), value)  # 1, 1.0 and True are equal but differ in type
-    raise _Unkeyed
-
-
-def _results(made: Any, tensors: list[FakeTensor]) -> tuple[_Result, ...] | None:
-    """Cache entry of a result; None unless it consists of fake tensors that are no argument."""
-    items = made if isinstance(made, tuple | list) else (made,)
-    if type(made) not in (FakeTensor, tuple, list) or not items:
-        return None
-    results = []
-    for item in items:
-        if not isinstance(item, FakeTensor) or item.constant is not None or any(item is t for t in tensors):
-            return None
-        storage = item.untyped_storage()._cdata
-        source = next((i for i, t in enumerate(tensors) if t.untyped_storage()._cdata == storage), None)
-        fresh_bytes = sum((n - 1) * s for n, s in zip(item.shape, item.stride(), strict=True)) + 1
-        is_whole = item.storage_offset() == 0 and item.untyped_storage().nbytes() == (
-            fresh_bytes * item.itemsize if item.numel() else 0
-        )
-        if source is None and not is_whole:
-            return None
-        offset = int(item.storage_offset())
-        results.append(
-            _Result(tuple(item.shape), item.stride(), offset, item.dtype, item.fake_device, source)
-        )
-    return tuple(results)

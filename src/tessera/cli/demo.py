@@ -57,10 +57,6 @@ MICROBATCHES = 4
 # Tokens of the small model are bytes, a begin and an end.
 BEGIN, END = 256, 257
 SIMULATED_REQUESTS = 12
-# Figures of a policy that the record of a plan has under the same name.
-SHOWN = (
-    "tokens_per_s", "usd_per_million_tokens", "joules_per_token", "tpot_ms", "ttft_ms", "microbatches",
-)  # fmt: skip
 FIRST_LINE = (
     f"Plans a load of {FULL.model} for two different cards, serves a small model by such a plan, and proves "
     "that dividing it changes no bit. No GPU, no weights; about a minute."
@@ -311,7 +307,7 @@ def _story(run: DemoRun, divided: Plan) -> Iterator[RenderableType | Record]:
         f"Requests of {FULL.prompt_tokens:,} + {FULL.output_tokens:,} tokens; every policy has the memory of "
         f"both cards and keeps to {FULL.tpot_ms:.0f} ms a token."
     )
-    plan = PolicyFigures(**{name: getattr(gain, name) for name in SHOWN}, batch=gain.batches)
+    plan = PolicyFigures.of(gain, batch=gain.batches)
     yield DemoPolicies(policies=gain.baselines | {f"the plan: {gain.policy}": plan})
     yield Text(gain.headline, style="bold")
     yield Text(gain.notes[1])

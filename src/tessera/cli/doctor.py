@@ -92,8 +92,12 @@ def _devices() -> tuple[DeviceLine, ...]:
     import torch
 
     from tessera.execute import driver
+    from tessera.ir.host import host_nodes, instructions
 
     devices = [DeviceLine(name="emu:GPU", what="computes on this CPU, keeps a known GPU's modelled time")]
+    for node in host_nodes():
+        what = f"{len(node.cores)} cores ({', '.join(instructions())}), {node.memory_bytes / 2**30:.0f} GiB"
+        devices.append(DeviceLine(name=f"cpu/node={node.number}", what=what))
     has_parts = driver.has("cuGreenCtxStreamCreate")
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)

@@ -228,6 +228,4 @@ def _result(
 
 
 def _figures(report: ServingReport) -> ServingFigures:
-    names = (name for name in ServingFigures.__struct_fields__ if name != "utilisation")
-    values = {name: getattr(report, name) for name in names}
-    return ServingFigures(utilisation=dict(report.utilisation), **values)
+    return ServingFigures.of(report, utilisation=dict(report.utilisation))

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from typing import Annotated, Any, Generic, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Generic, Self, TypeVar, get_args, get_type_hints
 
 import msgspec
 import typer
@@ -55,6 +55,12 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a command; notebooks show it as the terminal does."""
+
+    @classmethod
+    def of(cls, source: object, /, **more: Any) -> Self:
+        """Fields that the source has under the same name, and `more`."""
+        names = (name for name in cls.__struct_fields__ if name not in more and hasattr(source, name))
+        return cls(**{name: getattr(source, name) for name in names}, **more)
 
     def problem(self) -> TesseraError | None:
         """The error with which the command ends after printing, if its outcome is a failure."""

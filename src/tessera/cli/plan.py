@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -97,6 +97,20 @@ ExplainOption = Annotated[
 EffortOption = Annotated[
     Literal["full", "quick"], typer.Option(help="Planning effort; quick: a rougher plan sooner.")
 ]
+MemoryOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--memory", metavar="DEVICE=SIZE", help="Cap of a device's memory: cuda:0=22GB; may be repeated."
+    ),
+]
+FrequenciesOption = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="JSON of how often experts are chosen, by module: hot ones go to the GPU.",
+    ),
+]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan")
 ]
@@ -108,6 +122,7 @@ def plan(
     devices: Annotated[str | None, typer.Option(help="Devices to price, instead of --costs.")] = None,
     link: Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")] = None,
     bus: BusOption = None,
+    memory: MemoryOption = None,
     objective: Annotated[Objective, typer.Option(help="Objective.")] = Objective.THROUGHPUT,
     microbatches: MicrobatchesOption = None,
     batch: BatchOption = None,
@@ -117,6 +132,7 @@ def plan(
     ttft_ms: TtftMsOption = None,
     random_weights: RandomWeights = False,
     launches: Launches = "",
+    expert_frequencies: FrequenciesOption = None,
     counts: CountsOption = None,
     policy: PolicyOption = None,
     pin: PinOption = None,
@@ -140,16 +156,16 @@ def plan(
             raise TesseraError("needs traces, not a model's name", place="--objective latency")
         wanted = PlannedLoad(
             traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, microbatches, random_weights,
-            checked_launches(launches), objective, effort,
+            checked_launches(launches), objective, effort, expert_frequencies,
         )  # fmt: skip
-        return plan_model(wanted, _cluster(devices, links, buses), output)
+        return plan_model(wanted, _cluster(devices, links, buses, memory or []), output)
     from tessera.plan import PlanConfig, search_config
 
     if launches:
         raise TesseraError("needs a model's name, not traces", place="--launches")
     many, search = microbatches or NUM_MICROBATCHES, search_config(effort)
     config = PlanConfig(objective, many, policy, _constraints(pin, forbid), search=search)
-    prices = _Prices(costs or [], devices, links, buses)
+    prices = _Prices(costs or [], devices, links, buses, memory or [])
     made = _plan_traces(traces, _counts(counts), prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
     save(made, path)
@@ -159,12 +175,12 @@ def plan(
     return Illustrated(record, pictures(made))
 
 
-def _cluster(devices: str | None, links: list[str], buses: list[str]) -> Cluster:
-    from tessera.profile import parse_devices, wire
+def _cluster(devices: str | None, links: list[str], buses: list[str], memory: list[str]) -> Cluster:
+    from tessera.profile import cap_memory, parse_devices, wire
 
     if devices is None:
         raise TesseraError("no devices were named", "Name them: --devices emu:a100,emu:l40s.", "--devices")
-    return wire(parse_devices(devices), links, buses)
+    return wire(cap_memory(parse_devices(devices), memory), links, buses)
 
 
 def _plan_traces(
@@ -211,11 +227,12 @@ class _Prices:
     devices: str | None
     links: list[str]
     buses: list[str]
+    memory: list[str]
 
     def of(self, unit: WorkUnit) -> tuple[Cluster, tuple[Costs, ...]]:
         """Costs of a unit's traces."""
         from tessera.flow import price
-        from tessera.profile import wire
+        from tessera.profile import cap_memory, wire
 
         if self.files and self.devices:
             raise TesseraError(
@@ -226,9 +243,10 @@ class _Prices:
                 raise TesseraError(
                     "neither --costs nor --devices was given", "Name devices: emu:a100,emu:l40s."
                 )
-            cluster = _cluster(self.devices, self.links, self.buses)
+            cluster = _cluster(self.devices, self.links, self.buses, self.memory)
             return cluster, price(unit, cluster)
         loaded = {path: load(Costs, path) for path in self.files}
+        loaded = {p: replace(c, devices=cap_memory(c.devices, self.memory)) for p, c in loaded.items()}
         by_trace = {c.trace_digest: c for c in loaded.values()}
         steps = {g.trace.digest: g.trace.step for g in unit.graphs}
         for path, found in loaded.items():

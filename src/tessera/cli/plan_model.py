@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
+
 from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.cli.plan_text import CostFigures, sure
 from tessera.errors import CaptureError, TesseraError
 from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Plan, ServicePlan, Step, save
-from tessera.plan import Comparison, DeviceMemory, Option, PlanConfig, Target, explain, search_config
+from tessera.plan import Comparison, DeviceMemory, PlanConfig, Target, explain, search_config
 from tessera.plan.batches import BATCHES
 from tessera.plan.service import compared
 
@@ -41,6 +43,8 @@ class PlannedLoad:
     launches: str = ""
     objective: Objective = Objective.THROUGHPUT
     effort: str = "full"
+    # File of how often experts are chosen.
+    expert_frequencies: Path | None = None
 
     @property
     def load(self) -> Load:
@@ -110,6 +114,8 @@ class ModelPlanFigures(Record, frozen=True):
     ratio_to_bound: float | None
     costs: Annotated[CostFigures, HIDDEN]
     memory: Annotated[dict[str, MemoryFigures], shown("memory (modelled)")]
+    # Device -> module -> numbers of its experts there; empty if experts are not divided.
+    experts: Annotated[dict[str, dict[str, tuple[int, ...]]], HIDDEN] = msgspec.field(default_factory=dict)
     launches: str = ""
     output: Path | None = None
     seconds: float | None = None
@@ -154,10 +160,11 @@ def _plan_service(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str]
             remedy = "Leave it out, or plan decodes alone with --output-tokens 0."
             raise TesseraError("sequences and microbatches of a service are chosen", remedy, name)
     from tessera.flow import choose_launches
-    from tessera.planning import ServedSteps, make_service_plan
+    from tessera.planning import ServedSteps, make_service_plan, read_frequencies
     from tessera.serve.rehearse import rehearse
 
-    steps = ServedSteps(wanted.model, cluster, wanted.random_weights, advance=advance)
+    often = read_frequencies(wanted.expert_frequencies) if wanted.expert_frequencies else {}
+    steps = ServedSteps(wanted.model, cluster, wanted.random_weights, advance=advance, frequencies=often)
     steps.is_compiled, note = choose_launches(steps.anchors, wanted.launches)
     plan = make_service_plan(steps, wanted.load, rehearse, search_config(wanted.effort), wanted.objective)
     return PlannedModel(plan, compared(plan, wanted.objective), steps.is_compiled, note)
@@ -205,17 +212,12 @@ def model_figures(
     own, chosen = _own_figures(planned.plan), found.chosen
     sizes = {rival.policy: rival.groups for rival in getattr(planned.plan, "rivals", ())}
     costs: CostFigures = own["costs"]
-    return ModelPlanFigures(
+    return ModelPlanFigures.of(
+        chosen,
         objective=found.objective,
         policy=found.policy,
-        tokens_per_s=chosen.tokens_per_s,
-        tpot_ms=chosen.tpot_ms,
-        ttft_ms=chosen.ttft_ms,
-        usd_per_million_tokens=chosen.usd_per_million_tokens,
-        joules_per_token=chosen.joules_per_token,
         batches=chosen.batch,
-        microbatches=chosen.microbatches,
-        baselines={o.policy: policy_figures(o, sizes.get(o.policy, ())) for o in found.baselines},
+        baselines={o.policy: PolicyFigures.of(o, groups=sizes.get(o.policy, ())) for o in found.baselines},
         best_baseline=best.policy if best else None,
         ratio_to_best_baseline=found.ratio_to(best) if best else None,
         ratio_to_data_parallel=found.ratio_to(parallel) if parallel else None,
@@ -244,7 +246,7 @@ def _own_figures(plan: ServicePlan | Plan) -> dict[str, Any]:
             "costs": sure(plan),
             "memory": memory_figures(explain(plan, is_brief=True).memory),
         }
-    from tessera.planning import service_memory
+    from tessera.planning import experts_by_device, service_memory
 
     assert plan.expected is not None, "it was rehearsed"
     per_request = plan.load.output_tokens
@@ -256,12 +258,8 @@ def _own_figures(plan: ServicePlan | Plan) -> dict[str, Any]:
         "service": ServiceFigures(groups=tuple(g.size for g in plan.groups), expected=plan.expected),
         "costs": max((sure(group.plan) for group in plan.groups), key=lambda c: c.rel_error),
         "memory": memory_figures(service_memory(plan)),
+        "experts": experts_by_device(plan),
     }
-
-
-def policy_figures(option: Option, groups: tuple[GroupSize, ...] = ()) -> PolicyFigures:
-    names = PolicyFigures.__struct_fields__[:-1]
-    return PolicyFigures(**{name: getattr(option, name) for name in names}, groups=groups)
 
 
 def memory_figures(memory: Sequence[DeviceMemory]) -> dict[str, MemoryFigures]:

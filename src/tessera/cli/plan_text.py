@@ -98,14 +98,7 @@ def sure(made: Plan) -> CostFigures:
     """How sure the plan's costs are."""
     from tessera.profile import sureness
 
-    found = sureness(made)
-    return CostFigures(
-        rel_error=found.rel_error,
-        wide_share=found.wide_share,
-        by_source=found.by_source,
-        parts=found.parts,
-        sentence=found.sentence,
-    )
+    return CostFigures.of(sureness(made))
 
 
 def plan_figures(
@@ -119,30 +112,16 @@ def plan_figures(
 
     names, costs = made.cluster.names, sure(made)
     bound_us = latency_bound_us(made) if made.objective is Objective.LATENCY else None
-    return PlanFigures(
-        objective=made.objective,
-        policy=made.policy,
+    return PlanFigures.of(
+        made,
         modelled=True,
         devices=names,
         throughput=made.throughput_per_s,
         simulated=made.simulated_per_s,
         bound=made.bound_per_s,
-        gap=made.gap,
-        latency_us=made.latency_us,
-        microbatches=made.microbatches,
-        max_microbatches=made.max_microbatches,
         by_microbatches={str(number): rate for number, rate in made.by_microbatches},
-        batch=made.batch,
-        rows_per_s=made.rows_per_s,
         lanes=_lanes(made),
-        lane_table=tuple(made.lane_table),
-        rounding_loss=made.rounding_loss,
         used=tuple(names[d] for d in made.used),
-        usd_per_hour=made.usd_per_hour,
-        usd_per_1k_units=made.usd_per_1k_units,
-        joules_per_unit=made.joules_per_unit,
-        robust=made.robust,
-        constraints=tuple(made.constraints),
         baselines={b.name: b.throughput_per_s for b in made.baselines},
         baseline_latency_us={b.name: b.latency_us for b in made.baselines},
         baseline_usd_per_1k_units={b.name: b.usd_per_1k_units for b in made.baselines},
@@ -175,9 +154,7 @@ def reasons_of(made: Plan) -> PlanReasons:
     from tessera.plan import explain
 
     found = explain(made)
-    names = (name for name in PlanReasons.__struct_fields__ if name != "notes")
-    notes = (*(reason.sentence for reason in found.reasons), *found.remarks)
-    return PlanReasons(notes=notes, **{name: getattr(found, name) for name in names})
+    return PlanReasons.of(found, notes=(*(reason.sentence for reason in found.reasons), *found.remarks))
 
 
 class PlanTables(Record, frozen=True):

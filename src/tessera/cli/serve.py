@@ -153,7 +153,7 @@ def running(
     """The engine of a service and its workers, which end with it."""
     check_extra()
     from tessera.execute.processes import warm_up
-    from tessera.profile import wire
+    from tessera.profile import cap_memory, wire
     from tessera.serve.server import allowed_connections
     from tessera.serve.start import started
 
@@ -161,8 +161,8 @@ def running(
     if meeting is None and config.ray is None:
         warm_up()  # the fork server imports torch while this process does
     with ExitStack() as stack:
-        devices, hub = stack.enter_context(gathered(config.device_names, model, meeting, config.ray))
-        cluster = wire(devices, config.link or [])
+        devices, hub = stack.enter_context(gathered(config.device_names(model), model, meeting, config.ray))
+        cluster = wire(cap_memory(devices, config.memory or []), config.link or [])
         options = config.options(cluster)
         allowed, remark = allowed_connections(options.limits.connections)
         if remark:

@@ -20,7 +20,7 @@ import typer
 
 from tessera.cli.capture import RandomWeights
 from tessera.cli.output import excludes, finite, needs
-from tessera.cli.plan import LINK_HELP, EffortOption
+from tessera.cli.plan import LINK_HELP, EffortOption, FrequenciesOption, MemoryOption
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun
 from tessera.cli.run import TransportOption
 from tessera.errors import TesseraError, extra_module
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from tessera.serve.records import ServeSpec
     from tessera.serve.start import ServeOptions
 
+# Share of the GPUs' memory that weights may take before the CPU is taken in.
+HELD_SHARE = 0.85
 # Likeness of names from which one is suggested.
 NEAR = 0.7
 # vLLM's options that have no meaning here, and what does their work.
@@ -70,8 +72,8 @@ INSTEAD = {
 DevicesOption = Annotated[
     str | None,
     typer.Option(
-        help="Devices, such as cpu, emu:a100,emu:l40s, cuda:0 or away:a100:2.",
-        show_default="this machine's GPUs, or its CPU",
+        help="Devices, such as cpu, emu:a100,emu:l40s, cuda:0,cpu or away:a100:2.",
+        show_default="this machine's GPUs, its CPU if they cannot hold the model",
     ),
 ]
 LinkOption = Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")]
@@ -263,6 +265,8 @@ class ServeConfig:
     max_model_len: MaxModelLen = None
     max_batch_tokens: MaxBatchTokens = None
     memory_share: MemoryShare = 0.9
+    memory: MemoryOption = None
+    expert_frequencies: FrequenciesOption = None
     prefix_caching: PrefixCaching = True
     plan: PlanOption = None
     prompt_tokens: PromptTokens = None
@@ -294,13 +298,23 @@ class ServeConfig:
             return None
         return Meeting.of(self.rendezvous, self.rank, self.secret_file, self.torchrun)
 
-    @property
-    def device_names(self) -> str:
-        """The devices; by default the GPUs of this machine, or its CPU."""
+    def device_names(self, model: str) -> str:
+        """The devices; by default this machine's GPUs, with its CPU if they cannot hold the model, or it."""
         import torch
 
         num = torch.cuda.device_count() if not self.devices and torch.cuda.is_available() else 0
-        return self.devices or ",".join(f"cuda:{n}" for n in range(num)) or "cpu"
+        named = self.devices or ",".join(f"cuda:{n}" for n in range(num)) or "cpu"
+        return named if num == 0 or self._holds(named, model) else f"{named},cpu"
+
+    def _holds(self, gpus: str, model: str) -> bool:
+        from tessera.capture import place_of
+        from tessera.profile import cap_memory, parse_devices
+        from tessera.serve.start import is_single_device
+        from tessera.serve.steps import weight_bytes
+
+        caps = [word for word in self.memory or () if not word.startswith("cpu")]
+        held = sum(device.memory_bytes for device in cap_memory(parse_devices(gpus), caps))
+        return is_single_device(model) or weight_bytes(place_of(model)) <= HELD_SHARE * held
 
     @property
     def tls(self) -> tuple[str, str] | None:
@@ -368,12 +382,21 @@ class ServeConfig:
             random_weights=self.random_weights,
             effort=self.effort,
             adapters=_adapters(self.lora or []),
+            expert_frequencies=_frequencies(self.expert_frequencies),
         )
         if not (self.prompt_tokens and self.output_tokens):
             return spec
         load = Load(self.prompt_tokens, self.output_tokens, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms)
         is_free = self.microbatches is self.seqs is self.max_batch_tokens is None
         return replace(spec, load=load, is_for_load=is_free)
+
+
+def _frequencies(path: Path | None) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    if path is None:
+        return ()
+    from tessera.planning import read_frequencies
+
+    return tuple((module, tuple(often)) for module, often in sorted(read_frequencies(path).items()))
 
 
 def _adapters(given: list[str]) -> tuple[tuple[str, str], ...]:

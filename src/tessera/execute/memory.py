@@ -17,6 +17,7 @@ bound to it. `ProgramMemory` is one program in one microbatch on one device, reu
 state by name, and one pool for everything else, since it runs one program at a time.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ GIVEN = (BufferKind.INPUT, BufferKind.STATE)
 # Torch's own alignment.
 ALIGN = 64
 REMEDY = "Give every tensor in the shape that was captured, or capture the trace again with this program."
+# End of the name of a part of a weight, see `part_of`.
+PART = re.compile(r"\[(\d+):(\d+)/(\d+)\]$")
 Storage = torch.UntypedStorage
 Make = Callable[[int], Storage]
 # Where state is: (home, -1), or (lane, microbatch) for a microbatch's own.
@@ -283,14 +286,32 @@ def bind_storages(
     return {
         b: constant(x, device) if x.constant_hex else storage_of(x, tensors)
         for b in indices
-        if (x := trace.buffers[b]).constant_hex or x.name in tensors or not is_partial
+        if (x := trace.buffers[b]).constant_hex
+        or {x.name, whole_of(x.name)} & tensors.keys()
+        or not is_partial
     }
 
 
+def whole_of(name: str) -> str:
+    """Name of the weight that a part belongs to; the name itself of any other buffer."""
+    return name.partition("[")[0] if PART.search(name) else name
+
+
+def part_of(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A tensor by name; `W[a:b/n]` is bytes a to b of each n bytes of W, copied."""
+    found = PART.search(name)
+    if name in tensors or found is None:
+        return tensors[name]
+    first, last, width = map(int, found.groups())
+    storage = tensors[whole_of(name)].detach().untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return flat.view(-1, width)[:, first:last].contiguous().view(-1).clone()
+
+
 def storage_of(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> Storage:
-    if buffer.name not in tensors:
+    if not {buffer.name, whole_of(buffer.name)} & tensors.keys():
         raise MismatchError(f"there is no {buffer.kind} '{buffer.name}'", REMEDY)
-    given = tensors[buffer.name].detach()
+    given = part_of(buffer.name, tensors).detach()
     if buffer.kind is BufferKind.INPUT and given.nbytes < buffer.size_bytes and given.is_contiguous():
         padded = torch.zeros(buffer.size_bytes, dtype=torch.uint8, device=given.device)
         padded[: given.nbytes] = given.reshape(-1).view(torch.uint8)

@@ -31,7 +31,7 @@ from msgspec import Meta
 
 from tessera.errors import MismatchError, RuleBroken, TesseraError, WorkerError
 from tessera.execute.lanes import Lanes
-from tessera.execute.memory import flat_bytes
+from tessera.execute.memory import flat_bytes, part_of, whole_of
 from tessera.ir import AWAY, BufferKind, Cluster, Program, Trace, verify
 
 # Rank of a worker that takes any free device.
@@ -454,7 +454,9 @@ def make_setups(
     """One per device; `programs` by lane number."""
     cluster, traces = loaded.all[0].plan.cluster, tuple(g.trace for g in loaded.graphs)
     names = {t.buffers[b].name for t in traces for b in t.buffers_of(BufferKind.WEIGHT)}
-    shared = {name: tensor.detach().share_memory_() for name, tensor in weights.items() if name in names}
+    shared = {
+        name: part_of(name, weights).detach().share_memory_() for name in names if whole_of(name) in weights
+    }
     lanes, devices = tuple(map(tuple, programs)), cluster.devices
     first = Setup(0, cluster, traces, lanes, microbatches, transport, weights=shared)
     first = replace(first, epochs=(0,) * len(devices), scale=scale, is_profiled=is_profiled)

@@ -20,7 +20,14 @@ INDEXED = (
     "scatter", "scatter_add", "scatter_reduce", "take", "take_along_dim", "_unsafe_index", "_index_put_impl",
     "_unsafe_index_put", "masked_scatter",
 )  # fmt: skip
-GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm", "packed_grouped")
+GROUPED = (
+    "_grouped_mm",
+    "_scaled_grouped_mm",
+    "grouped_mm",
+    "packed_grouped",
+    "grouped_part",
+    "grouped_join",
+)
 # Integers among their arguments are lengths, offsets or page tables.
 LENGTHS = ("_flash_attention_forward", "_efficient_attention_forward", "_varlen", "embedding_bag",
            "paged_attention", "lora", "choose", "causal_conv", "ssd_scan", "selective_scan", "delta_scan",

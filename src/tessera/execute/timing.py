@@ -2,7 +2,7 @@
 
 `LaunchTimer` is the protocol that `profile` measures through, with what CPUs and GPUs share: the step's
 tensors, memory for one launch, repetition until enough samples are taken, and errors. `CpuTimer` reads a
-clock on one thread around each launch, dispatch included, as in a worker. `cuda.timing.CudaTimer` uses CUDA
+clock around each launch, dispatch included, with the threads of a worker. `cuda.timing.CudaTimer` uses CUDA
 events around graphs.
 
 `run` brings the step up to a launch, which then works on copies of what it writes, so timing changes nothing.
@@ -200,10 +200,11 @@ class LaunchTimer(ABC):
 
 
 class CpuTimer(LaunchTimer):
-    """One thread of this machine's CPU."""
+    """Some threads of this machine's CPU, as its worker has."""
 
-    def __init__(self, trace: Trace, own: Own) -> None:
+    def __init__(self, trace: Trace, own: Own, num_threads: int = 1) -> None:
         super().__init__(trace, torch.device("cpu"), own)
+        self._num_threads = num_threads
         self.cache_bytes = _cache_bytes()
 
     @cached_property
@@ -215,7 +216,7 @@ class CpuTimer(LaunchTimer):
         return torch.zeros(2 * self.cache_bytes // 4)
 
     def identity(self) -> dict[str, str]:
-        return {"device": _cpu_name(), "torch": torch.__version__, "threads": "1"}
+        return {"device": _cpu_name(), "torch": torch.__version__, "threads": str(self._num_threads)}
 
     def clock_mhz(self) -> float | None:
         """Only where the system fixes it."""
@@ -231,7 +232,7 @@ class CpuTimer(LaunchTimer):
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as in workers
+        torch.set_num_threads(self._num_threads)
         try:
             with torch.no_grad():
                 yield

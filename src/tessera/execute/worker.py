@@ -38,7 +38,8 @@ from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.transport import RunTransfer, TransferArrived, open_transport
 from tessera.execute.worker_loop import DeviceWorker
-from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Recv, Run, Send
+from tessera.ir import BufferKind, Device, DeviceKind, Free, Instruction, Recv, Run, Send
+from tessera.ir.host import host_nodes
 
 # File in the session's folder that the engine locks while it lives.
 LOCK = "lock"
@@ -284,7 +285,7 @@ def _is_leaving(pid: int) -> bool:
 
 def serve(setup: Setup, engine: EngineConnection) -> None:
     """Runs one worker until its engine hangs up; errors are sent to the engine."""
-    torch.set_num_threads(1)
+    _take_cores(setup.cluster.devices[setup.device])
     torch.set_grad_enabled(False)
     backend: DeviceWorker | None = None
     try:
@@ -301,6 +302,15 @@ def serve(setup: Setup, engine: EngineConnection) -> None:
             with contextlib.suppress(TesseraError, RuntimeError, OSError):  # the device has failed
                 backend.close()
         engine.close()
+
+
+def _take_cores(device: Device) -> None:
+    """A CPU worker has its share of a NUMA node's cores, other workers one thread."""
+    torch.set_num_threads(max(1, device.num_cores))
+    if device.num_cores:
+        node = next((node for node in host_nodes() if node.number == device.ordinal), None)
+        if node is not None:
+            os.sched_setaffinity(0, node.cores)
 
 
 def _backend(setup: Setup, engine: EngineConnection) -> DeviceWorker:

@@ -12,8 +12,8 @@ MAX_COST_US = 24 * 3600 * 1e6
 class DeviceKind(StrEnum):
     """How a device computes and keeps time."""
 
-    CPU = "cpu"  # this machine's CPU, real time
-    EMU = "emu"  # this machine's CPU, virtual clock of a GPU
+    CPU = "cpu"  # a NUMA node of this machine, real time
+    EMU = "emu"  # this machine's CPU, virtual clock of a GPU or another CPU
     CUDA = "cuda"  # GPU of this machine: whole, a part, or dilated
 
 
@@ -21,23 +21,31 @@ class DeviceKind(StrEnum):
 class Device:
     """Runs one launch at a time."""
 
-    # Unique: "cpu", "emu:a100", "cuda:0", "cuda:0/sm=32", "cuda:0/as=l40s", "away:a100"; repeats get "#1".
+    # Unique: "cpu", "cpu/node=1", "emu:a100", "cuda:0", "cuda:0/sm=32", "cuda:0/as=l40s", "away:a100".
+    # Repeats get "#1".
     name: str
     kind: DeviceKind
-    # GPU whose times it keeps ("a100"); empty for a CPU or unknown card.
+    # GPU or CPU whose times it keeps ("a100", "cpu-xeon-8480"); empty for this CPU or an unknown card.
     gpu: str
-    # Share of the card's memory.
+    # Share of the card's memory, or its cap.
     memory_bytes: int
     # Rent, or None.
     usd_per_hour: float | None = None
     # Board power of the data sheet, or None.
     tdp_w: float | None = None
-    # CUDA ordinal in this machine; AWAY: first GPU of a worker on another machine.
+    # CUDA ordinal or NUMA node in this machine; AWAY: first GPU of a worker on another machine.
     ordinal: int = 0
     # SMs of a partial card; 0: all.
     num_sms: int = 0
     # True if launches run on the card and are dilated to the times of `gpu`.
     is_dilated: bool = False
+    # Cores of a CPU worker; 0: one.
+    num_cores: int = 0
+
+    @property
+    def is_cpu(self) -> bool:
+        """True for CPUs, here or modelled."""
+        return self.kind is DeviceKind.CPU or self.gpu.startswith("cpu-")
 
 
 @dataclass(frozen=True, slots=True)

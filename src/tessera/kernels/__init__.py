@@ -1,7 +1,7 @@
 """Operators of the project and their kernels; accesses of PTX kernels (`ptx`) and their launch (`launch`).
 
-`paged`, `choose`, `packed`, `lora` and `recurrent` register operators with torch; import the module of an
-operator (`MODULES`) before running a trace that has it.
+`paged`, `choose`, `packed`, `grouped`, `lora` and `recurrent` register operators with torch; import the
+module of an operator (`MODULES`) before running a trace that has it.
 """
 
 # Operator -> module that registers it.
@@ -11,6 +11,8 @@ MODULES = {
     "packed_linear": "tessera.kernels.packed",
     "packed_grouped": "tessera.kernels.packed",
     "lora": "tessera.kernels.lora",
+    "grouped_part": "tessera.kernels.grouped",
+    "grouped_join": "tessera.kernels.grouped",
     "causal_conv": "tessera.kernels.recurrent",
     "ssd_scan": "tessera.kernels.recurrent",
     "selective_scan": "tessera.kernels.recurrent",

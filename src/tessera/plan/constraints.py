@@ -62,12 +62,16 @@ def allowed(
     node_of: tuple[Ints, ...],
     num_nodes: int,
     constraints: tuple[Constraint, ...],
-    names: tuple[str, ...],
+    devices: tuple[ir.Device, ...],
 ) -> Bools | None:
-    """[node, device] -> allowed; None without constraints."""
-    if not constraints:
-        return None
+    """[node, device] -> allowed; None if everything is. CPUs run operators only, no compiled kernels."""
+    names = tuple(device.name for device in devices)
     free = np.ones((num_nodes, len(names)), dtype=np.bool_)
+    hosts = [d for d, device in enumerate(devices) if device.is_cpu]
+    for graph, nodes in zip(unit.graphs, node_of, strict=True) if hosts else ():
+        free[np.ix_(nodes[compiled_launches(graph.trace)], np.array(hosts))] = False
+    if not constraints:
+        return None if free.all() else free
     last: dict[int, Constraint] = {}
     for constraint in constraints:
         chosen = _devices(constraint, names)
@@ -79,6 +83,12 @@ def allowed(
             for node in nodes[(before != free[nodes]).any(axis=1)].tolist():
                 last[node] = constraint
     return free
+
+
+def compiled_launches(trace: ir.Trace) -> Ints:
+    """Launches of GPU code."""
+    kernels = [kernel.origin is not ir.Origin.ATEN for kernel in trace.kernels]
+    return np.flatnonzero([kernels[launch.kernel] for launch in trace.launches])
 
 
 def check_constraints(unit: ir.WorkUnit, constraints: tuple[Constraint, ...]) -> None:

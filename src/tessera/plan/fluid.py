@@ -32,6 +32,8 @@ SINGLE, DATA_PARALLEL = "single", "data-parallel"
 PREFILL_DECODE, FRACTIONAL = "prefill-decode", "prefill-decode-fractional"
 DIVIDED = ("layer-pipeline", "attention-ffn", "kernel-level")
 POLICIES = (SINGLE, DATA_PARALLEL, PREFILL_DECODE, FRACTIONAL, *DIVIDED)
+# Baseline of a GPU beside its host; drafted only.
+FETCH = "fetch all that does not fit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ class ModelBytes:
     token: float
     # State of one sequence beside pages.
     sequence: float = 0.0
+    # Weights of the largest layer.
+    layer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +159,8 @@ class FluidModel:
     can_move: bool = True
     # Those that may be used; empty: all.
     devices: tuple[int, ...] = ()
+    # False for launches of GPU code.
+    runs_on_cpu: bool = True
 
     # Sizes of a load.
 
@@ -202,7 +208,8 @@ class FluidModel:
     @cached_property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
         """Equal devices that hold the model, each kind once."""
-        return tuple(kind for kind in self.alike if self.room_tokens(kind[0]) > 2 * self.length)
+        held = [kind for kind in self.alike if self.room_tokens(kind[0]) > 2 * self.length]
+        return tuple(k for k in held if self.runs_on_cpu or not self.cluster.devices[k[0]].is_cpu)
 
     @cached_property
     def step_tokens(self) -> tuple[int, ...]:
@@ -416,18 +423,68 @@ class FluidModel:
         devices, config = self.used, self.config
         if len(devices) < 2:
             return
-        in_flight = max(config.microbatches, len(devices))
         memory = sum(self.cluster.devices[d].memory_bytes for d in devices)
         room = config.memory_share * memory - self.model.weights
-        for tokens in self.step_tokens:
+        # A host reads its weights again for every microbatch.
+        deep = (max(config.microbatches, len(devices)),)
+        for in_flight, tokens in product((1, 2) if self.has_host else deep, self.step_tokens):
             group = self._mixed(devices, tokens, in_flight)
             price = self.price(tokens, group.sequences, group.length)
             needed = group.pool_tokens * self.model.token + in_flight * price.temporary_bytes
             if group.sequences > config.most_sequences or needed > room:
-                break
-            ideal_us = 1.0 / sum(1.0 / price.total_us(d) for d in devices)
-            per_s, tpot_ms, ttft_ms = self._times(group, tokens, ideal_us / config.efficiency)
-            yield self._draft(policy, [group], per_s, tpot_ms, ttft_ms)
+                continue
+            step_us = self._lane_us(price, needed, in_flight)
+            if step_us is not None:
+                yield self._draft(policy, [group], *self._times(group, tokens, step_us))
+
+    # A GPU and its host.
+
+    @cached_property
+    def hosts(self) -> tuple[int, ...]:
+        return tuple(d for d in self.used if self.cluster.devices[d].is_cpu)
+
+    @property
+    def has_host(self) -> bool:
+        """True for CPUs beside GPUs."""
+        return 0 < len(self.hosts) < len(self.used)
+
+    def _outside(self, needed: float) -> float | None:
+        """Share of the weights that GPUs cannot hold beside so many bytes; None: not even the bytes fit."""
+        cards = (d for d in self.used if d not in self.hosts)
+        held = self.config.memory_share * sum(self.cluster.devices[d].memory_bytes for d in cards) - needed
+        return None if held < 0 else 1.0 - min(1.0, held / max(1, self.model.weights))
+
+    def _lane_us(self, price: StepPrice, needed: float, in_flight: int) -> float | None:
+        """Time of a step divided by speed. Beside a host, GPUs have the pages and run what they can hold."""
+        if not self.has_host:
+            return _together_us(price, self.used) / self.config.efficiency
+        outside = self._outside(needed)
+        if outside is None:
+            return None
+        cards_us = (1.0 - outside) * _together_us(price, [d for d in self.used if d not in self.hosts])
+        hosts_us = outside * _together_us(price, self.hosts)
+        return cards_us + hosts_us if in_flight == 1 else max(cards_us, hosts_us) / self.config.efficiency
+
+    def fetching(self) -> ServiceDraft | None:
+        """GPUs that fetch the weights they cannot hold in every step, while they compute; None: all fit.
+
+        Two layers land beside the others: one computes, one arrives.
+        """
+        if not self.has_host or self._outside(0.0) == 0.0:
+            return None
+        cards = tuple(d for d in self.used if d not in self.hosts)
+        links = [self.cluster.link(host, card) for card in cards for host in self.hosts[:1]]
+        per_us = sum(link.gbps * 1e3 for link in links if link is not None)
+        drafts = []
+        for tokens in self.step_tokens:
+            group = self._mixed(cards, tokens)
+            price = self.price(tokens, group.sequences, group.length)
+            held = group.pool_tokens * self.model.token + price.temporary_bytes + 2 * self.model.layer
+            outside = self._outside(held)
+            if outside is not None and group.sequences <= self.config.most_sequences and per_us:
+                step_us = max(_together_us(price, cards), outside * self.model.weights / per_us)
+                drafts.append(self._draft(FETCH, [group], *self._times(group, tokens, step_us)))
+        return max(drafts, key=lambda d: d.tokens_per_s, default=None)
 
     # Bound.
 
@@ -513,11 +570,17 @@ class CapturedModel(FluidModel):
     def _divided(self, policy: str) -> Iterator[ServiceDraft]:
         if len(self.used) < 2:
             return
-        group = self._group(Role.MIXED, self.used, max(self.config.least_microbatches, self.microbatches))
+        least = 1 if self.has_host else self.config.least_microbatches
+        group = self._group(Role.MIXED, self.used, max(least, self.microbatches))
         price = self.price(self._mean_tokens, self.sequences, self.length)
-        ideal_us = 1.0 / sum(1.0 / price.total_us(d) for d in self.used)
-        times = self._times(group, self._mean_tokens, ideal_us / self.config.efficiency)
+        step_us = _together_us(price, self.used) / self.config.efficiency
+        times = self._times(group, self._mean_tokens, step_us)
         yield self._draft(policy, [group], *times)
+
+
+def _together_us(price: StepPrice, devices: Sequence[int]) -> float:
+    """Time of a step that devices divide by their speed."""
+    return 1.0 / sum(1.0 / price.total_us(d) for d in devices)
 
 
 def _alike(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:

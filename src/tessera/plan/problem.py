@@ -339,7 +339,7 @@ def build(
         memory_bytes=np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64),
         temporaries=tuple(temporaries_of(g, n) for g, n in zip(unit.graphs, node_of, strict=True)),
         constraints=constraints,
-        allowed=allowed(unit, node_of, num_nodes, constraints, cluster.names),
+        allowed=allowed(unit, node_of, num_nodes, constraints, cluster.devices),
     )
 
 

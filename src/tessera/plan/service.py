@@ -86,6 +86,9 @@ def plan_service(
     else:
         chosen = next(within[name] for name, figure in figures.items() if figure >= (1.0 - TIE) * most)
     rivals = tuple(found.rival for found in within.values())
+    fetching = fluids[0].fetching() if is_strict else None
+    if fetching is not None:
+        rivals = (*rivals, draft_rival(fetching, cluster))
     bound = fluids[0].bound_per_s if is_strict else None
     return replace(chosen.plan, expected=chosen.expected, rivals=rivals, bound_per_s=bound)
 
@@ -107,6 +110,10 @@ def drafted(fluid: FluidModel, policy: str, objective: Objective) -> float:
 
 
 def draft_option(draft: ServiceDraft, cluster: Cluster) -> Option:
+    return option_of(draft_rival(draft, cluster), cluster)
+
+
+def draft_rival(draft: ServiceDraft, cluster: Cluster) -> Rival:
     """Figures of a draft whose devices are always busy."""
     names = cluster.names
     sizes = tuple(
@@ -115,7 +122,7 @@ def draft_option(draft: ServiceDraft, cluster: Cluster) -> Option:
     )
     times = (draft.tpot_ms, draft.tpot_ms, draft.ttft_ms, draft.ttft_ms)
     expected = Expected(draft.tokens_per_s, *times, (1.0,) * len(names), (), 0)
-    return option_of(Rival(draft.policy, sizes, expected), cluster)
+    return Rival(draft.policy, sizes, expected)
 
 
 def option_of(rival: Rival, cluster: Cluster) -> Option:

@@ -20,7 +20,8 @@ from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.baselines import COARSE
 from tessera.plan.config import FULL, SearchConfig
-from tessera.plan.constraints import Constraint, check_constraints
+from tessera.plan.constraints import Constraint, check_constraints, compiled_launches
+from tessera.plan.host import has_host, host_placement
 from tessera.plan.problem import Cells, Mix, Problem, build, mix_of, partitions, restricted
 from tessera.plan.search import objectives
 from tessera.plan.search.judge import Judge
@@ -135,6 +136,11 @@ def place(
     """One placement for all requests by a policy: by busy time, kernel by kernel also by simulated rate."""
     problem, planner = build(unit, costs, cluster), SERVED_PLANNERS.get(policy, policy)
     config = replace(config, single_limit_s=PLACE_S)
+    if planner == SINGLE_PLACEMENT and has_host(problem):
+        labels = host_placement(problem, microbatches)
+        if labels is None:
+            raise PlanInfeasible("the GPU cannot hold what its host cannot compute")
+        return problem.placement(labels)
 
     def found_by(name: str) -> list[ir.Placement]:
         task = Task(problem, microbatches, is_served=True, policy=name, config=config)
@@ -169,6 +175,9 @@ def lane_plan(
 ) -> ir.Plan:
     """A plan of one lane, whose rate is that of its busiest device."""
     busy_us = [0.0] * len(cluster.devices)
+    for graph, devices in zip(unit.graphs, placement.devices, strict=True):
+        if any(cluster.devices[d].is_cpu for d in {devices[n] for n in compiled_launches(graph.trace)}):
+            raise PlanInfeasible("compiled kernels run on GPUs only", "Add a GPU.")
     for count, cost, devices in zip(unit.counts, costs, placement.devices, strict=True):
         for launch, device in enumerate(devices):
             busy_us[device] += count * cost.us(launch, device)

@@ -12,7 +12,7 @@ from tessera.profile.coverage import (
     sureness,
     sureness_of,
 )
-from tessera.profile.devices import LINKS, LinkPreset, make_cluster, parse_devices, wire
+from tessera.profile.devices import LINKS, LinkPreset, cap_memory, make_cluster, parse_devices, wire
 from tessera.profile.estimate import estimate, notes, works
 from tessera.profile.gpus import Effective, Gpu, gpu, known_gpus
 from tessera.profile.table_files import SYSTEMS
@@ -20,7 +20,7 @@ from tessera.profile.tables import Tables, installed_tables, missing_note
 
 __all__ = [
     "LINKS", "SYSTEMS", "CostShare", "Covered", "Effective", "Gpu", "LinkPreset", "OpClass", "Sureness",
-    "Tables", "Work", "best_sources", "borrowed", "class_of", "coverage", "estimate", "gpu",
+    "Tables", "Work", "best_sources", "borrowed", "cap_memory", "class_of", "coverage", "estimate", "gpu",
     "installed_tables", "known_gpus", "make_cluster", "missing_note", "notes", "parse_devices",
     "rejected_tables", "sureness", "sureness_of", "wire", "work_of", "works",
 ]  # fmt: skip

@@ -23,7 +23,7 @@ _BY_CLASS: dict[str, str] = {
     "gemm": """mm addmm bmm baddbmm addbmm linear matmul mv addmv dot vdot _scaled_mm _int_mm
         _addmm_activation _weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm
         _trilinear bilinear mkldnn_linear _cslt_sparse_mm packed_linear lora""",
-    "grouped": "_grouped_mm _scaled_grouped_mm packed_grouped",
+    "grouped": "_grouped_mm _scaled_grouped_mm packed_grouped grouped_part",
     "prefill": """scaled_dot_product_attention _scaled_dot_product_attention_math
         _scaled_dot_product_attention_math_for_mps _scaled_dot_product_flash_attention
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
@@ -57,7 +57,7 @@ _BY_CLASS: dict[str, str] = {
         _local_scalar_dense item pixel_shuffle pixel_unshuffle im2col col2im _reshape_copy
         view_copy expand_copy permute_copy _unsafe_masked_index reflection_pad1d reflection_pad2d
         replication_pad1d replication_pad2d replication_pad3d split_with_sizes_copy unfold_copy
-        channel_shuffle range _pin_memory""",
+        channel_shuffle range _pin_memory grouped_join""",
     "elementwise": """causal_conv ssd_scan selective_scan delta_scan
         add sub rsub mul div true_divide floor_divide remainder fmod pow square sqrt rsqrt
         reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh tanh asin acos atan atan2
@@ -138,6 +138,8 @@ def work_of(kernel: Kernel, launch: Launch) -> Work:
     views = _inputs(launch)
     if op is OpClass.PREFILL:
         return _attention(kernel, launch, views)
+    if _base(kernel.name) == "grouped_part":
+        return _grouped_part(launch, views)
     flops = 0.0
     shape: tuple[int, ...] = ()
     if op in (OpClass.GEMM, OpClass.GROUPED):
@@ -256,6 +258,18 @@ def _idle_experts(views: tuple[View, ...]) -> int:
     return size * max(0, groups - rows.shape[0]) // groups
 
 
+def _grouped_part(launch: Launch, views: tuple[View, ...]) -> Work:
+    """Its expected share of the rows, and the experts that these are expected to choose."""
+    x, weight, share = views[0], views[1], launch.args[4]
+    assert isinstance(share, float)
+    (all_rows, k), (groups, _, n) = x.shape, weight.shape
+    rows = max(1, round(all_rows * share))
+    chosen = groups * (1.0 - (1.0 - min(1.0, share / groups)) ** all_rows)
+    num_bytes = round(_size(weight) * chosen / groups) + rows * (k + n) * item_bytes(x.dtype)
+    shape = (max(1, round(chosen)), rows, n, k)
+    return Work(OpClass.GROUPED, x.dtype, 2.0 * rows * n * k, num_bytes, shape)
+
+
 def _idle_rows(views: tuple[View, ...]) -> int:
     """State bytes, read and written, of rows without a sequence in the step."""
     state, _, rows = views[-3:]
@@ -330,7 +344,7 @@ def _paged(launch: Launch, views: tuple[View, ...]) -> Work:
     query, keys, values, _, starts = views[:5]
     num, heads, width = query.shape
     kv_heads, value_width = values.shape[2:]
-    _, window, _, _, length, _ = launch.args[7:13]
+    _, window, _, _, length, _, *tails = launch.args[7:]
     assert isinstance(window, int)
     assert isinstance(length, int)
     sequences = max(1, min(num, starts.shape[0]))
@@ -340,8 +354,11 @@ def _paged(launch: Launch, views: tuple[View, ...]) -> Work:
     read = held
     if window:
         seen, read = min(seen, window), min(held, window + queries - 1)
-    flops = 2.0 * num * heads * seen * (width + value_width)
-    pages = sequences * read * kv_heads * (width + value_width) * item_bytes(keys.dtype)
+    tail = tails[1].shape[-1] if tails and isinstance(tails[1], View) else 0
+    is_shared = keys == values  # latents, which are both, of one head
+    held_width = width + tail if is_shared else kv_heads * (width + tail + value_width)
+    flops = 2.0 * num * heads * seen * (width + tail + value_width)
+    pages = sequences * read * held_width * item_bytes(keys.dtype)
     num_bytes = pages + _size(query) + sum(_size(v) for v in _outputs(launch))
     op = OpClass.DECODE if queries <= MAX_DECODE_QUERIES else OpClass.PREFILL
     overhead: Overhead = (("paged_stream", 1.0),) if op is OpClass.DECODE else ()

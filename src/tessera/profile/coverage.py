@@ -168,7 +168,7 @@ def sureness_of(priced: Iterable[tuple[Work, str, Cost, float]]) -> Sureness:
         part[2] += us if cost.rel_error > WIDE else 0.0
         if key not in why:
             is_modelled = cost.source in (Source.FITTED, Source.CLASS) and where in specs
-            why[key] = model_of(work, specs[where]).why if is_modelled else cost.source.value
+            why[key] = model_of(work, specs[where]).why if is_modelled else cost.detail or cost.source.value
     total = sum(us for us, _, _ in sums.values()) or 1.0
     parts = [
         CostShare(op, where, source, us / total, weighted / us, wide / total, why[op, where, source])

@@ -2,13 +2,16 @@
 
 A device list is comma-separated:
   emu:GPU        computes on the CPU, on the virtual clock of GPU
-  cpu            this machine's CPU, one thread, real time
+  emu:cpu-CPU    likewise, of a CPU
+  cpu            this machine's first NUMA node, real time
+  cpu/node=N     another NUMA node
   cuda:N         GPU N of this machine
   cuda:N/sm=K    K SMs of that GPU
   cuda:N/as=GPU  that GPU, each launch dilated to its time on another one
   away:GPU[:N]   N GPUs of other machines, the first that each worker sees
 
-Repeated devices get a suffix: `emu:a100#1`. Devices of one card share its memory evenly. A card is a known
+Repeated devices get a suffix: `emu:a100#1`. Devices of one card or node share its memory and cores evenly.
+`emu:l40s=20GB` caps memory. A card is a known
 GPU if its name contains every word of that GPU's key.
 
 A link spec names a link for all pairs ("pcie4") or for one: "emu:a100-emu:l40s=nvlink" both ways,
@@ -16,7 +19,6 @@ A link spec names a link for all pairs ("pcie4") or for one: "emu:a100-emu:l40s=
 one message at a time.
 """
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -24,9 +26,16 @@ from dataclasses import dataclass, replace
 
 from tessera.errors import TesseraError, UnknownName
 from tessera.ir import AWAY, Cluster, Device, DeviceKind, Link, verify
+from tessera.ir.host import host_nodes
+from tessera.profile.cpus import CPUS, PREFIX, cpu
 from tessera.profile.gpus import gpu, known_gpus
 
 PLACE = "--devices"
+UNITS = {"": 1} | {
+    f"{letter}{i}": (1024 if i else 1000) ** power
+    for power, letter in enumerate("kMGT", 1)
+    for i in ("", "i")
+}
 OTHER_MACHINE = "away"
 # Link name that selects measured links.
 MEASURED = "measured"
@@ -98,7 +107,29 @@ def parse_devices(text: str, cards: Cards = cuda_cards) -> tuple[Device, ...]:
     parsed = [device for word in words for device in _devices(word, cards)]
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in parsed):
         parsed = _shared(parsed, cards())
-    return tuple(_numbered(parsed))
+    return tuple(_numbered(_shared_nodes(parsed)))
+
+
+def cap_memory(devices: tuple[Device, ...], words: Sequence[str]) -> tuple[Device, ...]:
+    """The devices with the memory of `DEVICE=SIZE` at most."""
+    caps = dict(_cap(word) for word in words)
+    names = [device.name for device in devices]
+    for name in caps:
+        if name not in names:
+            raise UnknownName("device", name, names)
+    return tuple(
+        replace(d, memory_bytes=min(d.memory_bytes, caps.get(d.name, d.memory_bytes))) for d in devices
+    )
+
+
+def _cap(word: str) -> tuple[str, int]:
+    # At the last separator: cpu/node=1 is a device name.
+    name, _, size = word.rpartition("=")
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]i?)?B?", size)
+    if not name or number is None or not float(number[1]):
+        message = f"--memory must be DEVICE=SIZE, got '{word}'"
+        raise TesseraError(message, "Write --memory cuda:0=22GB.", "--memory")
+    return name, int(float(number[1]) * UNITS[number[2] or ""])
 
 
 def _numbered(devices: Sequence[Device]) -> Iterable[Device]:
@@ -126,7 +157,7 @@ def _devices(word: str, cards: Cards) -> list[Device]:
 
 
 def _device(word: str, cards: Cards) -> Device:
-    kind, _, rest = word.partition(":")
+    kind, rest = word.partition("/")[0].partition(":")[0], word.partition(":")[2]
     if kind not in tuple(DeviceKind):
         if word in {one.name for one in known_gpus()}:
             remedy = f"Write emu:{word} to plan for it."
@@ -139,9 +170,12 @@ def _device(word: str, cards: Cards) -> Device:
 
 def _emulated(word: str, name: str) -> Device:
     if not name:
-        gpus = ", ".join(sorted(g.name for g in known_gpus()))
+        gpus = ", ".join(sorted((*(g.name for g in known_gpus()), *CPUS)))
         kind = word.partition(":")[0]
         raise TesseraError(f"'{word}' names no GPU", f"Use {kind}: with one of {gpus}.", PLACE)
+    if name.startswith(PREFIX):
+        host = cpu(name)
+        return Device(f"emu:{name}", DeviceKind.EMU, name, host.memory_bytes, None, host.tdp_w)
     spec = gpu(name)
     return Device(
         f"emu:{spec.name}", DeviceKind.EMU, spec.name, spec.memory_bytes, spec.usd_per_hour, spec.tdp_w
@@ -149,9 +183,22 @@ def _emulated(word: str, name: str) -> Device:
 
 
 def _cpu(word: str) -> Device:
-    if word != DeviceKind.CPU:
-        raise TesseraError(f"'{word}' is not a device", "Write cpu.", PLACE)
-    return Device("cpu", DeviceKind.CPU, "", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    nodes = {f"{DeviceKind.CPU}/node={node.number}": node for node in host_nodes()}
+    node = next(iter(nodes.values())) if word == DeviceKind.CPU else nodes.get(word)
+    if node is None:
+        raise TesseraError(f"'{word}' is not a device", f"Write cpu or {' or '.join(nodes)}.", PLACE)
+    return Device(word, DeviceKind.CPU, "", node.memory_bytes, ordinal=node.number, num_cores=len(node.cores))
+
+
+def _shared_nodes(devices: Sequence[Device]) -> list[Device]:
+    """Splits memory and cores of NUMA nodes among their devices."""
+    num = Counter(d.ordinal for d in devices if d.kind is DeviceKind.CPU)
+    return [
+        replace(d, memory_bytes=d.memory_bytes // n, num_cores=max(1, d.num_cores // n))
+        if d.kind is DeviceKind.CPU and (n := num[d.ordinal])
+        else d
+        for d in devices
+    ]
 
 
 def _cuda(word: str, rest: str, cards: tuple[Card, ...]) -> Device:

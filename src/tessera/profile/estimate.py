@@ -14,6 +14,7 @@ from tessera.ir import Arg, Cost, Costs, Device, DeviceKind, Launch, Source, Sym
 from tessera.ir.trace import item_bytes
 from tessera.profile.corrections import Corrections, calibration_of, packaged
 from tessera.profile.counts import OpClass, Work, is_zero_size, work_of
+from tessera.profile.cpus import CPUS, price_on_cpu
 from tessera.profile.fitted import family_of, model_of, price_many
 from tessera.profile.gpus import gpu
 from tessera.profile.table_files import SYSTEMS
@@ -52,6 +53,8 @@ def price_works(
 
     `corrections` replaces the package's and the GPU's calibration.
     """
+    if gpu_name in CPUS:
+        return price_on_cpu(works, gpu_name)
     costs = price_many(works, gpu_name)
     if tables is not None:
         measured = tables.price_many(works, gpu_name)
@@ -117,6 +120,9 @@ def notes(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = Tru
     names = tuple(dict.fromkeys(d.gpu for d in devices))
     distinct, found = list(dict.fromkeys(counted)), _resolved(tables)
     for name in names:
+        if name in CPUS:
+            said.append(f"{name} is modelled by its data sheet ({CPUS[name].source})")
+            continue
         guessed = _guessed(name, distinct, found)
         if guessed:
             said.append(f"{name}: no measurements of {', '.join(guessed)}; the class model is used")
@@ -151,4 +157,5 @@ def _check(device: Device) -> None:
     if device.kind is not DeviceKind.EMU:
         remedy = "Only emu:GPU can be priced at present."
         raise TesseraError(f"{device.name} cannot be priced without measuring it", remedy, "--devices")
-    gpu(device.gpu)
+    if device.gpu not in CPUS:
+        gpu(device.gpu)

@@ -4,7 +4,7 @@ Steps are captured from compiled code. Launches are measured on real cards and p
 devices they are modelled, and measured time is modelled time times a scale (`execute.cuda.pace`).
 
 Random weights of large built-in models are made on the GPU and differ from those of a CPU; workers of one
-card share them. Not handled: GPUs beside CPUs, and real cards beside dilated ones.
+card share them. GPUs beside their host are in `planning`. Not handled: real cards beside dilated ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from tessera.errors import TesseraError
 from tessera.execute import driver
 from tessera.execute.cuda.measure import measure, scale_of
 from tessera.execute.stepper import Tensors
-from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Plan, Trace, WorkUnit
+from tessera.ir import AWAY, Cluster, Costs, Plan, Trace, WorkUnit
 from tessera.profile.measured import combine
 from tessera.serve.pages import steady
 from tessera.serve.records import ServeSpec
@@ -51,9 +51,9 @@ class Still:
 
 
 def check_gpus(cluster: Cluster) -> None:
-    here = [d.name for d in cluster.devices if d.kind is DeviceKind.CUDA and d.ordinal != AWAY]
-    if len(here) < len(cluster.devices):
-        message = f"{', '.join(here)} cannot serve beside other devices"
+    away = [d.name for d in cluster.devices if d.ordinal == AWAY]
+    if away:
+        message = f"{', '.join(away)} cannot serve beside GPUs of this machine"
         raise TesseraError(message, "Name GPUs of this machine only, or none of them.", PLACE)
     dilated = [d.name for d in cluster.devices if d.is_dilated]
     if dilated and len(dilated) < len(cluster.devices):
@@ -81,7 +81,7 @@ class GpuBackend:
     def build(self, model: str, spec: ServeSpec) -> ServedModel:
         card = str(driver.card(self.cluster.devices[0].ordinal))
         sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS)
-        with _made_on(card, model, spec.seed):
+        with made_on(card, model, spec.seed):
             plain = served(
                 model, sizes, min_size=MIN_SIZE, room_bytes=self.memory_bytes, pool_bytes=float("inf")
             )
@@ -143,7 +143,7 @@ def blank(workload: Workload) -> Workload:
 
 
 @contextmanager
-def _made_on(card: str, model: str, seed: int) -> Iterator[None]:
+def made_on(card: str, model: str, seed: int) -> Iterator[None]:
     """Inside, large built-in models are made on the GPU; its random state is restored after."""
     if model not in known_models() or weight_bytes(model) <= LARGE_BYTES:
         yield

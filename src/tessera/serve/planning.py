@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,7 +38,7 @@ from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Plan, Role, ServicePlan, Trace, WorkUnit, save
 from tessera.ir.files import cache_folder, chunks_of, parse
-from tessera.serve.pages import modest_bytes
+from tessera.serve.pages import modest_bytes, steady
 from tessera.serve.records import ServeSpec, Shape, step_name
 from tessera.serve.router import plans_of, shape_of
 
@@ -53,6 +53,8 @@ MAX_BYTES = 4 << 30
 # A step that takes longer than this is taken for hung.
 STEP_TIMEOUT_S = 60.0
 MAX_KEPT = 32
+# Beside a host: pages' share of a GPU, and tokens of the largest step.
+PAGES_SHARE, HOST_BATCH_TOKENS = 0.2, 512
 # Maximum bytes of kept weights.
 MAX_WEIGHT_BYTES = 64 << 20
 # Libraries that captured steps and costs depend on.
@@ -140,10 +142,19 @@ class CpuBackend:
     cluster: Cluster
     microbatches: int
     store: Path | None = None
+    # Scope of a mixture of experts -> how often each is chosen.
+    frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
-        return (modest_bytes(self.microbatches),)
+        return (min([modest_bytes(self.microbatches), *self._page_bytes]),)
+
+    @property
+    def _page_bytes(self) -> list[float]:
+        """Beside a host, pages have a share of each GPU, so that attention runs there."""
+        cards = [d.memory_bytes for d in self.cluster.devices if not d.is_cpu]
+        is_alone = len(cards) == len(self.cluster.devices)
+        return [] if is_alone else [steady(PAGES_SHARE * size / self.microbatches) for size in cards]
 
     def build(self, model: str, spec: ServeSpec) -> "ServedModel":
         from tessera.serve.steps import for_cpu, served
@@ -160,7 +171,15 @@ class CpuBackend:
 
     def capture(self, model: "ServedModel") -> list[Trace]:
         with blamed_for_run(model.model):
-            return [record(workload) for workload in model.workloads]
+            return self._divided([record(workload) for workload in model.workloads])
+
+    def _divided(self, traces: list[Trace]) -> list[Trace]:
+        from tessera.capture.divide import divide, division_for
+
+        division = division_for(self.cluster, traces)
+        if division is None:
+            return traces
+        return [divide(trace, division, self.frequencies).trace for trace in traces]
 
     def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]:
         from tessera import flow
@@ -188,6 +207,39 @@ class CpuBackend:
         return 1.0
 
 
+@dataclass(frozen=True)
+class HostBackend(CpuBackend):
+    """GPUs of this machine beside its CPU: the model is built and captured in the host's memory."""
+
+    @cached_property
+    def memory_bytes(self) -> Sequence[float]:
+        return (min(self._page_bytes),)
+
+    def build(self, model: str, spec: ServeSpec) -> "ServedModel":
+        from tessera.serve.gpu import made_on
+        from tessera.serve.steps import served
+
+        card = next(d for d in self.cluster.devices if d.kind is DeviceKind.CUDA)
+        (pool_bytes,) = self.memory_bytes
+        with made_on(f"cuda:{card.ordinal}", model, spec.seed):
+            sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or HOST_BATCH_TOKENS)
+            plain = served(model, sizes, pool_bytes=pool_bytes)
+        plain.workloads[-1].module.to("cpu")
+        if plain.encode is not None:
+            message = "models that see are served on worker processes"
+            raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
+        return plain
+
+
+def _check_host(cluster: Cluster) -> None:
+    others = [d.name for d in cluster.devices if not d.is_cpu and d.kind is not DeviceKind.CUDA]
+    dilated = [d.name for d in cluster.devices if d.is_dilated or d.num_sms or d.ordinal == AWAY]
+    modelled = [d.name for d in cluster.devices if d.is_cpu and d.kind is not DeviceKind.CPU]
+    for name in (*others, *dilated, *modelled):
+        message = f"{name} cannot serve beside a GPU of this machine and its CPU"
+        raise TesseraError(message, "Name whole GPUs and cpu: --devices cuda:0,cpu.", "--devices")
+
+
 def prepare(
     model: str,
     cluster: Cluster,
@@ -209,12 +261,16 @@ def prepare(
     """
     backend: StepBackend
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
-        from tessera.serve.gpu import GpuBackend
+        if any(d.kind is not DeviceKind.CUDA for d in cluster.devices):
+            _check_host(cluster)
+            backend = HostBackend(cluster, spec.microbatches, store, dict(spec.expert_frequencies))
+        else:
+            from tessera.serve.gpu import GpuBackend
 
-        backend = GpuBackend(cluster, spec, is_compiled)
+            backend = GpuBackend(cluster, spec, is_compiled)
     else:
         warm_up()  # in parallel with capture and planning
-        backend = CpuBackend(cluster, spec.microbatches, store)
+        backend = CpuBackend(cluster, spec.microbatches, store, dict(spec.expert_frequencies))
 
     if plan is not None:
         check_plan(plan, model, cluster)
@@ -266,7 +322,8 @@ def _for_load(model: str, cluster: Cluster, spec: ServeSpec, advance: Listener) 
     from tessera.planning import ServedSteps, make_service_plan
     from tessera.serve.rehearse import rehearse
 
-    steps = ServedSteps(model, cluster, spec.random_weights, advance=advance)
+    often = dict(spec.expert_frequencies)
+    steps = ServedSteps(model, cluster, spec.random_weights, advance=advance, frequencies=often)
     steps.is_compiled, _ = choose_launches(steps.anchors, "")
     (name,) = spec.policies
     if name not in ("auto", *POLICIES):

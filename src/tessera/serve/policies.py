@@ -149,7 +149,7 @@ class ServicePlanner:
 
         return CapturedModel(
             self.load, self.cluster, price, ModelBytes(0, 0.0), FluidConfig(num_rehearsed=MAX_REHEARSED),
-            not self.sees, (), shape.microbatches, shape.rows, shape.sizes,
+            not self.sees, (), True, shape.microbatches, shape.rows, shape.sizes,
         )  # fmt: skip
 
     def _group(self, policy: str, draft: GroupDraft) -> Group:
@@ -162,7 +162,12 @@ class ServicePlanner:
     @cached_property
     def _counted(self) -> WorkUnit:
         """With steps counted as a rehearsal runs them."""
-        base = self.best(DATA_PARALLEL if len(self.cluster.devices) > 1 else SINGLE)
+        try:
+            base = self.best(DATA_PARALLEL if len(self.cluster.devices) > 1 else SINGLE)
+        except (PlanInfeasible, DeviceMemoryError):  # a device cannot hold the model: by its times alone
+            group = self._on(0, Role.MIXED, self.shape.microbatches)
+            base = ServicePlan(self.model, SINGLE, self.load, (group,))
+            base = replace(base, expected=self._rehearse(base, self.load))
         assert base.expected is not None
         runs = [sum(counts) for counts in zip(*base.expected.steps, strict=True)]
         scale = min(MAX_RUNS, max(len(runs), self.load.output_tokens)) / max(1, sum(runs))

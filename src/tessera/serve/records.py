@@ -77,7 +77,10 @@ class Shape:
 
 def sizes_for(cluster: Cluster) -> tuple[int, int | None]:
     """Default microbatches and rows; None: chosen by memory. One GPU has nothing to overlap."""
-    if any(device.kind is not DeviceKind.CUDA for device in cluster.devices):
+    kinds = {device.kind for device in cluster.devices}
+    if kinds == {DeviceKind.CUDA, DeviceKind.CPU}:  # a host reads its weights again for every microbatch
+        return 1, ROWS
+    if kinds != {DeviceKind.CUDA}:
         return MICROBATCHES, ROWS
     return min(MICROBATCHES, len(cluster.devices)), None
 
@@ -108,6 +111,8 @@ class ServeSpec:
     effort: str = "full"
     # LoRA adapters: (name for clients, folder).
     adapters: tuple[tuple[str, str], ...] = ()
+    # (module of a mixture of experts, how often each is chosen).
+    expert_frequencies: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

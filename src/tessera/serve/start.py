@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tessera.capture import place_of
 from tessera.errors import TesseraError
 from tessera.execute.worker_stepper import MakeHub
-from tessera.ir import Cluster, DeviceKind, GroupSize, ServicePlan
+from tessera.ir import BufferKind, Cluster, DeviceKind, GroupSize, ServicePlan
 from tessera.kernels import PAGE
 from tessera.serve.background import PlannerProcess
 from tessera.serve.limits import HttpLimits
@@ -264,5 +264,14 @@ def _one_more(plan: ServicePlan) -> str:
             added[device.gpu or device.name] = expected.tokens_per_s * all_us / own_us / busy_s
     if not added:
         return "with one more device: not modelled"
+    cards = [d for d in plan.cluster.devices if not d.is_cpu]
+    if 0 < len(cards) < len(plan.cluster.devices):
+        per_s = added[cards[0].gpu or cards[0].name]
+        buffers = plan.plans[0].graphs[-1].trace.buffers
+        need = sum(b.size_bytes for b in buffers if b.kind is BufferKind.WEIGHT)
+        return (
+            f"the GPU cannot hold all weights ({need / 1e9:.3g} GB), so its host computes with the rest; one "
+            f"like it that holds them would give about {per_s:,.0f} tokens/s (modelled)"
+        )
     parts = [f"{kind} adds {per_s:,.0f}" for kind, per_s in added.items()]
     return f"with one more card, as a copy beside these (modelled, tokens/s, about): {', '.join(parts)}"

@@ -5,7 +5,7 @@ import pytest
 from profile_factories import emulated
 from tessera.errors import TesseraError, UnknownName
 from tessera.ir import AWAY, DeviceKind, verify
-from tessera.profile import LINKS, gpu, known_gpus, make_cluster, parse_devices
+from tessera.profile import LINKS, cap_memory, gpu, known_gpus, make_cluster, parse_devices
 from tessera.profile.measured import needs_measuring
 
 
@@ -114,3 +114,31 @@ def test_no_source_names_a_place_on_somebodys_disk() -> None:
     words = " ".join(f"{g.spec_source} {g.effective_source} {g.price_source} {g.note}" for g in known_gpus())
 
     assert not any(part in words for part in ("/work", "/home", "shared/", ".parquet"))
+
+
+def test_memory_is_capped_by_device() -> None:
+    devices = parse_devices("emu:l40s,emu:cpu-xeon-8480")
+    capped = cap_memory(devices, ["emu:l40s=22GB", "emu:cpu-xeon-8480=1GiB"])
+    assert [d.memory_bytes for d in capped] == [22_000_000_000, 1 << 30]
+    assert cap_memory(devices, ["emu:l40s=1TB"]) == devices, "a cap adds nothing"
+    for word in ("emu:l40s", "emu:l40s=much", "emu:l40s=0GB"):
+        with pytest.raises(TesseraError, match="--memory must be DEVICE=SIZE"):
+            cap_memory(devices, [word])
+    with pytest.raises(UnknownName):
+        cap_memory(devices, ["cuda:7=22GB"])
+
+
+def test_modelled_cpus_are_devices() -> None:
+    (device,) = parse_devices("emu:cpu-epyc-9654")
+    assert device.is_cpu
+    assert device.kind is DeviceKind.EMU
+    assert not parse_devices("emu:l40s")[0].is_cpu
+    with pytest.raises(UnknownName):
+        parse_devices("emu:cpu-8086")
+
+
+def test_cpus_share_the_cores_of_their_node() -> None:
+    (alone,), pair = parse_devices("cpu"), parse_devices("cpu,cpu")
+    assert alone.num_cores >= max(d.num_cores for d in pair) >= 1
+    assert sum(d.memory_bytes for d in pair) <= alone.memory_bytes
+    assert parse_devices(f"cpu/node={alone.ordinal}")[0].num_cores == alone.num_cores

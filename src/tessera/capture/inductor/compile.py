@@ -28,8 +28,7 @@ from torch.fx import Node
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera.capture import fake
-from tessera.capture.fake import InPlaceOf, Run, target_attention, uncollected
+from tessera.capture.fake import InPlaceOf, run_fake, target_attention, uncollected
 from tessera.capture.operators import (
     arguments,
     check_operator,
@@ -303,7 +302,7 @@ def trace_step(
     workload: Workload, given: Sequence[Tensors], mode: FakeTensorMode, portable: bool = True
 ) -> Traced:
     """Trace a step on `given`: fake weights, inputs and state of `mode`."""
-    tracer = _Tracer(fake.runner(mode))
+    tracer = _Tracer()
     for tensors in given:
         for name, tensor in tensors.items():
             tracer.take(name, tensor)
@@ -355,9 +354,8 @@ class _Step(torch.nn.Module):
 
 
 class _Tracer(TorchDispatchMode):
-    def __init__(self, run: Run) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
         self._nodes: dict[int, torch.fx.Node] = {}
         self.graph, self.length = torch.fx.Graph(), 0
         self.constants: dict[str, torch.Tensor] = {}
@@ -393,7 +391,7 @@ class _Tracer(TorchDispatchMode):
         check_operator(func, args, kwargs, _is_unknown)
         if func is torch.ops.aten.lift_fresh.default:
             func = torch.ops.aten.lift_fresh_copy.default
-        result = run_operator(self._run, func, args, kwargs)
+        result = run_operator(run_fake, func, args, kwargs)
         if not isinstance(result, torch.Tensor | tuple | list | NoneType):  # read from a constant
             return result
         node = self._know(self.graph.call_function(func, *recorded), result)

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.blocks import open_dataclasses, path
-from tessera.capture.fake import Run, run_fake, runner
+from tessera.capture.fake import run_fake
 from tessera.capture.models.examples import (
     PIXELS,
     call_inputs,
@@ -508,7 +508,6 @@ class NoReads(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._run: Run | None = None
         self.num = 0
 
     def __torch_dispatch__(
@@ -517,12 +516,8 @@ class NoReads(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             raise ValueError("it reads a tensor's value on the host")
         self.num += 1
-        fake = next((a for a in args if isinstance(a, FakeTensor)), None)
-        if fake is not None:
-            self._run = self._run or runner(fake.fake_mode)
-            return self._run(func, args, kwargs or {})
-        is_meta = any(getattr(a, "is_meta", False) for a in args)
-        return (run_fake if is_meta else call_operator)(func, args, kwargs or {})
+        is_fake = any(isinstance(a, FakeTensor) or getattr(a, "is_meta", False) for a in args)
+        return (run_fake if is_fake else call_operator)(func, args, kwargs or {})
 
 
 def call_on_meta(model: Any) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.functional import linear
@@ -198,13 +198,18 @@ class PackedWeight(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.overloadpacket not in _CHANGES:
-            raise NotImplementedError(f"{func} of a weight that is packed")
+            _refuse(f"{func}")
         return _CHANGES[func.overloadpacket](*args, **(kwargs or {}))
+
+
+def _refuse(what: str) -> NoReturn:
+    message = f"the model does something that packed weights do not support: {what}"
+    raise CaptureError(message, CONVERT)
 
 
 def _linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     if weight.code.is_turned or weight.dim() != 2:
-        raise NotImplementedError("linear with an exchanged or stacked weight that is packed")
+        _refuse("linear with an exchanged or stacked weight")
     p = weight.parts
     given = p["codes"], p["scales"], p.get("zeros"), p.get("order"), bias
     out: torch.Tensor = torch.ops.tessera.packed_linear(x, *given, weight.code.format, weight.code.block)
@@ -213,7 +218,7 @@ def _linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = N
 
 def _grouped(x: torch.Tensor, weight: PackedWeight, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
     if not weight.code.is_turned or weight.order is not None:
-        raise NotImplementedError("this grouped product with a weight that is packed")
+        _refuse("this grouped product")
     p = weight.parts
     given = p["codes"], p["scales"], p.get("zeros"), offs
     out: torch.Tensor = torch.ops.tessera.packed_grouped(x, *given, weight.code.format, weight.code.block)
@@ -222,7 +227,7 @@ def _grouped(x: torch.Tensor, weight: PackedWeight, *, offs: torch.Tensor, **_: 
 
 def _turned(tensor: PackedWeight, first: int, second: int) -> PackedWeight:
     if {first % tensor.dim(), second % tensor.dim()} != {tensor.dim() - 2, tensor.dim() - 1}:
-        raise NotImplementedError("exchange of other dimensions of a weight that is packed")
+        _refuse("exchange of other dimensions than the last two")
     code = replace(tensor.code, is_turned=not tensor.code.is_turned)
     return PackedWeight(code, tensor.dtype, **tensor.parts)
 
@@ -239,7 +244,7 @@ def _joined(tensors: Sequence[PackedWeight], dim: int = 0, *, is_new: bool = Fal
     is_alike = len({t.code for t in tensors}) == 1 and all(t.order is None for t in tensors)
     begins_block = all(t.codes.shape[-2] % t.code.block[0] == 0 for t in tensors[:-1])
     if not is_alike or first.code.is_turned or dim > rank - (3 if is_new else 2) or not begins_block:
-        raise NotImplementedError("packed weights of different forms cannot be joined")
+        _refuse("joining weights of different forms")
     parts = [t.parts for t in tensors]
     if any("zeros" in p for p in parts):
         middle = MIDDLE.get(first.code.format, 0)
@@ -252,7 +257,7 @@ def _rows(tensor: PackedWeight, dim: int = 0, start: int | None = 0, end: int | 
     begin, stop, _ = slice(start, end).indices(tensor.shape[0])
     block = tensor.code.block[0]
     if dim or tensor.dim() != 2 or tensor.code.is_turned or begin % block:
-        raise NotImplementedError("columns of a weight that is packed")
+        _refuse("a slice of columns")
     blocks = slice(begin // block, -(-stop // block))
     cuts = {"codes": slice(begin, stop), "scales": blocks, "zeros": blocks, "order": slice(None)}
     return PackedWeight(tensor.code, tensor.dtype, **{n: t[cuts[n]] for n, t in tensor.parts.items()})

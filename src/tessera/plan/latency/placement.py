@@ -5,8 +5,8 @@ its producer; links do not queue. Runs of a step follow one another; state that 
 latency and its bytes per link.
 
 Each step is placed by a Pareto front (`frontier`), which also proves a bound. Steps are joined with free,
-priced or expensive state moves. `solve` takes the best of these and of other starts (single devices, greedy),
-improved by local search.
+priced or expensive state moves. `solve` takes the best of these, of single devices and of other starts,
+improved by local search, which helps where memory is short.
 
 The bound sums the steps' bounds and the minimum cost of moving state. It ignores memory and other launch
 orders.
@@ -113,7 +113,7 @@ def _reads(graph: ir.Graph) -> Reads:
 def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed, config: SearchConfig) -> Fastest:
     """The fastest placement; `extra` are further starts."""
     clock = RequestTimer(problem)
-    known = [*_alone(problem), _greedy(problem, clock), *(c.labels for c in extra)]
+    known = [*_alone(problem), *(c.labels for c in extra)]
     best, best_us, bound = _by_frontiers(problem, clock, known, allowed, config)
     if bound * (1 + config.met) < best_us < np.inf:
         trials = max(config.min_trials, config.timed_launches // problem.unit.num_launches)
@@ -188,29 +188,6 @@ def _fastest(clock: RequestTimer, among: Sequence[Labels], allowed: Allowed) -> 
 
 def _alone(problem: Problem) -> list[Labels]:
     return [problem.alone(device).labels for device in range(problem.num_devices)]
-
-
-def _greedy(problem: Problem, clock: RequestTimer) -> Labels:
-    """In trace order, each launch where it ends first."""
-    labels = np.full(problem.num_nodes, -1, dtype=np.int64)
-    per_byte, latency = problem.us_per_byte.tolist(), problem.latency_us.tolist()
-    for nodes, costs, reads in zip(problem.node_of, problem.cost_us, clock.reads, strict=True):
-        free = [0.0] * problem.num_devices
-        end: list[tuple[float, int]] = []
-        for node, cost, inputs in zip(nodes.tolist(), costs.tolist(), reads, strict=True):
-            options: list[tuple[float, int]] = []
-            for here in range(problem.num_devices) if labels[node] < 0 else (int(labels[node]),):
-                start = free[here]
-                for producer, size in inputs:
-                    ready, there = end[producer]
-                    if there != here:
-                        ready += latency[there][here] + size * per_byte[there][here]
-                    start = max(start, ready)
-                options.append((start + cost[here], here))
-            stop, device = min(options)
-            labels[node], free[device] = device, stop
-            end.append((stop, device))
-    return labels
 
 
 def _search(

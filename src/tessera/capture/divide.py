@@ -1,0 +1,242 @@
+"""Divides products of a trace, so that a model larger than a device can be spread over several.
+
+A grouped product (experts) becomes parts with some experts each, and joins that take every row from its part:
+the values are those of the undivided product. A plain product becomes parts of its output columns, which are
+concatenated: the values are those of narrower products, which a library may round differently. Parts are
+joined from the last to the first, so that the last ones can be joined on another device and cross as one.
+Weights of a part are buffers of their own, named by their bytes in the undivided weight
+(`execute.memory.part_of`).
+
+Not handled: packed weights, and weights that another launch reads as well.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from tessera.capture.operators import argument_accesses, byte_region
+from tessera.ir import Access, Buffer, BufferKind, Cluster, Kernel, Launch, Origin, Trace, View, verify
+from tessera.ir.trace import Arg, item_bytes
+from tessera.kernels import grouped  # noqa: F401 - registers the operators
+
+# Share of a card's memory for weights, and part of it from which a plain product is divided.
+USABLE, LARGE = 0.8, 8
+GROUPED, PLAIN = "aten._grouped_mm.default", ("aten.mm.default", "aten.addmm.default")
+
+
+@dataclass(frozen=True, slots=True)
+class DivideConfig:
+    # Parts of a product.
+    num_parts: int = 4
+    # Plain products are divided if their weight has at least so many bytes; None: never.
+    plain_bytes: int | None = None
+
+
+def division_for(cluster: Cluster, traces: Sequence[Trace]) -> DivideConfig | None:
+    """How to divide a model for GPUs beside their host that cannot hold it; None: not at all."""
+    cards = [d.memory_bytes for d in cluster.devices if not d.is_cpu]
+    weights = sum(b.size_bytes for b in traces[-1].buffers if b.kind is BufferKind.WEIGHT)
+    if len(cards) == len(cluster.devices) or not cards or weights <= USABLE * min(cards):
+        return None
+    return DivideConfig(plain_bytes=min(cards) // LARGE)
+
+
+@dataclass(frozen=True)
+class Divided:
+    trace: Trace
+    # Launch -> launch of the undivided trace; None: a part or a join.
+    origin: tuple[int | None, ...]
+
+
+def divide(
+    trace: Trace, config: DivideConfig, frequencies: Mapping[str, Sequence[float]] | None = None
+) -> Divided:
+    """The trace with its large products divided.
+
+    `frequencies`: scope of a mixture -> how often each expert is chosen, in any unit.
+    """
+    writer = _Writer(trace, config, frequencies or {})
+    for number, launch in enumerate(trace.launches):
+        writer.add(number, launch)
+    divided = writer.done()
+    verify(divided.trace)
+    return divided
+
+
+def experts_of(trace: Trace) -> dict[int, tuple[str, int, int]]:
+    """Launch of a part -> scope, first expert, number of experts."""
+    found = {}
+    for number, launch in enumerate(trace.launches):
+        if trace.kernels[launch.kernel].name == "tessera.grouped_part.default":
+            weight, first = launch.args[1], launch.args[3]
+            assert isinstance(weight, View)
+            assert isinstance(first, int)
+            found[number] = launch.scope, first, weight.shape[0]
+    return found
+
+
+class _Writer:
+    def __init__(
+        self, trace: Trace, config: DivideConfig, frequencies: Mapping[str, Sequence[float]]
+    ) -> None:
+        self._trace, self._config, self._frequencies = trace, config, frequencies
+        self._kernels, self._buffers = list(trace.kernels), list(trace.buffers)
+        self._launches: list[Launch] = []
+        self._origin: list[int | None] = []
+        self._operators: dict[Any, int] = {}
+        self._readers = Counter(b for x in trace.launches for b in {view.buffer for view in x.given})
+        self._readers.update(view.buffer for _, view in trace.outputs)
+
+    def add(self, number: int, launch: Launch) -> None:
+        name, ends = self._trace.kernels[launch.kernel].name, list[int]()
+        if name == GROUPED:
+            ends = self._expert_ends(launch)
+        elif name in PLAIN:
+            ends = self._column_ends(launch)
+        if not ends:
+            self._launches.append(launch)
+            self._origin.append(number)
+        elif name == GROUPED:
+            self._divide_experts(launch, ends)
+        else:
+            self._divide_columns(launch, ends)
+
+    def done(self) -> Divided:
+        buffers, launches = tuple(self._buffers), tuple(self._launches)
+        trace = replace(self._trace, kernels=tuple(self._kernels), buffers=buffers, launches=launches)
+        return Divided(trace, tuple(self._origin))
+
+    def _is_own(self, view: Arg) -> bool:
+        """True for a weight that is read here only, as a whole."""
+        if not isinstance(view, View) or view.offset:
+            return False
+        buffer = self._trace.buffers[view.buffer]
+        size = view.num_elements * item_bytes(view.dtype)
+        is_weight = buffer.kind is BufferKind.WEIGHT and not buffer.constant_hex
+        return is_weight and size == buffer.size_bytes and self._readers[view.buffer] == 1
+
+    def _expert_ends(self, launch: Launch) -> list[int]:
+        """Where parts end, in experts; none: not divided."""
+        x, weight, offsets = (*launch.args[:3], None, None)[:3]
+        more = (*launch.args[3:], *(value for key, value in launch.kwargs if key != "offs"))
+        offsets = dict(launch.kwargs).get("offs", offsets)
+        if not (isinstance(x, View) and isinstance(weight, View) and isinstance(offsets, View)):
+            return []
+        num = weight.shape[0]
+        is_outer = len(weight.shape) == 3 and weight.stride[0] == weight.shape[1] * weight.shape[2]
+        if any(m is not None for m in more) or not is_outer or not self._is_own(weight) or len(x.shape) != 2:
+            return []
+        return _ends(num, self._config.num_parts)
+
+    def _column_ends(self, launch: Launch) -> list[int]:
+        weight, made = launch.args[-1], launch.outputs[0]
+        least = self._config.plain_bytes
+        if least is None or launch.kwargs or not self._is_own(weight) or made is None:
+            return []
+        assert isinstance(weight, View)
+        is_dense = weight.stride in ((weight.shape[1], 1), (1, weight.shape[0]))
+        if not is_dense or self._trace.buffers[weight.buffer].size_bytes < least:
+            return []
+        if len(launch.args) == 3 and not (self._is_own(launch.args[0]) and _rank(launch.args[0]) == 1):
+            return []
+        return _ends(weight.shape[1], self._config.num_parts)
+
+    def _divide_experts(self, launch: Launch, ends: Sequence[int]) -> None:
+        x, weight = launch.args[:2]
+        offsets = launch.args[2] if len(launch.args) > 2 else dict(launch.kwargs)["offs"]
+        assert isinstance(weight, View)
+        each, firsts, made = weight.stride[0] * item_bytes(weight.dtype), [0, *ends[:-1]], launch.outputs[0]
+        assert made is not None
+        total = each * weight.shape[0]
+        parts = []
+        for first, last in zip(firsts, ends, strict=True):
+            buffer = self._part(weight.buffer, first * each, last * each, total)
+            own = structs.replace(weight, buffer=buffer, shape=(last - first, *weight.shape[1:]))
+            share = self._share(launch.scope, first, last, weight.shape[0])
+            given = (x, own, offsets, first, share)
+            part = torch.ops.tessera.grouped_part.default
+            parts.append(self._append(part, given, self._temporary(made), launch.scope))
+        joined = parts[-1]
+        for number in reversed(range(len(parts) - 1)):
+            args = ((parts[number], joined), offsets, firsts[number + 1])
+            into = made if number == 0 else self._temporary(made)
+            joined = self._append(torch.ops.tessera.grouped_join.default, args, into, launch.scope)
+
+    def _divide_columns(self, launch: Launch, ends: Sequence[int]) -> None:
+        *before, x, weight = launch.args
+        made = launch.outputs[0]
+        assert isinstance(weight, View)
+        assert made is not None
+        item, (depth, width) = item_bytes(weight.dtype), weight.shape
+        is_rows = weight.stride[1] == depth  # columns of the product are rows in memory
+        each, total = (depth * item, depth * width * item) if is_rows else (item, width * item)
+        parts = []
+        for first, last in zip([0, *ends[:-1]], ends, strict=True):
+            num = last - first
+            buffer = self._part(weight.buffer, first * each, last * each, total)
+            stride = (1, depth) if is_rows else (num, 1)
+            own = structs.replace(weight, buffer=buffer, shape=(depth, num), stride=stride)
+            given = [x, own]
+            for bias in before:
+                assert isinstance(bias, View)
+                size = item_bytes(bias.dtype)
+                where = self._part(bias.buffer, first * size, last * size, width * size)
+                given.insert(0, structs.replace(bias, buffer=where, shape=(num,)))
+            product = (torch.ops.aten.addmm if before else torch.ops.aten.mm).default
+            parts.append(self._append(product, tuple(given), self._temporary(made, num), launch.scope))
+        joined = parts[-1]
+        for number in reversed(range(len(parts) - 1)):
+            width = parts[number].shape[1] + joined.shape[1]
+            into = made if number == 0 else self._temporary(made, width)
+            args = ((parts[number], joined), -1)
+            joined = self._append(torch.ops.aten.cat.default, args, into, launch.scope)
+
+    def _share(self, scope: str, first: int, last: int, num: int) -> float:
+        often = self._frequencies.get(scope)
+        if not often or len(often) != num or not sum(often):
+            return (last - first) / num
+        return sum(often[first:last]) / sum(often)
+
+    def _part(self, whole: int, first: int, last: int, width: int) -> int:
+        """Buffer of some bytes of each `width` bytes of a weight; the first part has the weight's number."""
+        buffer = self._trace.buffers[whole]
+        size = buffer.size_bytes // width * (last - first)
+        part = Buffer(f"{buffer.name}[{first}:{last}/{width}]", BufferKind.WEIGHT, size)
+        if first == 0:
+            self._buffers[whole] = part
+            return whole
+        self._buffers.append(part)
+        return len(self._buffers) - 1
+
+    def _temporary(self, like: View, width: int | None = None) -> View:
+        """A new buffer with the rows of a result."""
+        shape = (like.shape[0], width or like.shape[1])
+        size = shape[0] * shape[1] * item_bytes(like.dtype)
+        self._buffers.append(Buffer(f"t{len(self._buffers)}", BufferKind.TEMPORARY, size))
+        return View(len(self._buffers) - 1, like.dtype, shape, (shape[1], 1))
+
+    def _append(self, func: Any, args: tuple[Arg, ...], made: View, scope: str) -> View:
+        if func not in self._operators:
+            self._kernels.append(Kernel(str(func), Origin.ATEN, str(func._schema)))
+            self._operators[func] = len(self._kernels) - 1
+        accesses = argument_accesses(func._schema, args, {})
+        touched = byte_region(made)
+        if touched is not None:
+            accesses.append(Access(made.buffer, touched, write=True))
+        self._launches.append(Launch(self._operators[func], args, (), (made,), tuple(accesses), scope))
+        self._origin.append(None)
+        return made
+
+
+def _ends(num: int, parts: int) -> list[int]:
+    """Ends of nearly equal parts."""
+    parts = min(num, parts)
+    return [num * (n + 1) // parts for n in range(parts)] if parts > 1 else []
+
+
+def _rank(arg: Arg) -> int:
+    return len(arg.shape) if isinstance(arg, View) else 0

@@ -1,0 +1,58 @@
+"""The CPU of this machine: NUMA nodes with their cores and memory, and vector instructions."""
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+NODES = Path("/sys/devices/system/node")
+CPUINFO = Path("/proc/cpuinfo")
+# Flag in /proc/cpuinfo -> its usual name, best first.
+FLAGS = {
+    "amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2",
+    "sve": "SVE", "asimd": "NEON",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HostNode:
+    """A NUMA node."""
+
+    number: int
+    # Cores that this process may use.
+    cores: tuple[int, ...]
+    memory_bytes: int
+
+
+def host_nodes() -> tuple[HostNode, ...]:
+    """NUMA nodes with usable cores; one node where the system does not say."""
+    usable = os.sched_getaffinity(0)
+    found = []
+    for path in sorted(NODES.glob("node[0-9]*")):
+        cores = tuple(c for c in _numbers(_text(path / "cpulist")) if c in usable)
+        words = _text(path / "meminfo").split()
+        kilobytes = int(words[words.index("MemTotal:") + 1]) if "MemTotal:" in words else 0
+        if cores and kilobytes:
+            found.append(HostNode(int(path.name.removeprefix("node")), cores, 1024 * kilobytes))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return tuple(found) or (HostNode(0, tuple(sorted(usable)), total),)
+
+
+def instructions() -> tuple[str, ...]:
+    """Vector instructions of the CPU, best first."""
+    lines = _text(CPUINFO).splitlines()
+    flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return tuple(name for flag, name in FLAGS.items() if flag in flags) or (platform.machine(),)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _numbers(text: str) -> list[int]:
+    """`0-2,8` -> 0, 1, 2, 8."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return [n for first, _, last in ranges for n in range(int(first), int(last or first) + 1)]

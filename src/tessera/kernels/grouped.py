@@ -1,0 +1,60 @@
+"""Products of some experts of a mixture: tessera::grouped_part, and tessera::grouped_join of two.
+
+Rows of x are sorted by expert; those of expert e end at offsets[e]. A part has the experts from `first` on
+and gives a result of all rows; those of other experts have no meaning. A join takes every row from the part
+that computed it, so nothing is added and no value changes. `share` is the expected share of the rows that are
+in the part: planning prices by it.
+
+A CPU reads the weights of experts with rows only.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+torch.library.define(
+    "tessera::grouped_part", "(Tensor x, Tensor weight, Tensor offsets, int first, float share) -> Tensor"
+)
+# Rows before the experts from `first` on are those of the first tensor.
+torch.library.define("tessera::grouped_join", "(Tensor[] parts, Tensor offsets, int first) -> Tensor")
+
+
+@torch.library.impl("tessera::grouped_part", "cpu")
+def _part_on_cpu(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, first: int, share: float
+) -> torch.Tensor:
+    out = x.new_zeros(x.shape[0], weight.shape[2])
+    ends = offsets[max(0, first - 1) : first + weight.shape[0]].tolist()
+    begin = ends.pop(0) if first else 0
+    for expert, end in enumerate(ends):
+        if begin < end:
+            torch.mm(x[begin:end], weight[expert], out=out[begin:end])
+        begin = end
+    return out
+
+
+@torch.library.impl("tessera::grouped_part", "cuda")
+def _part_on_cuda(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, first: int, share: float
+) -> torch.Tensor:
+    ends, rows = offsets[first : first + weight.shape[0]], torch.arange(x.shape[0], device=x.device)
+    if x.dtype is not torch.bfloat16:  # the library would read the offsets on the host
+        expert = torch.searchsorted(ends, rows.to(ends.dtype), right=True).clamp(max=weight.shape[0] - 1)
+        return torch.bmm(x[:, None], weight[expert])[:, 0]
+    if not first:
+        return torch._grouped_mm(x, weight, offs=ends)
+    begin = offsets[first - 1]
+    moved = torch._grouped_mm(x[(rows + begin) % x.shape[0]], weight, offs=ends - begin)
+    return moved[(rows - begin) % x.shape[0]]
+
+
+@torch.library.register_fake("tessera::grouped_part")  # type: ignore[untyped-decorator]
+def _part_shaped(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[2]))
+
+
+@torch.library.impl("tessera::grouped_join", "CompositeExplicitAutograd")
+def _join(parts: Sequence[torch.Tensor], offsets: torch.Tensor, first: int) -> torch.Tensor:
+    rows = torch.arange(parts[0].shape[0], device=offsets.device)[:, None]
+    before, after = parts
+    return torch.where(rows < offsets[first - 1], before, after)

@@ -1,0 +1,80 @@
+"""Divided products: same values, weights of parts, and when a model is divided."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tessera.capture import build, record
+from tessera.capture.divide import DivideConfig, divide, division_for, experts_of
+from tessera.execute.memory import part_of, whole_of
+from tessera.execute.reference import InOrder
+from tessera.ir import BufferKind, Step, Trace
+from tessera.profile import cap_memory, make_cluster, parse_devices, works
+
+
+def run(trace: Trace, step: Step) -> dict[str, torch.Tensor]:
+    workload = build(step)
+    order = InOrder([trace], workload.weights(), torch.device("cpu"))
+    return dict(order(0, workload.make_inputs(0), dict(workload.make_state(0))))
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+@pytest.mark.parametrize("model", ["tiny-gpt-oss", "tiny-llama"])
+def test_a_divided_model_has_the_values_of_the_whole_one(model: str, parts: int) -> None:
+    step = Step(model, "call", 2, 8)
+    trace = record(build(step))
+    divided = divide(trace, DivideConfig(parts, plain_bytes=0))
+    assert len(divided.trace.launches) > len(trace.launches)
+    kept = [number for number in divided.origin if number is not None]
+    assert [trace.launches[n] for n in kept] == [
+        x for x, n in zip(divided.trace.launches, divided.origin, strict=True) if n is not None
+    ]
+    torch.set_num_threads(1)
+    whole, own = run(trace, step), run(divided.trace, step)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(own[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_divided_give_the_same_bits() -> None:
+    step = Step("tiny-gpt-oss", "call", 2, 8)
+    trace = record(build(step))
+    divided = divide(trace, DivideConfig(4))
+    whole, own = run(trace, step), run(divided.trace, step)
+    assert all(torch.equal(whole[name], own[name]) for name in whole)
+    experts = experts_of(divided.trace)
+    assert sorted({first for _, first, _ in experts.values()}) == [0, 2, 4, 6]
+    sizes = [
+        sum(b.size_bytes for b in t.buffers if b.kind is BufferKind.WEIGHT) for t in (trace, divided.trace)
+    ]
+    assert sizes[0] == sizes[1], "every weight is in one part"
+
+
+def test_parts_of_a_weight_are_its_bytes() -> None:
+    weight = torch.arange(24, dtype=torch.int16).view(4, 6)
+    assert whole_of("w[4:8/12]") == "w"
+    assert (
+        part_of("w[4:8/12]", {"w": weight}).view(torch.int16).view(4, 2).tolist() == weight[:, 2:4].tolist()
+    )
+    assert part_of("w[0:24/48]", {"w": weight}).view(torch.int16).tolist() == weight[:2].flatten().tolist()
+
+
+def test_prices_follow_the_expected_rows_and_experts() -> None:
+    trace = record(build(Step("tiny-gpt-oss", "call", 1, 1)))
+    often = {x.scope: [7, 1, 0, 0, 0, 0, 0, 0] for x in trace.launches}
+    even, hot = (divide(trace, DivideConfig(4), f).trace for f in (None, often))
+    parts = list(experts_of(even))[:4]
+    assert len({works(even)[n].num_bytes for n in parts}) == 1
+    sizes = [works(hot)[n].num_bytes for n in parts]
+    assert sizes[0] > works(even)[parts[0]].num_bytes > sizes[1] == sizes[2]
+
+
+def test_a_model_is_divided_only_beside_a_host_and_where_it_does_not_fit() -> None:
+    trace = record(build(Step("tiny-gpt-oss", "call", 1, 1)))
+    devices = parse_devices("emu:l40s,emu:cpu-xeon-8480")
+    small = cap_memory(devices, ["emu:l40s=2MB"])
+    assert division_for(make_cluster(devices, "pcie4"), [trace]) is None
+    assert division_for(make_cluster(small, "pcie4"), [trace]) == DivideConfig(plain_bytes=250_000)
+    assert division_for(make_cluster(small[:1], "pcie4"), [trace]) is None
+    two = (small[0], replace(small[0], name="emu:l40s#1"))
+    assert division_for(make_cluster(two, "pcie4"), [trace]) is None

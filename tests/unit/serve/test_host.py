@@ -1,0 +1,104 @@
+"""A GPU that cannot hold the model, and its host: workers of both kinds, and answers as `generate` gives."""
+
+import asyncio
+import copy
+import os
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from serving_factory import GREEDY, read, wait_for
+from tessera.capture.divide import experts_of
+from tessera.profile import cap_memory, parse_devices, wire
+from tessera.serve.planning import Prepared, prepare
+from tessera.serve.records import Ask, ServeSpec
+from tessera.serve.service import Service
+from tessera.serve.start import lines_of
+from tessera.serve.steps import served
+from tessera.serve.text import ByteText
+
+MODEL, CARD, HOST = "tiny-gpt-oss", "emu:l40s", "cpu"
+SPEC = ServeSpec(microbatches=1, rows=4, capacity=96, max_batch_tokens=16, effort="quick")
+
+
+@pytest.fixture(scope="module")
+def made() -> Prepared:
+    cluster = wire(cap_memory(parse_devices(f"{CARD},{HOST}"), [f"{CARD}=2.5MB"]))
+    return prepare(MODEL, cluster, SPEC)
+
+
+@pytest.fixture(scope="module")
+def asks() -> list[Ask]:
+    rng = random.Random(7)
+    prompts = [tuple(rng.randrange(256) for _ in range(rng.randrange(3, 40))) for _ in range(6)]
+    return [Ask(prompt, 20, GREEDY, ignores_end=True) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def wanted(asks: list[Ask]) -> list[list[int]]:
+    """What Hugging Face generates."""
+    module: Any = served(MODEL, ServeSpec(rows=4, capacity=96, joined=False)).workloads[-1].module
+    model = transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(module.config), attn_implementation="eager", dtype=torch.float32
+    )
+    model.load_state_dict(module.state_dict())
+    found = []
+    for ask in asks:
+        prompt = torch.tensor([ask.prompt])
+        given = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": ask.max_tokens}
+        out: Any = model.eval().generate(prompt, do_sample=False, eos_token_id=None, pad_token_id=0, **given)
+        found.append(out[0, len(ask.prompt) :].tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def service(made: Prepared) -> Iterator[Service]:
+    shape = made.model.shape
+    with (
+        made.workers() as stepper,
+        Service(stepper, made.policies, shape, ByteText(), planner=made.planner) as running,
+    ):
+        yield running
+
+
+def test_experts_are_on_both_devices_within_memory(made: Prepared) -> None:
+    plan = made.policies[0].plans[0]
+    assert made.policies[0].policy == "kernel-level"
+    placed = plan.lanes[0].placement.devices[-1]
+    assert {0, 1} == {placed[launch] for launch in experts_of(plan.graphs[-1].trace)}
+    _, expected, larger = lines_of(made)
+    assert "tokens/s" in expected
+    assert "cannot hold all weights" in larger
+
+
+def test_answers_are_those_of_generate_and_both_devices_work(
+    service: Service, asks: list[Ask], wanted: list[list[int]]
+) -> None:
+    async def crowd() -> list[list[int]]:
+        return [told.numbers for told in await asyncio.gather(*(read(service, ask) for ask in asks))]
+
+    assert wanted == wait_for(crowd())
+    busy = {device.name: device.utilisation for device in service.snapshot().devices}
+    assert all(busy[name] > 0 for name in (CARD, HOST))
+
+
+@pytest.mark.parametrize("killed", [CARD, HOST])
+def test_a_killed_worker_costs_no_request(
+    service: Service, asks: list[Ask], wanted: list[list[int]], killed: str
+) -> None:
+    async def crowd() -> list[list[int]]:
+        before = service.snapshot().output_tokens
+        answers = asyncio.gather(*(read(service, ask) for ask in asks))
+        while service.snapshot().output_tokens < before + 10:
+            await asyncio.sleep(0.002)
+        pid = next(device.pid for device in service.snapshot().devices if device.name == killed)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        return [told.numbers for told in await answers]
+
+    assert wanted == wait_for(crowd())
