@@ -111,6 +111,8 @@ class ServeSpec:
     effort: str = "full"
     # LoRA adapters: (name for clients, folder).
     adapters: tuple[tuple[str, str], ...] = ()
+    # (module of a mixture of experts, how often each is chosen).
+    expert_frequencies: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
