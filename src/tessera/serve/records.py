@@ -279,6 +279,8 @@ class Snapshot(Counts):
     switches: int = 0
     last_switch_ms: float | None = None
     pages_moved: int = 0
+    # Sequences moved in place of preemption.
+    evictions: int = 0
     # Mean milliseconds of the host from the end of a step until the next is ordered.
     host_ms: float | None = None
     # Pages in use, of all pages.
