@@ -372,7 +372,8 @@ def _for_load(model: str, cluster: Cluster, spec: ServeSpec, advance: Listener) 
     if name not in ("auto", *POLICIES):
         return None
     policies = POLICIES if name == "auto" else (name,)
-    return make_service_plan(steps, spec.load, rehearse, search_config(spec.effort), policies=policies)
+    search, share = search_config(spec.effort), spec.memory_share
+    return make_service_plan(steps, spec.load, rehearse, search, memory_share=share, policies=policies)
 
 
 def _follow(
