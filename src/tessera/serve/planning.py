@@ -276,6 +276,20 @@ def _check_host(cluster: Cluster) -> None:
         raise TesseraError(message, "Name whole GPUs and cpu: --devices cuda:0,cpu.", "--devices")
 
 
+def _backend(cluster: Cluster, spec: ServeSpec, store: Path | None, is_compiled: bool) -> StepBackend:
+    frequencies = dict(spec.expert_frequencies)
+    if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
+        if any(d.kind is not DeviceKind.CUDA for d in cluster.devices):
+            _check_host(cluster)
+            return HostBackend(cluster, spec.microbatches, store, frequencies)
+        from tessera.serve.gpu import GpuBackend
+
+        return GpuBackend(cluster, spec, is_compiled)
+    warm_up()  # in parallel with capture and planning
+    kind = AwayBackend if all(device.ordinal == AWAY for device in cluster.devices) else CpuBackend
+    return kind(cluster, spec.microbatches, store, frequencies, spec.memory_share)
+
+
 def prepare(
     model: str,
     cluster: Cluster,
@@ -295,22 +309,7 @@ def prepare(
     is_compiled  capture GPU steps from compiled code, else operator by operator
     advance      progress callback, one line per stage
     """
-    backend: StepBackend
-    if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
-        if any(d.kind is not DeviceKind.CUDA for d in cluster.devices):
-            _check_host(cluster)
-            backend = HostBackend(cluster, spec.microbatches, store, dict(spec.expert_frequencies))
-        else:
-            from tessera.serve.gpu import GpuBackend
-
-            backend = GpuBackend(cluster, spec, is_compiled)
-    else:
-        warm_up()  # in parallel with capture and planning
-        is_away = all(device.ordinal == AWAY for device in cluster.devices)
-        kind = AwayBackend if is_away else CpuBackend
-        frequencies = dict(spec.expert_frequencies)
-        backend = kind(cluster, spec.microbatches, store, frequencies, spec.memory_share)
-
+    backend = _backend(cluster, spec, store, is_compiled)
     if plan is not None:
         check_plan(plan, model, cluster)
 
