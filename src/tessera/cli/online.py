@@ -11,10 +11,10 @@ import typer
 
 from tessera.adapt.capability import Capability, crossing_per_s
 from tessera.adapt.monitor import MonitorConfig
-from tessera.cli.output import HIDDEN, Record, needs, progress, shown
+from tessera.cli.output import Record, needs, progress, shown
 from tessera.cli.plan import EffortOption
 from tessera.errors import ArrivalsError
-from tessera.ir import Arrivals, Clock, Decision, Objective, Plan, Quantiles, ServingReport, load
+from tessera.ir import Arrivals, Clock, Decision, Objective, Plan, ServingReport, load
 from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.metrics import parse_limits
 from tessera.simulate.stepper import Faults, Loss
@@ -22,35 +22,6 @@ from tessera.simulate.study import Scenario, adapt, compare
 
 if TYPE_CHECKING:
     from tessera.plan import SearchConfig
-
-
-class ServingFigures(Record, frozen=True):
-    """What the requests of one policy saw."""
-
-    clock: Annotated[Clock, HIDDEN]
-    policy: Annotated[str, HIDDEN]
-    arrivals: Annotated[str, HIDDEN]
-    num_requests: Annotated[int, HIDDEN]
-    num_finished: int
-    num_refused: int
-    num_failed: int
-    num_restarted: int
-    duration_s: float
-    offered_per_s: Annotated[float, HIDDEN]
-    capacity_per_s: float
-    is_saturated: bool
-    requests_per_s: float
-    tokens_per_s: float
-    ttft_s: Quantiles | None
-    tpot_s: Quantiles | None
-    latency_s: Quantiles | None
-    normalised_s: Annotated[Quantiles | None, shown("latency/token", "s")]
-    slo_attainment: float | None
-    utilisation: dict[str, float]
-    usd_per_million_tokens: float | None
-    joules_per_token: float | None
-    max_waiting: int
-    notes: Annotated[tuple[str, ...], HIDDEN] = ()
 
 
 class OnlineRun(Record, frozen=True):
@@ -62,9 +33,9 @@ class OnlineRun(Record, frozen=True):
     offered_per_s: float
     longest_gap_s: float
     seed: int
-    policies: Annotated[dict[str, ServingFigures], shown("policies (simulated)")]
+    policies: Annotated[dict[str, ServingReport], shown("policies (simulated)")]
     # With a monitor only, from here on.
-    adaptive: Annotated[ServingFigures | None, shown("adaptive (simulated)")] = None
+    adaptive: Annotated[ServingReport | None, shown("adaptive (simulated)")] = None
     switches: int | None = None
     decisions: dict[str, int] | None = None
     ratio_to_better_fixed: float | None = None
@@ -264,7 +235,7 @@ def _result(
         offered_per_s=setting.arrivals.rate_per_s,
         longest_gap_s=setting.arrivals.longest_gap_s,
         seed=setting.faults.seed,
-        policies={report.policy: _figures(report) for report in fixed},
+        policies={report.policy: report for report in fixed},
         notes=tuple(dict.fromkeys(f"{r.policy}: {note}" for r in reports for note in r.notes)),
     )
     if adaptive is None:
@@ -276,7 +247,7 @@ def _result(
     kinds = [d.kind.value for d in adaptive.decisions]
     return msgspec.structs.replace(
         run,
-        adaptive=_figures(adaptive),
+        adaptive=adaptive,
         switches=kinds.count("switch"),
         decisions={kind: kinds.count(kind) for kind in sorted(set(kinds))},
         ratio_to_better_fixed=mean_s / best if mean_s and best else None,
@@ -284,7 +255,3 @@ def _result(
         capacity_per_s={x.name: x.capacity_per_s for x in capabilities},
         reasons=adaptive.decisions,
     )
-
-
-def _figures(report: ServingReport) -> ServingFigures:
-    return ServingFigures.of(report, utilisation=dict(report.utilisation))
