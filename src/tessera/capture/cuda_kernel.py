@@ -36,7 +36,7 @@ _WIDTH = re.compile(r"[a-z](\d+)")
 
 
 class CudaKernel:
-    """One entry of PTX or CUDA C++, launched by `kernel[grid, block](*args)`."""
+    """One entry of PTX or CUDA C++, launched as `kernel[grid, block]` with its arguments."""
 
     def __init__(self, code: str, name: str, *, shared_bytes: int = 0, arch: int = ARCH) -> None:
         self.name, self._shared_bytes = name, shared_bytes

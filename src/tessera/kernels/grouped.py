@@ -37,10 +37,13 @@ def _part_on_cpu(
 def _part_on_cuda(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, first: int, share: float
 ) -> torch.Tensor:
-    ends = offsets[first : first + weight.shape[0]]
+    ends, rows = offsets[first : first + weight.shape[0]], torch.arange(x.shape[0], device=x.device)
+    if x.dtype is not torch.bfloat16:  # the library would read the offsets on the host
+        expert = torch.searchsorted(ends, rows.to(ends.dtype), right=True).clamp(max=weight.shape[0] - 1)
+        return torch.bmm(x[:, None], weight[expert])[:, 0]
     if not first:
         return torch._grouped_mm(x, weight, offs=ends)
-    begin, rows = offsets[first - 1], torch.arange(x.shape[0], device=x.device)
+    begin = offsets[first - 1]
     moved = torch._grouped_mm(x[(rows + begin) % x.shape[0]], weight, offs=ends - begin)
     return moved[(rows - begin) % x.shape[0]]
 

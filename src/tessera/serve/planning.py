@@ -31,7 +31,7 @@ import msgspec
 import torch
 
 import tessera
-from tessera.capture import place_of, record, record_sizes
+from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, MismatchError, PlanInfeasible, TesseraError
 from tessera.execute.processes import FORKSERVER, warm_up
@@ -209,7 +209,7 @@ class CpuBackend:
 
 @dataclass(frozen=True)
 class HostBackend(CpuBackend):
-    """GPUs of this machine beside its CPU: the model is built in the host's memory."""
+    """GPUs of this machine beside its CPU: the model is built and captured in the host's memory."""
 
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
@@ -229,9 +229,6 @@ class HostBackend(CpuBackend):
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
         return plain
-
-    def capture(self, model: "ServedModel") -> list[Trace]:
-        return self._divided(record_sizes([workload.step for workload in model.workloads]))
 
 
 def _check_host(cluster: Cluster) -> None:

@@ -1,0 +1,242 @@
+"""A GPU with less memory than the model, and its host: tokens per second against offloading.
+
+    python benchmarks/gpu_host.py --model gpt-oss-20b --memory 22GB --batch 1,8 --out benchmarks/results \
+        --name host_h200_202611
+    python benchmarks/gpu_host.py --model llama-3-8b --memory 10GB --batch 1,16 ...
+
+Parts, each in a process of its own, on the same random bf16 weights in number and shape:
+  own         the service on cuda:0,cpu with the GPU's memory capped, and what its plan expected
+  accelerate  Hugging Face `generate` with accelerate's offload (`dispatch_model`) at the same cap
+  fetch       `generate` with the layers that do not fit in pinned memory; each is copied to the GPU while the
+              layer before it computes ("fetch all that does not fit")
+Rates count answer tokens after the first, greedy, all sequences at once. Nothing is dilated or modelled.
+"""
+
+import argparse
+import asyncio
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
+
+from benchmarks.gpu_common import Log, about
+
+PARTS = ("own", "accelerate", "fetch")
+# Memory that a cap leaves free for activations and the cache.
+SPARE = 2e9
+PROMPT = 32
+
+
+def own(args: argparse.Namespace, log: Log) -> None:
+    """The service, its expectation, and what it reached."""
+    from benchmarks.gpu_serve_hf import named
+
+    from tessera.ir import Load
+    from tessera.profile import cap_memory, parse_devices, wire
+    from tessera.profile.devices import LINKS, LinkPreset
+    from tessera.serve.planning import prepare
+    from tessera.serve.records import ServeSpec
+    from tessera.serve.rehearse import rehearse
+    from tessera.serve.service import Service
+    from tessera.serve.start import lines_of
+    from tessera.serve.text import ByteText
+
+    began_s = time.perf_counter()
+    link = measured_link(log)
+    LINKS["here"] = LinkPreset("here", *link, "measured")
+    devices = cap_memory(parse_devices("cuda:0,cpu"), [f"cuda:0={args.memory}"])
+    batches = [int(word) for word in args.batch.split(",")]
+    load = Load(PROMPT, args.tokens)
+    spec = ServeSpec(
+        1, max(batches), PROMPT + args.tokens + 32, args.batch_tokens, load=load, effort="quick",
+        policies=("kernel-level",),
+    )  # fmt: skip
+    made = prepare(named(args.model, args.layers), wire(devices, ["here"]), spec, advance=print)
+    plan = made.policies[0]
+    placed = plan.plans[0].lanes[0].placement.devices[0]
+    log.put("plan", {"lines": lines_of(made), "launches": [placed.count(0), placed.count(1)],
+                     "prepared s": round(time.perf_counter() - began_s, 1)})  # fmt: skip
+    with (
+        made.workers() as stepper,
+        Service(stepper, made.policies, made.model.shape, ByteText(), planner=made.planner) as service,
+    ):
+        for batch in (batches[0], *batches):  # the first one warms up
+            expected = rehearse(plan, load, batch, shape=made.model.shape)
+            rate = asyncio.run(asked(service, batch, args.tokens))
+            busy = {device.name: round(device.utilisation, 3) for device in service.snapshot().devices}
+            found = {"tokens/s": rate, "expected": expected.tokens_per_s, "expected ms": expected.tpot_ms}
+            log.put(f"own {batch}", found | {"busy": busy})
+
+
+def measured_link(log: Log) -> tuple[float, float]:
+    """(latency in us, GB/s) between the GPU and the CPU, as workers see it."""
+    from tessera.flow import time_link
+    from tessera.profile import parse_devices
+
+    a, b = parse_devices("cuda:0,cpu")
+    name, times = time_link(a, b, (4096, 1 << 20, 16 << 20), "auto")
+    (_, small), _, (size, large) = times.alone
+    log.put("link", {"transport": name, "us": times.alone})
+    return small, (size - 4096) / max(1e-3, large - small) / 1e3
+
+
+async def asked(service: Any, batch: int, tokens: int) -> float:
+    """Tokens per second after the first of each answer."""
+    from tessera.serve.records import Ask, Sampling
+
+    times: list[float] = []
+
+    async def one(number: int) -> None:
+        prompt = tuple((7 * number + n) % 200 + 1 for n in range(PROMPT))
+        ask = Ask(prompt, tokens, Sampling(temperature=0.0), ignores_end=True)
+        own = [time.perf_counter() async for _ in service.answer(ask)]
+        times.extend(own[:1] + own[-2:-1])
+
+    await asyncio.gather(*(one(number) for number in range(batch)))
+    return batch * (tokens - 1) / (max(times) - min(times))
+
+
+def plain_model(args: argparse.Namespace) -> Any:
+    """The model as transformers builds it, in the host's memory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tessera.capture.models.catalog import LANGUAGE
+
+    family, sizes, dtype = LANGUAGE[args.model]
+    config = AutoConfig.for_model(family, **{**sizes, "num_hidden_layers": args.layers})
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval().to("cpu")
+
+
+def generated(model: Any, args: argparse.Namespace, log: Log, name: str) -> None:
+    import torch
+
+    for batch in (int(word) for word in args.batch.split(",")):
+        prompt = torch.randint(1, 200, (batch, PROMPT), device="cuda")
+        moments: list[float] = []
+
+        def note(tokens: Any, scores: Any, moments: list[float] = moments, **_: Any) -> Any:
+            torch.cuda.synchronize()
+            moments.append(time.perf_counter())
+            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+
+        tokens = min(args.tokens, args.plain_tokens)
+        with torch.inference_mode():
+            model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False,
+                eos_token_id=None, pad_token_id=0, stopping_criteria=[note],
+            )  # fmt: skip
+        rate = batch * (len(moments) - 1) / (moments[-1] - moments[0])
+        log.put(f"{name} {batch}", {"tokens/s": rate})
+
+
+def accelerate(args: argparse.Namespace, log: Log) -> None:
+    library = importlib.import_module("accelerate")
+    model = plain_model(args)
+    cap = size_of(args.memory) - SPARE
+    places = library.infer_auto_device_map(
+        model, {0: int(cap), "cpu": int(1e12)}, no_split_module_classes=model._no_split_modules
+    )
+    model = library.dispatch_model(model, places)
+    log.put("accelerate places", {str(p): list(places.values()).count(p) for p in set(places.values())})
+    generated(model, args, log, "accelerate")
+
+
+def fetch(args: argparse.Namespace, log: Log) -> None:
+    """Layers that fit stay on the GPU; the others are copied, one ahead."""
+    import torch
+
+    model = plain_model(args)
+    layers = list(model.model.layers)
+    each = sum(p.nbytes for p in layers[0].parameters())
+    rest = sum(p.nbytes for p in model.parameters()) - len(layers) * each
+    held = max(0, int((size_of(args.memory) - SPARE - rest - 2 * each) // each))
+    for module in (model.model.embed_tokens, model.model.norm, model.model.rotary_emb, model.lm_head):
+        module.to("cuda")
+    for layer in layers[:held]:
+        layer.to("cuda")
+    fetched = layers[held:]
+    log.put("fetch places", {"held": held, "fetched": len(fetched), "GB a layer": each / 1e9})
+    pinned = [[p.data.pin_memory() for p in layer.parameters()] for layer in fetched]
+    landing = [[torch.empty_like(p, device="cuda") for p in pinned[0]] for _ in range(2)] if fetched else []
+    stream, arrived = torch.cuda.Stream(), [torch.cuda.Event() for _ in fetched]
+
+    def begin(number: int) -> None:
+        stream.wait_stream(torch.cuda.current_stream())  # the layer before last has been computed
+        with torch.cuda.stream(stream):
+            for source, place in zip(pinned[number], landing[number % 2], strict=True):
+                place.copy_(source, non_blocking=True)
+            arrived[number].record(stream)
+
+    def before(number: int) -> Any:
+        def hook(module: Any, given: Any) -> None:
+            torch.cuda.current_stream().wait_event(arrived[number])
+            for parameter, place in zip(module.parameters(), landing[number % 2], strict=True):
+                parameter.data = place
+            begin((number + 1) % len(fetched))
+
+        return hook
+
+    for number, layer in enumerate(fetched):
+        layer.register_forward_pre_hook(before(number))
+    if len(fetched) % 2:
+        log.put("fetch note", "an odd number of fetched layers: the first lands in the place of the last")
+    if fetched:
+        begin(0)
+    generated(model, args, log, "fetch")
+
+
+def size_of(text: str) -> int:
+    from tessera.profile import cap_memory, parse_devices
+
+    (device,) = cap_memory(parse_devices("emu:mi300x"), [f"emu:mi300x={text}"])
+    return int(device.memory_bytes)
+
+
+def main() -> None:
+    from tessera.capture.models.catalog import LANGUAGE
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="gpt-oss-20b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--memory", default="22GB")
+    parser.add_argument("--batch", default="1,8")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--plain-tokens", type=int, default=12, help="answer tokens of the baselines")
+    parser.add_argument("--batch-tokens", type=int, default=64, help="tokens of the largest step")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds of a part")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--name", default="host")
+    args = parser.parse_args()
+    args.layers = args.layers or LANGUAGE[args.model][1]["num_hidden_layers"]
+    parts = args.parts.split(",")
+    path = args.out / f"{args.name}_{args.model}.json"
+    if len(parts) == 1:
+        log = Log(args.out / f"{args.name}_{args.model}_{parts[0]}.json")
+        log.put("about", about() | {"command": " ".join(sys.argv)})
+        log.attempt(parts[0], {"own": own, "accelerate": accelerate, "fetch": fetch}[parts[0]], args, log)
+        return
+    found = {}
+    for part in parts:
+        command = [sys.executable, *sys.argv, "--parts", part, "--layers", str(args.layers)]
+        try:
+            subprocess.run(command, timeout=args.limit, check=False)
+        except subprocess.TimeoutExpired:
+            print(f"{part}: not done in {args.limit:g} s", flush=True)
+        one = args.out / f"{args.name}_{args.model}_{part}.json"
+        if one.exists():
+            found[part] = json.loads(one.read_text())
+            one.unlink()
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
