@@ -44,6 +44,8 @@ READERS: dict[str, Callable[[bytes, ModelCard], ReadBody]] = {
 }
 
 Result = TypeVar("Result")
+# What the client awaits, the result behind it, and the job.
+WaitingJob = tuple[asyncio.Future[Result], Future[Result], Callable[[], Result]]
 
 
 class FairPool(Generic[Result]):
@@ -51,13 +53,14 @@ class FairPool(Generic[Result]):
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
-        self._waiting: FairQueue[tuple[Future[Result], Callable[[], Result]]] = FairQueue()
+        self._waiting: FairQueue[WaitingJob[Result]] = FairQueue()
 
     async def run(self, client: str, job: Callable[[], Result]) -> Result:
         result: Future[Result] = Future()
-        self._waiting.push(client, (result, job))
+        awaited = asyncio.wrap_future(result)
+        self._waiting.push(client, (awaited, result, job))
         self._threads.submit(self._run_next)
-        return await asyncio.wrap_future(result)
+        return await awaited
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -65,9 +68,10 @@ class FairPool(Generic[Result]):
     def _run_next(self) -> None:
         """Run the job whose turn it is, unless its client has gone."""
         waiting = self._waiting.pop()
-        if waiting is None or not waiting[0].set_running_or_notify_cancel():
+        assert waiting is not None, "there is a turn for every job"
+        awaited, result, job = waiting
+        if awaited.cancelled() or not result.set_running_or_notify_cancel():
             return
-        result, job = waiting
         try:
             result.set_result(job())
         except Exception as error:  # noqa: BLE001 - raised where the client waits
