@@ -24,12 +24,14 @@ class PagedCall:
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
     one_each: bool = False
+    # Further elements of queries and keys.
+    tails: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(self) -> torch.Tensor:
         """What the operator gives."""
         return torch.ops.tessera.paged_attention(  # type: ignore[no-any-return]
             self.query, self.keys, self.values, self.pages, self.page_starts, self.lengths, self.query_starts,
-            self.scale, self.window, self.soft_cap, self.sinks, 64, self.one_each,
+            self.scale, self.window, self.soft_cap, self.sinks, 64, self.one_each, *(self.tails or ()),
         )  # fmt: skip
 
     def textbook(self) -> torch.Tensor:
@@ -102,3 +104,14 @@ def make_call(
         sinks=normal(heads[0]) if has_sinks else None,
         one_each=all(new <= 1 for _, new in parts),
     )
+
+
+def make_latent_call(
+    parts: Sequence[tuple[int, int]], heads: int, widths: tuple[int, int], dtype: torch.dtype = torch.float32
+) -> PagedCall:
+    """Latent attention: values are keys, and rotated keys are apart."""
+    call = make_call(parts, (heads, 1), (widths[0], widths[0]), padding=2, dtype=dtype)
+    random = torch.Generator().manual_seed(1)
+    sizes = (*call.query.shape[:2], widths[1]), (*call.keys.shape[:3], widths[1])
+    query, key = (torch.randn(size, generator=random).to(dtype) for size in sizes)
+    return replace(call, values=call.keys, tails=(query, key))

@@ -79,6 +79,33 @@ def test_a_device_that_is_not_worth_its_rent_is_left_out(
     assert 1 == len(json.loads(out)["batches"])
 
 
+def test_experts_are_divided_between_a_gpu_and_its_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder with a configuration only, larger than the card."""
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 256,
+        "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    often = {f"model.layers.{n}.mlp.experts": [1, 1, 1, 1, 1, 1, 30, 30] for n in range(6)}
+    (tmp_path / "often.json").write_text(json.dumps(often))
+    devices = ("--devices", "emu:rtx-4090,emu:cpu-xeon-8480", "--memory", "emu:rtx-4090=24MB")
+    words = ("--random-weights", "--launches", "eager", *LOAD[2:], *QUICK, "--tpot-ms", "20")
+    frequencies = ("--expert-frequencies", tmp_path / "often.json", "-o", tmp_path / "x.plan", "--json")
+    code, out, err = call("plan", tmp_path, *devices, *words, *frequencies, capsys=capsys)
+
+    assert 0 == code, err
+    found = json.loads(out)
+    assert found["baselines"]["fetch all that does not fit"]["tokens_per_s"] > 0
+    experts = [numbers for scopes in found["experts"].values() for numbers in scopes.values()]
+    assert set(range(8)) == {number for numbers in experts for number in numbers}
+    for memory in found["memory"].values():
+        used = memory["weights"] + memory["state"] + memory["temporaries"]
+        assert used <= memory["capacity"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -20,11 +20,13 @@ from tessera.profile import (
     missing_note,
     rejected_tables,
 )
+from tessera.profile.cpus import CPUS
 
 NOTE = (
     "Rates: sustained / data sheet, of bf16 (fp16 where there is none). Costs: kernel classes with a public "
     "table / a model fitted to this GPU / only the class model; `tessera gpus NAME` lists them. A GPU "
-    "without matrix measurements borrows the model of its nearest relatives."
+    "without matrix measurements borrows the model of its nearest relatives. CPUs beside a GPU, modelled by "
+    f"data sheets: {', '.join(CPUS)}."
 )
 
 

@@ -58,7 +58,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a command; notebooks show it as the terminal does."""
 
     @classmethod
-    def of(cls, source: object, **more: Any) -> Self:
+    def of(cls, source: object, /, **more: Any) -> Self:
         """Fields that the source has under the same name, and `more`."""
         names = (name for name in cls.__struct_fields__ if name not in more and hasattr(source, name))
         return cls(**{name: getattr(source, name) for name in names}, **more)

@@ -108,7 +108,7 @@ FrequenciesOption = Annotated[
     typer.Option(
         exists=True,
         dir_okay=False,
-        help="JSON of how often experts are chosen, by module: hot ones go to the GPU (MODEL form).",
+        help="JSON of how often experts are chosen, by module: hot ones go to the GPU.",
     ),
 ]
 OutputOption = Annotated[

@@ -20,7 +20,7 @@ import typer
 
 from tessera.cli.capture import RandomWeights
 from tessera.cli.output import excludes, finite, needs
-from tessera.cli.plan import LINK_HELP, EffortOption, MemoryOption
+from tessera.cli.plan import LINK_HELP, EffortOption, FrequenciesOption, MemoryOption
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun
 from tessera.cli.run import TransportOption
 from tessera.errors import TesseraError, extra_module
@@ -266,6 +266,7 @@ class ServeConfig:
     max_batch_tokens: MaxBatchTokens = None
     memory_share: MemoryShare = 0.9
     memory: MemoryOption = None
+    expert_frequencies: FrequenciesOption = None
     prefix_caching: PrefixCaching = True
     plan: PlanOption = None
     prompt_tokens: PromptTokens = None
@@ -381,12 +382,21 @@ class ServeConfig:
             random_weights=self.random_weights,
             effort=self.effort,
             adapters=_adapters(self.lora or []),
+            expert_frequencies=_frequencies(self.expert_frequencies),
         )
         if not (self.prompt_tokens and self.output_tokens):
             return spec
         load = Load(self.prompt_tokens, self.output_tokens, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms)
         is_free = self.microbatches is self.seqs is self.max_batch_tokens is None
         return replace(spec, load=load, is_for_load=is_free)
+
+
+def _frequencies(path: Path | None) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    if path is None:
+        return ()
+    from tessera.planning import read_frequencies
+
+    return tuple((module, tuple(often)) for module, often in sorted(read_frequencies(path).items()))
 
 
 def _adapters(given: list[str]) -> tuple[tuple[str, str], ...]:

@@ -10,8 +10,10 @@
 
 A token sees its own sequence up to itself; with a `window`, itself and the window - 1 before. Scores are
 multiplied by `scale`, bounded by `soft_cap` unless that is 0, and joined by a head's `sinks` score, which has
-no value. Query heads share key heads in groups. `expected_length`, the average length of a sequence, is for
-cost models. `one_each` promises at most one token per sequence: it selects the kernel.
+no value. Query heads share key heads in groups. `query_tail` and `key_tail` are further elements of queries
+and keys: latent attention has its rotated keys there, and its values are its keys. `expected_length`, the
+average length of a sequence, is for cost models. `one_each` promises at most one token per sequence: it
+selects the kernel.
 
 CPUs run torch code that batches similar sequences, GPUs the kernel of `paged_triton`. Lengths are read inside
 the operator, so a program that calls it reads nothing on the host.
@@ -34,7 +36,7 @@ torch.library.define(
     "tessera::paged_attention",
     "(Tensor query, Tensor keys, Tensor values, Tensor pages, Tensor page_starts, Tensor lengths, "
     "Tensor query_starts, float scale, int window, float soft_cap, Tensor? sinks, int expected_length, "
-    "bool one_each) -> Tensor",
+    "bool one_each, Tensor? query_tail=None, Tensor? key_tail=None) -> Tensor",
 )
 
 
@@ -66,9 +68,12 @@ def _on_cpu(
     sinks: torch.Tensor | None,
     expected_length: int,
     one_each: bool,
+    query_tail: torch.Tensor | None = None,
+    key_tail: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Parts with equal tokens and similar numbers of pages are computed together."""
     out = query.new_zeros((*query.shape[:2], values.shape[3]))
+    query = query if query_tail is None else torch.cat([query, query_tail], -1)
     alike: dict[tuple[int, int], list[_QueryRows]] = defaultdict(list)
     for part in _parts(page_starts.tolist(), lengths.tolist(), query_starts.tolist(), window):
         alike[part.count, part.num_pages.bit_length()].append(part)
@@ -82,13 +87,15 @@ def _on_cpu(
         ago = (now + torch.arange(count))[:, :, None] - torch.arange(most * PAGE)
         seen = (ago >= 0) & (ago < window) if window else ago >= 0
         beyond = (ago[:, -1] < 0).flatten().nonzero()[:, 0]  # padding, may not be finite
-        held_keys, held_values = (
+        held_values, *key_parts = (
             held.index_select(0, table)
             .flatten(0, 1)
             .index_fill_(0, beyond, 0.0)
             .unflatten(0, (len(group), -1))
-            for held in (keys, values)
+            for held in (values, keys, key_tail)
+            if held is not None
         )
+        held_keys = torch.cat(key_parts, -1) if len(key_parts) > 1 else key_parts[0]
         asked = query.index_select(0, rows).view(len(group), count, *query.shape[1:])
         made = _attend(asked, held_keys, held_values, seen, scale, soft_cap, sinks)
         out.index_copy_(0, rows, made.flatten(0, 1))
@@ -151,8 +158,9 @@ def _mix(scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None)
 def _on_cuda(*given: Any) -> torch.Tensor:
     from tessera.kernels.paged_triton import attend
 
-    scale, window, soft_cap, sinks, _expected_length, one_each = given[7:]
-    return attend(given[:7], scale, window, soft_cap, sinks, one_each)
+    scale, window, soft_cap, sinks, _expected_length, one_each, *tails = given[7:]
+    both = (tails[0], tails[1]) if tails and tails[0] is not None else None
+    return attend(given[:7], scale, window, soft_cap, sinks, one_each, tails=both)
 
 
 @torch.library.register_fake("tessera::paged_attention")  # type: ignore[untyped-decorator]

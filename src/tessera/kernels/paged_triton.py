@@ -77,13 +77,15 @@ def tiles_for(
     group = heads[0] // heads[1]
     width = triton.next_power_of_2(max(sizes))
     is_wide, is_double = width > 128, item_bytes > 2
+    is_latent = width > 256  # sums of many rows would not fit the registers
     rows = max(16, triton.next_power_of_2(group))
     keys = 64 >> (is_wide + is_double)
     is_long = tokens * group >= 4096 and not is_wide
-    long_rows = 32 if is_double else 128 if is_long else 64
+    long_rows = 32 if is_double or is_latent else 128 if is_long else 64
     # Few sequences leave the memory idle unless each prefetches far.
     decode = Tile(rows, keys, 4, 5 if sequences * heads[1] <= _FEW else 3)
-    prefill = Tile(max(long_rows, rows), keys, *((8, 3, 128) if long_rows == 128 else (4, 3)))
+    warps = (8, 3, 128) if long_rows == 128 else (8 if is_latent else 4, 3)
+    prefill = Tile(max(long_rows, rows), keys, *warps)
     return Tiles(
         _fitting(decode, width * item_bytes, shared_bytes),
         _fitting(prefill, width * item_bytes, shared_bytes),
@@ -125,25 +127,39 @@ def attend(
     sinks: torch.Tensor | None,
     one_each: bool,
     tiles: Tiles | None = None,
+    tails: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attention output [tokens, query heads, value size].
 
-    `step`: the first seven arguments of the operator; `tiles`: a division chosen by the caller.
+    `step`: the first seven arguments of the operator; `tiles`: a division chosen by the caller; `tails`:
+    further elements of queries and keys.
     """
     query, keys, values, pages, page_starts, lengths, query_starts = step
     tiles = tiles or _tiles_of(query, values, pages, lengths)
+    is_shared = keys.data_ptr() == values.data_ptr() and keys.shape == values.shape
     query, keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, keys, values))
+    query_tail, key_tail = tails or (None, None)
+    if query_tail is not None and query_tail.stride(-1) != 1:
+        query_tail = query_tail.contiguous()
     (tokens, query_heads, size), (_, _, heads, value_size) = query.shape, values.shape
     sequences, group = lengths.numel(), query_heads // heads
     out = query.new_empty(tokens, query_heads, value_size)
     if not out.numel() or not sequences:
         return out.zero_()
-    tables = (pages, page_starts, lengths, query_starts, sinks)
+    tables = (pages, page_starts, lengths, query_starts, sinks, query_tail, key_tail)
+    tail = 0 if query_tail is None else query_tail.shape[2]
+    query_strides = (0, 0) if query_tail is None else query_tail.stride()[:2]
+    key_strides = (0, 0, 0) if key_tail is None else key_tail.stride()[:3]
     numbers = (float(scale), float(soft_cap))
     meta: dict[str, Any] = {
         **dict(zip(("QUERY_ROW", "QUERY_HEAD"), query.stride(), strict=False)),
         **dict(zip(("KEY_PAGE", "KEY_ROW", "KEY_HEAD"), keys.stride(), strict=False)),
         **dict(zip(("VALUE_PAGE", "VALUE_ROW", "VALUE_HEAD"), values.stride(), strict=False)),
+        **dict(zip(("QUERY_TAIL_ROW", "QUERY_TAIL_HEAD"), query_strides, strict=True)),
+        **dict(zip(("KEY_TAIL_PAGE", "KEY_TAIL_ROW", "KEY_TAIL_HEAD"), key_strides, strict=True)),
+        "TAIL": tail,
+        "TAIL_PAD": max(16, triton.next_power_of_2(tail)),
+        "IS_SHARED": is_shared,
         "GROUP": group,
         "SIZE": size,
         "SIZE_PAD": max(16, triton.next_power_of_2(size)),
@@ -180,10 +196,12 @@ def attend(
 
 @triton.jit(do_not_specialize=["tokens"])
 def paged_decode(
-    query, keys, values, pages, page_starts, lengths, query_starts, sinks, out, parts, tops,
-    scale, cap, tokens, QUERY_ROW: tl.constexpr, QUERY_HEAD: tl.constexpr, KEY_PAGE: tl.constexpr,
+    query, keys, values, pages, page_starts, lengths, query_starts, sinks, query_tail, key_tail, out, parts,
+    tops, scale, cap, tokens, QUERY_ROW: tl.constexpr, QUERY_HEAD: tl.constexpr, KEY_PAGE: tl.constexpr,
     KEY_ROW: tl.constexpr, KEY_HEAD: tl.constexpr, VALUE_PAGE: tl.constexpr, VALUE_ROW: tl.constexpr,
-    VALUE_HEAD: tl.constexpr,
+    VALUE_HEAD: tl.constexpr, QUERY_TAIL_ROW: tl.constexpr, QUERY_TAIL_HEAD: tl.constexpr,
+    KEY_TAIL_PAGE: tl.constexpr, KEY_TAIL_ROW: tl.constexpr, KEY_TAIL_HEAD: tl.constexpr, TAIL: tl.constexpr,
+    TAIL_PAD: tl.constexpr, IS_SHARED: tl.constexpr,
     GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, VALUE_SIZE: tl.constexpr,
     VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr,
@@ -220,12 +238,20 @@ def paged_decode(
         mask=(member < GROUP)[:, None] & (d < SIZE)[None, :],
         other=0.0,
     )
+    tail = tl.arange(0, TAIL_PAD)
+    q_tail = q
+    if TAIL > 0:
+        key_tail += head * KEY_TAIL_HEAD
+        place = token.to(tl.int64) * QUERY_TAIL_ROW + heads[:, None] * QUERY_TAIL_HEAD + tail[None, :]
+        is_tail = (member < GROUP)[:, None] & (tail < TAIL)[None, :]
+        q_tail = tl.load(query_tail + place, mask=is_tail, other=0.0)
     seen, top, total = _nothing_seen(sinks, heads, (member < GROUP) & (split == 0), ROWS, VALUE_PAD)
     newest = tl.full([ROWS], 0, tl.int32) + (end - 1)
     for start in range(begin, end, BLOCK):
         seen, top, total = _see(
-            seen, top, total, q, keys, values, table, start, end, newest, scale, cap,
-            d, dv, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, SIZE, VALUE_SIZE, 0, CAPPED, BLOCK, True,
+            seen, top, total, q, q_tail, keys, values, key_tail, table, start, end, newest, scale, cap,
+            d, dv, tail, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW, TAIL,
+            IS_SHARED, SIZE, VALUE_SIZE, 0, CAPPED, BLOCK, True,
         )  # fmt: skip
     result = seen / tl.where(total > 0, total, 1.0)[:, None]
     if SPLITS == 1:
@@ -262,10 +288,13 @@ def paged_join(
 
 @triton.jit(do_not_specialize=["sequences"])
 def paged_prefill(
-    query, keys, values, pages, page_starts, lengths, query_starts, sinks, out,
+    query, keys, values, pages, page_starts, lengths, query_starts, sinks, query_tail, key_tail, out,
     scale, cap, sequences, QUERY_ROW: tl.constexpr, QUERY_HEAD: tl.constexpr, KEY_PAGE: tl.constexpr,
     KEY_ROW: tl.constexpr, KEY_HEAD: tl.constexpr, VALUE_PAGE: tl.constexpr, VALUE_ROW: tl.constexpr,
-    VALUE_HEAD: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+    VALUE_HEAD: tl.constexpr, QUERY_TAIL_ROW: tl.constexpr, QUERY_TAIL_HEAD: tl.constexpr,
+    KEY_TAIL_PAGE: tl.constexpr, KEY_TAIL_ROW: tl.constexpr, KEY_TAIL_HEAD: tl.constexpr, TAIL: tl.constexpr,
+    TAIL_PAD: tl.constexpr, IS_SHARED: tl.constexpr,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SEQUENCES_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -304,16 +333,25 @@ def paged_prefill(
         mask=is_row[:, None] & (d < SIZE)[None, :],
         other=0.0,
     )
+    tail = tl.arange(0, TAIL_PAD)
+    q_tail = q
+    if TAIL > 0:
+        key_tail += head * KEY_TAIL_HEAD
+        place = (token + new).to(tl.int64)[:, None] * QUERY_TAIL_ROW + heads[:, None] * QUERY_TAIL_HEAD
+        is_tail = is_row[:, None] & (tail < TAIL)[None, :]
+        q_tail = tl.load(query_tail + place + tail[None, :], mask=is_tail, other=0.0)
     seen, top, total = _nothing_seen(sinks, heads, is_row, ROWS, VALUE_PAD)
     for start in range(begin, split, BLOCK):
         seen, top, total = _see(
-            seen, top, total, q, keys, values, table, start, end, past + new, scale, cap,
-            d, dv, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, SIZE, VALUE_SIZE, WINDOW, CAPPED, BLOCK, False,
+            seen, top, total, q, q_tail, keys, values, key_tail, table, start, end, past + new, scale, cap,
+            d, dv, tail, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW, TAIL,
+            IS_SHARED, SIZE, VALUE_SIZE, WINDOW, CAPPED, BLOCK, False,
         )  # fmt: skip
     for start in range(split, end, BLOCK):
         seen, top, total = _see(
-            seen, top, total, q, keys, values, table, start, end, past + new, scale, cap,
-            d, dv, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, SIZE, VALUE_SIZE, WINDOW, CAPPED, BLOCK, True,
+            seen, top, total, q, q_tail, keys, values, key_tail, table, start, end, past + new, scale, cap,
+            d, dv, tail, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW, TAIL,
+            IS_SHARED, SIZE, VALUE_SIZE, WINDOW, CAPPED, BLOCK, True,
         )  # fmt: skip
     result = seen / tl.where(total > 0, total, 1.0)[:, None]
     at = ((token + new) * (tl.num_programs(0) * GROUP) + heads)[:, None] * VALUE_SIZE + dv[None, :]
@@ -332,8 +370,10 @@ def _nothing_seen(sinks, heads, has_sink, ROWS: tl.constexpr, VALUE_PAD: tl.cons
 
 @triton.jit
 def _see(
-    seen, top, total, q, keys, values, table, start, end, position, scale, cap,
-    d, dv, KEY_PAGE: tl.constexpr, KEY_ROW: tl.constexpr, VALUE_PAGE: tl.constexpr, VALUE_ROW: tl.constexpr,
+    seen, top, total, q, q_tail, keys, values, key_tail, table, start, end, position, scale, cap,
+    d, dv, tail, KEY_PAGE: tl.constexpr, KEY_ROW: tl.constexpr, VALUE_PAGE: tl.constexpr,
+    VALUE_ROW: tl.constexpr, KEY_TAIL_PAGE: tl.constexpr, KEY_TAIL_ROW: tl.constexpr, TAIL: tl.constexpr,
+    IS_SHARED: tl.constexpr,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -346,12 +386,22 @@ def _see(
         mask=is_key[None, :] & (d < SIZE)[:, None],
         other=0.0,
     )
-    v = tl.load(
-        values + (page * VALUE_PAGE + place % _PAGE * VALUE_ROW)[:, None] + dv[None, :],
-        mask=is_key[:, None] & (dv < VALUE_SIZE)[None, :],
-        other=0.0,
-    )
+    if IS_SHARED:
+        v = tl.trans(k)
+    else:
+        v = tl.load(
+            values + (page * VALUE_PAGE + place % _PAGE * VALUE_ROW)[:, None] + dv[None, :],
+            mask=is_key[:, None] & (dv < VALUE_SIZE)[None, :],
+            other=0.0,
+        )
     logits = tl.dot(q, k, input_precision="ieee")
+    if TAIL > 0:
+        k_tail = tl.load(
+            key_tail + (page * KEY_TAIL_PAGE + place % _PAGE * KEY_TAIL_ROW)[None, :] + tail[:, None],
+            mask=is_key[None, :] & (tail < TAIL)[:, None],
+            other=0.0,
+        )
+        logits = tl.dot(q_tail, k_tail, logits, input_precision="ieee")
     if CAPPED:  # cap * tanh(x / cap)
         logits = cap - 2.0 * cap / (tl.exp2(logits * (scale / cap * 2.0 * _LOG2E)) + 1.0)
         unit = _LOG2E

@@ -27,7 +27,7 @@ _CONV_TOKENS, _CONV_CHANNELS = 16, 128
 # State elements of a program that goes token by token.
 _STATE_ELEMENTS = 4096
 # Tokens of a chunk, state rows of a program, and warps, in `ssd_chunks`.
-_CHUNK_TOKENS, _CHUNK_ROWS, _CHUNK_WARPS = 64, 64, 8
+_CHUNK_TOKENS, _CHUNK_ROWS, _CHUNK_WARPS = 32, 64, 4
 
 
 def _power(n: int) -> int:

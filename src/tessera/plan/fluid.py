@@ -570,7 +570,8 @@ class CapturedModel(FluidModel):
     def _divided(self, policy: str) -> Iterator[ServiceDraft]:
         if len(self.used) < 2:
             return
-        group = self._group(Role.MIXED, self.used, max(self.config.least_microbatches, self.microbatches))
+        least = 1 if self.has_host else self.config.least_microbatches
+        group = self._group(Role.MIXED, self.used, max(least, self.microbatches))
         price = self.price(self._mean_tokens, self.sequences, self.length)
         step_us = _together_us(price, self.used) / self.config.efficiency
         times = self._times(group, self._mean_tokens, step_us)

@@ -285,8 +285,8 @@ def _copied_mix(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
         plans.append((decide(Judge(inner), is_part=not is_split).plan, cells))
     plan = side_by_side(problem, plans)
     mix = mix_of(problem, plan)
-    mix = mix.only([lane for lane, count in enumerate(mix.microbatches) if count])
-    judge.know(mix, min(plan.simulated_per_s, mix.rate_per_s))
+    if len(plan.lanes) == sum(len(part.lanes) * len(cells) for part, cells in plans):
+        judge.know(mix, min(plan.simulated_per_s, mix.rate_per_s))
     return mix
 
 
@@ -317,15 +317,16 @@ def side_by_side(problem: Problem, parts: Sequence[tuple[ir.Plan, Cells]]) -> ir
     lanes: list[ir.Lane] = []
     table: list[int] = []
     for plan, cells in parts:
-        order = plan.lane_table
+        order = [plan.lane_table[n % len(plan.lane_table)] for n in range(plan.microbatches)]
+        used = sorted(set(order))  # fewer than all with more lanes than microbatches
         for devices in cells:
-            table += [len(lanes) + order[n % len(order)] for n in range(plan.microbatches)]
+            table += [len(lanes) + used.index(lane) for lane in order]
             lanes += [
                 ir.Lane(
                     ir.Placement(tuple(tuple(devices[d] for d in step) for step in lane.placement.devices)),
                     lane.rate_per_s,
                 )
-                for lane in plan.lanes
+                for lane in (plan.lanes[n] for n in used)
             ]
     rows = [(plan, len(cells)) for plan, cells in parts]
     simulated, busy = (

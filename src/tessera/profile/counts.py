@@ -344,7 +344,7 @@ def _paged(launch: Launch, views: tuple[View, ...]) -> Work:
     query, keys, values, _, starts = views[:5]
     num, heads, width = query.shape
     kv_heads, value_width = values.shape[2:]
-    _, window, _, _, length, _ = launch.args[7:13]
+    _, window, _, _, length, _, *tails = launch.args[7:]
     assert isinstance(window, int)
     assert isinstance(length, int)
     sequences = max(1, min(num, starts.shape[0]))
@@ -354,8 +354,11 @@ def _paged(launch: Launch, views: tuple[View, ...]) -> Work:
     read = held
     if window:
         seen, read = min(seen, window), min(held, window + queries - 1)
-    flops = 2.0 * num * heads * seen * (width + value_width)
-    pages = sequences * read * kv_heads * (width + value_width) * item_bytes(keys.dtype)
+    tail = tails[1].shape[-1] if tails and isinstance(tails[1], View) else 0
+    is_shared = keys == values  # latents, which are both, of one head
+    held_width = width + tail if is_shared else kv_heads * (width + tail + value_width)
+    flops = 2.0 * num * heads * seen * (width + tail + value_width)
+    pages = sequences * read * held_width * item_bytes(keys.dtype)
     num_bytes = pages + _size(query) + sum(_size(v) for v in _outputs(launch))
     op = OpClass.DECODE if queries <= MAX_DECODE_QUERIES else OpClass.PREFILL
     overhead: Overhead = (("paged_stream", 1.0),) if op is OpClass.DECODE else ()

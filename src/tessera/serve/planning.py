@@ -31,7 +31,7 @@ import msgspec
 import torch
 
 import tessera
-from tessera.capture import place_of, record
+from tessera.capture import place_of, record, record_sizes
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, MismatchError, PlanInfeasible, TesseraError
 from tessera.execute.processes import FORKSERVER, warm_up
@@ -55,6 +55,8 @@ STEP_TIMEOUT_S = 60.0
 MAX_KEPT = 32
 # Beside a host: pages' share of a GPU, and tokens of the largest step.
 PAGES_SHARE, HOST_BATCH_TOKENS = 0.2, 512
+# GPUs of other machines: tokens of the largest and smallest step.
+AWAY_BATCH_TOKENS, AWAY_MIN_SIZE = 2048, 64
 # Maximum bytes of kept weights.
 MAX_WEIGHT_BYTES = 64 << 20
 # Libraries that captured steps and costs depend on.
@@ -144,6 +146,7 @@ class CpuBackend:
     store: Path | None = None
     # Scope of a mixture of experts -> how often each is chosen.
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    memory_share: float = 0.9
 
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
@@ -216,6 +219,7 @@ class HostBackend(CpuBackend):
         return (min(self._page_bytes),)
 
     def build(self, model: str, spec: ServeSpec) -> "ServedModel":
+        from tessera.capture.workload import on_device
         from tessera.serve.gpu import made_on
         from tessera.serve.steps import served
 
@@ -224,11 +228,43 @@ class HostBackend(CpuBackend):
         with made_on(f"cuda:{card.ordinal}", model, spec.seed):
             sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or HOST_BATCH_TOKENS)
             plain = served(model, sizes, pool_bytes=pool_bytes)
-        plain.workloads[-1].module.to("cpu")
         if plain.encode is not None:
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
-        return plain
+        return replace(plain, workloads=tuple(on_device(w, "cpu") for w in plain.workloads))
+
+
+@dataclass(frozen=True)
+class AwayBackend(CpuBackend):
+    """GPUs of other machines: steps are recorded without computing; each worker has its own weights.
+
+    The engine has the weights in this machine's memory, to compare them and to send what a worker lacks.
+    """
+
+    @cached_property
+    def memory_bytes(self) -> Sequence[float]:
+        return [steady(self.memory_share * device.memory_bytes) for device in self.cluster.devices]
+
+    def build(self, model: str, spec: ServeSpec) -> "ServedModel":
+        from tessera.serve.steps import served, weight_bytes
+
+        size, here = weight_bytes(place_of(model)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if size > here:
+            message = (
+                f"{model} has {size / 1e9:.1f} GB of weights; this machine has {here / 1e9:.1f} GB of memory"
+            )
+            raise TesseraError(message, "Run the service on a machine that holds the weights.", "--devices")
+        sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or AWAY_BATCH_TOKENS)
+        with blamed_for_run(model):
+            return served(
+                model, sizes, min_size=AWAY_MIN_SIZE, room_bytes=self.memory_bytes, pool_bytes=float("inf")
+            )
+
+    def capture(self, model: "ServedModel") -> list[Trace]:
+        if model.encode is not None:
+            message = "models that see are served on worker processes"
+            raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
+        return record_sizes([workload.step for workload in model.workloads])
 
 
 def _check_host(cluster: Cluster) -> None:
@@ -263,14 +299,17 @@ def prepare(
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
         if any(d.kind is not DeviceKind.CUDA for d in cluster.devices):
             _check_host(cluster)
-            backend = HostBackend(cluster, spec.microbatches, store)
+            backend = HostBackend(cluster, spec.microbatches, store, dict(spec.expert_frequencies))
         else:
             from tessera.serve.gpu import GpuBackend
 
             backend = GpuBackend(cluster, spec, is_compiled)
     else:
         warm_up()  # in parallel with capture and planning
-        backend = CpuBackend(cluster, spec.microbatches, store)
+        is_away = all(device.ordinal == AWAY for device in cluster.devices)
+        kind = AwayBackend if is_away else CpuBackend
+        frequencies = dict(spec.expert_frequencies)
+        backend = kind(cluster, spec.microbatches, store, frequencies, spec.memory_share)
 
     if plan is not None:
         check_plan(plan, model, cluster)
@@ -322,7 +361,8 @@ def _for_load(model: str, cluster: Cluster, spec: ServeSpec, advance: Listener) 
     from tessera.planning import ServedSteps, make_service_plan
     from tessera.serve.rehearse import rehearse
 
-    steps = ServedSteps(model, cluster, spec.random_weights, advance=advance)
+    often = dict(spec.expert_frequencies)
+    steps = ServedSteps(model, cluster, spec.random_weights, advance=advance, frequencies=often)
     steps.is_compiled, _ = choose_launches(steps.anchors, "")
     (name,) = spec.policies
     if name not in ("auto", *POLICIES):

@@ -111,6 +111,8 @@ class ServeSpec:
     effort: str = "full"
     # LoRA adapters: (name for clients, folder).
     adapters: tuple[tuple[str, str], ...] = ()
+    # (module of a mixture of experts, how often each is chosen).
+    expert_frequencies: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +279,8 @@ class Snapshot(Counts):
     switches: int = 0
     last_switch_ms: float | None = None
     pages_moved: int = 0
+    # Sequences moved in place of preemption.
+    evictions: int = 0
     # Mean milliseconds of the host from the end of a step until the next is ordered.
     host_ms: float | None = None
     # Pages in use, of all pages.

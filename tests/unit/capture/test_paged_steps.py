@@ -108,12 +108,13 @@ def test_a_window_is_that_of_all_layers(name: str, window: int, tmp_path: Path) 
     assert window == layout_of(workload.module).window
 
 
-def test_what_is_kept_is_what_attention_reads(tmp_path: Path) -> None:
-    """Latent keys and values are expanded once: pages hold them by head, keys wider than values."""
+def test_latent_attention_keeps_latents(tmp_path: Path) -> None:
+    """Pages hold the latent and the rotated key that all heads share, and nothing by head."""
+    sizes = BY_NAME["deepseek_v3"].sizes
     state = folder_step(BY_NAME["deepseek_v3"], tmp_path, FLAT).make_state(0)
 
-    assert (POSITIONS // PAGE, PAGE, 4, 16) == state["keys.0"].shape
-    assert (POSITIONS // PAGE, PAGE, 4, 8) == state["values.0"].shape
+    assert (POSITIONS // PAGE, PAGE, 1, sizes["kv_lora_rank"]) == state["keys.0"].shape
+    assert (POSITIONS // PAGE, PAGE, 1, sizes["qk_rope_head_dim"]) == state["values.0"].shape
 
 
 def test_attention_of_a_models_own_with_windows_is_masked_right(tmp_path: Path) -> None:

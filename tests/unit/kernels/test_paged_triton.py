@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from triton.runtime.jit import JITFunction
 
-from paged_factory import PagedCall, make_call
+from paged_factory import PagedCall, make_call, make_latent_call
 from sampling import one_of_each
 from tessera import flow  # hands the interpreter to capture
 from tessera.capture import own
@@ -44,7 +44,7 @@ def run(call: PagedCall, tiles: Tiles | None = None) -> torch.Tensor:
     """What the kernels give."""
     step = (call.query, call.keys, call.values, call.pages, call.page_starts, call.lengths, call.query_starts)
     rest = (call.scale, call.window, call.soft_cap, call.sinks, call.one_each)
-    return attend(step, *rest, tiles)
+    return attend(step, *rest, tiles, call.tails)
 
 
 def check(call: PagedCall, tiles: Tiles | None = None) -> None:
@@ -66,6 +66,17 @@ def test_one_new_token_each(dtype: torch.dtype, splits: int) -> None:
 def test_prompts_and_single_tokens_together(dtype: torch.dtype) -> None:
     """Tiles of one sequence each, single tokens beside them, padding behind them."""
     check(make_call(MIXED, widths=(32, 32), padding=9, dtype=dtype), SMALL)
+
+
+@pytest.mark.parametrize("parts", [ONE_EACH, MIXED], ids=["answers", "mixed"])
+def test_latents_are_keys_and_values(parts: list[tuple[int, int]]) -> None:
+    """As with keys that hold both parts, by the operator and by the kernels."""
+    call = make_latent_call(parts, 4, (32, 8))
+    assert call.tails is not None
+    query, keys = (torch.cat(pair, -1) for pair in zip((call.query, call.keys), call.tails, strict=True))
+
+    assert_close(call.run(), replace(call, query=query, keys=keys, tails=None).run())
+    check(call, replace(SMALL, splits=2))
 
 
 WINDOWS = one_of_each([(1, 1), (7, 2), (16, 1), (33, 2)], lambda row: row[1])
@@ -178,6 +189,21 @@ ACCESSES = {
     "paged_join": ({"parts", "tops", "query_starts"}, {"out"}),
     "paged_prefill": (READ, {"out"}),
 }
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_latents_are_read_once(arch: int) -> None:
+    """At DeepSeek's sizes: every access is proved, and there is room for it on a card."""
+    shared_bytes = {80: 99, 90: 227}[arch] << 10
+    call = make_latent_call(MIXED, 16, (512, 64), torch.bfloat16)
+    for kernel in compiled_for(arch, call, shared_bytes):
+        (report,) = analyze(kernel.asm["ptx"])
+        names = [name for name, kind in kernel.src.signature.items() if kind != "constexpr"]
+        read = {names[a.param] for a in report.accesses if a.read}
+
+        assert (True, ()) == (report.movable, report.why)
+        assert report.name == "paged_join" or READ - {"values", "sinks"} | {"query_tail", "key_tail"} == read
+        assert kernel.metadata.shared <= shared_bytes
 
 
 def compiled_for(arch: int, call: PagedCall, shared_bytes: int) -> list[Any]:

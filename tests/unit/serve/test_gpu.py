@@ -3,6 +3,7 @@
 import functools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,17 @@ from serving_factory import GREEDY, Told, policies_of, random_ask, read, read_al
 from steps_factory import Local, working
 from tessera.errors import TesseraError
 from tessera.execute.cuda.graphs import ShareGraph
-from tessera.ir import Cluster, Load
-from tessera.profile import make_cluster, parse_devices
+from tessera.ir import Cluster, Costs, DeviceKind, Load, WorkUnit
+from tessera.profile import cap_memory, make_cluster, parse_devices
 from tessera.profile.devices import Card
+from tessera.profile.measured import combine
 from tessera.serve import planning
 from tessera.serve.gpu import check_gpus
 from tessera.serve.planning import Prepared
 from tessera.serve.records import Ask, ServeSpec
 from tessera.serve.service import Service
 from tessera.serve.start import ServeOptions, started
-from tessera.serve.steps import served
+from tessera.serve.steps import ServedModel, served
 from tessera.serve.text import ByteText
 
 SIZES: dict[str, Any] = {"microbatches": 2, "rows": 2, "capacity": 32, "max_batch_tokens": 8}
@@ -163,9 +165,40 @@ def test_the_benchmark_of_arrivals_serves_the_same_requests_for_real_and_virtual
         assert found[name][0] > 0.0
 
 
+def modelled(self: Any, unit: WorkUnit, model: ServedModel, advance: object) -> tuple[Costs, ...]:
+    """Costs of an H200 and a Xeon."""
+    kinds = tuple(replace(d, gpu="cpu-xeon-8480" if d.is_cpu else "h200") for d in self.cluster.devices)
+    kinds = tuple(replace(d, kind=DeviceKind.EMU) for d in kinds)
+    costs = (combine(graph.trace, kinds, {})[0] for graph in unit.graphs)
+    return tuple(replace(found, devices=self.cluster.devices) for found in costs)
+
+
+def test_a_gpu_and_its_host_answer_as_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's worker gets what the CPU's has computed, and the other way round."""
+    monkeypatch.setattr(planning.HostBackend, "price", modelled)
+    devices = cap_memory(parse_devices("cuda:0,cpu", lambda: (CARD,)), ["cuda:0=2.5MB"])
+    spec = ServeSpec(microbatches=1, rows=2, capacity=32, max_batch_tokens=8, load=Load(8, 3), effort="quick")
+    made = planning.prepare("tiny-gpt-oss", make_cluster(devices, "pcie4"), spec)
+    plan = made.policies[0].plans[0]
+    placed = plan.lanes[0].placement.devices[-1]
+    model = served("tiny-gpt-oss", spec)
+    given = (model.shape, ByteText())
+    with reference(model) as whole, Service(whole, policies_of(whole, model.shape), *given) as service:
+        right = [told.what for told in wait_for(read_all(service, asks()))]
+    with made.workers() as stepper, Service(stepper, made.policies, *given) as service:
+        found = [told.what for told in wait_for(read_all(service, asks()))]
+
+    assert "kernel-level" == made.policies[0].policy
+    assert {0, 1} == set(placed)
+    assert right == found
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("cuda:0,cpu", "beside other devices"), ("cuda:0,cuda:1/as=l40s", "cannot serve beside others")],
+    [
+        ("cuda:0,away:a100", "beside GPUs of this machine"),
+        ("cuda:0,cuda:1/as=l40s", "cannot serve beside others"),
+    ],
 )
 def test_sets_of_unlike_kinds_are_refused(text: str, said: str) -> None:
     """A card's own time, a modelled time and a CPU's do not mix."""

@@ -190,7 +190,7 @@ def _run(
     with (
         traced(),
         attributes_kept(model, memory.attributes) as left,
-        exchanged_attention(cache, kind == DENSE),
+        exchanged_attention(model, cache, kind == DENSE),
         using_adapters(model, inputs.get("adapters")),
         ExitStack() as stack,
     ):

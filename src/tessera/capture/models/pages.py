@@ -9,7 +9,7 @@ gathered, newest last.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,8 @@ from tessera.kernels import PAGE
 
 # Initial pages of a layer.
 NUM_FIRST_PAGES = 8
+# Query heads per program for latents, which all heads share.
+MAX_LATENT_GROUP = 16
 # Tensor arguments that do not change attention.
 HARMLESS = ("position_ids", "cache_position", "s_aux")
 
@@ -200,7 +202,7 @@ class PagedCache(StaticCache):  # type: ignore[misc]
     def attended(self, key: torch.Tensor, value: torch.Tensor) -> PagedLayer:
         """Layer whose pages hold these keys and values; stores new ones.
 
-        Pages thus hold what attention reads, even if a model expands what it cached.
+        Pages thus hold what attention reads: keys and values by head, or latents (`attend_latents`).
         """
         for layer in self.paged:
             if layer.is_unread:
@@ -247,9 +249,13 @@ def attend_pages(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    query_tail: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for transformers over a layer's pages; positions first out."""
+    """Attention for transformers over a layer's pages; positions first out.
+
+    With `query_tail`, keys and values are latents and rotated keys.
+    """
     strange = [n for n, v in others.items() if isinstance(v, torch.Tensor) and n not in HARMLESS]
     if isinstance(attention_mask, torch.Tensor) or strange:
         raise ValueError(f"its attention takes a {strange[0] if strange else 'mask'} of its own")
@@ -259,10 +265,15 @@ def attend_pages(
     batch, heads, num, width = query.shape
     window = (sliding_window or 0) if attention_mask is None else attention_mask.window
     cache.windows |= {window}
+    keys, values, tails = layer.keys, layer.values, list[torch.Tensor]()
+    if query_tail is not None:
+        size = (-1, -1, max(1, heads // MAX_LATENT_GROUP), -1)
+        tails = [query_tail.transpose(1, 2).flatten(0, 1), values.expand(size)]
+        keys = values = keys.expand(size)
     out = torch.ops.tessera.paged_attention(
         query.transpose(1, 2).flatten(0, 1),
-        layer.keys,
-        layer.values,
+        keys,
+        values,
         tables.pages,
         tables.page_starts,
         tables.lengths,
@@ -273,19 +284,50 @@ def attend_pages(
         s_aux,
         tables.expected_length,
         tables.one_each,
+        *tails,
     )
     return out.view(batch, num, heads, -1), None
 
 
+def attend_latents(
+    cache: PagedCache, module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, **given: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention of a module whose keys and values are products of latents (MLA), over pages of latents.
+
+    The product with a head's keys is part of its queries, that with its values part of the result.
+    """
+    heads, size = query.shape[1], module.qk_nope_head_dim
+    up = module.kv_b_proj.weight.view(heads, -1, module.kv_lora_rank)
+    plain, tail = query.split([size, query.shape[3] - size], -1)
+    latent = torch.matmul(plain, up[:, :size])
+    out, _ = attend_pages(cache, latent, key, value, mask, **{**given, "query_tail": tail})
+    return torch.matmul(out.transpose(1, 2), up[:, size:].transpose(1, 2)).transpose(1, 2), None
+
+
+def latent_modules(model: torch.nn.Module) -> list[Any]:
+    """Attention modules that cache latents and expand them by a plain product."""
+    expanding: list[Any] = [module for module in model.modules() if hasattr(module, "expand_kv")]
+    return [module for module in expanding if _is_plain(module.kv_b_proj)]
+
+
+def _is_plain(product: Any) -> bool:
+    """Without a bias, an adapter or a packed weight."""
+    has_more = getattr(product, "bias", None) is not None or hasattr(product.weight, "__tensor_flatten__")
+    return type(product) is torch.nn.Linear and not has_more
+
+
 @contextmanager
-def exchanged_attention(cache: PagedCache, is_dense: bool) -> Iterator[None]:
+def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: bool) -> Iterator[None]:
     """While entered, attention reads pages and masks are rules (tensors for dense rows)."""
+    latent = [] if is_dense else latent_modules(model)
     attention, masks = (modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
 
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **given: Any
     ) -> tuple[torch.Tensor, None]:
         given.pop("dropout", None)
+        if any(module is one for one in latent):
+            return attend_latents(cache, module, query, key, value, attention_mask, **given)
         return attend_pages(cache, query, key, value, attention_mask, **given)
 
     def dense_mask(mask_function: Any, dtype: torch.dtype = torch.float32, **_: Any) -> torch.Tensor:
@@ -297,7 +339,12 @@ def exchanged_attention(cache: PagedCache, is_dense: bool) -> Iterator[None]:
     with (
         patch.dict(masks._local_mapping, dict.fromkeys(masks, make_mask)),
         patch.dict(attention._local_mapping, {} if is_dense else dict.fromkeys(attention, attend)),
+        ExitStack() as stack,
     ):
+        for module in latent:
+            stack.enter_context(
+                patch.object(module, "expand_kv", lambda latents, rotated: (latents, rotated))
+            )
         yield
 
 

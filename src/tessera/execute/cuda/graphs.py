@@ -130,14 +130,22 @@ class ShareGraph:
                 self.issue(is_rehearsal=True)
         self._device.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with (
-            torch.no_grad(),
-            own_workspaces(),
-            torch.cuda.graph(
-                graph, pool=self.room.pool, stream=self.room.origin, capture_error_mode="thread_local"
-            ),
-        ):
-            self.outputs = self.issue()
+        failure: Exception | None = None
+        try:
+            with (
+                torch.no_grad(),
+                own_workspaces(),
+                torch.cuda.graph(
+                    graph, pool=self.room.pool, stream=self.room.origin, capture_error_mode="thread_local"
+                ),
+            ):
+                try:
+                    self.outputs = self.issue()
+                except Exception as error:
+                    failure = error
+                    raise
+        except RuntimeError as error:
+            raise failure or error from None  # the end of a failed capture hides why it failed
         return graph
 
     def issue(self, is_rehearsal: bool = False) -> dict[str, torch.Tensor]:
