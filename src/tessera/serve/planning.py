@@ -281,20 +281,6 @@ def _check_host(cluster: Cluster) -> None:
         raise TesseraError(message, "Name whole GPUs and cpu: --devices cuda:0,cpu.", "--devices")
 
 
-def _backend(cluster: Cluster, spec: ServeSpec, store: Path | None, is_compiled: bool) -> StepBackend:
-    frequencies = dict(spec.expert_frequencies)
-    if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
-        if any(d.kind is not DeviceKind.CUDA for d in cluster.devices):
-            _check_host(cluster)
-            return HostBackend(cluster, spec.microbatches, store, frequencies)
-        from tessera.serve.gpu import GpuBackend
-
-        return GpuBackend(cluster, spec, is_compiled)
-    warm_up()  # in parallel with capture and planning
-    kind = AwayBackend if all(device.ordinal == AWAY for device in cluster.devices) else CpuBackend
-    return kind(cluster, spec.microbatches, store, frequencies, spec.memory_share)
-
-
 def prepare(
     model: str,
     cluster: Cluster,
