@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from tessera.adapt.history import LoadView
-from tessera.ir import Cluster, Decision, DeviceKind, Expected, GroupSize, Load, Step
+from tessera.ir import MEMORY_SHARE, Cluster, Decision, DeviceKind, Expected, GroupSize, Load, Step
 from tessera.kernels import PAGE
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class ServeSpec:
     # Positions of a microbatch's pages.
     pool_tokens: int | None = None
     # Share of a device's memory for weights and pages; the rest is for temporaries.
-    memory_share: float = 0.9
+    memory_share: float = MEMORY_SHARE
     load: Load = LOAD
     # True if sequences, microbatches and step sizes are chosen for the load.
     is_for_load: bool = False
