@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py --requests 1000 --kills 20 --out benchmarks/results/soak_202611.json
     python benchmarks/soak.py --devices cuda:0/as=h20,cuda:0/as=l40s --requests 1000 --kills 20
+    python benchmarks/soak.py --minutes 30      through HTTP: see `soak_http`
 
 All policies of a model are loaded in one pair of workers. Clients ask all the time, greedy, with prompts and
 answers of random lengths; after every few answers another policy is chosen at random, so sequences are moved,
@@ -29,6 +30,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
+
+from benchmarks.soak_http import soaked_minutes
 
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Load
@@ -187,6 +192,7 @@ def main() -> None:
     parser.add_argument("--devices", default="emu:a100,emu:l40s")
     parser.add_argument("--link", default="pcie4")
     parser.add_argument("--policies", default=",".join(POLICIES), help="besides single")
+    parser.add_argument("--minutes", type=float, help="through HTTP, for so long")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--switch-every", type=int, default=7, help="answers between two switches")
@@ -197,12 +203,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = soaked(options)
+    if options.minutes:
+        found = soaked_minutes(options, f"python benchmarks/soak.py {' '.join(sys.argv[1:])}")
+    else:
+        found = soaked(options)
     text = json.dumps(found, indent=2)
     print(text)
     if options.out is not None:
         options.out.write_text(text + "\n")
-    if found["wrong"] or found["lost"] or found["hung"] or found["not_back"]:
+    if any(found.get(key) for key in ("wrong", "lost", "hung", "not_back")):
         raise SystemExit(1)
 
 

@@ -29,6 +29,7 @@ rm -rf dist build
 "$python" -m venv "$place/env"
 "$place/env/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
 "$place/env/bin/python" -m pip wheel --quiet --no-deps --wheel-dir dist/ptx src/tessera_ptx
+rm -rf src/tessera_ptx/build  # else the next wheel has it too
 "$place/env/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/ptx/*.whl
 (cd "$place" && env/bin/python -c 'import tessera_ptx; print(tessera_ptx.analyze)' > /dev/null)
 "$place/env/bin/python" -m pip uninstall --quiet --yes tessera-ptx

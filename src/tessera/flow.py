@@ -207,10 +207,6 @@ class LoadSteps:
         return is_right
 
 
-def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:
-    return ANCHORS if len(batches) > 1 else tuple(batches)
-
-
 def at_batches(steps: Sequence[Step], batches: Sequence[int]) -> list[Step]:
     return [replace(step, batch=batch) for step in steps for batch in batches]
 

@@ -29,6 +29,7 @@ from tessera.capture.divide import divide, division_for, experts_of
 from tessera.capture.models import another, steps_of_model
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import (
+    MEMORY_SHARE,
     BufferKind,
     Cluster,
     Costs,
@@ -130,7 +131,9 @@ class ServedSteps:
         if self.is_compiled:
             traces = compiled(self.anchors)
         else:
-            *traces, checked = record_sizes([*self.anchors, self.step(*CHECKED)])
+            sizes = [*self.anchors, self.step(*CHECKED)]
+            said = "recording the served step, {} of {}".format
+            *traces, checked = record_sizes(sizes, lambda num: self.advance(said(num + 1, len(sizes))))
         division = division_for(self.cluster, traces)
         if division is not None:
             self.advance("dividing products")
@@ -302,7 +305,13 @@ def is_served(model: str) -> bool:
     return "decode" in steps_of_model(model)
 
 
-def make_group(steps: ServedSteps, draft: GroupDraft, policy: str, search: SearchConfig = FULL) -> Group:
+def make_group(
+    steps: ServedSteps,
+    draft: GroupDraft,
+    policy: str,
+    search: SearchConfig = FULL,
+    memory_share: float = MEMORY_SHARE,
+) -> Group:
     """The group of a draft: its placement is one device, or found by a policy."""
     unit, costs = steps.unit(draft)
     if len(draft.devices) == 1:
@@ -313,7 +322,7 @@ def make_group(steps: ServedSteps, draft: GroupDraft, policy: str, search: Searc
         part = replace(draft, pool_tokens=draft.pool_tokens // draft.microbatches // PAGE * PAGE)
         cluster, (work, prices) = cluster_of(steps.cluster, draft.devices), steps.unit(part)
         own = costs_on(prices, draft.devices)
-        found = place(work, own, cluster, policy, draft.microbatches, search, SteadyRates())
+        found = place(work, own, cluster, policy, draft.microbatches, search, SteadyRates(), memory_share)
         placement = Placement(tuple(tuple(draft.devices[d] for d in step) for step in found.devices))
     home = "+".join(steps.cluster.names[device] for device in draft.devices)
     plan = lane_plan(unit, costs, steps.cluster, placement, draft.microbatches, home)
@@ -326,19 +335,20 @@ def make_service_plan(
     rehearse: Rehearse,
     search: SearchConfig = FULL,
     objective: Objective = Objective.THROUGHPUT,
-    config: FluidConfig | None = None,
+    memory_share: float = MEMORY_SHARE,
     policies: Sequence[str] = POLICIES,
+    config: FluidConfig | None = None,
 ) -> ServicePlan:
     """The best service by an objective within the limits of a load."""
     flow.check_modelled(steps.cluster)
-    config = config or (QUICK_FLUID if search is QUICK else FLUID)
+    config = replace(config or (QUICK_FLUID if search is QUICK else FLUID), memory_share=memory_share)
     runs_on_cpu = not len(compiled_launches(steps.family.recordings[0].trace))
     given = (load, steps.cluster, steps.price, steps.model_bytes, config)
     fluid = FluidModel(*given, runs_on_cpu=runs_on_cpu)
     fluids = [fluid] if objective is Objective.THROUGHPUT else _worthwhile(fluid, objective, policies)
 
     def make(draft: ServiceDraft) -> ServicePlan:
-        groups = tuple(make_group(steps, group, draft.policy, search) for group in draft.groups)
+        groups = tuple(make_group(steps, group, draft.policy, search, memory_share) for group in draft.groups)
         return ServicePlan(steps.model, draft.policy, load, groups)
 
     return plan_service(fluids, make, rehearse, steps.advance, objective, policies)

@@ -1,6 +1,7 @@
 """tessera advise, on a machine without GPUs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from browser import PHONE, browser, width_of
 from tessera.advise import search
+from tessera.advise.raters import ServiceRater
 from tessera.cli import main
 from tessera.ir import ServicePlan, load
 from tessera.profile import gpu
@@ -44,7 +46,7 @@ def test_cheapest_set_that_carries_the_rate(tmp_path: Path, capsys: pytest.Captu
     assert choice["usd_per_hour"] <= second["usd_per_hour"]
     assert choice["gpus"] != second["gpus"]
     assert ["l4"] == choice["gpus"]
-    assert {"l20": "no price is known"} == found["skipped"]
+    assert {"l20": "no price is known; give one with --price l20=USD"} == found["skipped"]
     assert "2026-08-22" in found["price_source"]
     assert "RunPod" == choice["provider"]
     plan = found["plans"][0]
@@ -52,7 +54,55 @@ def test_cheapest_set_that_carries_the_rate(tmp_path: Path, capsys: pytest.Captu
     assert plan["service"]["groups"]
     assert 0 < choice["cost_error"] < 1
     assert choice["ttft_ms"] > 0
-    assert 0.9 * 24e9 == load(ServicePlan, tmp_path / "choice.plan").cluster.devices[0].memory_bytes
+    memory = {m["capacity"]: m["weights"] + m["state"] for m in plan["memory"].values()}
+    assert all(held <= 0.9 * capacity for capacity, held in memory.items())
+    assert load(ServicePlan, tmp_path / "choice.plan").policy == choice["policy"]
+    assert "first token after" in found["headline"]
+    assert f"±{choice['cost_error']:.0%}" in found["headline"]
+
+
+def test_a_price_of_your_own_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    """A card without a known price can be rented, beside others at their providers' prices."""
+    words = ("--rate", "50", "--gpus", "l4,l20", "--max-devices", "1", "--price", "l20=0.01")
+    choice, second = advised(*words, capsys=capsys)["candidates"]
+
+    assert (["l20"], 0.01, "--price") == (choice["gpus"], choice["usd_per_hour"], choice["provider"])
+    assert (["l4"], "RunPod") == (second["gpus"], second["provider"])
+
+
+def test_no_more_is_rented_than_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `--have` calls enough is rented, nothing dearer: both plan the same sets in the same way."""
+    words = ("--gpus", "l4", "--max-devices", "3")
+    one = advised("--rate", "1", "--have", "l4", *words, capsys=capsys)["candidates"][0]["requests_per_s"]
+    asked = ("--rate", 1.9 * one / 1.1)
+    enough = [
+        num
+        for num in (1, 2, 3)
+        if any(
+            way["is_enough"]
+            for way in advised(*asked, "--have", ",".join(["l4"] * num), *words, capsys=capsys)["candidates"]
+        )
+    ]
+    rented = advised(*asked, *words, capsys=capsys)["candidates"][0]
+
+    assert len(rented["gpus"]) == min(enough)
+
+
+def test_drafts_below_the_rate_are_planned_within_their_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A set whose draft is a little too slow is no reason to rent a dearer one."""
+    words = ("--gpus", "l4", "--max-devices", "2")
+    one = advised("--rate", "1", "--have", "l4", *words, capsys=capsys)["candidates"][0]["requests_per_s"]
+    asked = ("--rate", 0.99 * one / 1.1, *words)
+    drafts = ServiceRater.drafts
+    monkeypatch.setattr(
+        ServiceRater,
+        "drafts",
+        lambda rater, *given: [replace(o, tokens_per_s=0.95 * o.tokens_per_s) for o in drafts(rater, *given)],
+    )
+
+    assert ["l4"] == advised(*asked, capsys=capsys)["candidates"][0]["gpus"]
 
 
 def test_higher_rate_costs_more(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,8 +130,11 @@ BAD: list[tuple[list[str], str]] = [
     (["--rate", "5", "--margin", "nan"], "--margin"),
     (["--rate", "5", "--slo-ttft-ms", "inf"], "--slo-ttft-ms: must be a finite number, got inf"),
     (["--rate", "1e9", "--gpus", "l4", "--max-devices", "1"], "even with free transfers"),
-    (["--rate", "5", "--gpus", "l20"], "no GPU is left to rent (l20: no price is known)"),
+    (["--rate", "5", "--gpus", "l20"], "no GPU is left to rent (l20: no price is known; give one"),
     (["--rate", "5", "--gpus", "gtx"], "unknown GPU 'gtx'"),
+    (["--rate", "5", "--price", "l4=cheap"], "--price: 'l4=cheap' is no price of a card"),
+    (["--rate", "5", "--price", "l4=-1"], "--price: 'l4=-1' is no price of a card"),
+    (["--rate", "5", "--price", "gtx=1"], "unknown GPU 'gtx'"),
     (["--rate", "5", "--provider", "nobody"], "no price of 'nobody' is known"),
     (["--rate", "5", "--slo-tpot-ms", "0.0001", "--gpus", "l4", "--max-devices", "1"], "within the latency"),
     (["--rate", "1e5", "--slo-tpot-ms", "5", "--gpus", "l4", "--max-devices", "1"], "even with free"),

@@ -1,6 +1,7 @@
 """The command line, as a user runs it, with real files; in a process of its own where that is the point."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -224,7 +225,35 @@ def test_no_arguments_print_five_things_to_do(capsys: pytest.CaptureFixture[str]
     assert ["demo", "plan", "advise", "serve", "capture", "plan", "run"] == shown
     assert set(shown) <= set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     assert len(out.splitlines()) < 24
-    assert max(map(len, out.splitlines())) <= 100
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_summaries_of_commands_are_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code = _main(["--help"])
+    out, _ = capsys.readouterr()
+
+    assert 0 == code
+    assert "..." not in out.split("Commands:")[1]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [("tessera pl", "plan"), ("tessera plan --out", "--output-tokens"), ("tessera adv", "advise")],
+)
+def test_the_shell_completes_words(words: str, known: str) -> None:
+    """As bash asks for it: without arguments, by the environment."""
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_TESSERA_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-m", "tessera"]
+    found = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=False)
+
+    assert (0, "") == (found.returncode, found.stderr)
+    assert known in found.stdout.split()
+    assert all(word.startswith(words.rsplit(maxsplit=1)[-1]) for word in found.stdout.split())
 
 
 @pytest.mark.parametrize(
@@ -318,3 +347,14 @@ def test_output_on_a_full_disk_is_an_error_in_a_line(
 
     assert 2 == code
     assert "error: cannot write: No space left on device. Make room" in capsys.readouterr().err
+
+
+def test_no_summary_is_cut(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of commands fits 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = call("--help", capsys=capsys)
+
+    assert 0 == code
+    listed = out.partition("Commands:")[2]
+    assert "batch" in listed
+    assert [] == [line for line in listed.splitlines() if line.endswith("...") or len(line) > 80]

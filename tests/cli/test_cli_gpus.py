@@ -7,7 +7,7 @@ import pytest
 from commands import answer
 from tables_factory import made_tables, write_table
 from tessera.cli import _main
-from tessera.profile import OpClass
+from tessera.profile import OpClass, known_gpus
 
 
 def test_every_gpu_says_which_source_covers_each_class(
@@ -19,6 +19,22 @@ def test_every_gpu_says_which_source_covers_each_class(
 
     assert ("fitted", "class") == (found["a100"]["gemm"], found["h20"]["gemm"])
     assert all(set(OpClass) - {OpClass.ALLOCATION} == row.keys() for row in found.values())
+
+
+def test_the_list_fits_a_terminal_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line for nearly every GPU, and no column so narrow that words are broken."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert 0 == _main(["gpus"])
+    out, _ = capsys.readouterr()
+    lines = out.splitlines()
+
+    assert max(map(len, lines)) <= 80
+    assert ["name", "memory", "TFLOP/s", "GB/s", "USD/h", "costs", "borrows"] == lines[1].split()
+    num_gpus = len(known_gpus())
+    assert {one.name for one in known_gpus()} <= {line.split()[0] for line in lines[2:] if line.strip()}
+    assert len(lines) < num_gpus + 16
 
 
 def test_one_gpu_in_full_lists_tables_and_those_refused(

@@ -56,6 +56,30 @@ def test_decodes_alone_are_planned_at_a_batch(tmp_path: Path, capsys: pytest.Cap
     assert found["throughput"] <= found["bound"] * (1 + 1e-6)
 
 
+def test_a_batch_of_your_own_keeps_compiled_launches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are kept at two batches, from which every other is computed."""
+    words = ("--batch", "128", "--microbatches", "2", "--json", "-o", tmp_path / "x.plan")
+    code, out, err = call("plan", "llama-3-8b", *LOAD[:2], "--output-tokens", "0", *words, capsys=capsys)
+
+    assert 0 == code, err
+    assert "compiled" == json.loads(out)["launches"]
+
+
+@pytest.mark.parametrize("kind", [("--output-tokens", "0", "--batch", "192"), ("--output-tokens", "64")])
+def test_plans_take_the_share_of_memory_that_they_are_given(
+    kind: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps and services; the rest of the memory is left free."""
+    words = ("--memory-share", "0.01", "--prompt-tokens", "1024", *kind, "-o", tmp_path / "x.plan", "--json")
+    code, out, err = call("plan", "tiny-llama", *LOAD[:2], *words, capsys=capsys)
+
+    assert 0 == code, err
+    for device in json.loads(out)["memory"].values():
+        assert device["weights"] + device["state"] <= 0.01 * device["capacity"]
+
+
 def test_a_model_is_planned_by_the_dollar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No policy is cheaper."""
     devices = ("--devices", "emu:a100,emu:l40s", *LOAD[2:])
@@ -121,7 +145,8 @@ def test_experts_are_divided_between_a_gpu_and_its_host(
             "--batch: sequences and microbatches of a service are chosen",
         ),
         (("tiny-llama", *LOAD, "--tpot-ms", "0.0001"), "no service keeps to the limits: the fastest takes"),
-        (("no-such-model", *LOAD), "no-such-model"),
+        (("no-such-model", *LOAD), "unknown model 'no-such-model'"),
+        (("/no/such/folder", *LOAD), "/no/such/folder: there is no such folder"),
         (("missing.trace", "--devices", "emu:h20,emu:l40s"), "missing.trace"),
     ],
 )
@@ -150,6 +175,16 @@ def test_a_gain_within_the_error_of_the_costs_is_said_to_be() -> None:
 
     assert "2.01x data-parallel is beyond it" in said
     assert "attention-ffn is within it" in said
+
+
+def test_a_policy_that_beats_a_finer_one_is_named() -> None:
+    """Its rivals may be finer than the plan."""
+    found = comparison("attention-ffn")
+    (parallel, _) = found.baselines
+    rivals = (parallel, Option("kernel-level", 199.0, 1.0, 1.0, parallel.batch, 2))
+
+    said = verdict(Comparison("attention-ffn", found.chosen, rivals))
+    assert said.startswith("attention-ffn is best here: 1.005x kernel-level, 2.000x data-parallel")
 
 
 def test_a_coarse_policy_that_is_best_is_no_gain() -> None:

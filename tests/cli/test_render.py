@@ -9,8 +9,10 @@ from rich.console import Console
 
 from tessera.cli import COMMANDS
 from tessera.cli.output import HIDDEN, Record, print_record, record_types, shown
+from tessera.cli.plan_model import PolicyFigures
 from tessera.cli.render import fields_of, label, number, render
 from tessera.errors import TesseraError
+from tessera.plan.fluid import POLICIES
 
 NAMES = ("data-parallel", "attention-ffn", "tensor-parallel")
 
@@ -76,6 +78,27 @@ def test_tables_fit_and_cut_no_name(width: int) -> None:
     assert max(len(line.rstrip()) for line in lines) <= width
     assert all(any(name in line for line in lines) for name in NAMES)
     assert not any("…" in line for line in lines)
+
+
+class Policies(Record, frozen=True):
+    """The policies of a plan."""
+
+    baselines: dict[str, PolicyFigures]
+
+
+def test_seven_policies_are_a_table_in_pieces() -> None:
+    """Not one block for each; every name is whole, apart from a break after a hyphen."""
+    made = PolicyFigures(
+        tokens_per_s=10_587.2, usd_per_million_tokens=0.0898, joules_per_token=0.0618, tpot_ms=1250.0,
+        ttft_ms=23_400.0, batch={"emu:h20": 320, "emu:l40s": 1232}, microbatches=2,
+    )  # fmt: skip
+    lines = text(Policies(baselines=dict.fromkeys(POLICIES, made))).splitlines()
+
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    assert 3 >= sum(line.startswith("tokens/s") for line in lines)
+    words = {word for line in lines for word in line.split()}
+    assert {"prefill-decode-", "fractional", *(name for name in POLICIES if len(name) <= 15)} <= words
+    assert {"320,", "1,232"} <= words
 
 
 @pytest.mark.parametrize(

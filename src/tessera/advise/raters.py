@@ -26,6 +26,8 @@ from tessera.serve.rehearse import rehearse
 
 Advance = Callable[[str], None]
 
+# Memory of a card in bounds: a set divides the model.
+UNLIMITED = 1 << 50
 # Share of the best draft from which a policy is planned.
 WORTH = 0.9
 # Policies that are always planned, so that others have something to be compared with.
@@ -89,7 +91,8 @@ class ServiceRater:
         return self.steps.family.recordings[0].trace
 
     def limit(self, cards: Cluster) -> Limit:
-        least = self._fluid(cards).least_us
+        roomy = tuple(replace(device, memory_bytes=UNLIMITED) for device in cards.devices)
+        least = self._fluid(replace(cards, devices=roomy)).least_us
         return Limit({d.gpu: n for n, d in enumerate(cards.devices)}, least)
 
     def drafts(self, cluster: Cluster, within_ms: float | None = None) -> list[Option]:
@@ -108,17 +111,19 @@ class ServiceRater:
         drafts = self.drafts(cluster)
         least = WORTH * max((o.tokens_per_s for o in drafts), default=0.0)
         names = [o.policy for o in drafts if o.tokens_per_s >= least or o.policy in COPIES]
-        config = QUICK_FLUID if self.market.search is QUICK else FLUID
-        steps, search = self.steps.on(cluster), self.market.search
         plan = make_service_plan(
-            steps, self.load, rehearse, search, config=config, policies=names or POLICIES
+            self.steps.on(cluster),
+            self.load,
+            rehearse,
+            self.market.search,
+            memory_share=self.market.memory_share,
+            policies=names or POLICIES,
         )
         return plan, compared(plan)
 
     def _fluid(self, cluster: Cluster) -> FluidModel:
-        config = replace(QUICK_FLUID, most_sequences=FLUID.most_sequences)
-        if self.market.search is QUICK:
-            config = QUICK_FLUID
+        config = QUICK_FLUID if self.market.search is QUICK else FLUID
+        config = replace(config, memory_share=self.market.memory_share)
         steps = self.steps.on(cluster)
         return FluidModel(self.load, cluster, steps.price, steps.model_bytes, config)
 
@@ -175,11 +180,15 @@ class StepRater:
         return min(copies, key=lambda o: (o.tpot_ms, o.ttft_ms), default=None)
 
     def plan(self, cluster: Cluster) -> tuple[Plan, Comparison]:
-        config = PlanConfig(Objective.THROUGHPUT, search=self.market.search)
-        return plan_steps(self.recorded, cluster, self.target, config, advance=self.advance)
+        return plan_steps(self.recorded, cluster, self.target, self._config, advance=self.advance)
+
+    @property
+    def _config(self) -> PlanConfig:
+        market = self.market
+        return PlanConfig(Objective.THROUGHPUT, search=market.search, memory_share=market.memory_share)
 
     def _search(self, cluster: Cluster, target: Target) -> BatchSearch:
-        return batch_search(self.recorded, cluster, target, PlanConfig(Objective.THROUGHPUT))
+        return batch_search(self.recorded, cluster, target, self._config)
 
 
 def _steps_of(load: RentedLoad) -> tuple[Sequence[Step], Sequence[int]]:

@@ -1,14 +1,15 @@
 """Records of `advise`: the load, the market, and the answer. Importable without torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import msgspec
 
-from tessera.ir import Cluster
+from tessera.ir import MEMORY_SHARE, Cluster
 from tessera.plan import FULL, SearchConfig
 from tessera.plan.rent import Basket
-from tessera.profile import gpu, make_cluster, parse_devices
+from tessera.profile import Gpu, gpu, known_gpus, make_cluster, parse_devices
 
 # Only in the JSON of a command.
 HIDDEN = msgspec.Meta(extra={"hidden": True})
@@ -60,24 +61,26 @@ class Market:
     gpus: tuple[str, ...] = ()
     max_devices: int = 4
     provider: str = ""
+    # USD per hour of cards, in place of the providers' prices.
+    prices: Mapping[str, float] = field(default_factory=dict)
     link: str = "pcie4"
-    # Share of a GPU's memory for the model; the rest is for driver and allocator.
-    memory_share: float = 0.9
+    memory_share: float = MEMORY_SHARE
     # "compiled", "eager", or empty: compiled where cached.
     launches: str = ""
     search: SearchConfig = FULL
 
-    def memory_bytes(self, name: str) -> float:
-        return gpu(name).memory_bytes * self.memory_share
+    def prices_of(self, one: Gpu) -> tuple[tuple[str, float], ...]:
+        """(provider, USD per hour); a price that was given holds at every provider."""
+        if one.name not in self.prices:
+            return one.prices
+        providers = sorted({name for other in known_gpus() for name, _ in other.prices})
+        return tuple((name, self.prices[one.name]) for name in providers)
 
     def cluster(self, basket: Basket) -> Cluster:
         devices = parse_devices(",".join(f"emu:{name}" for name in basket.gpus))
-        prices = (dict(gpu(d.gpu).prices).get(basket.provider, d.usd_per_hour) for d in devices)
-        usable = (
-            replace(d, memory_bytes=int(self.memory_bytes(d.gpu)), usd_per_hour=usd)
-            for d, usd in zip(devices, prices, strict=True)
-        )
-        return make_cluster(tuple(usable), self.link)
+        prices = (dict(self.prices_of(gpu(d.gpu))).get(basket.provider, d.usd_per_hour) for d in devices)
+        rented = (replace(d, usd_per_hour=usd) for d, usd in zip(devices, prices, strict=True))
+        return make_cluster(tuple(rented), self.link)
 
 
 @dataclass(frozen=True, slots=True)

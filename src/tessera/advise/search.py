@@ -18,9 +18,11 @@ from tessera.advise.records import Advice, Candidate, Market, Regime, RentedLoad
 from tessera.errors import PlanInfeasible, TesseraError
 from tessera.ir import Cluster, Plan, ServicePlan
 from tessera.plan import Comparison, Option
+from tessera.plan.comparison import times_text
 from tessera.plan.rent import Basket, Limit, Offer, baskets
 from tessera.profile import Gpu, gpu, known_gpus, make_cluster, parse_devices, sureness
 from tessera.report import round_limits
+from tessera.report.figures import digits
 
 # A plan, and its figures beside those of other policies.
 Planned = tuple[ServicePlan | Plan, Comparison]
@@ -38,6 +40,8 @@ KINDS = {
 NUM_NEXT = 5
 # Sets of cards that are advised: the choice and the runner-up.
 NUM_ADVISED = 2
+# Plans carry up to this much more than drafts.
+DRAFT_ERROR = 1.1
 # Seconds after which no further set is planned; the longer where nothing carries the load yet.
 SEARCH_S, LONGEST_S = 25.0, 120.0
 
@@ -66,7 +70,7 @@ class RatedCards:
     def __init__(self, load: RentedLoad, market: Market, have: tuple[str, ...], advance: Advance) -> None:
         self.load, self.market, self.have, self.advance = load, market, have, advance
         listed = [gpu(name) for name in market.gpus] or list(known_gpus())
-        priced = [g for g in listed if g.prices] or listed
+        priced = [g for g in listed if market.prices_of(g)] or listed
         self.rater: Rater = rater_of(load, market, _cluster([g.name for g in priced]), advance)
         self.offers, self.skipped = self._offers(listed)
 
@@ -93,7 +97,9 @@ class RatedCards:
             batch=option.batch,
             microbatches=option.microbatches,
             policy=option.policy,
-            provider=basket.provider,
+            provider="--price"
+            if all(name in self.market.prices for name in basket.gpus)
+            else basket.provider,
             usd_per_hour=usd,
             usd_per_1k_requests=None if usd is None else usd / 3.6 / per_s,
         )
@@ -107,8 +113,8 @@ class RatedCards:
             raise TesseraError(message, f"Known: {', '.join(providers)}.", "--provider")
         views = (view for launch in self.rater.trace.launches for view in launch.outputs)
         uses_bf16 = any(view is not None and view.dtype == "bfloat16" for view in views)
-        reasons = {g.name: _unfit(g, market.provider, uses_bf16) for g in listed}
-        offers = [Offer(g.name, g.vendor, g.prices) for g in listed if not reasons[g.name]]
+        reasons = {g.name: _unfit(g, market, uses_bf16) for g in listed}
+        offers = [Offer(g.name, g.vendor, market.prices_of(g)) for g in listed if not reasons[g.name]]
         skipped = {name: reason for name, reason in reasons.items() if reason}
         if not offers:
             why = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:4])
@@ -121,11 +127,12 @@ def _cluster(names: Sequence[str]) -> Cluster:
     return make_cluster(parse_devices(",".join(f"emu:{name}" for name in names)), "pcie4")
 
 
-def _unfit(one: Gpu, provider: str, uses_bf16: bool) -> str:
-    if not one.prices:
-        return "no price is known"
-    if provider and provider not in dict(one.prices):
-        return f"{provider} does not quote it"
+def _unfit(one: Gpu, market: Market, uses_bf16: bool) -> str:
+    prices = dict(market.prices_of(one))
+    if not prices:
+        return f"no price is known; give one with --price {one.name}=USD"
+    if market.provider and market.provider not in prices:
+        return f"{market.provider} does not quote it"
     return "it has no units for bfloat16" if one.bf16_tflops is None and uses_bf16 else ""
 
 
@@ -137,7 +144,7 @@ def _error(plan: ServicePlan | Plan) -> float:
 
 def _use(cards: RatedCards) -> tuple[Advice, tuple[Planned, ...]]:
     market, load = cards.market, cards.load
-    prices = [dict(gpu(name).prices) for name in cards.have]
+    prices = [dict(market.prices_of(gpu(name))) for name in cards.have]
     rents = [p.get(market.provider) if market.provider else min(p.values(), default=None) for p in prices]
     usd = 0.0 if None in rents else sum(rent or 0.0 for rent in rents)
     basket = Basket(cards.have, market.provider, usd)
@@ -208,7 +215,7 @@ class _Rent:
     # The best set that does not carry the load.
     near: Candidate | None = None
     num_planned: int = 0
-    # Cheaper sets that might carry the load and were not planned.
+    # Sets that might carry the load and were not planned: cheaper ones than the choice, or a runner-up.
     num_left: int = 0
 
     @cached_property
@@ -221,13 +228,14 @@ class _Rent:
         if not self.choices:
             raise self._shortfall()
         listed, plans = zip(*sorted(self.choices, key=lambda x: x[0].usd_per_hour or 0.0), strict=True)
-        cheaper = f"{self.num_left} sets that might carry it for less were not planned, for lack of time."
+        is_alone = len(listed) < NUM_ADVISED and self.num_left
+        alone = "A runner-up was not planned, for lack of time." if is_alone else ""
         rater = self.cards.rater
         advice = Advice(
             load=self.cards.load,
             candidates=(replace(listed[0], is_advised=True), *listed[1:]),
             price_source=gpu(self.cards.offers[0].gpu).price_source,
-            notes=tuple(note for note in (cheaper if self.num_left else "", rater.note) if note),
+            notes=tuple(note for note in (alone, rater.note) if note),
             is_compiled=rater.is_compiled,
             skipped=self.cards.skipped,
             num_sets=len(self.listed),
@@ -244,13 +252,13 @@ class _Rent:
             if self.cards.limit.upper_bound_per_s(basket.gpus) < load.needed_per_s:
                 continue
             option = self._drafted(basket)
-            if option is None or option.tokens_per_s < load.needed_per_s * load.tokens:
+            if option is None or DRAFT_ERROR * option.tokens_per_s < self._needed_tokens_per_s:
                 continue
             now = time.perf_counter()
             # The next plan may take as long as the last one.
             if now + last_s - began > (SEARCH_S if self.choices else LONGEST_S):
                 self.num_left += 1
-                continue
+                break
             self._plan(basket)
             last_s = time.perf_counter() - now
 
@@ -261,9 +269,13 @@ class _Rent:
         except PlanInfeasible:
             return None
         option = max(drafts, key=lambda o: o.tokens_per_s, default=None)
-        if option is not None:
+        if option is not None and DRAFT_ERROR * option.tokens_per_s < self._needed_tokens_per_s:
             self._note(self.cards.candidate(basket, option, 0.0))
         return option
+
+    @property
+    def _needed_tokens_per_s(self) -> float:
+        return self.cards.load.needed_per_s * self.cards.load.tokens
 
     def _note(self, candidate: Candidate) -> None:
         if self.near is None or candidate.requests_per_s > self.near.requests_per_s:
@@ -278,27 +290,32 @@ class _Rent:
         except PlanInfeasible:
             return
         candidate = self.cards.candidate(basket, found.chosen, _error(plan))
-        if candidate.is_enough:
+        if not candidate.is_enough:
+            self._note(candidate)
+        else:
             self.choices.append((candidate, (plan, found)))
             usd, per_s = basket.usd_per_hour, candidate.requests_per_s
-            self.show(f"{basket} at {usd:.2f} USD an hour carries {per_s:.4g}/s")
+            self.show(f"{basket} at {usd:.2f} USD an hour carries {digits(per_s)}/s")
 
     def _shortfall(self) -> PlanInfeasible:
         """Which constraint is missed, and by how much."""
         load, cards = self.cards.load, self.cards
-        rate = f"{load.needed_per_s:.4g} {load.unit}/s"
+        rate = f"{digits(load.needed_per_s)} {load.unit}/s"
         what = f"no set of up to {cards.market.max_devices} of these GPUs carries {rate}"
         remedy = "Raise --max-devices, or lower the rate or the margin."
         limit, name = max((cards.limit.per_s(b.gpus), str(b)) for b in self.listed[-64:])
         if limit < load.needed_per_s:
-            message = f"{what}: even with free transfers {name} carries {limit:.4g}"
+            message = f"{what}: even with free transfers {name} carries {digits(limit)}"
             return PlanInfeasible(message, remedy)
+        if self.num_left:
+            message = f"no set that carries {rate} was found in {LONGEST_S:.0f} s"
+            return PlanInfeasible(message, "Name fewer GPUs with --gpus, or give --effort quick.")
         if self.near is not None:
-            near = f"{' + '.join(self.near.gpus)} carries {self.near.requests_per_s:.4g}"
+            near = f"the best, {' + '.join(self.near.gpus)}, carries {digits(self.near.requests_per_s)}"
             return PlanInfeasible(f"{what}: {near}", remedy)
         fastest = self._fastest()
         if fastest is not None and load.has_limits:
-            times = f"{fastest.ttft_ms:.4g} ms to the first token and {fastest.tpot_ms:.4g} ms a token"
+            times = times_text(fastest.tpot_ms, fastest.ttft_ms)
             message = f"{what} within the latency asked for; the fastest takes {times}"
             return PlanInfeasible(message, f"Loosen it, or: {remedy}")
         return PlanInfeasible(f"{what}: the model does not fit", "Raise --max-devices, or allow larger GPUs.")

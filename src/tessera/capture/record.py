@@ -61,13 +61,19 @@ def record_step(step: Step, device: str = "cpu", is_compared: bool = False) -> T
         return _record_on(device, on_device(workload, device))
 
 
-def record_sizes(steps: Sequence[Step]) -> list[Trace]:
-    """Record one model's step at several sizes on fake tensors; the model is built once."""
+def record_sizes(steps: Sequence[Step], advance: Callable[[int], None] = lambda num: None) -> list[Trace]:
+    """Record one model's step at several sizes on fake tensors; the model is built once.
+
+    `advance` gets the number of steps that are recorded.
+    """
+    traces: list[Trace] = []
     with _machine("fake") as run:
         with torch.device("cuda"):
             first = build(steps[0])
-        workloads = [another(first, step) for step in steps]
-        return [_record_fake(workload, run, is_compared=n > 0) for n, workload in enumerate(workloads)]
+        for step in steps:
+            advance(len(traces))
+            traces.append(_record_fake(another(first, step), run, is_compared=bool(traces)))
+    return traces
 
 
 def _record_fake(workload: Workload, run: Run, is_compared: bool) -> Trace:

@@ -56,7 +56,9 @@ COMMANDS: tuple[Callable[..., Any], ...] = (
 SERVE_VARIABLES = {"auto_envvar_prefix": "TESSERA_SERVE"}
 for function in COMMANDS:
     settings = SERVE_VARIABLES if function is serve.serve else {}
-    app.command(context_settings=settings)(printed(function))
+    # The first paragraph in full: click would cut it to one line.
+    summary = " ".join((function.__doc__ or "").split("\n\n", 1)[0].split())
+    app.command(short_help=summary, context_settings=settings)(printed(function))
 app.add_typer(bench.app, name="bench")
 
 # What a shell expects of a command that Ctrl-C ended.
@@ -69,10 +71,11 @@ Tessera makes heterogeneous GPUs work as one. Five things to do with it:
 
   See what it does         tessera demo
   Plan for cards           tessera plan llama-3-8b --devices emu:h20,emu:l40s
-  Find what to rent        tessera advise llama-3-8b --rate 50 --prompt 1024 --output 256
-  Serve a model            tessera serve tiny-llama --devices emu:a100,emu:l40s --port 8000
+  Find what to rent        tessera advise llama-3-8b --rate 50
+  Serve a model            tessera serve tiny-llama --devices emu:a100,emu:l40s
+                           tessera chat http://127.0.0.1:8000
   Divide your own model    tessera capture FOLDER -o x.trace
-                           tessera plan x.trace --devices emu:a100,emu:l40s -o x.plan
+                           tessera plan x.trace --devices emu:a100,emu:l40s
                            tessera run x.plan --verify
 
 emu:a100 is a card that nobody has to own; cuda:0 is one of this machine.

@@ -1,8 +1,10 @@
 """tessera advise: a model and a load -> which GPUs to rent, or what to do with given ones."""
 
 import logging
+import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +14,12 @@ from rich.console import Console
 from tessera.advise import Advice, Candidate, Market, RentedLoad
 from tessera.cli.capture import MODEL_HELP, Launches, checked_launches
 from tessera.cli.output import HIDDEN, Record, finite, positive, progress, shown
-from tessera.cli.plan import EffortOption
+from tessera.cli.plan import EffortOption, MemoryShareOption
 from tessera.cli.plan_model import ModelPlanFigures, PlannedModel, model_figures
 from tessera.cli.render import text_of
-from tessera.ir import Plan, ServicePlan, save
+from tessera.errors import TesseraError
+from tessera.ir import MEMORY_SHARE, Plan, ServicePlan, save
+from tessera.profile import gpu
 
 # Steps of the progress bar when renting: recordings, batches, and plans.
 NUM_STEPS = 16
@@ -52,8 +56,9 @@ ProviderOption = Annotated[str, typer.Option(help="The only provider to rent fro
 MarginOption = Annotated[
     float, typer.Option(min=0, callback=finite, help="Capacity to keep free, as a share of the rate.")
 ]
-MemoryShareOption = Annotated[
-    float, typer.Option(min=0.01, max=1, callback=finite, help="Share of GPU memory to use.")
+PriceOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Your own price, as h20=1.10 (USD per hour and card). May be repeated."),
 ]
 HaveOption = Annotated[
     str, typer.Option(help="GPUs you have, such as h20,l40s: how to use them, and which one to rent next.")
@@ -82,16 +87,19 @@ def advise(
     gpus: GpusOption = "",
     max_devices: Annotated[int, typer.Option(min=1, help="Maximum number of GPUs to rent.")] = 4,
     provider: ProviderOption = "",
+    price: PriceOption = None,
     link: Annotated[str, typer.Option(help="Link between the GPUs.")] = "pcie4",
     margin: MarginOption = 0.1,
-    memory_share: MemoryShareOption = 0.9,
+    memory_share: MemoryShareOption = MEMORY_SHARE,
     launches: Launches = "",
     effort: EffortOption = "full",
     have: HaveOption = "",
     page: PageOption = None,
     folder: Annotated[Path | None, typer.Option("--save", help="Folder for the plans.")] = None,
 ) -> AdviceRecord:
-    """Find the cheapest GPUs, of one or several kinds, that carry a load. No GPU is needed.
+    """Find the cheapest GPUs that carry a load.
+
+    Of one or several kinds. No GPU is needed.
 
     With --have: how to use given cards (one, a copy on each, a split, or kernel by kernel), what that gains
     and costs, and which card to rent next.
@@ -109,8 +117,8 @@ def advise(
         sizes = (prompt or usual[0], output or usual[1])
         load = RentedLoad(place_of(model), rate, *sizes, slo_ttft_ms, slo_tpot_ms, margin, is_image)
         market = Market(
-            _names(gpus), max_devices, provider, link, memory_share, checked_launches(launches),
-            search_config(effort),
+            _names(gpus), max_devices, provider, _prices(price or ()), link, memory_share,
+            checked_launches(launches), search_config(effort),
         )  # fmt: skip
         advice, planned = search(load, market, _names(have), advance, _say)
     plans = tuple(plan for plan, _ in planned)
@@ -141,6 +149,18 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
+def _prices(texts: Sequence[str]) -> dict[str, float]:
+    """GPU -> USD per hour."""
+    found = {}
+    for text in texts:
+        name, _, usd = text.partition("=")
+        with suppress(ValueError):
+            found[gpu(name).name] = float(usd)
+        if not 0 < found.get(gpu(name).name, 0) < math.inf:
+            raise TesseraError(f"'{text}' is no price of a card", "Write it as h20=1.10.", "--price")
+    return found
+
+
 def _save(plans: Sequence[ServicePlan | Plan], is_have: bool, folder: Path) -> tuple[str, ...]:
     folder.mkdir(parents=True, exist_ok=True)
     names = ("have.plan",) if is_have else ("choice.plan", "runner-up.plan")
@@ -152,18 +172,41 @@ def _save(plans: Sequence[ServicePlan | Plan], is_have: bool, folder: Path) -> t
 
 def _rent(advice: Advice, plan: ModelPlanFigures) -> list[str]:
     choice, load = advice.advised, advice.load
-    carries = f"carries {choice.requests_per_s:.4g} {load.unit}/s"
+    rate = f"{text_of(choice.requests_per_s)} {load.unit}/s ±{choice.cost_error:.0%}"
     cards = f"{', '.join(choice.gpus)} ({choice.policy}, {text_of(choice.batch.values())} sequences)"
+    place = "your price" if choice.provider == "--price" else choice.provider
     return [
-        f"Rent {cards}: {choice.usd_per_hour:.2f} USD an hour at {choice.provider}, {carries}",
+        f"Rent {cards}: {choice.usd_per_hour:.2f} USD an hour ({place}), carries {rate}{_times(choice)}",
         plan.headline,
+        *_doubts(advice),
     ]
+
+
+def _times(way: Candidate) -> str:
+    if way.ttft_ms is None or way.tpot_ms is None:
+        return ""
+    return f"; first token after {text_of(way.ttft_ms, 'ms')}, then {text_of(way.tpot_ms, 'ms')} a token"
+
+
+def _doubts(advice: Advice) -> list[str]:
+    """What may keep the advised cards from carrying the load."""
+    choice, load, found = advice.advised, advice.load, []
+    least = choice.requests_per_s / (1 + choice.cost_error)
+    if least < load.rate_per_s:
+        found.append(
+            f"The error of the costs is larger than the margin: {text_of(least)} {load.unit}/s if every "
+            "launch takes that much longer. Raise --margin, or name cards that were measured with --gpus."
+        )
+    if any(gpu(name).vendor != "NVIDIA" for name in choice.gpus):
+        found.append("Tessera prices AMD cards but does not run on them; leave them out with --gpus.")
+    return found
 
 
 def _use(advice: Advice) -> list[str]:
     way, load = advice.advised, advice.load
     enough = "enough" if way.is_enough else "too little"
-    rate = f"{way.requests_per_s:.4g} {load.unit}/s, {enough} for {load.rate_per_s:g} + {load.margin:.0%}"
+    rate = f"{text_of(way.requests_per_s)} {load.unit}/s ±{way.cost_error:.0%}, {enough} for "
+    rate += f"{load.rate_per_s:g} + {load.margin:.0%}{_times(way)}"
     return [f"{DO[way.way]} ({way.policy}): {rate}", _gain(advice), _cost(advice), _next(advice)]
 
 
@@ -187,9 +230,9 @@ def _cost(advice: Advice) -> str:
     way, load = advice.advised, advice.load
     if way.usd_per_hour is None or way.usd_per_1k_requests is None:
         return "The cost is not known: some of the cards have no known price."
-    each = f"{way.usd_per_1k_requests:.3g} USD per 1,000 {load.unit} at full load"
+    each = f"{text_of(way.usd_per_1k_requests)} USD per 1,000 {load.unit} at full load"
     if not load.is_image:
-        each += f", {1000 * way.usd_per_1k_requests / load.output:.3g} per million output tokens"
+        each += f", {text_of(1000 * way.usd_per_1k_requests / load.output)} per million output tokens"
     return f"Rented, the cards cost {way.usd_per_hour:.2f} USD an hour, {each}."
 
 
@@ -198,7 +241,7 @@ def _next(advice: Advice) -> str:
         return "No card that can be rented keeps the limits by itself."
     card, unit = advice.next_cards[0], advice.load.unit
     what = f"{card.gpus[0]} ({card.usd_per_hour:.2f} USD an hour, {card.provider})"
-    adds = f"{card.requests_per_s:.4g} {unit}/s"
+    adds = f"{text_of(card.requests_per_s)} {unit}/s"
     if advice.advised.is_enough:
         return f"Rent nothing for this load. To grow, {what} is the cheapest per request: it adds {adds}."
     return f"Rent {what}: it adds {adds}, {'enough' if card.is_enough else 'not enough yet'}."
@@ -222,7 +265,7 @@ def _write_page(
         bars.append(Bar(name, c.policy, c.requests_per_s, value, _facts(c, unit), style=style))
     regimes = [(f"{r.tpot_ms:g} ms", text_of(r.requests_per_s), r.best) for r in advice.by_tpot]
     cards = [
-        (c.gpus[0], f"{c.requests_per_s:.4g}", _facts(c, unit), text_of(c.is_enough))
+        (c.gpus[0], text_of(c.requests_per_s), _facts(c, unit), text_of(c.is_enough))
         for c in advice.next_cards
     ]
     note = "The advice is the coarsest way within the error of the prices."

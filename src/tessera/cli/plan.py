@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tessera.cli.capture import Launches, RandomWeights, checked_launches
-from tessera.cli.output import Illustrated, only_if, progress
+from tessera.cli.output import Illustrated, finite, only_if, progress
 from tessera.cli.plan_model import ModelPlanFigures, PlannedLoad, plan_model
 from tessera.cli.plan_text import PlanFigures, pictures, plan_figures, reasons_of
 from tessera.errors import MismatchError, TesseraError
-from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit, load, save
+from tessera.ir import MEMORY_SHARE, Cluster, Costs, Objective, Plan, Trace, WorkUnit, load, save
 
 if TYPE_CHECKING:
     from tessera.plan import Constraint, PlanConfig
@@ -97,6 +97,15 @@ ExplainOption = Annotated[
 EffortOption = Annotated[
     Literal["full", "quick"], typer.Option(help="Planning effort; quick: a rougher plan sooner.")
 ]
+MemoryShareOption = Annotated[
+    float,
+    typer.Option(
+        min=0.01,
+        max=1,
+        callback=finite,
+        help="Share of each device's memory for weights and state (pages). The rest is for temporaries.",
+    ),
+]
 MemoryOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -138,6 +147,7 @@ def plan(
     pin: PinOption = None,
     forbid: ForbidOption = None,
     effort: EffortOption = "full",
+    memory_share: MemoryShareOption = MEMORY_SHARE,
     explain: ExplainOption = False,
     output: OutputOption = None,
 ) -> Illustrated[PlanFigures] | ModelPlanFigures:
@@ -156,7 +166,7 @@ def plan(
             raise TesseraError("needs traces, not a model's name", place="--objective latency")
         wanted = PlannedLoad(
             traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, microbatches, random_weights,
-            checked_launches(launches), objective, effort, expert_frequencies,
+            checked_launches(launches), objective, effort, memory_share, expert_frequencies,
         )  # fmt: skip
         return plan_model(wanted, _cluster(devices, links, buses, memory or []), output)
     from tessera.plan import PlanConfig, search_config
@@ -164,7 +174,9 @@ def plan(
     if launches:
         raise TesseraError("needs a model's name, not traces", place="--launches")
     many, search = microbatches or NUM_MICROBATCHES, search_config(effort)
-    config = PlanConfig(objective, many, policy, _constraints(pin, forbid), search=search)
+    config = PlanConfig(
+        objective, many, policy, _constraints(pin, forbid), search=search, memory_share=memory_share
+    )
     prices = _Prices(costs or [], devices, links, buses, memory or [])
     made = _plan_traces(traces, _counts(counts), prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")

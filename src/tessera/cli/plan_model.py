@@ -17,8 +17,20 @@ import msgspec
 from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.cli.plan_text import CostFigures, sure
 from tessera.errors import CaptureError, TesseraError
-from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Plan, ServicePlan, Step, save
+from tessera.ir import (
+    MEMORY_SHARE,
+    Cluster,
+    Expected,
+    GroupSize,
+    Load,
+    Objective,
+    Plan,
+    ServicePlan,
+    Step,
+    save,
+)
 from tessera.plan import Comparison, DeviceMemory, PlanConfig, Target, explain, search_config
+from tessera.plan.baselines import COARSE
 from tessera.plan.batches import BATCHES
 from tessera.plan.service import compared
 
@@ -43,6 +55,7 @@ class PlannedLoad:
     launches: str = ""
     objective: Objective = Objective.THROUGHPUT
     effort: str = "full"
+    memory_share: float = MEMORY_SHARE
     # File of how often experts are chosen.
     expert_frequencies: Path | None = None
 
@@ -62,8 +75,8 @@ class PolicyFigures(Record, frozen=True):
     """One policy at its own best configuration."""
 
     tokens_per_s: float
-    usd_per_million_tokens: float | None
-    joules_per_token: float | None
+    usd_per_million_tokens: Annotated[float | None, shown("USD/M tokens")]
+    joules_per_token: Annotated[float | None, shown("J/token")]
     tpot_ms: float
     ttft_ms: float
     # Sequences on each device.
@@ -100,8 +113,8 @@ class ModelPlanFigures(Record, frozen=True):
     tokens_per_s: float
     tpot_ms: float
     ttft_ms: float
-    usd_per_million_tokens: float | None
-    joules_per_token: float | None
+    usd_per_million_tokens: Annotated[float | None, shown("USD/M tokens")]
+    joules_per_token: Annotated[float | None, shown("J/token")]
     # Sequences at once on each device.
     batches: Annotated[dict[str, int], HIDDEN]
     microbatches: int
@@ -166,22 +179,28 @@ def _plan_service(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str]
     often = read_frequencies(wanted.expert_frequencies) if wanted.expert_frequencies else {}
     steps = ServedSteps(wanted.model, cluster, wanted.random_weights, advance=advance, frequencies=often)
     steps.is_compiled, note = choose_launches(steps.anchors, wanted.launches)
-    plan = make_service_plan(steps, wanted.load, rehearse, search_config(wanted.effort), wanted.objective)
+    plan = make_service_plan(
+        steps, wanted.load, rehearse, search_config(wanted.effort), wanted.objective, wanted.memory_share
+    )
     return PlannedModel(plan, compared(plan, wanted.objective), steps.is_compiled, note)
 
 
 def _plan_steps(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]) -> PlannedModel:
-    from tessera.flow import LoadSteps, anchors_of, at_batches, choose_launches, plan_steps
+    from tessera.flow import ANCHORS, LoadSteps, at_batches, choose_launches, plan_steps
 
     steps = _steps(wanted)
     tokens = wanted.output_tokens if steps[-1].kind == "decode" else 1
     batches = (wanted.batch,) if wanted.batch else BATCHES
-    anchors = anchors_of(batches)
-    is_compiled, note = choose_launches(at_batches(steps, anchors), wanted.launches)
+    is_compiled, note = choose_launches(at_batches(steps, ANCHORS), wanted.launches)
     counts = [max(1, tokens) if step.kind == "decode" else 1 for step in steps]
-    recorded = LoadSteps(steps, counts, anchors, advance, is_compiled)
+    recorded = LoadSteps(steps, counts, ANCHORS, advance, is_compiled)
     target = Target(tokens, wanted.tpot_ms, wanted.ttft_ms)
-    config = PlanConfig(wanted.objective, ANY_MICROBATCHES, search=search_config(wanted.effort))
+    config = PlanConfig(
+        wanted.objective,
+        ANY_MICROBATCHES,
+        search=search_config(wanted.effort),
+        memory_share=wanted.memory_share,
+    )
     depths = (wanted.microbatches,) if wanted.microbatches else ()
     plan, found = plan_steps(recorded, cluster, target, config, batches, depths, advance)
     return PlannedModel(plan, found, is_compiled, note)
@@ -286,8 +305,11 @@ def verdict(found: Comparison, how: str = "simulated") -> str:
     if found.best_baseline is None:
         return "No coarser policy keeps to the limits."
     best, ratios = found.best_baseline.policy, _ratios(found)
-    is_gain = found.policy != best and ratios[best] >= 1.0
-    text = f"{ratios[best]:.3f}x {best}" if is_gain else f"No gain: {best} is best here"
+    text = f"{ratios[best]:.3f}x {best}"
+    if found.policy == best or ratios[best] < 1.0:
+        text = f"No gain: {best} is best here"
+    elif found.policy in COARSE:
+        text = f"{found.policy} is best here: {text}"
     if "data-parallel" in ratios and best not in ("single", "data-parallel"):
         text += f", {ratios['data-parallel']:.3f}x data-parallel"
     what = {Objective.COST: "by the dollar, ", Objective.ENERGY: "by the joule, "}.get(found.objective, "")

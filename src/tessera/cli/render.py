@@ -11,8 +11,8 @@ A record is a frozen dataclass or msgspec struct. Its fields are printed in orde
 Units come from the end of a field's name (`_us`, `_bytes`, `_per_s`, ...). A field can say more with
 `Annotated[T, HIDDEN]` (only in the JSON) or `Annotated[T, shown("label", "unit")]`.
 
-A table that does not fit the terminal is turned; else long words are broken; else each record is a section.
-No text is ever cut.
+A table that does not fit the terminal is turned, in as many pieces as that takes; else long words are broken;
+else each record is a section. No text is ever cut.
 """
 
 import dataclasses
@@ -31,14 +31,15 @@ from tessera.report.figures import duration, percent, size
 
 # Cells of at least this length wrap, in columns of at least this width.
 PROSE_LENGTH, PROSE_WIDTH = 28, 14
-# Columns between two columns of a table.
-GAP = 2
+# Width of a turned table's columns, as of "prefill-decode-".
+NAME_WIDTH = 15
+# Columns between two columns of a table, and pieces of a turned table at most.
+GAP, MAX_PIECES = 2, 4
 # Names that are written otherwise than in lower case.
 WORDS = {
     "usd": "USD", "ttft": "TTFT", "tpot": "TPOT", "gpu": "GPU", "gpus": "GPUs", "slo": "SLO",
     "tflops": "TFLOP/s", "gbps": "GB/s", "sms": "SMs",
 }  # fmt: skip
-HIDDEN = msgspec.Meta(extra={"hidden": True})
 # Last word of a field's name -> how its value is written. Units that are no part of the label come first.
 LABELLESS: dict[str, Callable[[float], str]] = {
     "us": duration,
@@ -206,33 +207,65 @@ def render_table(
     if names is not None:
         heads, rows, rights = ["", *heads], [list(names), *rows], [False, *rights]
     table = [[head, *cells] for head, cells in zip(heads, rows, strict=True)]
-    turned = [["", *heads[1:]], *([head, *rest] for head, *rest in zip(*rows, strict=True))]
+    names_column, *turned = [["", *heads[1:]], *([head, *rest] for head, *rest in zip(*rows, strict=True))]
     console.print(_title(title))
-    right = [False, *(True for _ in records)]
+    whole, folded = (_table(table, rights, folds) for folds in (False, True))
+    pieces = _pieces(names_column, turned, console)
+    if _fits(whole, console):
+        console.print(whole)
+    elif pieces:
+        for number, piece in enumerate(pieces):
+            console.print(*([""] if number else []), piece, sep="\n")
+    elif _fits(folded, console):
+        console.print(folded)
+    else:
+        for index in range(len(records)):
+            _flush([(head, cells[index]) for head, cells in zip(heads, rows, strict=True)], console)
+            console.print()
+
+
+def _pieces(first: Sequence[str], columns: Sequence[Sequence[str]], console: Console) -> list[Table]:
+    """Tables of as many columns as fit, each with the first one; empty: too many, or one is too wide."""
+    pieces: list[list[Sequence[str]]] = []
+    for column in columns:
+        # rich counts the gap after the last column when it shrinks columns, not when it measures them
+        if not pieces or not _fits(_turned([first, *pieces[-1], column]), console, GAP):
+            pieces.append([])
+        pieces[-1].append(column)
+    tables = [_turned([first, *piece]) for piece in pieces]
+    return tables if len(tables) <= MAX_PIECES and all(_fits(t, console) for t in tables) else []
+
+
+def _turned(columns: Sequence[Sequence[str]]) -> Table:
+    return _table(columns, [False, *(True for _ in columns[1:])], False, is_turned=True)
+
+
+def _fits(table: Table, console: Console, spare: int = 0) -> bool:
     endless = console.options.update(width=10**6)  # a measure is cut to the width of its options
-    for columns, justified, folds in ((table, rights, False), (turned, right, False), (table, rights, True)):
-        made = _table(columns, justified, folds)
-        if console.measure(made, options=endless).minimum <= console.width:
-            return console.print(made)
-    for index in range(len(records)):
-        _flush([(head, cells[index]) for head, cells in zip(heads, rows, strict=True)], console)
-        console.print()
-    return None
+    return console.measure(table, options=endless).minimum + spare <= console.width
 
 
-def _table(columns: Sequence[Sequence[str]], rights: Sequence[bool], folds: bool) -> Table:
-    """Columns of head and cells; long texts wrap, between words unless `folds`."""
+def _table(
+    columns: Sequence[Sequence[str]], rights: Sequence[bool], folds: bool, is_turned: bool = False
+) -> Table:
+    """Columns of head and cells; long texts wrap, between words unless `folds`.
+
+    In a turned table texts wrap sooner, and heads (names) after hyphens.
+    """
+    prose_length, prose_width = (NAME_WIDTH + 1, NAME_WIDTH) if is_turned else (PROSE_LENGTH, PROSE_WIDTH)
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold underline")
     table.show_header = any(head for head, *_ in columns)
     for (head, *cells), is_right in zip(columns, rights, strict=True):
-        width = max(map(len, (*head.split(), *cells)), default=0)
-        has_words = all(len(word) <= PROSE_WIDTH for cell in cells for word in cell.split())
-        wraps = width >= PROSE_LENGTH and (folds or has_words)
+        wide = NAME_WIDTH if is_turned else max(map(len, (*head.split(), *cells)), default=1)
+        lines = textwrap.wrap(head, max(wide, 1), break_long_words=False, break_on_hyphens=is_turned)
+        width = max(map(len, (*lines, *cells)), default=0)
+        longest = max((len(word) for text in (*lines, *cells) for word in text.split()), default=0)
+        wraps = width >= prose_length and (folds or longest <= prose_width)
         table.add_column(
-            Text("\n".join(textwrap.wrap(head, width, break_on_hyphens=False))),
+            Text("\n".join(lines)),
             justify="right" if is_right else "left",
             no_wrap=not wraps,
-            min_width=PROSE_WIDTH if wraps else width,
+            min_width=prose_width if wraps else width,
             overflow="fold",
         )
     for row in zip(*(column[1:] for column in columns), strict=True):

@@ -24,6 +24,7 @@ from tessera.cli.plan import LINK_HELP, EffortOption, FrequenciesOption, MemoryO
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun
 from tessera.cli.run import TransportOption
 from tessera.errors import TesseraError, extra_module
+from tessera.ir import MEMORY_SHARE
 
 if TYPE_CHECKING:
     from tessera.ir import Cluster
@@ -264,7 +265,7 @@ class ServeConfig:
     seqs: SeqsOption = None
     max_model_len: MaxModelLen = None
     max_batch_tokens: MaxBatchTokens = None
-    memory_share: MemoryShare = 0.9
+    memory_share: MemoryShare = MEMORY_SHARE
     memory: MemoryOption = None
     expert_frequencies: FrequenciesOption = None
     prefix_caching: PrefixCaching = True

@@ -298,20 +298,30 @@ def whole_of(name: str) -> str:
 
 
 def part_of(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A tensor by name; `W[a:b/n]` is bytes a to b of each n bytes of W, copied."""
+    """A tensor by name; `W[a:b/n]` is bytes a to b of each n bytes of W, as a matrix that views them."""
     found = PART.search(name)
     if name in tensors or found is None:
         return tensors[name]
     first, last, width = map(int, found.groups())
     storage = tensors[whole_of(name)].detach().untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return flat.view(-1, width)[:, first:last].contiguous().view(-1).clone()
+    return flat.view(-1, width)[:, first:last]
+
+
+def copied(view: torch.Tensor, is_shared_memory: bool = False) -> torch.Tensor:
+    """The bytes of a view in memory of their own."""
+    if not is_shared_memory or view.device.type != "cpu":
+        return view.clone(memory_format=torch.contiguous_format)
+    storage = torch.UntypedStorage._new_shared(view.nbytes)
+    flat = torch.empty(0, dtype=view.dtype).set_(storage).view(view.shape)
+    return flat.copy_(view)
 
 
 def storage_of(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> Storage:
     if not {buffer.name, whole_of(buffer.name)} & tensors.keys():
         raise MismatchError(f"there is no {buffer.kind} '{buffer.name}'", REMEDY)
-    given = part_of(buffer.name, tensors).detach()
+    given = tensors[buffer.name] if buffer.name in tensors else copied(part_of(buffer.name, tensors))
+    given = given.detach()
     if buffer.kind is BufferKind.INPUT and given.nbytes < buffer.size_bytes and given.is_contiguous():
         padded = torch.zeros(buffer.size_bytes, dtype=torch.uint8, device=given.device)
         padded[: given.nbytes] = given.reshape(-1).view(torch.uint8)

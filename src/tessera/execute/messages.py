@@ -31,7 +31,7 @@ from msgspec import Meta
 
 from tessera.errors import MismatchError, RuleBroken, TesseraError, WorkerError
 from tessera.execute.lanes import Lanes
-from tessera.execute.memory import flat_bytes, part_of, whole_of
+from tessera.execute.memory import copied, flat_bytes, part_of, whole_of
 from tessera.ir import AWAY, BufferKind, Cluster, Program, Trace, verify
 
 # Rank of a worker that takes any free device.
@@ -454,9 +454,10 @@ def make_setups(
     """One per device; `programs` by lane number."""
     cluster, traces = loaded.all[0].plan.cluster, tuple(g.trace for g in loaded.graphs)
     names = {t.buffers[b].name for t in traces for b in t.buffers_of(BufferKind.WEIGHT)}
-    shared = {
-        name: part_of(name, weights).detach().share_memory_() for name in names if whole_of(name) in weights
-    }
+    shared = {name: weights[name].detach().share_memory_() for name in names if name in weights}
+    for name in names - shared.keys():
+        if whole_of(name) in weights:
+            shared[name] = copied(part_of(name, weights), is_shared_memory=True)
     lanes, devices = tuple(map(tuple, programs)), cluster.devices
     first = Setup(0, cluster, traces, lanes, microbatches, transport, weights=shared)
     first = replace(first, epochs=(0,) * len(devices), scale=scale, is_profiled=is_profiled)

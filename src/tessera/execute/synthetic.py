@@ -33,6 +33,8 @@ LENGTHS = ("_flash_attention_forward", "_efficient_attention_forward", "_varlen"
            "paged_attention", "lora", "choose", "causal_conv", "ssd_scan", "selective_scan", "delta_scan",
            "repeat_interleave", "bincount", "segment_reduce")  # fmt: skip
 SMALL = 8
+# Random numbers of a tensor before they repeat.
+BLOCK = 1 << 20
 
 
 def synthetic(trace: Trace, index: int, device: torch.device) -> Memory:
@@ -63,7 +65,9 @@ def _filled(kernel: Kernel, launch: Launch, view: View, size_bytes: int, chance:
         if dtype.itemsize == 1:  # 8-bit floats have no generator; these bytes are small numbers
             typed.view(torch.uint8).random_(32, 48, generator=chance)
         else:
-            typed.normal_(generator=chance)
+            typed[:BLOCK].normal_(generator=chance)
+            for start in range(BLOCK, count, BLOCK):  # a generator is slow on a CPU
+                typed[start : start + BLOCK] = typed[: min(BLOCK, count - start)]
     else:
         typed.copy_(_integers(kernel, launch, view, count, chance))
     return flat.untyped_storage()
@@ -80,8 +84,9 @@ def _integers(
         raise CannotTime(f"the integers of {kernel.name} are lengths or tables, which cannot be synthesised")
     if base in GROUPED:
         rows = next(v.shape[0] for v in launch.given if v.buffer != view.buffer)
-        steps = torch.arange(1, count + 1, device=device)
-        return steps * rows // count
+        # As many experts as rows that choose at random are expected to have, evenly.
+        chosen = max(1, round(count * (1.0 - (1.0 - 1.0 / count) ** rows)))
+        return torch.arange(1, count + 1, device=device) * chosen // count * rows // chosen
     if base in INDEXED:
         return torch.randint(0, max(1, _least_extent(launch)), (count,), device=device, generator=chance)
     return torch.randint(1, SMALL, (count,), device=device, generator=chance)

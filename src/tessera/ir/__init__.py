@@ -4,7 +4,7 @@ Suffixes: _us microseconds, _bytes bytes, _gbps gigabytes per second, _per_s per
 num_. Byte ranges are half-open. Equality and hashing are by value.
 """
 
-from tessera.ir.cluster import AWAY, Cluster, Cost, Costs, Device, DeviceKind, Link, Source
+from tessera.ir.cluster import AWAY, MEMORY_SHARE, Cluster, Cost, Costs, Device, DeviceKind, Link, Source
 from tessera.ir.files import kind_of, load, save
 from tessera.ir.graph import Edge, Graph, Hazard, Value, WorkUnit
 from tessera.ir.plan import (
@@ -55,12 +55,11 @@ from tessera.ir.trace import (
 from tessera.ir.verify import verify
 
 __all__ = [
-    "AWAY", "GENERATOR", "Access", "Arg", "Arrivals", "Baseline", "Buffer", "BufferKind", "Clock",
-    "Cluster", "Cost", "Costs", "Decision", "DecisionKind", "Device", "DeviceKind", "Edge", "Expected",
-    "Free", "Graph", "Group", "GroupSize", "Hazard", "Instruction", "Kernel", "Lane", "Launch", "Link",
-    "Load", "Objective", "Origin", "Placement", "Plan", "Program", "Quantiles", "Recv", "Region",
+    "AWAY", "GENERATOR", "MEMORY_SHARE", "Access", "Arg", "Arrivals", "Baseline", "Buffer", "BufferKind",
+    "Clock", "Cluster", "Cost", "Costs", "Decision", "DecisionKind", "Device", "DeviceKind", "Edge",
+    "Expected", "Free", "Graph", "Group", "GroupSize", "Hazard", "Instruction", "Kernel", "Lane", "Launch",
+    "Link", "Load", "Objective", "Origin", "Placement", "Plan", "Program", "Quantiles", "Recv", "Region",
     "Rival", "Robust", "Role", "Run", "Send", "ServicePlan", "ServingReport", "Source", "Span", "Step",
-    "Symbol", "Timeline", "Trace", "Transfer", "Value", "View", "WorkUnit", "arg_views",
-    "digest", "kind_of", "lane_sequence", "load", "region",
-    "save", "verify",
+    "Symbol", "Timeline", "Trace", "Transfer", "Value", "View", "WorkUnit", "arg_views", "digest", "kind_of",
+    "lane_sequence", "load", "region", "save", "verify",
 ]  # fmt: skip

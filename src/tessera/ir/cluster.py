@@ -5,6 +5,8 @@ from enum import StrEnum
 
 # Ordinal of a GPU of another machine.
 AWAY = -1
+# Share of a device's memory for weights and state (pages); the rest is for temporaries, driver and allocator.
+MEMORY_SHARE = 0.9
 # One day.
 MAX_COST_US = 24 * 3600 * 1e6
 

@@ -16,7 +16,7 @@ from functools import partial
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.comparison import Comparison, Option
+from tessera.plan.comparison import Comparison, Option, times_text
 from tessera.plan.config import QUICK
 from tessera.plan.problem import build
 from tessera.plan.search.task import Simulator
@@ -147,8 +147,7 @@ class BatchSearch:
     def _refusal(self, plans: Sequence[ir.Plan]) -> PlanInfeasible:
         fastest = min(map(self.option, plans), key=lambda o: (o.tpot_ms, o.ttft_ms))
         return PlanInfeasible(
-            f"no plan keeps to the limits: the fastest takes {fastest.tpot_ms:.3g} ms a token and "
-            f"{fastest.ttft_ms:.3g} ms to the first",
+            f"no plan keeps to the limits: the fastest takes {times_text(fastest.tpot_ms, fastest.ttft_ms)}",
             "Allow more time, or add a faster device.",
         )
 
@@ -195,7 +194,7 @@ class BatchSearch:
     def _copy_merit(self, device: int, batch: int) -> Merit:
         if batch not in self._copies:
             unit, costs = self.unit_at(batch)
-            problem = build(unit, costs, self.cluster)
+            problem = build(unit, costs, self.cluster, memory_share=self.config.memory_share)
             self._copies[batch] = [
                 self._alone(unit, costs, each) if problem.fits((problem.alone(each),), 1) else None
                 for each in range(len(self.cluster.devices))

@@ -5,6 +5,12 @@ from dataclasses import dataclass
 from tessera.ir import Objective
 
 
+def times_text(tpot_ms: float, ttft_ms: float) -> str:
+    """Both times of a request, for messages; no exponents."""
+    each, first = (f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}" for ms in (tpot_ms, ttft_ms))
+    return f"{each} ms a token and {first} ms to the first"
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """A policy's simulated figures at one point."""

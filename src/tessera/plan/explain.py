@@ -75,10 +75,6 @@ class DeviceMemory:
     state_bytes: int
     temporary_bytes: int
 
-    @property
-    def used_bytes(self) -> int:
-        return self.weight_bytes + self.state_bytes + self.temporary_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class Reason:
@@ -308,7 +304,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _ms(us: float) -> str:
-    return f"{us / 1e3:.3g} ms"
+    return f"{us / 1e3:,.0f} ms" if us >= 1e5 else f"{us / 1e3:.3g} ms"
 
 
 def reasons(problem: Problem, mix: Mix, kernels: dict[tuple[str, str], Labels]) -> tuple[Reason, ...]:

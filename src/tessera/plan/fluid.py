@@ -23,7 +23,7 @@ from itertools import product
 
 import numpy as np
 
-from tessera.ir import Cluster, Load, Role
+from tessera.ir import MEMORY_SHARE, Cluster, Load, Role
 from tessera.kernels import PAGE
 from tessera.plan.arrays import Floats
 
@@ -56,7 +56,7 @@ class FluidConfig:
     waiting_share: float = 0.12
     waiting: int = 2
     # Share of a device's memory for weights and pages.
-    memory_share: float = 0.9
+    memory_share: float = MEMORY_SHARE
     # Standard deviation of the tokens that a sequence holds, relative to the mean, times two.
     spread: float = 0.7
     # Microbatches of a lane over several devices, and the share of the time that its devices compute.
@@ -130,6 +130,10 @@ class ServiceDraft:
     tokens_per_s: float
     tpot_ms: float
     ttft_ms: float
+
+    @property
+    def pool_tokens(self) -> int:
+        return sum(group.pool_tokens for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +227,12 @@ class FluidModel:
 
     # Drafts.
 
-    def drafts(self, policy: str, slack: float = 1.0) -> list[ServiceDraft]:
-        """The best drafts of a policy within the limits times `slack`, best first."""
+    def drafts(self, policy: str, slack: float = 1.0, pool_tokens: float = math.inf) -> list[ServiceDraft]:
+        """The best drafts of a policy within the limits times `slack` and with smaller pools, best first."""
         found = self._drafts(policy)
         tpot, ttft = self.load.tpot_ms or math.inf, self.load.ttft_ms or math.inf
         kept = [d for d in found if d.tpot_ms <= slack * tpot and d.ttft_ms <= slack * ttft]
+        kept = [d for d in kept if d.pool_tokens < pool_tokens]
         return sorted(kept, key=lambda d: -d.tokens_per_s)[: self.config.num_drafts]
 
     def fastest(self, policy: str) -> ServiceDraft | None:
@@ -530,7 +535,7 @@ class CapturedModel(FluidModel):
         """All devices: memory is counted when a draft is made."""
         return self.alike
 
-    def drafts(self, policy: str, slack: float = 1.0) -> list[ServiceDraft]:
+    def drafts(self, policy: str, slack: float = 1.0, pool_tokens: float = math.inf) -> list[ServiceDraft]:
         return sorted(self._drafts(policy), key=lambda d: -d.tokens_per_s)
 
     def _group(self, role: Role, devices: tuple[int, ...], microbatches: int) -> GroupDraft:

@@ -314,6 +314,7 @@ def build(
     costs: tuple[ir.Costs, ...],
     cluster: ir.Cluster,
     constraints: tuple[Constraint, ...] = (),
+    memory_share: float = 1.0,
 ) -> Problem:
     """Check the inputs and build arrays; unmatched constraints are allowed."""
     check(unit, costs, cluster)
@@ -336,7 +337,7 @@ def build(
         states=holdings_of(unit, node_of, ir.BufferKind.STATE),
         us_per_byte=us_per_byte,
         latency_us=latency,
-        memory_bytes=np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64),
+        memory_bytes=memory_share * np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64),
         temporaries=tuple(temporaries_of(g, n) for g, n in zip(unit.graphs, node_of, strict=True)),
         constraints=constraints,
         allowed=allowed(unit, node_of, num_nodes, constraints, cluster.devices),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from tessera.errors import DeviceMemoryError, PlanInfeasible
 from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Rival, ServicePlan
-from tessera.plan.comparison import Comparison, Option
+from tessera.plan.comparison import Comparison, Option, times_text
 from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, POLICIES, SINGLE, FluidModel, ServiceDraft
 from tessera.plan.search.objectives import IDLE_SHARE
 
@@ -21,6 +21,8 @@ from tessera.plan.search.objectives import IDLE_SHARE
 TIE, ERROR = 0.005, 0.03
 # Share of the best rate below which drafts are not tried twice.
 BEHIND = 0.9
+# Drafts that do not fit, at most, and the share of its pages that the next one may have.
+MAX_MISFITS, SMALLER = 6, 0.88
 # Rehearsals with fewer requests at once.
 MAX_FEWER = 3
 # A limit is aimed at with this margin after a rehearsal; one that is undercut by more is aimed at again.
@@ -159,15 +161,18 @@ def _tried(
     tried: list[Rehearsed] = []
     seen: set[ServiceDraft] = set()
     slack = gain = 1.0
-    for _ in range(fluid.config.num_rehearsed):
-        draft = next((draft for draft in fluid.drafts(policy, slack) if draft not in seen), None)
+    pool_tokens = math.inf
+    while len(tried) < fluid.config.num_rehearsed and len(seen) - len(tried) <= MAX_MISFITS:
+        drafts = fluid.drafts(policy, slack, pool_tokens)
+        draft = next((draft for draft in drafts if draft not in seen), None)
         best = max((r.expected.tokens_per_s for r in tried if r.is_within), default=0.0)
         if draft is None or (best and gain * draft.tokens_per_s < max(BEHIND * most, (1.0 + TIE) * best)):
             break
         seen.add(draft)
         try:
             plan = make(draft)
-        except (PlanInfeasible, DeviceMemoryError):
+        except (PlanInfeasible, DeviceMemoryError):  # one of its devices holds more than its part
+            pool_tokens = SMALLER * draft.pool_tokens
             continue
         expected = _rehearsed(plan, fluid.load, rehearse)
         tried.append(Rehearsed(plan, expected, expected.is_within(fluid.load)))
@@ -224,7 +229,6 @@ def _refusal(fluid: FluidModel, missed: Sequence[Rehearsed], policies: Sequence[
         fastest_draft = min(drafts, key=lambda d: (d.tpot_ms, d.ttft_ms))
         tpot_ms, ttft_ms = fastest_draft.tpot_ms, fastest_draft.ttft_ms
     return PlanInfeasible(
-        f"no service keeps to the limits: the fastest takes {tpot_ms:.3g} ms a token and {ttft_ms:.3g} ms to "
-        "the first",
+        f"no service keeps to the limits: the fastest takes {times_text(tpot_ms, ttft_ms)}",
         "Allow more time, or add a faster device.",
     )

@@ -51,6 +51,8 @@ class PlanConfig:
     # Requests in flight that the chosen plan is also simulated with.
     shown_microbatches: tuple[int, ...] = MICROBATCHES_SHOWN
     search: SearchConfig = FULL
+    # Share of every device's memory for weights, state and temporaries.
+    memory_share: float = 1.0
 
     @property
     def planner(self) -> str:
@@ -90,7 +92,7 @@ def solution(
         raise PlanInfeasible(f"{most} requests in flight do no work", "Give at least one (--microbatches).")
     planner_named(config.planner)
     check_constraints(unit, config.constraints)
-    problem = build(unit, costs, cluster, config.constraints)
+    problem = build(unit, costs, cluster, config.constraints, config.memory_share)
     is_served = config.is_served or unit.is_served
 
     def at(num: int) -> Solution:
@@ -111,7 +113,7 @@ def baselines(
     simulate: Simulator | None = None,
 ) -> tuple[ir.Baseline, ...]:
     """The coarse policies alone."""
-    problem = build(unit, costs, cluster, config.constraints)
+    problem = build(unit, costs, cluster, config.constraints, config.memory_share)
     judge = Judge(
         Task(problem, config.microbatches, simulate, config.is_served, config.objective, config=config.search)
     )
@@ -132,9 +134,11 @@ def place(
     microbatches: int,
     config: SearchConfig = FULL,
     rate: Simulator | None = None,
+    memory_share: float = 1.0,
 ) -> ir.Placement:
     """One placement for all requests by a policy: by busy time, kernel by kernel also by simulated rate."""
-    problem, planner = build(unit, costs, cluster), SERVED_PLANNERS.get(policy, policy)
+    problem = build(unit, costs, cluster, memory_share=memory_share)
+    planner = SERVED_PLANNERS.get(policy, policy)
     config = replace(config, single_limit_s=PLACE_S)
     if planner == SINGLE_PLACEMENT and has_host(problem):
         labels = host_placement(problem, microbatches)
@@ -144,7 +148,11 @@ def place(
 
     def found_by(name: str) -> list[ir.Placement]:
         task = Task(problem, microbatches, is_served=True, policy=name, config=config)
-        mixes = [mix for mix in planner_named(name)(task) or () if len(mix.columns) == 1]
+        mixes = [
+            mix
+            for mix in planner_named(name)(task) or ()
+            if len(mix.columns) == 1 and task.num_microbatches(mix) == microbatches
+        ]
         return [task.draft(max(mixes, key=task.upper_bound_per_s)).lanes[0].placement] if mixes else []
 
     found = found_by(planner)
@@ -285,8 +293,8 @@ def _copied_mix(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
         plans.append((decide(Judge(inner), is_part=not is_split).plan, cells))
     plan = side_by_side(problem, plans)
     mix = mix_of(problem, plan)
-    mix = mix.only([lane for lane, count in enumerate(mix.microbatches) if count])
-    judge.know(mix, min(plan.simulated_per_s, mix.rate_per_s))
+    if len(plan.lanes) == sum(len(part.lanes) * len(cells) for part, cells in plans):
+        judge.know(mix, min(plan.simulated_per_s, mix.rate_per_s))
     return mix
 
 
@@ -317,15 +325,16 @@ def side_by_side(problem: Problem, parts: Sequence[tuple[ir.Plan, Cells]]) -> ir
     lanes: list[ir.Lane] = []
     table: list[int] = []
     for plan, cells in parts:
-        order = plan.lane_table
+        order = [plan.lane_table[n % len(plan.lane_table)] for n in range(plan.microbatches)]
+        used = sorted(set(order))  # fewer than all with more lanes than microbatches
         for devices in cells:
-            table += [len(lanes) + order[n % len(order)] for n in range(plan.microbatches)]
+            table += [len(lanes) + used.index(lane) for lane in order]
             lanes += [
                 ir.Lane(
                     ir.Placement(tuple(tuple(devices[d] for d in step) for step in lane.placement.devices)),
                     lane.rate_per_s,
                 )
-                for lane in plan.lanes
+                for lane in (plan.lanes[n] for n in used)
             ]
     rows = [(plan, len(cells)) for plan, cells in parts]
     simulated, busy = (

@@ -31,6 +31,8 @@ from tessera.profile.cpus import CPUS, PREFIX, cpu
 from tessera.profile.gpus import gpu, known_gpus
 
 PLACE = "--devices"
+# Cores that a CPU's worker leaves beside a GPU, whose worker polls.
+SPARE_CORES = 2
 UNITS = {"": 1} | {
     f"{letter}{i}": (1024 if i else 1000) ** power
     for power, letter in enumerate("kMGT", 1)
@@ -191,10 +193,11 @@ def _cpu(word: str) -> Device:
 
 
 def _shared_nodes(devices: Sequence[Device]) -> list[Device]:
-    """Splits memory and cores of NUMA nodes among their devices."""
+    """Splits memory and cores of NUMA nodes among their devices; GPUs' workers and the engine need some."""
     num = Counter(d.ordinal for d in devices if d.kind is DeviceKind.CPU)
+    spare = SPARE_CORES if any(d.kind is DeviceKind.CUDA for d in devices) else 0
     return [
-        replace(d, memory_bytes=d.memory_bytes // n, num_cores=max(1, d.num_cores // n))
+        replace(d, memory_bytes=d.memory_bytes // n, num_cores=max(1, (d.num_cores - spare) // n))
         if d.kind is DeviceKind.CPU and (n := num[d.ordinal])
         else d
         for d in devices

@@ -25,7 +25,7 @@ from tessera.serve.answer import ActiveRequest, WakeUps
 from tessera.serve.meters import LOOK_S, Meters
 from tessera.serve.pages import PagePool
 from tessera.serve.records import Finish, Reason, Shape, Token
-from tessera.serve.router import RoutedGroup, Router
+from tessera.serve.router import Evict, RoutedGroup, Router
 from tessera.serve.sampling import noted, read_tokens
 from tessera.serve.sequences import OutputRows, SequenceBatch
 from tessera.serve.sight import Sight
@@ -62,7 +62,7 @@ class Engine(Watcher[ActiveRequest]):
         self.stepper, self.shape, self._end = stepper, shape, frozenset(end)
         self.meters = meters or Meters()
 
-        def make(number: int, group: RoutedGroup, pool: PagePool | None) -> SequenceBatch:
+        def make(number: int, group: RoutedGroup, pool: PagePool | None, evict: Evict) -> SequenceBatch:
             return SequenceBatch(
                 number,
                 group.shape,
@@ -74,6 +74,7 @@ class Engine(Watcher[ActiveRequest]):
                 pool,
                 is_filled,
                 lambda: self.post(self.scheduler.awake_waiting),
+                evict,
             )
 
         depth = getattr(stepper, "microbatches", None)

@@ -124,6 +124,7 @@ def _families(now: Snapshot) -> list[Family]:
         (Counter, "num_requests_retried", "Restarted after a lost device.", now.retried),
         (Counter, "plan_changes", "Changes of plans.", now.plan_changes),
         (Counter, "pages_moved", "Pages moved to another group.", now.pages_moved),
+        (Counter, "evictions", "Sequences moved to another device in place of preemption.", now.evictions),
         (Counter, "policy_switches", "Changes of policy.", now.switches),
         (
             Gauge,

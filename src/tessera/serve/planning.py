@@ -31,7 +31,7 @@ import msgspec
 import torch
 
 import tessera
-from tessera.capture import place_of, record
+from tessera.capture import place_of, record, record_sizes
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, MismatchError, PlanInfeasible, TesseraError
 from tessera.execute.processes import FORKSERVER, warm_up
@@ -55,6 +55,10 @@ STEP_TIMEOUT_S = 60.0
 MAX_KEPT = 32
 # Beside a host: pages' share of a GPU, and tokens of the largest step.
 PAGES_SHARE, HOST_BATCH_TOKENS = 0.2, 512
+# Beside a host every launch is measured on two devices: seconds for one.
+HOST_LAUNCH_S = 0.05
+# GPUs of other machines: tokens of the largest and smallest step.
+AWAY_BATCH_TOKENS, AWAY_MIN_SIZE = 2048, 64
 # Maximum bytes of kept weights.
 MAX_WEIGHT_BYTES = 64 << 20
 # Libraries that captured steps and costs depend on.
@@ -144,6 +148,9 @@ class CpuBackend:
     store: Path | None = None
     # Scope of a mixture of experts -> how often each is chosen.
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    memory_share: float = 0.9
+    # Seconds in which a launch is measured.
+    launch_s: float = 0.25
 
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
@@ -184,7 +191,7 @@ class CpuBackend:
     def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]:
         from tessera import flow
         from tessera.profile.measured import combine, measure, needs_measuring
-        from tessera.profile.store import Clocks, Store, default_store
+        from tessera.profile.store import Clocks, Store, default_store, until
 
         @cache
         def warn(what: str) -> None:
@@ -198,7 +205,8 @@ class CpuBackend:
                 if needs_measuring(device):
                     advance(f"measuring {step_name(trace.step)} on {device.name}")
                     timer = flow.make_timer(trace, device)
-                    measured[device.name] = measure(trace, device, timer, store, lambda what: None)
+                    given = (trace, device, timer, store, lambda what: None)
+                    measured[device.name] = measure(*given, until(self.launch_s))
             return combine(trace, self.cluster.devices, measured)[0]
 
         return tuple(price(graph.trace) for graph in unit.graphs)
@@ -216,19 +224,52 @@ class HostBackend(CpuBackend):
         return (min(self._page_bytes),)
 
     def build(self, model: str, spec: ServeSpec) -> "ServedModel":
+        from tessera.capture.workload import on_device
         from tessera.serve.gpu import made_on
-        from tessera.serve.steps import served
+        from tessera.serve.steps import for_host, served
 
         card = next(d for d in self.cluster.devices if d.kind is DeviceKind.CUDA)
         (pool_bytes,) = self.memory_bytes
         with made_on(f"cuda:{card.ordinal}", model, spec.seed):
             sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or HOST_BATCH_TOKENS)
-            plain = served(model, sizes, pool_bytes=pool_bytes)
-        plain.workloads[-1].module.to("cpu")
+            plain = for_host(served(model, sizes, pool_bytes=pool_bytes))
         if plain.encode is not None:
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
-        return plain
+        return replace(plain, workloads=tuple(on_device(w, "cpu") for w in plain.workloads))
+
+
+@dataclass(frozen=True)
+class AwayBackend(CpuBackend):
+    """GPUs of other machines: steps are recorded without computing; each worker has its own weights.
+
+    The engine has the weights in this machine's memory, to compare them and to send what a worker lacks.
+    """
+
+    @cached_property
+    def memory_bytes(self) -> Sequence[float]:
+        return [steady(self.memory_share * device.memory_bytes) for device in self.cluster.devices]
+
+    def build(self, model: str, spec: ServeSpec) -> "ServedModel":
+        from tessera.serve.steps import served, weight_bytes
+
+        size, here = weight_bytes(place_of(model)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if size > here:
+            message = (
+                f"{model} has {size / 1e9:.1f} GB of weights; this machine has {here / 1e9:.1f} GB of memory"
+            )
+            raise TesseraError(message, "Run the service on a machine that holds the weights.", "--devices")
+        sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or AWAY_BATCH_TOKENS)
+        with blamed_for_run(model):
+            return served(
+                model, sizes, min_size=AWAY_MIN_SIZE, room_bytes=self.memory_bytes, pool_bytes=float("inf")
+            )
+
+    def capture(self, model: "ServedModel") -> list[Trace]:
+        if model.encode is not None:
+            message = "models that see are served on worker processes"
+            raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
+        return record_sizes([workload.step for workload in model.workloads])
 
 
 def _check_host(cluster: Cluster) -> None:
@@ -259,19 +300,7 @@ def prepare(
     is_compiled  capture GPU steps from compiled code, else operator by operator
     advance      progress callback, one line per stage
     """
-    backend: StepBackend
-    if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
-        if any(d.kind is not DeviceKind.CUDA for d in cluster.devices):
-            _check_host(cluster)
-            backend = HostBackend(cluster, spec.microbatches, store, dict(spec.expert_frequencies))
-        else:
-            from tessera.serve.gpu import GpuBackend
-
-            backend = GpuBackend(cluster, spec, is_compiled)
-    else:
-        warm_up()  # in parallel with capture and planning
-        backend = CpuBackend(cluster, spec.microbatches, store, dict(spec.expert_frequencies))
-
+    backend = _backend(cluster, spec, store, is_compiled)
     if plan is not None:
         check_plan(plan, model, cluster)
 
@@ -298,6 +327,20 @@ def prepare(
         prepared = make()
         keep(key, prepared, kept)
     return prepared
+
+
+def _backend(cluster: Cluster, spec: ServeSpec, store: Path | None, is_compiled: bool) -> StepBackend:
+    given = (cluster, spec.microbatches, store, dict(spec.expert_frequencies), spec.memory_share)
+    if not any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
+        warm_up()  # in parallel with capture and planning
+        is_away = all(device.ordinal == AWAY for device in cluster.devices)
+        return AwayBackend(*given) if is_away else CpuBackend(*given)
+    if any(d.kind is not DeviceKind.CUDA for d in cluster.devices):
+        _check_host(cluster)
+        return HostBackend(*given, launch_s=HOST_LAUNCH_S)
+    from tessera.serve.gpu import GpuBackend
+
+    return GpuBackend(cluster, spec, is_compiled)
 
 
 def check_plan(plan: ServicePlan, model: str, cluster: Cluster) -> None:
@@ -329,7 +372,8 @@ def _for_load(model: str, cluster: Cluster, spec: ServeSpec, advance: Listener) 
     if name not in ("auto", *POLICIES):
         return None
     policies = POLICIES if name == "auto" else (name,)
-    return make_service_plan(steps, spec.load, rehearse, search_config(spec.effort), policies=policies)
+    search, share = search_config(spec.effort), spec.memory_share
+    return make_service_plan(steps, spec.load, rehearse, search, memory_share=share, policies=policies)
 
 
 def _follow(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from tessera.adapt.history import LoadView
-from tessera.ir import Cluster, Decision, DeviceKind, Expected, GroupSize, Load, Step
+from tessera.ir import MEMORY_SHARE, Cluster, Decision, DeviceKind, Expected, GroupSize, Load, Step
 from tessera.kernels import PAGE
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class ServeSpec:
     # Positions of a microbatch's pages.
     pool_tokens: int | None = None
     # Share of a device's memory for weights and pages; the rest is for temporaries.
-    memory_share: float = 0.9
+    memory_share: float = MEMORY_SHARE
     load: Load = LOAD
     # True if sequences, microbatches and step sizes are chosen for the load.
     is_for_load: bool = False
@@ -279,6 +279,8 @@ class Snapshot(Counts):
     switches: int = 0
     last_switch_ms: float | None = None
     pages_moved: int = 0
+    # Sequences moved in place of preemption.
+    evictions: int = 0
     # Mean milliseconds of the host from the end of a step until the next is ordered.
     host_ms: float | None = None
     # Pages in use, of all pages.

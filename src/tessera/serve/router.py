@@ -131,13 +131,17 @@ class PagesInFlight:
 @dataclass
 class RouterCounts:
     pages_moved: int = 0
+    # Sequences moved in place of preemption.
+    evictions: int = 0
     switches: int = 0
     # Milliseconds from the last switch until no sequence was left in a group of the policy before.
     last_switch_ms: float | None = None
 
 
-# (number, group, pool; None: its own) -> the batch of a microbatch.
-MakeBatch = Callable[[int, RoutedGroup, PagePool | None], SequenceBatch]
+# Moves a request elsewhere; False if it cannot.
+Evict = Callable[[ActiveRequest], bool]
+# (number, group, pool; None: its own; evict) -> the batch of a microbatch.
+MakeBatch = Callable[[int, RoutedGroup, PagePool | None, Evict], SequenceBatch]
 
 
 def batch_of(microbatch: RoutedMicrobatch) -> SequenceBatch:
@@ -228,11 +232,14 @@ class Router(Scheduler[ActiveRequest]):
 
     def move_s(self) -> float:
         """Predicted seconds to move all pages in use; from any thread."""
-        links, moved = self.stepper.plans[0].cluster.links, 0
-        for home in list(self.stepper.lanes.homes.values()):
-            pool = self.pools.get(home.number)
-            moved += pool.num_used * sum(x.page_bytes for x in home.buffers.values()) if pool else 0
-        return moved / (1e9 * min((link.gbps for link in links), default=math.inf))
+        return sum(pool.num_used * self._page_s(home) for home, pool in list(self.pools.items()))
+
+    def _page_s(self, home: int) -> float:
+        """Predicted seconds to move a page over the slowest link."""
+        buffers = next((h.buffers for h in list(self.stepper.lanes.homes.values()) if h.number == home), {})
+        links = self.stepper.plans[0].cluster.links
+        slowest = min((link.gbps for link in links), default=math.inf)
+        return sum(buffer.page_bytes for buffer in buffers.values()) / (1e9 * slowest)
 
     def _renew(self) -> None:
         self._measure()
@@ -269,7 +276,9 @@ class Router(Scheduler[ActiveRequest]):
         group = self._opening
         assert group is not None, "a microbatch is opened for a group"
         self._by_number[number] = group
-        return self._make_batch(number, group, self.pool_of(group))
+        return self._make_batch(
+            number, group, self.pool_of(group), lambda request: self._evict(number, request)
+        )
 
     def group_of(self, microbatch: RoutedMicrobatch) -> RoutedGroup:
         return self._by_number[microbatch.number]
@@ -662,6 +671,28 @@ class Router(Scheduler[ActiveRequest]):
             self._send(transit)
         elif is_reading and batch.can_move:
             self._restart(request, batch)
+
+    def _evict(self, number: int, request: ActiveRequest) -> bool:
+        """Moves a sequence to another home with room, if that is quicker than reading it again."""
+        source = self.microbatches[number]
+        group, batch = self.group_of(source), batch_of(source)
+        position = batch.position(request)
+        if request in self._transits or position is None or group.home is None or 0 in position[0]:
+            return False
+        is_reading = position[1] < len(request.sequence) - 1
+        roles = (Role.MIXED,) if is_reading else (Role.MIXED, Role.ANSWERS)
+        groups = [g for g in self._usable() if g.home != group.home and g.role in roles]
+        move_s = len(position[0]) * self._page_s(group.home)
+        if not groups or move_s > position[1] * group.prompt_s:
+            return False
+        reserved = self._reserve(request, groups, group.home)
+        if reserved is None:
+            return False
+        transit = self._transits[request] = MovingSequence(request, source, *reserved)
+        batch.hold(request)
+        self._send(transit)
+        self.counts.evictions += 1
+        return True
 
     # Lost devices.
 

@@ -10,8 +10,9 @@ sizes up to `rows` every sequence has one token.
 
 Sequences hold pages of a pool (`pages`), which microbatches of one home share. A sequence begins when there
 are pages for all its tokens, after cached prefix pages, including those the same step fills. When pages run
-out, the newest sequence of the microbatch is preempted; its pages stay findable. A preempted sequence needs
-more pages than it gave back, so it begins again only after another has ended. Pages behind the
+out, the newest sequence of the microbatch moves to another home that has room (`evict`), or is preempted; its
+pages stay findable. A preempted sequence needs more pages than it gave back, so it begins again only after
+another has ended. Pages behind the
 attention window of all layers are released once the next token does not see them: steps of a microbatch run
 in order, so a new owner writes later.
 
@@ -103,7 +104,8 @@ class SeatedSequence:
     def left(self) -> int:
         """Tokens to read here, not counting the last of an answer; none while it waits for a running step or
         a mask."""
-        if (self.num_running and self.request.waits) or not self.request.pick.is_ready:
+        guide = self.request.pick.guide
+        if (self.num_running and self.request.waits) or (guide is not None and not guide.is_ready):
             return 0
         if self.stop is not None:
             return self.stop - self.read
@@ -281,13 +283,17 @@ class SequenceBatch:
         pool: PagePool | None = None,
         is_filled: bool = True,
         on_masks: Callable[[], None] = lambda: None,
+        evict: Callable[[ActiveRequest], bool] = lambda request: False,
     ) -> None:
         """`pool` is shared with other microbatches; `is_filled` is False if nothing reads step inputs.
 
-        `on_masks` is called, from any thread, when a sequence need not wait for its mask any more.
+        `on_masks` is called, from any thread, when a sequence need not wait for its mask any more. `evict`
+        moves a sequence elsewhere in place of preemption, if it can.
         """
         self.number, self._shape, self._steps, self._settle = number, shape, steps, settle
-        self._counts, self._sight, self._on_masks = counts, sight, on_masks
+        self._counts, self._sight, self._on_masks, self._evict = counts, sight, on_masks, evict
+        # Sequences on their way elsewhere because pages ran out.
+        self._evicted: set[SeatedSequence] = set()
         self._is_caching = is_caching and shape.is_paged
         self._is_shared = pool is not None
         self.pool = pool or PagePool(shape.pool_tokens // PAGE, self._is_caching)
@@ -431,6 +437,7 @@ class SequenceBatch:
         self._guides.pop(request, None)
         self._count_work(sequence, 0, 0)
         request.batch = None
+        self._evicted.discard(sequence)
         self.give_row(sequence.row)
         self._begun.remove(sequence)
         self._num_entries -= sequence.num_pages
@@ -440,6 +447,7 @@ class SequenceBatch:
         """Read no more here than what is read now; `is_held` False: read and answer on."""
         sequence = self._by_request[request]
         sequence.stop = sequence.read if is_held else None
+        self._evicted.discard(sequence)
 
     def stop_of(self, request: ActiveRequest) -> int | None:
         """Tokens to read here, if it goes on elsewhere."""
@@ -474,6 +482,7 @@ class SequenceBatch:
         if sequence is None:
             return
         self._count_work(sequence, 0, 0)
+        self._evicted.discard(sequence)
         self.give_row(sequence.row)
         if sequence.is_begun:
             self._release(sequence)
@@ -605,8 +614,8 @@ class SequenceBatch:
                 budget -= count
         if not self._shape.is_flat and not self._keep_rows(planned):
             return []
-        if self._counts.preemptions != num_preempted:
-            planned = [part for part in planned if part.sequence.is_begun]
+        if self._evicted or self._counts.preemptions != num_preempted:
+            planned = [part for part in planned if part.sequence.is_begun and part.sequence.left]
         if self._is_caching:
             for sequence, count, _ in planned:
                 self._publish(sequence, sequence.read + count)
@@ -700,11 +709,18 @@ class SequenceBatch:
             if self.pool.num_free and self._num_entries < self._shape.num_page_entries:
                 sequence.append(self.pool.take())
                 self._num_entries += 1
+            elif self._evicted:  # pages come back when it has gone
+                return False
+            elif self._can_evict(self._begun[-1]) and self._evict(self._begun[-1].request):
+                self._evicted = {s for s in self._begun if s.stop == s.read}
             elif self._started and self._is_shared:  # nothing is free before the running step has ended
                 return False
             else:
                 self._preempt(self._begun[-1])
         return sequence.is_begun
+
+    def _can_evict(self, sequence: SeatedSequence) -> bool:
+        return self._shape.is_flat and sequence.stop is None and not sequence.num_running
 
     def _preempt(self, sequence: SeatedSequence) -> None:
         self._release(sequence)

@@ -209,6 +209,7 @@ class Service:
             switches=router.counts.switches,
             last_switch_ms=router.counts.last_switch_ms,
             pages_moved=router.counts.pages_moved,
+            evictions=router.counts.evictions,
             host_ms=None if meters.host_s is None else 1e3 * meters.host_s,
             pages_used=sum(pool.num_used for pool in pools),
             pages=sum(pool.num_pages - 1 for pool in pools),

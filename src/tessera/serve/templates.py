@@ -34,6 +34,7 @@ LIMIT_S = 5.0
 ALARM_S = 6
 # Memory limit of the process; Python and jinja2 take a tenth.
 MEMORY_BYTES = 768 * 2**20
+DIED = f"its process died; it may use {MEMORY_BYTES >> 20} MiB of memory"
 MAX_CHARS = 8 * 2**20
 ERROR_CHARS = 500
 # Variables for the loader to find Python's libraries.
@@ -54,12 +55,14 @@ class ChatTemplate:
 
         raw = msgspec.json.encode(variables)
         with self._lock:
-            answer = self._exchange(raw)
+            # Another one, in case the process was killed from outside.
+            answer = self._exchange(raw) or self._exchange(raw) or {"error": DIED}
         if "error" in answer:
             raise AskError(f"the model's chat template refuses this: {answer['error']}", "", "messages")
         return str(answer["text"])
 
     def _exchange(self, raw: bytes) -> dict[str, Any]:
+        """The answer of the process; empty if it died."""
         import msgspec
 
         if self._child.poll() is not None:
@@ -68,11 +71,11 @@ class ChatTemplate:
             self._pipe.send_bytes(raw)
             if self._pipe.poll(LIMIT_S):
                 return dict(msgspec.json.decode(self._pipe.recv_bytes()))
-            message = f"it takes more than {LIMIT_S:g} s"
+            answer = {"error": f"it takes more than {LIMIT_S:g} s"}
         except (OSError, EOFError, ValueError):
-            message = f"its process died; it may use {MEMORY_BYTES >> 20} MiB of memory"
+            answer = {}
         _end(self._child, self._pipe)
-        return {"error": message}
+        return answer
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         here, there = Pipe()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import statistics
 import threading
 import time
 import tracemalloc
@@ -231,6 +232,34 @@ def test_key_is_checked_before_the_body(service: Scripted) -> None:
 
     assert said.startswith(b"HTTP/1.1 401")
     assert b"connection: close" in said
+
+
+@pytest.mark.rerun
+def test_a_flood_of_chunks_without_a_key_delays_nobody(service: Scripted) -> None:
+    """600 KB of one-byte chunks on four connections: /health meanwhile within 200 ms."""
+    slowest_s: list[float] = []
+    with running(service, keys=("some-secret",)) as server, httpx.Client(base_url=server.url) as client:
+        client.get("/health")
+        is_over = threading.Event()
+
+        def flood() -> None:
+            while not is_over.is_set():
+                with suppress(OSError), connect(server, tiny_chunks(100_000)) as one:
+                    everything(one)
+
+        floods = [threading.Thread(target=flood) for _ in range(4)]
+        for thread in floods:
+            thread.start()
+        for _ in range(30):
+            begun_s = time.perf_counter()
+            assert client.get("/health").status_code == 200
+            slowest_s.append(time.perf_counter() - begun_s)
+        is_over.set()
+        for thread in floods:
+            thread.join()
+
+    assert statistics.median(slowest_s) < 0.05
+    assert sorted(slowest_s)[-2] < 0.2
 
 
 def test_too_many_requests_are_refused(server: Running, service: Scripted) -> None:

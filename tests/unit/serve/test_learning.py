@@ -12,8 +12,9 @@ from serving_factory import GREEDY, Told, policies_of, read, until, wait_for
 from steps_factory import built
 from tessera.adapt import history
 from tessera.adapt.drift import Factors
-from tessera.errors import PlanInfeasible
+from tessera.errors import PlanInfeasible, TesseraError
 from tessera.ir import Load
+from tessera.serve import background
 from tessera.serve.background import PlannerProcess
 from tessera.serve.policies import ServicePlanner
 from tessera.serve.records import Ask
@@ -45,6 +46,20 @@ def test_another_process_plans_and_names_what_both_have() -> None:
     assert "single" == rate.name
     with pytest.raises(PlanInfeasible, match="no device is left"):
         process.without(made.policies, frozenset(planner.cluster.names))
+    process.close()
+
+
+def test_a_plan_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its process ended; the next job has another one."""
+    made = steps_factory.prepared("tiny-llama", "single")
+    process = PlannerProcess(planner_of_single())
+    monkeypatch.setattr(background, "LIMIT_S", 0.0)
+    with pytest.raises(TesseraError, match="took more than 0 s"):
+        process.rate(made.policies)
+    monkeypatch.undo()
+
+    assert not process._processes
+    assert len(process.rate(made.policies)) == 1
     process.close()
 
 

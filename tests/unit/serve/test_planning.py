@@ -8,6 +8,7 @@ from benchmarks.coverage_models import MODELS
 
 import steps_factory as factory
 from own_code import reference
+from tessera.capture import build, record
 from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
 from tessera.execute.lanes import devices_of
 from tessera.execute.lower import lower
@@ -264,3 +265,22 @@ def test_rows_of_gathered_keys_are_no_longer_than_what_is_gathered(tmp_path: Pat
     assert 64 == made.shape.capacity
     with pytest.raises(CaptureError, match=r"4 sequences of .* have at most 64"):
         served(str(tmp_path), ServeSpec(rows=4, capacity=100, pool_tokens=128, random_weights=True))
+
+
+def test_gpus_of_other_machines_hold_their_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No limit of weights computed here; steps are those that a CPU records, and nothing is computed."""
+    cluster = emulated("away:a100,away:l40s")
+    spec = ServeSpec(microbatches=1, rows=4, capacity=64, max_batch_tokens=16, effort="quick")
+    monkeypatch.setattr("tessera.serve.planning.MAX_BYTES", 1)
+    with pytest.raises(TesseraError, match="these devices compute on this machine's CPU"):
+        prepare("tiny-llama", emulated(), spec)
+
+    prepared = prepare("tiny-llama", cluster, spec)
+    (trace, *_) = [graph.trace for graph in prepared.policies[0].groups[0].plan.graphs]
+    assert "fake" == trace.recorded_on
+    here = record(build(trace.step))
+    assert (trace.launches, trace.buffers) == (here.launches, here.buffers)
+
+    monkeypatch.setattr("tessera.serve.steps.weight_bytes", lambda place: 2**60)
+    with pytest.raises(TesseraError, match=r"weights; this machine has .* GB of memory"):
+        prepare("tiny-llama", cluster, spec)

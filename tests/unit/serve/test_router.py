@@ -270,3 +270,52 @@ def test_cancelled_requests_leave_nothing_behind(shape: Shape) -> None:
     assert 0 == sum(pool.num_used for pool in router.pools.values())
     assert not router._transits
     assert not router._pauses
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("seed", range(3))
+def test_nobody_waits_forever_with_few_pages(role: Role, seed: int) -> None:
+    """Requests that come one after the other, with pages for hardly more than one sequence."""
+    shape, chance = replace(SHAPE, pool_tokens=PAGE * 5), random.Random(seed)
+    stepper = ToyStepper(shape, plans=(split_policy("split", role, shape),), seed=seed)
+    rng = random.Random(5)
+    asks = [random_ask(rng, shape.max_tokens) for _ in range(24)]
+
+    async def late(service: Service, ask: Ask) -> object:
+        await asyncio.sleep(0.05 * chance.random())
+        return (await read(service, ask)).what
+
+    async def run(service: Service) -> list[object]:
+        return list(await asyncio.gather(*(late(service, ask) for ask in asks)))
+
+    with service_of(stepper, prefix_caching=True) as service:
+        told = wait_for(run(service))
+
+    assert [expected(ask) for ask in asks] == told
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=["pages", "packed"])
+def test_a_sequence_without_pages_moves_where_there_are_some(shape: Shape) -> None:
+    """In place of preemption: all began on one device while the other was away."""
+    shape = replace(shape, pool_tokens=PAGE * 9)
+    stepper = ToyStepper(shape, plans=toy_policies(["parallel"], shape), step_s=0.003)
+    stepper.lose(TOYS[1], Loss((), 3600.0))
+
+    async def run(service: Service) -> list[object]:
+        answers = asyncio.gather(*(read(service, LONG) for _ in range(3)))
+        while service.snapshot().output_tokens < 10:
+            await asyncio.sleep(0.001)
+        stepper.bring_back(TOYS[1])
+        return [one.what for one in await answers]
+
+    with service_of(stepper, policy="parallel", prefix_caching=False) as service:
+        told = wait_for(run(service))
+        router = router_of(service)
+        until(lambda: router.is_idle)
+        snapshot = service.snapshot()
+        check_pages(router)
+
+    assert [expected(LONG)] * 3 == told
+    assert (1, 0) == (snapshot.evictions, snapshot.preemptions)
+    assert not router._transits

@@ -4,6 +4,7 @@ import multiprocessing
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,3 +136,16 @@ def test_the_process_of_a_killed_server_ends_itself() -> None:
         here.send_bytes(b"{}")
 
         assert child.wait(4.0 * templates.ALARM_S) == -signal.SIGALRM
+
+
+def test_a_process_that_is_killed_from_outside_is_no_error_of_the_template() -> None:
+    """The next one renders the same conversation."""
+    template = ChatTemplate("{{ messages | length }}")
+    child = template._child
+    child.send_signal(signal.SIGSTOP)
+    killer = threading.Timer(0.2, child.kill)
+    killer.start()
+
+    assert "4" == template.render(VARIABLES)
+    killer.join()
+    assert child.wait() == -signal.SIGKILL

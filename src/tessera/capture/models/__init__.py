@@ -89,6 +89,8 @@ def build(step: Step) -> Workload:
     if checkpoint.REPOSITORY.fullmatch(step.model):
         remedy = f"Download it: hf download {step.model}"
         raise CaptureError("is neither a folder nor in Hugging Face's local cache", remedy, step.model)
+    if "/" in step.model:
+        raise CaptureError("there is no such folder", "Correct the path.", step.model)
     raise UnknownName("model", step.model, BUILDERS)
 
 
