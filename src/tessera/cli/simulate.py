@@ -81,7 +81,9 @@ def simulate(
     page: PageOption = None,
     output: OutputOption = None,
 ) -> SimulatedTimeline | OnlineRun | SimulatedService:
-    """Run requests through a plan on its modelled costs, with the executor's own schedule.
+    """Run requests through a plan on a virtual clock.
+
+    Costs are modelled; the schedule is the executor's own.
 
     With --arrivals requests arrive over time, through the scheduler of the service, and a monitor may
     switch between policies; without, all wait at the start and a timeline is made.
