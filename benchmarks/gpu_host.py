@@ -47,8 +47,8 @@ def own(args: argparse.Namespace, log: Log) -> None:
     from tessera.serve.text import ByteText
 
     began_s = time.perf_counter()
-    link = measured_link(log)
-    LINKS["here"] = LinkPreset("here", *link, "measured")
+    latency_us, gbps = map(float, args.link.split(",")) if args.link else measured_link(log)
+    LINKS["here"] = LinkPreset("here", latency_us, gbps, "measured")
     devices = cap_memory(parse_devices("cuda:0,cpu"), [f"cuda:0={args.memory}"])
     batches = [int(word) for word in args.batch.split(",")]
     load = Load(PROMPT, args.tokens)
@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--plain-tokens", type=int, default=12, help="answer tokens of the baselines")
     parser.add_argument("--batch-tokens", type=int, default=64, help="tokens of the largest step")
+    parser.add_argument("--link", help="latency in us and GB/s of the link, where it is not to be measured")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--limit", type=float, default=200.0, help="seconds of a part")
     parser.add_argument("--out", type=Path, required=True)

@@ -8,12 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera.ir import Decision, DecisionKind, ServicePlan
+from tessera.ir import Decision, DecisionKind, Role, ServicePlan
 from tessera.serve.app import create_app
 from tessera.serve.limits import HttpLimits
 from tessera.serve.metrics import Metrics
 from tessera.serve.openai.read import Endpoint, ModelCard
-from tessera.serve.records import AnswerPiece, Ask, DeviceView, Event, Finish, Latency, Snapshot, Token
+from tessera.serve.records import (
+    AnswerPiece,
+    Ask,
+    DeviceView,
+    Event,
+    Finish,
+    GroupView,
+    Latency,
+    Snapshot,
+    Token,
+)
 from tessera.serve.server import HttpServer, bind, url_of
 from tessera.serve.text import ByteText
 
@@ -74,6 +84,8 @@ class Scripted:
             prefix_hits=150,
             latency=Latency(0.2, 1.25, 0.021, 0.04),
             up_s=61.5,
+            groups=(GroupView(Role.MIXED, ("emu:a100",), 4, 8, 2, max_sequences=8, places=2, waiting=1),),
+            pages_moved=1234,
             prompt_tokens=sum(len(ask.prompt) for ask in self.asks),
             output_tokens=17,
             tokens_per_s=42.0,

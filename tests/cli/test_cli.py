@@ -347,3 +347,14 @@ def test_output_on_a_full_disk_is_an_error_in_a_line(
 
     assert 2 == code
     assert "error: cannot write: No space left on device. Make room" in capsys.readouterr().err
+
+
+def test_no_summary_is_cut(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of commands fits 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = call("--help", capsys=capsys)
+
+    assert 0 == code
+    listed = out.partition("Commands:")[2]
+    assert "batch" in listed
+    assert [] == [line for line in listed.splitlines() if line.endswith("...") or len(line) > 80]

@@ -73,6 +73,7 @@ Tessera makes heterogeneous GPUs work as one. Five things to do with it:
   Plan for cards           tessera plan llama-3-8b --devices emu:h20,emu:l40s
   Find what to rent        tessera advise llama-3-8b --rate 50
   Serve a model            tessera serve tiny-llama --devices emu:a100,emu:l40s
+                           tessera chat http://127.0.0.1:8000
   Divide your own model    tessera capture FOLDER -o x.trace
                            tessera plan x.trace --devices emu:a100,emu:l40s
                            tessera run x.plan --verify

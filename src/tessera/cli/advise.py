@@ -97,7 +97,9 @@ def advise(
     page: PageOption = None,
     folder: Annotated[Path | None, typer.Option("--save", help="Folder for the plans.")] = None,
 ) -> AdviceRecord:
-    """Find the cheapest GPUs, of one or several kinds, that carry a load. No GPU is needed.
+    """Find the cheapest GPUs that carry a load.
+
+    Of one or several kinds. No GPU is needed.
 
     With --have: how to use given cards (one, a copy on each, a split, or kernel by kernel), what that gains
     and costs, and which card to rent next.

@@ -53,7 +53,10 @@ def analyze(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a trace's graph here.")] = None,
     explain: Annotated[str | None, typer.Option(help="PTX kernel whose accesses are shown by line.")] = None,
 ) -> GraphSummary | PtxReport | Illustrated[PtxReport]:
-    """Find what depends on what: between the launches of a trace, or in the code of PTX kernels."""
+    """Find what depends on what in a trace, or in PTX kernels.
+
+    Between the launches of a trace: RAW, WAR and WAW. In PTX: what each kernel reads and writes.
+    """
     if _is_ptx(file):
         if output is not None:
             remedy = "Leave it out, and use --json for what is found."

@@ -70,7 +70,10 @@ def batch(
     api_key: KeyOption = "",
     at_once: Annotated[int, typer.Option(min=1, max=1024, help="Requests in flight.")] = 64,
 ) -> BatchRun:
-    """Answer a file of requests in OpenAI's batch format; a second run goes on where one was stopped."""
+    """Answer a file of requests in OpenAI's batch format.
+
+    A second run goes on where one was stopped.
+    """
     started, requests = time.perf_counter(), _requests(source)
     with output.open("ab+") as out:
         _lock(out, output)

@@ -52,7 +52,9 @@ def calibrate(
         Path | None, typer.Option(help="Where measurements are kept between commands.", show_default=False)
     ] = None,
 ) -> CalibrationReport:
-    """Measure the launches that reduce a plan's error most, and price this kind of card by them from now on.
+    """Measure the launches that reduce a plan's error most.
+
+    This kind of card is priced by them from now on.
 
     A launch that was measured is priced at its time, others of its class by the ratio of measured to
     modelled.

@@ -133,7 +133,10 @@ def demo(
         "tessera-demo"
     ),
 ) -> Illustrated[DemoRun]:
-    """Plan a load for two different cards; serve a small model by such a plan, and check every bit."""
+    """Show the gain, a service and the proof, without a GPU.
+
+    Plans a load for two different cards, serves a small model by such a plan, and checks every bit.
+    """
     started = time.perf_counter()
     cluster = _cluster(devices, link)
     output.mkdir(parents=True, exist_ok=True)

@@ -67,7 +67,10 @@ class GpuCard(Record, frozen=True):
 
 
 def gpus(name: Annotated[str | None, typer.Argument(help="One GPU, in full.")] = None) -> GpuList | GpuCard:
-    """List the GPUs Tessera knows: specs, sustained rates, price, and which sources cover their costs."""
+    """List the GPUs Tessera knows.
+
+    Specs, sustained rates, price, and which sources cover their costs.
+    """
     tables = installed_tables()
     if name is None:
         notes = (NOTE,) if tables else (NOTE, missing_note())

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import typer
 
 from tessera.adapt.capability import Capability, crossing_per_s
 from tessera.adapt.monitor import MonitorConfig
-from tessera.cli.output import HIDDEN, Record, progress, shown
+from tessera.cli.output import Record, needs, progress, shown
+from tessera.cli.plan import EffortOption
 from tessera.errors import ArrivalsError
-from tessera.ir import Clock, Decision, Objective, Plan, Quantiles, ServingReport, load
+from tessera.ir import Arrivals, Clock, Decision, Objective, Plan, ServingReport, load
 from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.metrics import parse_limits
 from tessera.simulate.stepper import Faults, Loss
@@ -20,35 +22,6 @@ from tessera.simulate.study import Scenario, adapt, compare
 
 if TYPE_CHECKING:
     from tessera.plan import SearchConfig
-
-
-class ServingFigures(Record, frozen=True):
-    """What the requests of one policy saw."""
-
-    clock: Annotated[Clock, HIDDEN]
-    policy: Annotated[str, HIDDEN]
-    arrivals: Annotated[str, HIDDEN]
-    num_requests: Annotated[int, HIDDEN]
-    num_finished: int
-    num_refused: int
-    num_failed: int
-    num_restarted: int
-    duration_s: float
-    offered_per_s: Annotated[float, HIDDEN]
-    capacity_per_s: float
-    is_saturated: bool
-    requests_per_s: float
-    tokens_per_s: float
-    ttft_s: Quantiles | None
-    tpot_s: Quantiles | None
-    latency_s: Quantiles | None
-    normalised_s: Annotated[Quantiles | None, shown("latency/token", "s")]
-    slo_attainment: float | None
-    utilisation: dict[str, float]
-    usd_per_million_tokens: float | None
-    joules_per_token: float | None
-    max_waiting: int
-    notes: Annotated[tuple[str, ...], HIDDEN] = ()
 
 
 class OnlineRun(Record, frozen=True):
@@ -60,9 +33,9 @@ class OnlineRun(Record, frozen=True):
     offered_per_s: float
     longest_gap_s: float
     seed: int
-    policies: Annotated[dict[str, ServingFigures], shown("policies (simulated)")]
+    policies: Annotated[dict[str, ServingReport], shown("policies (simulated)")]
     # With a monitor only, from here on.
-    adaptive: Annotated[ServingFigures | None, shown("adaptive (simulated)")] = None
+    adaptive: Annotated[ServingReport | None, shown("adaptive (simulated)")] = None
     switches: int | None = None
     decisions: dict[str, int] | None = None
     ratio_to_better_fixed: float | None = None
@@ -72,37 +45,94 @@ class OnlineRun(Record, frozen=True):
     notes: tuple[str, ...] = ()
 
 
+# Callback of an option that makes sense with arrivals only.
+ONLINE = needs("arrivals")
+
+
 @dataclass(frozen=True)
 class OnlineOptions:
-    """The options as written."""
+    """Options of `tessera simulate` that are about requests and the monitor."""
 
-    arrivals: str
-    requests: int | None = None
-    lengths: str | None = None
-    speed: float = 1.0
-    seqs: int | None = None
-    seed: int = 0
-    noise: float = 0.0
-    jitter: float = 0.0
-    max_waiting: int | None = None
-    lose: tuple[str, ...] = ()
-    slow: tuple[str, ...] = ()
-    slo: str | None = None
-    window_s: float | None = None
-    threshold: float | None = None
-    effort: str = "full"
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of requests; without --arrivals, all wait at the start."),
+    ] = None
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            is_eager=True,
+            help="Requests over time: a CSV file (BurstGPT or Azure), poisson:RATE, "
+            "bursty:RATE[,PEAK,SHARE,SECONDS] or batch:N.",
+        ),
+    ] = None
+    monitor: Annotated[
+        bool, typer.Option("--monitor", callback=ONLINE, help="Let a monitor choose between two plans.")
+    ] = False
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            callback=ONLINE,
+            help="Prompt and answer tokens: fixed:P,O, geometric:P,O or lognormal:P,O,SIGMA.",
+        ),
+    ] = None
+    speed: Annotated[float, typer.Option(callback=ONLINE, help="Factor on the speed of arrivals.")] = 1.0
+    seqs: Annotated[
+        int | None,
+        typer.Option(callback=ONLINE, min=1, help="Sequences of a microbatch. [default: the plan's batch]"),
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0
+    noise: Annotated[
+        float,
+        typer.Option(callback=ONLINE, min=0.0, max=0.99, help="Relative error of every kernel type's cost."),
+    ] = 0.0
+    jitter: Annotated[
+        float,
+        typer.Option(callback=ONLINE, min=0.0, max=0.99, help="Relative variation of every run's time."),
+    ] = 0.0
+    lose: Annotated[
+        list[str] | None,
+        typer.Option(callback=ONLINE, help="Lose a device: DEVICE@SECONDS[-SECONDS when it is back]."),
+    ] = None
+    slow: Annotated[
+        list[str] | None, typer.Option(callback=ONLINE, help="Slow a device down: DEVICE@SECONDSxFACTOR.")
+    ] = None
+    slo: Annotated[
+        str | None,
+        typer.Option(callback=ONLINE, help="Limits: ttft=500ms,tpot=50ms, latency=, normalised=."),
+    ] = None
+    max_waiting: Annotated[
+        int | None, typer.Option(callback=ONLINE, min=1, help="Refuse requests while this many wait.")
+    ] = None
+    window: Annotated[
+        float | None, typer.Option(callback=ONLINE, min=1e-9, help="Seconds that the monitor looks back.")
+    ] = None
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            callback=ONLINE,
+            min=0.0,
+            help="Standard errors of the load at which another policy must be better too.",
+            show_default="1",
+        ),
+    ] = None
+    effort: EffortOption = "full"
 
-    def monitor(self) -> MonitorConfig:
-        usual = MonitorConfig(window_s=self.window_s)
+    def monitor_config(self) -> MonitorConfig:
+        usual = MonitorConfig(window_s=self.window)
         return usual if self.threshold is None else replace(usual, errors=self.threshold)
 
-    def setting(self) -> Scenario:
-        arrivals = make_arrivals(self.arrivals, self.requests, self.seed, self.lengths, self.speed)
+    def requested(self) -> Arrivals | None:
+        """Arrivals; None: all requests wait at the start."""
+        if self.arrivals is None:
+            return None
+        return make_arrivals(self.arrivals, self.requests, self.seed, self.lengths, self.speed)
+
+    def setting(self, arrivals: Arrivals) -> Scenario:
         faults = Faults(
             seed=self.seed,
             jitter=self.jitter,
-            losses=tuple(_loss(word) for word in self.lose),
-            slowdowns=tuple(_slowdown(word) for word in self.slow),
+            losses=tuple(_loss(word) for word in self.lose or ()),
+            slowdowns=tuple(_slowdown(word) for word in self.slow or ()),
         )
         limits = parse_limits(self.slo) if self.slo else ()
         return Scenario(arrivals, faults, limits, self.seqs, self.noise, self.max_waiting)
@@ -139,21 +169,21 @@ def _slowdown(word: str) -> tuple[str, float, float]:
     return device, at_s, factor
 
 
-def run_online(paths: Sequence[Path], options: OnlineOptions, has_monitor: bool) -> OnlineRun:
-    setting = options.setting()
+def run_online(paths: Sequence[Path], options: OnlineOptions, arrivals: Arrivals) -> OnlineRun:
+    setting = options.setting(arrivals)
     plans = [(plan.policy, plan) for plan in (load(Plan, path) for path in paths)]
     plans = _distinct(plans, paths)
     known: tuple[Capability, ...] = ()
     adaptive = None
     with progress("planning") as advance:
-        if has_monitor:
+        if options.monitor:
             from tessera.flow import replan
             from tessera.plan import search_config
 
             search = search_config(options.effort)
             plans = with_other(plans, search)
             advance("simulating with the monitor")
-            adaptive, known = adapt(plans, setting, options.monitor(), partial(replan, search=search))
+            adaptive, known = adapt(plans, setting, options.monitor_config(), partial(replan, search=search))
         advance("simulating each plan alone")
         fixed = compare(plans, setting)
     return _result(fixed, adaptive, known, setting)
@@ -205,7 +235,7 @@ def _result(
         offered_per_s=setting.arrivals.rate_per_s,
         longest_gap_s=setting.arrivals.longest_gap_s,
         seed=setting.faults.seed,
-        policies={report.policy: _figures(report) for report in fixed},
+        policies={report.policy: report for report in fixed},
         notes=tuple(dict.fromkeys(f"{r.policy}: {note}" for r in reports for note in r.notes)),
     )
     if adaptive is None:
@@ -217,7 +247,7 @@ def _result(
     kinds = [d.kind.value for d in adaptive.decisions]
     return msgspec.structs.replace(
         run,
-        adaptive=_figures(adaptive),
+        adaptive=adaptive,
         switches=kinds.count("switch"),
         decisions={kind: kinds.count(kind) for kind in sorted(set(kinds))},
         ratio_to_better_fixed=mean_s / best if mean_s and best else None,
@@ -225,7 +255,3 @@ def _result(
         capacity_per_s={x.name: x.capacity_per_s for x in capabilities},
         reasons=adaptive.decisions,
     )
-
-
-def _figures(report: ServingReport) -> ServingFigures:
-    return ServingFigures.of(report, utilisation=dict(report.utilisation))

@@ -38,8 +38,9 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from tessera.cli.render import HIDDEN, render, shown
+from tessera.cli.render import render, shown
 from tessera.errors import TesseraError
+from tessera.ir.timeline import HIDDEN
 
 __all__ = [
     "HIDDEN", "Illustrated", "JsonOption", "Record", "console", "excludes", "finite", "needs", "only_if",

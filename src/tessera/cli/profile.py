@@ -128,7 +128,10 @@ def profile(
         Path | None, typer.Option(help="Draw how much two devices differ, as PNG, SVG or PDF.")
     ] = None,
 ) -> ProfileReport:
-    """Price every launch of a trace on every device; each number says where it came from."""
+    """Price every launch of a trace on every device.
+
+    Each number says where it came from.
+    """
     if trace is None and not links:
         raise TesseraError("no trace was given", "Name one, or measure the links alone with --links.")
     parsed = parse_devices(devices)

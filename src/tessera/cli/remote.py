@@ -30,7 +30,7 @@ from tessera.ir import Device, Plan, digest
 
 if TYPE_CHECKING:
     from tessera.execute.hub import Hub
-    from tessera.execute.hub import Rendezvous as EngineRendezvous
+    from tessera.execute.rendezvous import Rendezvous as EngineRendezvous
     from tessera.execute.worker_stepper import MakeHub
     from tessera.serve.joining import ModelHere
 
@@ -101,7 +101,7 @@ class Meeting:
 
     def listen(self) -> "EngineRendezvous":
         """For rank 0: where the others connect."""
-        from tessera.execute.hub import Rendezvous as EngineRendezvous
+        from tessera.execute.rendezvous import Rendezvous as EngineRendezvous
 
         listening = EngineRendezvous(self.host, self.port, self.secret, _complain)
         if self.store is not None:

@@ -40,7 +40,6 @@ WORDS = {
     "usd": "USD", "ttft": "TTFT", "tpot": "TPOT", "gpu": "GPU", "gpus": "GPUs", "slo": "SLO",
     "tflops": "TFLOP/s", "gbps": "GB/s", "sms": "SMs",
 }  # fmt: skip
-HIDDEN = msgspec.Meta(extra={"hidden": True})
 # Last word of a field's name -> how its value is written. Units that are no part of the label come first.
 LABELLESS: dict[str, Callable[[float], str]] = {
     "us": duration,

@@ -59,9 +59,10 @@ class ServeReady(Record, frozen=True):
 def serve(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)], options: ServeConfig
 ) -> Iterator[ServeReady]:
-    """Serve a model over OpenAI's HTTP API, with plans for its devices.
+    """Serve a model over OpenAI's HTTP API.
 
-    Stops on SIGTERM or Ctrl-C: running requests finish, new ones are refused. A live page is at /.
+    It is planned for its devices. Stops on SIGTERM or Ctrl-C: running requests finish, new ones are refused.
+    A live page is at /.
     """
     started_s = time.perf_counter()
     meeting = options.meeting

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from tessera.cli.online import OnlineOptions, OnlineRun, run_online
-from tessera.cli.output import Record, excludes, needs, progress
-from tessera.cli.plan import EffortOption
+from tessera.cli.online import ONLINE, OnlineOptions, OnlineRun, run_online
+from tessera.cli.output import Record, excludes, progress
 from tessera.cli.plan_model import ServiceFigures
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Clock, Decision, Plan, ServicePlan, Timeline, kind_of, load, save
@@ -16,67 +15,9 @@ from tessera.ir import Clock, Decision, Plan, ServicePlan, Timeline, kind_of, lo
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 NUM_REQUESTS = 100
 
-ArrivalsText = Annotated[
-    str | None,
-    typer.Option(
-        is_eager=True,
-        help="Requests over time: a CSV file (BurstGPT or Azure), poisson:RATE, "
-        "bursty:RATE[,PEAK,SHARE,SECONDS] or batch:N.",
-    ),
-]
-# Options of each form: with arrivals, and without.
-ONLINE = needs("arrivals")
 OFFLINE = excludes("arrivals", "makes no timeline with --arrivals")
-Share = typer.Option(callback=ONLINE, min=0.0, max=0.99, help="Relative error of every kernel type's cost.")
 OtherArgument = Annotated[
     Path | None, typer.Argument(callback=ONLINE, help="With --arrivals: a second plan for the same work.")
-]
-RequestsOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of requests; without --arrivals, all wait at the start."),
-]
-MonitorOption = Annotated[
-    bool, typer.Option("--monitor", callback=ONLINE, help="Let a monitor choose between two plans.")
-]
-LengthsOption = Annotated[
-    str | None,
-    typer.Option(
-        callback=ONLINE,
-        help="Prompt and answer tokens: fixed:P,O, geometric:P,O or lognormal:P,O,SIGMA.",
-    ),
-]
-SpeedOption = Annotated[float, typer.Option(callback=ONLINE, help="Factor on the speed of arrivals.")]
-SeqsOption = Annotated[
-    int | None,
-    typer.Option(callback=ONLINE, min=1, help="Sequences of a microbatch. [default: the plan's batch]"),
-]
-JitterOption = Annotated[
-    float, typer.Option(callback=ONLINE, min=0.0, max=0.99, help="Relative variation of every run's time.")
-]
-LoseOption = Annotated[
-    list[str] | None,
-    typer.Option(callback=ONLINE, help="Lose a device: DEVICE@SECONDS[-SECONDS when it is back]."),
-]
-SlowOption = Annotated[
-    list[str] | None, typer.Option(callback=ONLINE, help="Slow a device down: DEVICE@SECONDSxFACTOR.")
-]
-SloOption = Annotated[
-    str | None, typer.Option(callback=ONLINE, help="Limits: ttft=500ms,tpot=50ms, latency=, normalised=.")
-]
-WaitingOption = Annotated[
-    int | None, typer.Option(callback=ONLINE, min=1, help="Refuse requests while this many wait.")
-]
-WindowOption = Annotated[
-    float | None, typer.Option(callback=ONLINE, min=1e-9, help="Seconds that the monitor looks back.")
-]
-ThresholdOption = Annotated[
-    float | None,
-    typer.Option(
-        callback=ONLINE,
-        min=0.0,
-        help="Standard errors of the load at which another policy must be better too.",
-        show_default="1",
-    ),
 ]
 TraceOption = Annotated[
     Path | None, typer.Option(callback=OFFLINE, help="Perfetto trace to write.", show_default=False)
@@ -134,54 +75,39 @@ class SimulatedService(Record, frozen=True):
 
 def simulate(
     plan: Annotated[Path, typer.Argument(help="The plan to simulate.")],
+    options: OnlineOptions,
     other: OtherArgument = None,
-    requests: RequestsOption = None,
-    arrivals: ArrivalsText = None,
-    monitor: MonitorOption = False,
-    lengths: LengthsOption = None,
-    speed: SpeedOption = 1.0,
-    seqs: SeqsOption = None,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
-    noise: Annotated[float, Share] = 0.0,
-    jitter: JitterOption = 0.0,
-    lose: LoseOption = None,
-    slow: SlowOption = None,
-    slo: SloOption = None,
-    max_waiting: WaitingOption = None,
-    window: WindowOption = None,
-    threshold: ThresholdOption = None,
-    effort: EffortOption = "full",
     trace: TraceOption = None,
     page: PageOption = None,
     output: OutputOption = None,
 ) -> SimulatedTimeline | OnlineRun | SimulatedService:
-    """Run requests through a plan on its modelled costs, with the executor's own schedule.
+    """Run requests through a plan on a virtual clock.
+
+    Costs are modelled; the schedule is the executor's own.
 
     With --arrivals requests arrive over time, through the scheduler of the service, and a monitor may
     switch between policies; without, all wait at the start and a timeline is made.
     """
     if kind_of(plan) == "service-plan":
-        for name, value in (("--lose", lose), ("--slow", slow)):
+        for name, value in (("--lose", options.lose), ("--slow", options.slow)):
             if value:
                 raise TesseraError("a service plan is simulated without faults", place=name)
-        if (other is not None) != monitor:
+        if (other is not None) != options.monitor:
             raise TesseraError(
                 "a monitor chooses between two service plans", "Give both or none.", "--monitor"
             )
         with progress(f"reading {plan.name}") as advance:
             plans = [load(ServicePlan, path) for path in (plan, other) if path is not None]
             advance("simulating")
-            return simulate_service(plans, requests, arrivals, lengths, speed, seed)
+            given = (options.requests, options.arrivals, options.lengths, options.speed, options.seed)
+            return simulate_service(plans, *given)
+    arrivals = options.requested()
     if arrivals is None:
         with progress(f"reading {plan.name}") as advance:
-            loaded, num = load(Plan, plan), requests or NUM_REQUESTS
+            loaded, num = load(Plan, plan), options.requests or NUM_REQUESTS
             advance(f"simulating {num:,} requests")
             return simulate_steps(loaded, num, trace, page, output)
-    options = OnlineOptions(
-        arrivals, requests, lengths, speed, seqs, seed, noise, jitter, max_waiting,
-        tuple(lose or ()), tuple(slow or ()), slo, window, threshold, effort,
-    )  # fmt: skip
-    return run_online([plan] if other is None else [plan, other], options, monitor)
+    return run_online([plan] if other is None else [plan, other], options, arrivals)
 
 
 def simulate_service(
@@ -205,18 +131,13 @@ def simulate_service(
         played = play(plans, make_arrivals(arrivals, requests, seed, lengths, speed), seed)
         expected, decisions = played.expected, played.decisions
     planned = None if arrivals else plan.expected
-    return SimulatedService(
+    return SimulatedService.of(
+        expected,
         clock=Clock.SIMULATED,
         policy=", ".join(plan.policy for plan in plans),
         arrivals=arrivals or "full load",
         service=ServiceFigures(groups=tuple(group.size for group in plan.groups), expected=expected),
-        tokens_per_s=expected.tokens_per_s,
-        tpot_ms=expected.tpot_ms,
-        ttft_ms=expected.ttft_ms,
-        tpot_p99_ms=expected.tpot_p99_ms,
-        ttft_p99_ms=expected.ttft_p99_ms,
         requests_at_once=expected.clients,
-        pages_moved=expected.pages_moved,
         utilisation=dict(zip(plan.cluster.names, expected.busy, strict=True)),
         ratio_to_plan=expected.tokens_per_s / planned.tokens_per_s if planned else None,
         is_within=expected.is_within(plan.load),

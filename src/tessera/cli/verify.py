@@ -33,7 +33,10 @@ def verify(
         int, typer.Option(min=1, help="Other requests to compare with the model itself.")
     ] = 3,
 ) -> Verified:
-    """Try a trace's dependencies by running: legal orders agree bit for bit, broken ones do not."""
+    """Try a trace's dependencies by running it in other orders.
+
+    Legal orders agree bit for bit, broken ones do not.
+    """
     trace = load(Trace, file)
     check_runnable(trace, str(file))
     with progress("building the model", 2 + 8 * orders + requests) as advance:

@@ -176,9 +176,8 @@ class LaunchTimer(ABC):
         return given
 
     @cached_property
-    @abstractmethod
     def _launcher(self) -> Launcher:
-        """Runs launches on the device."""
+        return Launcher(self._trace, self._device)
 
     @cached_property
     def _memory(self) -> StepMemory:
@@ -206,10 +205,6 @@ class CpuTimer(LaunchTimer):
         super().__init__(trace, torch.device("cpu"), own)
         self._num_threads = num_threads
         self.cache_bytes = _cache_bytes()
-
-    @cached_property
-    def _launcher(self) -> Launcher:
-        return Launcher(self._trace, self._device)
 
     @cached_property
     def _scratch(self) -> torch.Tensor:

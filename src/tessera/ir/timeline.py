@@ -7,7 +7,13 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
+from typing import Annotated
 
+import msgspec
+
+# How commands show a field: only in the JSON; under another label.
+HIDDEN = msgspec.Meta(extra={"hidden": True})
+PER_TOKEN = msgspec.Meta(extra={"label": "latency/token", "unit": "s"})
 # Separator of source and destination in a link's track.
 LINK_ARROW = " -> "
 
@@ -142,10 +148,10 @@ class Quantiles:
 class ServingReport:
     """Serving figures. Quantiles are None without finished requests."""
 
-    clock: Clock
-    policy: str
-    arrivals: str
-    num_requests: int
+    clock: Annotated[Clock, HIDDEN]
+    policy: Annotated[str, HIDDEN]
+    arrivals: Annotated[str, HIDDEN]
+    num_requests: Annotated[int, HIDDEN]
     num_finished: int
     # Rejected by a full queue; unserved for lack of devices.
     num_refused: int
@@ -153,7 +159,7 @@ class ServingReport:
     # Restarted after a device loss.
     num_restarted: int
     duration_s: float
-    offered_per_s: float
+    offered_per_s: Annotated[float, HIDDEN]
     # Sustainable requests per second of the first policy at these lengths.
     capacity_per_s: float
     is_saturated: bool
@@ -164,17 +170,17 @@ class ServingReport:
     tpot_s: Quantiles | None
     latency_s: Quantiles | None
     # Latency per output token.
-    normalised_s: Quantiles | None
+    normalised_s: Annotated[Quantiles | None, PER_TOKEN]
     # Share of requests that met all limits; None without limits.
     slo_attainment: float | None
-    # (device or bus, busy share)
-    utilisation: tuple[tuple[str, float], ...]
+    # Device or bus -> busy share.
+    utilisation: dict[str, float]
     # None if a price or power is unknown.
     usd_per_million_tokens: float | None
     joules_per_token: float | None
     max_waiting: int
-    decisions: tuple[Decision, ...] = ()
-    notes: tuple[str, ...] = ()
+    decisions: Annotated[tuple[Decision, ...], HIDDEN] = ()
+    notes: Annotated[tuple[str, ...], HIDDEN] = ()
 
 
 ARRIVALS_RULES = [

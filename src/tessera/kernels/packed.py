@@ -4,7 +4,6 @@ On a CPU the product is `linear` of the dequantised weight, so it has the bits o
 GPUs run `packed_triton`.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,35 +25,20 @@ torch.library.define(
 
 
 @torch.library.impl("tessera::packed_linear", "cpu")
-def _linear_on_cpu(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    order: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    weight_format: str,
-    block: Sequence[int],
-) -> torch.Tensor:
+def _linear_on_cpu(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.Tensor:
+    scales, zeros, order, bias, weight_format, block = given
     return linear(x, dequantise(codes, scales, zeros, order, weight_format, block, x.dtype), bias)
 
 
 @torch.library.impl("tessera::packed_grouped", "cpu")
-def _grouped_on_cpu(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    offsets: torch.Tensor,
-    weight_format: str,
-    block: Sequence[int],
-) -> torch.Tensor:
+def _grouped_on_cpu(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.Tensor:
+    scales, zeros, offsets, weight_format, block = given
     out = x.new_zeros(x.shape[0], codes.shape[1])
     begin = 0
     for expert, end in enumerate(offsets.tolist()):
         if begin < end:
-            given = (codes[expert], scales[expert], None if zeros is None else zeros[expert])
-            weight = dequantise(*given, None, weight_format, block, x.dtype)
+            parts = (codes[expert], scales[expert], None if zeros is None else zeros[expert])
+            weight = dequantise(*parts, None, weight_format, block, x.dtype)
             out[begin:end] = linear(x[begin:end], weight)
         begin = end
     return out

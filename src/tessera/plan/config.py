@@ -61,9 +61,8 @@ class SearchConfig:
     look_launches: int = 24_000
     # Shares of the work of one microbatch.
     shares: tuple[float, ...] = (0.125, 0.25, 0.375, 0.5)
-    # Moves per team and estimate, and single placements to start from.
+    # Moves per team and estimate.
     num_moves: int = 3
-    num_single: int = 3
     # Mixes simulated in full: small units, large units, and launches that make a unit large.
     num_finalists: tuple[int, int] = (6, 2)
     large_launches: int = 4_500
@@ -71,8 +70,6 @@ class SearchConfig:
     rare_share: float = 1 / 16
     # Minimum share of a placement in a team.
     least_share: float = 1 / 64
-    # Layers at which two placements are spliced.
-    num_cuts: int = 2
     # Segment moves: failures in a row, maximum, and minimum gain.
     num_segments: int = 24
     max_segments: int = 72

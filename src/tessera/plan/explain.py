@@ -75,10 +75,6 @@ class DeviceMemory:
     state_bytes: int
     temporary_bytes: int
 
-    @property
-    def used_bytes(self) -> int:
-        return self.weight_bytes + self.state_bytes + self.temporary_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class Reason:

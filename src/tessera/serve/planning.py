@@ -55,6 +55,8 @@ STEP_TIMEOUT_S = 60.0
 MAX_KEPT = 32
 # Beside a host: pages' share of a GPU, and tokens of the largest step.
 PAGES_SHARE, HOST_BATCH_TOKENS = 0.2, 512
+# Beside a host every launch is measured on two devices: seconds for one.
+HOST_LAUNCH_S = 0.05
 # GPUs of other machines: tokens of the largest and smallest step.
 AWAY_BATCH_TOKENS, AWAY_MIN_SIZE = 2048, 64
 # Maximum bytes of kept weights.
@@ -147,6 +149,8 @@ class CpuBackend:
     # Scope of a mixture of experts -> how often each is chosen.
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
     memory_share: float = 0.9
+    # Seconds in which a launch is measured.
+    launch_s: float = 0.25
 
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
@@ -187,7 +191,7 @@ class CpuBackend:
     def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]:
         from tessera import flow
         from tessera.profile.measured import combine, measure, needs_measuring
-        from tessera.profile.store import Clocks, Store, default_store
+        from tessera.profile.store import Clocks, Store, default_store, until
 
         @cache
         def warn(what: str) -> None:
@@ -201,7 +205,8 @@ class CpuBackend:
                 if needs_measuring(device):
                     advance(f"measuring {step_name(trace.step)} on {device.name}")
                     timer = flow.make_timer(trace, device)
-                    measured[device.name] = measure(trace, device, timer, store, lambda what: None)
+                    given = (trace, device, timer, store, lambda what: None)
+                    measured[device.name] = measure(*given, until(self.launch_s))
             return combine(trace, self.cluster.devices, measured)[0]
 
         return tuple(price(graph.trace) for graph in unit.graphs)
@@ -221,13 +226,13 @@ class HostBackend(CpuBackend):
     def build(self, model: str, spec: ServeSpec) -> "ServedModel":
         from tessera.capture.workload import on_device
         from tessera.serve.gpu import made_on
-        from tessera.serve.steps import served
+        from tessera.serve.steps import for_host, served
 
         card = next(d for d in self.cluster.devices if d.kind is DeviceKind.CUDA)
         (pool_bytes,) = self.memory_bytes
         with made_on(f"cuda:{card.ordinal}", model, spec.seed):
             sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or HOST_BATCH_TOKENS)
-            plain = served(model, sizes, pool_bytes=pool_bytes)
+            plain = for_host(served(model, sizes, pool_bytes=pool_bytes))
         if plain.encode is not None:
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
@@ -295,22 +300,7 @@ def prepare(
     is_compiled  capture GPU steps from compiled code, else operator by operator
     advance      progress callback, one line per stage
     """
-    backend: StepBackend
-    if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
-        if any(d.kind is not DeviceKind.CUDA for d in cluster.devices):
-            _check_host(cluster)
-            backend = HostBackend(cluster, spec.microbatches, store, dict(spec.expert_frequencies))
-        else:
-            from tessera.serve.gpu import GpuBackend
-
-            backend = GpuBackend(cluster, spec, is_compiled)
-    else:
-        warm_up()  # in parallel with capture and planning
-        is_away = all(device.ordinal == AWAY for device in cluster.devices)
-        kind = AwayBackend if is_away else CpuBackend
-        frequencies = dict(spec.expert_frequencies)
-        backend = kind(cluster, spec.microbatches, store, frequencies, spec.memory_share)
-
+    backend = _backend(cluster, spec, store, is_compiled)
     if plan is not None:
         check_plan(plan, model, cluster)
 
@@ -337,6 +327,20 @@ def prepare(
         prepared = make()
         keep(key, prepared, kept)
     return prepared
+
+
+def _backend(cluster: Cluster, spec: ServeSpec, store: Path | None, is_compiled: bool) -> StepBackend:
+    given = (cluster, spec.microbatches, store, dict(spec.expert_frequencies), spec.memory_share)
+    if not any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
+        warm_up()  # in parallel with capture and planning
+        is_away = all(device.ordinal == AWAY for device in cluster.devices)
+        return AwayBackend(*given) if is_away else CpuBackend(*given)
+    if any(d.kind is not DeviceKind.CUDA for d in cluster.devices):
+        _check_host(cluster)
+        return HostBackend(*given, launch_s=HOST_LAUNCH_S)
+    from tessera.serve.gpu import GpuBackend
+
+    return GpuBackend(cluster, spec, is_compiled)
 
 
 def check_plan(plan: ServicePlan, model: str, cluster: Cluster) -> None:

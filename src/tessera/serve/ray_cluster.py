@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from tessera.errors import TesseraError, extra_module
 from tessera.execute.engine_connection import EngineAddress
-from tessera.execute.hub import Hub, Rendezvous
+from tessera.execute.hub import Hub
+from tessera.execute.rendezvous import Rendezvous
 from tessera.ir import Device, DeviceKind
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ Not handled: stopping a thread whose client has gone.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Generic, TypeVar
 
+from tessera.execute.admission import FairQueue
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.read import (
     Draft,
@@ -44,46 +44,38 @@ READERS: dict[str, Callable[[bytes, ModelCard], ReadBody]] = {
 }
 
 Result = TypeVar("Result")
+# What the client awaits, the result behind it, and the job.
+WaitingJob = tuple[asyncio.Future[Result], Future[Result], Callable[[], Result]]
 
 
 class FairPool(Generic[Result]):
-    """Runs jobs in a fixed number of threads; clients take turns. For one event loop."""
+    """Runs jobs in a fixed number of threads; clients take turns."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._threads, self._free = ThreadPoolExecutor(num_threads, name), num_threads
-        self._waiting: dict[str, deque[tuple[asyncio.Future[Result], Callable[[], Result]]]] = {}
+        self._threads = ThreadPoolExecutor(num_threads, name)
+        self._waiting: FairQueue[WaitingJob[Result]] = FairQueue()
 
     async def run(self, client: str, job: Callable[[], Result]) -> Result:
-        result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append((result, job))
-        self._start()
-        return await result
+        result: Future[Result] = Future()
+        awaited = asyncio.wrap_future(result)
+        self._waiting.push(client, (awaited, result, job))
+        self._threads.submit(self._run_next)
+        return await awaited
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self) -> None:
-        while self._free and self._waiting:
-            client = next(iter(self._waiting))
-            jobs = self._waiting.pop(client)
-            result, job = jobs.popleft()
-            if jobs:
-                self._waiting[client] = jobs  # behind the other clients
-            if not result.cancelled():
-                self._free -= 1
-                running = asyncio.get_running_loop().run_in_executor(self._threads, job)
-                running.add_done_callback(partial(self._finish, result))
-
-    def _finish(self, result: asyncio.Future[Result], running: asyncio.Future[Result]) -> None:
-        self._free += 1
-        error = running.exception()
-        if result.done():  # the client has gone
-            pass
-        elif error is not None:
+    def _run_next(self) -> None:
+        """Run the job whose turn it is, unless its client has gone."""
+        waiting = self._waiting.pop()
+        assert waiting is not None, "there is a turn for every job"
+        awaited, result, job = waiting
+        if awaited.cancelled() or not result.set_running_or_notify_cancel():
+            return
+        try:
+            result.set_result(job())
+        except Exception as error:  # noqa: BLE001 - raised where the client waits
             result.set_exception(error)
-        else:
-            result.set_result(running.result())
-        self._start()
 
 
 class Reading:

@@ -143,10 +143,10 @@ def report_of(
         latency_s=_quantiles(found["latency"]),
         normalised_s=_quantiles(found["normalised"]),
         slo_attainment=attainment(served, limits),
-        utilisation=tuple(
-            (name, min(1.0, us * 1e-6 / seconds) if seconds else 0.0)
+        utilisation={
+            name: min(1.0, us * 1e-6 / seconds) if seconds else 0.0
             for name, us in zip(names, served.busy_us, strict=True)
-        ),
+        },
         usd_per_million_tokens=_dollars(cluster, used, seconds, tokens),
         joules_per_token=_joules(cluster, used, served.busy_us, seconds, tokens),
         max_waiting=served.ledger.max_waiting,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.execute.engine_connection import own_version
-from tessera.execute.hub import WorkerGroup
 from tessera.execute.messages import ANY_RANK, Hello
+from tessera.execute.rendezvous import WorkerGroup
 
 
 def waiting_with(ranks: Sequence[int]) -> dict[Any, Hello]:

@@ -25,7 +25,7 @@ from tessera.execute.engine_connection import (
     connect_engine,
     own_version,
 )
-from tessera.execute.hub import FIRST_PAUSE_S, Hub, Rendezvous, Up
+from tessera.execute.hub import FIRST_PAUSE_S, Hub, Up
 from tessera.execute.lanes import Lanes
 from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import ready_programs
@@ -49,6 +49,7 @@ from tessera.execute.messages import (
     weight_of,
 )
 from tessera.execute.processes import FORKSERVER, hidden_main, warm_up
+from tessera.execute.rendezvous import Rendezvous
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Plan
 

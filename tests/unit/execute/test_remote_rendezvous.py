@@ -19,9 +19,9 @@ from tessera.execute.engine_connection import (
     check_secret,
     connect_engine,
 )
-from tessera.execute.hub import Rendezvous
 from tessera.execute.mailbox import Hangup, PeerConnection, derive_keys
 from tessera.execute.messages import Cancel, Hello
+from tessera.execute.rendezvous import Rendezvous
 
 SECRET = b"a secret of more than sixteen bytes"
 

@@ -6,9 +6,9 @@ import pytest
 
 from tessera.errors import WorkerError
 from tessera.execute.engine_connection import EngineConnection, OwnerGone, key_of
-from tessera.execute.hub import Board
 from tessera.execute.mailbox import Mailbox, PeerConnection
 from tessera.execute.messages import Message, StoreGet, StoreValue
+from tessera.execute.rendezvous import Board
 
 LATE = key_of("link", 1, 0)
 

@@ -6,7 +6,7 @@ from plan_factories import MiB, layered_case
 from tessera.plan.config import FULL
 from tessera.plan.pricing import throughput
 from tessera.plan.problem import Mix, build, microbatch_counts
-from tessera.plan.search.local import Search, _by_layer, _by_segment, _by_step, is_filled, throughput_mixes
+from tessera.plan.search.local import Search, _by_segment, is_filled, throughput_mixes
 from tessera.plan.search.task import Task
 from tessera.simulate import SteadyRates
 
@@ -79,7 +79,7 @@ def test_no_more_is_simulated_than_the_budget_allows() -> None:
     ]
 
     assert len(keys) == len(set(keys))
-    assert len(seen) <= FULL.max_looks + FULL.num_single + FULL.max_segments
+    assert len(seen) <= FULL.max_looks + FULL.max_segments
 
 
 def test_teams_have_no_more_microbatches_than_microbatches() -> None:
@@ -102,24 +102,6 @@ def test_where_microbatches_decode_for_ever_none_lives_on_what_others_leave() ->
     task = judged_task(is_served=True)
 
     assert not any(is_filled(task, mix.columns) for mix in throughput_mixes(task))
-
-
-def test_a_splice_takes_its_layers_or_a_step_from_two_placements() -> None:
-    """Up to some layer, or in one step, they follow one; elsewhere another."""
-    task = judged_task()
-    one, other = (np.full(task.problem.num_nodes, d, dtype=np.int64) for d in (0, 1))
-    layers = task.problem.layer_of_node
-    assert layers is not None
-
-    by_layer = [x.tolist() for x in _by_layer(task.problem, one, other, FULL.num_cuts)]
-    by_step = [x.tolist() for x in _by_step(task.problem, one, other)]
-
-    assert by_layer
-    assert all(
-        x in [np.where(layers[0] < cut, 0, 1).tolist() for cut in range(1, layers[1])] for x in by_layer
-    )
-    assert all({0, 1} == set(x) for x in by_step)
-    assert 2 * len(task.problem.node_of) == len(by_step)
 
 
 def test_a_segment_moves_to_the_device_before_or_behind_it() -> None:

@@ -21,7 +21,8 @@ from serving_factory import GREEDY, Told, policies_of, read, read_all, wait_for
 from tessera.errors import CaptureError, MismatchError, WorkerError
 from tessera.execute import hub as hubs
 from tessera.execute.engine_connection import EngineAddress
-from tessera.execute.hub import Hub, Rendezvous
+from tessera.execute.hub import Hub
+from tessera.execute.rendezvous import Rendezvous
 from tessera.execute.stepper import DeviceStatus
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Step

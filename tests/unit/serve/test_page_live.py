@@ -107,6 +107,9 @@ def test_page_shows_what_the_service_does(opened: Any) -> None:
         assert ("200 ms / 1.3 s", "21 ms / 40 ms") == tuple(
             map(page.inner_text, ("#first-token", "#per-token"))
         )
+        assert "mixed on emu:a100" == page.inner_text("#groups .name")
+        assert "2 of 8, 1 on their way" in page.inner_text("#groups .value")
+        assert "1,234" == page.inner_text("#moved")
         assert ("75 %", "0 of 8") == tuple(map(page.inner_text, ("#prefix", "#pages")))
         assert "ready, restarted 2 times" in page.inner_text("#devices .bar:last-child")
         # A minute ago, by the clock of who looks.
@@ -121,6 +124,13 @@ def test_page_shows_what_the_service_does(opened: Any) -> None:
         service.running = 5
         wait_until(lambda: bool(page.inner_text("#running") == "5"))
         assert page.evaluate("document.querySelector('#spark polyline').points.length") >= 2
+        # Latency over time: a line of medians, and one of 99th percentiles above it.
+        for name in ("first", "token"):
+            drawn = f"#{name}-spark polyline"
+            half, most = page.evaluate(
+                "x => [...document.querySelectorAll(x)].map(y => y.points[0].y)", drawn
+            )
+            assert half > most
     page.wait_for_selector("#status.gone")
     page.close()
     assert [x for x in faults if "ERR_CONNECTION" not in x] == []

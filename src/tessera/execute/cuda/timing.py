@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tessera.errors import CannotTime, DeviceGone
-from tessera.execute.launcher import Launcher, generator_buffer
+from tessera.execute.launcher import generator_buffer
 from tessera.execute.memory import Memory, Storage
 from tessera.execute.timing import (
     LAUNCH_ERRORS,
@@ -78,10 +78,6 @@ class CudaTimer(LaunchTimer):
         self._sink = torch.zeros((), device=self._device)
         self._graphs = GraphPool(self._stream, self._device)
         torch.cuda.synchronize(self._device)
-
-    @cached_property
-    def _launcher(self) -> Launcher:
-        return Launcher(self._trace, self._device)
 
     @cached_property
     def _given(self) -> Tensors | None:

@@ -1,11 +1,9 @@
 """Local search: the placement of every microbatch, from the linear program's optima.
 
 A team assigns microbatches to placements of any batch. Microbatches keep their placement, so devices stay
-balanced at any moment. Starts are optima of the linear program at several depths, and single placements.
-Moves from the best team:
+balanced at any moment. Starts are optima of the linear program at several depths. Moves from the best team:
 
   another placement for one microbatch; one microbatch more or less;
-  a splice: first layers, or one step, from one placement and the rest from another;
   last, segments: consecutive launches of one microbatch move to a neighbour's device, so that microbatches do
   not all wait for the same long launches.
 
@@ -23,7 +21,7 @@ import numpy as np
 
 from tessera.plan.arrays import Floats, Ints
 from tessera.plan.pricing import throughput
-from tessera.plan.problem import Column, Mix, Problem, microbatch_counts
+from tessera.plan.problem import Column, Mix, microbatch_counts
 from tessera.plan.search.task import Task
 
 TeamKey = tuple[tuple[bytes, int], ...]
@@ -105,7 +103,6 @@ class Search:
 
     def climb(self) -> None:
         """Moves from the best unexpanded team, within the budget."""
-        self._look_at_singles()
         moved: set[TeamKey] = set()
         while self._left > 0:
             teams = ((figure, self._team(mix)) for figure, mix in self.found)
@@ -114,7 +111,6 @@ class Search:
                 return
             team = max(left, key=lambda x: x[0])[1]
             moved.add(_key(team))
-            self._splice(team)
             for moves in self._moves(team):
                 num = 0
                 for other in moves:
@@ -153,14 +149,6 @@ class Search:
             self._seen.add(key)
             return 0.0
         return self.look(self._mix(team))
-
-    def _look_at_singles(self) -> None:
-        columns = self.task.pool.columns
-        for key in (lambda c: float(c.busy_us.max()), lambda c: c.path_us):
-            for column in sorted(columns, key=key)[: self.task.config.num_single]:
-                held = self.task.pool.held_by((column,))
-                if held is not None and self._left > 0:
-                    self.look(held)
 
     def _team(self, mix: Mix) -> Counter[Column]:
         """The lanes with most requests, at most one per microbatch."""
@@ -225,23 +213,6 @@ class Search:
             best = np.maximum(best, np.minimum(1.0 / period, self.task.microbatches / taken))
         return best
 
-    def _splice(self, team: Counter[Column]) -> None:
-        """Add splices of two placements, or of one and a single device, to the pool."""
-        main = sorted(team, key=lambda c: -team[c])[:2]
-        for column in main:
-            problem = self.task.problem
-            others = [c for c in main if c is not column]
-            whole = [problem.alone(device).labels for device in range(problem.num_devices)]
-            for labels in (*(c.labels for c in others), *whole):
-                for spliced in _by_step(problem, column.labels, labels):
-                    self._add(spliced)
-            for other in others:
-                for spliced in _by_layer(problem, column.labels, other.labels, self.task.config.num_cuts):
-                    self._add(spliced)
-
-    def _add(self, labels: Ints) -> None:
-        self.task.pool.add(self.task.problem.column(labels))
-
 
 def _key(team: Counter[Column]) -> TeamKey:
     return tuple(sorted((c.key, n) for c, n in team.items()))
@@ -258,33 +229,3 @@ def _by_segment(labels: Ints) -> Iterator[Ints]:
             moved = labels.copy()
             moved[start:stop] = device
             yield moved
-
-
-def _by_step(problem: Problem, one: Ints, other: Ints) -> Iterator[Ints]:
-    """One step from one placement, the rest from another."""
-    for nodes in problem.node_of if len(problem.node_of) > 1 else ():
-        spliced = other.copy()
-        spliced[nodes] = one[nodes]
-        yield spliced
-        spliced = one.copy()
-        spliced[nodes] = other[nodes]
-        yield spliced
-
-
-def _by_layer(problem: Problem, first: Ints, second: Ints, num_cuts: int) -> Iterator[Ints]:
-    """First layers from one placement, the rest from another, balanced."""
-    found = problem.layer_of_node
-    rank, num = (np.arange(problem.num_nodes), problem.num_nodes) if found is None else found
-    if len(rank) == problem.num_nodes:
-        for cut in _even_cuts(problem, rank, num, first, second)[:num_cuts]:
-            yield np.where(rank < cut, first, second)
-
-
-def _even_cuts(problem: Problem, rank: Ints, num: int, first: Ints, second: Ints) -> Sequence[int]:
-    done, left = np.zeros((num, problem.num_devices)), np.zeros((num, problem.num_devices))
-    nodes = np.arange(problem.num_nodes)
-    np.add.at(done, (rank, first), problem.load_us[nodes, first])
-    np.add.at(left, (rank, second), problem.load_us[nodes, second])
-    # Cut c: ranks below c from the first, others from the second.
-    busy: Floats = np.cumsum(done, axis=0)[:-1] + left.sum(axis=0) - np.cumsum(left, axis=0)[:-1]
-    return [int(c) + 1 for c in np.argsort(busy.max(axis=1), kind="stable")]

@@ -1,0 +1,119 @@
+"""Rendezvous: where remote workers connect, which device each one gets, and the store that workers share."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tessera.execute.engine_connection import key_of, own_version
+from tessera.execute.mailbox import Mailbox, PeerConnection
+from tessera.execute.messages import ANY_RANK, Hello, Message, Refused, StoreValue
+from tessera.execute.processes import raise_file_limit
+
+# Kept lines about refused workers.
+NUM_COMPLAINTS = 16
+# Bytes of a worker's message before it is configured.
+MAX_ASKED_BYTES = 1 << 16
+
+
+class Rendezvous:
+    """The address remote workers connect to; open from construction to `close`."""
+
+    def __init__(
+        self, host: str, port: int, secret: bytes, complain: Callable[[str], None] = lambda line: None
+    ) -> None:
+        raise_file_limit()  # silent connections hold a descriptor each until their handshake times out
+        self.host, self.secret, self._complain = host, secret, complain
+        # One line per refused worker, the last ones.
+        self.complaints: deque[str] = deque(maxlen=NUM_COMPLAINTS)
+        self.hear: Callable[[PeerConnection, Any], None] = lambda connection, message: None
+        self.max_bytes: Callable[[PeerConnection], int] = lambda connection: MAX_ASKED_BYTES
+        self.mailbox = Mailbox(self.note)
+        self.address = self.mailbox.listen(
+            f"tcp://{host}:{port or '*'}",
+            lambda connection, message, contents: self.hear(connection, message),
+            secret,
+            lambda connection: self.max_bytes(connection),  # noqa: PLW0108 - the hub sets it
+        )
+        self.port = int(self.address.rpartition(":")[2])
+
+    def note(self, host: str, what: str) -> None:
+        line = f"{host}: {what}"
+        is_new = not self.complaints or self.complaints[-1] != line
+        self.complaints.append(line)
+        if is_new:  # a flood is one line
+            self._complain(line)
+
+    def close(self) -> None:
+        self.mailbox.close()
+
+
+@dataclass
+class WorkerGroup:
+    """Assigns waiting remote workers to devices.
+
+    A worker with a rank gets that device only. One without gets a remaining device once there are enough of
+    them for all remaining devices: until then, a worker with a rank may still connect. The others wait. A
+    worker that can never be used is told why.
+    """
+
+    num_devices: int
+    # Digest of the plans, which a worker that has plans must know.
+    digest: str = ""
+
+    def refusal(self, hello: Hello) -> Refused | None:
+        """Why a worker can never be used; None if it can."""
+        if hello.version != own_version():
+            message = f"it has Tessera {hello.version}, the engine {own_version()}"
+            return Refused(message, "Install the same version everywhere.")
+        if hello.digest not in ("", self.digest):
+            return Refused("it has other plans", "Copy the same plan files everywhere.")
+        if not ANY_RANK <= hello.rank < self.num_devices:
+            return Refused(f"there is no rank {hello.rank}", f"There are {self.num_devices}, from 0.")
+        return None
+
+    def choose(
+        self, device: int, waiting: Mapping[PeerConnection, Hello], awaited: set[int]
+    ) -> PeerConnection | None:
+        """The worker for a device, of those that are `waiting`; `awaited` are devices without a worker."""
+        for connection, hello in waiting.items():
+            if hello.rank == device:
+                return connection
+        ranks = {hello.rank for hello in waiting.values()}
+        anyone = [connection for connection, hello in waiting.items() if hello.rank == ANY_RANK]
+        return anyone[0] if anyone and len(anyone) >= len(awaited - ranks) else None
+
+
+class Board:
+    """The store of values that workers publish for one another. An empty value will never be set."""
+
+    def __init__(self, send: Callable[[tuple[int, int], Message], None]) -> None:
+        self._send = send
+        self._values: dict[str, bytes] = {}
+        # Key suffixes of workers that are gone.
+        self._gone: set[str] = set()
+        self._asking: list[tuple[tuple[int, int], str]] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for source in [source for source, wanted in self._asking if wanted == key]:
+            self._send(source, StoreValue(key, value))
+        self._asking = [(source, wanted) for source, wanted in self._asking if wanted != key]
+
+    def get(self, source: tuple[int, int], key: str) -> None:
+        value = b"" if any(map(key.endswith, self._gone)) else self._values.get(key)
+        if value is None:
+            self._asking.append((source, key))
+        else:
+            self._send(source, StoreValue(key, value))
+
+    def forget(self, device: int, epoch: int) -> None:
+        """A worker is gone: it waits for nothing, and nobody waits for its values."""
+        end = key_of("", device, epoch)
+        self._gone.add(end)
+        self._values = {key: value for key, value in self._values.items() if not key.endswith(end)}
+        asking = [ask for ask in self._asking if ask[0][0] != device]
+        self._asking = [ask for ask in asking if not ask[1].endswith(end)]
+        for source, key in asking:
+            if key.endswith(end):
+                self._send(source, StoreValue(key, b""))
