@@ -47,8 +47,8 @@ def own(args: argparse.Namespace, log: Log) -> None:
     from tessera.serve.text import ByteText
 
     began_s = time.perf_counter()
-    link = tuple(map(float, args.link.split(","))) if args.link else measured_link(log)
-    LINKS["here"] = LinkPreset("here", *link, "measured")
+    latency_us, gbps = map(float, args.link.split(",")) if args.link else measured_link(log)
+    LINKS["here"] = LinkPreset("here", latency_us, gbps, "measured")
     devices = cap_memory(parse_devices("cuda:0,cpu"), [f"cuda:0={args.memory}"])
     batches = [int(word) for word in args.batch.split(",")]
     load = Load(PROMPT, args.tokens)

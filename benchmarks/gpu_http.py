@@ -116,7 +116,8 @@ def sizes_of(model: str) -> Sizes:
     from tessera.kernels import PAGE
 
     with torch.device("meta"):
-        module: Any = build(Step(model, "tokens", 1, 1, reserve=2 * PAGE)).module
+        step = Step(model, "tokens", 1, 1, reserve=2 * PAGE, random_weights=Path(model).is_dir())
+        module: Any = build(step).module
     layout = layout_of(module)
     pages, rows = (
         sum(math.prod(shape) * dtype.itemsize for shape, dtype in kept.values())

@@ -119,6 +119,15 @@ def _tiles_of(query: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, le
     return tiles_for(tokens, lengths.numel(), *counts, query.element_size(), pages.numel(), shared)
 
 
+def _strides(name: str, tensor: torch.Tensor | None, dims: tuple[str, ...]) -> dict[str, int]:
+    strides = [0] * len(dims) if tensor is None else tensor.stride()
+    return {f"{name}_{dim}": stride for dim, stride in zip(dims, strides, strict=False)}
+
+
+def _sizes(name: str, size: int) -> dict[str, int]:
+    return {name: size, f"{name}_PAD": max(16, triton.next_power_of_2(size))}
+
+
 def attend(
     step: tuple[torch.Tensor, ...],
     scale: float,
@@ -137,32 +146,26 @@ def attend(
     query, keys, values, pages, page_starts, lengths, query_starts = step
     tiles = tiles or _tiles_of(query, values, pages, lengths)
     is_shared = keys.data_ptr() == values.data_ptr() and keys.shape == values.shape
-    query, keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, keys, values))
     query_tail, key_tail = tails or (None, None)
-    if query_tail is not None and query_tail.stride(-1) != 1:
-        query_tail = query_tail.contiguous()
+    query, keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, keys, values))
+    query_tail = None if query_tail is None else query_tail.contiguous()
     (tokens, query_heads, size), (_, _, heads, value_size) = query.shape, values.shape
     sequences, group = lengths.numel(), query_heads // heads
     out = query.new_empty(tokens, query_heads, value_size)
     if not out.numel() or not sequences:
         return out.zero_()
     tables = (pages, page_starts, lengths, query_starts, sinks, query_tail, key_tail)
-    tail = 0 if query_tail is None else query_tail.shape[2]
-    query_strides = (0, 0) if query_tail is None else query_tail.stride()[:2]
-    key_strides = (0, 0, 0) if key_tail is None else key_tail.stride()[:3]
     numbers = (float(scale), float(soft_cap))
     meta: dict[str, Any] = {
-        **dict(zip(("QUERY_ROW", "QUERY_HEAD"), query.stride(), strict=False)),
-        **dict(zip(("KEY_PAGE", "KEY_ROW", "KEY_HEAD"), keys.stride(), strict=False)),
-        **dict(zip(("VALUE_PAGE", "VALUE_ROW", "VALUE_HEAD"), values.stride(), strict=False)),
-        **dict(zip(("QUERY_TAIL_ROW", "QUERY_TAIL_HEAD"), query_strides, strict=True)),
-        **dict(zip(("KEY_TAIL_PAGE", "KEY_TAIL_ROW", "KEY_TAIL_HEAD"), key_strides, strict=True)),
-        "TAIL": tail,
-        "TAIL_PAD": max(16, triton.next_power_of_2(tail)),
+        **_strides("QUERY", query, ("ROW", "HEAD")),
+        **_strides("KEY", keys, ("PAGE", "ROW", "HEAD")),
+        **_strides("VALUE", values, ("PAGE", "ROW", "HEAD")),
+        **_strides("QUERY_TAIL", query_tail, ("ROW", "HEAD")),
+        **_strides("KEY_TAIL", key_tail, ("PAGE", "ROW", "HEAD")),
+        **_sizes("TAIL", 0 if query_tail is None else query_tail.shape[2]),
+        **_sizes("SIZE", size),
         "IS_SHARED": is_shared,
         "GROUP": group,
-        "SIZE": size,
-        "SIZE_PAD": max(16, triton.next_power_of_2(size)),
         "VALUE_SIZE": value_size,
         "VALUE_PAD": max(16, triton.next_power_of_2(value_size)),
         "WINDOW": int(window),
@@ -233,18 +236,12 @@ def paged_decode(
     table = pages + tl.load(page_starts + sequence)
     keys += head * KEY_HEAD
     values += head * VALUE_HEAD
-    q = tl.load(
-        query + token.to(tl.int64) * QUERY_ROW + heads[:, None] * QUERY_HEAD + d[None, :],
-        mask=(member < GROUP)[:, None] & (d < SIZE)[None, :],
-        other=0.0,
-    )
-    tail = tl.arange(0, TAIL_PAD)
-    q_tail = q
+    q = _load_rows(query, token.to(tl.int64) * QUERY_ROW + heads * QUERY_HEAD, member < GROUP, d, SIZE)
+    tail, q_tail = tl.arange(0, TAIL_PAD), q
     if TAIL > 0:
         key_tail += head * KEY_TAIL_HEAD
-        place = token.to(tl.int64) * QUERY_TAIL_ROW + heads[:, None] * QUERY_TAIL_HEAD + tail[None, :]
-        is_tail = (member < GROUP)[:, None] & (tail < TAIL)[None, :]
-        q_tail = tl.load(query_tail + place, mask=is_tail, other=0.0)
+        rows = token.to(tl.int64) * QUERY_TAIL_ROW + heads * QUERY_TAIL_HEAD
+        q_tail = _load_rows(query_tail, rows, member < GROUP, tail, TAIL)
     seen, top, total = _nothing_seen(sinks, heads, (member < GROUP) & (split == 0), ROWS, VALUE_PAD)
     newest = tl.full([ROWS], 0, tl.int32) + (end - 1)
     for start in range(begin, end, BLOCK):
@@ -328,18 +325,12 @@ def paged_prefill(
     table = pages + tl.load(page_starts + sequence)
     keys += head * KEY_HEAD
     values += head * VALUE_HEAD
-    q = tl.load(
-        query + (token + new).to(tl.int64)[:, None] * QUERY_ROW + heads[:, None] * QUERY_HEAD + d[None, :],
-        mask=is_row[:, None] & (d < SIZE)[None, :],
-        other=0.0,
-    )
-    tail = tl.arange(0, TAIL_PAD)
-    q_tail = q
+    q = _load_rows(query, (token + new).to(tl.int64) * QUERY_ROW + heads * QUERY_HEAD, is_row, d, SIZE)
+    tail, q_tail = tl.arange(0, TAIL_PAD), q
     if TAIL > 0:
         key_tail += head * KEY_TAIL_HEAD
-        place = (token + new).to(tl.int64)[:, None] * QUERY_TAIL_ROW + heads[:, None] * QUERY_TAIL_HEAD
-        is_tail = is_row[:, None] & (tail < TAIL)[None, :]
-        q_tail = tl.load(query_tail + place + tail[None, :], mask=is_tail, other=0.0)
+        rows = (token + new).to(tl.int64) * QUERY_TAIL_ROW + heads * QUERY_TAIL_HEAD
+        q_tail = _load_rows(query_tail, rows, is_row, tail, TAIL)
     seen, top, total = _nothing_seen(sinks, heads, is_row, ROWS, VALUE_PAD)
     for start in range(begin, split, BLOCK):
         seen, top, total = _see(
@@ -356,6 +347,13 @@ def paged_prefill(
     result = seen / tl.where(total > 0, total, 1.0)[:, None]
     at = ((token + new) * (tl.num_programs(0) * GROUP) + heads)[:, None] * VALUE_SIZE + dv[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dv < VALUE_SIZE)[None, :])
+
+
+@triton.jit
+def _load_rows(given, rows, is_row, d, SIZE: tl.constexpr):
+    return tl.load(
+        given + rows[:, None] + d[None, :], mask=is_row[:, None] & (d < SIZE)[None, :], other=0.0
+    )  # fmt: skip
 
 
 @triton.jit

@@ -226,13 +226,13 @@ class HostBackend(CpuBackend):
     def build(self, model: str, spec: ServeSpec) -> "ServedModel":
         from tessera.capture.workload import on_device
         from tessera.serve.gpu import made_on
-        from tessera.serve.steps import served
+        from tessera.serve.steps import for_host, served
 
         card = next(d for d in self.cluster.devices if d.kind is DeviceKind.CUDA)
         (pool_bytes,) = self.memory_bytes
         with made_on(f"cuda:{card.ordinal}", model, spec.seed):
             sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or HOST_BATCH_TOKENS)
-            plain = served(model, sizes, pool_bytes=pool_bytes)
+            plain = for_host(served(model, sizes, pool_bytes=pool_bytes))
         if plain.encode is not None:
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", "--devices")

@@ -130,11 +130,6 @@ class Pick:
         return 0 if self.edits is None else len(self.edits) + len(self.ends)
 
     @property
-    def is_ready(self) -> bool:
-        """False while the mask of its grammar is computed."""
-        return self.guide is None or self.guide.is_ready
-
-    @property
     def is_over(self) -> bool:
         """True if the grammar is complete: no token may follow."""
         return self.guide is not None and self.guide.is_over

@@ -104,7 +104,8 @@ class SeatedSequence:
     def left(self) -> int:
         """Tokens to read here, not counting the last of an answer; none while it waits for a running step or
         a mask."""
-        if (self.num_running and self.request.waits) or not self.request.pick.is_ready:
+        guide = self.request.pick.guide
+        if (self.num_running and self.request.waits) or (guide is not None and not guide.is_ready):
             return 0
         if self.stop is not None:
             return self.stop - self.read

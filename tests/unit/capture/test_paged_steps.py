@@ -125,6 +125,17 @@ def test_attention_of_a_models_own_with_windows_is_masked_right(tmp_path: Path) 
     check_answers(workload)
 
 
+def test_many_layers_in_16_bits_are_packed_too(tmp_path: Path) -> None:
+    """Rounding, which many layers amplify, is no other recurrence."""
+    sizes = {**BY_NAME["mamba2"].sizes, "num_hidden_layers": 64, "hidden_size": 64, "num_heads": 16}
+    workload = folder_step(
+        Model("mamba2", "Mamba2ForCausalLM", {**sizes, "dtype": "bfloat16"}), tmp_path, FLAT
+    )
+
+    assert FLAT == layout_of(workload.module).kind
+    assert {torch.bfloat16} == {t.dtype for t in workload.weights().values()}
+
+
 def test_a_smaller_step_goes_on_with_the_same_state() -> None:
     """Steps of several sizes over one model and one state: the small one uses the first rows."""
     large = built("tiny-mamba")

@@ -67,8 +67,9 @@ NUM_TRIED, TRIED_POSITIONS = 3, NUM_FIRST_PAGES * PAGE
 SHARE_OF_ANSWERS, SHARE_OF_PICTURES = 0.5, 0.25
 # One in so many example answers starts with a known token.
 SHARE_OF_KNOWN = 3
-# Relative tolerance of logits read together and one by one.
-MAX_ERROR = 0.05
+# Relative tolerance of logits read together and one by one; of recurrent layers with 16-bit numbers, whose
+# rounding 64 layers amplify to 0.06 (another recurrence has errors above 1).
+MAX_ERROR, MAX_ROUNDED_ERROR = 0.05, 0.3
 # Distinct pages of an example state; others repeat them.
 NUM_USED_PAGES = 64
 # Configuration names of the number of positions.
@@ -165,7 +166,8 @@ def _check_logits(model: Any, layout: StepLayout) -> None:
             logits = workload.run({**inputs, **plain_choices, "tokens": read}, state)["logits"].float()
     with apart(model):
         plain = model(input_ids=words, use_cache=False).logits[:, -1].float()
-    if float((logits - plain).abs().max()) > MAX_ERROR * float(plain.abs().max()):
+    limit = MAX_ROUNDED_ERROR if layout.rows and model.dtype.itemsize < 4 else MAX_ERROR
+    if float((logits - plain).abs().max()) > limit * float(plain.abs().max()):
         raise ValueError("it has other logits than its plain forward")
 
 
