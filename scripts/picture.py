@@ -18,7 +18,7 @@ from unittest import mock
 from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 
-from tessera.cli import _main, demo
+from tessera.cli import _main, output
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("tessera-demo")
@@ -69,7 +69,7 @@ def draw_terminal(path: Path) -> int:
     """Runs `tessera demo` on a recording console; the exit code of the demo."""
     screen = Console(record=True, width=WIDTH, highlight=False, force_terminal=True, color_system="truecolor")
     screen.print("$ tessera demo", style="bold")
-    with mock.patch.object(demo, "console", return_value=screen):
+    with mock.patch.object(output, "console", return_value=screen):
         code = _main(["demo", "-o", str(FOLDER)])
     if code == 0:
         screen.save_svg(

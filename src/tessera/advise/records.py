@@ -96,8 +96,8 @@ class Candidate:
     # For an image: None, and the time of the whole image.
     ttft_ms: float | None
     tpot_ms: float | None
-    # Relative error of the prices of its launches.
-    cost_error: float
+    # Relative error of the prices of its launches; None for a draft.
+    cost_error: float | None
     # Sequences on each device.
     batch: Annotated[dict[str, int], HIDDEN]
     microbatches: Annotated[int, HIDDEN]
@@ -106,6 +106,10 @@ class Candidate:
     usd_per_hour: float | None = None
     usd_per_1k_requests: float | None = None
     is_advised: bool = False
+
+    @property
+    def error(self) -> float:
+        return self.cost_error or 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class RatedCards:
         cluster = self.market.cluster(Basket((name,), self.market.provider, 0.0))
         return max(self.rater.drafts(cluster), key=lambda o: o.tokens_per_s, default=None)
 
-    def candidate(self, basket: Basket, option: Option, cost_error: float) -> Candidate:
+    def candidate(self, basket: Basket, option: Option, cost_error: float | None = None) -> Candidate:
         """The figures of a policy on a set of cards."""
         usd, per_s = basket.usd_per_hour or None, option.tokens_per_s / self.load.tokens
         return Candidate(
@@ -164,18 +164,19 @@ def _use(cards: RatedCards) -> tuple[Advice, tuple[Planned, ...]]:
         is_compiled=cards.rater.is_compiled,
         have=cards.have,
         by_tpot=tuple(_regimes(cards, cluster, found, error)),
-        next_cards=_next_cards(cards, ways[advised].requests_per_s, error),
+        next_cards=_next_cards(cards, ways[advised].requests_per_s),
     )
     return advice, ((plan, found),)
 
 
-def _next_cards(cards: RatedCards, there_per_s: float, error: float) -> tuple[Candidate, ...]:
-    """A copy of the model on one more card of each kind; what carries the rate cheapest comes first."""
+def _next_cards(cards: RatedCards, there_per_s: float) -> tuple[Candidate, ...]:
+    """A copy of the model on one more card of the same maker; what carries the rate cheapest comes first."""
     needed, listed = cards.load.needed_per_s, []
-    for basket in baskets(cards.offers, 1, cards.market.provider):
+    offers = [offer for offer in cards.offers if offer.maker == gpu(cards.have[0]).vendor]
+    for basket in baskets(offers, 1, cards.market.provider):
         option = cards.best_alone(basket.gpus[0])
         if option is not None:
-            card = cards.candidate(basket, option, error)
+            card = cards.candidate(basket, option)
             listed.append(replace(card, is_enough=there_per_s + card.requests_per_s >= needed))
 
     def order(card: Candidate) -> tuple[bool, float]:
@@ -270,7 +271,7 @@ class _Rent:
             return None
         option = max(drafts, key=lambda o: o.tokens_per_s, default=None)
         if option is not None and DRAFT_ERROR * option.tokens_per_s < self._needed_tokens_per_s:
-            self._note(self.cards.candidate(basket, option, 0.0))
+            self._note(self.cards.candidate(basket, option))
         return option
 
     @property

@@ -99,10 +99,8 @@ def advise(
 ) -> AdviceRecord:
     """Find the cheapest GPUs that carry a load.
 
-    Of one or several kinds. No GPU is needed.
-
-    With --have: how to use given cards (one, a copy on each, a split, or kernel by kernel), what that gains
-    and costs, and which card to rent next.
+    No GPU is needed. With --have: how to use given cards (one, a copy on each, a split, or kernel by
+    kernel), what that gains and costs, and which card to rent next.
     """
     started_s = time.perf_counter()
     with progress("importing torch", None if have else NUM_STEPS) as advance:
@@ -172,7 +170,7 @@ def _save(plans: Sequence[ServicePlan | Plan], is_have: bool, folder: Path) -> t
 
 def _rent(advice: Advice, plan: ModelPlanFigures) -> list[str]:
     choice, load = advice.advised, advice.load
-    rate = f"{text_of(choice.requests_per_s)} {load.unit}/s ±{choice.cost_error:.0%}"
+    rate = f"{text_of(choice.requests_per_s)} {load.unit}/s ±{choice.error:.0%}"
     cards = f"{', '.join(choice.gpus)} ({choice.policy}, {text_of(choice.batch.values())} sequences)"
     place = "your price" if choice.provider == "--price" else choice.provider
     return [
@@ -191,7 +189,7 @@ def _times(way: Candidate) -> str:
 def _doubts(advice: Advice) -> list[str]:
     """What may keep the advised cards from carrying the load."""
     choice, load, found = advice.advised, advice.load, []
-    least = choice.requests_per_s / (1 + choice.cost_error)
+    least = choice.requests_per_s / (1 + choice.error)
     if least < load.rate_per_s:
         found.append(
             f"The error of the costs is larger than the margin: {text_of(least)} {load.unit}/s if every "
@@ -205,14 +203,14 @@ def _doubts(advice: Advice) -> list[str]:
 def _use(advice: Advice) -> list[str]:
     way, load = advice.advised, advice.load
     enough = "enough" if way.is_enough else "too little"
-    rate = f"{text_of(way.requests_per_s)} {load.unit}/s ±{way.cost_error:.0%}, {enough} for "
+    rate = f"{text_of(way.requests_per_s)} {load.unit}/s ±{way.error:.0%}, {enough} for "
     rate += f"{load.rate_per_s:g} + {load.margin:.0%}{_times(way)}"
     return [f"{DO[way.way]} ({way.policy}): {rate}", _gain(advice), _cost(advice), _next(advice)]
 
 
 def _gain(advice: Advice) -> str:
     way, best = advice.advised, max(advice.candidates, key=lambda c: c.requests_per_s)
-    error = f"The prices have an error of ±{way.cost_error:.0%}"
+    error = f"The prices have an error of ±{way.error:.0%}"
     if best is not way:
         gain = best.requests_per_s / way.requests_per_s
         return f"{error}; {best.way} ({best.policy}) would give {gain:.2f}x, within the error."

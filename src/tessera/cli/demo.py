@@ -143,7 +143,7 @@ def demo(
     print(FIRST_LINE, file=sys.stderr)
     spawn = multiprocessing.get_context("spawn")
     with (
-        progress("importing torch", 10 + 2 * len(PROMPTS)) as advance,
+        progress("importing torch", 16 + 2 * len(PROMPTS)) as advance,
         ProcessPoolExecutor(1, spawn) as second,
     ):
         full = second.submit(plan_full, replace(FULL, effort=effort))

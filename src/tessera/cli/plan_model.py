@@ -116,7 +116,7 @@ class ModelPlanFigures(Record, frozen=True):
     usd_per_million_tokens: Annotated[float | None, shown("USD/M tokens")]
     joules_per_token: Annotated[float | None, shown("J/token")]
     # Sequences at once on each device.
-    batches: Annotated[dict[str, int], HIDDEN]
+    batches: Annotated[dict[str, int], shown("sequences")]
     microbatches: int
     # None where steps are planned.
     service: ServiceFigures | None

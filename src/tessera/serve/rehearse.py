@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tessera.adapt.capability import Capability, capability_of
 from tessera.adapt.controller import Controller, Replanned
 from tessera.adapt.monitor import Monitor
-from tessera.errors import PlanInfeasible
+from tessera.errors import PlanInfeasible, TesseraError
 from tessera.execute.scheduler import Microbatch
 from tessera.execute.stepper import StepDone
 from tessera.ir import Arrivals, Decision, Expected, Load, ServicePlan
@@ -264,4 +264,6 @@ class _VirtualService:
         self._router.adopt(plans)
 
     def submit(self, job: Callable[[], Replanned[ServicePlan]]) -> Future[Replanned[ServicePlan]]:
-        raise NotImplementedError("there is no planner")
+        raise TesseraError(
+            "a simulated service makes no new plans", "Serve the model, or leave --monitor out."
+        )
