@@ -100,10 +100,8 @@ def advise(
 ) -> AdviceRecord:
     """Find the cheapest GPUs that carry a load.
 
-    They may be of several kinds. No GPU is needed.
-
-    With --have: how to use given cards (one, a copy on each, a split, or kernel by kernel), what that gains
-    and costs, and which card to rent next.
+    No GPU is needed. With --have: how to use given cards (one, a copy on each, a split, or kernel by
+    kernel), what that gains and costs, and which card to rent next.
     """
     started_s = time.perf_counter()
     with progress("importing torch", None if have else NUM_STEPS) as advance:

@@ -11,9 +11,9 @@
 A token sees its own sequence up to itself; with a `window`, itself and the window - 1 before. Scores are
 multiplied by `scale`, bounded by `soft_cap` unless that is 0, and joined by a head's `sinks` score, which has
 no value. Query heads share key heads in groups. `query_tail` and `key_tail` are further elements of queries
-and keys: latent attention has its rotated keys there, and its values are its keys. `expected_length`, the
-average length of a sequence, is for cost models. `one_each` promises at most one token per sequence: it
-selects the kernel.
+and, for all heads, of keys: latent attention has its rotated keys there, and its values are its keys.
+`expected_length`, the average length of a sequence, is for cost models. `one_each` promises at most one token
+per sequence: it selects the kernel.
 
 CPUs run torch code that batches similar sequences, GPUs the kernel of `paged_triton`. Lengths are read inside
 the operator, so a program that calls it reads nothing on the host.
@@ -95,7 +95,8 @@ def _on_cpu(
             for held in (values, keys, key_tail)
             if held is not None
         )
-        held_keys = torch.cat(key_parts, -1) if len(key_parts) > 1 else key_parts[0]
+        shared = [part.expand(-1, -1, keys.shape[2], -1) for part in key_parts]
+        held_keys = torch.cat(shared, -1) if len(shared) > 1 else key_parts[0]
         asked = query.index_select(0, rows).view(len(group), count, *query.shape[1:])
         made = _attend(asked, held_keys, held_values, seen, scale, soft_cap, sinks)
         out.index_copy_(0, rows, made.flatten(0, 1))

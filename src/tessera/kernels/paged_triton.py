@@ -124,8 +124,26 @@ def _strides(name: str, tensor: torch.Tensor | None, dims: tuple[str, ...]) -> d
     return {f"{name}_{dim}": stride for dim, stride in zip(dims, strides, strict=False)}
 
 
-def _sizes(name: str, size: int) -> dict[str, int]:
-    return {name: size, f"{name}_PAD": max(16, triton.next_power_of_2(size))}
+def _meta(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_tail: torch.Tensor | None,
+    key_tail: torch.Tensor | None,
+) -> dict[str, Any]:
+    """Strides, sizes, and powers of two that hold them."""
+    tail = 0 if query_tail is None else query_tail.shape[2]
+    size, value_size = query.shape[2], values.shape[3]
+    return {
+        **_strides("QUERY", query, ("ROW", "HEAD")),
+        **_strides("KEY", keys, ("PAGE", "ROW", "HEAD")),
+        **_strides("VALUE", values, ("PAGE", "ROW", "HEAD")),
+        **_strides("QUERY_TAIL", query_tail, ("ROW", "HEAD")),
+        **_strides("KEY_TAIL", key_tail, ("PAGE", "ROW")),
+        **{"SIZE": size, "SIZE_PAD": max(16, triton.next_power_of_2(size))},
+        **{"VALUE_SIZE": value_size, "VALUE_PAD": max(16, triton.next_power_of_2(value_size))},
+        **{"TAIL": tail, "TAIL_PAD": max(16, triton.next_power_of_2(tail))},
+    }
 
 
 def attend(
@@ -149,28 +167,15 @@ def attend(
     query_tail, key_tail = tails or (None, None)
     query, keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, keys, values))
     query_tail = None if query_tail is None else query_tail.contiguous()
-    (tokens, query_heads, size), (_, _, heads, value_size) = query.shape, values.shape
+    (tokens, query_heads, _), (_, _, heads, value_size) = query.shape, values.shape
     sequences, group = lengths.numel(), query_heads // heads
     out = query.new_empty(tokens, query_heads, value_size)
     if not out.numel() or not sequences:
         return out.zero_()
     tables = (pages, page_starts, lengths, query_starts, sinks, query_tail, key_tail)
     numbers = (float(scale), float(soft_cap))
-    meta: dict[str, Any] = {
-        **_strides("QUERY", query, ("ROW", "HEAD")),
-        **_strides("KEY", keys, ("PAGE", "ROW", "HEAD")),
-        **_strides("VALUE", values, ("PAGE", "ROW", "HEAD")),
-        **_strides("QUERY_TAIL", query_tail, ("ROW", "HEAD")),
-        **_strides("KEY_TAIL", key_tail, ("PAGE", "ROW", "HEAD")),
-        **_sizes("TAIL", 0 if query_tail is None else query_tail.shape[2]),
-        **_sizes("SIZE", size),
-        "IS_SHARED": is_shared,
-        "GROUP": group,
-        "VALUE_SIZE": value_size,
-        "VALUE_PAD": max(16, triton.next_power_of_2(value_size)),
-        "WINDOW": int(window),
-        "CAPPED": soft_cap != 0,
-    }
+    meta = _meta(query, keys, values, query_tail, key_tail)
+    meta |= {"IS_SHARED": is_shared, "GROUP": group, "WINDOW": int(window), "CAPPED": soft_cap != 0}
     tile, splits = tiles.decode, tiles.splits
     parts = tops = None
     if splits > 1:
@@ -203,11 +208,10 @@ def paged_decode(
     tops, scale, cap, tokens, QUERY_ROW: tl.constexpr, QUERY_HEAD: tl.constexpr, KEY_PAGE: tl.constexpr,
     KEY_ROW: tl.constexpr, KEY_HEAD: tl.constexpr, VALUE_PAGE: tl.constexpr, VALUE_ROW: tl.constexpr,
     VALUE_HEAD: tl.constexpr, QUERY_TAIL_ROW: tl.constexpr, QUERY_TAIL_HEAD: tl.constexpr,
-    KEY_TAIL_PAGE: tl.constexpr, KEY_TAIL_ROW: tl.constexpr, KEY_TAIL_HEAD: tl.constexpr, TAIL: tl.constexpr,
-    TAIL_PAD: tl.constexpr, IS_SHARED: tl.constexpr,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    KEY_TAIL_PAGE: tl.constexpr, KEY_TAIL_ROW: tl.constexpr, TAIL: tl.constexpr, TAIL_PAD: tl.constexpr,
+    IS_SHARED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Sequences with one new token: one split of the keys of one key head. Writes the zeros of padding."""
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -239,7 +243,6 @@ def paged_decode(
     q = _load_rows(query, token.to(tl.int64) * QUERY_ROW + heads * QUERY_HEAD, member < GROUP, d, SIZE)
     tail, q_tail = tl.arange(0, TAIL_PAD), q
     if TAIL > 0:
-        key_tail += head * KEY_TAIL_HEAD
         rows = token.to(tl.int64) * QUERY_TAIL_ROW + heads * QUERY_TAIL_HEAD
         q_tail = _load_rows(query_tail, rows, member < GROUP, tail, TAIL)
     seen, top, total = _nothing_seen(sinks, heads, (member < GROUP) & (split == 0), ROWS, VALUE_PAD)
@@ -289,9 +292,8 @@ def paged_prefill(
     scale, cap, sequences, QUERY_ROW: tl.constexpr, QUERY_HEAD: tl.constexpr, KEY_PAGE: tl.constexpr,
     KEY_ROW: tl.constexpr, KEY_HEAD: tl.constexpr, VALUE_PAGE: tl.constexpr, VALUE_ROW: tl.constexpr,
     VALUE_HEAD: tl.constexpr, QUERY_TAIL_ROW: tl.constexpr, QUERY_TAIL_HEAD: tl.constexpr,
-    KEY_TAIL_PAGE: tl.constexpr, KEY_TAIL_ROW: tl.constexpr, KEY_TAIL_HEAD: tl.constexpr, TAIL: tl.constexpr,
-    TAIL_PAD: tl.constexpr, IS_SHARED: tl.constexpr,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+    KEY_TAIL_PAGE: tl.constexpr, KEY_TAIL_ROW: tl.constexpr, TAIL: tl.constexpr, TAIL_PAD: tl.constexpr,
+    IS_SHARED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SEQUENCES_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -321,14 +323,12 @@ def paged_prefill(
     if WINDOW > 0:
         begin = tl.maximum(oldest - WINDOW + 1, 0)
     split = begin + (oldest + 1 - begin) // BLOCK * BLOCK
-
     table = pages + tl.load(page_starts + sequence)
     keys += head * KEY_HEAD
     values += head * VALUE_HEAD
     q = _load_rows(query, (token + new).to(tl.int64) * QUERY_ROW + heads * QUERY_HEAD, is_row, d, SIZE)
     tail, q_tail = tl.arange(0, TAIL_PAD), q
     if TAIL > 0:
-        key_tail += head * KEY_TAIL_HEAD
         rows = (token + new).to(tl.int64) * QUERY_TAIL_ROW + heads * QUERY_TAIL_HEAD
         q_tail = _load_rows(query_tail, rows, is_row, tail, TAIL)
     seen, top, total = _nothing_seen(sinks, heads, is_row, ROWS, VALUE_PAD)

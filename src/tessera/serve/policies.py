@@ -5,7 +5,7 @@ roles and devices are chosen. Groups over several devices are placed by `plan.so
 as often as a rehearsal runs them. A policy is planned even if it misses the load's limits. `latency` is one
 more policy, for the least time of one request; `auto` has it beside the best where it is quicker.
 
-Not handled: splits of models that keep state by row or see pictures.
+Not handled: splits of models that see pictures.
 """
 
 import hashlib
@@ -114,7 +114,7 @@ class ServicePlanner:
     def best(self, name: str) -> ServicePlan:
         """A policy at its best, with its expected figures."""
         if name in SPLITS and not self._drafts.can_move:
-            message = f"{name} needs a model with its state in pages and without pictures"
+            message = f"{name} needs a model without pictures"
             raise PlanInfeasible(message, "Choose another --policy.")
         return replace(self._planned((name,)), rivals=())
 

@@ -15,7 +15,7 @@ from tessera.execute.lower import lower
 from tessera.execute.memory import footprints, ready_programs
 from tessera.execute.processes import FORKSERVER
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.ir import Cluster, Device, DeviceKind, Load, verify
+from tessera.ir import Cluster, Device, DeviceKind, Load, Role, verify
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import prepare
 from tessera.serve.records import ServeSpec
@@ -60,9 +60,9 @@ def test_a_split_has_a_device_for_prompts(policy: str, roles: list[str]) -> None
     assert plan.expected.pages_moved > 0
 
 
-def test_a_model_with_state_by_row_is_not_split() -> None:
-    with pytest.raises(PlanInfeasible, match="state in pages"):
-        factory.prepared("tiny-mamba", "prefill-decode")
+def test_a_model_with_state_by_row_is_split_too() -> None:
+    plan = factory.prepared("tiny-mamba", "prefill-decode").policies[0]
+    assert {Role.PROMPTS, Role.ANSWERS} == {group.role for group in plan.groups}
 
 
 def test_auto_is_the_best_rehearsal_and_names_the_others() -> None:

@@ -268,7 +268,7 @@ def attend_pages(
     keys, values, tails = layer.keys, layer.values, list[torch.Tensor]()
     if query_tail is not None:
         size = (-1, -1, max(1, heads // MAX_LATENT_GROUP), -1)
-        tails = [query_tail.transpose(1, 2).flatten(0, 1), values.expand(size)]
+        tails = [query_tail.transpose(1, 2).flatten(0, 1), values]
         keys = values = keys.expand(size)
     out = torch.ops.tessera.paged_attention(
         query.transpose(1, 2).flatten(0, 1),
