@@ -222,7 +222,7 @@ def test_no_arguments_print_five_things_to_do(capsys: pytest.CaptureFixture[str]
 
     assert (0, "") == (code, err)
     shown = re.findall(r"  tessera (\w+)", out)
-    assert ["demo", "plan", "advise", "serve", "capture", "plan", "run"] == shown
+    assert ["demo", "plan", "advise", "serve", "chat", "capture", "plan", "run"] == shown
     assert set(shown) <= set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     assert len(out.splitlines()) < 24
     assert max(map(len, out.splitlines())) <= 80
