@@ -25,6 +25,7 @@ from tessera.kernels import grouped  # noqa: F401 - registers the operators
 
 # Share of a card's memory for weights, and part of it from which a plain product is divided.
 USABLE, LARGE = 0.8, 8
+JOINS = ("tessera.grouped_join.default", "aten.cat.default")
 GROUPED, PLAIN = "aten._grouped_mm.default", ("aten.mm.default", "aten.addmm.default")
 
 

@@ -19,6 +19,7 @@ from tessera.cli.plan_model import ModelPlanFigures, PlannedModel, model_figures
 from tessera.cli.render import text_of
 from tessera.errors import TesseraError
 from tessera.ir import MEMORY_SHARE, Plan, ServicePlan, save
+from tessera.plan import Comparison
 from tessera.profile import gpu
 
 # Steps of the progress bar when renting: recordings, batches, and plans.
@@ -119,11 +120,23 @@ def advise(
             checked_launches(launches), search_config(effort),
         )  # fmt: skip
         advice, planned = search(load, market, _names(have), advance, _say)
+    seconds = time.perf_counter() - started_s
+    return _record(advice, planned, page, folder, seconds)
+
+
+def _record(
+    advice: Advice,
+    planned: Sequence[tuple[ServicePlan | Plan, Comparison]],
+    page: Path | None,
+    folder: Path | None,
+    seconds: float,
+) -> AdviceRecord:
+    """Write the plans and the page, and say what was found."""
     plans = tuple(plan for plan, _ in planned)
-    files = _save(plans, bool(have), folder) if folder else ()
+    files = _save(plans, bool(advice.have), folder) if folder else ()
     made = (PlannedModel(plan, found, advice.is_compiled) for plan, found in planned)
     figures = tuple(map(model_figures, made))
-    answer = _use(advice) if have else _rent(advice, figures[0])
+    answer = _use(advice) if advice.have else _rent(advice, figures[0])
     remarks = (*advice.notes, f"Costs: {figures[0].costs.sentence}")
     if page is not None:
         _write_page(page, advice, answer, plans[0], remarks)
@@ -134,7 +147,7 @@ def advise(
         headline=answer[0],
         notes=(*answer[1:], remarks[-1]),
         files=files,
-        seconds=time.perf_counter() - started_s,
+        seconds=seconds,
     )
 
 

@@ -24,7 +24,7 @@ from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.memory import named_on
 from tessera.execute.messages import Begin, Cancel, Clear, Done, Message, PackedTensor, encode, pack, unpack
 from tessera.execute.stepper import SpanLog, StepCall, StepDone, Tensors
-from tessera.execute.transport import HOST
+from tessera.execute.transport import HOST, SHM
 from tessera.ir import BufferKind, DeviceKind, Program, Run, Trace
 
 
@@ -121,7 +121,7 @@ class Runs:
         if opened is None or len(opened.steps) > 1:
             return False
         lane, setup = opened.lane, self.hub.setups[0]
-        if setup.transport == HOST and any(d.kind is DeviceKind.CUDA for d in setup.cluster.devices):
+        if setup.transport in (HOST, SHM) and any(d.kind is DeviceKind.CUDA for d in setup.cluster.devices):
             return len(lane.devices) == 1  # flags of a microbatch belong to one run; see `cuda.host`
         return lane.can_queue
 

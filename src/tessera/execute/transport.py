@@ -1,6 +1,7 @@
 """Transport: how the bytes of a transfer get from one worker process to another.
 
-  shm      CPU workers of one machine (their default): bytes in shared memory, notices over a link
+  shm      workers of one machine, some of them CPUs (their default): bytes in shared memory, notices over a
+           link
   host     workers of any machines: bytes over the link, which is TCP
   ipc      GPUs of one machine; see `cuda`
   nvshmem  GPUs of any machines; see `cuda`
@@ -88,13 +89,13 @@ def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
     check_name(name)
     kinds = {device.kind is DeviceKind.CUDA for device in devices}
     if name == AUTO:
-        if not is_local or len(kinds) > 1:
+        if not is_local:
             return HOST
-        return IPC if True in kinds else SHM
+        return SHM if False in kinds else IPC
     if name in (IPC, NVSHMEM) and False in kinds:
         raise WorkerError(f"{name} joins GPUs only", "Use --transport auto.", "--transport")
-    if name == SHM and True in kinds:
-        raise WorkerError("shm joins CPU workers only", "Use --transport auto.", "--transport")
+    if name == SHM and False not in kinds:
+        raise WorkerError("shm joins workers of which some are CPUs", "Use --transport auto.", "--transport")
     if name in (SHM, IPC) and not is_local:
         raise WorkerError(f"{name} joins workers of one machine only", "Use --transport auto.", "--transport")
     return name
@@ -146,22 +147,45 @@ class Transport(ABC):
         self._post(Gone(peer, why, self.links.epochs[peer]))
 
 
-class SharedMemory(Transport):
-    """Transport `shm`: a send copies into shared memory and sends a notice over the link.
+class Arenas:
+    """Shared memory of transfers, in files of the session's folder.
 
-    Each transfer of a program has a fixed place per microbatch, in a file of the session's folder that the
-    workers of a pair share, also after a restart. A place is reused only by the microbatch's next run, which
-    starts when all devices have finished or forgotten the last one, or cannot overtake it (`overlap`).
-    Programs that need as much, up to the next power of two, share a file, so plans can be replaced any number
-    of times.
+    Each transfer of a program has a fixed place per microbatch, which the workers of a pair share, also after
+    a restart. A place is reused only by the microbatch's next run, which starts when all devices have
+    finished or forgotten the last one, or cannot overtake it (`overlap`). Programs that need as much, up to
+    the next power of two, share a file, so plans can be replaced any number of times.
     """
 
-    def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
-        self._folder, self._microbatches = setup.folder, setup.microbatches
+    def __init__(self, folder: str, microbatches: int) -> None:
+        self._folder, self._microbatches = folder, microbatches
         # (source, destination, bytes per microbatch)
         self._arenas: dict[tuple[int, int, int], torch.Tensor] = {}
         # (source, destination, program's identity) -> transfer -> offset, and bytes per microbatch
         self._places: dict[tuple[int, int, int], tuple[dict[int, int], int]] = {}
+
+    def place(self, program: Program, microbatch: int, number: int) -> torch.Tensor:
+        """Shared memory of one transfer of one microbatch."""
+        found = program.transfers[number]
+        key = (found.src, found.dst, id(program))
+        if key not in self._places:
+            offsets, used = landing(program, found.src, found.dst)
+            self._places[key] = offsets, 1 << (used - 1).bit_length()
+        offsets, stride = self._places[key]
+        start = microbatch * stride + offsets[number]
+        return self._arena(found.src, found.dst, stride)[start : start + found.num_bytes]
+
+    def _arena(self, src: int, dst: int, stride: int) -> torch.Tensor:
+        if (src, dst, stride) not in self._arenas:
+            path = Path(self._folder) / f"arena-{src}-{dst}-{stride}"
+            self._arenas[src, dst, stride] = shared_bytes(path, stride * self._microbatches)
+        return self._arenas[src, dst, stride]
+
+
+class SharedMemory(Transport):
+    """Transport `shm` of a CPU worker: a send copies into shared memory and sends a notice over the link."""
+
+    def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
+        self._arenas = Arenas(setup.folder, setup.microbatches)
         super().__init__(setup, mailbox, post)
 
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
@@ -174,21 +198,7 @@ class SharedMemory(Transport):
         into.copy_(self._place(transfer))
 
     def _place(self, transfer: RunTransfer) -> torch.Tensor:
-        """Shared memory of one transfer of one microbatch."""
-        found = transfer.program.transfers[transfer.number]
-        key = (found.src, found.dst, id(transfer.program))
-        if key not in self._places:
-            offsets, used = landing(transfer.program, found.src, found.dst)
-            self._places[key] = offsets, 1 << (used - 1).bit_length()
-        offsets, stride = self._places[key]
-        start = transfer.microbatch * stride + offsets[transfer.number]
-        return self._arena(found.src, found.dst, stride)[start : start + found.num_bytes]
-
-    def _arena(self, src: int, dst: int, stride: int) -> torch.Tensor:
-        if (src, dst, stride) not in self._arenas:
-            path = Path(self._folder) / f"arena-{src}-{dst}-{stride}"
-            self._arenas[src, dst, stride] = shared_bytes(path, stride * self._microbatches)
-        return self._arenas[src, dst, stride]
+        return self._arenas.place(transfer.program, transfer.microbatch, transfer.number)
 
 
 class OverHost(Transport):

@@ -134,10 +134,13 @@ def place(
     microbatches: int,
     config: SearchConfig = FULL,
     rate: Simulator | None = None,
-    memory_share: float = 1.0,
+    memory_share: float | None = None,
 ) -> ir.Placement:
-    """One placement for all requests by a policy: by busy time, kernel by kernel also by simulated rate."""
-    problem = build(unit, costs, cluster, memory_share=memory_share)
+    """One placement for all requests by a policy: by busy time, kernel by kernel also by simulated rate.
+
+    All microbatches fit in `memory_share` of every device; None: they share state, which the caller counts.
+    """
+    problem = build(unit, costs, cluster, memory_share=memory_share or 1.0)
     planner = SERVED_PLANNERS.get(policy, policy)
     config = replace(config, single_limit_s=PLACE_S)
     if planner == SINGLE_PLACEMENT and has_host(problem):
@@ -151,7 +154,7 @@ def place(
         mixes = [
             mix
             for mix in planner_named(name)(task) or ()
-            if len(mix.columns) == 1 and task.num_microbatches(mix) == microbatches
+            if len(mix.columns) == 1 and (memory_share is None or task.num_microbatches(mix) == microbatches)
         ]
         return [task.draft(max(mixes, key=task.upper_bound_per_s)).lanes[0].placement] if mixes else []
 

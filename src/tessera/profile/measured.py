@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import hypot
 from statistics import median
 from typing import Protocol
@@ -54,6 +54,7 @@ USEFUL_CACHE = 0.5
 YARDSTICK = "a100"
 # Minimum number of ratios for a class.
 MIN_RATIOS = 3
+PART = "tessera.grouped_part.default"
 Advance = Callable[[str], None]
 
 
@@ -320,6 +321,9 @@ def _kernel_name(kernel: Kernel) -> str:
 
 
 def _key(kernel: str, launch: Launch, cold: frozenset[int]) -> str:
+    if kernel == PART and isinstance(first := launch.args[3], int):
+        # Parts of a mixture after the first differ in their experts only.
+        launch = replace(launch, args=(*launch.args[:3], min(1, first), *launch.args[4:]))
     return hashlib.sha256(json.dumps([kernel, *signature(launch, cold)]).encode()).hexdigest()[:32]
 
 

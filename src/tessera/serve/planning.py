@@ -36,7 +36,20 @@ from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, MismatchError, PlanInfeasible, TesseraError
 from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
-from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Plan, Role, ServicePlan, Trace, WorkUnit, save
+from tessera.ir import (
+    AWAY,
+    BufferKind,
+    Cluster,
+    Costs,
+    Device,
+    DeviceKind,
+    Plan,
+    Role,
+    ServicePlan,
+    Trace,
+    WorkUnit,
+    save,
+)
 from tessera.ir.files import cache_folder, chunks_of, parse
 from tessera.serve.pages import modest_bytes, steady
 from tessera.serve.records import ServeSpec, Shape, step_name
@@ -206,10 +219,23 @@ class CpuBackend:
                     advance(f"measuring {step_name(trace.step)} on {device.name}")
                     timer = flow.make_timer(trace, device)
                     given = (trace, device, timer, store, lambda what: None)
-                    measured[device.name] = measure(*given, until(self.launch_s))
+                    measured[device.name] = measure(*given, until(self.launch_s), self._only(trace, device))
             return combine(trace, self.cluster.devices, measured)[0]
 
         return tuple(price(graph.trace) for graph in unit.graphs)
+
+    def _only(self, trace: Trace, device: Device) -> frozenset[int] | None:
+        """Launches that a host may run for a GPU: those that read weights, and joins. None: all."""
+        from tessera.capture.divide import JOINS, division_for
+
+        if not device.is_cpu or division_for(self.cluster, [trace]) is None:
+            return None
+        weights = set(trace.buffers_of(BufferKind.WEIGHT))
+        return frozenset(
+            number
+            for number, launch in enumerate(trace.launches)
+            if trace.kernel_of(number).name in JOINS or any(a.buffer in weights for a in launch.accesses)
+        )
 
     def scale(self, plan: Plan, model: "ServedModel") -> float:
         return 1.0

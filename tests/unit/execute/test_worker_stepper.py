@@ -189,7 +189,7 @@ def test_a_transport_is_chosen_by_what_the_devices_are() -> None:
     cpu = tuple(parse_devices("emu:a100,emu:l40s"))
     gpu = tuple(replace(d, kind=DeviceKind.CUDA) for d in cpu)
     mixed: tuple[Device, ...] = (cpu[0], gpu[1])
-    assert [resolve("auto", d, True) for d in (cpu, gpu, mixed)] == ["shm", "ipc", "host"]
+    assert [resolve("auto", d, True) for d in (cpu, gpu, mixed)] == ["shm", "ipc", "shm"]
     assert {resolve("auto", d, False) for d in (cpu, gpu, mixed)} == {"host"}
     assert resolve("nvshmem", gpu, False) == "nvshmem"
     for name, devices, is_local in (("ipc", cpu, True), ("shm", gpu, True), ("shm", cpu, False)):

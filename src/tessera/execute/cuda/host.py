@@ -3,7 +3,8 @@
 A sending graph copies to pinned memory and sets a flag there. A thread per link polls the flags of its
 destination and sends what is flagged. Arriving bytes are read into pinned memory and their flag is set; the
 receiver's graph waits for that flag, clears it and copies to the GPU. Both sides use the layout of the
-receiver's inbox. A transfer that arrives before its run begins is kept.
+receiver's inbox. A transfer that arrives before its run begins is kept. Beside CPU workers of the same
+machine (transport `shm`), bytes go through shared memory and the links carry notices.
 """
 
 import threading
@@ -18,7 +19,7 @@ from tessera.execute.cuda.transport import WORD, GpuTransport, InboxLayout, Inbo
 from tessera.execute.driver import MemOp
 from tessera.execute.links import Links
 from tessera.execute.messages import LinkFrame
-from tessera.execute.transport import Gone
+from tessera.execute.transport import Arenas, Gone
 from tessera.ir import Program, Trace, Transfer
 
 # Seconds between two looks at the flags of runs in flight.
@@ -54,9 +55,10 @@ class Host(GpuTransport):
         microbatches: int,
         make_links: "Callable[[Host, Callable[[int], int]], Links]",
         post: Callable[[Gone], None],
+        arenas: Arenas | None = None,
     ) -> None:
         super().__init__(device, ordinal, num_devices, microbatches)
-        self._post = post
+        self._post, self._arenas = post, arenas
         # mirrors[device][inbox], and this device's inboxes on the GPU.
         self._mirrors: list[list[_Mirror]] = [[] for _ in range(num_devices)]
         self._places: list[torch.Tensor] = []
@@ -170,6 +172,9 @@ class Host(GpuTransport):
         if frame.transfer >= len(transfers):
             return
         transfer = transfers[frame.transfer]
+        if self._arenas is not None:
+            shared = self._arenas.place(self._inboxes.programs[program], microbatch, frame.transfer)
+            contents = memoryview(shared.numpy().data)
         if transfer.num_bytes != len(contents) or transfer.dst != self._device:
             return
         spot, mirror = InboxSpot(microbatch, program, frame.transfer), self._mirror(program, self._device)
@@ -211,7 +216,13 @@ class Host(GpuTransport):
             transfer = self._transfer(spot)
             start = self._inboxes.place(spot, dst) + transfer.start
             frame = LinkFrame(run, number, time.monotonic())
-            self.links.post(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
+            contents = mirror.bytes[start : start + transfer.num_bytes]
+            if self._arenas is None:
+                self.links.post(dst, frame, contents)
+                continue
+            shared = self._arenas.place(self._inboxes.programs[program], microbatch, number)
+            shared.numpy()[:] = contents
+            self.links.post(dst, frame)
         return bool(found.size)
 
     def _fill(self, microbatch: int, value: int, device: int | None = None) -> None:

@@ -34,7 +34,7 @@ from tessera.execute.links import Links, Receiver
 from tessera.execute.memory import StatePlace, Storage, bytes_of, is_cleared
 from tessera.execute.messages import Begin, Done, LinkFrame, NewLanes, PackedTensor, PeerLost, Setup, pack
 from tessera.execute.page_mover import PageMover
-from tessera.execute.transport import Gone
+from tessera.execute.transport import Arenas, Gone
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
 
@@ -332,7 +332,9 @@ def _opener(setup: Setup, engine: EngineConnection) -> "Callable[[GpuDevice], Gp
         if setup.transport == "nvshmem":
             return Nvshmem(*place, engine, setup.epoch)
 
-        return Host(*place, lambda receiver, limit: _make_links(setup, engine, receiver, limit), engine.post)
+        arenas = Arenas(setup.folder, setup.microbatches) if setup.transport == "shm" else None
+        links = lambda receiver, limit: _make_links(setup, engine, receiver, limit)  # noqa: E731
+        return Host(*place, links, engine.post, arenas)
 
     return open_transport
 
