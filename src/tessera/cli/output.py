@@ -156,7 +156,7 @@ def only_if(test: Callable[[dict[str, Any]], Any], why: str) -> Callable[..., An
     def check(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
         source = ctx.get_parameter_source(param.name or "")
         if source and not source.name.startswith("DEFAULT") and not test(ctx.params):
-            raise TesseraError(why, "Leave it out, or see --help.", max(param.opts, key=len))
+            raise TesseraError(why, "Leave it out, or see --help.", option_name(param))
         return value
 
     return check
@@ -172,17 +172,22 @@ def excludes(other: str, why: str) -> Callable[..., Any]:
     return only_if(lambda given: not given.get(other), why)
 
 
+def option_name(param: typer.CallbackParam) -> str:
+    """The first long spelling."""
+    return next((word for word in param.opts if word.startswith("--")), param.opts[0])
+
+
 def finite(param: typer.CallbackParam, value: float | None) -> float | None:
     """Callback of an option: neither infinite nor not a number. `min` and `max` let NaN pass."""
     if value is not None and not math.isfinite(value):
-        raise TesseraError(f"must be a finite number, got {value:g}", place=max(param.opts, key=len))
+        raise TesseraError(f"must be a finite number, got {value:g}", place=option_name(param))
     return value
 
 
 def positive(param: typer.CallbackParam, value: float | None) -> float | None:
     """Callback of an option: finite and above zero."""
     if value is not None and not value > 0:
-        raise TesseraError(f"must be above 0, got {value:g}", place=max(param.opts, key=len))
+        raise TesseraError(f"must be above 0, got {value:g}", place=option_name(param))
     return finite(param, value)
 
 
