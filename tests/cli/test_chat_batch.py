@@ -67,7 +67,8 @@ class SlowHandler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def slow() -> Iterator[tuple[str, list[str]]]:
-    SlowHandler.asked = asked = []
+    asked: list[str] = []
+    SlowHandler.asked = asked
     with ThreadingHTTPServer(("127.0.0.1", 0), SlowHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", asked

@@ -17,7 +17,7 @@ import stepper_factory as factory
 from calling_worker import Given, serve
 from tessera.errors import MismatchError, WorkerError
 from tessera.execute import hub as hubs
-from tessera.execute import messages
+from tessera.execute import messages, rendezvous
 from tessera.execute.engine_connection import (
     LOOPBACK_SECRET,
     EngineAddress,
@@ -310,7 +310,7 @@ def test_a_message_that_is_too_long_is_not_read(
     if is_configured:
         worker.tell(Configured())
         assert hub.take(0.2) is None
-    limit = hub.max_bytes() if is_configured else hubs.MAX_ASKED_BYTES
+    limit = hub.max_bytes() if is_configured else rendezvous.MAX_ASKED_BYTES
     worker.tell(StoreSet("x", bytes(limit + 1)))
     found = hub.take(20.0)
     hub.stop()
