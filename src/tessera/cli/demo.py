@@ -1,9 +1,9 @@
-"""tessera demo: a load planned and served on two unlike devices, and the proof that results do not change.
+"""tessera demo: a load planned for two unlike cards, the proof that dividing changes no bit, and a service.
 
 Gain: the service that carries a load of a full-size model on two cards, planned from its outlines in its own
-process. Service: a small Llama with random weights, planned and served on two emulated devices that pass
-pages to one another, compared token for token with the model itself. Proof: the same model divided kernel by
-kernel, compared bit for bit.
+process. Proof: a small Llama with random weights, divided kernel by kernel, compared bit for bit. Service:
+the same model, planned and served on two emulated devices that pass pages to one another, compared token for
+token with the model itself.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ MICROBATCHES = 4
 BEGIN, END = 256, 257
 SIMULATED_REQUESTS = 12
 FIRST_LINE = (
-    f"Plans a load of {FULL.model} for two different cards, serves a small model by such a plan, and proves "
-    "that dividing it changes no bit. No GPU, no weights; about a minute."
+    f"Plans a load of {FULL.model} for two different cards, proves that dividing a small model changes no "
+    "bit, and serves it on two unlike devices. No GPU, no weights; about a minute."
 )
 
 
@@ -133,9 +133,9 @@ def demo(
         "tessera-demo"
     ),
 ) -> Illustrated[DemoRun]:
-    """Show the gain, a service and the proof, without a GPU.
+    """Show the gain, the proof and a service, without a GPU.
 
-    Plans a load for two different cards, serves a small model by such a plan, and checks every bit.
+    Plans a load for two different cards, checks every bit of a divided small model, and serves it.
     """
     started = time.perf_counter()
     cluster = _cluster(devices, link)
@@ -314,7 +314,11 @@ def _story(run: DemoRun, divided: Plan) -> Iterator[RenderableType | Record]:
     yield DemoPolicies(policies=gain.baselines | {f"the plan: {gain.policy}": plan})
     yield Text(gain.headline, style="bold")
     yield Text(gain.notes[1])
-    yield Rule(f"2. The service: {MODEL}, planned and served on {' beside '.join(names)}", align="left")
+    yield Rule(f"2. The proof: {MODEL}, divided kernel by kernel over {len(names)} workers", align="left")
+    yield layer_picture(divided, main_lane(divided), 0)
+    word = "equal bit for bit" if run.verified else "DIFFERENT"
+    yield Text(f"{divided.policy}: tokens, logits and bytes of state {word} (measured)", style="bold")
+    yield Rule(f"3. The service: {MODEL}, planned and served on {' beside '.join(names)}", align="left")
     for group in served.groups:
         yield Text(f"{group.role} on {', '.join(group.devices)}, {group.sequences} sequences")
     word = "equal to the model's own" if served.verified else "DIFFERENT from the model's own"
@@ -323,10 +327,6 @@ def _story(run: DemoRun, divided: Plan) -> Iterator[RenderableType | Record]:
         f"{served.tokens} tokens {word} (measured)",
         style="bold",
     )
-    yield Rule(f"3. The proof: {MODEL}, divided kernel by kernel over {len(names)} workers", align="left")
-    yield layer_picture(divided, main_lane(divided), 0)
-    word = "equal bit for bit" if run.verified else "DIFFERENT"
-    yield Text(f"{divided.policy}: tokens, logits and bytes of state {word} (measured)", style="bold")
     yield Rule("4. Where to look next", align="left")
     yield Text(f"tessera simulate {run.files['full_plan']}  the plan of part 1, played on a virtual clock")
     yield Text(f"tessera serve {MODEL} --devices {','.join(names)}  an OpenAI-compatible endpoint")
