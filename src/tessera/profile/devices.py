@@ -193,11 +193,18 @@ def _cpu(word: str) -> Device:
 
 
 def _shared_nodes(devices: Sequence[Device]) -> list[Device]:
-    """Splits memory and cores of NUMA nodes among their devices; GPUs' workers and the engine need some."""
+    """Splits memory and cores of NUMA nodes among their devices; GPUs' workers and the engine need some.
+
+    Without a GPU every worker has one thread: with several, sums depend on their number.
+    """
     num = Counter(d.ordinal for d in devices if d.kind is DeviceKind.CPU)
-    spare = SPARE_CORES if any(d.kind is DeviceKind.CUDA for d in devices) else 0
+    is_beside_gpu = any(d.kind is DeviceKind.CUDA for d in devices)
+
+    def cores(device: Device, parts: int) -> int:
+        return max(1, (device.num_cores - SPARE_CORES) // parts) if is_beside_gpu else 1
+
     return [
-        replace(d, memory_bytes=d.memory_bytes // n, num_cores=max(1, (d.num_cores - spare) // n))
+        replace(d, memory_bytes=d.memory_bytes // n, num_cores=cores(d, n))
         if d.kind is DeviceKind.CPU and (n := num[d.ordinal])
         else d
         for d in devices

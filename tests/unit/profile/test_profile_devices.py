@@ -137,8 +137,12 @@ def test_modelled_cpus_are_devices() -> None:
         parse_devices("emu:cpu-8086")
 
 
-def test_cpus_share_the_cores_of_their_node() -> None:
+def test_cpus_share_the_memory_of_their_node() -> None:
     (alone,), pair = parse_devices("cpu"), parse_devices("cpu,cpu")
-    assert alone.num_cores >= max(d.num_cores for d in pair) >= 1
     assert sum(d.memory_bytes for d in pair) <= alone.memory_bytes
-    assert parse_devices(f"cpu/node={alone.ordinal}")[0].num_cores == alone.num_cores
+    assert parse_devices(f"cpu/node={alone.ordinal}")[0].memory_bytes == alone.memory_bytes
+
+
+def test_a_cpu_without_a_gpu_has_one_thread() -> None:
+    """With several threads, sums depend on their number."""
+    assert [1, 1] == [d.num_cores for d in parse_devices("cpu,emu:l40s,cpu") if d.kind is DeviceKind.CPU]

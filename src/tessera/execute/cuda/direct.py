@@ -11,7 +11,7 @@ elements on one card need CUDA MPS with `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` set 
 
 `transports` lists what is usable, and why others are not, by asking torch and the driver:
 
-    shm      CPU workers of one machine
+    shm      workers of one machine, at least one of them on a CPU
     ipc      GPUs of one machine, also several workers on one card
     nvshmem  GPUs with the library that torch brings
     host     workers of any kind, on any machines
@@ -280,7 +280,7 @@ class TransportState:
 def transports() -> tuple[TransportState, ...]:
     num = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return (
-        TransportState("shm", "CPU workers of one machine", True, True, "shared memory"),
+        TransportState("shm", "workers of one machine, one at least on a CPU", True, True, "shared memory"),
         _ipc(num),
         _nvshmem(num),
         TransportState("host", "any workers", True, True, "TCP, through pinned memory where there is a GPU"),
