@@ -11,6 +11,7 @@ kernel reaches a third of an H200's bandwidth.
 
 import ctypes
 import functools
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -239,3 +240,15 @@ def _as_viewed(made: torch.Tensor, source: torch.Tensor, shape: Any) -> torch.Te
     with unset_fake_temporarily():
         real = torch.empty_strided(source.size(), source.stride(), device="meta").view(shape).stride()
     return made if made.stride() == real else made.as_strided(made.size(), real, made.storage_offset())
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Disable the cyclic collector, which would scan all recorded objects repeatedly."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

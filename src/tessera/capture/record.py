@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tessera.capture import fake
-from tessera.capture.fake import Run
+from tessera.capture.fake import Run, uncollected
 from tessera.capture.function import workload as workload_of
 from tessera.capture.holders import Before, python_state, refuse_change
 from tessera.capture.models import another, build, known_models
@@ -182,6 +182,7 @@ def _record(
         recorder.name_buffers(BufferKind.STATE, state)
         with (
             torch.no_grad(),
+            uncollected(),
             insisting(),
             own_launches(recorder.own_launch),
             reads_refused(recorder.varies),

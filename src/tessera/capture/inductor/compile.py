@@ -28,7 +28,7 @@ from torch.fx import Node
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera.capture.fake import InPlaceOf, run_fake, target_attention
+from tessera.capture.fake import InPlaceOf, run_fake, target_attention, uncollected
 from tessera.capture.operators import (
     arguments,
     check_operator,
@@ -313,6 +313,7 @@ def trace_step(
     seen = _borders(workload.module, tracer)
     with (
         torch.no_grad(),
+        uncollected(),
         mode,
         InPlaceOf(linear, _folded_linear),
         attention,
