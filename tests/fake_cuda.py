@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tessera.execute import timing
 from tessera.execute.cuda import timing as cuda_timing
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory
@@ -150,5 +151,5 @@ def install(monkeypatch: pytest.MonkeyPatch, cost_us: float = 5.0, start_us: flo
             cuda.launched(launch)
             super().run(launch, memory)
 
-    monkeypatch.setattr(cuda_timing, "Launcher", Counted)
+    monkeypatch.setattr(timing, "Launcher", Counted)
     return cuda

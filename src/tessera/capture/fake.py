@@ -244,7 +244,7 @@ def _as_viewed(made: torch.Tensor, source: torch.Tensor, shape: Any) -> torch.Te
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable the cyclic collector, which would scan all recorded objects repeatedly."""
+    """Disable the cyclic collector: callbacks and finalizers of others are no part of the step."""
     was_on = gc.isenabled()
     gc.disable()
     try:

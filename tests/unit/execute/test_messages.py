@@ -61,6 +61,7 @@ BYTES = st.binary(max_size=4)
 INDEX = st.integers(0, 1 << 40)
 INDEXES = st.lists(INDEX, max_size=3)
 PARTS = st.lists(st.tuples(TEXTS, INDEX), max_size=2)
+PLACE = st.tuples(NUMBERS, NUMBERS)
 
 
 def rows(*parts: st.SearchStrategy[Any]) -> st.SearchStrategy[list[tuple[Any, ...]]]:
@@ -80,8 +81,8 @@ FIELDS: dict[type, list[st.SearchStrategy[Any]]] = {
     LinkOpen: [INDEX, INDEX],
     LinkClose: [],
     LinkFrame: [INDEX, INDEX, FLOATS],
-    MovePages: [*[INDEX] * 4, PARTS, INDEXES, INDEXES],
-    PageFrame: [*[INDEX] * 4, st.lists(st.tuples(TEXTS, INDEX, INDEXES), max_size=2), INDEX],
+    MovePages: [INDEX, INDEX, PLACE, PLACE, PARTS, INDEXES, INDEXES],
+    PageFrame: [*[INDEX] * 3, PLACE, st.lists(st.tuples(TEXTS, INDEX, INDEXES), max_size=2), INDEX],
     PageTaken: [INDEX],
     WorkerReady: [FLOATS, NUMBERS, TEXTS],
     StoreSet: [TEXTS, BYTES],
