@@ -70,6 +70,7 @@ def test_a_price_of_your_own_decides(capsys: pytest.CaptureFixture[str]) -> None
     assert (["l4"], "RunPod") == (second["gpus"], second["provider"])
 
 
+@pytest.mark.slow
 def test_no_more_is_rented_than_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     """What `--have` calls enough is rented, nothing dearer: both plan the same sets in the same way."""
     words = ("--gpus", "l4", "--max-devices", "3")
@@ -105,6 +106,7 @@ def test_drafts_below_the_rate_are_planned_within_their_error(
     assert ["l4"] == advised(*asked, capsys=capsys)["candidates"][0]["gpus"]
 
 
+@pytest.mark.slow
 def test_higher_rate_costs_more(capsys: pytest.CaptureFixture[str]) -> None:
     """More work needs more or dearer GPUs."""
     names = ("--gpus", "l40s,l4", "--max-devices", "3")

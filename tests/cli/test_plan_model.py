@@ -67,7 +67,13 @@ def test_a_batch_of_your_own_keeps_compiled_launches(
     assert "compiled" == json.loads(out)["launches"]
 
 
-@pytest.mark.parametrize("kind", [("--output-tokens", "0", "--batch", "192"), ("--output-tokens", "64")])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("--output-tokens", "0", "--batch", "192"),
+        pytest.param(("--output-tokens", "64"), marks=pytest.mark.slow),
+    ],
+)
 def test_plans_take_the_share_of_memory_that_they_are_given(
     kind: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

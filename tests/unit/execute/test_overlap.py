@@ -203,7 +203,7 @@ def seeds(num_devices: int, num: int) -> list[int]:
     return [s for s, plan in plans if can_overlap(plan, plan.lanes[0])][:num]
 
 
-@pytest.mark.parametrize("transport", ["shm", "host"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("host", marks=pytest.mark.slow)])
 def test_queued_steps_give_the_bits_of_steps_one_by_one(transport: str) -> None:
     rng = random.Random(1)
     for num_devices in (2, 3):

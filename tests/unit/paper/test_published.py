@@ -90,6 +90,7 @@ def test_a_curve_passes_the_limit_between_two_rates() -> None:
     assert (2.5, None) == (curve.rate_at(50.0, 1), curve.rate_at(50.0, 2))
 
 
+@pytest.mark.slow
 def test_quick_has_fewer_tasks() -> None:
     assert len(tasks(True)) < len(tasks(False))
 

@@ -67,6 +67,7 @@ def test_data_parallel_has_a_batch_of_its_own_on_every_device() -> None:
     assert parallel.tokens_per_s > single.tokens_per_s
 
 
+@pytest.mark.slow
 def test_the_plan_and_every_policy_are_near_the_best_of_all_batches() -> None:
     """A batch that lies between the first ones is found, for each of them by itself."""
     memory = (1000, 500)
