@@ -117,6 +117,7 @@ def test_higher_rate_costs_more(capsys: pytest.CaptureFixture[str]) -> None:
     assert high["requests_per_s"] >= 1.2 * low["requests_per_s"]
 
 
+@pytest.mark.slow
 def test_latency_asked_for_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """With a tight limit a token the batch is as small as it has to be."""
     names = ("--gpus", "a100,l40s", "--max-devices", "1")

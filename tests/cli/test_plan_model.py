@@ -86,6 +86,7 @@ def test_plans_take_the_share_of_memory_that_they_are_given(
         assert device["weights"] + device["state"] <= 0.01 * device["capacity"]
 
 
+@pytest.mark.slow
 def test_a_model_is_planned_by_the_dollar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No policy is cheaper."""
     devices = ("--devices", "emu:a100,emu:l40s", *LOAD[2:])
@@ -99,6 +100,7 @@ def test_a_model_is_planned_by_the_dollar(tmp_path: Path, capsys: pytest.Capture
     assert found["usd_per_million_tokens"] <= 1.01 * least
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_worth_its_rent_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
