@@ -54,7 +54,7 @@ BURSTS = (0.4, 0.7)
 QUICK_LOADS, QUICK_ANSWERS, QUICK_REQUESTS = (0.5, 0.8, 0.95, 1.05), (20, 256), 1500
 QUICK_STREAMS = {"poisson": 3, "bursty": 2}
 # With --sweep: shares of the best capacity, tokens of an answer, streams, requests and seeds.
-SWEEP_LOADS, SWEEP_ANSWERS, SWEEP_REQUESTS, SWEEP_SEEDS = (0.2, 0.5, 0.8, 0.95, 1.1), (20, 128, 512), 500, 20
+SWEEP_LOADS, SWEEP_ANSWERS, SWEEP_REQUESTS, SWEEP_SEEDS = (0.2, 0.5, 0.8, 0.95, 1.1), (20, 128, 512), 300, 20
 SWEEP_STREAMS = ("poisson", "bursty", "burstgpt", "azure")
 # Statistics of public logs, not their rows. BurstGPT: times between requests are Gamma with a coefficient of
 # variation of 2, lengths have a long tail. Azure's conversations: busier minutes, lengths nearly lognormal.
@@ -207,9 +207,14 @@ def stream_of(kind: str, rate_per_s: float, tokens: int, seed: int) -> Arrivals:
     return replace(found, times_s=tuple(np.cumsum(gaps).tolist()))
 
 
-def _swept(plans: list[tuple[str, Plan]], tokens: int, seed: int) -> list[dict[str, Any]]:
+def _known(plans: list[tuple[str, Plan]], tokens: int) -> tuple[Capability, ...]:
+    return known_of(plans, Scenario(make_arrivals("poisson:1", SWEEP_REQUESTS, 0, f"geometric:512,{tokens}")))
+
+
+def _swept(
+    plans: list[tuple[str, Plan]], known: tuple[Capability, ...], tokens: int, seed: int
+) -> list[dict[str, Any]]:
     """All loads and streams of one answer length and seed."""
-    known = known_of(plans, Scenario(make_arrivals("poisson:1", 1000, 0, f"geometric:512,{tokens}")))
     best = max(x.capacity_per_s for x in known)
     return [
         {"answer_tokens": tokens, "load": share, "seed": seed}
@@ -223,7 +228,8 @@ def sweep(plans: list[tuple[str, Plan]], out: Path | None) -> dict[str, Any]:
     """Means over seeds by answer length, load and stream; written after every seed."""
     context, runs, found = multiprocessing.get_context("spawn"), [], {}
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context) as pool:
-        tasks = [(tokens, seed) for seed in range(SWEEP_SEEDS) for tokens in SWEEP_ANSWERS]
+        known = {tokens: pool.submit(_known, plans, tokens) for tokens in SWEEP_ANSWERS}
+        tasks = [(known[n].result(), n, seed) for seed in range(SWEEP_SEEDS) for n in SWEEP_ANSWERS]
         for future in as_completed([pool.submit(_swept, plans, *task) for task in tasks]):
             runs += future.result()
             found = swept_document(runs)
