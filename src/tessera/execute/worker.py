@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
@@ -38,7 +38,7 @@ from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.transport import RunTransfer, TransferArrived, open_transport
 from tessera.execute.worker_loop import DeviceWorker
-from tessera.ir import BufferKind, Device, DeviceKind, Free, Instruction, Recv, Run, Send
+from tessera.ir import AWAY, BufferKind, Device, DeviceKind, Free, Instruction, Recv, Run, Send
 from tessera.ir.host import host_nodes
 
 # File in the session's folder that the engine locks while it lives.
@@ -317,7 +317,10 @@ def _backend(setup: Setup, engine: EngineConnection) -> DeviceWorker:
     if setup.cluster.devices[setup.device].kind is DeviceKind.CUDA:
         from tessera.execute.cuda.worker import CudaWorker
 
-        return CudaWorker(setup, engine)
+        # Ordinals as this machine counts them, also where rank 0 computes beside the engine.
+        devices = (replace(x, ordinal=0) if x.ordinal == AWAY else x for x in setup.cluster.devices)
+        cluster = replace(setup.cluster, devices=tuple(devices))
+        return CudaWorker(replace(setup, cluster=cluster), engine)
     return CpuWorker(setup, engine)
 
 
