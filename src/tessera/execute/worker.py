@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, WorkerError
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import (
@@ -317,6 +317,10 @@ def _backend(setup: Setup, engine: EngineConnection) -> DeviceWorker:
     if setup.cluster.devices[setup.device].kind is DeviceKind.CUDA:
         from tessera.execute.cuda.worker import CudaWorker
 
+        if not torch.cuda.is_available():
+            raise WorkerError(
+                "this machine has no CUDA device", "Start it where the GPU is; rank 0 computes too."
+            )
         # Ordinals as this machine counts them, also where rank 0 computes beside the engine.
         devices = (replace(x, ordinal=0) if x.ordinal == AWAY else x for x in setup.cluster.devices)
         cluster = replace(setup.cluster, devices=tuple(devices))

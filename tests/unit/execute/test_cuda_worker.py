@@ -115,7 +115,9 @@ def test_divided_runs_have_the_models_own_bits(policy: str, transport: str) -> N
         assert all(is_right(seed, result) for seed, result in enumerate(results))
 
 
-def test_a_worker_beside_the_engine_takes_its_first_gpu_for_one_of_another_machine() -> None:
+def test_a_worker_beside_the_engine_takes_its_first_gpu_for_one_of_another_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rank 0 of a service on away:a100,away:l40s computes in a process of its own machine."""
     whole = plan("attention-ffn")
     devices = tuple(replace(device, ordinal=AWAY) for device in whole.cluster.devices)
@@ -125,6 +127,10 @@ def test_a_worker_beside_the_engine_takes_its_first_gpu_for_one_of_another_machi
     with WorkerStepper([away], weights, transport="host", timeout_s=30.0) as stepper:
         (result,) = run_offline(stepper, [request(0)]).results
         assert is_right(0, result)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(WorkerError, match="has no CUDA device"):
+        WorkerStepper([away], weights, transport="host", timeout_s=30.0)
 
 
 def sorted_and_back(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
