@@ -162,14 +162,15 @@ def ask(url: str, load: Load, seed: int, **fields: Any) -> dict[str, Any]:
     return dict(figures(run))
 
 
-def by_choice(url: str, put: Callable[[str, Any], None]) -> None:
-    """The first load in every way to choose tokens, with its part of the greedy rate."""
+def by_choice(url: str, limit: float, put: Callable[[str, Any], None]) -> None:
+    """The first load in every way to choose tokens, with its parts of the greedy rate and of the limit."""
     load, greedy = LOADS[0], 0.0
     for number, (name, fields) in enumerate(CHOICES.items()):
         got = ask(url, load, number, **fields)
         per_s = float(got["output_throughput"])
         greedy = greedy or per_s
-        put(name, {"tokens per s": per_s, "of greedy": round(per_s / greedy, 4), "figures": got})
+        shares = {"of greedy": round(per_s / greedy, 4), "share": round(per_s / limit, 4)}
+        put(f"{load.name}, {name}", {"tokens per s": per_s, "limit": limit, **shares, "figures": got})
 
 
 def load_of(word: str) -> Load:
@@ -228,7 +229,7 @@ def main() -> None:
                 continue
             ask(server.url, Load(64, 8, 64, 64), 99)  # connections, first steps of every size
             if args.choices:
-                by_choice(server.url, put)
+                by_choice(server.url, limit_per_s(LOADS[0], sizes, found["card"]), put)
             for number, load in enumerate(args.load or ([] if args.choices else LOADS)):
                 began = time.monotonic()
                 got = ask(server.url, load, number)
