@@ -38,7 +38,7 @@ docs: $(READY) ## build the documents as a site, build/site; fails on a link tha
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 docs-version: docs ## add the site to the branch gh-pages under its version, and make it the latest
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $$(sed -n 's/^__version__ = "\(.*\)\..*"$$/\1/p' src/tessera/__init__.py) latest
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" mike deploy --update-aliases $$(sed -n 's/^__version__ = "\(.*\)\..*"$$/\1/p' src/tessera/__init__.py) latest
 	$(BIN)/mike set-default latest
 
 bench: $(READY) ## measure the planner, the simulator and the analyzer on this machine
