@@ -35,6 +35,7 @@ from tessera.plan.batches import BATCHES
 from tessera.plan.service import compared
 
 BASELINES = "coarser policies, each at its own best (simulated)"
+ROWS = "this model has no text: a row of the batch counts as one token"
 # Microbatches of a search that chooses them.
 ANY_MICROBATCHES = 1
 
@@ -203,6 +204,8 @@ def _plan_steps(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], 
     )
     depths = (wanted.microbatches,) if wanted.microbatches else ()
     plan, found = plan_steps(recorded, cluster, target, config, batches, depths, advance)
+    if steps[-1].kind != "decode" or ":" in steps[-1].model:  # a picture, or a callable of the user
+        note = f"{ROWS}; {note}" if note else ROWS
     return PlannedModel(plan, found, is_compiled, note)
 
 
