@@ -11,7 +11,17 @@ from rich.console import Console
 
 from tessera.advise import Advice, Candidate, Market, RentedLoad
 from tessera.cli.capture import MODEL_HELP, Launches, checked_launches
-from tessera.cli.output import HIDDEN, Record, finite, positive, progress, shown
+from tessera.cli.output import (
+    HIDDEN,
+    PER_TOKEN,
+    TO_FIRST,
+    Record,
+    finite,
+    limit_ms,
+    positive,
+    progress,
+    shown,
+)
 from tessera.cli.plan import EffortOption, MemoryShareOption, PriceOption, prices_of
 from tessera.cli.plan_model import ModelPlanFigures, PlannedModel, model_figures
 from tessera.cli.render import text_of
@@ -39,16 +49,8 @@ PromptOption = Annotated[
 OutputOption = Annotated[
     int | None, typer.Option(min=1, help="Tokens per answer.", show_default="256; images 40 steps")
 ]
-TtftOption = Annotated[
-    float | None, typer.Option(callback=positive, help="Limit of the time to first token, in ms.")
-]
-TpotOption = Annotated[
-    float | None,
-    typer.Option(
-        callback=positive,
-        help="Limit of the time per output token, in ms: median over the requests of every group.",
-    ),
-]
+TtftOption = Annotated[float | None, limit_ms(TO_FIRST, callback=positive)]
+TpotOption = Annotated[float | None, limit_ms(PER_TOKEN, callback=positive)]
 GpusOption = Annotated[str, typer.Option(help="GPUs to choose from, such as a100,l40s.", show_default="all")]
 ProviderOption = Annotated[str, typer.Option(help="The only provider to rent from.", show_default="any one")]
 MarginOption = Annotated[
@@ -82,7 +84,9 @@ def advise(
     max_devices: Annotated[int, typer.Option(min=1, help="Maximum number of GPUs to rent.")] = 4,
     provider: ProviderOption = "",
     price: PriceOption = None,
-    link: Annotated[str, typer.Option(help="Link between the GPUs.")] = "pcie4",
+    link: Annotated[
+        str, typer.Option(help="Link between the GPUs: pcie4, pcie5, nvlink, ib100, ib200 or ib400.")
+    ] = "pcie4",
     margin: MarginOption = 0.1,
     memory_share: MemoryShareOption = MEMORY_SHARE,
     launches: Launches = "",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tessera.cli.capture import Launches, RandomWeights, checked_launches
-from tessera.cli.output import Illustrated, finite, only_if, progress
+from tessera.cli.output import PER_TOKEN, TO_FIRST, Illustrated, finite, limit_ms, only_if, progress
 from tessera.cli.plan_model import ModelPlanFigures, PlannedLoad, plan_model
 from tessera.cli.plan_text import PlanFigures, pictures, plan_figures, reasons_of
 from tessera.errors import MismatchError, TesseraError
@@ -60,29 +60,18 @@ BatchOption = Annotated[
     typer.Option(min=1, callback=MODEL, help="Batch size (MODEL form only).", show_default="chosen"),
 ]
 PromptTokensOption = Annotated[
-    int, typer.Option(min=1, callback=MODEL, help="Prompt tokens (MODEL form only).")
+    int, typer.Option(min=1, callback=MODEL, help="Tokens per prompt (MODEL form only).")
 ]
 OutputTokensOption = Annotated[
     int,
     typer.Option(
         min=0,
         callback=MODEL,
-        help="Output tokens (MODEL form only); 0: decodes alone, at a context of the prompt.",
+        help="Tokens per answer (MODEL form only); 0: decodes alone, at a context of the prompt.",
     ),
 ]
-TpotMsOption = Annotated[
-    float | None,
-    typer.Option(
-        callback=MODEL,
-        help="Limit of milliseconds per output token: median over the requests of every group (MODEL form).",
-    ),
-]
-TtftMsOption = Annotated[
-    float | None,
-    typer.Option(
-        callback=MODEL, help="Limit of milliseconds to the first token: median over requests (MODEL form)."
-    ),
-]
+TpotMsOption = Annotated[float | None, limit_ms(f"{PER_TOKEN} (MODEL form)", callback=MODEL)]
+TtftMsOption = Annotated[float | None, limit_ms(f"{TO_FIRST} (MODEL form)", callback=MODEL)]
 ObjectiveOption = Annotated[
     Objective,
     typer.Option(
@@ -90,10 +79,14 @@ ObjectiveOption = Annotated[
     ),
 ]
 CountsOption = Annotated[
-    str | None, typer.Option(callback=TRACES, help="Runs of each step in a request, as 1,32.")
+    str | None,
+    typer.Option(callback=TRACES, help="Runs of each step in a request, as 1,32.", show_default="1 each"),
 ]
 PolicyOption = Annotated[
-    str | None, typer.Option(callback=TRACES, help="Force a coarser policy, such as data-parallel.")
+    str | None,
+    typer.Option(
+        callback=TRACES, help="Force a coarser policy, such as data-parallel.", show_default="the best"
+    ),
 ]
 PinOption = Annotated[list[str] | None, typer.Option(callback=TRACES, help=PIN_HELP)]
 ForbidOption = Annotated[
@@ -135,7 +128,8 @@ PriceOption = Annotated[
     ),
 ]
 OutputOption = Annotated[
-    Path | None, typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan")
+    Path | None,
+    typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan; MODEL.plan"),
 ]
 
 
@@ -177,47 +171,26 @@ def plan(
     and the decode's context is the prefill's context plus its reserve.
     """
     started = time.perf_counter()
-    changes = DeviceChanges(memory or [], prices_of(price or ()))
-    links, buses = link or [], bus or []
+    prices = _Prices(costs or [], devices, link or [], bus or [], memory or [], prices_of(price or ()))
     if is_model(traces):
-        if objective is Objective.LATENCY:
-            remedy = "Limit it with --tpot-ms and --ttft-ms, or plan the traces of `tessera capture`."
-            raise TesseraError("needs traces, not a model's name", remedy, "--objective latency")
         wanted = PlannedLoad(
             traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, microbatches, random_weights,
             checked_launches(launches), objective, effort, memory_share, expert_frequencies,
         )  # fmt: skip
-        return plan_model(wanted, _cluster(devices, links, buses, changes), output)
+        return plan_model(wanted, prices.cluster(), output)
     from tessera.plan import PlanConfig, search_config
 
     if launches:
         raise TesseraError("needs a model's name, not traces", place="--launches")
-    many, search = microbatches or NUM_MICROBATCHES, search_config(effort)
-    config = PlanConfig(
-        objective, many, policy, _constraints(pin, forbid), search=search, memory_share=memory_share
-    )
-    prices = _Prices(costs or [], devices, links, buses, changes)
+    given = objective, microbatches or NUM_MICROBATCHES, policy, _constraints(pin, forbid)
+    config = PlanConfig(*given, search=search_config(effort), memory_share=memory_share)
     made = _plan_traces(traces, _counts(counts), prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
     save(made, path)
-    reasons = reasons_of(made) if explain else None
     seconds = round(time.perf_counter() - started, 3)
-    record = plan_figures(made, reasons, path, seconds)
-    return Illustrated(record, pictures(made))
-
-
-@dataclass(frozen=True)
-class DeviceChanges:
-    """Caps of memory, and USD per hour by GPU, in place of the catalogue's."""
-
-    memory: list[str]
-    prices: dict[str, float]
-
-    def of(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
-        from tessera.profile import cap_memory
-
-        capped = cap_memory(devices, self.memory)
-        return tuple(replace(d, usd_per_hour=self.prices.get(d.gpu or "", d.usd_per_hour)) for d in capped)
+    return Illustrated(
+        plan_figures(made, reasons_of(made) if explain else None, path, seconds), pictures(made)
+    )
 
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:
@@ -232,14 +205,6 @@ def prices_of(texts: Sequence[str]) -> dict[str, float]:
         if not 0 < found.get(gpu(name).name, 0) < math.inf:
             raise TesseraError(f"'{text}' is no price of a card", "Write it as h20=1.10.", "--price")
     return found
-
-
-def _cluster(devices: str | None, links: list[str], buses: list[str], changes: DeviceChanges) -> Cluster:
-    from tessera.profile import parse_devices, wire
-
-    if devices is None:
-        raise TesseraError("no devices were named", "Name them: --devices emu:a100,emu:l40s.", "--devices")
-    return wire(changes.of(parse_devices(devices)), links, buses)
 
 
 def _plan_traces(
@@ -286,7 +251,24 @@ class _Prices:
     devices: str | None
     links: list[str]
     buses: list[str]
-    changes: DeviceChanges
+    # Caps of memory, and USD per hour by GPU, in place of the catalogue's.
+    memory: list[str]
+    usd: dict[str, float]
+
+    def cluster(self) -> Cluster:
+        from tessera.profile import parse_devices, wire
+
+        if self.devices is None:
+            raise TesseraError(
+                "no devices were named", "Name them: --devices emu:a100,emu:l40s.", "--devices"
+            )
+        return wire(self._changed(parse_devices(self.devices)), self.links, self.buses)
+
+    def _changed(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+        from tessera.profile import cap_memory
+
+        capped = cap_memory(devices, self.memory)
+        return tuple(replace(d, usd_per_hour=self.usd.get(d.gpu or "", d.usd_per_hour)) for d in capped)
 
     def of(self, unit: WorkUnit) -> tuple[Cluster, tuple[Costs, ...]]:
         """Costs of a unit's traces."""
@@ -302,10 +284,10 @@ class _Prices:
                 raise TesseraError(
                     "neither --costs nor --devices was given", "Name devices: emu:a100,emu:l40s."
                 )
-            cluster = _cluster(self.devices, self.links, self.buses, self.changes)
+            cluster = self.cluster()
             return cluster, price(unit, cluster)
         loaded = {path: load(Costs, path) for path in self.files}
-        loaded = {p: replace(c, devices=self.changes.of(c.devices)) for p, c in loaded.items()}
+        loaded = {p: replace(c, devices=self._changed(c.devices)) for p, c in loaded.items()}
         by_trace = {c.trace_digest: c for c in loaded.values()}
         steps = {g.trace.digest: g.trace.step for g in unit.graphs}
         for path, found in loaded.items():

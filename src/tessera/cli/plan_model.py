@@ -65,7 +65,10 @@ class PlannedLoad:
         return Load(self.prompt_tokens, self.output_tokens, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms)
 
     def check(self) -> None:
-        """Refuse impossible limits before anything takes long."""
+        """Refuse what cannot be planned before anything takes long."""
+        if self.objective is Objective.LATENCY:
+            remedy = "Limit it with --tpot-ms and --ttft-ms, or plan the traces of `tessera capture`."
+            raise TesseraError("needs traces, not a model's name", remedy, "--objective latency")
         for name, limit in (("--tpot-ms", self.tpot_ms), ("--ttft-ms", self.ttft_ms)):
             if limit is not None and not 0 < limit < math.inf:
                 remedy = "Give a number above zero, or leave it out."
