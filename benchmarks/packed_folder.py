@@ -97,7 +97,7 @@ def write(model: str, method: str, folder: Path) -> None:
         if sum(t.nbytes for t in shards[-1].values()) > SHARD_BYTES:
             shards.append({})
         shards[-1] |= {base + key: part.clone() for key, part in parts.items()}
-    places = {}
+    places: dict[str, str] = {}
     for number, shard in enumerate(shards):
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         save_file(shard, folder / file, {"format": "pt"})
