@@ -107,10 +107,7 @@ def served(
     if max_bytes is not None:
         _check_bytes(model, weight_bytes(place), max_bytes)
     # Built once for the smallest step: the configuration tells how state is kept.
-    smallest = Step(
-        place, "tokens", 1, 1, spec.seed, 2 * PAGE, spec.random_weights, joined_products=spec.joined,
-        adapters=tuple(folder for _, folder in spec.adapters),
-    )  # fmt: skip
+    smallest = smallest_step(place, spec)
     first = build(smallest)
     config: Any = getattr(first.module, "config", None)
     sees = _sees(config, model)
@@ -141,6 +138,13 @@ def served(
     )  # fmt: skip
     steps += [replace(pages, batch=shape.num_sequences(x), context=x) for x in sizes]
     return ServedModel(model, shape, tuple(another(first, step) for step in steps))
+
+
+def smallest_step(place: str, spec: ServeSpec) -> Step:
+    return Step(
+        place, "tokens", 1, 1, spec.seed, 2 * PAGE, spec.random_weights, joined_products=spec.joined,
+        adapters=tuple(folder for _, folder in spec.adapters),
+    )  # fmt: skip
 
 
 def _check_counts(spec: ServeSpec) -> None:
