@@ -83,12 +83,8 @@ def plan_of(of: WorkUnit, policy: str, is_dilated: bool = True) -> Plan:
 def beside_cpu(policy: str) -> Plan:
     """A policy on a GPU and a CPU."""
     made = plan(policy, is_dilated=False)
-    gpu, other = made.cluster.devices
-    devices = (gpu, Device("cpu", DeviceKind.CPU, "", 1 << 34, num_cores=1))
-    links = tuple(
-        replace(link, **{end: devices[getattr(link, end) == other.name].name for end in ("src", "dst")})
-        for link in made.cluster.links
-    )
+    devices = (made.cluster.devices[0], Device("cpu", DeviceKind.CPU, "", 1 << 34, num_cores=1))
+    links = tuple(Link(a.name, b.name, "pcie4", 10.0, 25.0) for a in devices for b in devices if a is not b)
     costs = tuple(replace(each, devices=devices) for each in made.costs)
     return replace(made, cluster=Cluster(devices, links), costs=costs)
 
