@@ -48,6 +48,8 @@ class ServedModel:
     shape: Shape
     # By size; before them encode, if the model has it.
     workloads: tuple[Workload, ...]
+    # Why every step has one token of each sequence; empty if tokens are packed.
+    reason: str = ""
 
     @property
     def encode(self) -> Workload | None:
@@ -137,7 +139,7 @@ def served(
         has_rows=bool(found.rows), window=found.window,
     )  # fmt: skip
     steps += [replace(pages, batch=shape.num_sequences(x), context=x) for x in sizes]
-    return ServedModel(model, shape, tuple(another(first, step) for step in steps))
+    return ServedModel(model, shape, tuple(another(first, step) for step in steps), found.reason)
 
 
 def smallest_step(place: str, spec: ServeSpec) -> Step:
