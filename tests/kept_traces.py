@@ -2,11 +2,11 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import sampling
-from tessera.capture import record_sizes, record_step
+from tessera.capture import Workload, record, record_sizes, record_step
 from tessera.capture.models import known_models
 from tessera.ir import Step, Trace, load, save
 
@@ -19,7 +19,7 @@ def recorded(step: Step, device: str = "cpu", is_compared: bool = False) -> Trac
         return record_step(step, device, is_compared)
     if not path.exists():
         save(record_step(step, device, is_compared), path)
-    return load(Trace, path)
+    return _load(path)
 
 
 def recorded_sizes(steps: Sequence[Step], advance: Callable[[int], None] = lambda num: None) -> list[Trace]:
@@ -36,9 +36,24 @@ def recorded_sizes(steps: Sequence[Step], advance: Callable[[int], None] = lambd
     return [recorded(step, "fake", True) for step in steps]
 
 
-def _path(step: Step, device: str) -> Path | None:
+def recorded_workload(workload: Workload) -> Trace:
+    """`record` of a served step, with the same files; steps that differ in their tensors are told apart."""
+    tensors = {**workload.make_inputs(0), **workload.make_state(0), **workload.weights()}
+    forms = sorted((name, str(t.device), str(t.dtype), *t.shape) for name, t in tensors.items())
+    path = _path(workload.step, repr(forms)) if {"cpu"} == {form[1] for form in forms} else None
+    if path is None:
+        return record(workload)
+    if not path.exists():
+        save(record(workload), path)
+    return _load(path)
+
+
+_load = cache(partial(load, Trace))
+
+
+def _path(step: Step, form: str) -> Path | None:
     """None: the step is recorded anew."""
     folder = sampling.shared_folder()
-    if folder is None or step.model not in known_models() or device not in ("cpu", "fake"):
+    if folder is None or step.model not in known_models() or form.startswith("cuda"):
         return None
-    return folder / f"{hashlib.sha256(repr((step, device)).encode()).hexdigest()[:16]}.trace"
+    return folder / f"{hashlib.sha256(repr((step, form)).encode()).hexdigest()[:16]}.trace"
