@@ -11,6 +11,7 @@ tokens mean nothing, their number does.
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -72,6 +73,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.8, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": LIST}}},
 }
+# Seeds of prompts, one per load.
+SEEDS = itertools.count(1)
 LOADS = (
     Load(512, 128, 64, 256),
     Load(128, 128, 256, 768),
@@ -140,8 +143,8 @@ def limit_per_s(load: Load, sizes: Sizes, found: dict[str, float]) -> float:
     return load.at_once * load.output / (prompts_s + steps_s)
 
 
-def ask(url: str, load: Load, seed: int, **fields: Any) -> dict[str, Any]:
-    """One load over HTTP."""
+def ask(url: str, load: Load, **fields: Any) -> dict[str, Any]:
+    """One load over HTTP, with prompts of its own: none is in the prefix cache."""
     from tessera.ir import Arrivals
     from tessera.serve.load import LoadOptions, figures, measure, parse_address
 
@@ -154,7 +157,7 @@ def ask(url: str, load: Load, seed: int, **fields: Any) -> dict[str, Any]:
         prompt_tokens=load.prompt,
         output_tokens=load.output,
         api="completions",
-        seed=seed,
+        seed=next(SEEDS),
         timeout_s=120.0,
         fields=fields,
     )
@@ -162,14 +165,15 @@ def ask(url: str, load: Load, seed: int, **fields: Any) -> dict[str, Any]:
     return dict(figures(run))
 
 
-def by_choice(url: str, put: Callable[[str, Any], None]) -> None:
-    """The first load in every way to choose tokens, with its part of the greedy rate."""
+def by_choice(url: str, limit: float, put: Callable[[str, Any], None]) -> None:
+    """The first load in every way to choose tokens, with its parts of the greedy rate and of the limit."""
     load, greedy = LOADS[0], 0.0
-    for number, (name, fields) in enumerate(CHOICES.items()):
-        got = ask(url, load, number, **fields)
+    for name, fields in CHOICES.items():
+        got = ask(url, load, **fields)
         per_s = float(got["output_throughput"])
         greedy = greedy or per_s
-        put(name, {"tokens per s": per_s, "of greedy": round(per_s / greedy, 4), "figures": got})
+        shares = {"of greedy": round(per_s / greedy, 4), "share": round(per_s / limit, 4)}
+        put(f"{load.name}, {name}", {"tokens per s": per_s, "limit": limit, **shares, "figures": got})
 
 
 def load_of(word: str) -> Load:
@@ -226,12 +230,12 @@ def main() -> None:
             put(f"ready after s, start {start + 1}", round(server.start_s, 1))
             if start + 1 < args.starts:
                 continue
-            ask(server.url, Load(64, 8, 64, 64), 99)  # connections, first steps of every size
+            ask(server.url, Load(64, 8, 64, 64))  # connections, first steps of every size
             if args.choices:
-                by_choice(server.url, put)
-            for number, load in enumerate(args.load or ([] if args.choices else LOADS)):
+                by_choice(server.url, limit_per_s(LOADS[0], sizes, found["card"]), put)
+            for load in args.load or ([] if args.choices else LOADS):
                 began = time.monotonic()
-                got = ask(server.url, load, number)
+                got = ask(server.url, load)
                 per_s, limit = float(got["output_throughput"]), limit_per_s(load, sizes, found["card"])
                 row = {"tokens per s": per_s, "limit": limit, "share": round(per_s / limit, 4)}
                 put(load.name, {**row, "seconds": round(time.monotonic() - began, 1), "figures": got})

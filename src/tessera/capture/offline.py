@@ -1,6 +1,6 @@
 """Inductor without a GPU: the same launches, on fake tensors, with kernels compiled but not loaded.
 
-    with offline() as mode: ...      Inductor and Triton see one H100
+    with offline() as mode: ...      Inductor and Triton see one H100, or a card with given properties
 
 Compiled code runs on fake tensors: allocations and extern calls are fake, Triton kernels are compiled to PTX
 and their launches observed.
@@ -21,12 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tessera.capture.fake import ensure_cuda_guard
 from tessera.errors import extra_module
 
-# Compute capability and device properties of the simulated GPU.
-ARCH = 90
+# Device properties of the simulated GPU.
 PROPERTIES = SimpleNamespace(
     name="fake",
-    major=ARCH // 10,
-    minor=ARCH % 10,
+    major=9,
+    minor=0,
     multi_processor_count=132,
     regs_per_multiprocessor=65536,
     max_threads_per_multi_processor=2048,
@@ -41,20 +40,27 @@ PROPERTIES = SimpleNamespace(
     is_integrated=False,
 )
 
+
+def properties_of(ordinal: int) -> SimpleNamespace:
+    """Properties of a GPU of this machine that compilers ask for; those torch lacks are an H100's."""
+    real = torch.cuda.get_device_properties(ordinal)
+    return SimpleNamespace(**{name: getattr(real, name, value) for name, value in vars(PROPERTIES).items()})
+
+
 # Off: passes that run or time operators while compiling, and compile workers, which do not see these patches.
 CONFIG: dict[str, Any] = {"joint_graph_constant_folding": False, "shape_padding": False, "compile_threads": 1}
 
 
 @contextlib.contextmanager
-def offline() -> Iterator[FakeTensorMode]:
-    """While active, code compiles for an absent GPU and runs on fakes."""
+def offline(card: SimpleNamespace = PROPERTIES) -> Iterator[FakeTensorMode]:
+    """While active, code compiles for an absent GPU with these properties and runs on fakes."""
     ensure_cuda_guard()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(compiling_for(ARCH))
-        for target, name, value in _replacements():
+        stack.enter_context(compiling_for(10 * card.major + card.minor))
+        for target, name, value in _replacements(card):
             stack.enter_context(unittest.mock.patch.object(target, name, value, create=True))
-        stack.enter_context(_interface())
+        stack.enter_context(_interface(card))
         stack.enter_context(_asked_anew())
         stack.enter_context(mode)
         yield mode
@@ -120,15 +126,15 @@ def _asked_anew() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interface() -> Iterator[None]:
+def _interface(card: SimpleNamespace) -> Iterator[None]:
     from torch._dynamo import device_interface
 
     said: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "exchange_device": lambda device: 0,
         "maybe_exchange_device": lambda device: 0,
-        "get_compute_capability": lambda device=None: ARCH,
-        "get_device_properties": lambda device=None: PROPERTIES,
+        "get_compute_capability": lambda device=None: 10 * card.major + card.minor,
+        "get_device_properties": lambda device=None: card,
         "is_bf16_supported": lambda including_emulation=False: True,
         "is_triton_capable": lambda device=None: True,
     }
@@ -143,7 +149,7 @@ def _nothing(_: Any) -> None:
     pass
 
 
-def _replacements() -> list[tuple[Any, str, Any]]:
+def _replacements(card: SimpleNamespace) -> list[tuple[Any, str, Any]]:
     """(object, attribute, replacement)"""
     from torch._inductor.runtime import triton_helpers, triton_heuristics
 
@@ -157,9 +163,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     return [
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),
-        (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
-        (torch.cuda, "get_device_capability", lambda device=None: divmod(ARCH, 10)),
-        (torch.cuda, "get_device_name", lambda device=None: PROPERTIES.name),
+        (torch.cuda, "get_device_properties", lambda device=None: card),
+        (torch.cuda, "get_device_capability", lambda device=None: (card.major, card.minor)),
+        (torch.cuda, "get_device_name", lambda device=None: card.name),
         (torch.cuda, "set_device", lambda device: None),
         (torch.cuda, "_DeviceGuard", contextlib.nullcontext),
         (torch.cuda, "synchronize", lambda device=None: None),

@@ -13,13 +13,13 @@ import signal
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import torch
 
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, WorkerError
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import (
@@ -38,7 +38,7 @@ from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.transport import RunTransfer, TransferArrived, open_transport
 from tessera.execute.worker_loop import DeviceWorker
-from tessera.ir import BufferKind, Device, DeviceKind, Free, Instruction, Recv, Run, Send
+from tessera.ir import AWAY, BufferKind, Device, DeviceKind, Free, Instruction, Recv, Run, Send
 from tessera.ir.host import host_nodes
 
 # File in the session's folder that the engine locks while it lives.
@@ -317,7 +317,14 @@ def _backend(setup: Setup, engine: EngineConnection) -> DeviceWorker:
     if setup.cluster.devices[setup.device].kind is DeviceKind.CUDA:
         from tessera.execute.cuda.worker import CudaWorker
 
-        return CudaWorker(setup, engine)
+        if not torch.cuda.is_available():
+            raise WorkerError(
+                "this machine has no CUDA device", "Start it where the GPU is; rank 0 computes too."
+            )
+        # Ordinals as this machine counts them, also where rank 0 computes beside the engine.
+        devices = (replace(x, ordinal=0) if x.ordinal == AWAY else x for x in setup.cluster.devices)
+        cluster = replace(setup.cluster, devices=tuple(devices))
+        return CudaWorker(replace(setup, cluster=cluster), engine)
     return CpuWorker(setup, engine)
 
 

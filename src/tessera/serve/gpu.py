@@ -1,14 +1,15 @@
 """GpuBackend: builds, captures and prices steps on GPUs of this machine, one worker process each.
 
-Steps are captured from compiled code. Launches are measured on real cards and parts of one; on dilated
+Steps are captured from compiled code, in processes of their own where the model can be built without weights
+(`compiling`), else here. Launches are measured on real cards and parts of one; on dilated
 devices they are modelled, and measured time is modelled time times a scale (`execute.cuda.pace`).
 
 Random weights of large built-in models are made on the GPU and differ from those of a CPU; workers of one
 card share them. GPUs beside their host are in `planning`. Not handled: real cards beside dilated ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,19 +17,21 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from tessera.capture import Workload, known_models, record
+from tessera.capture import Workload, known_models, place_of, record
 from tessera.capture.inductor import record_inductor
+from tessera.capture.offline import properties_of
 from tessera.capture.record import PORTABLE
 from tessera.capture.workload import on_device
-from tessera.errors import TesseraError
+from tessera.errors import CaptureError, TesseraError
 from tessera.execute import driver
 from tessera.execute.cuda.measure import measure, scale_of
 from tessera.execute.stepper import Tensors
 from tessera.ir import AWAY, Cluster, Costs, Plan, Trace, WorkUnit
 from tessera.profile.measured import combine
+from tessera.serve.compiling import CompileProcess
 from tessera.serve.pages import steady
 from tessera.serve.records import ServeSpec
-from tessera.serve.steps import ServedModel, served, weight_bytes
+from tessera.serve.steps import ServedModel, served, smallest_step, weight_bytes
 
 # Tokens of the largest and smallest step: smaller ones cost the same, the weight reads.
 MAX_BATCH_TOKENS, MIN_SIZE = 2048, 64
@@ -70,6 +73,8 @@ class GpuBackend:
     is_compiled: bool = True
     # Step -> compiled kernels of its launches.
     kernels: dict[int, Mapping[int, Any]] = field(default_factory=dict)
+    # Captures the steps beside `build`; one at most.
+    processes: list[CompileProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_gpus(self.cluster)
@@ -94,7 +99,20 @@ class GpuBackend:
         card = str(driver.card(self.cluster.devices[0].ordinal))
         return replace(model, workloads=tuple(blank(on_device(w, card)) for w in model.workloads))
 
-    def capture(self, model: ServedModel) -> list[Trace]:
+    def begin(self, model: str) -> None:
+        if self.is_compiled:
+            card = properties_of(driver.card(self.cluster.devices[0].ordinal).index)
+            self.processes.append(CompileProcess(smallest_step(place_of(model), self.spec), card))
+
+    def capture(self, model: ServedModel, advance: Callable[[str], None]) -> list[Trace]:
+        steps = [workload.step for workload in model.workloads]
+        while self.processes:
+            with closing(self.processes.pop()) as process:
+                try:
+                    if model.shape.is_flat:
+                        return process.traces(steps, model.weights(), advance)
+                except CaptureError as error:
+                    advance(f"capturing steps on the GPU ({error.message})")
         traces = []
         for step, workload in enumerate(model.workloads):
             if self.is_compiled:

@@ -146,7 +146,10 @@ class StepBackend(Protocol):
     def placed(self, model: "ServedModel") -> "ServedModel":
         """The steps with their inputs where they are captured."""
 
-    def capture(self, model: "ServedModel") -> list[Trace]: ...
+    def begin(self, model: str) -> None:
+        """Starts what can be done for `capture` before the model is built."""
+
+    def capture(self, model: "ServedModel", advance: Listener) -> list[Trace]: ...
 
     def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]: ...
 
@@ -189,7 +192,10 @@ class CpuBackend:
     def placed(self, model: "ServedModel") -> "ServedModel":
         return model
 
-    def capture(self, model: "ServedModel") -> list[Trace]:
+    def begin(self, model: str) -> None:
+        pass
+
+    def capture(self, model: "ServedModel", advance: Listener) -> list[Trace]:
         with blamed_for_run(model.model):
             return self._divided([record(workload) for workload in model.workloads])
 
@@ -291,7 +297,7 @@ class AwayBackend(CpuBackend):
                 model, sizes, min_size=AWAY_MIN_SIZE, room_bytes=self.memory_bytes, pool_bytes=float("inf")
             )
 
-    def capture(self, model: "ServedModel") -> list[Trace]:
+    def capture(self, model: "ServedModel", advance: Listener) -> list[Trace]:
         if model.encode is not None:
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
@@ -332,12 +338,16 @@ def prepare(
 
     def build() -> "ServedModel":
         advance(f"building {model}")
-        return backend.build(model, spec)
+        built = backend.build(model, spec)
+        if built.reason:
+            advance(f"{model} reads one token of each sequence a step, in prompts too: {built.reason}")
+        return built
 
     # A given plan stays while its devices do.
     following = spec if plan is None else replace(spec, policies=())
 
     def make() -> Prepared:
+        backend.begin(model)
         given = plan or _for_load(model, cluster, spec, advance)
         if given is not None:
             return _follow(build(), given, cluster, backend, following, advance)
@@ -428,7 +438,7 @@ def _follow(
         sized = backend.placed(model.resized(group))
         if key not in captured:
             advance(f"capturing steps of {', '.join(str(size) for size in group.sizes)} tokens")
-            traces = backend.capture(sized)
+            traces = backend.capture(sized, advance)
             unit = flow.make_unit(traces, group.plan.unit.counts)
             captured[key] = unit, backend.price(unit, sized, advance)
         made = follow_group(group, plan.policy, sized.shape, *captured[key], cluster, spec.effort)
@@ -451,7 +461,7 @@ def _plan(
 
     advance(f"capturing {len(model.workloads)} steps")
     begun_s = time.perf_counter()
-    traces = backend.capture(model)
+    traces = backend.capture(model, advance)
     capture_s = time.perf_counter() - begun_s
     unit = flow.make_unit(traces, (1,) * len(traces))
     advance("pricing its launches")

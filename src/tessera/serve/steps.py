@@ -48,6 +48,8 @@ class ServedModel:
     shape: Shape
     # By size; before them encode, if the model has it.
     workloads: tuple[Workload, ...]
+    # Why every step has one token of each sequence; empty if tokens are packed.
+    reason: str = ""
 
     @property
     def encode(self) -> Workload | None:
@@ -107,10 +109,7 @@ def served(
     if max_bytes is not None:
         _check_bytes(model, weight_bytes(place), max_bytes)
     # Built once for the smallest step: the configuration tells how state is kept.
-    smallest = Step(
-        place, "tokens", 1, 1, spec.seed, 2 * PAGE, spec.random_weights, joined_products=spec.joined,
-        adapters=tuple(folder for _, folder in spec.adapters),
-    )  # fmt: skip
+    smallest = smallest_step(place, spec)
     first = build(smallest)
     config: Any = getattr(first.module, "config", None)
     sees = _sees(config, model)
@@ -140,7 +139,14 @@ def served(
         has_rows=bool(found.rows), window=found.window,
     )  # fmt: skip
     steps += [replace(pages, batch=shape.num_sequences(x), context=x) for x in sizes]
-    return ServedModel(model, shape, tuple(another(first, step) for step in steps))
+    return ServedModel(model, shape, tuple(another(first, step) for step in steps), found.reason)
+
+
+def smallest_step(place: str, spec: ServeSpec) -> Step:
+    return Step(
+        place, "tokens", 1, 1, spec.seed, 2 * PAGE, spec.random_weights, joined_products=spec.joined,
+        adapters=tuple(folder for _, folder in spec.adapters),
+    )  # fmt: skip
 
 
 def _check_counts(spec: ServeSpec) -> None:

@@ -20,7 +20,19 @@ from tessera.execute.reference import same_bits
 from tessera.execute.stepper import SpanLog, StepCall, StepDone, Tensors
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_plan, make_unit, run_reference
-from tessera.ir import Cluster, Device, DeviceKind, Lane, Link, Objective, Placement, Plan, Step, WorkUnit
+from tessera.ir import (
+    AWAY,
+    Cluster,
+    Device,
+    DeviceKind,
+    Lane,
+    Link,
+    Objective,
+    Placement,
+    Plan,
+    Step,
+    WorkUnit,
+)
 from tessera.plan import QUICK
 from tessera.profile import estimate, parse_devices
 
@@ -101,6 +113,24 @@ def test_divided_runs_have_the_models_own_bits(policy: str, transport: str) -> N
     with opened(policy, transport=transport) as stepper:
         results = run_offline(stepper, [request(seed) for seed in range(5)]).results
         assert all(is_right(seed, result) for seed, result in enumerate(results))
+
+
+def test_a_worker_beside_the_engine_takes_its_first_gpu_for_one_of_another_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 of a service on away:a100,away:l40s computes in a process of its own machine."""
+    whole = plan("attention-ffn")
+    devices = tuple(replace(device, ordinal=AWAY) for device in whole.cluster.devices)
+    costs = tuple(replace(cost, devices=devices) for cost in whole.costs)
+    away = replace(whole, cluster=replace(whole.cluster, devices=devices), costs=costs)
+    weights = workloads()[0].weights()
+    with WorkerStepper([away], weights, transport="host", timeout_s=30.0) as stepper:
+        (result,) = run_offline(stepper, [request(0)]).results
+        assert is_right(0, result)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(WorkerError, match="has no CUDA device"):
+        WorkerStepper([away], weights, transport="host", timeout_s=30.0)
 
 
 def sorted_and_back(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:

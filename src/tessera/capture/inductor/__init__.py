@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tessera.capture import fake
 from tessera.capture.inductor.compile import CompiledStep, compile_step
 from tessera.capture.offline import CONFIG as OFFLINE_CONFIG
-from tessera.capture.offline import offline
+from tessera.capture.offline import PROPERTIES, offline
 from tessera.capture.operators import check_operator
 from tessera.capture.own import OwnLaunch, Relaunch, inductor_launches
 from tessera.capture.recorder import Ledger
@@ -64,13 +65,13 @@ def record_inductor(workload: Workload, portable: bool = True, **changes: Any) -
     return record_code(workload.step, code, given, str(next(iter(inputs.values())).device))
 
 
-def record_inductor_offline(workload: Workload) -> Trace:
-    """Predict without a GPU the trace that `record_inductor` gives on an H100.
+def record_inductor_offline(workload: Workload, card: SimpleNamespace = PROPERTIES) -> Trace:
+    """Predict without a GPU the trace that `record_inductor` gives on an H100, or another card.
 
     Only shapes and types of the workload's tensors matter.
     """
     weights = workload.weights()
-    with offline() as mode, warnings.catch_warnings():
+    with offline(card) as mode, warnings.catch_warnings():
         # Compiled code checks input alignment; fakes are always aligned.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         # Inputs and state are created inside, hence fake.
