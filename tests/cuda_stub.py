@@ -131,7 +131,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     patch = monkeypatch.setattr
     patch(IpcMemory, "made", {})
     for name, what in {
-        "card": lambda ordinal: CPU,
+        "card": lambda ordinal: torch.device("cuda", ordinal) and CPU,  # refuses negative ordinals
         "new_stream": lambda ordinal, priority=0: Stream(),
         "priorities": lambda ordinal: (0, -5),
         "pinned": lambda shape, dtype=torch.uint8: torch.zeros(tuple(shape), dtype=dtype),

@@ -32,7 +32,7 @@ from msgspec import Meta
 from tessera.errors import MismatchError, RuleBroken, TesseraError, WorkerError
 from tessera.execute.lanes import Lanes
 from tessera.execute.memory import copied, flat_bytes, part_of, whole_of
-from tessera.ir import AWAY, BufferKind, Cluster, Program, Trace, verify
+from tessera.ir import BufferKind, Cluster, Program, Trace, verify
 
 # Rank of a worker that takes any free device.
 ANY_RANK = -1
@@ -518,10 +518,7 @@ def setup_of(config: WorkerConfig, weights: Mapping[str, torch.Tensor], secret: 
             remedy = f"Have the same {model} on every machine, or name its folder with --model."
             raise MismatchError(f"weight '{record.name}' here is not the engine's", remedy)
         own[record.name] = _laid_out(tensor.detach(), record.stride)
-    # Ordinals as this machine counts them.
-    devices = (replace(x, ordinal=0) if x.ordinal == AWAY else x for x in config.cluster.devices)
-    here = replace(config, cluster=replace(config.cluster, devices=tuple(devices)), weight_records=())
-    return Setup(**here.sendable, weights=own, secret=secret, host=host)
+    return Setup(**replace(config, weight_records=()).sendable, weights=own, secret=secret, host=host)
 
 
 def weight_of(name: str, tensor: torch.Tensor) -> WeightRecord:

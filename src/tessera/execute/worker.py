@@ -13,13 +13,13 @@ import signal
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import torch
 
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, WorkerError
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import (
@@ -38,7 +38,7 @@ from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.transport import RunTransfer, TransferArrived, open_transport
 from tessera.execute.worker_loop import DeviceWorker
-from tessera.ir import BufferKind, Device, DeviceKind, Free, Instruction, Recv, Run, Send
+from tessera.ir import AWAY, BufferKind, Device, DeviceKind, Free, Instruction, Recv, Run, Send
 from tessera.ir.host import host_nodes
 
 # File in the session's folder that the engine locks while it lives.
@@ -64,6 +64,8 @@ class CpuWorker(DeviceWorker):
         # Orders of microbatches whose previous run has not ended, oldest first.
         self._waiting: list[Begin] = []
         self._cancelled: set[int] = set()
+        # Microbatch -> its last run.
+        self._last: dict[int, int] = {}
         # Run -> (transfer, start, arrival); transfers may arrive before the order of their run.
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
         self._launchers: list[Launcher] = []
@@ -95,10 +97,13 @@ class CpuWorker(DeviceWorker):
             self._arrivals.setdefault(news.run, []).append((news.number, news.start_s, news.stop_s))
 
     def _advance(self) -> bool:
+        arrived = self._transport.poll()
+        for news in arrived or ():
+            self._handle(news)
         job = self._queue.pick()
         if job is not None:
             self._go_on(job)
-        return job is not None
+        return job is not None or arrived is not None
 
     def _load(self, new: NewLanes) -> None:
         self._add(new)
@@ -175,6 +180,7 @@ class CpuWorker(DeviceWorker):
             active.spans.append((launch, start, stop, time.thread_time() - cpu))
 
     def _begin(self, order: Begin) -> None:
+        self._last[order.microbatch] = order.run
         if any(active.order.microbatch == order.microbatch for active in self._active.values()):
             self._waiting.append(order)
             return
@@ -187,6 +193,7 @@ class CpuWorker(DeviceWorker):
         instructions = here.program.instructions[self._setup.device]
         job = Job(order.microbatch, order.run, instructions, until_wait_us=here.until_wait_us)
         self._queue.add(job)
+        self._transport.watch(order.run, here.program, order.microbatch)
         if job.is_done:  # only holds an output or receives state
             self._queue.drop(order.run)
             self._finish(self._active.pop(order.run))
@@ -208,7 +215,7 @@ class CpuWorker(DeviceWorker):
     def _cancel(self, run: int) -> None:
         self._cancelled.add(run)
         self._arrivals.pop(run, None)
-        self._transport.forget(run)
+        self._transport.forget(run, next((m for m, last in self._last.items() if last == run), None))
         self._waiting = [order for order in self._waiting if order.run != run]
         if (active := self._active.pop(run, None)) is not None:
             self._queue.drop(run)
@@ -317,7 +324,14 @@ def _backend(setup: Setup, engine: EngineConnection) -> DeviceWorker:
     if setup.cluster.devices[setup.device].kind is DeviceKind.CUDA:
         from tessera.execute.cuda.worker import CudaWorker
 
-        return CudaWorker(setup, engine)
+        if not torch.cuda.is_available():
+            raise WorkerError(
+                "this machine has no CUDA device", "Start it where the GPU is; rank 0 computes too."
+            )
+        # Ordinals as this machine counts them, also where rank 0 computes beside the engine.
+        devices = (replace(x, ordinal=0) if x.ordinal == AWAY else x for x in setup.cluster.devices)
+        cluster = replace(setup.cluster, devices=tuple(devices))
+        return CudaWorker(replace(setup, cluster=cluster), engine)
     return CpuWorker(setup, engine)
 
 

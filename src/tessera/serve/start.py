@@ -123,9 +123,10 @@ def _planned(
     from tessera.serve.metrics import Metrics
     from tessera.serve.openai.read import Endpoint, ModelCard
 
+    text = open_text(place_of(model), options.chat_template)  # first: a missing tokenizer is told at once
     prepared = prepare(model, cluster, options.spec, plan=options.plan, kept=options.kept, advance=advance)
     advance("starting workers")
-    shape, text = prepared.model.shape, open_text(place_of(model), options.chat_template)
+    shape = prepared.model.shape
     sight, eyes = prepared.model.senses() or (None, None)
     stepper = stack.enter_context(prepared.workers(options.transport, hub))
     planner = None

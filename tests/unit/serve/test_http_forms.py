@@ -239,6 +239,27 @@ def test_what_is_no_form_is_refused_by_its_field(client: Any, options: dict[str,
     assert field == told.value.param
 
 
+def test_a_schema_that_only_names_itself_is_refused(client: Any) -> None:
+    """400 with a reason; nothing could be said that follows it."""
+    form = FORMAT | {"json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+    with pytest.raises(openai.BadRequestError) as told:
+        ask(client, response_format=form)
+
+    assert "response_format" == told.value.param
+
+
+def test_a_grammar_that_fails_while_generating_is_400(client: Any) -> None:
+    """In our words; in a stream, which has begun, as its last event. The next request is answered."""
+    wide = {"type": "object", "properties": {f"k{n}": {"type": "string"} for n in range(1500)}}
+    form = FORMAT | {"json_schema": {"name": "x", "schema": wide}}
+    with pytest.raises(openai.BadRequestError, match="became too large to follow"):
+        ask(client, response_format=form)
+    with pytest.raises(openai.APIError, match="became too large to follow"):
+        list(ask(client, response_format=form, stream=True))
+
+    assert ask(client, max_tokens=3, seed=1).choices[0].message.content
+
+
 def test_the_missing_extra_is_named() -> None:
     """Where llguidance is not installed, a form is refused with the line that installs it."""
     with running(Scripted()) as server:

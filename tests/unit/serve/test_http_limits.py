@@ -234,7 +234,7 @@ def test_key_is_checked_before_the_body(service: Scripted) -> None:
     assert b"connection: close" in said
 
 
-@pytest.mark.rerun
+@pytest.mark.rerun("times a server beside four flooding threads")
 def test_a_flood_of_chunks_without_a_key_delays_nobody(service: Scripted) -> None:
     """600 KB of one-byte chunks on four connections: /health meanwhile within 200 ms."""
     slowest_s: list[float] = []
@@ -259,7 +259,7 @@ def test_a_flood_of_chunks_without_a_key_delays_nobody(service: Scripted) -> Non
             thread.join()
 
     assert statistics.median(slowest_s) < 0.05
-    assert sorted(slowest_s)[-2] < 0.2
+    assert max(slowest_s) < 0.2
 
 
 def test_too_many_requests_are_refused(server: Running, service: Scripted) -> None:

@@ -5,12 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.coverage_models import MODELS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.errors import ArtifactError, AskError, TesseraError
+from tessera.profile import make_cluster, parse_devices
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.read import Draft, ModelCard, read_chat
+from tessera.serve.start import started
 from tessera.serve.text import BEGIN, END, ByteText, Reader, Text, open_text, sampling_defaults
 from text_factory import make_text_folder
 
@@ -157,6 +160,17 @@ def test_a_folder_without_tokenizer_is_told_in_one_line(tmp_path: Path) -> None:
         open_text(str(tmp_path))
     assert "save_pretrained" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_missing_tokenizer_is_told_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    next(model for model in MODELS if model.name == "falcon").write(tmp_path)
+    monkeypatch.setattr("tessera.serve.start.prepare", lambda *given, **more: pytest.fail("it was planned"))
+    cluster = make_cluster(parse_devices("cpu"), "pcie4")
+
+    with pytest.raises(ArtifactError, match="has no tokenizer"), started(str(tmp_path), cluster):
+        pass
 
 
 def test_a_broken_tokenizer_is_told_in_one_line(tmp_path: Path) -> None:
