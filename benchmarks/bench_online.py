@@ -10,20 +10,28 @@ the costs; and with --real, plans run by worker processes on this machine's CPU 
 the simulation of the same plans at costs measured here. There the gain of one plan over another is compared,
 since other work on the machine slows both. Other rates and latencies are simulated; seconds are of this run.
 
---quick runs only the monitor against both fixed policies, at `QUICK_LOADS` with answers of `QUICK_ANSWERS`.
+--quick runs only the monitor against both fixed policies, at `QUICK_LOADS` with answers of `QUICK_ANSWERS`;
+--sweep does so at `SWEEP` in processes: steady and bursty streams, and two with the statistics of public logs
+(`LOGGED`), over many seeds.
 """
 
 import argparse
 import json
 import math
+import multiprocessing
+import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -33,7 +41,7 @@ from tessera.adapt.capability import Capability
 from tessera.adapt.drift import scaled_costs
 from tessera.adapt.monitor import DEFAULT, Monitor, MonitorConfig
 from tessera.flow import replan
-from tessera.ir import Objective, Plan, Step
+from tessera.ir import Arrivals, Objective, Plan, Step
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.metrics import capabilities, capacity_per_s, measured
 from tessera.simulate.stepper import Truth
@@ -45,6 +53,13 @@ BURSTS = (0.4, 0.7)
 # With --quick: shares of the best capacity, tokens of an answer, requests, and number of seeds by stream.
 QUICK_LOADS, QUICK_ANSWERS, QUICK_REQUESTS = (0.5, 0.8, 0.95, 1.05), (20, 256), 1500
 QUICK_STREAMS = {"poisson": 3, "bursty": 2}
+# With --sweep: shares of the best capacity, tokens of an answer, streams, requests and seeds.
+SWEEP_LOADS, SWEEP_ANSWERS, SWEEP_REQUESTS, SWEEP_SEEDS = (0.2, 0.5, 0.8, 0.95, 1.1), (20, 128, 512), 300, 20
+SWEEP_STREAMS = ("poisson", "bursty", "burstgpt", "azure")
+# Statistics of public logs, not their rows. BurstGPT: times between requests are Gamma with a coefficient of
+# variation of 2, lengths have a long tail. Azure's conversations: busier minutes, lengths nearly lognormal.
+LOGGED = {"burstgpt": (2.0, "lognormal:512,{},1.2"), "azure": (None, "lognormal:512,{},1.0")}
+AZURE_MINUTES = "bursty:{:.5g},1.6,0.3,60"
 # (device, real over planned time) of the kernel type that takes most time there.
 WRONG = (("emu:l40s", 1.1), ("emu:l40s", 1.3), ("emu:a100", 1.3))
 
@@ -172,6 +187,67 @@ def quick(plans: list[tuple[str, Plan]]) -> dict[str, Any]:
                 rows.append({"answer_tokens": tokens, "load": share, **_mean_row(seeds)})
     steady = [row["switches_per_horizon"] for row in rows if row["arrivals"].startswith("poisson")]
     return {
+        "worst_ratio_to_better_fixed": max(row["ratio_to_better_fixed"] for row in rows),
+        "most_switches_per_horizon_in_steady_load": max(steady),
+        "rows": rows,
+    }
+
+
+def stream_of(kind: str, rate_per_s: float, tokens: int, seed: int) -> Arrivals:
+    if kind not in LOGGED:
+        text, lengths = f"{kind}:{rate_per_s:.5g}", f"geometric:512,{tokens}"
+        return make_arrivals(text, SWEEP_REQUESTS, seed, lengths)
+    variation, lengths = LOGGED[kind]
+    text = AZURE_MINUTES.format(rate_per_s) if variation is None else f"poisson:{rate_per_s:.5g}"
+    found = make_arrivals(text, SWEEP_REQUESTS, seed, lengths.format(tokens))
+    if variation is None:
+        return found
+    shape = variation**-2
+    gaps = np.random.default_rng([seed, 3]).gamma(shape, 1.0 / rate_per_s / shape, SWEEP_REQUESTS)
+    return replace(found, times_s=tuple(np.cumsum(gaps).tolist()))
+
+
+def _known(plans: list[tuple[str, Plan]], tokens: int) -> tuple[Capability, ...]:
+    return known_of(plans, Scenario(make_arrivals("poisson:1", SWEEP_REQUESTS, 0, f"geometric:512,{tokens}")))
+
+
+def _swept(
+    plans: list[tuple[str, Plan]], known: tuple[Capability, ...], tokens: int, seed: int
+) -> list[dict[str, Any]]:
+    """All loads and streams of one answer length and seed."""
+    best = max(x.capacity_per_s for x in known)
+    return [
+        {"answer_tokens": tokens, "load": share, "seed": seed}
+        | _watched(plans, known, kind, Scenario(stream_of(kind, share * best, tokens, seed)))
+        for share in SWEEP_LOADS
+        for kind in SWEEP_STREAMS
+    ]
+
+
+def sweep(plans: list[tuple[str, Plan]], out: Path | None) -> dict[str, Any]:
+    """Means over seeds by answer length, load and stream; written after every seed."""
+    context, runs, found = multiprocessing.get_context("spawn"), [], {}
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context) as pool:
+        known = {tokens: pool.submit(_known, plans, tokens) for tokens in SWEEP_ANSWERS}
+        tasks = [(known[n].result(), n, seed) for seed in range(SWEEP_SEEDS) for n in SWEEP_ANSWERS]
+        for future in as_completed([pool.submit(_swept, plans, *task) for task in tasks]):
+            runs += future.result()
+            found = swept_document(runs)
+            if out is not None:
+                out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def swept_document(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    rows = []
+    for key in dict.fromkeys((r["answer_tokens"], r["load"], r["arrivals"]) for r in runs):
+        here = [r for r in runs if (r["answer_tokens"], r["load"], r["arrivals"]) == key]
+        rows.append({"answer_tokens": key[0], "load": key[1], "seeds": len(here), **_mean_row(here)})
+    steady = [row["switches_per_horizon"] for row in rows if row["arrivals"] == "poisson"]
+    return {
+        "command": "python benchmarks/bench_online.py --sweep",
+        "requests": SWEEP_REQUESTS,
+        "runs": len(runs),
         "worst_ratio_to_better_fixed": max(row["ratio_to_better_fixed"] for row in rows),
         "most_switches_per_horizon_in_steady_load": max(steady),
         "rows": rows,
@@ -308,11 +384,12 @@ def main() -> None:
     parser.add_argument("--only", help="one part, by its name; others in the JSON beside --out stay")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="the monitor at a few loads, nothing else")
-    parser.add_argument("--json", action="store_true", help="print JSON; with --quick")
+    parser.add_argument("--sweep", action="store_true", help="the monitor over seeds, loads and streams")
+    parser.add_argument("--json", action="store_true", help="print JSON; with --quick and --sweep")
     options = parser.parse_args()
     plans = make_plans()
-    if options.quick:
-        result = quick(plans)
+    if options.quick or options.sweep:
+        result = quick(plans) if options.quick else sweep(plans, options.out)
         print(json.dumps(result) if options.json else shown("quick", result["rows"]))
         return
     found: dict[str, Any] = {"machine": f"{platform.machine()}, {sys.version.split()[0]}", "lengths": LENGTHS}

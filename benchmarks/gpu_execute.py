@@ -13,6 +13,8 @@ pairs     for each family and pair of devices: the throughput plan, data-paralle
           `nvshmem`, each process with half of the card, which NVSHMEM asks for where two of its elements are
           one card; with --host the plan for a link as `host` has it, over `host`
 loads     loads of the evaluation: the plan and the best coarser policy, each at its own best batch
+pipelining  figure 10 of the publication: one placement of gpt-oss decodes over an A100 and an L40S with one,
+          two and four microbatches in flight
 soak      requests in a row with a change of policy at random and kills of workers: outputs equal, none lost
 
 Partitions of one card are priced by measuring, dilated devices by the cost model; rates on dilated
@@ -38,12 +40,13 @@ from benchmarks.gpu_common import Log, Same, about, whole_card
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
 
-PARTS = ("probe", "overhead", "pairs", "loads", "soak")
+PARTS = ("probe", "overhead", "pairs", "loads", "pipelining", "soak")
 PAIRS = (
     ("cuda:0/as=a100,cuda:0/as=l40s", "pcie4"),
     ("cuda:0/as=h20,cuda:0/as=l40s", "pcie4"),
     ("cuda:0/as=h20,cuda:0/as=a100", "pcie4"),
 )
+PIPELINED = {"off": 1, "pipelined": 2, "pipelined_deeper": 4}
 POLICIES = ("throughput", "data-parallel", "prefill-decode", "attention-ffn", "layer-pipeline")
 MICROBATCHES = 6
 # Loads of gpu_execute_loads.
@@ -63,6 +66,7 @@ FAMILIES = {
     "llama": Family("llama-3-8b", 4, (("prefill", 4, 512, 4), ("decode", 4, 516, 0))),
     "llama-decode": Family("llama-3-8b", 4, (("decode", 32, 1024, 0),)),
     "gpt-oss": Family("gpt-oss-20b", 4, (("prefill", 4, 512, 4), ("decode", 4, 516, 0))),
+    "gpt-oss-decode": Family("gpt-oss-20b", 4, (("decode", 32, 1024, 0),)),
     "mamba": Family("mamba-codestral-7b", 4, (("decode", 8, 512, 0),)),
     "qwen-vl": Family("qwen2.5-vl-7b", 4, (("prefill", 4, 512, 4), ("decode", 4, 516, 0))),
     "sd3.5": Family("sd3.5-medium", 4, (("denoise", 1, 4096, 0),)),
@@ -287,6 +291,30 @@ def loads(log: Log, args: argparse.Namespace) -> None:
 # Soak -------------------------------------------------------------------------------------------------------
 
 
+def pipelining(log: Log, args: argparse.Namespace) -> None:
+    """One placement of a decode over both cards, with more and more microbatches in flight."""
+    from benchmarks.gpu_execute_pairs import make_plans, own_times, priced, rates, wanted
+
+    from tessera.simulate import SteadyRates
+
+    built = build(FAMILIES["gpt-oss-decode"])
+    with alone(args):
+        own = log.attempt("own times", lambda: own_times(built, whole_card()))
+    if own is None or "error" in own:
+        return
+    text, link = PAIRS[0]
+    cluster, costs, scale = priced(built, text, link, own["launches"])
+    (plan,) = make_plans(built, costs, cluster, ("single-placement",), 2).values()
+    simulate, plans = SteadyRates(), {}
+    for name, num in PIPELINED.items():
+        one = replace(plan, microbatches=num, by_microbatches=(), max_microbatches=None)
+        plans[name] = replace(one, simulated_per_s=simulate(one))
+    used = [cluster.names[d] for d in plan.used]
+    log.put("placement", {"devices": used, "scale": scale.factor, "layers": 4, "batch": plan.batch})
+    with alone(args):
+        log.attempt(f"{text} ipc", rates, built, plans, scale.factor, "ipc", args.seconds, wanted(built, 2))
+
+
 def soak(log: Log, args: argparse.Namespace) -> None:
     """Many requests with changes of policy and kills of workers among them."""
     from benchmarks.gpu_execute_pairs import run_soak
@@ -384,7 +412,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.child:
         log = Log(args.result)
-        parts = {"probe": probe, "overhead": overhead, "pairs": pairs, "loads": loads, "soak": soak}
+        parts = {"probe": probe, "overhead": overhead, "pairs": pairs, "loads": loads}
+        parts |= {"pipelining": pipelining, "soak": soak}
         what = parts[args.child]
         try:
             what(log, args)

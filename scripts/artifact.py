@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 1800.0
 COSTS = ("-m", "benchmarks.bench_costs", "--published", "--json")
+MONITOR = ("-m", "benchmarks.bench_online", "--quick", "--json")
 PUBLISHED = ("-m", "benchmarks.paper", "--as-published", "--quick", "--json")
 VERIFY = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_tiny.py")
 RATIO, STEADY = "measured / expected", 0.6
@@ -105,6 +106,7 @@ CLAIMS = (
     Claim("online-a100", PUBLISHED, rate("left_card_alone"), 0.75, 1.35),
     Claim("solver-2x1000", PUBLISHED, solver(2, 1000), 0.0, 1.0),
     Claim("solver-4x1000", PUBLISHED, solver(4, 1000), 0.0, 10.0),
+    Claim("monitor", MONITOR, lambda d: float(d["worst_ratio_to_better_fixed"]), 0.0, 1.1),
     Claim("services-measured", (), served_error, 0.0, 0.15),
     Claim("bit-equality", VERIFY, lambda _: 0.0, 0.0, 0.0),
 )

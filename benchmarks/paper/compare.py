@@ -20,6 +20,7 @@ from tessera.errors import PlanInfeasible
 from tessera.flow import LoadSteps, choose_launches, plan_steps, price
 from tessera.ir import Cluster, Costs, Objective
 from tessera.plan import Comparison, Option, PlanConfig, search_config
+from tessera.plan.batches import ROUNDS
 from tessera.plan.problem import Mix, build
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.planners import PLANNERS, single_placement
@@ -77,7 +78,7 @@ def _steps(library: Library, case: Case) -> Outcome:
     note, busy = "", None
     if effort.milp_s is not None:
         limit_s = effort.milp_s
-        note = f"at most {limit_s:g} s for each of {len(others.points)} points"
+        note = f"at most {limit_s:g} s for each batch and number of microbatches around its best"
         placed = others.best(lambda task: single_placement(task, limit_s))
         if placed is not None:
             policies["single-placement"], busy = placed
@@ -131,22 +132,40 @@ class _Others:
         return list(dict.fromkeys(points))[:2]
 
     def best(self, propose: Callable[[Task], Sequence[Mix] | None]) -> tuple[Reached, float] | None:
-        """The best that keeps to the limit, with its rate by busy time."""
-        load, reached = self.case.load, []
-        for batch, microbatches in self.points:
-            unit = self.steps.at(batch)
-            task = Task(build(unit, price(unit, self.cluster), self.cluster), microbatches, SteadyRates())
+        """The best that keeps to the limit, with its rate by busy time: around these points, its own."""
+        tried = {point: self._at(propose, *point) for point in self.points}
+
+        def top() -> tuple[int, int]:
+            return max(tried, key=lambda point: found[0].per_s if (found := tried[point]) else 0.0)
+
+        for factors in ROUNDS[:2]:
+            batch, num = top()
+            near = [(max(1, round(batch * factor)), num) for factor in factors]
+            tried |= {point: self._at(propose, *point) for point in near if point not in tried}
+        batch, num = top()
+        deeper = [(batch, n) for n in (num // 2, 2 * num) if n and (batch, n) not in tried]
+        tried |= {point: self._at(propose, *point) for point in deeper}
+        return tried[top()]
+
+    def _at(
+        self, propose: Callable[[Task], Sequence[Mix] | None], batch: int, microbatches: int
+    ) -> tuple[Reached, float] | None:
+        load, unit = self.case.load, self.steps.at(batch)
+        task = Task(build(unit, price(unit, self.cluster), self.cluster), microbatches, SteadyRates())
+        try:
             mixes = propose(task)
-            if not mixes:
-                continue
-            mix = mixes[0]
-            per_s = Judge(task).rate_per_s(mix)
-            results = batch * max(1, load.target.output_tokens) / load.per_result
-            ms = 1e3 * microbatches / per_s / max(1, load.target.output_tokens)
-            if load.limit_ms is None or ms <= load.limit_ms:
-                row = Reached(results * per_s, ms, dict.fromkeys(self.cluster.names, batch), microbatches)
-                reached.append((row, results * mix.rate_per_s))
-        return max(reached, key=lambda x: x[0].per_s, default=None)
+        except PlanInfeasible:
+            return None
+        if not mixes:
+            return None
+        mix = mixes[0]
+        per_s = Judge(task).rate_per_s(mix)
+        results = batch * max(1, load.target.output_tokens) / load.per_result
+        ms = 1e3 * microbatches / per_s / max(1, load.target.output_tokens)
+        if load.limit_ms is not None and ms > load.limit_ms:
+            return None
+        row = Reached(results * per_s, ms, dict.fromkeys(self.cluster.names, batch), microbatches)
+        return row, results * mix.rate_per_s
 
 
 def rent(cluster: Cluster) -> float | None:

@@ -14,17 +14,15 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published import costs, figures, monitor, offline, online, shares, solver, stepwise
+from benchmarks.published import clusters, costs, figures, monitor, offline, online, shares, solver, stepwise
 from benchmarks.published.setup import MODELS, PAIRS, UNSERVED
 from benchmarks.published.tables import markdown
 
 QUICK_MODELS = ("llama_3_1_8b", "gpt_oss_20b")
 NUM_QUICK, NUM_FULL = 96, 320
 NOT_MADE = {
-    "fig3": "kernels by phase stand in fig2b (ours_by_phase); blocks are not told apart in fused launches",
     "fig8": "99th percentiles stand in fig7 (ours_p99)",
-    "fig9": "a 235B mixture of experts on 8 + 8 cards needs tensor parallelism inside each kind of card; "
-    "services have none",
+    "fig9": "8 + 8 cards as services: they have no tensor parallelism, so `ours` is a bound",
     "fig10": "measured on dilated devices: benchmarks/gpu_execute.py",
 }
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -40,9 +38,10 @@ def tasks(is_quick: bool) -> list[Task]:
     found += [(offline.rate, (case,)) for case in offline.cases(models=models)]
     wide = [case for case in offline.bandwidth_cases(has_best=not is_quick) if case.gbit_per_s != 200.0]
     found += [(offline.rate, (case,)) for case in wide]
+    found += [(offline.rate, (case,)) for case in clusters.cases() if not (is_quick and case.is_best)]
     found += [(offline.pipeline_rate, (case,)) for case in offline.PIPELINES.values()]
     found += [(stepwise.rate, (case,)) for case in stepwise.cases(is_quick)]
-    found += [(shares.shares, (name,)) for name in MODELS]
+    found += [(shares.shares, (name,)) for name in (*MODELS, *filter(stepwise.is_known, stepwise.STEPWISE))]
     found += [(costs.document, ())]
     return found
 
@@ -65,8 +64,10 @@ def run(is_quick: bool, jobs: int, advance: Callable[[str], None] = lambda text:
         "launches": offline.launches_of(),
         "figures": {
             "fig2b": shares.fig2b(made[shares.shares]),
+            "fig3": shares.fig3(made[shares.shares]),
             "fig6": rows,
             "fig7": online.fig7(made[online.curve]),
+            "fig9": clusters.fig9(made[offline.rate]),
             "fig10": offline.fig10(made[offline.pipeline_rate]),
             "fig11": done[monitor.fig11, (is_quick,)],
             "fig12a": offline.fig12a(made[offline.rate]),

@@ -116,10 +116,11 @@ def published_plan(steps: ServedSteps, load: Load, policy: str, microbatches: in
         return best_plan(steps, load, policy, AS_PUBLISHED)
     fluid = FluidModel(load, steps.cluster, steps.price, steps.model_bytes, AS_PUBLISHED)
     devices = tuple(range(len(steps.cluster.devices)))
-    if policy in DIVIDED:
-        drafts = [_engine(fluid, devices, SEQUENCES // microbatches, LANE_CHUNK, microbatches)]
-    else:
-        drafts = [_engine(fluid, (device,), SEQUENCES, CHUNK) for device in devices]
+    drafts, alone = [], devices
+    if policy in DIVIDED:  # the first card and the last; others serve whole requests
+        pair, alone = (devices[0], devices[-1]), devices[1:-1]
+        drafts = [_engine(fluid, pair, SEQUENCES // microbatches, LANE_CHUNK, microbatches)]
+    drafts += [_engine(fluid, (device,), SEQUENCES, CHUNK) for device in alone]
     groups = tuple(make_group(steps, draft, policy, QUICK) for draft in drafts)
     return ServicePlan(steps.model, policy, load, groups)
 
@@ -142,7 +143,7 @@ def fig6(rated: Mapping[OfflineCase, Rated | None]) -> list[dict[str, Any]]:
             measured = again["models"].get(model, {}).get("bars", {}) if pair == again["pair"] else {}
             names = [*bars, FRACTIONAL, MIX]
             for policy in names:
-                ours, best = (_best(here, policy, is_best) for is_best in (False, True))
+                ours, best = (best_rated(here, policy, is_best) for is_best in (False, True))
                 rows.append(
                     {
                         "pair": pair,
@@ -161,9 +162,14 @@ def fig6(rated: Mapping[OfflineCase, Rated | None]) -> list[dict[str, Any]]:
     return rows
 
 
-def _best(rated: dict[OfflineCase, Rated | None], policy: str, is_best: bool) -> Rated | None:
+def best_rated(rated: dict[OfflineCase, Rated | None], policy: str, is_best: bool) -> Rated | None:
     found = [r for c, r in rated.items() if c.is_best == is_best and r and policy in (c.policy, MIX)]
     return max(found, key=lambda r: r.tokens_per_s, default=None)
+
+
+def bar(rated: dict[OfflineCase, Rated | None], policy: str, is_best: bool) -> float | None:
+    found = best_rated(rated, policy, is_best)
+    return found.tokens_per_s if found else None
 
 
 def _why(model: str, policy: str, is_rated: bool) -> str:

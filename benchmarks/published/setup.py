@@ -24,6 +24,8 @@ PAIRS = {
     "h100_rtx_pro_6000": ("h100", "rtx-pro-6000"),
     "b200_h100": ("b200", "h100"),
 }
+# Figure 9.
+CLUSTERS = {"two_a100_one_l40s": ("a100-pcie", "a100-pcie", "l40s")}
 # Names in figures.json.
 PRICED = {"a100-pcie": "a100", "rtx-pro-6000": "rtx_pro_6000"}
 # Published policy -> ours: the policies of a service, and one placement of kernels.
@@ -89,6 +91,8 @@ def cluster(gpus: tuple[str, ...], gbit_per_s: float = 200.0, latency_us: float 
 
 def cards(pair: str, policy: str) -> tuple[str, ...]:
     """The cards that a policy uses."""
+    if pair in CLUSTERS:
+        return CLUSTERS[pair]
     left, right = PAIRS[pair]
     return {"left_card_alone": (left,), "right_card_alone": (right,)}.get(policy, (left, right))
 

@@ -16,7 +16,7 @@ from tessera.analyze import build_graph
 from tessera.capture import outlines
 from tessera.errors import TesseraError
 from tessera.flow import price, record_compiled
-from tessera.ir import Objective, Step, WorkUnit
+from tessera.ir import Cluster, Costs, Objective, Step, WorkUnit
 from tessera.plan import QUICK, PlanConfig, solve
 from tessera.simulate import SteadyRates
 
@@ -79,15 +79,17 @@ def _unit(step: Step) -> WorkUnit:
     return WorkUnit((build_graph(outlines.find_or_make(step, record_compiled)),), (1,))
 
 
+def priced(step: Step, devices: Cluster) -> Costs:
+    """Costs of every launch of a step."""
+    return price(_unit(step), devices)[0]
+
+
 def rate(case: OfflineCase) -> Rated | None:
     how = STEPWISE[case.model]
     devices = cluster(cards(case.pair, case.policy))
     # [step][device]: seconds.
     alone = [
-        [
-            sum(row[d].us for row in price(_unit(step), devices)[0].costs) * 1e-6
-            for d in range(len(devices.devices))
-        ]
+        [sum(row[d].us for row in priced(step, devices).costs) * 1e-6 for d in range(len(devices.devices))]
         for step in how.steps
     ]
     request_s = [

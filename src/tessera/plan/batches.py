@@ -8,19 +8,23 @@ planned in full. Each coarse policy is searched for its own best point in the sa
 
 Times follow Little's law: n microbatches at r work units per second take n / r each. Steps before the decodes
 are the time to the first token.
+
+Equal cells (one H20 and one L40S of eight each) are searched as one cell, whose plan is copied: every policy
+uses all cells. If a cell is too small, the whole cluster is searched.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.comparison import Comparison, Option, times_text
 from tessera.plan.config import QUICK
-from tessera.plan.problem import build
+from tessera.plan.problem import Cells, build, cluster_of, costs_on, kinds_of, partitions
 from tessera.plan.search.task import Simulator
-from tessera.plan.solve import PlanConfig, baselines, solve
+from tessera.plan.solve import PlanConfig, baselines, side_by_side, solve
 
 # First batches, and factors around the best one, round by round.
 BATCHES = tuple(2 * 4**n for n in range(6))
@@ -57,6 +61,7 @@ PricedUnit = tuple[ir.WorkUnit, tuple[ir.Costs, ...]]
 # Whether the limits are kept, and the objective's figure, or how near the limits are.
 Merit = tuple[bool, float]
 NOTHING: Merit = (False, float("-inf"))
+Record = TypeVar("Record", ir.Robust, ir.Baseline, Option)
 
 
 def best_batch(
@@ -98,6 +103,8 @@ class BatchSearch:
 
         A single batch is taken as given.
         """
+        if copied := self._by_cells(batches, depths):
+            return copied
         is_free = len(batches) > 1
         first, *others = depths or [depth * len(self.cluster.devices) for depth in DEPTHS]
         start = best_batch(partial(self._plan_merit, first, 0), batches, ROUNDS if is_free else ())
@@ -115,6 +122,47 @@ class BatchSearch:
             best = max(best, full, key=lambda plan: self._merit(self.option(plan)))
         baselines = (*self.copies(batches), *self._coarse_options(NEAR if is_free else ()))
         return best, Comparison(best.policy, self.option(best), baselines, self.config.objective)
+
+    def _by_cells(self, batches: Sequence[int], depths: Sequence[int]) -> tuple[ir.Plan, Comparison] | None:
+        """The plan of one of several equal cells, copied; None if there are none or they are too small."""
+        config = self.config
+        kinds = kinds_of(build(*self.unit_at(batches[0]), self.cluster))
+        parts = next(partitions(kinds.members), ()) if kinds else ()
+        is_free = config.objective is ir.Objective.THROUGHPUT and not config.policy and not config.constraints
+        if not is_free or len(parts) != 1 or any(depth % len(parts[0]) for depth in depths):
+            return None
+        cells: Cells = parts[0]
+
+        def part_at(batch: int) -> PricedUnit:
+            unit, costs = self.unit_at(batch)
+            return unit, costs_on(costs, cells[0])
+
+        cluster = cluster_of(self.cluster, cells[0])
+        part = replace(self, unit_at=part_at, cluster=cluster, _plans={}, _coarse={}, _copies={})
+        try:
+            plan, found = part.best(batches, [depth // len(cells) for depth in depths])
+        except PlanInfeasible:
+            return None
+        whole, copies = build(*self.unit_at(plan.batch), self.cluster), len(cells)
+        copied = replace(
+            side_by_side(whole, [(plan, cells)]),
+            bound_per_s=copies * plan.bound_per_s,
+            robust=plan.robust and _scaled(plan.robust, copies, "p10_per_s", "p50_per_s", "p90_per_s"),
+            baselines=tuple(
+                b if b.name == "single" else _scaled(b, copies, "throughput_per_s", "microbatches")
+                for b in plan.baselines
+            ),
+        )
+        others = tuple(o if o.policy == "single" else self._copied(o, cells) for o in found.baselines)
+        return copied, Comparison(copied.policy, self.option(copied), others, config.objective)
+
+    def _copied(self, option: Option, cells: Cells) -> Option:
+        names = self.cluster.names
+        first = [option.batch.get(names[device]) for device in cells[0]]
+        batch = {names[d]: num for cell in cells for d, num in zip(cell, first, strict=True) if num}
+        return replace(
+            _scaled(option, len(cells), "tokens_per_s", "microbatches", "usd_per_hour"), batch=batch
+        )
 
     def _plan_merit(self, depth: int, known_depth: int, batch: int) -> Merit:
         """Up to `depth` microbatches in flight; so many are known already."""
@@ -278,6 +326,11 @@ def together(listed: Sequence[Option]) -> Option:
         sum(rents) if len(rents) == len(listed) else None,
         sum(watts) / tokens_per_s if len(watts) == len(listed) else None,
     )
+
+
+def _scaled(record: Record, num: int, *names: str) -> Record:
+    known = {name: getattr(record, name) for name in names}
+    return replace(record, **{name: num * value for name, value in known.items() if value})
 
 
 def _even(batch: float) -> int:

@@ -33,8 +33,8 @@ def unit_at(batch: int, cluster: ir.Cluster) -> PricedUnit:
     return unit, make_costs(unit, cluster, [[state, read, state, read]])
 
 
-def search(memory: tuple[int, int], target: Target) -> BatchSearch:
-    cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[m * MB for m in memory])
+def search(memory: tuple[int, ...], target: Target) -> BatchSearch:
+    cluster = make_cluster(len(memory), gbps=25.0, latency_us=5.0, memory=[m * MB for m in memory])
     config = PlanConfig(ir.Objective.THROUGHPUT, search=QUICK)
     return BatchSearch(lambda batch: unit_at(batch, cluster), cluster, target, config, SteadyRates)
 
@@ -111,3 +111,30 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     with pytest.raises(PlanInfeasible, match=message):
         search(memory, Target(1, limit_ms)).best(BATCHES)
+
+
+def test_equal_cells_are_planned_once_and_copied() -> None:
+    """Eight devices of two kinds: four times the figures of two, all devices used, for every policy."""
+    pair, two = planned()
+    whole, eight = search((1200, 500) * 4, Target(1)).best(BATCHES)
+
+    assert whole.used == tuple(range(8))
+    assert whole.batch == pair.batch
+    assert whole.simulated_per_s == pytest.approx(4 * pair.simulated_per_s)
+    assert whole.bound_per_s == pytest.approx(4 * pair.bound_per_s)
+    assert eight.chosen.tokens_per_s == pytest.approx(4 * two.chosen.tokens_per_s)
+    assert eight.chosen.tpot_ms == pytest.approx(two.chosen.tpot_ms)
+    single, *others = zip(two.baselines, eight.baselines, strict=True)
+    assert single[0] == single[1]
+    for small, large in others:
+        assert large.tokens_per_s == pytest.approx(4 * small.tokens_per_s)
+        assert len(large.batch) == 4 * len(small.batch)
+
+
+def test_cells_that_are_too_small_leave_the_whole_cluster() -> None:
+    """Both weights need both larger devices."""
+    memory = (100, 60)
+    with pytest.raises(PlanInfeasible):
+        search(memory, Target(1)).best((4,))
+
+    assert search(memory * 2, Target(1)).best((4,))[0].used == (0, 2)
