@@ -24,8 +24,17 @@ TIMED = ("unit/serve", "unit/execute", "unit/compile", "unit/profile/test_measur
 MAX_RERUNS = 3
 
 
-# Folders whose tests use plans and do not judge them.
-PLANNED = ("unit/serve", "unit/execute", "unit/compile", "cli/")
+# Folders whose tests use traces and do not judge them.
+PLANNED = (
+    "unit/serve",
+    "unit/execute",
+    "unit/compile",
+    "unit/paper",
+    "unit/plan",
+    "unit/simulate",
+    "cli/",
+    "rules/",
+)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -40,10 +49,13 @@ def _in_short(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where plans are only used, steps are not recorded again."""
     with pytest.MonkeyPatch.context() as patch:
         if not sampling.is_whole() and any(part in request.node.nodeid for part in PLANNED):
-            from kept_traces import recorded
+            from kept_traces import recorded, recorded_sizes, recorded_workload
 
             for module in ("tessera.flow", "tessera.capture"):
                 patch.setattr(importlib.import_module(module), "record_step", recorded)
+            for module in ("tessera.planning", "tessera.capture"):
+                patch.setattr(importlib.import_module(module), "record_sizes", recorded_sizes)
+            patch.setattr(importlib.import_module("tessera.serve.planning"), "record", recorded_workload)
         yield
 
 

@@ -1,10 +1,12 @@
 """Steps of built-in models, recorded once for all the tests that use traces and do not judge them."""
 
 import hashlib
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
 
 import sampling
-from tessera.capture import record_step
+from tessera.capture import Workload, record, record_sizes, record_step
 from tessera.capture.models import known_models
 from tessera.ir import Step, Trace, load, save
 
@@ -12,11 +14,46 @@ from tessera.ir import Step, Trace, load, save
 @cache
 def recorded(step: Step, device: str = "cpu", is_compared: bool = False) -> Trace:
     """`record_step`, whose traces are files that all processes of the tests share."""
-    folder = sampling.shared_folder()
-    if folder is None or step.model not in known_models() or device not in ("cpu", "fake"):
+    path = _path(step, device)
+    if path is None:
         return record_step(step, device, is_compared)
-    name = hashlib.sha256(repr((step, device)).encode()).hexdigest()[:16]
-    path = folder / f"{name}.trace"
     if not path.exists():
         save(record_step(step, device, is_compared), path)
-    return load(Trace, path)
+    return _load(path)
+
+
+def recorded_sizes(steps: Sequence[Step], advance: Callable[[int], None] = lambda num: None) -> list[Trace]:
+    """`record_sizes`, with the same files."""
+    paths = [_path(step, "fake") for step in steps]
+    if None in paths:
+        return record_sizes(steps, advance)
+    if not all(path is not None and path.exists() for path in paths):
+        for trace, path in zip(record_sizes(steps, advance), paths, strict=True):
+            assert path is not None
+            save(trace, path)
+    else:
+        advance(0)
+    return [recorded(step, "fake", True) for step in steps]
+
+
+def recorded_workload(workload: Workload) -> Trace:
+    """`record` of a served step, with the same files; steps that differ in their tensors are told apart."""
+    tensors = {**workload.make_inputs(0), **workload.make_state(0), **workload.weights()}
+    forms = sorted((name, str(t.device), str(t.dtype), *t.shape) for name, t in tensors.items())
+    path = _path(workload.step, repr(forms)) if {"cpu"} == {form[1] for form in forms} else None
+    if path is None:
+        return record(workload)
+    if not path.exists():
+        save(record(workload), path)
+    return _load(path)
+
+
+_load = cache(partial(load, Trace))
+
+
+def _path(step: Step, form: str) -> Path | None:
+    """None: the step is recorded anew."""
+    folder = sampling.shared_folder()
+    if folder is None or step.model not in known_models() or form.startswith("cuda"):
+        return None
+    return folder / f"{hashlib.sha256(repr((step, form)).encode()).hexdigest()[:16]}.trace"

@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ from tessera.kernels.choice import INPUTS
 from tessera.kernels.choose import choose
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Sampling, Shape, Token
+from tessera.serve.rehearse import rated
 from tessera.serve.router import plans_of
 from tessera.serve.sampling import Choice, ChoiceInputs, Pick, read_tokens
 from tessera.serve.service import Service
@@ -404,9 +405,15 @@ class ToyStepper:
         return time.monotonic()
 
 
+# Services of the same policies are many, and each would rehearse them anew.
+_rated = cache(rated)
+
+
 def service_of(stepper: ToyStepper, **changes: Any) -> Service:
     """A service of the toy, that says nothing."""
     known: dict[str, Any] = {"model": "toy", "log": lambda line: None}
+    if len(stepper.policies) > 1 and "policy" not in changes:
+        known["capabilities"] = _rated(tuple(stepper.policies), stepper.shape)
     return Service(stepper, stepper.policies, stepper.shape, ByteText(), **{**known, **changes})
 
 

@@ -12,19 +12,15 @@ pytest.importorskip("transformers")
 
 from lora_factory import write_adapter
 from packed_factory import answer, serving, words, write_folder, write_words
-from sampling import some_of
 
 PROMPT = [5, 17, 200, 31, 8, 90, 44]
 # The prompt that other prompts share is more than a page.
 LONG = [(7 * i) % 250 for i in range(40)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "family"),
-    some_of(
-        [("mxfp4", "gpt_oss"), ("fp8-blocks", "qwen3"), ("gptq", "llama"), ("awq", "llama")],
-        [("mxfp4", "gpt_oss")],
-    ),
+    ("method", "family"), [("mxfp4", "gpt_oss"), ("fp8-blocks", "qwen3"), ("gptq", "llama"), ("awq", "llama")]
 )
 def test_greedy_tokens_are_those_of_the_dequantised_model(method: str, family: str, tmp_path: Path) -> None:
     """24 tokens."""

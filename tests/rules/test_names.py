@@ -43,7 +43,12 @@ def words() -> frozenset[str]:
     return frozenset(names)
 
 
-def prose(path: Path) -> Iterator[str]:
+@cache
+def prose(path: Path) -> tuple[str, ...]:
+    return tuple(_prose(path))
+
+
+def _prose(path: Path) -> Iterator[str]:
     """Docstrings and comments of a module, or a document without its code blocks."""
     text = path.read_text("utf-8")
     if path.suffix == ".md":

@@ -27,6 +27,7 @@ CPUs run the torch code here, the reference; GPUs the kernel of `choose_triton`.
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from tessera.kernels.choice import INPUTS, MAX_TOP, OUT_OF_REACH, SMALL_DRAW, Number, Setting
@@ -72,20 +73,40 @@ def _on_cpu(
     most, chosen = logits.max(-1)
     tokens.copy_(torch.where(most.isfinite(), chosen, -1))
     is_plain = (settings[:, Setting.SHARPNESS] == 0) & (numbers[:, Number.EDITS_BEGIN :] == 0).all(1)
-    for row in (~is_plain).nonzero()[:, 0].tolist():
-        number: list[int] = numbers[row].tolist()
-        edited = own = logits[row].float()
+    rows: list[int] = (~is_plain).nonzero()[:, 0].tolist()
+    listed = list(zip(rows, numbers[rows].tolist(), settings[rows].tolist(), strict=True))
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for row, number, setting in listed:
+        edited = logits[row].float()
         if any(number[Number.EDITS_BEGIN : Number.FORCED]):
-            edited = _edited(own, int(last[row]), settings[row].tolist(), number, edits, masks)
-        tokens[row] = _choose(edited, settings[row].tolist(), number)
+            edited = _edited(edited, int(last[row]), setting, number, edits, masks)
+        most, chosen = edited.max(-1)
+        tokens[row] = chosen if most.isfinite() else -1
+        if setting[Setting.SHARPNESS] and most.isfinite():
+            scaled = (edited - most) * setting[Setting.SHARPNESS]
+            able = (scaled >= _limit(scaled, setting, number)).nonzero()[:, 0]
+            kept[row] = able, scaled[able]
+    if kept:
+        tokens[list(kept)] = _draw(kept, numbers)
+    for row, number, _ in listed:
         if number[Number.FORCED]:
             tokens[row] = number[Number.FORCED] - 1
         if number[Number.NUM_TOP] and tokens[row] >= 0:
-            num = min(number[Number.NUM_TOP] - 1, own.numel())
-            logs = own.log_softmax(-1)
+            num = min(number[Number.NUM_TOP] - 1, logits.shape[1])
+            logs = logits[row].float().log_softmax(-1)
             logprobs[row, 0] = logs[tokens[row]]
             logprobs[row, 1 : 1 + num], top[row, :num] = _likeliest(logs, num)
     return tokens, logprobs, top
+
+
+def _draw(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], numbers: torch.Tensor) -> torch.Tensor:
+    """The winner of each row's race, all rows at once; row -> tokens and their scaled logits."""
+    counts = [len(tokens) for tokens, _ in kept.values()]
+    own = numbers[list(kept)].repeat_interleave(torch.tensor(counts), 0)
+    tokens, scaled = (torch.cat(parts) for parts in zip(*kept.values(), strict=True))
+    scores = scaled - _exponential(tokens, own[:, Number.SEED], own[:, Number.POSITION]).log()
+    races = zip(tokens.split(counts), scores.split(counts), strict=True)
+    return torch.stack([able[part.argmax()] for able, part in races])
 
 
 def _likeliest(logs: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,18 +152,6 @@ def _edited(
     return edited
 
 
-def _choose(edited: torch.Tensor, settings: list[float], numbers: list[int]) -> int:
-    most, chosen = edited.max(-1)
-    if not most.isfinite():
-        return -1
-    if not settings[Setting.SHARPNESS]:
-        return int(chosen)
-    scaled = (edited - most) * settings[Setting.SHARPNESS]
-    tokens = (scaled >= _limit(scaled, settings, numbers)).nonzero()[:, 0]
-    scores = scaled[tokens] - _exponential(tokens, numbers[Number.SEED], numbers[Number.POSITION]).log()
-    return int(tokens[scores.argmax()])
-
-
 def _limit(scaled: torch.Tensor, settings: list[float], numbers: list[int]) -> float:
     """The least scaled logit that min-p, top-k and top-p keep."""
     limit = OUT_OF_REACH
@@ -157,9 +166,9 @@ def _limit(scaled: torch.Tensor, settings: list[float], numbers: list[int]) -> f
     return limit
 
 
-def _exponential(tokens: torch.Tensor, seed: int, position: int) -> torch.Tensor:
+def _exponential(tokens: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Exponential variables of some tokens."""
-    lanes = torch.stack(philox(tokens >> 2, position, seed))
+    lanes = philox(tokens >> 2, positions, seeds)
     draw = lanes.gather(0, (tokens & 3)[None])[0].float() * 2.0**-32 + 2.0**-33
     draw = draw.clamp_max(1.0 - 2.0**-24)
     small = torch.full_like(draw, 1.0 / 6.0)
@@ -168,17 +177,21 @@ def _exponential(tokens: torch.Tensor, seed: int, position: int) -> torch.Tensor
     return torch.where(draw < SMALL_DRAW, draw * small, -(1.0 - draw).log())
 
 
-def philox(counter: torch.Tensor, position: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """Four 32-bit words (as int64) per counter: Philox 4x32-10 of (counter, position, 0, 0)."""
-    high, low = (seed >> 32) & _WORD, seed & _WORD
-    a, b = counter & _WORD, torch.full_like(counter, position & _WORD)
-    c, d = torch.zeros_like(counter), torch.zeros_like(counter)
+def philox(counter: torch.Tensor, position: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """[4, N] 32-bit words (as int64): Philox 4x32-10 of (counter, position, 0, 0), with one key each.
+
+    By numpy, whose small operators take a fraction of torch's time.
+    """
+    key = seed.numpy()
+    high, low = (key >> 32) & _WORD, key & _WORD
+    a, b = counter.numpy() & _WORD, position.numpy() & _WORD
+    c, d = np.zeros_like(a), np.zeros_like(a)
     for turn in range(PHILOX_ROUNDS):
         first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
         a = ((second >> 32) & _WORD) ^ b ^ ((low + turn * 0x9E3779B9) & _WORD)
         c = ((first >> 32) & _WORD) ^ d ^ ((high + turn * 0xBB67AE85) & _WORD)
         b, d = second & _WORD, first & _WORD
-    return a, b, c, d
+    return torch.from_numpy(np.stack([a, b, c, d]))
 
 
 def choose(logits: torch.Tensor, last: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, ...]:

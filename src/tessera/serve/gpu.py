@@ -9,9 +9,10 @@ card share them. GPUs beside their host are in `planning`. Not handled: real car
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,14 +87,16 @@ class GpuBackend:
     def build(self, model: str, spec: ServeSpec) -> ServedModel:
         card = str(driver.card(self.cluster.devices[0].ordinal))
         sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS)
-        with made_on(card, model, spec.seed):
+        with made_on(card, model, spec.seed, Path(place_of(model)).is_dir()):
             plain = served(
                 model, sizes, min_size=MIN_SIZE, room_bytes=self.memory_bytes, pool_bytes=float("inf")
             )
         if plain.encode is not None:
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", PLACE)
-        return self.placed(plain)
+        placed = self.placed(plain)
+        torch.cuda.empty_cache()  # what the build took beside the weights; workers need it
+        return placed
 
     def placed(self, model: ServedModel) -> ServedModel:
         card = str(driver.card(self.cluster.devices[0].ordinal))
@@ -110,6 +113,8 @@ class GpuBackend:
             with closing(self.processes.pop()) as process:
                 try:
                     if model.shape.is_flat:
+                        process.begin(steps)
+                        _initialise(model)
                         return process.traces(steps, model.weights(), advance)
                 except CaptureError as error:
                     advance(f"capturing steps on the GPU ({error.message})")
@@ -146,6 +151,14 @@ def _room_bytes(cluster: Cluster) -> list[float]:
     return found
 
 
+def _initialise(model: ServedModel) -> None:
+    """Runs the steps once, so that libraries start and kernels of operators are compiled."""
+    for workload in model.workloads:
+        with suppress(RuntimeError):  # of memory: they start when the steps are priced
+            workload.run(workload.make_inputs(0), workload.make_state(0))
+        torch.cuda.empty_cache()
+
+
 def blank(workload: Workload) -> Workload:
     """The same step with zero state on the inputs' device, to avoid CPU copies."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -161,9 +174,9 @@ def blank(workload: Workload) -> Workload:
 
 
 @contextmanager
-def made_on(card: str, model: str, seed: int) -> Iterator[None]:
-    """Inside, large built-in models are made on the GPU; its random state is restored after."""
-    if model not in known_models() or weight_bytes(model) <= LARGE_BYTES:
+def made_on(card: str, model: str, seed: int, always: bool = False) -> Iterator[None]:
+    """Inside, large built-in models are made on the GPU, or any; its random state is restored after."""
+    if not always and (model not in known_models() or weight_bytes(model) <= LARGE_BYTES):
         yield
         return
     with torch.random.fork_rng(devices=[torch.device(card)]), torch.device(card):

@@ -264,7 +264,7 @@ class HostBackend(CpuBackend):
         (pool_bytes,) = self.memory_bytes
         with made_on(f"cuda:{card.ordinal}", model, spec.seed):
             sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or HOST_BATCH_TOKENS)
-            plain = for_host(served(model, sizes, pool_bytes=pool_bytes))
+            plain = for_host(served(model, sizes, min_size=1, pool_bytes=pool_bytes))
         if plain.encode is not None:
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
@@ -338,7 +338,10 @@ def prepare(
 
     def build() -> "ServedModel":
         advance(f"building {model}")
-        return backend.build(model, spec)
+        built = backend.build(model, spec)
+        if built.reason:
+            advance(f"{model} reads one token of each sequence a step, in prompts too: {built.reason}")
+        return built
 
     # A given plan stays while its devices do.
     following = spec if plan is None else replace(spec, policies=())

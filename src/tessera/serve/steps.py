@@ -48,6 +48,8 @@ class ServedModel:
     shape: Shape
     # By size; before them encode, if the model has it.
     workloads: tuple[Workload, ...]
+    # Why every step has one token of each sequence; empty if tokens are packed.
+    reason: str = ""
 
     @property
     def encode(self) -> Workload | None:
@@ -137,7 +139,7 @@ def served(
         has_rows=bool(found.rows), window=found.window,
     )  # fmt: skip
     steps += [replace(pages, batch=shape.num_sequences(x), context=x) for x in sizes]
-    return ServedModel(model, shape, tuple(another(first, step) for step in steps))
+    return ServedModel(model, shape, tuple(another(first, step) for step in steps), found.reason)
 
 
 def smallest_step(place: str, spec: ServeSpec) -> Step:
@@ -177,11 +179,14 @@ def _length(model: str, asked: int | None, positions: int | None) -> int:
 def sizes_of(rows: int, max_batch_tokens: int, is_flat: bool, min_size: int = MIN_SIZE) -> tuple[int, ...]:
     """Step sizes in tokens, ascending: up to `rows`, and larger ones where prompts are chunked.
 
-    Except the largest of both groups, sizes are at least `min_size` and 2 * `min_size`.
+    Except the largest of both groups, sizes are at least `min_size` and 2 * `min_size`. With a minimum of one
+    there is a step for a single token: padding would choose experts of its own.
     """
     sizes = [rows]
     while sizes[0] // RATIO >= min_size:
         sizes.insert(0, _power(sizes[0] // RATIO))
+    if min_size == 1 and len(sizes) > 1:
+        sizes[0] = 1
     larger: list[int] = []
     size = max(max_batch_tokens, 2 * rows) if is_flat else rows
     while size > rows and (not larger or size >= 2 * min_size):

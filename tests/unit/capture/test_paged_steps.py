@@ -14,13 +14,15 @@ from families import LANGUAGE
 from paged_mixer import Mixer, generated
 from sampling import examples, some_of
 from tessera.capture import Workload, build, record, record_step
-from tessera.capture.models import another
+from tessera.capture.models import another, recurrent
 from tessera.capture.models.paged import DENSE, FLAT, ROWS, layout_of
 from tessera.capture.models.pages import PageMask
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
 from tessera.ir import BufferKind, Step
 from tessera.kernels import PAGE
+from tessera.serve.records import ServeSpec
+from tessera.serve.steps import served
 
 BY_NAME = {model.name: model for model in MODELS}
 SEQUENCES, TOKENS, POSITIONS = 4, 12, 512
@@ -117,6 +119,18 @@ def test_latent_attention_keeps_latents(tmp_path: Path) -> None:
     assert (POSITIONS // PAGE, PAGE, 1, sizes["qk_rope_head_dim"]) == state["values.0"].shape
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_plain_decode_steps_attend_to_latents_too(name: str, tmp_path: Path) -> None:
+    """No buffer holds the keys and values of all heads and positions."""
+    sizes, batch, positions = BY_NAME[name].sizes, 2, 128
+    BY_NAME[name].write(tmp_path)
+    trace = record(build(Step(str(tmp_path), "decode", batch, positions, random_weights=True)))
+    expanded = 4 * batch * positions * sizes["num_attention_heads"] * sizes["v_head_dim"]
+    made = [b.size_bytes for b in trace.buffers if b.kind is BufferKind.TEMPORARY]
+
+    assert max(made) < expanded
+
+
 def test_attention_of_a_models_own_with_windows_is_masked_right(tmp_path: Path) -> None:
     """Local layers of GPT-Neo count back from the last of their keys, which is the row's newest."""
     sizes = {**BY_NAME["gpt_neo"].sizes, "window_size": 6}
@@ -134,6 +148,21 @@ def test_many_layers_in_16_bits_are_packed_too(tmp_path: Path) -> None:
 
     assert FLAT == layout_of(workload.module).kind
     assert {torch.bfloat16} == {t.dtype for t in workload.weights().values()}
+
+
+def test_another_recurrence_in_16_bits_is_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong decay changes logits less than 16-bit rounding does: the check computes with 32 bits."""
+    scan = recurrent.FUNCTIONS["mamba2_chunk_scan"]
+
+    def faster(*given: Any, **more: Any) -> Any:
+        return scan(*given[:3], 3 * given[3], *given[4:], **more)
+
+    monkeypatch.setitem(recurrent.FUNCTIONS, "mamba2_chunk_scan", faster)
+    sizes = {**BY_NAME["mamba2"].sizes, "dtype": "bfloat16"}
+    layout = layout_of(folder_step(Model("mamba2", "Mamba2ForCausalLM", sizes), tmp_path, ROWS).module)
+
+    assert ROWS == layout.kind
+    assert "differ from those of its plain forward" in layout.reason
 
 
 def test_a_smaller_step_goes_on_with_the_same_state() -> None:
@@ -275,6 +304,15 @@ def test_a_model_with_a_recurrence_of_its_own_reads_one_token_of_each_sequence(t
     """More tokens than sequences are refused in one line."""
     with pytest.raises(CaptureError, match="reads one token of each sequence a step"):
         folder_step(BY_NAME["recurrent_gemma"], tmp_path, FLAT)
+
+
+def test_a_service_says_why_it_reads_one_token_of_each_sequence(tmp_path: Path) -> None:
+    """Before steps are captured; a packed model says nothing."""
+    BY_NAME["recurrent_gemma"].write(tmp_path)
+    reason = served(str(tmp_path), ServeSpec(rows=2, capacity=16, random_weights=True)).reason
+
+    assert "its layers keep a state of their own" == reason
+    assert not served("tiny-mamba", ServeSpec(rows=2, capacity=16)).reason
 
 
 @pytest.mark.parametrize("name", ["rwkv", "t5", "bert"])

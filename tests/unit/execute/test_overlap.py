@@ -1,6 +1,7 @@
 """Steps queued behind the running one on lanes over several devices."""
 
 import functools
+import itertools
 import os
 import random
 import signal
@@ -200,7 +201,7 @@ def seeds(num_devices: int, num: int) -> list[int]:
     """Seeds of plans over several devices that queue."""
     found = (s for s in range(200) if len(set(lower(split_plan(s, num_devices))[0][0].weights)) > 1)
     plans = ((seed, split_plan(seed, num_devices)) for seed in found)
-    return [s for s, plan in plans if can_overlap(plan, plan.lanes[0])][:num]
+    return list(itertools.islice((s for s, plan in plans if can_overlap(plan, plan.lanes[0])), num))
 
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("host", marks=pytest.mark.slow)])

@@ -2,10 +2,12 @@
 
 import asyncio
 import copy
+import json
 import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ import transformers
 
 from serving_factory import GREEDY, read, wait_for
 from tessera.capture.divide import experts_of
+from tessera.planning import read_frequencies
 from tessera.profile import cap_memory, parse_devices, wire
+from tessera.serve.app import state_document
 from tessera.serve.planning import Prepared, prepare
 from tessera.serve.records import Ask, ServeSpec
 from tessera.serve.service import Service
@@ -85,6 +89,16 @@ def test_answers_are_those_of_generate_and_both_devices_work(
     assert wanted == wait_for(crowd())
     busy = {device.name: device.utilisation for device in service.snapshot().devices}
     assert all(busy[name] > 0 for name in (CARD, HOST))
+
+
+def test_state_tells_how_often_experts_are_chosen(service: Service, tmp_path: Path) -> None:
+    """The answer of /v1/state is a file for --expert-frequencies."""
+    wait_for(read(service, Ask((1, 2, 3), 8, GREEDY, ignores_end=True)))
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(state_document(service.snapshot())))
+    frequencies = read_frequencies(path)
+    assert {"model.layers.0.mlp.experts"} <= frequencies.keys()
+    assert all(len(rows) == 8 and sum(rows) > 0 for rows in frequencies.values())
 
 
 @pytest.mark.parametrize("killed", [CARD, HOST])
