@@ -9,7 +9,10 @@ Parts, each in a process of its own, on the same random bf16 weights in number a
   accelerate  Hugging Face `generate` with accelerate's offload (`dispatch_model`) at the same cap
   fetch       `generate` with the layers that do not fit in pinned memory; each is copied to the GPU while the
               layer before it computes ("fetch all that does not fit")
-Rates count answer tokens after the first, greedy, all sequences at once. Nothing is dilated or modelled.
+`tokens/s` counts greedy answer tokens after every sequence has its first and before one has its last, after a
+warm-up; `closed loop` counts all tokens over all time, with as many clients, each asking twice: that is what
+a plan expects. Baselines run transformers' defaults (attention, experts) for `--plain-tokens` tokens or
+`--plain-s` seconds; accelerate may fill the whole cap with weights. Nothing is dilated or modelled.
 """
 
 import argparse
@@ -27,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its sibli
 from benchmarks.gpu_common import Log, about
 
 PARTS = ("own", "accelerate", "fetch")
-# Memory that a cap leaves free for activations and the cache.
+# Memory that a cap leaves free for activations and the cache of `fetch`.
 SPARE = 2e9
 PROMPT = 32
 
@@ -56,7 +59,11 @@ def own(args: argparse.Namespace, log: Log) -> None:
         1, max(batches), PROMPT + args.tokens + 32, args.batch_tokens, load=load, effort="quick",
         policies=("kernel-level",),
     )  # fmt: skip
-    made = prepare(named(args.model, args.layers), wire(devices, ["here"]), spec, advance=print)
+
+    def advance(what: str) -> None:
+        print(f"[{time.perf_counter() - began_s:6.1f} s] {what}", flush=True)
+
+    made = prepare(named(args.model, args.layers), wire(devices, ["here"]), spec, advance=advance)
     plan = made.policies[0]
     placed = plan.plans[0].lanes[0].placement.devices[0]
     log.put("plan", {"lines": lines_of(made), "launches": [placed.count(0), placed.count(1)],
@@ -65,12 +72,15 @@ def own(args: argparse.Namespace, log: Log) -> None:
         made.workers() as stepper,
         Service(stepper, made.policies, made.model.shape, ByteText(), planner=made.planner) as service,
     ):
-        for batch in (batches[0], *batches):  # the first one warms up
+        asyncio.run(asked(service, max(batches), 4, 1))  # warm-up
+        log.put("started", round(time.perf_counter() - began_s, 1))
+        for batch in batches:
             expected = rehearse(plan, load, batch, shape=made.model.shape)
-            rate = asyncio.run(asked(service, batch, args.tokens))
+            rate, closed = asyncio.run(asked(service, batch, args.tokens, 2))
             busy = {device.name: round(device.utilisation, 3) for device in service.snapshot().devices}
-            found = {"tokens/s": rate, "expected": expected.tokens_per_s, "expected ms": expected.tpot_ms}
-            log.put(f"own {batch}", found | {"busy": busy})
+            found = {"tokens/s": rate, "closed loop": closed, "expected": expected.tokens_per_s}
+            found["closed / expected"] = closed / expected.tokens_per_s
+            log.put(f"own {batch}", found | {"expected ms": expected.tpot_ms, "busy": busy})
 
 
 def measured_link(log: Log) -> tuple[float, float]:
@@ -85,20 +95,27 @@ def measured_link(log: Log) -> tuple[float, float]:
     return small, (size - 4096) / max(1e-3, large - small) / 1e3
 
 
-async def asked(service: Any, batch: int, tokens: int) -> float:
-    """Tokens per second after the first of each answer."""
+async def asked(service: Any, batch: int, tokens: int, rounds: int) -> tuple[float, float]:
+    """Tokens per second while every client is answered, and over all time."""
     from tessera.serve.records import Ask, Sampling
 
-    times: list[float] = []
+    async def one(number: int) -> list[list[float]]:
+        answers = []
+        for n in range(rounds):
+            prompt = tuple((7 * (number + n * batch) + i) % 200 + 1 for i in range(PROMPT))
+            ask = Ask(prompt, tokens, Sampling(temperature=0.0), ignores_end=True)
+            answers.append([time.perf_counter() async for _ in service.answer(ask)][:tokens])
+        return answers
 
-    async def one(number: int) -> None:
-        prompt = tuple((7 * number + n) % 200 + 1 for n in range(PROMPT))
-        ask = Ask(prompt, tokens, Sampling(temperature=0.0), ignores_end=True)
-        own = [time.perf_counter() async for _ in service.answer(ask)]
-        times.extend(own[:1] + own[-2:-1])
-
-    await asyncio.gather(*(one(number) for number in range(batch)))
-    return batch * (tokens - 1) / (max(times) - min(times))
+    began_s = time.perf_counter()
+    clients = await asyncio.gather(*(one(number) for number in range(batch)))
+    closed = batch * rounds * tokens / (time.perf_counter() - began_s)
+    num, seconds = 0, 0.0
+    for answers in zip(*clients, strict=True):
+        start, stop = max(times[0] for times in answers), min(times[-1] for times in answers)
+        num += sum(start < moment <= stop for times in answers for moment in times)
+        seconds += stop - start
+    return num / seconds, closed
 
 
 def plain_model(args: argparse.Namespace) -> Any:
@@ -125,25 +142,25 @@ def generated(model: Any, args: argparse.Namespace, log: Log, name: str) -> None
         def note(tokens: Any, scores: Any, moments: list[float] = moments, **_: Any) -> Any:
             torch.cuda.synchronize()
             moments.append(time.perf_counter())
-            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+            is_over = moments[-1] - moments[0] > args.plain_s
+            return torch.full((len(tokens),), is_over, device=tokens.device)
 
-        tokens = min(args.tokens, args.plain_tokens)
-        with torch.inference_mode():
-            model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False,
-                eos_token_id=None, pad_token_id=0, stopping_criteria=[note],
-            )  # fmt: skip
+        for tokens in (2, args.plain_tokens):  # the first one warms up
+            moments.clear()
+            with torch.inference_mode():
+                model.generate(
+                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False,
+                    eos_token_id=None, pad_token_id=0, stopping_criteria=[note],
+                )  # fmt: skip
         rate = batch * (len(moments) - 1) / (moments[-1] - moments[0])
-        log.put(f"{name} {batch}", {"tokens/s": rate})
+        log.put(f"{name} {batch}", {"tokens/s": rate, "tokens": len(moments)})
 
 
 def accelerate(args: argparse.Namespace, log: Log) -> None:
     library = importlib.import_module("accelerate")
     model = plain_model(args)
-    cap = size_of(args.memory) - SPARE
-    places = library.infer_auto_device_map(
-        model, {0: int(cap), "cpu": int(1e12)}, no_split_module_classes=model._no_split_modules
-    )
+    memory = {0: size_of(args.memory), "cpu": int(1e12)}
+    places = library.infer_auto_device_map(model, memory, no_split_module_classes=model._no_split_modules)
     model = library.dispatch_model(model, places)
     log.put("accelerate places", {str(p): list(places.values()).count(p) for p in set(places.values())})
     generated(model, args, log, "accelerate")
@@ -209,8 +226,9 @@ def main() -> None:
     parser.add_argument("--memory", default="22GB")
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--plain-tokens", type=int, default=12, help="answer tokens of the baselines")
-    parser.add_argument("--batch-tokens", type=int, default=64, help="tokens of the largest step")
+    parser.add_argument("--plain-tokens", type=int, default=17, help="answer tokens of the baselines")
+    parser.add_argument("--plain-s", type=float, default=60.0, help="seconds of a baseline's answer")
+    parser.add_argument("--batch-tokens", type=int, default=32, help="tokens of the largest step")
     parser.add_argument("--link", help="latency in us and GB/s of the link, where it is not to be measured")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--limit", type=float, default=200.0, help="seconds of a part")

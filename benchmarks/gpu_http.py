@@ -17,6 +17,7 @@ import math
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ def card() -> dict[str, float]:
 
 
 def sizes_of(model: str) -> Sizes:
-    """By the model's own configuration, and what its served step keeps."""
+    """By the model's own configuration, and what its served step keeps; packed weights by their files."""
     import torch
 
     from tessera.capture import build
@@ -118,8 +119,14 @@ def sizes_of(model: str) -> Sizes:
     from tessera.ir import Step
     from tessera.kernels import PAGE
 
-    with torch.device("meta"):
-        step = Step(model, "tokens", 1, 1, reserve=2 * PAGE, random_weights=Path(model).is_dir())
+    folder = Path(model)
+    with tempfile.TemporaryDirectory() as plain, torch.device("meta"):
+        if folder.is_dir():
+            document = json.loads((folder / "config.json").read_text())
+            document.pop("quantization_config", None)
+            (Path(plain) / "config.json").write_text(json.dumps(document))
+        place = plain if folder.is_dir() else model
+        step = Step(place, "tokens", 1, 1, reserve=2 * PAGE, random_weights=folder.is_dir())
         module: Any = build(step).module
     layout = layout_of(module)
     pages, rows = (
@@ -128,9 +135,15 @@ def sizes_of(model: str) -> Sizes:
     )
     config: Any = module.config.get_text_config()
     looked_up = module.get_input_embeddings().weight.numel()  # one row of it is read
-    is_tied = bool(getattr(config, "tie_word_embeddings", False))
-    num = sum(p.numel() for p in module.parameters()) - (0 if is_tied else looked_up)
-    return Sizes(num, 2.0 * num, pages / PAGE, float(rows))
+    if getattr(config, "tie_word_embeddings", False):
+        looked_up = 0
+    num = sum(p.numel() for p in module.parameters()) - looked_up
+    # Of the experts, a token uses some; a step of many tokens reads all.
+    experts = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
+    used = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_local_experts", 1)
+    files = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    weight_bytes = files - 2.0 * looked_up if files else 2.0 * num
+    return Sizes(num - experts * (1 - used), weight_bytes, pages / PAGE, float(rows))
 
 
 def limit_per_s(load: Load, sizes: Sizes, found: dict[str, float]) -> float:

@@ -1,14 +1,16 @@
-"""Requests in a row through a service whose policy is switched and whose workers are killed.
+r"""Requests in a row through a service whose policy is switched and whose workers are killed.
 
     python benchmarks/soak.py --requests 1000 --kills 20 --out benchmarks/results/soak_202611.json
     python benchmarks/soak.py --devices cuda:0/as=h20,cuda:0/as=l40s --requests 1000 --kills 20
+    python benchmarks/soak.py --model tiny-gpt-oss --devices emu:l40s,cpu --memory emu:l40s=2.5MB \
+        --policies kernel-level --requests 200 --kills 20
     python benchmarks/soak.py --minutes 30      through HTTP: see `soak_http`
 
 All policies of a model are loaded in one pair of workers. Clients ask all the time, greedy, with prompts and
 answers of random lengths; after every few answers another policy is chosen at random, so sequences are moved,
 handed over in place or restarted; splits move pages all the time. Kills (SIGKILL) are spread over the run, of
 a random device, and come only when all devices are ready. Every answer is compared with that of the same
-request alone under the policy `single`, before the faults:
+request alone under the first policy (`single`, or with a cap the first one given), before the faults:
 
     wrong  other tokens
     lost   an error instead of an answer
@@ -37,7 +39,7 @@ from benchmarks.soak_http import soaked_minutes
 
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Load
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import cap_memory, make_cluster, parse_devices
 from tessera.serve.planning import prepare
 from tessera.serve.policies import POLICIES
 from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling, ServeSpec
@@ -149,19 +151,22 @@ def random_asks(num: int, rng: random.Random) -> list[Ask]:
 
 def soaked(options: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(options.seed)
-    names = [name for name in options.policies.split(",") if name != "single"]
+    # With a cap no device holds the model alone.
+    names = [*([] if options.memory else ["single"]), *options.policies.split(",")]
+    names = list(dict.fromkeys(names))
     spec = ServeSpec(
         2, options.seqs, 96, 32, load=Load(MAX_PROMPT // 2, MAX_ANSWER // 2),
-        policies=("single", *names), effort="quick",
+        policies=tuple(names), effort="quick",
     )  # fmt: skip
-    made = prepare(options.model, make_cluster(parse_devices(options.devices), options.link), spec)
+    devices = cap_memory(parse_devices(options.devices), options.memory)
+    made = prepare(options.model, make_cluster(devices, options.link), spec)
     with (
         made.workers() as stepper,
         Service(
-            stepper, made.policies, made.model.shape, ByteText(), policy="single", log=lambda line: None
+            stepper, made.policies, made.model.shape, ByteText(), policy=names[0], log=lambda line: None
         ) as service,
     ):
-        soak = Soak(service, stepper, random_asks(options.distinct, rng), ["single", *names], options, rng)
+        soak = Soak(service, stepper, random_asks(options.distinct, rng), names, options, rng)
         begun_s = time.monotonic()
         asyncio.run(soak.run())
         seconds, state = time.monotonic() - begun_s, service.snapshot()
@@ -191,6 +196,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny-llama")
     parser.add_argument("--devices", default="emu:a100,emu:l40s")
     parser.add_argument("--link", default="pcie4")
+    parser.add_argument("--memory", action="append", default=[], help="DEVICE=SIZE, a cap of a device")
     parser.add_argument("--policies", default=",".join(POLICIES), help="besides single")
     parser.add_argument("--minutes", type=float, help="through HTTP, for so long")
     parser.add_argument("--requests", type=int, default=1000)

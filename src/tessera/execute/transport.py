@@ -1,7 +1,7 @@
 """Transport: how the bytes of a transfer get from one worker process to another.
 
-  shm      workers of one machine, some of them CPUs (their default): bytes in shared memory, notices over a
-           link
+  shm      workers of one machine, some of them CPUs (their default): bytes in shared memory; notices over a
+           link, beside a GPU flags in shared memory, which its graphs set and wait for
   host     workers of any machines: bytes over the link, which is TCP
   ipc      GPUs of one machine; see `cuda`
   nvshmem  GPUs of any machines; see `cuda`
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tessera.errors import UnknownName, WorkerError
@@ -33,9 +34,12 @@ from tessera.ir import Device, DeviceKind, Program
 
 AUTO, SHM, HOST, IPC, NVSHMEM = "auto", "shm", "host", "ipc", "nvshmem"
 NAMES = (AUTO, SHM, HOST, IPC, NVSHMEM)
+# Bytes of a flag.
+WORD = 8
 # Transports whose workers hold one another's memory: all restart when one is lost.
 RESTART_TOGETHER = frozenset({NVSHMEM})
 Post = Callable[[Any], None]
+Words = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +129,15 @@ class Transport(ABC):
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
         """Copies an arrived transfer to its place; once only."""
 
-    def forget(self, run: int) -> None:
-        """Bytes of this run will not be fetched."""
+    def watch(self, run: int, program: Program, microbatch: int) -> None:
+        """A run has begun, whose transfers are polled for."""
+
+    def poll(self) -> Sequence[TransferArrived] | None:
+        """Transfers that have arrived without a report; None: none are polled for."""
+        return None
+
+    def forget(self, run: int, microbatch: int | None) -> None:
+        """Bytes of this run, the last of a microbatch or an older one (None), will not be fetched."""
 
     def load(self, programs: Sequence[Sequence[Program]]) -> None:
         """Adds lanes, whose transfers may be larger."""
@@ -156,10 +167,13 @@ class Arenas:
     the next power of two, share a file, so plans can be replaced any number of times.
     """
 
-    def __init__(self, folder: str, microbatches: int) -> None:
-        self._folder, self._microbatches = folder, microbatches
-        # (source, destination, bytes per microbatch)
-        self._arenas: dict[tuple[int, int, int], torch.Tensor] = {}
+    def __init__(
+        self, folder: str, microbatches: int, opened: Callable[[torch.Tensor], None] = lambda shared: None
+    ) -> None:
+        """`opened` is called with new memory."""
+        self._folder, self._microbatches, self._opened = folder, microbatches, opened
+        # ("arena" or "flags", source, destination, bytes per microbatch)
+        self._arenas: dict[tuple[str, int, int, int], torch.Tensor] = {}
         # (source, destination, program's identity) -> transfer -> offset, and bytes per microbatch
         self._places: dict[tuple[int, int, int], tuple[dict[int, int], int]] = {}
 
@@ -172,13 +186,38 @@ class Arenas:
             self._places[key] = offsets, 1 << (used - 1).bit_length()
         offsets, stride = self._places[key]
         start = microbatch * stride + offsets[number]
-        return self._arena(found.src, found.dst, stride)[start : start + found.num_bytes]
+        return self._shared("arena", found.src, found.dst, stride)[start : start + found.num_bytes]
 
-    def _arena(self, src: int, dst: int, stride: int) -> torch.Tensor:
-        if (src, dst, stride) not in self._arenas:
-            path = Path(self._folder) / f"arena-{src}-{dst}-{stride}"
-            self._arenas[src, dst, stride] = shared_bytes(path, stride * self._microbatches)
-        return self._arenas[src, dst, stride]
+    def flags(self, program: Program, src: int, dst: int, microbatch: int) -> Words:
+        """Flags of a microbatch's transfers, by their numbers."""
+        stride = WORD << (len(program.transfers) - 1).bit_length()
+        shared = self._shared("flags", src, dst, stride)[microbatch * stride : (microbatch + 1) * stride]
+        return shared.numpy().view(np.int64)
+
+    def open(self, programs: Sequence[Program], device: int) -> None:
+        """Opens flags and places of a device. Flags that a lost worker has left set are cleared."""
+        for program in programs:
+            for number, found in enumerate(program.transfers):
+                if device in (found.src, found.dst):
+                    self.place(program, 0, number)
+                    is_new = len(self._arenas)
+                    self.flags(program, found.src, found.dst, 0)
+                    if found.src == device and is_new < len(self._arenas):
+                        [*self._arenas.values()][-1].zero_()
+
+    def fill(self, microbatch: int, value: int, dst: int | None = None) -> None:
+        """Sets all flags of a microbatch, or those towards a device."""
+        for (kind, _, towards, stride), shared in self._arenas.items():
+            if kind == "flags" and dst in (None, towards):
+                shared.numpy()[microbatch * stride : (microbatch + 1) * stride].view(np.int64)[:] = value
+
+    def _shared(self, kind: str, src: int, dst: int, stride: int) -> torch.Tensor:
+        key = kind, src, dst, stride
+        if key not in self._arenas:
+            path = Path(self._folder) / "-".join(map(str, key))
+            self._arenas[key] = shared_bytes(path, stride * self._microbatches)
+            self._opened(self._arenas[key])
+        return self._arenas[key]
 
 
 class SharedMemory(Transport):
@@ -199,6 +238,59 @@ class SharedMemory(Transport):
 
     def _place(self, transfer: RunTransfer) -> torch.Tensor:
         return self._arenas.place(transfer.program, transfer.microbatch, transfer.number)
+
+
+class FlaggedMemory(SharedMemory):
+    """`SharedMemory` beside a GPU: flags in place of notices, polled while a run waits."""
+
+    def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
+        # Run -> (flags from a peer, transfers from it that have not arrived)
+        self._watched: dict[int, list[tuple[Words, set[int]]]] = {}
+        super().__init__(setup, mailbox, post)
+
+    def load(self, programs: Sequence[Sequence[Program]]) -> None:
+        super().load(programs)
+        for lane in programs:
+            self._arenas.open(lane, self._device)
+
+    def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
+        self._place(transfer).copy_(contents)
+        found = transfer.program.transfers[transfer.number]
+        flags = self._arenas.flags(transfer.program, found.src, found.dst, transfer.microbatch)
+        flags[transfer.number] = 1
+
+    def watch(self, run: int, program: Program, microbatch: int) -> None:
+        awaited: dict[int, set[int]] = {}
+        for number, transfer in enumerate(program.transfers):
+            if transfer.dst == self._device:
+                awaited.setdefault(transfer.src, set()).add(number)
+        if awaited:
+            self._watched[run] = [
+                (self._arenas.flags(program, src, self._device, microbatch), numbers)
+                for src, numbers in awaited.items()
+            ]
+
+    def poll(self) -> Sequence[TransferArrived] | None:
+        if not self._watched:
+            return None
+        arrived = []
+        for run, sources in list(self._watched.items()):
+            for flags, awaited in sources:
+                numbers = np.flatnonzero(flags).tolist()
+                flags[numbers] = 0
+                awaited.difference_update(numbers)
+                now_s = time.monotonic()
+                arrived += [TransferArrived(run, number, now_s, now_s) for number in numbers]
+            # Flags set after the last one belong to the microbatch's next run.
+            self._watched[run] = [source for source in sources if source[1]]
+            if not self._watched[run]:
+                del self._watched[run]
+        return arrived
+
+    def forget(self, run: int, microbatch: int | None) -> None:
+        self._watched.pop(run, None)
+        if microbatch is not None:
+            self._arenas.fill(microbatch, 0)
 
 
 class OverHost(Transport):
@@ -223,7 +315,7 @@ class OverHost(Transport):
         if len(held):
             into.numpy()[:] = np.frombuffer(held, dtype=np.uint8)
 
-    def forget(self, run: int) -> None:
+    def forget(self, run: int, microbatch: int | None) -> None:
         """Drops what arrived for an ended run."""
         with self._lock:
             self._forgotten.add(run)
@@ -245,4 +337,6 @@ OPENERS: dict[str, Callable[[Setup, Mailbox, Post], Transport]] = {SHM: SharedMe
 def open_transport(setup: Setup, mailbox: Mailbox, post: Post) -> Transport:
     if setup.transport not in OPENERS:
         raise WorkerError(f"a CPU worker cannot use {setup.transport}", "Use --transport auto.")
-    return OPENERS[setup.transport](setup, mailbox, post)
+    is_beside_gpu = any(device.kind is DeviceKind.CUDA for device in setup.cluster.devices)
+    opener = FlaggedMemory if is_beside_gpu and setup.transport == SHM else OPENERS[setup.transport]
+    return opener(setup, mailbox, post)

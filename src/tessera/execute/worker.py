@@ -64,6 +64,8 @@ class CpuWorker(DeviceWorker):
         # Orders of microbatches whose previous run has not ended, oldest first.
         self._waiting: list[Begin] = []
         self._cancelled: set[int] = set()
+        # Microbatch -> its last run.
+        self._last: dict[int, int] = {}
         # Run -> (transfer, start, arrival); transfers may arrive before the order of their run.
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
         self._launchers: list[Launcher] = []
@@ -95,10 +97,13 @@ class CpuWorker(DeviceWorker):
             self._arrivals.setdefault(news.run, []).append((news.number, news.start_s, news.stop_s))
 
     def _advance(self) -> bool:
+        arrived = self._transport.poll()
+        for news in arrived or ():
+            self._handle(news)
         job = self._queue.pick()
         if job is not None:
             self._go_on(job)
-        return job is not None
+        return job is not None or arrived is not None
 
     def _load(self, new: NewLanes) -> None:
         self._add(new)
@@ -175,6 +180,7 @@ class CpuWorker(DeviceWorker):
             active.spans.append((launch, start, stop, time.thread_time() - cpu))
 
     def _begin(self, order: Begin) -> None:
+        self._last[order.microbatch] = order.run
         if any(active.order.microbatch == order.microbatch for active in self._active.values()):
             self._waiting.append(order)
             return
@@ -187,6 +193,7 @@ class CpuWorker(DeviceWorker):
         instructions = here.program.instructions[self._setup.device]
         job = Job(order.microbatch, order.run, instructions, until_wait_us=here.until_wait_us)
         self._queue.add(job)
+        self._transport.watch(order.run, here.program, order.microbatch)
         if job.is_done:  # only holds an output or receives state
             self._queue.drop(order.run)
             self._finish(self._active.pop(order.run))
@@ -208,7 +215,7 @@ class CpuWorker(DeviceWorker):
     def _cancel(self, run: int) -> None:
         self._cancelled.add(run)
         self._arrivals.pop(run, None)
-        self._transport.forget(run)
+        self._transport.forget(run, next((m for m, last in self._last.items() if last == run), None))
         self._waiting = [order for order in self._waiting if order.run != run]
         if (active := self._active.pop(run, None)) is not None:
             self._queue.drop(run)

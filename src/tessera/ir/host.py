@@ -26,16 +26,19 @@ class HostNode:
 
 def host_nodes() -> tuple[HostNode, ...]:
     """NUMA nodes with usable cores; one node where the system does not say."""
-    usable = os.sched_getaffinity(0)
-    found = []
+    usable, sizes = os.sched_getaffinity(0), dict[Path, int]()
     for path in sorted(NODES.glob("node[0-9]*")):
-        cores = tuple(c for c in _numbers(_text(path / "cpulist")) if c in usable)
         words = _text(path / "meminfo").split()
-        kilobytes = int(words[words.index("MemTotal:") + 1]) if "MemTotal:" in words else 0
-        if cores and kilobytes:
-            found.append(HostNode(int(path.name.removeprefix("node")), cores, 1024 * kilobytes))
+        sizes[path] = int(words[words.index("MemTotal:") + 1]) if "MemTotal:" in words else 0
+    # Nodes may not count memory that was added to a running machine: they have shares of its total.
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return tuple(found) or (HostNode(0, tuple(sorted(usable)), total),)
+    nodes = []
+    for path, size in sizes.items():
+        cores = tuple(c for c in _numbers(_text(path / "cpulist")) if c in usable)
+        if cores and size:
+            number = int(path.name.removeprefix("node"))
+            nodes.append(HostNode(number, cores, total * size // sum(sizes.values())))
+    return tuple(nodes) or (HostNode(0, tuple(sorted(usable)), total),)
 
 
 def instructions() -> tuple[str, ...]:

@@ -9,7 +9,9 @@
                    of one sequence and head with the state in registers; products of 16-bit inputs are summed
                    in float32, those of float32 are not rounded to TF32.
   selective_scan   `selective_tokens`: a program goes through the tokens of one sequence for some channels.
-  delta_scan       `delta_tokens`: the same for some values of one head.
+  delta_scan       `delta_tokens`: the same for some values of one head. With one decay per head, sequences
+                   of several tokens are read by chunk (`delta_chunks`): what each token changes in the state
+                   solves a triangular system, whose inverse is a product of a few powers.
 
 Programs of all sequences share the zeros of padding tokens. Starts and rows are read on the GPU,
 so a step can be part of a CUDA graph.
@@ -28,6 +30,9 @@ _CONV_TOKENS, _CONV_CHANNELS = 16, 128
 _STATE_ELEMENTS = 4096
 # Tokens of a chunk, state rows of a program, and warps, in `ssd_chunks`.
 _CHUNK_TOKENS, _CHUNK_ROWS, _CHUNK_WARPS = 32, 64, 4
+
+# Tokens of a chunk, and values of a program, in `delta_chunks`.
+_DELTA_TOKENS, _DELTA_VALUES = 16, 32
 
 
 def _power(n: int) -> int:
@@ -104,11 +109,19 @@ def delta_scan(value, query, key, g, beta, state, starts, rows, is_normed):
         for name, t in (("V", value), ("Q", query), ("K", key), ("G", g), ("BETA", beta))
         for k, place in enumerate(("ROW", "HEAD"))
     }
+    is_chunked = tokens > rows.shape[0] and g.shape[2] == 1
+    given = (value, query, key, g, beta, state, starts, rows, out)
+    sizes = {"H": heads, "V": values, "K": width, "IS_NORMED": is_normed, **strides}
     delta_tokens[heads * triton.cdiv(values, block), rows.shape[0]](
-        value, query, key, g, beta, state, starts, rows, out, tokens, width**-0.5, H=heads, V=values, K=width,
-        K_PAD=width_pad, VALUES=block, G_ITEM=g.stride(2) if g.shape[2] > 1 else 0, IS_NORMED=is_normed,
-        **strides, num_warps=4,
+        *given, tokens, width**-0.5, K_PAD=width_pad, VALUES=block, IS_ONE_EACH=is_chunked,
+        G_ITEM=g.stride(2) if g.shape[2] > 1 else 0, **sizes, num_warps=4,
     )  # fmt: skip
+    if is_chunked:
+        block = max(16, min(_power(values), _DELTA_VALUES))
+        delta_chunks[heads * triton.cdiv(values, block), rows.shape[0]](
+            *given, width**-0.5, K_PAD=max(16, width_pad), VALUES=block, TOKENS=_DELTA_TOKENS, **sizes,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
     return out
 
 
@@ -380,16 +393,16 @@ def delta_tokens(
     K: tl.constexpr, K_PAD: tl.constexpr, VALUES: tl.constexpr, IS_NORMED: tl.constexpr,
     V_ROW: tl.constexpr, V_HEAD: tl.constexpr, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr,
     K_ROW: tl.constexpr, K_HEAD: tl.constexpr, G_ROW: tl.constexpr, G_HEAD: tl.constexpr,
-    G_ITEM: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr,
+    G_ITEM: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr, IS_ONE_EACH: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of one sequence, for some values of one head."""
+    """All tokens of one sequence (or none, unless it is one), for some values of one head."""
     BLOCKS: tl.constexpr = (V + VALUES - 1) // VALUES
     head, sequence = tl.program_id(0) // BLOCKS, tl.program_id(1)
     v, k = tl.program_id(0) % BLOCKS * VALUES + tl.arange(0, VALUES), tl.arange(0, K_PAD)
     is_value, is_key = v < V, k < K
     _clear_padding(out + head * V + v, is_value, starts, tokens, H * V, VALUES)
     first, count, row, goes_on = _sequence(starts, rows, sequence)
-    if count == 0:
+    if count == 0 or (IS_ONE_EACH and count > 1):
         return
     inside = is_key[:, None] & is_value[None, :]
     place = state + ((row * H + head) * K + k)[:, None] * V + v[None, :]
@@ -410,3 +423,62 @@ def delta_tokens(
         total = tl.sum(held * asked[:, None], 0) * scale
         tl.store(out + (token * H + head) * V + v, total.to(out.dtype.element_ty), mask=is_value)
     tl.store(place, held.to(state.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def delta_chunks(
+    value, query, key, g, beta, state, starts, rows, out, scale, H: tl.constexpr, V: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, VALUES: tl.constexpr, TOKENS: tl.constexpr,
+    IS_NORMED: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr, Q_ROW: tl.constexpr,
+    Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, G_ROW: tl.constexpr,
+    G_HEAD: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Some values of one head, for a sequence with several tokens and one decay per head."""
+    BLOCKS: tl.constexpr = (V + VALUES - 1) // VALUES
+    head = tl.program_id(0) // BLOCKS
+    first, count, row, goes_on = _sequence(starts, rows, tl.program_id(1))
+    if count <= 1:
+        return
+    v, k = tl.program_id(0) % BLOCKS * VALUES + tl.arange(0, VALUES), tl.arange(0, K_PAD)
+    t, is_value, is_key = tl.arange(0, TOKENS), (v < V)[None, :], (k < K)[None, :]
+    place = state + ((row * H + head) * K + k)[:, None] * V + v[None, :]
+    inside = (k < K)[:, None] & is_value
+    held = tl.load(place, mask=inside & goes_on, other=0.0).to(tl.float32)
+    for start in range(0, count, TOKENS):
+        is_used = start + t < count
+        token = (first + start + t).to(tl.int64)
+        at, used = token[:, None], is_used[:, None]
+        new = tl.load(value + at * V_ROW + head * V_HEAD + v[None, :], mask=used & is_value, other=0.0)
+        asked = tl.load(query + at * Q_ROW + head * Q_HEAD + k[None, :], mask=used & is_key, other=0.0)
+        named = tl.load(key + at * K_ROW + head * K_HEAD + k[None, :], mask=used & is_key, other=0.0)
+        decay = tl.load(g + token * G_ROW + head * G_HEAD, mask=is_used, other=0.0).to(tl.float32)
+        rate = tl.load(beta + token * BETA_ROW + head * BETA_HEAD, mask=is_used, other=0.0).to(tl.float32)
+        norm, factor = _inverse_norm(named, IS_NORMED), _inverse_norm(asked, IS_NORMED) * scale
+        total, last, turned = tl.cumsum(decay, 0), tl.sum(decay, 0), tl.trans(named)
+        between = tl.where(t[:, None] >= t[None, :], total[:, None] - total[None, :], float("-inf"))
+        faded = tl.exp(between) * norm[None, :]
+        alike = tl.dot(named, turned, input_precision="ieee") * faded * (norm * rate)[:, None]
+        power = tl.where(t[:, None] > t[None, :], alike, 0.0)
+        inverse = tl.where(t[:, None] == t[None, :], 1.0, 0.0) - power
+        for _ in tl.static_range(3):  # (1 - L)(1 + L^2)(1 + L^4)(1 + L^8): L^16 is zero
+            power = tl.dot(power, power, input_precision="ieee")
+            inverse = tl.dot(inverse, power, inverse, input_precision="ieee")
+        small = held.to(named.dtype)
+        known = tl.dot(named, small, input_precision="ieee") * (norm * tl.exp(total))[:, None]
+        delta = tl.dot(inverse, (new.to(tl.float32) - known) * rate[:, None], input_precision="ieee")
+        made = tl.dot(asked, small, input_precision="ieee") * tl.exp(total)[:, None]
+        weights = tl.dot(asked, turned, input_precision="ieee") * faded
+        made = tl.dot(weights, delta, made, input_precision="ieee") * factor[:, None]
+        to = out + (at * H + head) * V + v[None, :]
+        tl.store(to, made.to(out.dtype.element_ty), mask=used & is_value)
+        kept = (delta * (norm * tl.exp(last - total))[:, None]).to(named.dtype)
+        held = tl.dot(turned, kept, held * tl.exp(last), input_precision="ieee")
+    tl.store(place, held.to(state.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _inverse_norm(x, IS_NORMED: tl.constexpr):
+    """One for each row, 1 / its norm if it is to be normed."""
+    x = x.to(tl.float32)
+    total = tl.sum(x * x, 1)
+    return tl.rsqrt(total + _EPSILON) if IS_NORMED else tl.full(total.shape, 1.0, tl.float32)

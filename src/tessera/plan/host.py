@@ -13,6 +13,7 @@ from collections import Counter
 
 import numpy as np
 
+from tessera.errors import PlanInfeasible
 from tessera.plan.arrays import Floats, Ints, Labels
 from tessera.plan.problem import Problem
 from tessera.plan.spread import even_order
@@ -21,6 +22,8 @@ from tessera.plan.spread import even_order
 FILL = 0.94
 # Scores within this ratio are equal.
 EQUAL = 1.05
+# Launches that a refusal names.
+NAMED = 4
 
 
 def has_host(problem: Problem) -> bool:
@@ -29,8 +32,8 @@ def has_host(problem: Problem) -> bool:
     return len(cards) == 1 and problem.num_devices > 1
 
 
-def host_placement(problem: Problem, microbatches: int) -> Labels | None:
-    """Device of each node; None if it does not fit."""
+def host_placement(problem: Problem, microbatches: int) -> Labels:
+    """Device of each node; raises PlanInfeasible if it does not fit."""
     card = next(d for d, device in enumerate(problem.cluster.devices) if not device.is_cpu)
     hosts = [d for d in range(problem.num_devices) if d != card]
     order, group_of, host_of = _order(problem, card, hosts)
@@ -39,18 +42,40 @@ def host_placement(problem: Problem, microbatches: int) -> Labels | None:
         moved = np.isin(group_of, order[:num])
         return np.where(moved, host_of[group_of], card)
 
-    def fits(num: int) -> bool:
+    def excess(num: int) -> Floats:
         over = problem.excess_bytes([problem.column(labels(num))], microbatches)
         over[card] += (1.0 - FILL) * problem.memory_bytes[card]
-        return bool((over <= 0).all())
+        return over
 
     low, high = 0, len(order)
-    if not fits(high):
-        return None
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+        low, high = (low, middle) if excess(middle)[card] <= 0 else (middle + 1, high)
+    if excess(low).max() > 0:
+        raise _too_large(problem, labels(low), excess(low))
     return _with_joins(problem, labels(low), card)
+
+
+def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasible:
+    """Names the device that overflows, and launches with its largest weights."""
+    device, weights = int(excess.argmax()), problem.weights
+    first = {node: launch for launch, node in reversed([*enumerate(problem.node_of[-1].tolist())])}
+    here = {
+        int(item): first.get(node)
+        for item, node in zip(weights.pin_item, weights.pin_node.tolist(), strict=True)
+        if labels[node] == device
+    }
+    trace, held = problem.unit.graphs[-1].trace, sorted(here, key=lambda item: -weights.num_bytes[item])
+    named = [
+        f"{'' if (launch := here[item]) is None else trace.kernel_of(launch).name + ' of '}"
+        f"{weights.names[item]} {weights.num_bytes[item] / 1e9:.3g} GB"
+        for item in held[:NAMED]
+    ]
+    size = problem.memory_bytes[device]
+    return PlanInfeasible(
+        f"{problem.cluster.devices[device].name} would hold {(size + excess[device]) / 1e9:.4g} GB and has "
+        f"{size / 1e9:.4g} GB; its largest weights: {', '.join(named)}"
+    )
 
 
 def _order(problem: Problem, card: int, hosts: list[int]) -> tuple[Ints, Ints, Ints]:

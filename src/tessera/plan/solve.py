@@ -144,10 +144,7 @@ def place(
     planner = SERVED_PLANNERS.get(policy, policy)
     config = replace(config, single_limit_s=PLACE_S)
     if planner == SINGLE_PLACEMENT and has_host(problem):
-        labels = host_placement(problem, microbatches)
-        if labels is None:
-            raise PlanInfeasible("the GPU cannot hold what its host cannot compute")
-        return problem.placement(labels)
+        return problem.placement(host_placement(problem, microbatches))
 
     def found_by(name: str) -> list[ir.Placement]:
         task = Task(problem, microbatches, is_served=True, policy=name, config=config)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class GpuBackend:
     def build(self, model: str, spec: ServeSpec) -> ServedModel:
         card = str(driver.card(self.cluster.devices[0].ordinal))
         sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS)
-        with made_on(card, model, spec.seed):
+        with made_on(card, model, spec.seed, Path(place_of(model)).is_dir()):
             plain = served(
                 model, sizes, min_size=MIN_SIZE, room_bytes=self.memory_bytes, pool_bytes=float("inf")
             )
@@ -161,9 +162,9 @@ def blank(workload: Workload) -> Workload:
 
 
 @contextmanager
-def made_on(card: str, model: str, seed: int) -> Iterator[None]:
-    """Inside, large built-in models are made on the GPU; its random state is restored after."""
-    if model not in known_models() or weight_bytes(model) <= LARGE_BYTES:
+def made_on(card: str, model: str, seed: int, always: bool = False) -> Iterator[None]:
+    """Inside, large built-in models are made on the GPU, or any; its random state is restored after."""
+    if not always and (model not in known_models() or weight_bytes(model) <= LARGE_BYTES):
         yield
         return
     with torch.random.fork_rng(devices=[torch.device(card)]), torch.device(card):

@@ -264,7 +264,7 @@ class HostBackend(CpuBackend):
         (pool_bytes,) = self.memory_bytes
         with made_on(f"cuda:{card.ordinal}", model, spec.seed):
             sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or HOST_BATCH_TOKENS)
-            plain = for_host(served(model, sizes, pool_bytes=pool_bytes))
+            plain = for_host(served(model, sizes, min_size=1, pool_bytes=pool_bytes))
         if plain.encode is not None:
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", "--devices")

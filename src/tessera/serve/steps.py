@@ -179,11 +179,14 @@ def _length(model: str, asked: int | None, positions: int | None) -> int:
 def sizes_of(rows: int, max_batch_tokens: int, is_flat: bool, min_size: int = MIN_SIZE) -> tuple[int, ...]:
     """Step sizes in tokens, ascending: up to `rows`, and larger ones where prompts are chunked.
 
-    Except the largest of both groups, sizes are at least `min_size` and 2 * `min_size`.
+    Except the largest of both groups, sizes are at least `min_size` and 2 * `min_size`. With a minimum of one
+    there is a step for a single token: padding would choose experts of its own.
     """
     sizes = [rows]
     while sizes[0] // RATIO >= min_size:
         sizes.insert(0, _power(sizes[0] // RATIO))
+    if min_size == 1 and len(sizes) > 1:
+        sizes[0] = 1
     larger: list[int] = []
     size = max(max_batch_tokens, 2 * rows) if is_flat else rows
     while size > rows and (not larger or size >= 2 * min_size):

@@ -119,6 +119,18 @@ def test_latent_attention_keeps_latents(tmp_path: Path) -> None:
     assert (POSITIONS // PAGE, PAGE, 1, sizes["qk_rope_head_dim"]) == state["values.0"].shape
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_plain_decode_steps_attend_to_latents_too(name: str, tmp_path: Path) -> None:
+    """No buffer holds the keys and values of all heads and positions."""
+    sizes, batch, positions = BY_NAME[name].sizes, 2, 128
+    BY_NAME[name].write(tmp_path)
+    trace = record(build(Step(str(tmp_path), "decode", batch, positions, random_weights=True)))
+    expanded = 4 * batch * positions * sizes["num_attention_heads"] * sizes["v_head_dim"]
+    made = [b.size_bytes for b in trace.buffers if b.kind is BufferKind.TEMPORARY]
+
+    assert max(made) < expanded
+
+
 def test_attention_of_a_models_own_with_windows_is_masked_right(tmp_path: Path) -> None:
     """Local layers of GPT-Neo count back from the last of their keys, which is the row's newest."""
     sizes = {**BY_NAME["gpt_neo"].sizes, "window_size": 6}

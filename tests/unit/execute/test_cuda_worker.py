@@ -79,6 +79,35 @@ def plan_of(of: WorkUnit, policy: str, is_dilated: bool = True) -> Plan:
     )
 
 
+@functools.cache
+def beside_cpu(policy: str) -> Plan:
+    """A policy on a GPU and a CPU."""
+    made = plan(policy, is_dilated=False)
+    devices = (made.cluster.devices[0], Device("cpu", DeviceKind.CPU, "", 1 << 34, num_cores=1))
+    links = tuple(Link(a.name, b.name, "pcie4", 10.0, 25.0) for a in devices for b in devices if a is not b)
+    costs = tuple(replace(each, devices=devices) for each in made.costs)
+    return replace(made, cluster=Cluster(devices, links), costs=costs)
+
+
+@pytest.mark.parametrize("policy", ["attention-ffn", "prefill-decode"])
+def test_a_gpu_and_a_cpu_exchange_through_shared_memory(policy: str) -> None:
+    """Graphs and the CPU's worker set and wait for one another's flags, also after a worker is lost."""
+    weights = workloads()[0].weights()
+    with WorkerStepper([beside_cpu(policy)], weights, transport="shm", timeout_s=30.0) as stepper:
+        for lost in (1, 0):
+            done = 0
+
+            def on_done(number: int, lost: int = lost) -> None:
+                nonlocal done
+                done += 1
+                if done == 2:
+                    cuda_stub.cut_off(stepper, lost)
+
+            results = run_offline(stepper, [request(n % 2) for n in range(8)], on_done=on_done).results
+            assert all(is_right(n % 2, result) for n, result in enumerate(results))
+        assert all(status.restarts for status in stepper.use().devices.values())
+
+
 def opened(*policies: str, transport: str = "ipc", **more: object) -> WorkerStepper:
     """Workers with plans of these policies."""
     plans, weights = [plan(policy) for policy in policies], workloads()[0].weights()

@@ -46,7 +46,7 @@ def test_kernels_are_the_reference(name: str, counts: tuple[int, ...]) -> None:
     assert torch.equal(before[others], state_of(name, call)[others])
 
 
-@pytest.mark.parametrize("name", ["causal_conv", "ssd_scan"])
+@pytest.mark.parametrize("name", ["causal_conv", "ssd_scan", "delta_scan"])
 def test_16_bit_inputs_are_summed_in_float32(name: str) -> None:
     """Up to the rounding of what is multiplied."""
     call, same = (make_call(name, MIXED, torch.bfloat16) for _ in range(2))
@@ -64,6 +64,7 @@ WANTED = {
     "ssd_chunks": {"state", "out"},
     "selective_tokens": {"state", "out"},
     "delta_tokens": {"state", "out"},
+    "delta_chunks": {"state", "out"},
 }
 
 

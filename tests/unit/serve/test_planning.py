@@ -105,6 +105,7 @@ def test_small_sizes_are_not_worth_their_capture_everywhere() -> None:
     """Below the smallest size there is none, but for one token of everybody."""
     assert sizes_of(8, 2048, is_flat=True, min_size=64) == (8, 128, 512, 2048)
     assert sizes_of(128, 2048, is_flat=True, min_size=64) == (128, 512, 2048)
+    assert sizes_of(8, 32, is_flat=True, min_size=1) == (1, 8, 32)
     assert sizes_of(256, 2048, is_flat=True, min_size=64) == (64, 256, 512, 2048)
 
 

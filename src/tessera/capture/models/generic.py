@@ -15,7 +15,7 @@ position; recurrent models align rows at the end with a `mask`; models with both
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -350,7 +350,7 @@ class CachedSteps:
 
     def _forward(self, inputs: Tensors, cache: Any) -> Any:
         """The model's forward on a cache; only each row's newest token passes the head."""
-        from tessera.capture.models.rows import row_masks
+        from tessera.capture.models.rows import row_latents, row_masks
 
         last = inputs.get("last")
         if self._has_positions and hasattr(cache, "begin"):
@@ -371,7 +371,8 @@ class CachedSteps:
         def pick(hidden: torch.Tensor) -> torch.Tensor:
             return newest(hidden, last)[:, None] if self._has_rows and last is not None else hidden[:, -1:]
 
-        with row_masks():
+        is_latent = last is None and self._has_rows and not self._is_pair
+        with row_masks(), row_latents(self._model) if is_latent else nullcontext():
             return forward(self._model, (self._cache, cache), inputs, pick, self._is_pair, **given)
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:

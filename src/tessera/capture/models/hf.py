@@ -9,6 +9,7 @@ call. Attention sinks (`s_aux`) and `softcap` have no torch kernel: the formula 
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,8 @@ def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) 
         from tessera.capture.models.lora import add_adapters
 
         add_adapters(model, step.adapters)
+    if torch.get_default_device().type == "cuda" and checkpoint.has_values():
+        model.to(torch.get_default_device())  # where its layout is found by running it
     return _maker(config, step)(model, step)
 
 
@@ -172,15 +175,17 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
         give = partial(checkpoint.give_transformers, read, quantised)
         if packing is not None:
             give = partial(_give_packed, give, make, packing, dtype)
-        model = checkpoint.load(
-            folder,
-            make,
-            give,
-            what=f"a {config.model_type} cannot be built from it",
-            seed=step.seed,
-            random_weights=step.random_weights,
-            is_packed=packing is not None,
-        )
+        is_read = torch.get_default_device().type == "cuda" and not step.random_weights
+        with torch.device("cpu") if is_read and checkpoint.has_values() else nullcontext():
+            model = checkpoint.load(
+                folder,
+                make,
+                give,
+                what=f"a {config.model_type} cannot be built from it",
+                seed=step.seed,
+                random_weights=step.random_weights,
+                is_packed=packing is not None,
+            )
     if model._can_set_experts_implementation():
         # Experts as grouped products: the eager path reads the routing on the host.
         model.set_experts_implementation("grouped_mm")

@@ -317,10 +317,10 @@ def _read(
     read: Callable[..., PackedWeight], weight: Any, parts: Tensors, shape: Sequence[int] | None
 ) -> PackedWeight:
     made = read(weight[...], {key: part[...] for key, part in parts.items()})
-    is_exchanged = shape is not None and list(made.shape) != list(shape) == [
-        *made.shape[:-2],
-        *made.shape[:-3:-1],
-    ]
+    exchanged = [*made.shape[:-2], *made.shape[:-3:-1]]
+    # Square experts of MXFP4 (gpt-oss) are exchanged too.
+    is_sure = list(made.shape) != exchanged or made.code.format == "mxfp4"
+    is_exchanged = shape is not None and list(shape) == exchanged and is_sure
     return _turned(made, -2, -1) if is_exchanged else made
 
 

@@ -9,7 +9,7 @@ gathered, newest last.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,11 +17,18 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import StaticCache, cache_utils, masking_utils, modeling_utils
+from transformers import StaticCache, cache_utils, masking_utils
 
 import tessera.kernels.paged  # noqa: F401 - registers the operator
 from tessera.capture.models.recurrent import PackedStates
-from tessera.capture.models.rows import additive, in_place_of, is_sliding
+from tessera.capture.models.rows import (
+    absorbed,
+    additive,
+    attention_of,
+    in_place_of,
+    is_sliding,
+    latent_modules,
+)
 from tessera.kernels import PAGE
 
 # Initial pages of a layer.
@@ -292,35 +299,19 @@ def attend_pages(
 def attend_latents(
     cache: PagedCache, module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, **given: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a module whose keys and values are products of latents (MLA), over pages of latents.
+    """Attention of a module whose keys and values are products of latents (MLA), over pages of latents."""
 
-    The product with a head's keys is part of its queries, that with its values part of the result.
-    """
-    heads, size = query.shape[1], module.qk_nope_head_dim
-    up = module.kv_b_proj.weight.view(heads, -1, module.kv_lora_rank)
-    plain, tail = query.split([size, query.shape[3] - size], -1)
-    latent = torch.matmul(plain, up[:, :size])
-    out, _ = attend_pages(cache, latent, key, value, mask, **{**given, "query_tail": tail})
-    return torch.matmul(out.transpose(1, 2), up[:, size:].transpose(1, 2)).transpose(1, 2), None
+    def attend(latent: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+        return attend_pages(cache, latent, key, value, mask, **{**given, "query_tail": tail})[0]
 
-
-def latent_modules(model: torch.nn.Module) -> list[Any]:
-    """Attention modules that cache latents and expand them by a plain product."""
-    expanding: list[Any] = [module for module in model.modules() if hasattr(module, "expand_kv")]
-    return [module for module in expanding if _is_plain(module.kv_b_proj)]
-
-
-def _is_plain(product: Any) -> bool:
-    """Without a bias, an adapter or a packed weight."""
-    has_more = getattr(product, "bias", None) is not None or hasattr(product.weight, "__tensor_flatten__")
-    return type(product) is torch.nn.Linear and not has_more
+    return absorbed(module, query, attend), None
 
 
 @contextmanager
 def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: bool) -> Iterator[None]:
     """While entered, attention reads pages and masks are rules (tensors for dense rows)."""
     latent = [] if is_dense else latent_modules(model)
-    attention, masks = (modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
+    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
 
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **given: Any
@@ -338,13 +329,8 @@ def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: boo
     make_mask = dense_mask if is_dense else PageMask
     with (
         patch.dict(masks._local_mapping, dict.fromkeys(masks, make_mask)),
-        patch.dict(attention._local_mapping, {} if is_dense else dict.fromkeys(attention, attend)),
-        ExitStack() as stack,
+        nullcontext() if is_dense else attention_of(attend, latent),
     ):
-        for module in latent:
-            stack.enter_context(
-                patch.object(module, "expand_kv", lambda latents, rotated: (latents, rotated))
-            )
         yield
 
 

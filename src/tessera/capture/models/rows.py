@@ -3,17 +3,17 @@
 The cache is the configuration's `StaticCache` with `RowLayer` for keys and values. Full attention keeps every
 position; a window of w keeps the last w in a ring (position p in slot p % w). A prefill attends to its own
 keys and leaves each row's last w in the ring. Other layers (convolutions, recurrences) stay. Masks apply the
-model's rule to row positions (`row_mask`).
+model's rule to row positions (`row_mask`). Latent attention (MLA) decodes over latents (`row_latents`).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import StaticCache, cache_utils, masking_utils
+from transformers import StaticCache, cache_utils, masking_utils, modeling_utils
 
 # Mask widths are multiples of this, so that no kernel pads them.
 MASK_ALIGNMENT = 8
@@ -232,4 +232,67 @@ def row_masks() -> Iterator[None]:
         return make
 
     with patch.dict(mapping._local_mapping, {name: choose(mapping[name]) for name in mapping}):
+        yield
+
+
+def latent_modules(model: torch.nn.Module) -> list[Any]:
+    """Attention modules that cache latents and expand them by a plain product."""
+    expanding: list[Any] = [module for module in model.modules() if hasattr(module, "expand_kv")]
+    return [module for module in expanding if _is_plain(module.kv_b_proj)]
+
+
+def _is_plain(product: Any) -> bool:
+    """Without a bias, an adapter or a packed weight."""
+    has_more = getattr(product, "bias", None) is not None or hasattr(product.weight, "__tensor_flatten__")
+    return type(product) is torch.nn.Linear and not has_more
+
+
+def absorbed(
+    module: Any, query: torch.Tensor, attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Attention of a module whose keys and values are products of latents (MLA), over the latents.
+
+    The product with a head's keys is part of its queries, that with its values part of the result. `attend`:
+    queries of latents and of rotated keys -> mixed latents, positions first.
+    """
+    heads, size = query.shape[1], module.qk_nope_head_dim
+    up = module.kv_b_proj.weight.view(heads, -1, module.kv_lora_rank)
+    plain, tail = query.split([size, query.shape[3] - size], -1)
+    out = attend(torch.matmul(plain, up[:, :size]), tail)
+    return torch.matmul(out.transpose(1, 2), up[:, size:].transpose(1, 2)).transpose(1, 2)
+
+
+@contextmanager
+def attention_of(attend: Callable[..., Any], latent: Sequence[Any]) -> Iterator[None]:
+    """While entered, every attention function is `attend`; the latents of these modules are not expanded."""
+    functions = modeling_utils.ALL_ATTENTION_FUNCTIONS
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(functions._local_mapping, dict.fromkeys(functions, attend)))
+        for module in latent:
+            stack.enter_context(patch.object(module, "expand_kv", lambda *latents: latents))
+        yield
+
+
+@contextmanager
+def row_latents(model: Any) -> Iterator[None]:
+    """While entered, one token of each row attends to latents, where the model has them."""
+    functions, name = modeling_utils.ALL_ATTENTION_FUNCTIONS, model.config._attn_implementation
+    latent = latent_modules(model) if name in functions else []
+    plain = functions[name] if latent else None
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any
+    ) -> tuple[torch.Tensor, None]:
+        if plain is not None and not any(module is one for one in latent):
+            return plain(module, query, key, value, mask, **given)  # type: ignore[no-any-return]
+
+        def mix(latents: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+            asked = ((latents[:, :, 0], key[:, 0]), (tail[:, :, 0], value[:, 0]))
+            first, second = (torch.matmul(q, held.transpose(1, 2)) for q, held in asked)
+            weights = torch.softmax(((first + second) * given["scaling"] + mask[:, 0]).float(), -1)
+            return torch.matmul(weights.to(key.dtype), key[:, 0])[:, None]
+
+        return absorbed(module, query, mix), None
+
+    with attention_of(attend, latent) if latent else nullcontext():
         yield

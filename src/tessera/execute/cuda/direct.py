@@ -30,9 +30,10 @@ import torch
 from tessera.errors import WorkerError
 from tessera.execute import driver
 from tessera.execute.cuda.pace import RECORD_WORDS
-from tessera.execute.cuda.transport import WORD, GpuTransport, InboxSpot, Parcel
+from tessera.execute.cuda.transport import GpuTransport, InboxSpot, Parcel
 from tessera.execute.driver import MemOp
 from tessera.execute.engine_connection import KeyStore, OwnerGone, key_of
+from tessera.execute.transport import WORD
 
 # Seconds to wait for a peer's handle.
 MEET_S = 120.0

@@ -3,24 +3,27 @@
 A sending graph copies to pinned memory and sets a flag there. A thread per link polls the flags of its
 destination and sends what is flagged. Arriving bytes are read into pinned memory and their flag is set; the
 receiver's graph waits for that flag, clears it and copies to the GPU. Both sides use the layout of the
-receiver's inbox. A transfer that arrives before its run begins is kept. Beside CPU workers of the same
-machine (transport `shm`), bytes go through shared memory and the links carry notices.
+receiver's inbox. A transfer that arrives before its run begins is kept.
+
+Shared: beside CPU workers of the same machine, graphs copy to and from shared memory, and set and wait for
+flags there; no thread is involved.
 """
 
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from tessera.execute import driver
-from tessera.execute.cuda.transport import WORD, GpuTransport, InboxLayout, InboxSpot
+from tessera.execute.cuda.transport import GpuTransport, InboxLayout, InboxSpot
 from tessera.execute.driver import MemOp
 from tessera.execute.links import Links
 from tessera.execute.messages import LinkFrame
-from tessera.execute.transport import Arenas, Gone
-from tessera.ir import Program, Trace, Transfer
+from tessera.execute.transport import WORD, Arenas, Gone
+from tessera.ir import Program, Trace
 
 # Seconds between two looks at the flags of runs in flight.
 LOOK_S = 20e-6
@@ -42,10 +45,64 @@ class _Mirror:
         self.flags = self.tensor.numpy()[: flags * WORD].view(np.int64)
 
 
-class Host(GpuTransport):
-    """One worker's end; keeps `links.Receiver`."""
+class _Staged(GpuTransport):
+    """Transfers land in the host's memory; graphs copy them to inboxes on the GPU."""
 
     carries_records = False
+
+    def _allocate(self) -> None:
+        card = driver.card(self._ordinal)
+        for layout in self._inboxes.layouts[self._device]:
+            if (self._device, layout.number) not in self._bases:
+                self._places.append(torch.zeros(max(1, layout.total_bytes), dtype=torch.uint8, device=card))
+                self._bases[self._device, layout.number] = self._places[-1].data_ptr()
+
+    @cached_property
+    def _places(self) -> list[torch.Tensor]:
+        """This device's inboxes on the GPU."""
+        return []
+
+    def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
+        super().wait(spot, stream, marks)
+        transfer, (source, _) = self._transfer(spot), self._ends(spot, self._device)
+        place = self._base(spot.program) + self._inboxes.place(spot, self._device) + transfer.start
+        driver.copy(stream, place, source, transfer.num_bytes)
+
+
+class Shared(_Staged):
+    def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int, folder: str) -> None:
+        super().__init__(device, ordinal, num_devices, microbatches)
+        self._arenas = Arenas(folder, microbatches, driver.pin)
+        # Microbatch -> its last run.
+        self._last: dict[int, int] = {}
+
+    def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
+        super().add(programs, traces)
+        self._arenas.open(programs, self._device)
+
+    def _ends(self, spot: InboxSpot, device: int) -> tuple[int, int]:
+        program, transfer = self._inboxes.programs[spot.program], self._transfer(spot)
+        place = self._arenas.place(program, spot.microbatch, spot.transfer)
+        flags = self._arenas.flags(program, transfer.src, transfer.dst, spot.microbatch)
+        return place.data_ptr(), flags.ctypes.data + WORD * spot.transfer
+
+    def begin(self, microbatch: int, run: int, program: int) -> None:
+        self._last[microbatch] = run
+
+    def end(self, run: int, is_cancelled: bool) -> None:
+        """A cancelled run may have ended here, with flags set that a lost peer has not seen."""
+        for microbatch in [m for m, last in self._last.items() if is_cancelled and last == run]:
+            self._arenas.fill(microbatch, 0)
+
+    def reset(self, microbatch: int, program: int) -> None:
+        self._arenas.fill(microbatch, 0)
+
+    def _fill(self, microbatch: int, value: int) -> None:
+        self._arenas.fill(microbatch, value, self._device)
+
+
+class Host(_Staged):
+    """One worker's end; keeps `links.Receiver`."""
 
     def __init__(
         self,
@@ -55,13 +112,11 @@ class Host(GpuTransport):
         microbatches: int,
         make_links: "Callable[[Host, Callable[[int], int]], Links]",
         post: Callable[[Gone], None],
-        arenas: Arenas | None = None,
     ) -> None:
         super().__init__(device, ordinal, num_devices, microbatches)
-        self._post, self._arenas = post, arenas
-        # mirrors[device][inbox], and this device's inboxes on the GPU.
+        self._post = post
+        # mirrors[device][inbox]
         self._mirrors: list[list[_Mirror]] = [[] for _ in range(num_devices)]
-        self._places: list[torch.Tensor] = []
         self._largest: dict[int, int] = {}
         # Run -> (microbatch, program); microbatch -> its last run, whose flagged transfers may still have to
         # be sent.
@@ -94,20 +149,10 @@ class Host(GpuTransport):
     def _allocate(self) -> None:
         for mirrors, layouts in zip(self._mirrors, self._inboxes.layouts, strict=True):
             mirrors += [_Mirror(layout) for layout in layouts[len(mirrors) :]]
-        card = driver.card(self._ordinal)
-        for layout in self._inboxes.layouts[self._device][len(self._places) :]:
-            self._places.append(torch.zeros(max(1, layout.total_bytes), dtype=torch.uint8, device=card))
-            self._bases[self._device, layout.number] = self._places[-1].data_ptr()
+        super()._allocate()
 
     def _target(self, program: int, device: int) -> int:
         return self._mirror(program, device).address
-
-    def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
-        super().wait(spot, stream, marks)
-        transfer = self._transfer(spot)
-        place = self._inboxes.place(spot, self._device) + transfer.start
-        source = self._target(spot.program, self._device) + place
-        driver.copy(stream, self._base(spot.program) + place, source, transfer.num_bytes)
 
     def begin(self, microbatch: int, run: int, program: int) -> None:
         with self._changed:
@@ -172,9 +217,6 @@ class Host(GpuTransport):
         if frame.transfer >= len(transfers):
             return
         transfer = transfers[frame.transfer]
-        if self._arenas is not None:
-            shared = self._arenas.place(self._inboxes.programs[program], microbatch, frame.transfer)
-            contents = memoryview(shared.numpy().data)
         if transfer.num_bytes != len(contents) or transfer.dst != self._device:
             return
         spot, mirror = InboxSpot(microbatch, program, frame.transfer), self._mirror(program, self._device)
@@ -217,12 +259,7 @@ class Host(GpuTransport):
             start = self._inboxes.place(spot, dst) + transfer.start
             frame = LinkFrame(run, number, time.monotonic())
             contents = mirror.bytes[start : start + transfer.num_bytes]
-            if self._arenas is None:
-                self.links.post(dst, frame, contents)
-                continue
-            shared = self._arenas.place(self._inboxes.programs[program], microbatch, number)
-            shared.numpy()[:] = contents
-            self.links.post(dst, frame)
+            self.links.post(dst, frame, contents)
         return bool(found.size)
 
     def _fill(self, microbatch: int, value: int, device: int | None = None) -> None:
@@ -232,6 +269,3 @@ class Host(GpuTransport):
 
     def _mirror(self, program: int, device: int) -> _Mirror:
         return self._mirrors[device][self._inboxes.layout(program, device).number]
-
-    def _transfer(self, spot: InboxSpot) -> Transfer:
-        return self._inboxes.programs[spot.program].transfers[spot.transfer]

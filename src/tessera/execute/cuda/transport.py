@@ -7,6 +7,7 @@ devices have ended the last, or no sender can be ahead (`execute.overlap`).
 
     ipc      GPUs of one machine: memory of the receiver that the sender has opened (`direct`)
     nvshmem  put-with-signal on streams, by NVLink, PCIe or InfiniBand (`direct`)
+    shm      CPU workers of the same machine: shared memory, which the GPU reads and writes (`host`)
     host     pinned memory and a link of the worker process, over any network (`host`)
 
 When a peer is lost during a step, this device's graph may wait for ever: `release` sets the flags of a
@@ -29,11 +30,11 @@ from tessera.execute import driver
 from tessera.execute.cuda.pace import RECORD_WORDS
 from tessera.execute.driver import MemOp
 from tessera.execute.links import Links
-from tessera.ir import Program, Trace
+from tessera.execute.transport import WORD
+from tessera.ir import Program, Trace, Transfer
 
 # Torch's alignment: results can depend on it.
 ALIGN = 512
-WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,23 +185,32 @@ class GpuTransport(ABC):
         """Address of this device's inbox for a program."""
         return self._bases[self._device, self._inboxes.layout(program, self._device).number]
 
-    @abstractmethod
     def _target(self, program: int, device: int) -> int:
         """Address at which bytes and flags for a device's inbox are written."""
+        return self._bases[device, self._inboxes.layout(program, device).number]
+
+    def _ends(self, spot: InboxSpot, device: int) -> tuple[int, int]:
+        """Addresses of a transfer's bytes and of its flag."""
+        base, layout = self._target(spot.program, device), self._inboxes.layout(spot.program, device)
+        start = self._transfer(spot).start
+        return base + self._inboxes.place(spot, device) + start, base + layout.flag(spot)
+
+    def _transfer(self, spot: InboxSpot) -> Transfer:
+        return self._inboxes.programs[spot.program].transfers[spot.transfer]
 
     def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
         """Issues the copy and the flag."""
-        base, layout = self._target(spot.program, parcel.dst), self._inboxes.layout(spot.program, parcel.dst)
-        place = base + self._inboxes.place(spot, parcel.dst) + parcel.start
+        place, flag = self._ends(spot, parcel.dst)
         driver.copy(stream, place, parcel.source, parcel.num_bytes)
         if parcel.record and self.carries_records:
-            driver.copy(stream, base + layout.record(spot), parcel.record, WORD * RECORD_WORDS)
-        driver.mem_ops(stream, [MemOp(base + layout.flag(spot), 1)])
+            record = self._inboxes.layout(spot.program, parcel.dst).record(spot)
+            base = self._target(spot.program, parcel.dst)
+            driver.copy(stream, base + record, parcel.record, WORD * RECORD_WORDS)
+        driver.mem_ops(stream, [MemOp(flag, 1)])
 
     def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """Issues the wait for the flag and its clearing, between writes of this device's position."""
-        layout = self._inboxes.layout(spot.program, self._device)
-        flag = self._target(spot.program, self._device) + layout.flag(spot)
+        _, flag = self._ends(spot, self._device)
         driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
 
     def begin(self, microbatch: int, run: int, program: int) -> None:

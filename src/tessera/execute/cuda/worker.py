@@ -25,7 +25,7 @@ from tessera.execute import driver
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.direct import Ipc, Nvshmem, PeerAway
 from tessera.execute.cuda.graphs import DeviceGraphs, MicrobatchBuffers, ShareGraph
-from tessera.execute.cuda.host import Host
+from tessera.execute.cuda.host import Host, Shared
 from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED, link_hold, throttled_links
 from tessera.execute.cuda.pages import GpuCopier
 from tessera.execute.cuda.transport import ALIGN, GpuTransport
@@ -34,7 +34,7 @@ from tessera.execute.links import Links, Receiver
 from tessera.execute.memory import StatePlace, Storage, bytes_of, is_cleared
 from tessera.execute.messages import Begin, Done, LinkFrame, NewLanes, PackedTensor, PeerLost, Setup, pack
 from tessera.execute.page_mover import PageMover
-from tessera.execute.transport import Arenas, Gone
+from tessera.execute.transport import Gone
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
 
@@ -331,10 +331,10 @@ def _opener(setup: Setup, engine: EngineConnection) -> "Callable[[GpuDevice], Gp
             return Ipc(*place, engine, setup.epochs)
         if setup.transport == "nvshmem":
             return Nvshmem(*place, engine, setup.epoch)
-
-        arenas = Arenas(setup.folder, setup.microbatches) if setup.transport == "shm" else None
+        if setup.transport == "shm":
+            return Shared(*place, setup.folder)
         links = lambda receiver, limit: _make_links(setup, engine, receiver, limit)  # noqa: E731
-        return Host(*place, links, engine.post, arenas)
+        return Host(*place, links, engine.post)
 
     return open_transport
 
