@@ -8,10 +8,11 @@
                    reads and writes its state once. `ssd_chunks` for others: a program goes through the chunks
                    of one sequence and head with the state in registers; products of 16-bit inputs are summed
                    in float32, those of float32 are not rounded to TF32.
-  selective_scan   `selective_tokens`: a program goes through the tokens of one sequence for some channels.
-  delta_scan       `delta_tokens`: the same for some values of one head. With one decay per head, sequences
-                   of several tokens are read by chunk (`delta_chunks`): what each token changes in the state
-                   solves a triangular system, whose inverse is a product of a few powers.
+  selective_scan   `selective_tokens`: a program goes through the chunks of one sequence for some channels;
+                   states within a chunk are a prefix scan. Chunks are one token where sequences have one.
+  delta_scan       `delta_tokens`: token by token, for some values of one head. With one decay per head,
+                   sequences of several tokens are read by chunk (`delta_chunks`): what each token changes in
+                   the state solves a triangular system, whose inverse is a product of a few powers.
 
 Programs of all sequences share the zeros of padding tokens. Starts and rows are read on the GPU,
 so a step can be part of a CUDA graph.
@@ -31,7 +32,8 @@ _STATE_ELEMENTS = 4096
 # Tokens of a chunk, state rows of a program, and warps, in `ssd_chunks`.
 _CHUNK_TOKENS, _CHUNK_ROWS, _CHUNK_WARPS = 32, 64, 4
 
-# Tokens of a chunk, and values of a program, in `delta_chunks`.
+# Tokens of a chunk in `selective_tokens`; the same and values of a program in `delta_chunks`.
+_SELECTIVE_TOKENS = 16
 _DELTA_TOKENS, _DELTA_VALUES = 16, 32
 
 
@@ -85,7 +87,9 @@ def selective_scan(x, dt, a, b, c, d, dt_bias, z, state, starts, rows, has_softp
     (tokens, channels), width = x.shape, a.shape[1]
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     width_pad = _power(width)
-    block = min(_power(channels), max(1, _STATE_ELEMENTS // 2 // width_pad))
+    chunk = 1 if tokens == rows.shape[0] else _SELECTIVE_TOKENS
+    elements = _STATE_ELEMENTS if chunk > 1 else _STATE_ELEMENTS // 2
+    block = min(_power(channels), max(1, elements // width_pad // chunk))
     strides = {
         f"{name}_{place}": t.stride(k) if t is not None else 0
         for name, t in (("X", x), ("DT", dt), ("B", b), ("C", c), ("Z", z))
@@ -93,7 +97,7 @@ def selective_scan(x, dt, a, b, c, d, dt_bias, z, state, starts, rows, has_softp
     }
     selective_tokens[triton.cdiv(channels, block), rows.shape[0]](
         x, dt, a.contiguous(), b, c, d, dt_bias, z, state, starts, rows, out, tokens, D=channels, N=width,
-        N_PAD=width_pad, CHANNELS=block, HAS_SOFTPLUS=has_softplus, **strides, num_warps=4,
+        N_PAD=width_pad, CHANNELS=block, TOKENS=chunk, HAS_SOFTPLUS=has_softplus, **strides, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -346,16 +350,22 @@ def ssd_chunks(
     tl.store(place, held.to(state.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _after(decay, added, next_decay, next_added):
+    """Two changes of a state, one after the other."""
+    return decay * next_decay, added * next_decay + next_added
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def selective_tokens(
     x, dt, a, b, c, d, dt_bias, z, state, starts, rows, out, tokens, D: tl.constexpr, N: tl.constexpr,
-    N_PAD: tl.constexpr, CHANNELS: tl.constexpr, HAS_SOFTPLUS: tl.constexpr, X_ROW: tl.constexpr,
-    X_ITEM: tl.constexpr, DT_ROW: tl.constexpr, DT_ITEM: tl.constexpr, B_ROW: tl.constexpr,
-    B_ITEM: tl.constexpr, C_ROW: tl.constexpr, C_ITEM: tl.constexpr, Z_ROW: tl.constexpr,
-    Z_ITEM: tl.constexpr,
+    N_PAD: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, HAS_SOFTPLUS: tl.constexpr,
+    X_ROW: tl.constexpr, X_ITEM: tl.constexpr, DT_ROW: tl.constexpr, DT_ITEM: tl.constexpr,
+    B_ROW: tl.constexpr, B_ITEM: tl.constexpr, C_ROW: tl.constexpr, C_ITEM: tl.constexpr,
+    Z_ROW: tl.constexpr, Z_ITEM: tl.constexpr,
 ):  # fmt: skip
     """All tokens of one sequence, for some channels."""
-    sequence = tl.program_id(1)
+    sequence, t = tl.program_id(1), tl.arange(0, TOKENS)
     k, n = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, N_PAD)
     is_channel, is_state = k < D, n < N
     _clear_padding(out + k, is_channel, starts, tokens, D, CHANNELS)
@@ -365,25 +375,33 @@ def selective_tokens(
     inside = is_channel[:, None] & is_state[None, :]
     place = state + (row * D + k)[:, None] * N + n[None, :]
     held = tl.load(place, mask=inside & goes_on, other=0.0).to(tl.float32)
-    decay = tl.load(a + k[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    for number in range(count):
-        token = (first + number).to(tl.int64)
-        value = tl.load(x + token * X_ROW + k * X_ITEM, mask=is_channel, other=0.0).to(tl.float32)
-        step = tl.load(dt + token * DT_ROW + k * DT_ITEM, mask=is_channel, other=0.0).to(tl.float32)
+    rate = tl.load(a + k[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    for start in range(0, count, TOKENS):
+        used = (start + t < count)[:, None]
+        token = (first + start + t).to(tl.int64)[:, None]
+        item, is_item, is_kept = k[None, :], used & is_channel[None, :], used & is_state[None, :]
+        value = tl.load(x + token * X_ROW + item * X_ITEM, mask=is_item, other=0.0).to(tl.float32)
+        step = tl.load(dt + token * DT_ROW + item * DT_ITEM, mask=is_item, other=0.0).to(tl.float32)
         if dt_bias is not None:
-            step += tl.load(dt_bias + k, mask=is_channel, other=0.0).to(tl.float32)
+            step += tl.load(dt_bias + k, mask=is_channel, other=0.0).to(tl.float32)[None, :]
         if HAS_SOFTPLUS:
             step = _softplus(step)
-        key = tl.load(b + token * B_ROW + n * B_ITEM, mask=is_state, other=0.0).to(tl.float32)
-        query = tl.load(c + token * C_ROW + n * C_ITEM, mask=is_state, other=0.0).to(tl.float32)
-        held = held * tl.exp(step[:, None] * decay) + (step * value)[:, None] * key[None, :]
-        total = tl.sum(held * query[None, :], 1)
+        step = tl.where(used, step, 0.0)  # unused tokens change no state
+        key = tl.load(b + token * B_ROW + n[None, :] * B_ITEM, mask=is_kept, other=0.0).to(tl.float32)
+        query = tl.load(c + token * C_ROW + n[None, :] * C_ITEM, mask=is_kept, other=0.0).to(tl.float32)
+        decay = tl.exp(step[:, :, None] * rate[None, :, :])
+        added = (step * value)[:, :, None] * key[:, None, :]
+        if TOKENS > 1:
+            decay, added = tl.associative_scan((decay, added), 0, _after)
+        states = held[None, :, :] * decay + added
+        held = tl.sum(tl.where((t == TOKENS - 1)[:, None, None], states, 0.0), 0)
+        total = tl.sum(states * query[:, None, :], 2)
         if d is not None:
-            total += value * tl.load(d + k, mask=is_channel, other=0.0).to(tl.float32)
+            total += value * tl.load(d + k, mask=is_channel, other=0.0).to(tl.float32)[None, :]
         if z is not None:
-            gate = tl.load(z + token * Z_ROW + k * Z_ITEM, mask=is_channel, other=0.0).to(tl.float32)
+            gate = tl.load(z + token * Z_ROW + item * Z_ITEM, mask=is_item, other=0.0).to(tl.float32)
             total *= _activated(gate, True)
-        tl.store(out + token * D + k, total.to(out.dtype.element_ty), mask=is_channel)
+        tl.store(out + token * D + item, total.to(out.dtype.element_ty), mask=is_item)
     tl.store(place, held.to(state.dtype.element_ty), mask=inside)
 
 
