@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all coverage check docs bench artifact venv clean
+.PHONY: help demo test test-all coverage check docs docs-version bench artifact venv clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## the gain on two different cards, the proof on a small model, and where it does not pay
 	$(BIN)/tessera demo
@@ -36,6 +36,10 @@ check: $(READY) ## lint, types, import contracts and the line budget
 docs: $(READY) ## build the documents as a site, build/site; fails on a link that leads nowhere
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-version: docs ## add the site to the branch gh-pages under its version, and make it the latest
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" mike deploy --update-aliases $$(sed -n 's/^__version__ = "\(.*\)\..*"$$/\1/p' src/tessera/__init__.py) latest
+	$(BIN)/mike set-default latest
 
 bench: $(READY) ## measure the planner, the simulator and the analyzer on this machine
 	for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$(basename $$bench .py) || exit 1; done

@@ -11,6 +11,7 @@ tokens mean nothing, their number does.
 
 import argparse
 import asyncio
+import fcntl
 import itertools
 import json
 import math
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.8, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": LIST}}},
 }
+# Longest wait for the other processes.
+TURN_S = 150.0
 # Seeds of prompts, one per load.
 SEEDS = itertools.count(1)
 LOADS = (
@@ -206,6 +210,60 @@ def continuous_batching(model: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@contextmanager
+def reported(path: Path | None) -> Iterator[None]:
+    """A server that does not start has no turn."""
+    try:
+        yield
+    except SystemExit:
+        if path:
+            path.open("a").write("-")
+        raise
+
+
+@contextmanager
+def turn(path: Path | None, num: int) -> Iterator[None]:
+    """Waits until `num` processes have told the file that they are ready, then for the others' turns."""
+    if path is None:
+        yield
+        return
+    with path.open("a") as file:
+        file.write("+")
+    until = time.monotonic() + TURN_S
+    while path.stat().st_size < num and time.monotonic() < until:
+        time.sleep(0.2)
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def put_card(put: Callable[[str, Any], None]) -> None:
+    import torch
+
+    put("card", card())
+    torch.cuda.empty_cache()  # of the server's GPU
+
+
+def ask_all(
+    url: str,
+    loads: Sequence[Load] | None,
+    has_choices: bool,
+    sizes: Sizes,
+    peaks: dict[str, float],
+    put: Callable[[str, Any], None],
+) -> None:
+    """Every load, each with its share of the limit."""
+    ask(url, Load(64, 8, 64, 64))  # connections, first steps of every size
+    if has_choices:
+        by_choice(url, limit_per_s(LOADS[0], sizes, peaks), put)
+    for load in loads or ([] if has_choices else LOADS):
+        began = time.monotonic()
+        got = ask(url, load)
+        per_s, limit = float(got["output_throughput"]), limit_per_s(load, sizes, peaks)
+        row = {"tokens per s": per_s, "limit": limit, "share": round(per_s / limit, 4)}
+        put(load.name, {**row, "seconds": round(time.monotonic() - began, 1), "figures": got})
+
+
 def main() -> None:
     """The card, then every load."""
     parser = argparse.ArgumentParser(description="A model behind HTTP on one GPU.")
@@ -219,39 +277,34 @@ def main() -> None:
     )
     parser.add_argument("--starts", type=int, default=1, help="starts of the server; the last one is asked")
     parser.add_argument("--choices", action="store_true", help="the first load in every way to choose tokens")
+    parser.add_argument("--turn", type=Path, help="file by which processes side by side take turns")
+    parser.add_argument("--of", type=int, default=1, help="processes that take turns")
     parser.add_argument("--hf", action="store_true", help="Hugging Face's continuous batching after it")
     parser.add_argument("more", nargs="*", help="further options of tessera serve, behind --")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     words = ["OUT" if word == str(args.out) else word for word in sys.argv[1:]]
-    found: dict[str, Any] = {"command": "python benchmarks/gpu_http.py " + " ".join(words), "card": card()}
-    sizes = sizes_of(args.model)
+    found: dict[str, Any] = {"command": "python benchmarks/gpu_http.py " + " ".join(words)}
 
     def put(name: str, value: Any) -> None:
         found[name] = value
         print(f"{name}: {json.dumps(value)}", flush=True)
         (args.out / f"{args.name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
-    import torch
-
-    torch.cuda.empty_cache()  # of the server's GPU
-    put("card", found["card"])
+    if not args.turn:
+        put_card(put)
+    sizes = sizes_of(args.model)
     length = ["--max-model-len", str(args.max_len)]
     serve = ["-m", "tessera", "serve", args.model, "--devices", args.devices, *length]
     for start in range(args.starts):
-        with Server([*serve, *args.more]) as server:
+        with reported(args.turn), Server([*serve, *args.more]) as server:
             put(f"ready after s, start {start + 1}", round(server.start_s, 1))
             if start + 1 < args.starts:
                 continue
-            ask(server.url, Load(64, 8, 64, 64))  # connections, first steps of every size
-            if args.choices:
-                by_choice(server.url, limit_per_s(LOADS[0], sizes, found["card"]), put)
-            for load in args.load or ([] if args.choices else LOADS):
-                began = time.monotonic()
-                got = ask(server.url, load)
-                per_s, limit = float(got["output_throughput"]), limit_per_s(load, sizes, found["card"])
-                row = {"tokens per s": per_s, "limit": limit, "share": round(per_s / limit, 4)}
-                put(load.name, {**row, "seconds": round(time.monotonic() - began, 1), "figures": got})
+            with turn(args.turn, args.of):
+                if args.turn:
+                    put_card(put)
+                ask_all(server.url, args.load, args.choices, sizes, found["card"], put)
     if args.hf:
         put("hugging face, 512 in, 128 out, 64 at once", continuous_batching(args.model))
 

@@ -279,9 +279,12 @@ def experts_by_device(plan: ServicePlan) -> dict[str, dict[str, tuple[int, ...]]
 def read_frequencies(path: Path) -> dict[str, list[float]]:
     """How often each expert of every mixture is chosen, by module."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, list[Annotated[float, Meta(ge=0)]]])
+        found = msgspec.json.decode(path.read_bytes())
+        if isinstance(found, dict) and isinstance(found.get("experts"), dict):  # a service's /v1/state
+            found = found["experts"]
+        return msgspec.convert(found, dict[str, list[Annotated[float, Meta(ge=0)]]])
     except (OSError, msgspec.MsgspecError) as error:
-        remedy = 'Write {"model.layers.0.mlp.experts": [3, 1, ...], ...}.'
+        remedy = 'Write {"model.layers.0.mlp.experts": [3, 1, ...], ...} or the answer of /v1/state.'
         raise TesseraError(f"cannot be read: {error}", remedy, str(path)) from error
 
 

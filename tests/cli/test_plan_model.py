@@ -86,6 +86,19 @@ def test_plans_take_the_share_of_memory_that_they_are_given(
         assert device["weights"] + device["state"] <= 0.01 * device["capacity"]
 
 
+def test_a_model_without_text_is_planned_by_the_row_at_prices_of_your_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = ("--devices", "emu:h20,emu:l40s", "--price", "h20=1.25", "--price", "l40s=0.5")
+    sizes = ("--output-tokens", "0", "--batch", "8", "--microbatches", "2")
+    words = (*sizes, *QUICK, "-o", tmp_path / "x.plan", "--json")
+    code, out, err = call("plan", "layers_model:step", *devices, *words, capsys=capsys)
+
+    assert 0 == code, err
+    assert any("a row of the batch counts as one token" in note for note in json.loads(out)["notes"])
+    assert [1.25, 0.5] == [d.usd_per_hour for d in load(Plan, tmp_path / "x.plan").cluster.devices]
+
+
 @pytest.mark.slow
 def test_a_model_is_planned_by_the_dollar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No policy is cheaper."""
@@ -153,6 +166,9 @@ def test_experts_are_divided_between_a_gpu_and_its_host(
             "--batch: sequences and microbatches of a service are chosen",
         ),
         (("tiny-llama", *LOAD, "--tpot-ms", "0.0001"), "no service keeps to the limits: the fastest takes"),
+        (("tiny-llama", *LOAD, "--price", "h20=free"), "--price: 'h20=free' is no price of a card"),
+        (("tiny-llama", *LOAD, "--price", "h21=1"), "unknown GPU 'h21'"),
+        (("layers_model:Layers", *LOAD), "layers_model:Layers: cannot be called with a step"),
         (("no-such-model", *LOAD), "unknown model 'no-such-model'"),
         (("/no/such/folder", *LOAD), "/no/such/folder: there is no such folder"),
         (("missing.trace", "--devices", "emu:h20,emu:l40s"), "missing.trace"),

@@ -82,3 +82,26 @@ def test_wheel_works_in_an_empty_environment() -> None:
     )
     assert 0 == done.returncode, done.stdout + done.stderr
     assert f"would tag v{tessera.__version__}" in done.stdout
+
+
+@pytest.mark.slow
+def test_documents_of_two_versions_stand_side_by_side(tmp_path: Path) -> None:
+    """In the branch gh-pages, with the newest as `latest`."""
+    pytest.importorskip("mike", reason="needs the extra 'docs'")
+    subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
+    who = {f"GIT_{role}_{key}": "a@b" for role in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | who | {"PATH": path, "NO_MKDOCS_2_WARNING": "1"}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            words, cwd=tmp_path / "clone", env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    for version in ("0.1", "0.2"):
+        run("mike", "deploy", "--update-aliases", version, "latest")
+    versions = json.loads(run("git", "show", "gh-pages:versions.json"))
+
+    assert [("0.2", ["latest"]), ("0.1", [])] == [(one["version"], one["aliases"]) for one in versions]
+    assert "Tessera" in run("git", "show", "gh-pages:0.1/README.html")

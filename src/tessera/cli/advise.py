@@ -1,10 +1,8 @@
 """tessera advise: a model and a load -> which GPUs to rent, or what to do with given ones."""
 
 import logging
-import math
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +11,20 @@ from rich.console import Console
 
 from tessera.advise import Advice, Candidate, Market, RentedLoad
 from tessera.cli.capture import MODEL_HELP, Launches, checked_launches
-from tessera.cli.output import HIDDEN, Record, finite, positive, progress, shown
-from tessera.cli.plan import EffortOption, MemoryShareOption
+from tessera.cli.output import (
+    HIDDEN,
+    PER_TOKEN,
+    TO_FIRST,
+    Record,
+    finite,
+    limit_ms,
+    positive,
+    progress,
+    shown,
+)
+from tessera.cli.plan import EffortOption, MemoryShareOption, PriceOption, prices_of
 from tessera.cli.plan_model import ModelPlanFigures, PlannedModel, model_figures
 from tessera.cli.render import text_of
-from tessera.errors import TesseraError
 from tessera.ir import MEMORY_SHARE, Plan, ServicePlan, save
 from tessera.plan import Comparison
 from tessera.profile import gpu
@@ -42,24 +49,12 @@ PromptOption = Annotated[
 OutputOption = Annotated[
     int | None, typer.Option(min=1, help="Tokens per answer.", show_default="256; images 40 steps")
 ]
-TtftOption = Annotated[
-    float | None, typer.Option(callback=positive, help="Limit of the time to first token, in ms.")
-]
-TpotOption = Annotated[
-    float | None,
-    typer.Option(
-        callback=positive,
-        help="Limit of the time per output token, in ms: median over the requests of every group.",
-    ),
-]
+TtftOption = Annotated[float | None, limit_ms(TO_FIRST, callback=positive)]
+TpotOption = Annotated[float | None, limit_ms(PER_TOKEN, callback=positive)]
 GpusOption = Annotated[str, typer.Option(help="GPUs to choose from, such as a100,l40s.", show_default="all")]
 ProviderOption = Annotated[str, typer.Option(help="The only provider to rent from.", show_default="any one")]
 MarginOption = Annotated[
     float, typer.Option(min=0, callback=finite, help="Capacity to keep free, as a share of the rate.")
-]
-PriceOption = Annotated[
-    list[str] | None,
-    typer.Option(help="Your own price, as h20=1.10 (USD per hour and card). May be repeated."),
 ]
 HaveOption = Annotated[
     str, typer.Option(help="GPUs you have, such as h20,l40s: how to use them, and which one to rent next.")
@@ -89,7 +84,9 @@ def advise(
     max_devices: Annotated[int, typer.Option(min=1, help="Maximum number of GPUs to rent.")] = 4,
     provider: ProviderOption = "",
     price: PriceOption = None,
-    link: Annotated[str, typer.Option(help="Link between the GPUs.")] = "pcie4",
+    link: Annotated[
+        str, typer.Option(help="Link between the GPUs: pcie4, pcie5, nvlink, ib100, ib200 or ib400.")
+    ] = "pcie4",
     margin: MarginOption = 0.1,
     memory_share: MemoryShareOption = MEMORY_SHARE,
     launches: Launches = "",
@@ -116,7 +113,7 @@ def advise(
         sizes = (prompt or usual[0], output or usual[1])
         load = RentedLoad(place_of(model), rate, *sizes, slo_ttft_ms, slo_tpot_ms, margin, is_image)
         market = Market(
-            _names(gpus), max_devices, provider, _prices(price or ()), link, memory_share,
+            _names(gpus), max_devices, provider, prices_of(price or ()), link, memory_share,
             checked_launches(launches), search_config(effort),
         )  # fmt: skip
         advice, planned = search(load, market, _names(have), advance, _say)
@@ -158,18 +155,6 @@ def _say(text: str) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def _prices(texts: Sequence[str]) -> dict[str, float]:
-    """GPU -> USD per hour."""
-    found = {}
-    for text in texts:
-        name, _, usd = text.partition("=")
-        with suppress(ValueError):
-            found[gpu(name).name] = float(usd)
-        if not 0 < found.get(gpu(name).name, 0) < math.inf:
-            raise TesseraError(f"'{text}' is no price of a card", "Write it as h20=1.10.", "--price")
-    return found
 
 
 def _save(plans: Sequence[ServicePlan | Plan], is_have: bool, folder: Path) -> tuple[str, ...]:

@@ -206,7 +206,7 @@ def bench_serve(
     timeout: TimeoutOption = 600.0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
 ) -> Illustrated[BenchServe]:
-    """Load a server with streaming requests; report throughput, latencies and errors."""
+    """Load a server and report its rate, latencies and errors."""
     if find_spec("aiohttp") is None:
         raise MissingExtra("aiohttp", "load")
     from tessera.serve.load import LoadOptions, figures, measure, parse_address

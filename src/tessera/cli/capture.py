@@ -34,7 +34,7 @@ StepOption = Annotated[
     typer.Option(
         help="Step to run: prefill, decode, encode, denoise, call (the plain forward), "
         "or a served model's tokens.",
-        show_default=False,
+        show_default="decode where there is one",
     ),
 ]
 ContextOption = Annotated[

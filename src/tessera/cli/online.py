@@ -55,7 +55,11 @@ class OnlineOptions:
 
     requests: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of requests; without --arrivals, all wait at the start."),
+        typer.Option(
+            min=1,
+            help="Number of requests; without --arrivals, all wait at the start.",
+            show_default="100; with a CSV file, all of it",
+        ),
     ] = None
     arrivals: Annotated[
         str | None,
@@ -78,7 +82,9 @@ class OnlineOptions:
     speed: Annotated[float, typer.Option(callback=ONLINE, help="Factor on the speed of arrivals.")] = 1.0
     seqs: Annotated[
         int | None,
-        typer.Option(callback=ONLINE, min=1, help="Sequences of a microbatch. [default: the plan's batch]"),
+        typer.Option(
+            callback=ONLINE, min=1, help="Sequences of a microbatch.", show_default="the plan's batch"
+        ),
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0
     noise: Annotated[
@@ -98,10 +104,17 @@ class OnlineOptions:
     ] = None
     slo: Annotated[
         str | None,
-        typer.Option(callback=ONLINE, help="Limits: ttft=500ms,tpot=50ms, latency=, normalised=."),
+        typer.Option(
+            callback=ONLINE,
+            help="Limits in us, ms or s: ttft=500ms,tpot=50ms, latency=, normalised=.",
+            show_default="none",
+        ),
     ] = None
     max_waiting: Annotated[
-        int | None, typer.Option(callback=ONLINE, min=1, help="Refuse requests while this many wait.")
+        int | None,
+        typer.Option(
+            callback=ONLINE, min=1, help="Refuse requests while this many wait.", show_default="never"
+        ),
     ] = None
     window: Annotated[
         float | None, typer.Option(callback=ONLINE, min=1e-9, help="Seconds that the monitor looks back.")

@@ -43,14 +43,17 @@ from tessera.errors import TesseraError
 from tessera.ir.timeline import HIDDEN
 
 __all__ = [
-    "HIDDEN", "Illustrated", "JsonOption", "Record", "console", "excludes", "finite", "needs", "only_if",
-    "positive", "print_record", "printed", "progress", "record_types", "shown", "warning",
+    "HIDDEN", "PER_TOKEN", "TO_FIRST", "Illustrated", "JsonOption", "Record", "console", "excludes", "finite",
+    "limit_ms", "needs", "only_if", "positive", "print_record", "printed", "progress", "record_types",
+    "shown", "warning",
 ]  # fmt: skip
 
 # Seconds before the first plain line, and between two lines of a counted job.
 QUIET_S, PAUSE_S = 2.0, 10.0
 # Width of a record in a notebook.
 PAGE_COLUMNS = 100
+PER_TOKEN = "per output token: median over the requests of every group"
+TO_FIRST = "to the first token: median over requests"
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
@@ -121,6 +124,11 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def limit_ms(of: str, **more: Any) -> Any:
+    """An option for a limit in milliseconds."""
+    return typer.Option(help=f"Limit of milliseconds {of}.", show_default="no limit", **more)
 
 
 def record_types(function: Callable[..., Any]) -> tuple[type[Record], ...]:

@@ -1,7 +1,9 @@
 """tessera plan: which device runs which launch, from traces and costs or from a model's name."""
 
+import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -9,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tessera.cli.capture import Launches, RandomWeights, checked_launches
-from tessera.cli.output import Illustrated, finite, only_if, progress
+from tessera.cli.output import PER_TOKEN, TO_FIRST, Illustrated, finite, limit_ms, only_if, progress
 from tessera.cli.plan_model import ModelPlanFigures, PlannedLoad, plan_model
 from tessera.cli.plan_text import PlanFigures, pictures, plan_figures, reasons_of
 from tessera.errors import MismatchError, TesseraError
-from tessera.ir import MEMORY_SHARE, Cluster, Costs, Objective, Plan, Trace, WorkUnit, load, save
+from tessera.ir import MEMORY_SHARE, Cluster, Costs, Device, Objective, Plan, Trace, WorkUnit, load, save
 
 if TYPE_CHECKING:
     from tessera.plan import Constraint, PlanConfig
@@ -58,34 +60,33 @@ BatchOption = Annotated[
     typer.Option(min=1, callback=MODEL, help="Batch size (MODEL form only).", show_default="chosen"),
 ]
 PromptTokensOption = Annotated[
-    int, typer.Option(min=1, callback=MODEL, help="Prompt tokens (MODEL form only).")
+    int, typer.Option(min=1, callback=MODEL, help="Tokens per prompt (MODEL form only).")
 ]
 OutputTokensOption = Annotated[
     int,
     typer.Option(
         min=0,
         callback=MODEL,
-        help="Output tokens (MODEL form only); 0: decodes alone, at a context of the prompt.",
+        help="Tokens per answer (MODEL form only); 0: decodes alone, at a context of the prompt.",
     ),
 ]
-TpotMsOption = Annotated[
-    float | None,
+TpotMsOption = Annotated[float | None, limit_ms(f"{PER_TOKEN} (MODEL form)", callback=MODEL)]
+TtftMsOption = Annotated[float | None, limit_ms(f"{TO_FIRST} (MODEL form)", callback=MODEL)]
+ObjectiveOption = Annotated[
+    Objective,
     typer.Option(
-        callback=MODEL,
-        help="Limit of milliseconds per output token: median over the requests of every group (MODEL form).",
-    ),
-]
-TtftMsOption = Annotated[
-    float | None,
-    typer.Option(
-        callback=MODEL, help="Limit of milliseconds to the first token: median over requests (MODEL form)."
+        help="Most requests per second, dollar or joule; latency (traces only): the quickest single request."
     ),
 ]
 CountsOption = Annotated[
-    str | None, typer.Option(callback=TRACES, help="Runs of each step in a request, as 1,32.")
+    str | None,
+    typer.Option(callback=TRACES, help="Runs of each step in a request, as 1,32.", show_default="1 each"),
 ]
 PolicyOption = Annotated[
-    str | None, typer.Option(callback=TRACES, help="Force a coarser policy, such as data-parallel.")
+    str | None,
+    typer.Option(
+        callback=TRACES, help="Force a coarser policy, such as data-parallel.", show_default="the best"
+    ),
 ]
 PinOption = Annotated[list[str] | None, typer.Option(callback=TRACES, help=PIN_HELP)]
 ForbidOption = Annotated[
@@ -120,19 +121,29 @@ FrequenciesOption = Annotated[
         help="JSON of how often experts are chosen, by module: hot ones go to the GPU.",
     ),
 ]
+PriceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GPU=USD", help="Your own price, as h20=1.10 (USD per hour and card); may be repeated."
+    ),
+]
 OutputOption = Annotated[
-    Path | None, typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan")
+    Path | None,
+    typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan; MODEL.plan"),
 ]
 
 
 def plan(
     traces: TracesArgument,
     costs: CostsOption = None,
-    devices: Annotated[str | None, typer.Option(help="Devices to price, instead of --costs.")] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Devices to price, in place of --costs: emu:a100,emu:l40s.")
+    ] = None,
     link: Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")] = None,
     bus: BusOption = None,
     memory: MemoryOption = None,
-    objective: Annotated[Objective, typer.Option(help="Objective.")] = Objective.THROUGHPUT,
+    price: PriceOption = None,
+    objective: ObjectiveOption = Objective.THROUGHPUT,
     microbatches: MicrobatchesOption = None,
     batch: BatchOption = None,
     prompt_tokens: PromptTokensOption = 1024,
@@ -160,39 +171,40 @@ def plan(
     and the decode's context is the prefill's context plus its reserve.
     """
     started = time.perf_counter()
-    links, buses = link or [], bus or []
+    prices = _Prices(costs or [], devices, link or [], bus or [], memory or [], prices_of(price or ()))
     if is_model(traces):
-        if objective is Objective.LATENCY:
-            raise TesseraError("needs traces, not a model's name", place="--objective latency")
         wanted = PlannedLoad(
             traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, microbatches, random_weights,
             checked_launches(launches), objective, effort, memory_share, expert_frequencies,
         )  # fmt: skip
-        return plan_model(wanted, _cluster(devices, links, buses, memory or []), output)
+        return plan_model(wanted, prices.cluster(), output)
     from tessera.plan import PlanConfig, search_config
 
     if launches:
         raise TesseraError("needs a model's name, not traces", place="--launches")
-    many, search = microbatches or NUM_MICROBATCHES, search_config(effort)
-    config = PlanConfig(
-        objective, many, policy, _constraints(pin, forbid), search=search, memory_share=memory_share
-    )
-    prices = _Prices(costs or [], devices, links, buses, memory or [])
+    given = objective, microbatches or NUM_MICROBATCHES, policy, _constraints(pin, forbid)
+    config = PlanConfig(*given, search=search_config(effort), memory_share=memory_share)
     made = _plan_traces(traces, _counts(counts), prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
     save(made, path)
-    reasons = reasons_of(made) if explain else None
     seconds = round(time.perf_counter() - started, 3)
-    record = plan_figures(made, reasons, path, seconds)
-    return Illustrated(record, pictures(made))
+    return Illustrated(
+        plan_figures(made, reasons_of(made) if explain else None, path, seconds), pictures(made)
+    )
 
 
-def _cluster(devices: str | None, links: list[str], buses: list[str], memory: list[str]) -> Cluster:
-    from tessera.profile import cap_memory, parse_devices, wire
+def prices_of(texts: Sequence[str]) -> dict[str, float]:
+    """GPU -> USD per hour."""
+    from tessera.profile import gpu
 
-    if devices is None:
-        raise TesseraError("no devices were named", "Name them: --devices emu:a100,emu:l40s.", "--devices")
-    return wire(cap_memory(parse_devices(devices), memory), links, buses)
+    found = {}
+    for text in texts:
+        name, _, usd = text.partition("=")
+        with suppress(ValueError):
+            found[gpu(name).name] = float(usd)
+        if not 0 < found.get(gpu(name).name, 0) < math.inf:
+            raise TesseraError(f"'{text}' is no price of a card", "Write it as h20=1.10.", "--price")
+    return found
 
 
 def _plan_traces(
@@ -239,12 +251,29 @@ class _Prices:
     devices: str | None
     links: list[str]
     buses: list[str]
+    # Caps of memory, and USD per hour by GPU, in place of the catalogue's.
     memory: list[str]
+    usd: dict[str, float]
+
+    def cluster(self) -> Cluster:
+        from tessera.profile import parse_devices, wire
+
+        if self.devices is None:
+            raise TesseraError(
+                "no devices were named", "Name them: --devices emu:a100,emu:l40s.", "--devices"
+            )
+        return wire(self._changed(parse_devices(self.devices)), self.links, self.buses)
+
+    def _changed(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+        from tessera.profile import cap_memory
+
+        capped = cap_memory(devices, self.memory)
+        return tuple(replace(d, usd_per_hour=self.usd.get(d.gpu or "", d.usd_per_hour)) for d in capped)
 
     def of(self, unit: WorkUnit) -> tuple[Cluster, tuple[Costs, ...]]:
         """Costs of a unit's traces."""
         from tessera.flow import price
-        from tessera.profile import cap_memory, wire
+        from tessera.profile import wire
 
         if self.files and self.devices:
             raise TesseraError(
@@ -255,10 +284,10 @@ class _Prices:
                 raise TesseraError(
                     "neither --costs nor --devices was given", "Name devices: emu:a100,emu:l40s."
                 )
-            cluster = _cluster(self.devices, self.links, self.buses, self.memory)
+            cluster = self.cluster()
             return cluster, price(unit, cluster)
         loaded = {path: load(Costs, path) for path in self.files}
-        loaded = {p: replace(c, devices=cap_memory(c.devices, self.memory)) for p, c in loaded.items()}
+        loaded = {p: replace(c, devices=self._changed(c.devices)) for p, c in loaded.items()}
         by_trace = {c.trace_digest: c for c in loaded.values()}
         steps = {g.trace.digest: g.trace.step for g in unit.graphs}
         for path, found in loaded.items():

@@ -35,6 +35,7 @@ from tessera.plan.batches import BATCHES
 from tessera.plan.service import compared
 
 BASELINES = "coarser policies, each at its own best (simulated)"
+ROWS = "this model has no text: a row of the batch counts as one token"
 # Microbatches of a search that chooses them.
 ANY_MICROBATCHES = 1
 
@@ -64,7 +65,10 @@ class PlannedLoad:
         return Load(self.prompt_tokens, self.output_tokens, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms)
 
     def check(self) -> None:
-        """Refuse impossible limits before anything takes long."""
+        """Refuse what cannot be planned before anything takes long."""
+        if self.objective is Objective.LATENCY:
+            remedy = "Limit it with --tpot-ms and --ttft-ms, or plan the traces of `tessera capture`."
+            raise TesseraError("needs traces, not a model's name", remedy, "--objective latency")
         for name, limit in (("--tpot-ms", self.tpot_ms), ("--ttft-ms", self.ttft_ms)):
             if limit is not None and not 0 < limit < math.inf:
                 remedy = "Give a number above zero, or leave it out."
@@ -203,6 +207,8 @@ def _plan_steps(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], 
     )
     depths = (wanted.microbatches,) if wanted.microbatches else ()
     plan, found = plan_steps(recorded, cluster, target, config, batches, depths, advance)
+    if steps[-1].kind != "decode" or ":" in steps[-1].model:  # a picture, or a callable of the user
+        note = f"{ROWS}; {note}" if note else ROWS
     return PlannedModel(plan, found, is_compiled, note)
 
 

@@ -112,7 +112,11 @@ def profile(
         Path | None, typer.Option("-o", "--output", help="The costs to write.", show_default="TRACE.costs")
     ] = None,
     store: Annotated[
-        Path | None, typer.Option(help="Where measurements are kept between commands.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Where measurements are kept between commands.",
+            show_default="$XDG_CACHE_HOME/tessera/measured.jsonl",
+        ),
     ] = None,
     clocks: Annotated[
         Clocks,

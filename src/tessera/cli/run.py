@@ -152,7 +152,11 @@ TransportOption = Annotated[
     str, typer.Option(help="Transport of tensors between workers: auto, shm, ipc, nvshmem or host.")
 ]
 TimeoutOption = Annotated[
-    float | None, typer.Option(help="Seconds after which a worker that blocks a step counts as lost.")
+    float | None,
+    typer.Option(
+        help="Seconds after which a worker that blocks a step counts as lost.",
+        show_default="none; on GPUs 60",
+    ),
 ]
 PickOption = Annotated[
     bool, typer.Option("--pick", help="Try the plans out on these devices and run the fastest.")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tessera.cli.capture import RandomWeights
-from tessera.cli.output import excludes, finite, needs
+from tessera.cli.output import PER_TOKEN, TO_FIRST, excludes, finite, limit_ms, needs
 from tessera.cli.plan import LINK_HELP, EffortOption, FrequenciesOption, MemoryOption
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun
 from tessera.cli.run import TransportOption
@@ -82,7 +82,11 @@ HostOption = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")]
 KeyOption = Annotated[
     list[str] | None,
-    typer.Option(help="API key, or @FILE with one per line; may be repeated.", envvar="TESSERA_API_KEY"),
+    typer.Option(
+        help="API key, or @FILE with one per line; may be repeated.",
+        show_default="no key",
+        envvar="TESSERA_API_KEY",
+    ),
 ]
 NameOption = Annotated[str | None, typer.Option(help="Model name for clients.", show_default="its own name")]
 # Callback of an option that a plan decides.
@@ -164,30 +168,25 @@ LoraOption = Annotated[
 PolicyOption = Annotated[str, typer.Option(callback=PLANNED, help=POLICY_HELP)]
 OutputTokens = Annotated[
     int | None,
-    typer.Option(min=1, is_eager=True, help="Mean answer that the service is planned for, in tokens."),
+    typer.Option(
+        min=1,
+        is_eager=True,
+        help="Mean answer that the service is planned for, in tokens.",
+        show_default="64",
+    ),
 ]
 PromptTokens = Annotated[
     int | None,
     typer.Option(
-        min=1, callback=needs("output_tokens"), help="Mean prompt that the service is planned for, in tokens."
-    ),
-]
-TpotMs = Annotated[
-    float | None,
-    typer.Option(
-        min=1e-3,
+        min=1,
         callback=needs("output_tokens"),
-        help="Limit of milliseconds per output token, at the median.",
+        help="Mean prompt that the service is planned for, in tokens.",
+        show_default="128",
     ),
 ]
-TtftMs = Annotated[
-    float | None,
-    typer.Option(
-        min=1e-3,
-        callback=needs("output_tokens"),
-        help="Limit of milliseconds to the first token, at the median.",
-    ),
-]
+NEEDS_LOAD: dict[str, Any] = {"min": 1e-3, "callback": needs("output_tokens")}
+TpotMs = Annotated[float | None, limit_ms(PER_TOKEN, **NEEDS_LOAD)]
+TtftMs = Annotated[float | None, limit_ms(TO_FIRST, **NEEDS_LOAD)]
 MaxWaiting = Annotated[int, typer.Option(min=1, help="Maximum number of waiting requests.")]
 MaxRequests = Annotated[int, typer.Option(min=1, help="Maximum number of requests, waiting ones included.")]
 MaxBody = Annotated[int, typer.Option(min=1, help="Maximum bytes of a request body.")]

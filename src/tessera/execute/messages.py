@@ -283,6 +283,8 @@ class Done(_Message, frozen=True):
     busy_s: Number = 0.0
     # Time that a GPU was idle before the run, since the last run here had ended.
     idle_s: Number = 0.0
+    # Mixture of experts -> rows of each expert in this run, where a part of it ran here.
+    experts: dict[str, list[Whole]] = {}
 
 
 class Failed(_Message, frozen=True):

@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 
@@ -85,6 +86,8 @@ class Runs:
         # If set, workers report every launch and transfer.
         self.spans: SpanLog | None = None
         self.busy_s = dict.fromkeys(self._names, 0.0)
+        # Mixture of experts -> rows by expert so far.
+        self.experts: dict[str, list[int]] = {}
         self.moved: Counter[tuple[str, str]] = Counter()
 
     def add(self, lanes: Sequence[Sequence[Program]]) -> None:
@@ -153,6 +156,8 @@ class Runs:
         step.final |= {name: unpack(packed) for name, packed in done.state.items()}
         step.busy_s[self._names[device]] = step.busy_s.get(self._names[device], 0.0) + done.busy_s
         self.busy_s[self._names[device]] += done.busy_s
+        for scope, rows in done.experts.items():
+            self.experts[scope] = [*map(sum, zip_longest(self.experts.get(scope, ()), rows, fillvalue=0))]
         step.idle_s[self._names[device]] = done.idle_s
         if self.spans is not None:
             self.spans.add(device, done, program, trace, opened.number, self.hub.clock_offset_s)

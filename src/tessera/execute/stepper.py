@@ -136,6 +136,8 @@ class DeviceUse:
     # (source, destination) -> bytes
     moved: Mapping[tuple[str, str], int]
     devices: Mapping[str, DeviceStatus] = field(default_factory=dict)
+    # Mixture of experts -> rows by expert, of mixtures that have parts on a CPU.
+    experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 class Stepper(Protocol):

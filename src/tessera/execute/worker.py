@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
@@ -38,9 +39,10 @@ from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.transport import RunTransfer, TransferArrived, open_transport
 from tessera.execute.worker_loop import DeviceWorker
-from tessera.ir import AWAY, BufferKind, Device, DeviceKind, Free, Instruction, Recv, Run, Send
+from tessera.ir import AWAY, BufferKind, Device, DeviceKind, Free, Instruction, Recv, Run, Send, Trace, View
 from tessera.ir.host import host_nodes
 
+GROUPED_PART = "tessera.grouped_part.default"
 # File in the session's folder that the engine locks while it lives.
 LOCK = "lock"
 # Linux flag of an exiting process; tries for its lock, and seconds between them.
@@ -54,6 +56,7 @@ class _Active:
     program: ProgramMemory
     spans: list[tuple[int, float, float, float]] = field(default_factory=list)
     busy_s: float = 0.0
+    experts: dict[str, list[int]] = field(default_factory=dict)
 
 
 class CpuWorker(DeviceWorker):
@@ -69,6 +72,8 @@ class CpuWorker(DeviceWorker):
         # Run -> (transfer, start, arrival); transfers may arrive before the order of their run.
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
         self._launchers: list[Launcher] = []
+        # (step, launch) of a part of a mixture -> its scope and the ends of its experts' rows.
+        self._mixtures: dict[tuple[int, int], tuple[str, View]] = {}
         self._memory = WorkerMemory(setup.device)
         # (microbatch, lane, index)
         self._programs_memory: dict[tuple[int, int, int], ProgramMemory] = {}
@@ -111,6 +116,7 @@ class CpuWorker(DeviceWorker):
 
     def _add(self, new: NewLanes) -> None:
         for trace in new.traces:
+            self._mixtures |= {(len(self._launchers), n): found for n, found in mixtures_of(trace).items()}
             self._launchers.append(Launcher(trace, torch.device("cpu")))
             kinds = (BufferKind.WEIGHT,)
             self._memory.add_step(trace, bind_storages(trace, kinds, self._setup.weights, is_partial=True))
@@ -176,6 +182,10 @@ class CpuWorker(DeviceWorker):
         self._launchers[active.program.program.step].run(launch, active.program.memory)
         stop = time.monotonic()
         active.busy_s += stop - start
+        if (mixture := self._mixtures.get((active.program.program.step, launch))) is not None:
+            scope, view = mixture
+            ends = tensor_of(active.program.memory.get(view.buffer), view).tolist()
+            active.experts[scope] = [end - begin for begin, end in pairwise([0, *ends])]
         if wants_spans:
             active.spans.append((launch, start, stop, time.thread_time() - cpu))
 
@@ -231,12 +241,23 @@ class CpuWorker(DeviceWorker):
         state = {name: pack(contents) for name, contents in here.state.items()} if order.wants_state else {}
         moved = self._arrivals.pop(order.run, [])
         told = moved if order.wants_spans else []
-        self._engine.tell(Done(order.run, outputs, state, active.spans, told, active.busy_s))
+        self._engine.tell(
+            Done(order.run, outputs, state, active.spans, told, active.busy_s, experts=active.experts)
+        )
         self._progress[2 * order.microbatch] = -1
         following = next((x for x in self._waiting if x.microbatch == order.microbatch), None)
         if following is not None:
             self._waiting.remove(following)
             self._begin(following)
+
+
+def mixtures_of(trace: Trace) -> dict[int, tuple[str, View]]:
+    """Part of a mixture of experts -> its scope, and the ends of its experts' rows."""
+    found = {}
+    for number, launch in enumerate(trace.launches):
+        if trace.kernel_of(number).name == GROUPED_PART and isinstance(ends := launch.args[2], View):
+            found[number] = launch.scope, ends
+    return found
 
 
 def main(pipe: Pipe, folder: str) -> None:

@@ -240,7 +240,7 @@ class WorkerStepper(Runs):
         pages = Counter(
             {(self._names[src], self._names[dst]): num for (src, dst), num in self._moves.moved.items()}
         )
-        return DeviceUse(dict(self.busy_s), dict(self.moved + pages), devices)
+        return DeviceUse(dict(self.busy_s), dict(self.moved + pages), devices, dict(self.experts))
 
     def now_s(self) -> float:
         return time.monotonic()

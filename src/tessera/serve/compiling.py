@@ -1,7 +1,8 @@
 """CompileProcess: the compiled steps of a model, captured in processes of their own that see no GPU.
 
     process = CompileProcess(step, properties)       imports compilers and builds the model without weights
-    traces = process.traces(steps, weights, print)   one process per step, as many as there are cores
+    process.begin(steps)                             one process per step, as many as there are cores
+    traces = process.traces(steps, weights, print)
 
 It works beside the program, which loads the weights meanwhile. Launches are those that Inductor makes for a
 card with these properties, but choices by timing: of a kernel's configurations the first is taken.
@@ -33,13 +34,17 @@ class CompileProcess:
         warm_up()
         self._process = LocalProcess(work, (smallest, card), "tessera-compile", FORKSERVER)
 
+    def begin(self, steps: Sequence[Step]) -> None:
+        """Starts to capture these steps."""
+        with suppress(OSError):  # `traces` reports it
+            self._process.pipe.send(list(steps))
+
     def traces(
         self, steps: Sequence[Step], weights: Mapping[str, torch.Tensor], advance: Callable[[str], None]
     ) -> list[Trace]:
-        """Traces of steps for a model with these weights; `CaptureError` if it cannot be built without."""
-        pipe, found = self._process.pipe, dict[int, Trace]()
+        """Traces of steps that were begun; `CaptureError` if the model cannot be built without weights."""
+        found: dict[int, Trace] = {}
         try:
-            pipe.send(list(steps))
             if self._answer() != layouts(weights):
                 raise CaptureError("its weights are laid out differently when they are loaded", REMEDY)
             while len(found) < len(steps):

@@ -9,7 +9,7 @@ card share them. GPUs beside their host are in `planning`. Not handled: real car
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -94,7 +94,9 @@ class GpuBackend:
         if plain.encode is not None:
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", PLACE)
-        return self.placed(plain)
+        placed = self.placed(plain)
+        torch.cuda.empty_cache()  # what the build took beside the weights; workers need it
+        return placed
 
     def placed(self, model: ServedModel) -> ServedModel:
         card = str(driver.card(self.cluster.devices[0].ordinal))
@@ -111,6 +113,8 @@ class GpuBackend:
             with closing(self.processes.pop()) as process:
                 try:
                     if model.shape.is_flat:
+                        process.begin(steps)
+                        _initialise(model)
                         return process.traces(steps, model.weights(), advance)
                 except CaptureError as error:
                     advance(f"capturing steps on the GPU ({error.message})")
@@ -145,6 +149,14 @@ def _room_bytes(cluster: Cluster) -> list[float]:
         parts = sum(other.ordinal == device.ordinal for other in cluster.devices)
         found.append(float(min(device.memory_bytes, free / parts)))
     return found
+
+
+def _initialise(model: ServedModel) -> None:
+    """Runs the steps once, so that libraries start and kernels of operators are compiled."""
+    for workload in model.workloads:
+        with suppress(RuntimeError):  # of memory: they start when the steps are priced
+            workload.run(workload.make_inputs(0), workload.make_state(0))
+        torch.cuda.empty_cache()
 
 
 def blank(workload: Workload) -> Workload:

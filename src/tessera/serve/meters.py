@@ -46,6 +46,8 @@ class Meters(Counts):
         # By device: losses, and last status.
         self.losses: Counter[str] = Counter()
         self.status: Mapping[str, DeviceStatus] = {}
+        # Mixture of experts -> rows by expert.
+        self.experts: Mapping[str, Sequence[int]] = {}
         # Latest seconds to first token, and between tokens.
         self.first_s: deque[float] = deque(maxlen=NUM_FIRST)
         self.between_s: deque[float] = deque(maxlen=NUM_BETWEEN)
@@ -84,7 +86,7 @@ class Meters(Counts):
         now = time.monotonic()
         looks = self._looks
         looks.append(_Look(now, self.output_tokens, dict(use.busy_s), dict(use.moved)))
-        self.status = dict(use.devices)
+        self.status, self.experts = dict(use.devices), use.experts
         while len(looks) > 2 and looks[1].at_s <= now - WINDOW_S:
             looks.popleft()
 

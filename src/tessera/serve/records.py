@@ -4,7 +4,7 @@ An ask is in tokens; `text` converts to and from text, `app` to HTTP. Every ask 
 one finish, also when it is cancelled or a device is lost.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -281,6 +281,8 @@ class Snapshot(Counts):
     pages_moved: int = 0
     # Sequences moved in place of preemption.
     evictions: int = 0
+    # Mixture of experts -> rows by expert, of mixtures that have parts on a CPU.
+    experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     # Mean milliseconds of the host from the end of a step until the next is ordered.
     host_ms: float | None = None
     # Pages in use, of all pages.

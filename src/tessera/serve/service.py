@@ -217,6 +217,7 @@ class Service:
             latency=meters.latency,
             up_s=self.now_s(),
             finished=dict(meters.finished),
+            experts=dict(meters.experts),
             decisions=tuple(self._controller.decisions),
             decided={kind.value: num for kind, num in self._controller.counts.items()},
             **{count.name: getattr(meters, count.name) for count in fields(Counts)},

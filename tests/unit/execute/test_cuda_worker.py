@@ -158,8 +158,9 @@ def test_a_worker_beside_the_engine_takes_its_first_gpu_for_one_of_another_machi
         assert is_right(0, result)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(WorkerError, match="has no CUDA device"):
-        WorkerStepper([away], weights, transport="host", timeout_s=30.0)
+    stepper = WorkerStepper([away], weights, transport="host", timeout_s=30.0)
+    with pytest.raises(WorkerError, match="has no CUDA device"), stepper:
+        pass
 
 
 def sorted_and_back(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-from benchmarks.published import figures, offline, online
+from benchmarks.published import clusters, figures, offline, online, shares
 from benchmarks.published.document import tasks
 from benchmarks.published.offline import OfflineCase, Rated
 from benchmarks.published.setup import MODELS, PAIRS, POLICIES, cards, cluster, served, usd_per_hour
@@ -101,3 +101,22 @@ def test_every_claim_of_the_artifact_is_documented() -> None:
     listed = re.findall(r"^\| `([a-z0-9-]+)` \|", (ROOT / "docs/claims.md").read_text(encoding="utf-8"), re.M)
 
     assert [claim.name for claim in claims] == listed
+
+
+def test_a_large_mixture_on_two_groups_is_bounded_by_its_best_split() -> None:
+    """Dividing kernels is at least as good as any other policy, and less than all policies' limits allow."""
+    rates = clusters.large_rates()
+
+    assert rates["kernel_disaggregation"] >= max(rates.values()) - 1e-6
+    assert rates["prefill_decode"] < rates["request_distribution"]
+    assert {row["pair"] for row in clusters.fig9({})} == {"two_a100_one_l40s", "eight_b200_eight_h100"}
+
+
+def test_blocks_and_phases_are_told_apart() -> None:
+    """Figure 3 has both phases and both blocks of gpt-oss; every share is a percentage."""
+    found = {"gpt_oss_20b": shares.shares("gpt_oss_20b")}
+    rows = shares.fig3(found)
+
+    assert [row["published"] for row in rows] == [45, 57, 71, 33]
+    assert all(0 < row["ours"] < 100 for row in rows)
+    assert next(row for row in shares.fig2b(found) if row["model"] == "gpt_oss_20b")["ours"] > 30

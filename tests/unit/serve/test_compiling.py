@@ -31,6 +31,7 @@ def test_traces_are_those_of_one_process(process: CompileProcess) -> None:
     with torch.device("meta"):
         model = build(SMALLEST)
     said: list[str] = []
+    process.begin(STEPS)
     traces = process.traces(STEPS, model.weights(), said.append)
 
     assert record_inductor_offline(another(model, STEPS[1])) == traces[1]
@@ -40,5 +41,6 @@ def test_traces_are_those_of_one_process(process: CompileProcess) -> None:
 
 
 def test_weights_of_another_layout_are_refused(process: CompileProcess) -> None:
+    process.begin(STEPS)
     with pytest.raises(CaptureError, match="laid out differently"):
         process.traces(STEPS, {"w": torch.ones(2)}, lambda what: None)

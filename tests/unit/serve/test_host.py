@@ -2,10 +2,13 @@
 
 import asyncio
 import copy
+import json
 import os
 import random
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,13 @@ import transformers
 
 from serving_factory import GREEDY, read, wait_for
 from tessera.capture.divide import experts_of
+from tessera.errors import PlanInfeasible
+from tessera.ir import BufferKind
+from tessera.plan.host import host_placement
+from tessera.plan.problem import build
+from tessera.planning import read_frequencies
 from tessera.profile import cap_memory, parse_devices, wire
+from tessera.serve.app import state_document
 from tessera.serve.planning import Prepared, prepare
 from tessera.serve.records import Ask, ServeSpec
 from tessera.serve.service import Service
@@ -76,6 +85,21 @@ def test_experts_are_on_both_devices_within_memory(made: Prepared) -> None:
     assert "cannot hold all weights" in larger
 
 
+def test_a_small_host_has_what_the_gpu_cannot_hold_and_refusals_name_launches(made: Prepared) -> None:
+    plan = made.policies[0].plans[0]
+
+    def placed(size: int) -> set[int]:
+        card, host = plan.cluster.devices
+        cluster = replace(plan.cluster, devices=(card, replace(host, memory_bytes=size)))
+        costs = tuple(replace(each, devices=cluster.devices) for each in plan.costs)
+        return set(host_placement(build(plan.unit, costs, cluster), 1).tolist())
+
+    weights = sum(b.size_bytes for b in plan.graphs[-1].trace.buffers if b.kind is BufferKind.WEIGHT)
+    assert {0, 1} == placed(round(0.8 * weights))
+    with pytest.raises(PlanInfeasible, match=r"cpu would hold .* and has .* tessera.grouped_part"):
+        placed(weights // 4)
+
+
 def test_answers_are_those_of_generate_and_both_devices_work(
     service: Service, asks: list[Ask], wanted: list[list[int]]
 ) -> None:
@@ -85,6 +109,16 @@ def test_answers_are_those_of_generate_and_both_devices_work(
     assert wanted == wait_for(crowd())
     busy = {device.name: device.utilisation for device in service.snapshot().devices}
     assert all(busy[name] > 0 for name in (CARD, HOST))
+
+
+def test_state_tells_how_often_experts_are_chosen(service: Service, tmp_path: Path) -> None:
+    """The answer of /v1/state is a file for --expert-frequencies."""
+    wait_for(read(service, Ask((1, 2, 3), 8, GREEDY, ignores_end=True)))
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(state_document(service.snapshot())))
+    frequencies = read_frequencies(path)
+    assert {"model.layers.0.mlp.experts"} <= frequencies.keys()
+    assert all(len(rows) == 8 and sum(rows) > 0 for rows in frequencies.values())
 
 
 @pytest.mark.parametrize("killed", [CARD, HOST])

@@ -8,6 +8,7 @@ dict or tuple (see `function`). Its module is imported with the current folder o
 """
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -102,7 +103,13 @@ def place_of(model: str) -> str:
 
 
 def from_callable(step: Step) -> Workload:
-    result = _find(step.model)(step)
+    function = _find(step.model)
+    try:
+        inspect.signature(function).bind(step)
+    except TypeError as error:
+        remedy = "It gets the step (batch, context, seed): def make(step): ..."
+        raise CaptureError(f"cannot be called with a step: {error}", remedy, step.model) from None
+    result = function(step)
     if isinstance(result, Workload):
         return result
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.nn.Module)
