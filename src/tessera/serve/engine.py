@@ -27,8 +27,9 @@ from tessera.serve.pages import PagePool
 from tessera.serve.records import Finish, Reason, Shape, Token
 from tessera.serve.router import Evict, RoutedGroup, Router
 from tessera.serve.sampling import noted, read_tokens
-from tessera.serve.sequences import OutputRows, SequenceBatch
+from tessera.serve.sequences import SequenceBatch
 from tessera.serve.sight import Sight
+from tessera.serve.step_inputs import OutputRows
 
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."
 FAILED = "the engine failed; the log says why. Restart the service."
