@@ -100,11 +100,13 @@ async def asked(service: Any, batch: int, tokens: int, rounds: int) -> tuple[flo
     from tessera.serve.records import Ask, Sampling
 
     async def one(number: int) -> list[list[float]]:
-        answers = []
+        answers: list[list[float]] = []
         for n in range(rounds):
             prompt = tuple((7 * (number + n * batch) + i) % 200 + 1 for i in range(PROMPT))
             ask = Ask(prompt, tokens, Sampling(temperature=0.0), ignores_end=True)
-            answers.append([time.perf_counter() async for _ in service.answer(ask)][:tokens])
+            answers.append([])
+            async for event in service.answer(ask):
+                answers[-1] += [time.perf_counter()] * len(getattr(event, "tokens", ()))
         return answers
 
     began_s = time.perf_counter()
@@ -115,7 +117,7 @@ async def asked(service: Any, batch: int, tokens: int, rounds: int) -> tuple[flo
         start, stop = max(times[0] for times in answers), min(times[-1] for times in answers)
         num += sum(start < moment <= stop for times in answers for moment in times)
         seconds += stop - start
-    return num / seconds, closed
+    return num / max(seconds, 1e-9), closed
 
 
 def plain_model(args: argparse.Namespace) -> Any:

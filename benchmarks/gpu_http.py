@@ -77,9 +77,10 @@ CHOICES: dict[str, dict[str, Any]] = {
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": LIST}}},
 }
 # Longest wait for the other processes.
-TURN_S = 150.0
+TURN_S = 110.0
 # Seeds of prompts, one per load.
 SEEDS = itertools.count(1)
+CHOICES_ALL = tuple(map(str, range(len(CHOICES))))
 LOADS = (
     Load(512, 128, 64, 256),
     Load(128, 128, 256, 768),
@@ -182,10 +183,11 @@ def ask(url: str, load: Load, **fields: Any) -> dict[str, Any]:
     return dict(figures(run))
 
 
-def by_choice(url: str, limit: float, put: Callable[[str, Any], None]) -> None:
+def by_choice(url: str, numbers: str, limit: float, put: Callable[[str, Any], None]) -> None:
     """The first load in every way to choose tokens, with its parts of the greedy rate and of the limit."""
     load, greedy = LOADS[0], 0.0
-    for name, fields in CHOICES.items():
+    ways = list(CHOICES.items())
+    for name, fields in (ways[int(number)] for number in numbers.split(",")):
         got = ask(url, load, **fields)
         per_s = float(got["output_throughput"])
         greedy = greedy or per_s
@@ -223,17 +225,18 @@ def reported(path: Path | None) -> Iterator[None]:
 
 @contextmanager
 def turn(path: Path | None, num: int) -> Iterator[None]:
-    """Waits until `num` processes have told the file that they are ready, then for the others' turns."""
+    """One process after another, the first when `num` have told the file that they are ready or failed."""
     if path is None:
         yield
         return
     with path.open("a") as file:
         file.write("+")
-    until = time.monotonic() + TURN_S
-    while path.stat().st_size < num and time.monotonic() < until:
-        time.sleep(0.2)
     with path.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        until = time.monotonic() + TURN_S
+        while path.stat().st_size < num and time.monotonic() < until:
+            time.sleep(0.2)
+        path.open("a").write("+" * num)  # nobody waits again
         yield
 
 
@@ -247,16 +250,16 @@ def put_card(put: Callable[[str, Any], None]) -> None:
 def ask_all(
     url: str,
     loads: Sequence[Load] | None,
-    has_choices: bool,
+    choices: str | None,
     sizes: Sizes,
     peaks: dict[str, float],
     put: Callable[[str, Any], None],
 ) -> None:
     """Every load, each with its share of the limit."""
     ask(url, Load(64, 8, 64, 64))  # connections, first steps of every size
-    if has_choices:
-        by_choice(url, limit_per_s(LOADS[0], sizes, peaks), put)
-    for load in loads or ([] if has_choices else LOADS):
+    if choices:
+        by_choice(url, choices, limit_per_s(LOADS[0], sizes, peaks), put)
+    for load in loads or ([] if choices else LOADS):
         began = time.monotonic()
         got = ask(url, load)
         per_s, limit = float(got["output_throughput"]), limit_per_s(load, sizes, peaks)
@@ -276,7 +279,12 @@ def main() -> None:
         "--load", action="append", type=load_of, help="PROMPT/OUTPUT/AT_ONCE, in place of all; ~: mixed"
     )
     parser.add_argument("--starts", type=int, default=1, help="starts of the server; the last one is asked")
-    parser.add_argument("--choices", action="store_true", help="the first load in every way to choose tokens")
+    parser.add_argument(
+        "--choices",
+        nargs="?",
+        const=",".join(CHOICES_ALL),
+        help="the first load in ways to choose tokens: 0,1,4",
+    )
     parser.add_argument("--turn", type=Path, help="file by which processes side by side take turns")
     parser.add_argument("--of", type=int, default=1, help="processes that take turns")
     parser.add_argument("--hf", action="store_true", help="Hugging Face's continuous batching after it")

@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from hypothesis import settings
 
         # Other work on the machine makes an example slow; that is no failure. A sample is always the same.
-        num = sampling.examples(100, 60)
+        num = sampling.examples(100, 30)
         settings.register_profile("tessera", deadline=None, derandomize=not is_whole, max_examples=num)
         settings.load_profile("tessera")
 

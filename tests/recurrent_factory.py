@@ -8,8 +8,8 @@ from tessera.kernels import recurrent
 
 OPERATORS = tuple(recurrent.SCHEMAS)
 # Tokens of each sequence: one each, some unused; or prompts beside answers and padding. And state rows.
-ONE_EACH, MIXED = (1, 1, 0), (19, 1, 0, 3)
-ROWS = {ONE_EACH: [4, -2, 0], MIXED: [2, -1, 3, -5]}
+ONE_EACH, MIXED, LONG = (1, 1, 0), (19, 1, 0, 3), (300, 1, 0, 65)
+ROWS = {ONE_EACH: [4, -2, 0], MIXED: [2, -1, 3, -5], LONG: [2, -1, 3, -5]}
 NUM_ROWS, PADDING = 5, 2
 WIDTH = 4
 

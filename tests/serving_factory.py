@@ -449,6 +449,7 @@ def choose_rows(
     return read_tokens(outputs, list(enumerate(picks)))
 
 
+@lru_cache(10_000)
 def expected(ask: Ask) -> tuple[list[int], str, str]:
     """The tokens, the text and the reason of the toy's answer, found without engine, pages or parts."""
     text = ByteText()

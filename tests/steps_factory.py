@@ -13,7 +13,7 @@ from tessera.ir import Load, Plan
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import Prepared, prepare
 from tessera.serve.records import ServeSpec
-from tessera.serve.sequences import Steps
+from tessera.serve.step_inputs import Steps
 from tessera.serve.steps import ServedModel
 
 DEVICES = "emu:a100,emu:l40s"

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="needs triton")
 
-from recurrent_factory import MIXED, ONE_EACH, OPERATORS, make_call, state_of
+from recurrent_factory import LONG, MIXED, ONE_EACH, OPERATORS, make_call, state_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +21,7 @@ def on_gpu(call: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("counts", [ONE_EACH, MIXED], ids=["answers", "mixed"])
+@pytest.mark.parametrize("counts", [ONE_EACH, MIXED, LONG], ids=["answers", "mixed", "long"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_results_and_states_are_the_references(
     name: str, counts: tuple[int, ...], dtype: torch.dtype

@@ -88,11 +88,11 @@ def _integers(
         chosen = max(1, round(count * (1.0 - (1.0 - 1.0 / count) ** rows)))
         return torch.arange(1, count + 1, device=device) * chosen // count * rows // chosen
     if base in INDEXED:
-        return torch.randint(0, max(1, _least_extent(launch)), (count,), device=device, generator=chance)
+        most = max(1, _least_extent(launch, view))
+        return torch.randint(0, most, (count,), device=device, generator=chance)
     return torch.randint(1, SMALL, (count,), device=device, generator=chance)
 
 
-def _least_extent(launch: Launch) -> int:
-    """An index below this is valid in every tensor along every dimension longer than one."""
-    extents = [n for v in launch.given for n in v.shape if n > 1]
-    return min(extents, default=1)
+def _least_extent(launch: Launch, index: View) -> int:
+    """An index below this is valid in every other tensor along every dimension."""
+    return min((n for v in launch.given if v.buffer != index.buffer for n in v.shape), default=1)

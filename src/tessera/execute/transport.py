@@ -167,11 +167,10 @@ class Arenas:
     the next power of two, share a file, so plans can be replaced any number of times.
     """
 
-    def __init__(
-        self, folder: str, microbatches: int, opened: Callable[[torch.Tensor], None] = lambda shared: None
-    ) -> None:
+    def __init__(self, setup: Setup, opened: Callable[[torch.Tensor], None] = lambda shared: None) -> None:
         """`opened` is called with new memory."""
-        self._folder, self._microbatches, self._opened = folder, microbatches, opened
+        self._device, self._folder, self._microbatches = setup.device, setup.folder, setup.microbatches
+        self._opened = opened
         # ("arena" or "flags", source, destination, bytes per microbatch)
         self._arenas: dict[tuple[str, int, int, int], torch.Tensor] = {}
         # (source, destination, program's identity) -> transfer -> offset, and bytes per microbatch
@@ -194,16 +193,13 @@ class Arenas:
         shared = self._shared("flags", src, dst, stride)[microbatch * stride : (microbatch + 1) * stride]
         return shared.numpy().view(np.int64)
 
-    def open(self, programs: Sequence[Program], device: int) -> None:
-        """Opens flags and places of a device. Flags that a lost worker has left set are cleared."""
+    def open(self, programs: Sequence[Program]) -> None:
+        """Opens flags and places of this device."""
         for program in programs:
             for number, found in enumerate(program.transfers):
-                if device in (found.src, found.dst):
+                if self._device in (found.src, found.dst):
                     self.place(program, 0, number)
-                    is_new = len(self._arenas)
                     self.flags(program, found.src, found.dst, 0)
-                    if found.src == device and is_new < len(self._arenas):
-                        [*self._arenas.values()][-1].zero_()
 
     def fill(self, microbatch: int, value: int, dst: int | None = None) -> None:
         """Sets all flags of a microbatch, or those towards a device."""
@@ -217,6 +213,8 @@ class Arenas:
             path = Path(self._folder) / "-".join(map(str, key))
             self._arenas[key] = shared_bytes(path, stride * self._microbatches)
             self._opened(self._arenas[key])
+            if kind == "flags" and src == self._device:  # set by a worker that was lost
+                self._arenas[key].zero_()
         return self._arenas[key]
 
 
@@ -224,7 +222,7 @@ class SharedMemory(Transport):
     """Transport `shm` of a CPU worker: a send copies into shared memory and sends a notice over the link."""
 
     def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
-        self._arenas = Arenas(setup.folder, setup.microbatches)
+        self._arenas = Arenas(setup)
         super().__init__(setup, mailbox, post)
 
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
@@ -251,7 +249,7 @@ class FlaggedMemory(SharedMemory):
     def load(self, programs: Sequence[Sequence[Program]]) -> None:
         super().load(programs)
         for lane in programs:
-            self._arenas.open(lane, self._device)
+            self._arenas.open(lane)
 
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
         self._place(transfer).copy_(contents)

@@ -25,9 +25,11 @@ the sums of top-p alone.
 CPUs run the torch code here, the reference; GPUs the kernel of `choose_triton`.
 """
 
+import math
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tessera.kernels.choice import INPUTS, MAX_TOP, OUT_OF_REACH, SMALL_DRAW, Number, Setting
@@ -76,14 +78,16 @@ def _on_cpu(
     rows: list[int] = (~is_plain).nonzero()[:, 0].tolist()
     listed = list(zip(rows, numbers[rows].tolist(), settings[rows].tolist(), strict=True))
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    peaks: list[float] = most.tolist()
     for row, number, setting in listed:
         edited = logits[row].float()
         if any(number[Number.EDITS_BEGIN : Number.FORCED]):
             edited = _edited(edited, int(last[row]), setting, number, edits, masks)
-        most, chosen = edited.max(-1)
-        tokens[row] = chosen if most.isfinite() else -1
-        if setting[Setting.SHARPNESS] and most.isfinite():
-            scaled = (edited - most) * setting[Setting.SHARPNESS]
+            peaks[row], tokens[row] = edited.max(-1).values.item(), edited.argmax(-1)
+        if not math.isfinite(peaks[row]):
+            tokens[row] = -1
+        elif setting[Setting.SHARPNESS]:
+            scaled = (edited - peaks[row]) * setting[Setting.SHARPNESS]
             able = (scaled >= _limit(scaled, setting, number)).nonzero()[:, 0]
             kept[row] = able, scaled[able]
     if kept:
@@ -169,15 +173,19 @@ def _limit(scaled: torch.Tensor, settings: list[float], numbers: list[int]) -> f
 def _exponential(tokens: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Exponential variables of some tokens."""
     lanes = philox(tokens >> 2, positions, seeds)
-    draw = lanes.gather(0, (tokens & 3)[None])[0].float() * 2.0**-32 + 2.0**-33
-    draw = draw.clamp_max(1.0 - 2.0**-24)
-    small = torch.full_like(draw, 1.0 / 6.0)
+    lane = lanes[(tokens & 3).numpy(), np.arange(len(tokens))]
+    draw = np.minimum(lane.astype(np.float32) * 2.0**-32 + 2.0**-33, np.float32(1.0 - 2.0**-24))
+    small = np.full_like(draw, 1.0 / 6.0)
     for term in (5.0, 4.0, 3.0, 2.0, 1.0):
         small = draw * small + 1.0 / term
-    return torch.where(draw < SMALL_DRAW, draw * small, -(1.0 - draw).log())
+    return torch.where(
+        torch.from_numpy(draw < SMALL_DRAW),
+        torch.from_numpy(draw * small),
+        -torch.from_numpy(1.0 - draw).log(),
+    )
 
 
-def philox(counter: torch.Tensor, position: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+def philox(counter: torch.Tensor, position: torch.Tensor, seed: torch.Tensor) -> npt.NDArray[np.int64]:
     """[4, N] 32-bit words (as int64): Philox 4x32-10 of (counter, position, 0, 0), with one key each.
 
     By numpy, whose small operators take a fraction of torch's time.
@@ -191,7 +199,7 @@ def philox(counter: torch.Tensor, position: torch.Tensor, seed: torch.Tensor) ->
         a = ((second >> 32) & _WORD) ^ b ^ ((low + turn * 0x9E3779B9) & _WORD)
         c = ((first >> 32) & _WORD) ^ d ^ ((high + turn * 0xBB67AE85) & _WORD)
         b, d = second & _WORD, first & _WORD
-    return torch.from_numpy(np.stack([a, b, c, d]))
+    return np.stack([a, b, c, d])
 
 
 def choose(logits: torch.Tensor, last: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, ...]:

@@ -41,6 +41,15 @@ def _power(n: int) -> int:
     return int(triton.next_power_of_2(n))
 
 
+def _strides(**tensors: torch.Tensor | None):
+    """Strides of the first two dimensions, as constants of a kernel."""
+    return {
+        f"{name}_{place}": 0 if t is None else t.stride(k)
+        for name, t in tensors.items()
+        for k, place in enumerate(("ROW", "ITEM"))
+    }
+
+
 def causal_conv(x, weight, bias, state, starts, rows, has_silu):
     (tokens, channels), width = x.shape, weight.shape[1]
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
@@ -67,9 +76,7 @@ def ssd_scan(x, dt, a, b, c, d, dt_bias, state, starts, rows, has_softplus, dt_m
     given = (x, dt, a, b, c, d, dt_bias, state, starts, rows, out, dt_min, dt_max)
     sizes = {
         "H": heads, "GROUP": heads // groups, "P": size, "N": width, "N_PAD": width_pad,
-        "X_ROW": x.stride(0), "X_HEAD": x.stride(1), "DT_ROW": dt.stride(0), "DT_HEAD": dt.stride(1),
-        "B_ROW": b.stride(0), "B_HEAD": b.stride(1), "C_ROW": c.stride(0), "C_HEAD": c.stride(1),
-        "HAS_SOFTPLUS": has_softplus,
+        "HAS_SOFTPLUS": has_softplus, **_strides(X=x, DT=dt, B=b, C=c),
     }  # fmt: skip
     block = min(_power(size), max(1, _STATE_ELEMENTS // width_pad))
     ssd_update[heads * triton.cdiv(size, block), sequences](*given, tokens, ROWS=block, **sizes, num_warps=4)
@@ -90,14 +97,10 @@ def selective_scan(x, dt, a, b, c, d, dt_bias, z, state, starts, rows, has_softp
     chunk = 1 if tokens == rows.shape[0] else _SELECTIVE_TOKENS
     elements = _STATE_ELEMENTS if chunk > 1 else _STATE_ELEMENTS // 2
     block = min(_power(channels), max(1, elements // width_pad // chunk))
-    strides = {
-        f"{name}_{place}": t.stride(k) if t is not None else 0
-        for name, t in (("X", x), ("DT", dt), ("B", b), ("C", c), ("Z", z))
-        for k, place in enumerate(("ROW", "ITEM"))
-    }
     selective_tokens[triton.cdiv(channels, block), rows.shape[0]](
         x, dt, a.contiguous(), b, c, d, dt_bias, z, state, starts, rows, out, tokens, D=channels, N=width,
-        N_PAD=width_pad, CHANNELS=block, TOKENS=chunk, HAS_SOFTPLUS=has_softplus, **strides, num_warps=4,
+        N_PAD=width_pad, CHANNELS=block, TOKENS=chunk, HAS_SOFTPLUS=has_softplus,
+        **_strides(X=x, DT=dt, B=b, C=c, Z=z), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -108,17 +111,13 @@ def delta_scan(value, query, key, g, beta, state, starts, rows, is_normed):
     value, query, key = (t if t.stride(2) == 1 else t.contiguous() for t in (value, query, key))
     width_pad = _power(width)
     block = min(_power(values), max(1, _STATE_ELEMENTS // width_pad))
-    strides = {
-        f"{name}_{place}": t.stride(k)
-        for name, t in (("V", value), ("Q", query), ("K", key), ("G", g), ("BETA", beta))
-        for k, place in enumerate(("ROW", "HEAD"))
-    }
     is_chunked = tokens > rows.shape[0] and g.shape[2] == 1
     given = (value, query, key, g, beta, state, starts, rows, out)
-    sizes = {"H": heads, "V": values, "K": width, "IS_NORMED": is_normed, **strides}
+    sizes = {"H": heads, "V": values, "K": width, "IS_NORMED": is_normed}
+    sizes |= _strides(V=value, Q=query, K=key, G=g, BETA=beta)
     delta_tokens[heads * triton.cdiv(values, block), rows.shape[0]](
         *given, tokens, width**-0.5, K_PAD=width_pad, VALUES=block, IS_ONE_EACH=is_chunked,
-        G_ITEM=g.stride(2) if g.shape[2] > 1 else 0, **sizes, num_warps=4,
+        G_KEY=g.stride(2) if g.shape[2] > 1 else 0, **sizes, num_warps=4,
     )  # fmt: skip
     if is_chunked:
         block = max(16, min(_power(values), _DELTA_VALUES))
@@ -264,8 +263,8 @@ def _time_step(dt, dt_bias, at, head, is_used, dt_min, dt_max, HAS_SOFTPLUS: tl.
 def ssd_update(
     x, dt, a, b, c, d, dt_bias, state, starts, rows, out, dt_min, dt_max, tokens, H: tl.constexpr,
     GROUP: tl.constexpr, P: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, X_ROW: tl.constexpr,
-    X_HEAD: tl.constexpr, DT_ROW: tl.constexpr, DT_HEAD: tl.constexpr, B_ROW: tl.constexpr,
-    B_HEAD: tl.constexpr, C_ROW: tl.constexpr, C_HEAD: tl.constexpr, HAS_SOFTPLUS: tl.constexpr,
+    X_ITEM: tl.constexpr, DT_ROW: tl.constexpr, DT_ITEM: tl.constexpr, B_ROW: tl.constexpr,
+    B_ITEM: tl.constexpr, C_ROW: tl.constexpr, C_ITEM: tl.constexpr, HAS_SOFTPLUS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Some state rows of one head, for a sequence with one token."""
@@ -281,11 +280,11 @@ def ssd_update(
     held = state + ((row * H + head) * P + p)[:, None] * N + n[None, :]
     inside = is_row[:, None] & is_state[None, :]
     old = tl.load(held, mask=inside & goes_on, other=0.0).to(tl.float32)
-    step = _time_step(dt, dt_bias, token * DT_ROW + head * DT_HEAD, head, True, dt_min, dt_max, HAS_SOFTPLUS)
-    value = tl.load(x + token * X_ROW + head * X_HEAD + p, mask=is_row, other=0.0).to(tl.float32)
+    step = _time_step(dt, dt_bias, token * DT_ROW + head * DT_ITEM, head, True, dt_min, dt_max, HAS_SOFTPLUS)
+    value = tl.load(x + token * X_ROW + head * X_ITEM + p, mask=is_row, other=0.0).to(tl.float32)
     group = head // GROUP
-    key = tl.load(b + token * B_ROW + group * B_HEAD + n, mask=is_state, other=0.0).to(tl.float32)
-    query = tl.load(c + token * C_ROW + group * C_HEAD + n, mask=is_state, other=0.0).to(tl.float32)
+    key = tl.load(b + token * B_ROW + group * B_ITEM + n, mask=is_state, other=0.0).to(tl.float32)
+    query = tl.load(c + token * C_ROW + group * C_ITEM + n, mask=is_state, other=0.0).to(tl.float32)
     new = old * tl.exp(step * tl.load(a + head).to(tl.float32)) + (step * value)[:, None] * key[None, :]
     tl.store(held, new.to(state.dtype.element_ty), mask=inside)
     total = tl.sum(new * query[None, :], 1)
@@ -298,8 +297,8 @@ def ssd_update(
 def ssd_chunks(
     x, dt, a, b, c, d, dt_bias, state, starts, rows, out, dt_min, dt_max, H: tl.constexpr,
     GROUP: tl.constexpr, P: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, X_ROW: tl.constexpr,
-    X_HEAD: tl.constexpr, DT_ROW: tl.constexpr, DT_HEAD: tl.constexpr, B_ROW: tl.constexpr,
-    B_HEAD: tl.constexpr, C_ROW: tl.constexpr, C_HEAD: tl.constexpr, HAS_SOFTPLUS: tl.constexpr,
+    X_ITEM: tl.constexpr, DT_ROW: tl.constexpr, DT_ITEM: tl.constexpr, B_ROW: tl.constexpr,
+    B_ITEM: tl.constexpr, C_ROW: tl.constexpr, C_ITEM: tl.constexpr, HAS_SOFTPLUS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Some state rows of one head, for a sequence with several tokens."""
@@ -318,21 +317,21 @@ def ssd_chunks(
         is_used = start + t < count
         token = (first + start + t).to(tl.int64)
         step = _time_step(
-            dt, dt_bias, token * DT_ROW + head * DT_HEAD, head, is_used, dt_min, dt_max, HAS_SOFTPLUS
+            dt, dt_bias, token * DT_ROW + head * DT_ITEM, head, is_used, dt_min, dt_max, HAS_SOFTPLUS
         )
         step = tl.where(is_used, step, 0.0)
         total = tl.cumsum(step * decay, 0)
         last = tl.sum(step * decay, 0)
         value = tl.load(
-            x + token[:, None] * X_ROW + head * X_HEAD + p[None, :],
+            x + token[:, None] * X_ROW + head * X_ITEM + p[None, :],
             mask=is_used[:, None] & is_row[None, :], other=0.0,
         )  # fmt: skip
         key = tl.load(
-            b + token[None, :] * B_ROW + group * B_HEAD + n[:, None],
+            b + token[None, :] * B_ROW + group * B_ITEM + n[:, None],
             mask=is_used[None, :] & is_state[:, None], other=0.0,
         )  # fmt: skip
         query = tl.load(
-            c + token[:, None] * C_ROW + group * C_HEAD + n[None, :],
+            c + token[:, None] * C_ROW + group * C_ITEM + n[None, :],
             mask=is_used[:, None] & is_state[None, :], other=0.0,
         )  # fmt: skip
         weights = tl.dot(query, key, input_precision="ieee")
@@ -409,9 +408,9 @@ def selective_tokens(
 def delta_tokens(
     value, query, key, g, beta, state, starts, rows, out, tokens, scale, H: tl.constexpr, V: tl.constexpr,
     K: tl.constexpr, K_PAD: tl.constexpr, VALUES: tl.constexpr, IS_NORMED: tl.constexpr,
-    V_ROW: tl.constexpr, V_HEAD: tl.constexpr, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr,
-    K_ROW: tl.constexpr, K_HEAD: tl.constexpr, G_ROW: tl.constexpr, G_HEAD: tl.constexpr,
-    G_ITEM: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr, IS_ONE_EACH: tl.constexpr,
+    V_ROW: tl.constexpr, V_ITEM: tl.constexpr, Q_ROW: tl.constexpr, Q_ITEM: tl.constexpr,
+    K_ROW: tl.constexpr, K_ITEM: tl.constexpr, G_ROW: tl.constexpr, G_ITEM: tl.constexpr,
+    G_KEY: tl.constexpr, BETA_ROW: tl.constexpr, BETA_ITEM: tl.constexpr, IS_ONE_EACH: tl.constexpr,
 ):  # fmt: skip
     """All tokens of one sequence (or none, unless it is one), for some values of one head."""
     BLOCKS: tl.constexpr = (V + VALUES - 1) // VALUES
@@ -427,11 +426,11 @@ def delta_tokens(
     held = tl.load(place, mask=inside & goes_on, other=0.0).to(tl.float32)
     for number in range(count):
         token = (first + number).to(tl.int64)
-        new = tl.load(value + token * V_ROW + head * V_HEAD + v, mask=is_value, other=0.0).to(tl.float32)
-        asked = tl.load(query + token * Q_ROW + head * Q_HEAD + k, mask=is_key, other=0.0).to(tl.float32)
-        named = tl.load(key + token * K_ROW + head * K_HEAD + k, mask=is_key, other=0.0).to(tl.float32)
-        decay = tl.load(g + token * G_ROW + head * G_HEAD + k * G_ITEM, mask=is_key, other=0.0).to(tl.float32)
-        rate = tl.load(beta + token * BETA_ROW + head * BETA_HEAD).to(tl.float32)
+        new = tl.load(value + token * V_ROW + head * V_ITEM + v, mask=is_value, other=0.0).to(tl.float32)
+        asked = tl.load(query + token * Q_ROW + head * Q_ITEM + k, mask=is_key, other=0.0).to(tl.float32)
+        named = tl.load(key + token * K_ROW + head * K_ITEM + k, mask=is_key, other=0.0).to(tl.float32)
+        decay = tl.load(g + token * G_ROW + head * G_ITEM + k * G_KEY, mask=is_key, other=0.0).to(tl.float32)
+        rate = tl.load(beta + token * BETA_ROW + head * BETA_ITEM).to(tl.float32)
         if IS_NORMED:
             asked *= tl.rsqrt(tl.sum(asked * asked, 0) + _EPSILON)
             named *= tl.rsqrt(tl.sum(named * named, 0) + _EPSILON)
@@ -447,9 +446,9 @@ def delta_tokens(
 def delta_chunks(
     value, query, key, g, beta, state, starts, rows, out, scale, H: tl.constexpr, V: tl.constexpr,
     K: tl.constexpr, K_PAD: tl.constexpr, VALUES: tl.constexpr, TOKENS: tl.constexpr,
-    IS_NORMED: tl.constexpr, V_ROW: tl.constexpr, V_HEAD: tl.constexpr, Q_ROW: tl.constexpr,
-    Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, G_ROW: tl.constexpr,
-    G_HEAD: tl.constexpr, BETA_ROW: tl.constexpr, BETA_HEAD: tl.constexpr,
+    IS_NORMED: tl.constexpr, V_ROW: tl.constexpr, V_ITEM: tl.constexpr, Q_ROW: tl.constexpr,
+    Q_ITEM: tl.constexpr, K_ROW: tl.constexpr, K_ITEM: tl.constexpr, G_ROW: tl.constexpr,
+    G_ITEM: tl.constexpr, BETA_ROW: tl.constexpr, BETA_ITEM: tl.constexpr,
 ):  # fmt: skip
     """Some values of one head, for a sequence with several tokens and one decay per head."""
     BLOCKS: tl.constexpr = (V + VALUES - 1) // VALUES
@@ -466,11 +465,11 @@ def delta_chunks(
         is_used = start + t < count
         token = (first + start + t).to(tl.int64)
         at, used = token[:, None], is_used[:, None]
-        new = tl.load(value + at * V_ROW + head * V_HEAD + v[None, :], mask=used & is_value, other=0.0)
-        asked = tl.load(query + at * Q_ROW + head * Q_HEAD + k[None, :], mask=used & is_key, other=0.0)
-        named = tl.load(key + at * K_ROW + head * K_HEAD + k[None, :], mask=used & is_key, other=0.0)
-        decay = tl.load(g + token * G_ROW + head * G_HEAD, mask=is_used, other=0.0).to(tl.float32)
-        rate = tl.load(beta + token * BETA_ROW + head * BETA_HEAD, mask=is_used, other=0.0).to(tl.float32)
+        new = tl.load(value + at * V_ROW + head * V_ITEM + v[None, :], mask=used & is_value, other=0.0)
+        asked = tl.load(query + at * Q_ROW + head * Q_ITEM + k[None, :], mask=used & is_key, other=0.0)
+        named = tl.load(key + at * K_ROW + head * K_ITEM + k[None, :], mask=used & is_key, other=0.0)
+        decay = tl.load(g + token * G_ROW + head * G_ITEM, mask=is_used, other=0.0).to(tl.float32)
+        rate = tl.load(beta + token * BETA_ROW + head * BETA_ITEM, mask=is_used, other=0.0).to(tl.float32)
         norm, factor = _inverse_norm(named, IS_NORMED), _inverse_norm(asked, IS_NORMED) * scale
         total, last, turned = tl.cumsum(decay, 0), tl.sum(decay, 0), tl.trans(named)
         between = tl.where(t[:, None] >= t[None, :], total[:, None] - total[None, :], float("-inf"))

@@ -1,9 +1,8 @@
 """Self-contained HTML pages of a plan, a folder of plans, and advice: no network, no script, light and dark.
 
 Every figure states whether it is modelled, simulated or measured. Drawing is bounded, so a page stays below
-two megabytes. The overview draws each track in COLUMNS columns, in the colour of the busiest request and with
-opacity by busy share; the closer look about MAX_SPANS spans around the middle; the dependency graph the first
-MAX_LAUNCHES of a layer. Positions are fractions of the width.
+two megabytes: each track has COLUMNS columns, in the colour of the busiest request and with opacity by busy
+share; the dependency graph has the first MAX_LAUNCHES of a layer. Single launches are in the Perfetto trace.
 """
 
 import math
@@ -34,7 +33,6 @@ from tessera.report.figures import (
     plural,
     rate,
     ratio,
-    rows,
     shares,
     short_name,
     size,
@@ -54,10 +52,6 @@ NUM_COLOURS = 8
 COLUMNS = 900
 LEVELS = 4
 MAX_TRACKS = 40
-MAX_SPANS = 160
-MAX_ROWS = 4
-# Minimum width of a labelled span, as a share.
-NAMED_WIDTH = 0.022
 MAX_LAUNCHES = 64
 LINE_PX, WIDTH_PX = 22, 88
 
@@ -85,23 +79,12 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    colour: int
-    is_transfer: bool
-    # CSS position.
-    place: str
-    about: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class DrawnTrack:
     name: str
     is_link: bool
     note: str
     # (colour, opacity, SVG path)
-    paths: Sequence[tuple[int, str, str]] = ()
-    boxes: Sequence[Box] = ()
+    paths: Sequence[tuple[int, str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +206,6 @@ def plan_part(shown: Shown) -> dict[str, Any]:
         "run": _run(timeline),
         "num_colours": NUM_COLOURS,
         "overview": _overview(timeline, found),
-        "closer": _closer_look(timeline, found),
         "layers": layers(plan),
         "dependencies": _dependencies(plan),
         "lanes": _lanes(plan),
@@ -326,7 +308,7 @@ def _overview(timeline: Timeline, found: Sequence[Track]) -> DrawnTimeline | Non
         DrawnTrack(t.name, t.is_link, percent(utilisation(t, total)), paths=_columns(t.spans, total))
         for t in _most_used(found)
     ]
-    return DrawnTimeline(drawn, *_axis(0.0, total), num_hidden=len(found) - len(drawn))
+    return DrawnTimeline(drawn, *_axis(total), num_hidden=len(found) - len(drawn))
 
 
 def _most_used(found: Sequence[Track]) -> list[Track]:
@@ -366,57 +348,14 @@ def _column(busy: dict[int, float]) -> tuple[int, int]:
     return (max(busy, key=lambda colour: busy[colour]), level) if level > 0 else (0, 0)
 
 
-def _closer_look(timeline: Timeline, found: Sequence[Track]) -> DrawnTimeline | None:
-    if not timeline.spans:
-        return None
-    start_us, stop_us = _window(timeline)
-    if stop_us <= start_us:
-        return None
-    drawn = []
-    for track in _most_used(found):
-        inside = [s for s in track.spans if s.stop_us > start_us and s.start_us < stop_us]
-        boxes = list(_boxes(inside[: 2 * MAX_SPANS], start_us, stop_us))
-        drawn.append(DrawnTrack(track.name, track.is_link, f"{len(inside)} spans", boxes=boxes))
-    return DrawnTimeline(drawn, *_axis(start_us, stop_us))
-
-
-def _window(timeline: Timeline) -> tuple[float, float]:
-    """Interval with about MAX_SPANS spans around the middle one."""
-    spans = timeline.spans
-    if len(spans) <= MAX_SPANS:
-        return spans[0].start_us, max(s.stop_us for s in spans)
-    first = (len(spans) - MAX_SPANS) // 2
-    return spans[first].start_us, spans[first + MAX_SPANS].start_us
-
-
-def _boxes(spans: Sequence[Span], start_us: float, stop_us: float) -> Iterator[Box]:
-    width_us = stop_us - start_us
-    row_of = rows(spans)
-    num = min(MAX_ROWS, max(row_of, default=0) + 1)
-    for row, span in zip(row_of, spans, strict=True):
-        left = (max(span.start_us, start_us) - start_us) / width_us
-        width = (min(span.stop_us, stop_us) - start_us) / width_us - left
-        place = f"left:{100 * left:.2f}%;width:{100 * width:.2f}%"
-        if num > 1:  # further rows share the last one
-            place += f";top:{100 * min(row, num - 1) / num:.0f}%;height:{100 / num:.0f}%"
-        name = short_name(span.label)
-        took = duration(span.stop_us - span.start_us)
-        about = f"{span.label}, request {span.request}, microbatch {span.microbatch}, {took}"
-        text = name if width >= NAMED_WIDTH and not span.is_transfer else ""
-        yield Box(span.request % NUM_COLOURS, span.is_transfer, place, about, text)
-
-
-def _axis(start_us: float, stop_us: float) -> tuple[str, list[tuple[str, str]]]:
-    width_us = stop_us - start_us
-    step = 10.0 ** math.floor(math.log10(width_us / 4))
-    step *= next((k for k in (5, 2) if width_us / (step * k) >= 4), 1)
-    unit, name = _unit(stop_us)
+def _axis(total_us: float) -> tuple[str, list[tuple[str, str]]]:
+    step = 10.0 ** math.floor(math.log10(total_us / 4))
+    step *= next((k for k in (5, 2) if total_us / (step * k) >= 4), 1)
+    unit, name = _unit(total_us)
     places = max(0, -math.floor(math.log10(step / unit) + 1e-9))
     # A number in the last twentieth would stick out.
-    first, last = math.ceil(start_us / step - 1e-9), math.floor((stop_us - 0.05 * width_us) / step + 1e-9)
-    times = (n * step for n in range(first, last + 1))
-    marks = [(f"{100 * (us - start_us) / width_us:.2f}", f"{us / unit:,.{places}f}") for us in times]
-    return name, marks
+    times = (n * step for n in range(math.floor(0.95 * total_us / step + 1e-9) + 1))
+    return name, [(f"{100 * us / total_us:.2f}", f"{us / unit:,.{places}f}") for us in times]
 
 
 def _unit(us: float) -> tuple[float, str]:

@@ -1,15 +1,17 @@
 """ActiveRequest and Answer: one ask in progress, and the delivery of its pieces to readers on any event loop.
 
 A reader takes everything buffered as one piece, so a slow reader costs at most the memory of its own answer.
-Waiting readers are woken together, once per loop and step, because a wake-up is a system call.
+Waiting readers are woken together, once per loop and at most once per step, because a wake-up is a system
+call.
 
 No locks: the engine adds and then looks for a waiter; the reader sets its waiter and then looks for news.
 """
 
 import asyncio
+import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -19,6 +21,9 @@ from tessera.serve.pages import page_key
 from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Token
 from tessera.serve.sampling import Pick
 from tessera.serve.text import Reader, StopWatch
+
+# Time that the event of one reader takes: 256 readers are woken every 10 ms.
+READER_S = 4e-5
 
 
 class AnswerBuffer:
@@ -55,18 +60,31 @@ class AnswerBuffer:
 
 
 class WakeUps:
-    """Wakes readers, with one call per event loop. For the engine's thread."""
+    """Wakes readers, with one call per event loop. For the engine's thread.
+
+    Many readers are woken for tokens of several steps at once: their writing takes time from the engine.
+    """
 
     def __init__(self) -> None:
-        self._by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        self._by_loop: dict[asyncio.AbstractEventLoop, dict[asyncio.Future[None], None]] = {}
+        self._flushed_s = 0.0
+
+    @property
+    def due_s(self) -> float:
+        """Seconds until readers are woken; infinite: none waits for it."""
+        num = sum(map(len, self._by_loop.values()))
+        return self._flushed_s + READER_S * num - time.monotonic() if num else math.inf
 
     def add(self, buffer: AnswerBuffer) -> None:
         waiter = buffer.waiter
         if waiter is not None and not waiter.done():
-            self._by_loop.setdefault(waiter.get_loop(), []).append(waiter)
+            self._by_loop.setdefault(waiter.get_loop(), {})[waiter] = None
 
-    def flush(self) -> None:
+    def flush(self, is_last: bool = False) -> None:
+        if self.due_s > 0.0 and not is_last:
+            return
         waiting, self._by_loop = self._by_loop, {}
+        self._flushed_s = time.monotonic()
         for loop, waiters in waiting.items():
             try:
                 loop.call_soon_threadsafe(_wake, waiters)
@@ -74,7 +92,7 @@ class WakeUps:
                 continue
 
 
-def _wake(waiters: list[asyncio.Future[None]]) -> None:
+def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:
     for waiter in waiters:
         if not waiter.done():
             waiter.set_result(None)

@@ -27,8 +27,9 @@ from tessera.serve.pages import PagePool
 from tessera.serve.records import Finish, Reason, Shape, Token
 from tessera.serve.router import Evict, RoutedGroup, Router
 from tessera.serve.sampling import noted, read_tokens
-from tessera.serve.sequences import OutputRows, SequenceBatch
+from tessera.serve.sequences import SequenceBatch
 from tessera.serve.sight import Sight
+from tessera.serve.step_inputs import OutputRows
 
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."
 FAILED = "the engine failed; the log says why. Restart the service."
@@ -161,7 +162,7 @@ class Engine(Watcher[ActiveRequest]):
                 if self.controller is not None:
                     self.controller.poll()
             is_done = self.is_closing and self.scheduler.is_idle
-            self.scheduler.wait(0.0 if is_done else LOOK_S)
+            self.scheduler.wait(0.0 if is_done else max(0.0, min(LOOK_S, self._wake_ups.due_s)))
             self.failure = self.scheduler.failure
         except TesseraError as error:  # the stepper as a whole failed
             self.failure = f"no devices are left: {error}"
@@ -264,6 +265,7 @@ class Engine(Watcher[ActiveRequest]):
                 self.was_cut = True
                 self.finish(request, "cancelled" if request.is_cancelled else "error", why)
         self.deliver()
+        self._wake_ups.flush(is_last=True)
 
     def seated(self, request: ActiveRequest, microbatch: Microbatch[ActiveRequest]) -> None:
         if request.seated_s is None:

@@ -52,7 +52,9 @@ class Metrics(Meters):
         self.registry = CollectorRegistry(auto_describe=False)
 
         self._histograms = {
-            name: Histogram(f"tessera:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+            name: Histogram(
+                f"tessera:{name}", text, ["model_name"], buckets=buckets, registry=self.registry
+            ).labels(model)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
         labels, text = ["model_name", "kind"], "One step of a microbatch."
@@ -60,7 +62,7 @@ class Metrics(Meters):
         self.registry.register(self)
 
     def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].labels(self._model).observe(value)
+        self._histograms[name].observe(value)
 
     def seated(self, queued_s: float) -> None:
         self._observe("request_queue_time_seconds", queued_s)

@@ -29,7 +29,8 @@ from tessera.serve.engine import Engine
 from tessera.serve.meters import quantile
 from tessera.serve.records import Ask, Sampling, Shape
 from tessera.serve.router import plans_of
-from tessera.serve.sequences import OutputRows, SequenceBatch
+from tessera.serve.sequences import SequenceBatch
+from tessera.serve.step_inputs import OutputRows
 from tessera.serve.text import ByteText
 from tessera.simulate.arrivals import lengths_of
 from tessera.simulate.stepper import VirtualStepper

@@ -39,7 +39,8 @@ from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.pages import PagePool, pages_for
 from tessera.serve.records import GroupView, Shape
-from tessera.serve.sequences import SequenceBatch, Steps
+from tessera.serve.sequences import SequenceBatch
+from tessera.serve.step_inputs import Steps
 
 # Largest steps of work that a prompts group keeps.
 BACKLOG = 2

@@ -110,15 +110,16 @@ def test_a_launch_that_raises_is_named_and_the_others_go_on() -> None:
     assert min(timer.time(1, WARM, once)) > 0
 
 
-def test_made_up_indices_stay_inside_what_they_index() -> None:
-    """Embedding rows of a table of 10 by 4."""
+@pytest.mark.parametrize(("num", "largest"), [(10, 3), (1, 0)])
+def test_made_up_indices_stay_inside_what_they_index(num: int, largest: int) -> None:
+    """Embedding rows of a table of 10 by 4, or of its only row."""
     make = TraceMaker()
-    table, rows = make.tensor((10, 4), "float32"), make.tensor((100,), "int64")
+    table, rows = make.tensor((num, 4), "float32"), make.tensor((100,), "int64")
     make.launch("aten.embedding.default", (table, rows), make.tensor((100, 4), "float32"))
     memory = synthetic(make.done(), 0, CPU)
 
     found = tensor_of(memory.get(rows.buffer), rows)
-    assert (0, 3) == (int(found.min()), int(found.max()))
+    assert (0, largest) == (int(found.min()), int(found.max()))
 
 
 def test_lengths_are_not_synthetic() -> None:

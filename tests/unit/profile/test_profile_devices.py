@@ -1,10 +1,13 @@
 """Words to devices, and devices to a cluster."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from profile_factories import emulated
 from tessera.errors import TesseraError, UnknownName
-from tessera.ir import AWAY, DeviceKind, verify
+from tessera.ir import AWAY, DeviceKind, host, verify
 from tessera.profile import LINKS, cap_memory, gpu, known_gpus, make_cluster, parse_devices
 from tessera.profile.measured import needs_measuring
 
@@ -146,3 +149,13 @@ def test_cpus_share_the_memory_of_their_node() -> None:
 def test_a_cpu_without_a_gpu_has_one_thread() -> None:
     """With several threads, sums depend on their number."""
     assert [1, 1] == [d.num_cores for d in parse_devices("cpu,emu:l40s,cpu") if d.kind is DeviceKind.CPU]
+
+
+def test_nodes_have_shares_of_the_machines_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node may not count memory that was added later."""
+    (tmp_path / "node0").mkdir()
+    (tmp_path / "node0" / "cpulist").write_text("0-4095\n")
+    (tmp_path / "node0" / "meminfo").write_text("Node 0 MemTotal:        6000 kB\n")
+    monkeypatch.setattr(host, "NODES", tmp_path)
+    (node,) = host.host_nodes()
+    assert os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") == node.memory_bytes

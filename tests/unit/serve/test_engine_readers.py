@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -88,6 +89,24 @@ def test_no_wake_up_is_lost_between_two_waits() -> None:
         return second.done()
 
     assert wait_for(meet())
+
+
+def test_many_readers_are_woken_for_several_steps_at_once() -> None:
+    """A thousand events take 40 ms: the next ones wait for so long, the last ones of a service do not."""
+
+    async def meet() -> list[int]:
+        buffers, wake_ups, woken = [AnswerBuffer() for _ in range(1000)], WakeUps(), []
+        for is_last in (False, False, True):
+            for buffer in buffers:
+                buffer.waiter = asyncio.get_running_loop().create_future()
+                wake_ups.add(buffer)
+            wake_ups.flush(is_last)
+            await asyncio.sleep(0)
+            woken.append(sum(b.waiter is not None and b.waiter.done() for b in buffers))
+        assert math.inf == wake_ups.due_s
+        return woken
+
+    assert [1000, 0, 1000] == wait_for(meet())
 
 
 def test_a_loop_that_is_closed_stops_nobody() -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ import transformers
 
 from serving_factory import GREEDY, read, wait_for
 from tessera.capture.divide import experts_of
+from tessera.errors import PlanInfeasible
+from tessera.ir import BufferKind
+from tessera.plan.host import host_placement
+from tessera.plan.problem import build
 from tessera.planning import read_frequencies
 from tessera.profile import cap_memory, parse_devices, wire
 from tessera.serve.app import state_document
@@ -78,6 +83,21 @@ def test_experts_are_on_both_devices_within_memory(made: Prepared) -> None:
     _, expected, larger = lines_of(made)
     assert "tokens/s" in expected
     assert "cannot hold all weights" in larger
+
+
+def test_a_small_host_has_what_the_gpu_cannot_hold_and_refusals_name_launches(made: Prepared) -> None:
+    plan = made.policies[0].plans[0]
+
+    def placed(size: int) -> set[int]:
+        card, host = plan.cluster.devices
+        cluster = replace(plan.cluster, devices=(card, replace(host, memory_bytes=size)))
+        costs = tuple(replace(each, devices=cluster.devices) for each in plan.costs)
+        return set(host_placement(build(plan.unit, costs, cluster), 1).tolist())
+
+    weights = sum(b.size_bytes for b in plan.graphs[-1].trace.buffers if b.kind is BufferKind.WEIGHT)
+    assert {0, 1} == placed(round(0.8 * weights))
+    with pytest.raises(PlanInfeasible, match=r"cpu would hold .* and has .* tessera.grouped_part"):
+        placed(weights // 4)
 
 
 def test_answers_are_those_of_generate_and_both_devices_work(

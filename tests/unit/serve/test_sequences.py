@@ -11,7 +11,8 @@ from tessera.execute.stepper import StepCall, StepDone
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.records import Ask, Counts, Shape
-from tessera.serve.sequences import OutputRows, SequenceBatch, Steps
+from tessera.serve.sequences import SequenceBatch
+from tessera.serve.step_inputs import OutputRows, Steps
 from tessera.serve.text import ByteText
 
 WIDE = replace(SHAPE, rows=4, capacity=512, sizes=(4, 16, 64), pool_tokens=PAGE * 200)

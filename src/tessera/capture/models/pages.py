@@ -209,7 +209,7 @@ class PagedCache(StaticCache):  # type: ignore[misc]
     def attended(self, key: torch.Tensor, value: torch.Tensor) -> PagedLayer:
         """Layer whose pages hold these keys and values; stores new ones.
 
-        Pages thus hold what attention reads: keys and values by head, or latents (`attend_latents`).
+        Pages thus hold what attention reads: keys and values by head, or latents (`absorbed`).
         """
         for layer in self.paged:
             if layer.is_unread:
@@ -296,17 +296,6 @@ def attend_pages(
     return out.view(batch, num, heads, -1), None
 
 
-def attend_latents(
-    cache: PagedCache, module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, **given: Any
-) -> tuple[torch.Tensor, None]:
-    """Attention of a module whose keys and values are products of latents (MLA), over pages of latents."""
-
-    def attend(latent: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
-        return attend_pages(cache, latent, key, value, mask, **{**given, "query_tail": tail})[0]
-
-    return absorbed(module, query, attend), None
-
-
 @contextmanager
 def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: bool) -> Iterator[None]:
     """While entered, attention reads pages and masks are rules (tensors for dense rows)."""
@@ -317,9 +306,14 @@ def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: boo
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **given: Any
     ) -> tuple[torch.Tensor, None]:
         given.pop("dropout", None)
-        if any(module is one for one in latent):
-            return attend_latents(cache, module, query, key, value, attention_mask, **given)
-        return attend_pages(cache, query, key, value, attention_mask, **given)
+        rest = (key, value, attention_mask)
+        if not any(module is one for one in latent):
+            return attend_pages(cache, query, *rest, **given)
+
+        def mix(latents: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+            return attend_pages(cache, latents, *rest, **{**given, "query_tail": tail})[0]
+
+        return absorbed(module, query, mix), None
 
     def dense_mask(mask_function: Any, dtype: torch.dtype = torch.float32, **_: Any) -> torch.Tensor:
         tables = cache.paged[0].tables

@@ -21,7 +21,7 @@ from tessera.execute import driver
 from tessera.execute.cuda.transport import GpuTransport, InboxLayout, InboxSpot
 from tessera.execute.driver import MemOp
 from tessera.execute.links import Links
-from tessera.execute.messages import LinkFrame
+from tessera.execute.messages import LinkFrame, Setup
 from tessera.execute.transport import WORD, Arenas, Gone
 from tessera.ir import Program, Trace
 
@@ -70,15 +70,15 @@ class _Staged(GpuTransport):
 
 
 class Shared(_Staged):
-    def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int, folder: str) -> None:
-        super().__init__(device, ordinal, num_devices, microbatches)
-        self._arenas = Arenas(folder, microbatches, driver.pin)
+    def __init__(self, setup: Setup, ordinal: int) -> None:
+        super().__init__(setup.device, ordinal, len(setup.cluster.devices), setup.microbatches)
+        self._arenas = Arenas(setup, driver.pin)
         # Microbatch -> its last run.
         self._last: dict[int, int] = {}
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
         super().add(programs, traces)
-        self._arenas.open(programs, self._device)
+        self._arenas.open(programs)
 
     def _ends(self, spot: InboxSpot, device: int) -> tuple[int, int]:
         program, transfer = self._inboxes.programs[spot.program], self._transfer(spot)

@@ -332,7 +332,7 @@ def _opener(setup: Setup, engine: EngineConnection) -> "Callable[[GpuDevice], Gp
         if setup.transport == "nvshmem":
             return Nvshmem(*place, engine, setup.epoch)
         if setup.transport == "shm":
-            return Shared(*place, setup.folder)
+            return Shared(setup, device.ordinal)
         links = lambda receiver, limit: _make_links(setup, engine, receiver, limit)  # noqa: E731
         return Host(*place, links, engine.post)
 

@@ -1,0 +1,243 @@
+"""One seated sequence, and the input tensors of a step that reads some tokens of some sequences.
+
+A token that the running step has yet to choose is named by its row in that step's outputs. Inputs are views
+of one set of buffers, which `StepInputs.fill` writes anew for each step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tessera.execute.stepper import StepCall, Tensors
+from tessera.ir import BufferKind, Plan
+from tessera.kernels import PAGE
+from tessera.serve.answer import ActiveRequest
+from tessera.serve.records import Shape, step_name
+from tessera.serve.sampling import Choice, ChoiceInputs
+from tessera.serve.sight import SeenPictures, Sight
+
+# (output row, request).
+OutputRows = Sequence[tuple[int, ActiveRequest]]
+
+
+@dataclass(frozen=True)
+class Steps:
+    # Step size in tokens -> step number.
+    number: dict[int, int]
+    encode: int | None
+    # By step number: (kind, tokens), and input names.
+    names: tuple[str, ...]
+    inputs: tuple[frozenset[str], ...]
+
+    @staticmethod
+    def of(plan: Plan) -> "Steps":
+        traces = [graph.trace for graph in plan.graphs]
+        number = {t.step.context: n for n, t in enumerate(traces) if t.step.kind == "tokens"}
+        encode = next((n for n, t in enumerate(traces) if t.step.kind == "encode"), None)
+        inputs = (frozenset(t.buffers[b].name for b in t.buffers_of(BufferKind.INPUT)) for t in traces)
+        return Steps(number, encode, tuple(step_name(trace.step) for trace in traces), tuple(inputs))
+
+    def call(self, microbatch: int, number: int, inputs: Tensors, skips: tuple[str, ...] = ()) -> StepCall:
+        """A call with the inputs the step has; all inputs if none are recorded."""
+        names = self.inputs[number]
+        given = {name: tensor for name, tensor in inputs.items() if name in names} if names else inputs
+        return StepCall(microbatch, number, given, skips)
+
+
+class SeatedSequence:
+    """A request in a microbatch: tokens read, and pages."""
+
+    def __init__(self, request: ActiveRequest, turn: int, row: int, seen: SeenPictures | None) -> None:
+        self.request, self.turn, self.row, self.seen = request, turn, row, seen
+        # The request's own list.
+        self.tokens = request.sequence
+        # Tokens to read here, if it answers elsewhere.
+        self.stop: int | None = None
+        # Whether it has pages, and whether it ever had.
+        self.is_begun = self.was_begun = False
+        # Tokens read, including those of running steps.
+        self.read = 0
+        # Running steps that read it; tokens that they will output, and the output row of the newest.
+        self.num_running = self.num_due = self.ahead = 0
+        # Published pages, and pages needed while waiting.
+        self.num_published = self.num_wanted = 0
+        self.table = np.zeros(0, dtype=np.int32)
+        self.num_pages = 0
+        # Number of leading pages released behind the attention window; the table has 0 in their place.
+        self.num_behind = 0
+        # Tokens not read by ended steps (but for an answer's newest), and predicted tokens of its answer.
+        self.unread = self.unanswered = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens to read here, not counting the last of an answer; none while it waits for a running step or
+        a mask."""
+        guide = self.request.pick.guide
+        if (self.num_running and self.request.waits) or (guide is not None and not guide.is_ready):
+            return 0
+        if self.stop is not None:
+            return self.stop - self.read
+        return len(self.tokens) + self.num_due - self.read - self.is_ending
+
+    @property
+    def is_ending(self) -> bool:
+        """True if a running step outputs its last token."""
+        return self.num_due > 0 and self.request.num_out + self.num_due >= self.request.ask.max_tokens
+
+    def next_tokens(self, count: int) -> list[int]:
+        """Next tokens to read; -1 - row stands for the running step's output in that row."""
+        found = self.tokens[self.read : self.read + count]
+        return found if len(found) == count else [*found, -1 - self.ahead]
+
+    def forced_after(self, count: int) -> tuple[int, int] | None:
+        """The prompt's token after the next `count` ones, and its alternatives, if its logprob is due."""
+        request, at = self.request, self.read + count
+        if not request.wants_prompt or at != len(request.prompt_notes) + 1:
+            return None
+        return request.ask.prompt[at], request.ask.prompt_logprobs or 0
+
+    @property
+    def pages(self) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+        return self.table[: self.num_pages]
+
+    def begin(self, found: Sequence[int], read: int, num_published: int) -> None:
+        self.is_begun, self.read, self.num_published = True, read, num_published
+        self.table = np.zeros(max(8, 2 * len(found)), dtype=np.int32)
+        self.table[: len(found)] = found
+        self.num_pages, self.num_behind = len(found), 0
+
+    def pass_by(self, window: int) -> list[int]:
+        """Release and return the pages that the next token does not see."""
+        first, after = self.num_behind, max(self.num_behind, (self.read - window + 1) // PAGE)
+        passed: list[int] = self.table[first:after].tolist()
+        self.table[first:after] = 0
+        self.num_behind = after
+        return passed
+
+    def append(self, page: int) -> None:
+        if self.num_pages == len(self.table):
+            self.table = np.concatenate([self.table, np.zeros_like(self.table)])
+        self.table[self.num_pages] = page
+        self.num_pages += 1
+
+
+class StepInputs:
+    def __init__(self, shape: Shape, sight: Sight | None) -> None:
+        self._shape = shape
+        size, rows = shape.sizes[-1], shape.rows
+        self.tokens, self.positions, self.slots, self.adapters = (
+            np.zeros(size, dtype=np.int64) for _ in range(4)
+        )
+        self.pages = np.zeros(shape.num_page_entries, dtype=np.int32)
+        self.page_starts, self.lengths = (np.zeros(rows, dtype=np.int32) for _ in range(2))
+        self.query_starts = np.zeros(rows + 1, dtype=np.int32)
+        self.fresh = np.zeros(rows, dtype=np.bool_)
+        self.rows = np.zeros(rows, dtype=np.int32)
+        self.choices = ChoiceInputs(rows, shape.vocab_size)
+        self._sight = sight
+        self._tensors = {size: self._views(size) for size in shape.sizes}
+
+    def _views(self, size: int) -> dict[str, torch.Tensor]:
+        rows = self._shape.num_sequences(size)
+        views = {
+            "tokens": self.tokens[:size],
+            "positions": self.positions[:size],
+            "slots": self.slots[:size],
+            "adapters": self.adapters[:size],
+            "page_starts": self.page_starts[:rows],
+            "lengths": self.lengths[:rows],
+            "query_starts": self.query_starts[: rows + 1],
+        }
+        if not self._shape.is_flat:
+            views["fresh"] = self.fresh[:rows]
+        elif self._shape.has_rows:
+            views["rows"] = self.rows[:rows]
+        return {name: torch.from_numpy(view) for name, view in views.items()}
+
+    def fill(self, planned: "list[Part]", size: int) -> Tensors:
+        """Inputs of a step of this size: sequences packed, or one per row."""
+        tokens: list[int] = []
+        for sequence, count, _ in planned:
+            tokens += sequence.next_tokens(count)
+        counts, reads, num_pages = np.array([(n, s.read, s.num_pages) for s, n, _ in planned]).T
+        page_starts, query_ends = num_pages.cumsum() - num_pages, counts.cumsum()
+        num_entries, total = int(num_pages.sum()), int(query_ends[-1])
+        np.concatenate([part.sequence.pages for part in planned], out=self.pages[:num_entries])
+        positions = np.arange(total) - np.repeat(query_ends - counts - reads, counts)
+        pages = self.pages[np.repeat(page_starts, counts) + positions // PAGE].astype(np.int64)
+        slots = pages * PAGE + positions % PAGE
+        at: Any = slice(total)
+        rows: Any = slice(len(planned))
+        own = np.array([part.sequence.row for part in planned])
+        if not self._shape.is_flat:
+            at = rows = own
+            self.query_starts[: size + 1] = range(size + 1)
+            self.fresh[:size] = True
+            self.fresh[rows] = reads == 0
+        else:
+            self.rows[: len(planned)] = np.where(reads == 0, -1 - own, own)
+            self.query_starts[1 : len(planned) + 1] = query_ends
+            self.query_starts[len(planned) + 1 :] = total
+        adapters = np.repeat([part.sequence.request.ask.adapter for part in planned], counts)
+        by_token = ((self.tokens, tokens), (self.positions, positions), (self.slots, slots))
+        for held, given in (*by_token, (self.adapters, adapters)):
+            held[:size] = 0
+            held[at] = given
+        for table, entries in ((self.page_starts, page_starts), (self.lengths, reads + counts)):
+            table[:] = 0
+            table[rows] = entries
+        inputs = {
+            **self._tensors[size],
+            "pages": torch.from_numpy(self.pages[:num_entries]),
+            **self.choices.fill(self._shape.num_sequences(size), self._choices(planned)),
+        }
+        if self._sight is None:
+            return inputs
+        seen = [(s.seen, s.read, count) for s, count, _ in planned if s.seen is not None]
+        return {**inputs, **self._sight.inputs(seen, size)}
+
+    def _choices(self, planned: "list[Part]") -> list[Choice]:
+        choices = []
+        for number, part in enumerate(planned):
+            sequence, request = part.sequence, part.sequence.request
+            if (forced := sequence.forced_after(part.num_tokens)) is not None:
+                choices.append(Choice(part.row_in(self._shape, number), request.pick, 0, forced=forced))
+            elif part.is_due and not request.pick.is_plain:
+                num_due = sequence.num_due
+                place = (part.row_in(self._shape, number), request.pick, len(sequence.tokens) + num_due)
+                choices.append(Choice(*place, num_due))
+        return choices
+
+
+class Part(NamedTuple):
+    sequence: SeatedSequence
+    num_tokens: int
+    # True if its next token is an output of this step.
+    is_due: bool
+
+    def row_in(self, shape: Shape, number: int) -> int:
+        return number if shape.is_flat else self.sequence.row
+
+
+@dataclass(frozen=True, slots=True)
+class StartedStep:
+    parts: list[Part]
+    # True if the next step can be planned while it runs.
+    can_follow: bool
+    # Published pages that it fills; pages that sequences gave back while it ran.
+    published: list[int]
+    released: list[int] = field(default_factory=list)
+
+
+def skipped_outputs(planned: list[Part]) -> tuple[str, ...]:
+    """Outputs that no sequence asks for."""
+    is_due = has_logprobs = False
+    for part in planned:
+        request = part.sequence.request
+        has_logprobs |= request.wants_prompt or (part.is_due and request.pick.sampling.logprobs is not None)
+        is_due |= part.is_due
+    skipped = ("logits",) if has_logprobs else ("logits", "logprobs", "top_tokens")
+    return skipped if is_due or has_logprobs else (*skipped, "next_tokens")
