@@ -77,7 +77,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": LIST}}},
 }
 # Longest wait for the other processes.
-TURN_S = 110.0
+TURN_S = 75.0
 # Seeds of prompts, one per load.
 SEEDS = itertools.count(1)
 CHOICES_ALL = tuple(map(str, range(len(CHOICES))))
@@ -151,9 +151,11 @@ def sizes_of(model: str) -> Sizes:
     return Sizes(num - experts * (1 - used), weight_bytes, pages / PAGE, float(rows))
 
 
-def limit_per_s(load: Load, sizes: Sizes, found: dict[str, float]) -> float:
-    """Tokens a second if nothing but the card's peaks counted, `at_once` requests beside one another."""
-    prompt = sum(load.prompts) / load.num
+def limit_per_s(load: Load, prompt: float, sizes: Sizes, found: dict[str, float]) -> float:
+    """Tokens a second if nothing but the card's peaks counted, `at_once` requests beside one another.
+
+    `prompt`: tokens of an average prompt, as the server counts them.
+    """
     prompts_s = load.at_once * prompt * 2 * sizes.parameters / found["operations per s"]
     there = load.at_once * (prompt + load.output / 2) * sizes.token_bytes
     there += load.at_once * 2 * sizes.sequence_bytes
@@ -183,14 +185,20 @@ def ask(url: str, load: Load, **fields: Any) -> dict[str, Any]:
     return dict(figures(run))
 
 
-def by_choice(url: str, numbers: str, limit: float, put: Callable[[str, Any], None]) -> None:
+def mean_prompt(got: dict[str, Any]) -> float:
+    return float(got["total_input_tokens"]) / float(got["completed"])
+
+
+def by_choice(
+    url: str, numbers: str, limit_of: Callable[[Load, float], float], put: Callable[[str, Any], None]
+) -> None:
     """The first load in every way to choose tokens, with its parts of the greedy rate and of the limit."""
     load, greedy = LOADS[0], 0.0
     ways = list(CHOICES.items())
     for name, fields in (ways[int(number)] for number in numbers.split(",")):
         got = ask(url, load, **fields)
         per_s = float(got["output_throughput"])
-        greedy = greedy or per_s
+        greedy, limit = greedy or per_s, limit_of(load, mean_prompt(got))
         shares = {"of greedy": round(per_s / greedy, 4), "share": round(per_s / limit, 4)}
         put(f"{load.name}, {name}", {"tokens per s": per_s, "limit": limit, **shares, "figures": got})
 
@@ -256,13 +264,17 @@ def ask_all(
     put: Callable[[str, Any], None],
 ) -> None:
     """Every load, each with its share of the limit."""
+
+    def limit_of(load: Load, prompt: float) -> float:
+        return limit_per_s(load, prompt, sizes, peaks)
+
     ask(url, Load(64, 8, 64, 64))  # connections, first steps of every size
     if choices:
-        by_choice(url, choices, limit_per_s(LOADS[0], sizes, peaks), put)
+        by_choice(url, choices, limit_of, put)
     for load in loads or ([] if choices else LOADS):
         began = time.monotonic()
         got = ask(url, load)
-        per_s, limit = float(got["output_throughput"]), limit_per_s(load, sizes, peaks)
+        per_s, limit = float(got["output_throughput"]), limit_of(load, mean_prompt(got))
         row = {"tokens per s": per_s, "limit": limit, "share": round(per_s / limit, 4)}
         put(load.name, {**row, "seconds": round(time.monotonic() - began, 1), "figures": got})
 

@@ -68,6 +68,19 @@ def configuration(model: str) -> Any:
     return transformers.AutoConfig.for_model(family, **sizes, dtype="bfloat16", tie_word_embeddings=False)
 
 
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """One token per byte; other tokens have a word each, so that every answer has text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*letters, *(f"w{number}" for number in range(len(letters), vocab_size))]
+    pieces = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=pieces).save_pretrained(folder)
+
+
 def write(model: str, method: str, folder: Path) -> None:
     import transformers
 
@@ -77,6 +90,7 @@ def write(model: str, method: str, folder: Path) -> None:
         built = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     config.architectures = [type(built).__name__]
     folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder, config.vocab_size)
     document = json.loads(config.to_json_string(use_diff=False))
     if not suffixes:
         (folder / "config.json").write_text(json.dumps(document))

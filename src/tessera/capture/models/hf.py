@@ -128,7 +128,7 @@ def _is_about_the_model(record: logging.LogRecord) -> bool:
 
 
 def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Workload:
-    model = _model(config, step, dtype, folder)
+    model = _moved(_model(config, step, dtype, folder))
     if step.joined_products:
         from tessera.capture.models.generic import call_on_fakes, call_on_meta
         from tessera.capture.models.joined import join_products
@@ -138,9 +138,13 @@ def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) 
         from tessera.capture.models.lora import add_adapters
 
         add_adapters(model, step.adapters)
-    if torch.get_default_device().type == "cuda" and checkpoint.has_values():
-        model.to(torch.get_default_device())  # where its layout is found by running it
-    return _maker(config, step)(model, step)
+    return _maker(config, step)(_moved(model), step)
+
+
+def _moved(model: Any) -> Any:
+    """The model on the default GPU, if there is one: its layout is found by running it."""
+    device = torch.get_default_device()
+    return model.to(device) if device.type == "cuda" and checkpoint.has_values() else model
 
 
 def _maker(config: Any, step: Step) -> Callable[[Any, Step], Workload]:
