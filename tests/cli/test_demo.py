@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +45,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
         patch.setattr("tessera.cli.demo.PROMPTS", PROMPTS[:3])
         if not is_whole():
             patch.setattr("tessera.cli.demo.ProcessPoolExecutor", Here)
-            patch.setattr("tessera.cli.demo.FULL", replace(FULL, model="tiny-llama"))
         assert 0 == _main(["demo", "--json", "--tokens", "4", "--effort", "quick"])
     return json.loads(out.getvalue()), folder
 
