@@ -274,7 +274,7 @@ class FlaggedMemory(SharedMemory):
         arrived = []
         for run, sources in list(self._watched.items()):
             for flags, awaited in sources:
-                numbers = np.flatnonzero(flags).tolist()
+                numbers = np.flatnonzero(flags.copy()).tolist()  # graphs set flags meanwhile
                 flags[numbers] = 0
                 awaited.difference_update(numbers)
                 now_s = time.monotonic()
