@@ -36,6 +36,8 @@ AUTO, SHM, HOST, IPC, NVSHMEM = "auto", "shm", "host", "ipc", "nvshmem"
 NAMES = (AUTO, SHM, HOST, IPC, NVSHMEM)
 # Bytes of a flag.
 WORD = 8
+# Seconds after news in which a worker polls without a pause, and the pause.
+SPIN_S, LOOK_S = 2e-3, 50e-6
 # Transports whose workers hold one another's memory: all restart when one is lost.
 RESTART_TOGETHER = frozenset({NVSHMEM})
 Post = Callable[[Any], None]
@@ -244,6 +246,7 @@ class FlaggedMemory(SharedMemory):
     def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
         # Run -> (flags from a peer, transfers from it that have not arrived)
         self._watched: dict[int, list[tuple[Words, set[int]]]] = {}
+        self._news_s = 0.0
         super().__init__(setup, mailbox, post)
 
     def load(self, programs: Sequence[Sequence[Program]]) -> None:
@@ -258,7 +261,7 @@ class FlaggedMemory(SharedMemory):
         flags[transfer.number] = 1
 
     def watch(self, run: int, program: Program, microbatch: int) -> None:
-        awaited: dict[int, set[int]] = {}
+        awaited, self._news_s = dict[int, set[int]](), time.monotonic()
         for number, transfer in enumerate(program.transfers):
             if transfer.dst == self._device:
                 awaited.setdefault(transfer.src, set()).add(number)
@@ -271,18 +274,21 @@ class FlaggedMemory(SharedMemory):
     def poll(self) -> Sequence[TransferArrived] | None:
         if not self._watched:
             return None
-        arrived = []
+        arrived, now_s = [], time.monotonic()
         for run, sources in list(self._watched.items()):
             for flags, awaited in sources:
-                numbers = np.flatnonzero(flags.copy()).tolist()  # graphs set flags meanwhile
+                # Graphs set flags meanwhile, those of the microbatch's next run too.
+                numbers = [n for n in np.flatnonzero(flags.copy()).tolist() if n in awaited]
                 flags[numbers] = 0
                 awaited.difference_update(numbers)
-                now_s = time.monotonic()
                 arrived += [TransferArrived(run, number, now_s, now_s) for number in numbers]
-            # Flags set after the last one belong to the microbatch's next run.
             self._watched[run] = [source for source in sources if source[1]]
             if not self._watched[run]:
                 del self._watched[run]
+        if arrived:
+            self._news_s = now_s
+        elif now_s - self._news_s > SPIN_S:
+            time.sleep(LOOK_S)
         return arrived
 
     def forget(self, run: int, microbatch: int | None) -> None:

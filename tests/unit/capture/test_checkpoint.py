@@ -13,6 +13,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from commands import call
 from tessera.capture import build, place_of, record_step
@@ -369,6 +372,8 @@ def test_a_broken_checkpoint_is_not_served(
     """The same line, and nothing is started."""
     change, words = BROKEN[name]
     change(folder)
+    tokens = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokens).save_pretrained(folder)
 
     code, _, err = call("serve", folder, "--port", 0, capsys=capsys)
 

@@ -89,7 +89,7 @@ def beside_cpu(policy: str) -> Plan:
     return replace(made, cluster=Cluster(devices, links), costs=costs)
 
 
-@pytest.mark.parametrize("policy", ["attention-ffn", "prefill-decode"])
+@pytest.mark.parametrize("policy", ["attention-ffn", pytest.param("prefill-decode", marks=pytest.mark.slow)])
 def test_a_gpu_and_a_cpu_exchange_through_shared_memory(policy: str) -> None:
     """Graphs and the CPU's worker set and wait for one another's flags, also after a worker is lost."""
     weights = workloads()[0].weights()

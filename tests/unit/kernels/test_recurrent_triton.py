@@ -68,7 +68,7 @@ WANTED = {
 }
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_every_access_is_proved(arch: int) -> None:
     """Every input is read, states and results are written, nothing is unknown."""
     kernels: list[Any] = []

@@ -131,6 +131,7 @@ def test_equal_cells_are_planned_once_and_copied() -> None:
         assert len(large.batch) == 4 * len(small.batch)
 
 
+@pytest.mark.slow
 def test_cells_that_are_too_small_leave_the_whole_cluster() -> None:
     """Both weights need both larger devices."""
     memory = (100, 60)

@@ -24,7 +24,7 @@ DEVICES, NUM, TOKENS = "emu:a100,emu:l40s", 8, 24
 WORDS = 96
 
 
-@pytest.mark.parametrize("name", ["mamba2", "jamba"])
+@pytest.mark.parametrize("name", ["mamba2", pytest.param("jamba", marks=pytest.mark.slow)])
 def test_state_by_row_goes_along(name: str, tmp_path: Path) -> None:
     next(model for model in MODELS if model.name == name).write(tmp_path)
     policies = ("prefill-decode",)
