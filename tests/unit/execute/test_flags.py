@@ -25,7 +25,7 @@ def test_flags_that_change_during_a_poll_are_found_by_it_or_a_later_one() -> Non
     found, stop_s = set(), time.monotonic() + 1.0
     try:
         while time.monotonic() < stop_s:
-            found |= {arrived.number for arrived in memory.poll()}
+            found |= {arrived.number for arrived in memory.poll() or ()}
     finally:
         is_over.set()
         setting.join()
