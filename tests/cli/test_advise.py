@@ -190,6 +190,7 @@ def test_a_search_that_has_no_time_left_says_so(
     assert any("lack of time" in note for note in found["notes"])
 
 
+@pytest.mark.slow
 def test_diffusion_is_counted_in_images(capsys: pytest.CaptureFixture[str]) -> None:
     """A request is one image, made in as many steps as are usual."""
     code, out, err = run(
