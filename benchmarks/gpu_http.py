@@ -143,7 +143,7 @@ def sizes_of(model: str) -> Sizes:
     if getattr(config, "tie_word_embeddings", False):
         looked_up = 0
     num = sum(p.numel() for p in module.parameters()) - looked_up
-    # Of the experts, a token uses some; a step of many tokens reads all.
+    # A token uses some of the experts; a step of many tokens reads all.
     experts = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
     used = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_local_experts", 1)
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0

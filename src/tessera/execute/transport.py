@@ -261,7 +261,8 @@ class FlaggedMemory(SharedMemory):
         flags[transfer.number] = 1
 
     def watch(self, run: int, program: Program, microbatch: int) -> None:
-        awaited, self._news_s = dict[int, set[int]](), time.monotonic()
+        self._news_s = time.monotonic()
+        awaited: dict[int, set[int]] = {}
         for number, transfer in enumerate(program.transfers):
             if transfer.dst == self._device:
                 awaited.setdefault(transfer.src, set()).add(number)

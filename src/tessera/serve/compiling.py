@@ -5,7 +5,7 @@
     traces = process.traces(steps, weights, print)
 
 It works beside the program, which loads the weights meanwhile. Launches are those that Inductor makes for a
-card with these properties, but choices by timing: of a kernel's configurations the first is taken.
+card with these properties. Nothing is timed: the first configuration of a kernel is taken.
 """
 
 import os
@@ -84,9 +84,8 @@ def work(pipe: Connection, smallest: Step, card: SimpleNamespace) -> None:
             from tessera.capture.inductor import record_inductor_offline
             from tessera.capture.models import another
 
-            extra_module(
-                "tqdm", "hf"
-            ).tqdm.get_lock()  # else every process makes a lock, and none of them removes it
+            # One lock for all processes: a lock that a forked process makes is never removed.
+            extra_module("tqdm", "hf").tqdm.get_lock()
             with torch.device("meta"):
                 first = build(smallest)
             steps: list[Step] = pipe.recv()

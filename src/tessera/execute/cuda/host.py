@@ -70,6 +70,8 @@ class _Staged(GpuTransport):
 
 
 class Shared(_Staged):
+    """Transport `shm` beside CPU workers."""
+
     def __init__(self, setup: Setup, ordinal: int) -> None:
         super().__init__(setup.device, ordinal, len(setup.cluster.devices), setup.microbatches)
         self._arenas = Arenas(setup, driver.pin)
@@ -258,8 +260,7 @@ class Host(_Staged):
             transfer = self._transfer(spot)
             start = self._inboxes.place(spot, dst) + transfer.start
             frame = LinkFrame(run, number, time.monotonic())
-            contents = mirror.bytes[start : start + transfer.num_bytes]
-            self.links.post(dst, frame, contents)
+            self.links.post(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
         return bool(found.size)
 
     def _fill(self, microbatch: int, value: int, device: int | None = None) -> None:
