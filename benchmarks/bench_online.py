@@ -33,19 +33,21 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from benchmarks.row_service.metrics import capabilities, capacity_per_s, measured
+from benchmarks.row_service.replan import replan
+from benchmarks.row_service.study import AdaptiveServer, Scenario, adapt, compare, known_of, replanner
 
 from factories import make_chain, make_plan
 from online_factory import RUN_US, alone_plan, serve
 from tessera.adapt.capability import Capability
 from tessera.adapt.drift import scaled_costs
 from tessera.adapt.monitor import DEFAULT, Monitor, MonitorConfig
-from tessera.flow import replan
 from tessera.ir import Arrivals, Objective, Plan, Step
 from tessera.simulate.arrivals import make_arrivals, poisson
-from tessera.simulate.metrics import capabilities, capacity_per_s, measured
 from tessera.simulate.stepper import Truth
-from tessera.simulate.study import AdaptiveServer, Scenario, adapt, compare, known_of, replanner
 
 LENGTHS = "geometric:512,200"
 LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.4)

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.row_service.server import SimulatedRun, SimulatedServer, load_of
+
 from factories import make_chain, make_cluster, make_plan
 from tessera.ir import Arrivals, Cluster, Objective, Plan
-from tessera.simulate.online import SimulatedRun, SimulatedServer, load_of
 from tessera.simulate.stepper import NO_FAULTS, Faults
 
 # One decode is four launches of 10 us.

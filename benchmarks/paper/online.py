@@ -14,11 +14,10 @@ from benchmarks.paper.library import Library
 from benchmarks.paper.records import Shape
 from benchmarks.paper.scale import Scale
 from benchmarks.paper.serving import Served, served
+from benchmarks.row_service.metrics import ServingReport, measured
+from benchmarks.row_service.study import Scenario, adapt, compare, watched
 
 from tessera.adapt.capability import crossing_per_s
-from tessera.ir import ServingReport
-from tessera.simulate.metrics import measured
-from tessera.simulate.study import Scenario, adapt, compare, watched
 
 NAME = "online"
 # Parts that a stream over time is shown in.

@@ -13,9 +13,9 @@ from benchmarks.paper.online import row_of
 from benchmarks.paper.records import Shape
 from benchmarks.paper.scale import Scale
 from benchmarks.paper.serving import served
+from benchmarks.row_service.study import adapt, compare
 
 from tessera.adapt.monitor import Monitor, MonitorConfig
-from tessera.simulate.study import adapt, compare
 
 NAME = "sensitivity"
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from benchmarks.paper.compare import sources_of
 from benchmarks.paper.library import Library
 from benchmarks.paper.records import Shape, Wire, costs_in_words, wired
+from benchmarks.row_service.study import Scenario, known_of
 
 from tessera.adapt.capability import Capability
 from tessera.flow import price
@@ -18,7 +19,6 @@ from tessera.ir import Objective, Plan
 from tessera.plan import PlanConfig, solve
 from tessera.simulate import SteadyRates
 from tessera.simulate.arrivals import make_arrivals
-from tessera.simulate.study import Scenario, known_of
 
 GOALS = (Objective.LATENCY, Objective.THROUGHPUT)
 

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.paper.online import row_of
 from benchmarks.published import figures
 from benchmarks.published.setup import PAIRS, cluster
+from benchmarks.row_service.study import Scenario, adapt, compare, known_of
 
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.capture import outlines
@@ -19,7 +20,6 @@ from tessera.ir import Objective, Plan, Step
 from tessera.plan import QUICK, PlanConfig, solve
 from tessera.simulate import SteadyRates
 from tessera.simulate.arrivals import make_arrivals
-from tessera.simulate.study import Scenario, adapt, compare, known_of
 
 MODEL, BATCH, PROMPT, OUTPUT, MICROBATCHES = "llama-3-8b", 16, 1024, 256, 4
 NUM_REQUESTS, NUM_KNOWN = 300, 150

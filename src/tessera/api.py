@@ -41,6 +41,7 @@ from tessera.cli.simulate import (
 )
 from tessera.errors import TesseraError, UnknownName
 from tessera.ir import Load, Objective, ServicePlan, save
+from tessera.simulate.arrivals import make_arrivals
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -124,7 +125,8 @@ class ModelPlan:
         """
         found = self.planned.plan
         if isinstance(found, ServicePlan):
-            return simulate_service([found], requests, arrivals, lengths, seed=seed)
+            came = None if arrivals is None else make_arrivals(arrivals, requests, seed, lengths)
+            return simulate_service([found], came, seed)
         return simulate_steps(found, requests or NUM_REQUESTS)
 
     def explain(self) -> PlanReasons:

@@ -106,13 +106,6 @@ def make_plan(
     return solve(unit, tuple(costs), cluster, config, SteadyRates(search.long_window))
 
 
-def replan(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...], search: SearchConfig = FULL) -> Plan:
-    """A plan for the same work and objective on other devices or at other costs; see `adapt.replan`."""
-    return make_plan(
-        plan.unit, costs, cluster, plan.objective, plan.microbatches, is_served=True, search=search
-    )
-
-
 def record_compiled(step: Step) -> Trace:
     """Launches of Inductor for a step, as far as known without a GPU."""
     from tessera.capture.inductor import record_inductor_offline

@@ -4,15 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-import msgspec
-
 from tessera.ir import MEMORY_SHARE, Cluster
+from tessera.ir.timeline import HIDDEN
 from tessera.plan import FULL, SearchConfig
 from tessera.plan.rent import Basket
 from tessera.profile import Gpu, gpu, known_gpus, make_cluster, parse_devices
-
-# Only in the JSON of a command.
-HIDDEN = msgspec.Meta(extra={"hidden": True})
 
 
 @dataclass(frozen=True, slots=True)

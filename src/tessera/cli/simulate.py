@@ -1,23 +1,31 @@
 """tessera simulate: a plan -> what a run would look like, on a virtual clock."""
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tessera.cli.online import ONLINE, OnlineOptions, OnlineRun, run_online
-from tessera.cli.output import Record, excludes, progress
+from tessera.cli.output import Record, excludes, needs, progress
 from tessera.cli.plan_model import ServiceFigures
-from tessera.errors import MismatchError, TesseraError
-from tessera.ir import Clock, Decision, Plan, ServicePlan, Timeline, kind_of, load, save
+from tessera.errors import ArrivalsError, MismatchError, TesseraError
+from tessera.ir import Arrivals, Clock, Decision, Plan, ServicePlan, Timeline, kind_of, load, save
+from tessera.simulate.arrivals import make_arrivals
+from tessera.simulate.stepper import NO_FAULTS, Faults, Loss
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 NUM_REQUESTS = 100
+# Faults that people write: a device, seconds, and when it is back or how much slower it is.
+LOSS = re.compile(r"(.+)@(\d+\.?\d*)(?:-(\d+\.?\d*))?")
+SLOWDOWN = re.compile(r"(.+)@(\d+\.?\d*)x(\d+\.?\d*)")
 
+# Callback of an option that makes sense with arrivals only.
+ONLINE = needs("arrivals")
 OFFLINE = excludes("arrivals", "makes no timeline with --arrivals")
 OtherArgument = Annotated[
-    Path | None, typer.Argument(callback=ONLINE, help="With --arrivals: a second plan for the same work.")
+    Path | None, typer.Argument(callback=ONLINE, help="With --monitor: a second service plan.")
 ]
 TraceOption = Annotated[
     Path | None, typer.Option(callback=OFFLINE, help="Perfetto trace to write.", show_default=False)
@@ -28,6 +36,91 @@ PageOption = Annotated[
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", callback=OFFLINE, help="Timeline to write.")
 ]
+
+
+@dataclass(frozen=True)
+class PlayedRequests:
+    """Options of `tessera simulate` about requests, faults and the monitor."""
+
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of requests; without --arrivals, all wait at the start.",
+            show_default="100; with a CSV file, all of it",
+        ),
+    ] = None
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            is_eager=True,
+            help="Requests over time: a CSV file (BurstGPT or Azure), poisson:RATE, "
+            "bursty:RATE[,PEAK,SHARE,SECONDS] or batch:N.",
+        ),
+    ] = None
+    monitor: Annotated[
+        bool,
+        typer.Option("--monitor", callback=ONLINE, help="Let a monitor choose between two plans."),
+    ] = False
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            callback=ONLINE,
+            help="Prompt and answer tokens: fixed:P,O, geometric:P,O or lognormal:P,O,SIGMA.",
+        ),
+    ] = None
+    speed: Annotated[float, typer.Option(callback=ONLINE, help="Factor on the speed of arrivals.")] = 1.0
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0
+    noise: Annotated[
+        float,
+        typer.Option(callback=ONLINE, min=0.0, max=0.99, help="Relative error of every kernel type's cost."),
+    ] = 0.0
+    jitter: Annotated[
+        float,
+        typer.Option(callback=ONLINE, min=0.0, max=0.99, help="Relative variation of every run's time."),
+    ] = 0.0
+    lose: Annotated[
+        list[str] | None,
+        typer.Option(callback=ONLINE, help="Lose a device: DEVICE@SECONDS[-SECONDS when it is back]."),
+    ] = None
+    slow: Annotated[
+        list[str] | None, typer.Option(callback=ONLINE, help="Slow a device down: DEVICE@SECONDSxFACTOR.")
+    ] = None
+
+    def arrived(self) -> Arrivals | None:
+        """None: all requests wait at the start."""
+        given = (self.requests, self.seed, self.lengths, self.speed)
+        return None if self.arrivals is None else make_arrivals(self.arrivals, *given)
+
+    def faults(self) -> Faults:
+        return Faults(
+            seed=self.seed,
+            jitter=self.jitter,
+            losses=tuple(_read_loss(word) for word in self.lose or ()),
+            slowdowns=tuple(_read_slowdown(word) for word in self.slow or ()),
+        )
+
+
+def _read_loss(word: str) -> Loss:
+    device, lost_s, back_s = _read(LOSS, word, "--lose", "DEVICE@SECONDS[-SECONDS], as emu:l40s@30-90")
+    if back_s is not None and back_s <= lost_s:
+        raise ArrivalsError(f"'{word}' comes back before it goes", "Write DEVICE@SECONDS-SECONDS.", "--lose")
+    return Loss(device, lost_s, back_s)
+
+
+def _read_slowdown(word: str) -> tuple[str, float, float]:
+    device, at_s, factor = _read(SLOWDOWN, word, "--slow", "DEVICE@SECONDSxFACTOR, as emu:l40s@30x1.5")
+    if not factor:
+        raise ArrivalsError(f"the factor of '{word}' must be above zero", "", "--slow")
+    return device, at_s, factor
+
+
+def _read(pattern: re.Pattern[str], word: str, place: str, form: str) -> tuple[str, float, float | None]:
+    found = pattern.fullmatch(word)
+    if found is None:
+        raise ArrivalsError(f"cannot read '{word}'", f"Write {form}.", place)
+    device, first, second = found.groups()
+    return device, float(first), None if second is None else float(second)
 
 
 class SimulatedTimeline(Record, frozen=True):
@@ -69,29 +162,29 @@ class SimulatedService(Record, frozen=True):
     is_within: bool
     # Rate over the plan's own; None with arrivals.
     ratio_to_plan: float | None = None
+    # Requests that no device could serve, and restarts after a device was lost.
+    num_failed: int = 0
+    num_restarted: int = 0
     # The monitor's, with two plans.
     decisions: tuple[Decision, ...] = ()
 
 
 def simulate(
     plan: Annotated[Path, typer.Argument(help="The plan to simulate.")],
-    options: OnlineOptions,
+    options: PlayedRequests,
     other: OtherArgument = None,
     trace: TraceOption = None,
     page: PageOption = None,
     output: OutputOption = None,
-) -> SimulatedTimeline | OnlineRun | SimulatedService:
+) -> SimulatedTimeline | SimulatedService:
     """Run requests through a plan on a virtual clock.
 
     Costs are modelled; the schedule is the executor's own.
 
-    With --arrivals requests arrive over time, through the scheduler of the service, and a monitor may
-    switch between policies; without, all wait at the start and a timeline is made.
+    A service plan runs as a service, at full load or with --arrivals over time; devices may be lost or slow,
+    and a monitor may choose between two plans. Other plans run requests that all wait at the start.
     """
     if kind_of(plan) == "service-plan":
-        for name, value in (("--lose", options.lose), ("--slow", options.slow)):
-            if value:
-                raise TesseraError("a service plan is simulated without faults", place=name)
         if (other is not None) != options.monitor:
             raise TesseraError(
                 "a monitor chooses between two service plans", "Give both or none.", "--monitor"
@@ -99,49 +192,52 @@ def simulate(
         with progress(f"reading {plan.name}") as advance:
             plans = [load(ServicePlan, path) for path in (plan, other) if path is not None]
             advance("simulating")
-            given = (options.requests, options.arrivals, options.lengths, options.speed, options.seed)
-            return simulate_service(plans, *given)
-    arrivals = options.requested()
-    if arrivals is None:
-        with progress(f"reading {plan.name}") as advance:
-            loaded, num = load(Plan, plan), options.requests or NUM_REQUESTS
-            advance(f"simulating {num:,} requests")
-            return simulate_steps(loaded, num, trace, page, output)
-    return run_online([plan] if other is None else [plan, other], options, arrivals)
+            return simulate_service(plans, options.arrived(), options.seed, options.faults(), options.noise)
+    if options.arrivals is not None:
+        raise TesseraError(
+            "requests over time need a service plan",
+            "Make one by: tessera plan MODEL --devices ... --output-tokens N.",
+            "--arrivals",
+        )
+    with progress(f"reading {plan.name}") as advance:
+        loaded, num = load(Plan, plan), options.requests or NUM_REQUESTS
+        advance(f"simulating {num:,} requests")
+        return simulate_steps(loaded, num, trace, page, output)
 
 
 def simulate_service(
     plans: Sequence[ServicePlan],
-    requests: int | None = None,
-    arrivals: str | None = None,
-    lengths: str | None = None,
-    speed: float = 1.0,
+    arrivals: Arrivals | None = None,
     seed: int = 0,
+    faults: Faults = NO_FAULTS,
+    noise: float = 0.0,
 ) -> SimulatedService:
     """The service of a plan under its own load, or of one or two plans under arrivals."""
-    from tessera.serve.rehearse import play, rehearse
-    from tessera.simulate.arrivals import make_arrivals
+    from tessera.serve.rehearse import Played, play, rehearse
 
     plan = plans[0]
-    decisions: tuple[Decision, ...] = ()
     _check_alike(plans)
+    _check_devices(plan, faults)
     if arrivals is None:
-        expected = rehearse(plan, plan.load, plan.expected.clients if plan.expected else None, seed)
+        clients = plan.expected.clients if plan.expected else None
+        played = Played(rehearse(plan, plan.load, clients, seed), plan.policy)
     else:
-        played = play(plans, make_arrivals(arrivals, requests, seed, lengths, speed), seed)
-        expected, decisions = played.expected, played.decisions
+        played = play(plans, arrivals, seed, faults, noise)
+    expected = played.expected
     planned = None if arrivals else plan.expected
     return SimulatedService.of(
         expected,
         clock=Clock.SIMULATED,
         policy=", ".join(plan.policy for plan in plans),
-        arrivals=arrivals or "full load",
+        arrivals=arrivals.name if arrivals else "full load",
         service=ServiceFigures(groups=tuple(group.size for group in plan.groups), expected=expected),
         requests_at_once=expected.clients,
         utilisation=dict(zip(plan.cluster.names, expected.busy, strict=True)),
         ratio_to_plan=expected.tokens_per_s / planned.tokens_per_s if planned else None,
         is_within=expected.is_within(plan.load),
-        decisions=decisions,
+        num_failed=played.num_failed,
+        num_restarted=played.num_restarted,
+        decisions=played.decisions,
     )
 
 
@@ -152,6 +248,13 @@ def _check_alike(plans: Sequence[ServicePlan]) -> None:
         raise MismatchError(f"both plans follow the policy {names[0]}", "Plan them with different --policy.")
     if any(plan.cluster != plans[0].cluster for plan in plans):
         raise MismatchError("the plans are for different devices", "Plan both for the same devices.")
+
+
+def _check_devices(plan: ServicePlan, faults: Faults) -> None:
+    for device in (*(loss.device for loss in faults.losses), *(name for name, _, _ in faults.slowdowns)):
+        if device not in plan.cluster.names:
+            known = ", ".join(plan.cluster.names)
+            raise ArrivalsError(f"the plan has no device '{device}'", f"Its devices: {known}.")
 
 
 def simulate_steps(

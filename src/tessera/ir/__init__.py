@@ -29,8 +29,6 @@ from tessera.ir.timeline import (
     Clock,
     Decision,
     DecisionKind,
-    Quantiles,
-    ServingReport,
     Span,
     Timeline,
 )
@@ -58,8 +56,8 @@ __all__ = [
     "AWAY", "GENERATOR", "MEMORY_SHARE", "Access", "Arg", "Arrivals", "Baseline", "Buffer", "BufferKind",
     "Clock", "Cluster", "Cost", "Costs", "Decision", "DecisionKind", "Device", "DeviceKind", "Edge",
     "Expected", "Free", "Graph", "Group", "GroupSize", "Hazard", "Instruction", "Kernel", "Lane", "Launch",
-    "Link", "Load", "Objective", "Origin", "Placement", "Plan", "Program", "Quantiles", "Recv", "Region",
-    "Rival", "Robust", "Role", "Run", "Send", "ServicePlan", "ServingReport", "Source", "Span", "Step",
+    "Link", "Load", "Objective", "Origin", "Placement", "Plan", "Program", "Recv", "Region",
+    "Rival", "Robust", "Role", "Run", "Send", "ServicePlan", "Source", "Span", "Step",
     "Symbol", "Timeline", "Trace", "Transfer", "Value", "View", "WorkUnit", "arg_views", "digest", "kind_of",
     "lane_sequence", "load", "region", "save", "verify",
 ]  # fmt: skip

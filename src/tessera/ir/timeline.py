@@ -1,4 +1,4 @@
-"""Timelines of runs, request arrivals, decisions and serving reports.
+"""Timelines of runs, request arrivals and decisions.
 
 Arrival times are seconds from the start. `clock` states whether times are simulated or measured.
 """
@@ -7,13 +7,11 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import Annotated
 
 import msgspec
 
-# How commands show a field: only in the JSON; under another label.
+# How commands show a field: only in the JSON.
 HIDDEN = msgspec.Meta(extra={"hidden": True})
-PER_TOKEN = msgspec.Meta(extra={"label": "latency/token", "unit": "s"})
 # Separator of source and destination in a link's track.
 LINK_ARROW = " -> "
 
@@ -132,55 +130,6 @@ class Decision:
     # Policy from here on.
     policy: str
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """Quantiles over requests, in seconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-
-@dataclass(frozen=True)
-class ServingReport:
-    """Serving figures. Quantiles are None without finished requests."""
-
-    clock: Annotated[Clock, HIDDEN]
-    policy: Annotated[str, HIDDEN]
-    arrivals: Annotated[str, HIDDEN]
-    num_requests: Annotated[int, HIDDEN]
-    num_finished: int
-    # Rejected by a full queue; unserved for lack of devices.
-    num_refused: int
-    num_failed: int
-    # Restarted after a device loss.
-    num_restarted: int
-    duration_s: float
-    offered_per_s: Annotated[float, HIDDEN]
-    # Sustainable requests per second of the first policy at these lengths.
-    capacity_per_s: float
-    is_saturated: bool
-    requests_per_s: float
-    tokens_per_s: float
-    ttft_s: Quantiles | None
-    # Time per output token after the first, of requests with two or more.
-    tpot_s: Quantiles | None
-    latency_s: Quantiles | None
-    # Latency per output token.
-    normalised_s: Annotated[Quantiles | None, PER_TOKEN]
-    # Share of requests that met all limits; None without limits.
-    slo_attainment: float | None
-    # Device or bus -> busy share.
-    utilisation: dict[str, float]
-    # None if a price or power is unknown.
-    usd_per_million_tokens: float | None
-    joules_per_token: float | None
-    max_waiting: int
-    decisions: Annotated[tuple[Decision, ...], HIDDEN] = ()
-    notes: Annotated[tuple[str, ...], HIDDEN] = ()
 
 
 ARRIVALS_RULES = [

@@ -9,7 +9,7 @@ from tessera import make_callable
 from tessera.plan.batches import BATCHES, Target
 from tessera.plan.comparison import Comparison, Option
 from tessera.plan.config import EFFORTS, FULL, QUICK, SearchConfig, search_config
-from tessera.plan.constraints import Constraint, constraints_of, parse_constraint
+from tessera.plan.constraints import Constraint, parse_constraint
 from tessera.plan.explain import DeviceMemory, Explanation, explain, latency_bound_us
 from tessera.plan.search.planners import PLANNERS
 from tessera.plan.search.task import Simulator
@@ -17,7 +17,7 @@ from tessera.plan.solve import PlanConfig, solve
 
 __all__ = [
     "BATCHES", "EFFORTS", "FULL", "PLANNERS", "QUICK", "Comparison", "Constraint", "DeviceMemory",
-    "Explanation", "Option", "PlanConfig", "SearchConfig", "Simulator", "Target", "constraints_of", "explain",
+    "Explanation", "Option", "PlanConfig", "SearchConfig", "Simulator", "Target", "explain",
     "latency_bound_us", "parse_constraint", "search_config", "solve",
 ]  # fmt: skip
 

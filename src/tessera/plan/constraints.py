@@ -52,11 +52,6 @@ def parse_constraint(text: str, is_pin: bool) -> Constraint:
     return Constraint(pattern, names, is_pin)
 
 
-def constraints_of(plan: ir.Plan) -> tuple[Constraint, ...]:
-    words = [text.partition(" ") for text in plan.constraints]
-    return tuple(parse_constraint(constraint, option == "--pin") for option, _, constraint in words)
-
-
 def allowed(
     unit: ir.WorkUnit,
     node_of: tuple[Ints, ...],

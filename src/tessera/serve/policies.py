@@ -18,7 +18,6 @@ import numpy as np
 
 from tessera.adapt.capability import Capability
 from tessera.adapt.drift import Factors
-from tessera.adapt.replan import LEAST_GAIN
 from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
 from tessera.execute.lower import homes_of
 from tessera.execute.memory import check_fits, footprints, ready_programs
@@ -55,6 +54,8 @@ from tessera.serve.rehearse import rated, rehearse
 AUTO, LATENCY = "auto", "latency"
 SPLITS = (PREFILL_DECODE, FRACTIONAL)
 POLICIES = (*DRAFTED, LATENCY)
+# A change of plans has a price, and rehearsals of one plan differ by up to a percent.
+LEAST_GAIN = 1.02
 # Rehearsals of a policy.
 MAX_REHEARSED = 8
 # Most runs of all steps in a searched unit.

@@ -1,8 +1,9 @@
 """rehearse: figures of a service plan under a load, by the service's engine on a virtual clock.
 
 `rehearse`: the load is closed, as many requests as fit are present at all times. Those of the start are in
-the middle of an answer, as in steady state; one round of requests warms up. `play`: requests arrive; of
-several plans a monitor chooses, as in a service, and sequences move with their pages.
+the middle of an answer, as in steady state; one round of requests warms up. `play`: requests arrive, and
+devices may be lost or slow; of several plans a monitor chooses, as in a service, and sequences move with
+their pages.
 
 The host takes `HOST_US` to settle a step and to order the next one; where that cannot be ordered ahead, its
 devices wait. This is a default, not a measurement: a service shows its own time as `host_ms`.
@@ -33,7 +34,7 @@ from tessera.serve.sequences import SequenceBatch
 from tessera.serve.step_inputs import OutputRows
 from tessera.serve.text import ByteText
 from tessera.simulate.arrivals import lengths_of
-from tessera.simulate.stepper import VirtualStepper
+from tessera.simulate.stepper import NO_FAULTS, Faults, Truth, VirtualStepper
 
 # Shares of the most requests at which policies are compared, beside one request.
 COMPARED = (0.25, 1.0)
@@ -62,16 +63,28 @@ class Played(NamedTuple):
     decisions: tuple[Decision, ...] = ()
     # Mean seconds of a request per token of its answer.
     normalised_s: float = 0.0
+    # Requests that no device could serve, and restarts of requests whose device was lost.
+    num_failed: int = 0
+    num_restarted: int = 0
 
 
-def play(plans: Sequence[ServicePlan], arrivals: Arrivals, seed: int = 0) -> Played:
-    """Figures of requests that arrive over time; those without lengths are of the first plan's load."""
+def play(
+    plans: Sequence[ServicePlan],
+    arrivals: Arrivals,
+    seed: int = 0,
+    faults: Faults = NO_FAULTS,
+    noise: float = 0.0,
+) -> Played:
+    """Figures of requests that arrive over time; those without lengths are of the first plan's load.
+
+    `noise`: kernel types take exp(noise * normal) times their modelled time, by device.
+    """
     load = plans[0].load
     lengths = list(zip(arrivals.prompts, arrivals.outputs, strict=True))
     lengths = lengths or lengths_of(load, len(arrivals.times_s), seed)
     shapes = [shape_for(plan) for plan in plans]
     smallest = min(shapes, key=lambda shape: shape.pool_tokens)
-    rehearsal = _Rehearsal(plans, replace(load, lengths=()), len(lengths), seed, smallest)
+    rehearsal = _Rehearsal(plans, replace(load, lengths=()), len(lengths), seed, smallest, faults, noise)
     if len(plans) > 1:
         monitor = Monitor(rated(plans, smallest))
         rehearsal.controller = Controller(_VirtualService(rehearsal), plans, monitor)
@@ -109,9 +122,17 @@ class _Rehearsal(Engine):
     """The engine without text: all tokens are the same."""
 
     def __init__(
-        self, plans: Sequence[ServicePlan], load: Load, clients: int, seed: int, shape: Shape
+        self,
+        plans: Sequence[ServicePlan],
+        load: Load,
+        clients: int,
+        seed: int,
+        shape: Shape,
+        faults: Faults = NO_FAULTS,
+        noise: float = 0.0,
     ) -> None:
-        self._virtual = VirtualStepper(plans_of(plans), host_us=HOST_US)
+        steps = plans_of(plans)
+        self._virtual = VirtualStepper(steps, Truth(steps[0], noise, seed), faults, host_us=HOST_US)
         super().__init__(
             self._virtual, plans, shape, (), 2 * clients + 1, prefix_caching=False, is_filled=False
         )
@@ -120,7 +141,7 @@ class _Rehearsal(Engine):
         self._random, self._reader = random.Random(seed), ByteText().reader()
         self._steps: Counter[tuple[int, int]] = Counter()
         # A request that ends makes room for the next one.
-        self._num_ended, self._is_closed = 0, True
+        self._num_ended, self._num_failed, self._is_closed = 0, 0, True
         # Group whose step ended last.
         self._group = 0
         # Seconds of each request to its first token, and per token after it by the group where it ended.
@@ -152,7 +173,8 @@ class _Rehearsal(Engine):
         expected = replace(self._between(start, self._run_to(len(arrivals))), clients=most)
         decisions = () if self.controller is None else tuple(self.controller.decisions)
         normalised_s = sum(self._normalised_s) / max(1, len(self._normalised_s))
-        return Played(expected, self.scheduler.service_plan.policy, decisions, normalised_s)
+        policy, restarts = self.scheduler.service_plan.policy, self.meters.retried
+        return Played(expected, policy, decisions, normalised_s, self._num_failed, restarts)
 
     def _between(self, start: _Mark, stop: _Mark) -> Expected:
         seconds = stop.at_s - start.at_s
@@ -179,7 +201,10 @@ class _Rehearsal(Engine):
         while self._num_ended < num_ended:
             self._begin()
             if scheduler.wait(None) is None:
-                raise PlanInfeasible("a request of the load does not fit in the plan's pages")
+                if not scheduler.lost:
+                    raise PlanInfeasible("a request of the load does not fit in the plan's pages")
+                self._num_failed += num_ended - self._num_ended
+                break
         return self._mark()
 
     def _begin(self) -> None:
@@ -221,17 +246,23 @@ class _Rehearsal(Engine):
 
     def finished(self, request: ActiveRequest) -> None:
         """A request has ended; the next one comes."""
-        self.scheduler.drop(request)
         first_s, num = request.first_s or 0.0, request.num_out
         self._first_s.append(first_s - request.arrived_s)
         self._normalised_s.append((request.last_s - request.arrived_s) / num)
-        if self.controller is not None:
-            self.controller.finished()
         if num > 1:
             self._token_s[self._group].append((request.last_s - first_s) / (num - 1))
-        self._num_ended += 1
+        self._count(request)
         if self._is_closed:
             self._ask(*next(self._lengths))
+
+    def failed(self, request: ActiveRequest, message: str) -> None:
+        self._num_failed += 1
+        self._count(request)
+
+    def _count(self, request: ActiveRequest) -> None:
+        self.scheduler.drop(request)
+        self._count_end()
+        self._num_ended += 1
 
     def seated(self, request: ActiveRequest, microbatch: Microbatch[ActiveRequest]) -> None:
         """Nothing is metered."""

@@ -1,15 +1,11 @@
-"""What steps say of the costs, and plans around lost devices."""
+"""What steps say of the costs."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from factories import make_cluster, make_plan, make_trace
 from online_factory import split_plan
 from tessera.adapt.monitor import MeasuredSteps, planned_us
-from tessera.adapt.replan import widened, without_devices
-from tessera.errors import PlanInfeasible
-from tessera.ir import verify
 
 
 def test_steps_are_averaged_by_lane_and_device() -> None:
@@ -34,23 +30,3 @@ def test_planned_times_are_those_of_the_launches_there() -> None:
     assert {"d0": 20.0, "d1": 20.0} == {
         device: sum(us for _, us in kernels) for device, kernels in found.items()
     }
-
-
-def test_a_plan_for_fewer_devices_is_one_for_all_of_them() -> None:
-    """Made without d0, it runs on d1 of the whole cluster, with all prices."""
-    trace = make_trace([[(0, 0, 64, "w")]])
-    whole = make_plan([trace], [[[0]]], cluster=make_cluster(3))
-    cluster, costs = without_devices(whole.cluster, whole.costs, {"d0"})
-    assert ("d1", "d2") == cluster.names
-    assert all(cluster.devices == c.devices for c in costs)
-    made = widened(make_plan([trace], [[[0]]], cluster=cluster), whole)
-
-    verify(made)
-    assert (((1,),),) == tuple(lane.placement.devices for lane in made.lanes)
-
-
-def test_without_any_device_there_is_no_plan() -> None:
-    """One line."""
-    plan = split_plan()
-    with pytest.raises(PlanInfeasible, match="no device is left"):
-        without_devices(plan.cluster, plan.costs, {"d0", "d1"})

@@ -35,8 +35,8 @@ def tiny() -> Scale:
 def found(library: Library) -> dict[str, Any]:
     """All figures; what policies can do is found with few requests, since nothing here depends on it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tessera.simulate.metrics.LEAST", 50)
-        patch.setattr("tessera.simulate.metrics.REFINED", 0)
+        patch.setattr("benchmarks.row_service.metrics.LEAST", 50)
+        patch.setattr("benchmarks.row_service.metrics.REFINED", 0)
         return evaluate(chosen(()), tiny(), library)
 
 

@@ -1,6 +1,5 @@
 """Pins and prohibitions bind every planner."""
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -18,7 +17,7 @@ from plan_factories import (
 )
 from tessera import ir
 from tessera.errors import PlanInfeasible, TesseraError, UnknownName
-from tessera.plan import Constraint, PlanConfig, constraints_of, parse_constraint, solve
+from tessera.plan import Constraint, PlanConfig, parse_constraint, solve
 from tessera.plan.pricing.pricer import Pricer, Prices
 from tessera.plan.problem import Problem, build
 
@@ -206,13 +205,3 @@ def test_wishes_cannot_make_a_plan_better() -> None:
 def test_layered_factory_has_what_the_patterns_name() -> None:
     """The tests above would be empty otherwise."""
     assert {"model.layers.0.mlp.up"} <= {x.scope for x in layered(1).graphs[0].trace.launches}
-
-
-def test_wishes_are_read_back_from_a_plan() -> None:
-    """So that a second plan for the same system is bound by them too."""
-    constraints = (parse_constraint("attention=d1", True), parse_constraint("mm=d0,d1", False))
-    plan = replace(
-        solve(*layered_case(), config(constraints[0])), constraints=tuple(str(w) for w in constraints)
-    )
-
-    assert constraints == constraints_of(plan)

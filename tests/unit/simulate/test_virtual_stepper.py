@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from benchmarks.row_service.server import ModelledRows, RequestLedger, RequestLoad, SimulatedServer, load_of
 
 import engine_factory as made
 from factories import make_chain, make_plan, make_trace
@@ -17,7 +18,6 @@ from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone, 
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import BufferKind, Plan
 from tessera.simulate.arrivals import make_arrivals
-from tessera.simulate.online import ModelledRows, RequestLedger, RequestLoad, SimulatedServer, load_of
 from tessera.simulate.stepper import Faults, Loss, VirtualStepper
 
 

@@ -3,16 +3,16 @@
 from dataclasses import replace
 
 import pytest
+from benchmarks.row_service.metrics import LatencyLimit
+from benchmarks.row_service.server import RequestLoad, SimulatedRun, SimulatedServer, load_of
+from benchmarks.row_service.study import Scenario, checked, compare
 
 from factories import make_chain, make_cluster, make_plan, make_trace
 from online_factory import RUN_US, alone_plan, at_us, both_plans, serve, split_plan
 from tessera.errors import ArrivalsError, MismatchError
 from tessera.ir import BufferKind, Plan
 from tessera.simulate.arrivals import make_arrivals, poisson
-from tessera.simulate.metrics import LatencyLimit
-from tessera.simulate.online import RequestLoad, SimulatedRun, SimulatedServer, load_of
 from tessera.simulate.stepper import Faults, Loss, Truth
-from tessera.simulate.study import Scenario, checked, compare
 
 STATE_BYTES = 64_000
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from tessera.adapt.capability import Capability
 from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
+from tessera.flow import make_plan
 from tessera.ir import Cluster, Costs, Placement, Plan, verify
-
-# Measured capacities of one plan differ by up to one percent, and a change of plans has a price.
-LEAST_GAIN = 1.02
+from tessera.plan import FULL, SearchConfig
+from tessera.serve.policies import LEAST_GAIN
 
 # (plan to replace, devices, costs) -> a plan for the same steps and objective.
 MakePlan = Callable[[Plan, Cluster, tuple[Costs, ...]], Plan]
@@ -69,3 +69,10 @@ def widened(plan: Plan, whole: Plan) -> Plan:
         placed = tuple(tuple([place[d] for d in step]) for step in lane.placement.devices)
         lanes.append(replace(lane, placement=Placement(placed)))
     return replace(plan, cluster=whole.cluster, costs=whole.costs, lanes=tuple(lanes))
+
+
+def replan(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...], search: SearchConfig = FULL) -> Plan:
+    """A plan for the same work and objective on other devices or at other costs; see `Replanner`."""
+    return make_plan(
+        plan.unit, costs, cluster, plan.objective, plan.microbatches, is_served=True, search=search
+    )

@@ -18,14 +18,14 @@ from itertools import cycle, islice
 
 import numpy as np
 import numpy.typing as npt
+from benchmarks.row_service.server import RequestLoad, SimulatedRun, SimulatedServer
 
 from tessera.adapt.capability import Capability, Point, crossing_per_s
 from tessera.errors import ArrivalsError, UnknownName
-from tessera.ir import Arrivals, Clock, Cluster, Plan, Quantiles, ServingReport
+from tessera.ir import Arrivals, Clock, Cluster, Decision, Plan
 from tessera.plan.search.objectives import IDLE_SHARE
 from tessera.simulate.arrivals import poisson
 from tessera.simulate.columns import Wires
-from tessera.simulate.online import RequestLoad, SimulatedRun, SimulatedServer
 from tessera.simulate.stepper import Truth
 
 Floats = npt.NDArray[np.float64]
@@ -39,6 +39,55 @@ LEAST = 1000
 REFINED = 3
 # Loads of a curve as shares of each policy's capacity.
 LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Quantiles over requests, in seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class ServingReport:
+    """Serving figures. Quantiles are None without finished requests."""
+
+    clock: Clock
+    policy: str
+    arrivals: str
+    num_requests: int
+    num_finished: int
+    # Rejected by a full queue; unserved for lack of devices.
+    num_refused: int
+    num_failed: int
+    # Restarted after a device loss.
+    num_restarted: int
+    duration_s: float
+    offered_per_s: float
+    # Sustainable requests per second of the first policy at these lengths.
+    capacity_per_s: float
+    is_saturated: bool
+    requests_per_s: float
+    tokens_per_s: float
+    ttft_s: Quantiles | None
+    # Time per output token after the first, of requests with two or more.
+    tpot_s: Quantiles | None
+    latency_s: Quantiles | None
+    # Latency per output token.
+    normalised_s: Quantiles | None
+    # Share of requests that met all limits; None without limits.
+    slo_attainment: float | None
+    # Device or bus -> busy share.
+    utilisation: dict[str, float]
+    # None if a price or power is unknown.
+    usd_per_million_tokens: float | None
+    joules_per_token: float | None
+    max_waiting: int
+    decisions: tuple[Decision, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,23 +12,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from tessera.adapt.capability import Capability
-from tessera.adapt.controller import Controller, Planner, Replanned
-from tessera.adapt.monitor import DEFAULT, Monitor, MonitorConfig
-from tessera.adapt.replan import MakePlan, Replanner
-from tessera.errors import ArrivalsError, MismatchError, TesseraError
-from tessera.execute.scheduler import Microbatch
-from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone
-from tessera.ir import Arrivals, Objective, Plan, ServingReport
-from tessera.simulate.metrics import (
+from benchmarks.row_service.metrics import (
     LatencyLimit,
+    ServingReport,
     alone,
     capabilities,
     capacity_per_s,
     check_limits,
     report_of,
 )
-from tessera.simulate.online import RequestLoad, SimulatedRun, SimulatedServer, load_of
+from benchmarks.row_service.replan import MakePlan, Replanner
+from benchmarks.row_service.server import RequestLoad, SimulatedRun, SimulatedServer, load_of
+
+from tessera.adapt.capability import Capability
+from tessera.adapt.controller import Controller, Planner, Replanned
+from tessera.adapt.monitor import DEFAULT, Monitor, MonitorConfig
+from tessera.errors import ArrivalsError, MismatchError, TesseraError
+from tessera.execute.scheduler import Microbatch
+from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone
+from tessera.ir import Arrivals, Objective, Plan
 from tessera.simulate.stepper import NO_FAULTS, Faults, Truth
 
 # Controller polls per window.

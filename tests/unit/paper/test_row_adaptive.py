@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from benchmarks.row_service.metrics import ServingReport
+from benchmarks.row_service.study import Scenario, adapt, compare, known_of
 
 from factories import make_chain, make_cluster, make_plan
 from online_factory import LAUNCH_US, RUN_US, alone_plan, both_plans, split_plan
@@ -11,10 +13,9 @@ from sampling import examples, one_of_each
 from tessera.adapt.capability import Capability
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import PlanInfeasible
-from tessera.ir import Cluster, Costs, DecisionKind, Lane, Objective, Placement, Plan, ServingReport
+from tessera.ir import Cluster, Costs, DecisionKind, Lane, Objective, Placement, Plan
 from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.stepper import Faults, Loss
-from tessera.simulate.study import Scenario, adapt, compare, known_of
 
 ROWS, TOKENS = 4, 20
 # Requests, if nothing else is said.
@@ -33,7 +34,7 @@ def setting(arrivals: str, num: int = NUM, faults: Faults | None = None) -> Scen
 def _short_runs() -> Iterator[None]:
     """What a plan can do is found by fewer requests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tessera.simulate.metrics.LEAST", examples(1000, 300))
+        patch.setattr("benchmarks.row_service.metrics.LEAST", examples(1000, 300))
         yield
 
 

@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 import pytest
+from benchmarks.row_service.metrics import measured
+from benchmarks.row_service.server import SimulatedServer, load_of
 
 from factories import make_chain, make_cluster, make_plan, make_trace
 from online_factory import RUN_US, alone_plan, at_us, serve, split_plan
@@ -11,8 +13,6 @@ from tessera.ir import Arrivals, BufferKind, Plan
 from tessera.simulate import simulate
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.machine import VirtualMachine
-from tessera.simulate.metrics import measured
-from tessera.simulate.online import SimulatedServer, load_of
 from tessera.simulate.stepper import Faults
 
 
