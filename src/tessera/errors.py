@@ -36,7 +36,6 @@ class UnknownName(TesseraError):
 
 
 def install_line(extra: str) -> str:
-    """Install command of an extra."""
     return f'pip install "{DISTRIBUTION}[{extra}]"'
 
 

@@ -77,7 +77,6 @@ def check_joined(graphs: Sequence[Graph]) -> None:
 
 
 def price(unit: WorkUnit, cluster: Cluster) -> tuple[Costs, ...]:
-    """Costs of every step for devices with a cost model."""
     check_modelled(cluster)
     return tuple(combine(graph.trace, cluster.devices, {})[0] for graph in unit.graphs)
 

@@ -66,7 +66,6 @@ class Exporter:
 
 
 def loops_in(sums: Iterable[Sum]) -> set[int]:
-    """Loops whose counters occur in the sums."""
     found: set[int] = set()
     stack: list[Leaf] = [leaf for total in sums for _, leaves in total for leaf in leaves]
     while stack:

@@ -232,7 +232,6 @@ def _call_parts(call: Instruction) -> tuple[tuple[Operand, ...], Operand, tuple[
 
 
 def _renamer(function: Function, suffix: str, bound: dict[str, str]) -> Callable[[Operand], Operand]:
-    """Cached operand renaming for one copy of a function."""
     local = {v.name for v in function.variables} | {p.name for p in (*function.params, *function.returns)}
     local |= set(function.labels) | set(function.tables)
     cache: dict[Operand, Operand] = {}

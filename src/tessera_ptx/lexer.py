@@ -97,7 +97,6 @@ class SourceText:
         return line, offset - self._starts[line - 1] + 1
 
     def error(self, message: str, offset: int) -> ParseError:
-        """ParseError at an offset of the text."""
         offset = min(offset, len(self.raw))
         line, column = self.place(offset)
         shown = self.raw[offset - column + 1 :].split("\n", 1)[0]
@@ -105,7 +104,6 @@ class SourceText:
         return ParseError(message, self.file, line, column, clean.replace("\t", " "))
 
     def skip_space(self, offset: int) -> int:
-        """Offset of the next non-space character."""
         match = SPACE.match(self.text, offset)
         return match.end() if match else offset
 

@@ -154,7 +154,6 @@ class LoadRules:
         return isinstance(operand.base, Sym) and operand.base.name not in self.params
 
     def plain(self, key: Key, width: int, table: frozenset[int], signed: bool) -> Value:
-        """A value of unknown contents."""
         return self.atoms.value(("loaded", key, width, table, signed))
 
     def load(self, node: Any, space: str, address: Value, width: int, signed: bool) -> Value:
@@ -407,7 +406,6 @@ class LoadRules:
 
 
 def stride_of(rest: Poly) -> int:
-    """Stride of a computed offset."""
     step = 0
     for mono, coeff in rest.items():
         if mono:

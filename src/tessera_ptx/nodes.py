@@ -138,8 +138,6 @@ class Node:
 
 
 class Nodes:
-    """Builds the nodes of one kernel."""
-
     def __init__(self, module: Module, entry: Function, given: ParamHints) -> None:
         self.module, self.entry, self.given = module, entry, given
         self.flat = flatten(module, entry)

@@ -297,7 +297,6 @@ class NameScope:
         return False
 
     def rename(self, name: str) -> str:
-        """Unique name of a name in this scope."""
         scope: NameScope | None = self
         while scope is not None:
             unique = scope.renames.get(name)

@@ -35,7 +35,6 @@ class AccessReport:
 
     @property
     def plain_read(self) -> bool:
-        """Read other than by atomics."""
         return any(effect == "r" for _, effect in self.lines)
 
     @property

@@ -33,7 +33,6 @@ class Scan:
 
 
 def registers_in(operand: Operand) -> tuple[str, ...]:
-    """Registers of a destination operand."""
     if isinstance(operand, Reg):
         return (operand.name,)
     if isinstance(operand, Vec):

@@ -27,7 +27,6 @@ _kept: OrderedDict[str, tuple[KernelReport, ...]] = OrderedDict()
 
 
 def key_of(text: str | bytes) -> str:
-    """Cache key of a text."""
     data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     return f"{hashlib.sha256(data).hexdigest()}-{_code_digest()}"
 
@@ -62,7 +61,6 @@ def reports_for(
 
 @lru_cache(maxsize=_MAX_KEPT)
 def report_for_launch(text: str | bytes, name: str, given: ParamHints) -> KernelReport:
-    """Report of one kernel with a launch's parameter hints."""
     return analyze_launch(_parsed(text), reports_for(text, name), name, given)
 
 

@@ -101,7 +101,6 @@ class TensorMaps:
         return known
 
     def _last(self, move: int, edits: list[tuple[int, Value]]) -> list[Value]:
-        """Edits that a copy may see."""
         everything = [value for _, value in edits]
         if self._in_loop(move) or any(self._in_loop(index) for index, _ in edits):
             return everything

@@ -100,7 +100,6 @@ class Atoms:
         return {(self.number(item),): 1}
 
     def value(self, item: tuple[Any, ...]) -> Value:
-        """Value of one atom."""
         return ({(self.number(item),): 1},)
 
     def _make(self, item: tuple[Any, ...]) -> int:
@@ -291,7 +290,6 @@ class Atoms:
         return frozenset(found)
 
     def _divided_of(self, poly: Poly) -> frozenset[int]:
-        """Bases in a sum that may be divided."""
         found: set[int] = set()
         for mono, coeff in poly.items():
             if not within(self._monomial_range(mono, coeff), -SMALL, SMALL):
@@ -360,7 +358,6 @@ class Atoms:
 
     @staticmethod
     def whole(base: frozenset[int], rest: Poly) -> Poly:
-        """A base with its offset."""
         return rest if not base else add({(n,): 1 for n in base}, rest)
 
     def any(self, key: Key, offsets: list[Poly]) -> Poly:

@@ -41,8 +41,6 @@ Factors = dict[tuple[int, ...], Fraction]
 
 @dataclass(slots=True)
 class Weight:
-    """Weight of one pointer in an address."""
-
     exact: Factors = field(default_factory=dict)
     loose: bool = False
     near: bool = False
@@ -192,7 +190,6 @@ class _Weigher:
 
 
 def _inverse(at: Atoms, poly: Poly) -> int:
-    """Atom for one over a number."""
     return at.number(("op", "inverse", 64, None, freeze(poly)))
 
 
@@ -209,7 +206,6 @@ def _reduced(at: Atoms, factors: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def original(at: Atoms, number: int) -> tuple[Any, ...]:
-    """Atom behind copies."""
     item = at.atoms[number].item
     while item[0] == "copy":
         item = at.atoms[item[1]].item

@@ -261,7 +261,6 @@ class Controller(Generic[P]):
 
 
 def load_of(policy: Plan | ServicePlan) -> Load | None:
-    """The load that a policy is planned for."""
     return policy.load if isinstance(policy, ServicePlan) else None
 
 

@@ -67,7 +67,6 @@ class LoadHistory:
         return self.load(planned) if is_other else None
 
     def load(self, planned: Load) -> Load:
-        """The observed lengths within the limits of the planned load."""
         lengths = list(self._lengths)
         chosen = tuple(lengths[:: math.ceil(len(lengths) / MAX_LENGTHS)])
         means = [max(1, round(sum(x) / len(x))) for x in zip(*lengths, strict=True)]

@@ -137,7 +137,6 @@ def _unfit(one: Gpu, market: Market, uses_bf16: bool) -> str:
 
 
 def _error(plan: ServicePlan | Plan) -> float:
-    """Relative error of the prices of a plan's launches."""
     plans = plan.plans if isinstance(plan, ServicePlan) else (plan,)
     return max(sureness(one).rel_error for one in plans)
 
@@ -264,7 +263,6 @@ class _Rent:
             last_s = time.perf_counter() - now
 
     def _drafted(self, basket: Basket) -> Option | None:
-        """The best draft of a set."""
         try:
             drafts = self.cards.rater.drafts(self.cards.market.cluster(basket))
         except PlanInfeasible:

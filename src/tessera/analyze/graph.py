@@ -98,7 +98,6 @@ class Entries:
 
 
 def fold(region: Region, row_bytes: int) -> tuple[int, int]:
-    """The part of a row that encloses the region in each row it touches."""
     start, dims = region.start % row_bytes, region.dims
     if dims and dims[0][1] == row_bytes:
         dims = dims[1:]
@@ -322,7 +321,6 @@ def _freeze(version: _Version, is_final: bool) -> Value:
 
 
 def build_graph(trace: Trace) -> Graph:
-    """The verified dependency graph of a trace."""
     graph = Graph(trace, hazards(trace), values(trace), state_groups(trace))
     verify(graph)
     return graph

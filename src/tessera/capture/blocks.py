@@ -115,7 +115,6 @@ def view_of(tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
 
 
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a tensor whose elements may share bytes."""
     for dim, stride in enumerate(target.stride()):
         if stride == 0:
             target, values = (

@@ -234,7 +234,6 @@ class _Writer:
 
 
 def _ends(num: int, parts: int) -> list[int]:
-    """Ends of nearly equal parts."""
     parts = min(num, parts)
     return [num * (n + 1) // parts for n in range(parts)] if parts > 1 else []
 

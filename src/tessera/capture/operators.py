@@ -220,7 +220,6 @@ def insisting() -> Iterator[None]:
 
 
 def refuse_read(what: str) -> NoReturn:
-    """Refuse a host read of a value that depends on the request."""
     if any(f"{_TORCH}optim{os.sep}" in filename for filename, _ in _frames()):
         fail("the optimiser reads its step count or rate on the host", _ON_DEVICE)
     fail(f"{what} reads a tensor's value on the host", f"{BATCHED}, or pass the value as a plain number.")

@@ -466,7 +466,6 @@ class Watch(Recorder):
 
     @property
     def generators(self) -> list[str]:
-        """Generators that the call draws from."""
         return self._draws.names
 
     def __enter__(self) -> "Watch":

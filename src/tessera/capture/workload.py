@@ -61,7 +61,6 @@ class Workload:
         return (self.module, self.call)
 
     def changing(self) -> dict[str, torch.Tensor]:
-        """The program's tensors that a request decides or changes."""
         return {}
 
     def request(self, seed: int, is_mild: bool = False) -> tuple[dict[str, torch.Tensor], ...]:

@@ -104,7 +104,6 @@ def _lock(out: BinaryIO, path: Path) -> None:
 
 
 def _requests(path: Path) -> dict[str, dict[str, Any]]:
-    """Requests by name."""
     found: dict[str, dict[str, Any]] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if line.strip():

@@ -260,7 +260,6 @@ def model_figures(
 
 
 def _own_figures(plan: ServicePlan | Plan) -> dict[str, Any]:
-    """Figures that are computed from the plan itself."""
     if isinstance(plan, Plan):
         return {
             "source": "simulated on modelled costs",

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -36,39 +37,7 @@ HELD_SHARE = 0.85
 # Likeness of names from which one is suggested.
 NEAR = 0.7
 # vLLM's options that have no meaning here, and what does their work.
-DIVIDED = "Name the devices, and the planner divides the model: --devices cuda:0,cuda:1."
-INSTEAD = {
-    **dict.fromkeys(
-        (
-            *(
-                "--tensor-parallel-size",
-                "-tp",
-                "--pipeline-parallel-size",
-                "-pp",
-                "--data-parallel-size",
-                "-dp",
-            ),
-            *("--enable-expert-parallel", "--decode-context-parallel-size"),
-        ),
-        DIVIDED,
-    ),
-    "--distributed-executor-backend": "Use --ray or --rendezvous for several machines.",
-    "--dtype": "The checkpoint's type is served.",
-    "--quantization": "Formats are read from the checkpoint's config.json.",
-    "--kv-cache-dtype": "Pages have the model's type.",
-    "--tokenizer": "The tokenizer is the checkpoint folder's.",
-    "--load-format": "Weights are safetensors; for random ones use --random-weights.",
-    "--enforce-eager": "Leave it out: CUDA graphs are captured beside the first requests.",
-    "--enable-chunked-prefill": "Leave it out: prompts are always read in parts.",
-    "--block-size": "Leave it out: pages have a fixed size.",
-    "--swap-space": "Leave it out: sequences that lose their pages are computed again.",
-    "--enable-lora": "Name the adapters: --lora NAME=FOLDER.",
-    "--speculative-config": "Speculative decoding is not supported.",
-    "--trust-remote-code": "Code of checkpoints is never run; serve a supported architecture.",
-    "--seed": "Send a seed with the request.",
-    "--disable-log-requests": "Leave it out: requests are logged with --access-log only.",
-    "--uvicorn-log-level": "Use --access-log.",
-}
+INSTEAD = json.loads(files("tessera.cli").joinpath("instead.json").read_bytes())
 
 DevicesOption = Annotated[
     str | None,

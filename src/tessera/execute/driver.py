@@ -1,8 +1,7 @@
-"""The CUDA driver by ctypes, for what torch does not offer.
+"""The CUDA driver by ctypes, for what torch lacks.
 
-Private streams (torch reuses streams from a small pool, but library workspaces belong to a stream), green
-contexts, memory that another process can open, and writes and waits for values on a stream, also during a
-graph capture.
+Private streams (library workspaces belong to a stream, and torch reuses streams), green contexts, memory that
+another process can open, and writes and waits for values on a stream, also during a graph capture.
 """
 
 import ctypes
@@ -126,7 +125,7 @@ def all_sms(ordinal: int) -> SmResource:
 
 
 def split_sms(whole: SmResource) -> tuple[list[SmResource], SmResource]:
-    """(smallest groups of SMs, remaining SMs), in one call: the driver cannot split a split."""
+    """(groups of SMs, remaining SMs), in one call: the driver cannot split a split."""
     least, num, rest = whole.words.sm.least or _LEAST_GROUP, ctypes.c_uint(0), SmResource()
     split = "cuDevSmResourceSplitByCount"
     ask(split, None, ctypes.byref(num), ctypes.byref(whole), None, 0, least)

@@ -1,7 +1,6 @@
 """EngineConnection: a worker's connection to its engine, and how a remote worker opens it.
 
-The mailbox's thread answers at once what needs no worker loop: progress, and values of the store. The loop
-takes the rest, together with news that other threads of the worker post.
+The mailbox's thread answers questions about progress and the store; the worker's loop takes all other news.
 """
 
 import functools
@@ -36,7 +35,7 @@ LINGER_S = 2.0
 
 
 class OwnerGone(WorkerError):
-    """The requested value will not be set: the worker that would have set it is gone."""
+    """The worker that would have set the value is gone."""
 
 
 class KeyStore(Protocol):
@@ -50,7 +49,7 @@ class KeyStore(Protocol):
 
 
 def key_of(kind: str, device: int, epoch: int) -> str:
-    """The store's key for a value of one worker; it expires with the worker."""
+    """Key of a worker's value in the store; it expires with the worker."""
     return f"{kind}/{device}/{epoch}"
 
 
@@ -64,7 +63,7 @@ def own_version() -> str:
 
 
 def check_secret(host: str, secret: bytes | None) -> bytes:
-    """The secret to use; raises TesseraError if there is none and other machines can reach the host."""
+    """Raises TesseraError without a secret if other machines can reach the host."""
     if secret:
         return secret
     try:
@@ -142,10 +141,7 @@ class EngineConnection:
         self.tell(StoreSet(key, value))
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """The value of this key, now or within the time; raises WorkerError after it.
-
-        Raises OwnerGone as soon as it is known that the value will not be set.
-        """
+        """The value of a key; raises WorkerError after the time, OwnerGone if it will not be set."""
         with self._changed:
             is_known = key in self._values
         if not is_known:
@@ -159,7 +155,7 @@ class EngineConnection:
             return self._values[key]
 
     def take(self, block: bool) -> Any:
-        """The next news of the loop; None if there is none and `block` is False."""
+        """The next news; None if there is none and `block` is False."""
         if self.leads and self._news.empty() and not self._is_over:
             self._lead(block)
         if not block and self._news.empty():  # the usual case, without an exception
@@ -212,10 +208,9 @@ class EngineConnection:
 def connect_engine(
     address: EngineAddress, patience_s: float, again_s: float | None = None
 ) -> EngineConnection:
-    """An open connection; retries while nobody answers.
+    """An open connection. Retries for `again_s` if nobody listens there, for `patience_s` otherwise.
 
-    For `again_s` if the engine's machine says that nobody listens, for `patience_s` otherwise. Raises
-    WorkerError if nobody answers, MismatchError if the secret is not the engine's.
+    Raises WorkerError if nobody answers, MismatchError if the secret is not the engine's.
     """
     start_s = time.monotonic()
 

@@ -1,16 +1,12 @@
 """Hub: the workers of a stepper. Starts them, carries messages, restarts lost ones.
 
-A device's worker is a process of this machine that the hub starts, or a remote one that connects to the
-rendezvous: an address and a secret. A remote worker says Hello and waits until a device needs it (see
-`WorkerGroup`), receives its configuration and works until the engine tells it to leave; then it connects
-again. So a late worker, a lost one and one on a new machine are the same.
+A worker is a process that the hub starts, or a remote one that connects to the rendezvous (an address and a
+secret), says Hello, waits until a device needs it (`WorkerGroup`), gets its configuration and works until
+told to leave; then it connects again.
 
-A worker ends when its connection closes; a local one that does not is killed. A lost worker, also one that
-has not started yet, is restarted: at once, and from the third failure in a row on after growing pauses. Who
-is lost is the stepper's decision. Workers of a device are counted (epoch); messages of an earlier one are
-ignored.
-
-Clocks of machines are compared once, when a worker is ready, to the time one message takes.
+A worker ends when its connection closes; a local one that does not is killed. A lost worker is restarted: at
+once, and from the third failure in a row after growing pauses. The stepper decides who is lost. Messages of a
+device's earlier worker (epoch) are ignored. Clocks of machines are compared once, when a worker is ready.
 """
 
 import fcntl
@@ -217,7 +213,7 @@ class Hub:
         self._start_due()
 
     def take(self, timeout_s: float | None) -> tuple[int, Any] | None:
-        """The next message of any worker, or an Up, or a Hangup if it is gone; None after the timeout."""
+        """The next message of a worker, an Up, or a Hangup if it is gone; None after the timeout."""
         assert self._mailbox is not None, "started"
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -243,7 +239,6 @@ class Hub:
         return self.send(device, messages.encode(message))
 
     def send(self, device: int, data: bytes) -> bool:
-        """Sends an encoded message."""
         connection = self._members[device].connection
         return connection is not None and connection.send(data)
 
@@ -254,7 +249,7 @@ class Hub:
             self._post(NOBODY, Wake())
 
     def lose(self, device: int, *, counts: bool = True) -> LostWorker:
-        """Ends a worker and has another started; `counts` is False if it was no fault of this device."""
+        """Ends a worker and starts another; `counts`: as a failure of this device."""
         member, now = self._members[device], time.monotonic()
         if member.ready_s is not None and now - member.ready_s >= HEALTHY_S:
             member.failures = 0
@@ -275,7 +270,7 @@ class Hub:
         self._members[device].failures = 0
 
     def load(self, lanes: Sequence[NewLanes], dropped: Sequence[int] = ()) -> None:
-        """Adds lanes, as each device gets them, and drops others, for present and future workers."""
+        """Adds and drops lanes, for present and future workers."""
         for device, then in enumerate(self.setups):
             now = then.extended(lanes[device]) if lanes else then
             self.setups[device] = replace(now, dropped=(*then.dropped, *dropped))
@@ -283,7 +278,7 @@ class Hub:
                 self._tell_lanes(device, then)
 
     def _tell_lanes(self, device: int, then: Setup) -> None:
-        """Tells a worker with the lanes of an earlier setup what has changed; frees before it allocates."""
+        """Sends the changes since the worker's setup; frees before it allocates."""
         now, num_lanes, num_steps = self.setups[device], len(then.programs), len(then.traces)
         if dropped := now.dropped[len(then.dropped) :]:
             homes = {program.home for lane in dropped for program in now.programs[lane]}
@@ -343,7 +338,7 @@ class Hub:
             self._folder = ""
 
     def max_bytes(self) -> int:
-        """Bound of a worker's message: the outputs and state of its steps, and some."""
+        """Bound of a worker's message: outputs and state of its steps, and some."""
         return SLACK_BYTES + sum(map(_handed_over_bytes, self.setups[0].traces))
 
     def _max_bytes(self, connection: PeerConnection) -> int:
@@ -412,8 +407,7 @@ class Hub:
         return [t for t in times if t != float("inf")]
 
     def _patience_s(self, device: int) -> float:
-        """Time for a worker to get ready; for a remote one to connect: long at first, unlimited if planned
-        around."""
+        """Time for a worker to get ready, or for a remote one to connect."""
         member = self._members[device]
         if device in self._here or not member.is_awaited or member.epoch == 0:
             return START_TIMEOUT_S
@@ -421,7 +415,7 @@ class Hub:
         return float("inf") if is_planned_around else ABSENT_S
 
     def _late(self) -> tuple[int, Any] | None:
-        """A worker that is not ready in time; asks about remote ones that have not connected."""
+        """A worker that is not ready in time; asks about remote ones."""
         now = time.monotonic()
         for device, member in enumerate(self._members):
             if member.state != "starting":
@@ -440,7 +434,7 @@ class Hub:
         return None
 
     def _ask_about(self, device: int, epoch: int, limit_s: float) -> None:
-        """Reports that nobody connected, with what is known; in a thread, since it may take seconds."""
+        """Reports that nobody connected, with what is known, in a thread."""
         said = self._about(device)
         complaints = self._rendezvous.complaints if self._rendezvous is not None else ()
         if not said and complaints:
@@ -554,7 +548,7 @@ class Hub:
         return device, Failed(error.message, error.remedy)
 
     def _welcome(self, device: int, ready: WorkerReady) -> Up:
-        """Tells a worker that is ready, and the others, what changed while it started."""
+        """Tells a ready worker, and the others, what changed while it started."""
         member = self._members[device]
         assert member.setup is not None
         member.state, member.ready_s, member.address = "ready", time.monotonic(), ready.address
@@ -588,7 +582,6 @@ class Hub:
 
 
 def pause_s(failures: int) -> float:
-    """Pause before a device is tried again, after so many failures in a row."""
     if failures <= QUICK_FAILURES:
         return 0.0
     return float(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures - QUICK_FAILURES - 1, 16)))

@@ -1,14 +1,13 @@
 """Launcher: runs the launches of a trace on the memory of one device.
 
-Arguments are prepared once per launch. A result must have the recorded layout, since later launches read it
-by offset and stride; anything else is an error.
+Arguments are prepared once per launch. A result must have the recorded layout, which later launches read.
 
-After its first run a launch is bound to the places of its buffers (`bind`). An operator with one result and
-an `out` variant of the same signature writes its result in place; other results are copied. Not bound:
-launches that draw random numbers, kernels with PTX, and launches with a buffer that has no fixed place.
+After its first run a launch is bound to the places of its buffers (`bind`): an operator with an `out` variant
+writes in place, other results are copied. Not bound: draws of random numbers, PTX kernels, and launches with
+a buffer without a fixed place.
 
-A launch that draws random numbers runs with the device's default generator set from the generator's buffer
-(`drawing`), which is then updated, so a draw depends on its buffer alone.
+A draw runs with the device's default generator set from the generator's buffer (`drawing`), which is then
+updated.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ class Launcher:
         kernels: Mapping[int, Launchable] | None = None,
         sets_generators: bool = True,
     ) -> None:
-        """`kernels`: compiled objects by kernel, valid on this device; others are loaded from PTX.
+        """`kernels`: compiled objects valid on this device; others are loaded from PTX.
 
         `sets_generators`: set generators from their buffers before draws; else the caller does.
         """
@@ -58,7 +57,6 @@ class Launcher:
         self._bind(launch, memory)
 
     def _bind(self, index: int, memory: Memory) -> None:
-        """Binds the launch to this memory if all its buffers have fixed places."""
         launch, kernel = self._trace.launches[index], self._trace.kernel_of(index)
         is_fixed = all(memory.is_fixed(view.buffer) for view in launch.views)
         if (
@@ -156,7 +154,7 @@ def find_operator(name: str) -> Any:
 
 
 def _results_to_keep(launch: Launch) -> list[tuple[int, View]]:
-    """Results with their own memory; a result that aliases an argument is already in place."""
+    """Results with their own memory; aliases of arguments are in place."""
     args = {a.buffer for a in launch.accesses if a.read}
     made = {a.buffer for a in launch.accesses if a.write} - args
     # An empty result touches no byte, but later launches still name it.
@@ -241,13 +239,12 @@ def _signature(arguments: Sequence[Any]) -> list[tuple[str, str]]:
 
 
 def generator_buffer(trace: Trace, launch: Launch) -> int | None:
-    """The buffer of the generator that a launch draws from."""
     return next((a.buffer for a in launch.accesses if trace.buffers[a.buffer].is_generator), None)
 
 
 @contextmanager
 def drawing(name: str, state: Storage) -> Iterator[None]:
-    """Sets the generator to `state` on entry, updates `state` and restores the generator on exit."""
+    """While entered, the generator has `state`, which is then updated."""
     generator = _generator(name)
     before = generator.get_state().clone()
     flat = torch.empty(0, dtype=torch.uint8, device=state.device).set_(state)

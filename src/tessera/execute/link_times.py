@@ -1,7 +1,7 @@
 """Transfer times between two devices over a transport, from plans run on their workers.
 
-A chain of launches runs once on one device and once alternating between the two; the difference, divided by
-the crossings, is the time of one transfer. Two chains at once load both directions, which are averaged.
+A chain of launches runs on one device and alternating between both; the difference over the crossings is the
+time of a transfer. Two chains at once load both directions.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ def time_transfers(
 
 
 def _crossing_us(stepper: WorkerStepper, step: int, repeats: int, num: int) -> float:
-    """Time of one crossing with `num` chains at once; whole and split chains alternate to cancel drift."""
+    """Time of one crossing with `num` chains; whole and split chains alternate to cancel drift."""
     whole, divided = WHOLE_OR_NOT.index(0), WHOLE_OR_NOT.index(1)
     pairs = [
         [_step_s(stepper, step, first, num) for first in (whole, divided)] for _ in range(WARMUPS + repeats)

@@ -1,10 +1,8 @@
 """Links: connections between workers that carry transfers, opened on first use and reopened when cut.
 
-A link is one-way, from the worker that opened it. Every worker listens: in the session's private folder if
-all workers are local, at a TCP port of its host otherwise. The engine tells each worker the addresses of the
-others, under device and epoch, so nobody reaches an earlier worker of a device.
-
-A frame that no program could have sent closes the link with the reason.
+A link is one-way, from the worker that opened it. Workers listen in the session's private folder if all are
+local, else at a TCP port. The engine tells them each other's addresses, by device and epoch. A frame that no
+program could have sent closes the link.
 """
 
 import threading
@@ -88,9 +86,8 @@ class Links:
             out.send(frame, contents)
 
     def relink(self, peer: int, epoch: int, address: str) -> None:
-        """Closes the link to a peer, with what is queued for it; the next frame opens another.
-
-        With a new epoch the peer is another process, and its link to this one is closed too.
+        """Closes the link to a peer; the next frame opens another. With a new epoch its link to this one
+        closes too.
         """
         with self._lock:
             out = self._outs.pop(peer, None)

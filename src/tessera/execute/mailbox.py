@@ -1,18 +1,16 @@
 """Mailbox: the sockets of one process, for messages between the engine, its workers, and worker pairs.
 
-One kind of connection everywhere (pyzmq): a ROUTER listens, a DEALER connects. A message is one record of
-`messages`, optionally followed by a frame of raw bytes.
+A ROUTER listens, a DEALER connects (pyzmq). A message is one record of `messages`, optionally with a frame of
+raw bytes.
 
-Security: ipc:// addresses lie in a folder with mode 0700 and need no key. A tcp:// address needs a secret:
-both ends derive CURVE key pairs from it, all bytes are encrypted and authenticated, and the listener admits
-only the client key derived from the same secret.
+Security: ipc:// addresses lie in a folder with mode 0700. A tcp:// address needs a secret, from which both
+ends derive CURVE keys: bytes are encrypted, and only the client key of the same secret is admitted.
 
-Bounds: size of a message, number of queued messages, duration of a handshake. Liveness: the monitor of a
-socket reports closed connections; TCP keep-alive finds machines that vanished. Cuts shorter than that are
-bridged by TCP. The library retries a connection that cannot be opened.
+Bounds: size of a message, queued messages, duration of a handshake. A socket's monitor reports closed
+connections; TCP keep-alive finds machines that vanished.
 
-Threads: any thread may send. One thread at a time calls `pump`: the engine while it waits for news; in a
-worker its loop while it is idle (`lead`), and a thread of its own while the loop computes for long.
+Any thread may send. One thread at a time calls `pump`: the engine while it waits; in a worker its idle loop
+(`lead`), or a thread of its own while the loop computes.
 """
 
 import contextlib
@@ -68,7 +66,7 @@ REFUSALS = {
 
 @dataclass(frozen=True, slots=True)
 class Hangup:
-    """In place of a message: the connection is closed, or something unreadable came over it."""
+    """In place of a message: the connection is closed, or sent something unreadable."""
 
     reason: str = ""
 
@@ -80,7 +78,7 @@ def derive_keys(secret: bytes, role: str) -> tuple[bytes, bytes]:
 
 
 class PeerConnection:
-    """One peer of a mailbox. At a listener it exists from the first message on."""
+    """One peer; at a listener from its first message on."""
 
     def __init__(
         self,
@@ -103,7 +101,7 @@ class PeerConnection:
         return self._mailbox.send(self, parts)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Closes a connecting end. At a listener, the peer is not heard any more."""
+        """Closes a connecting end; a listener stops hearing the peer."""
         self.is_closed = True
         if self.end.connection is self:
             self._mailbox.drop(self.end, linger_s)
@@ -163,7 +161,7 @@ class Mailbox:
         secret: bytes = b"",
         max_bytes: Callable[[PeerConnection], int] = lambda connection: MAX_MESSAGE_BYTES,
     ) -> str:
-        """Binds a ROUTER; returns its address, with the port that was chosen. Raises TesseraError."""
+        """Binds a ROUTER; returns its address with the chosen port. Raises TesseraError."""
         end = self._end(zmq.ROUTER, hear, max_bytes)
         end.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if secret:
@@ -189,7 +187,7 @@ class Mailbox:
         name: bytes = b"",
         patience_s: float = float("inf"),
     ) -> PeerConnection:
-        """Opens a DEALER in the background, within `patience_s`; `name` is its routing id at the listener."""
+        """Opens a DEALER in the background, within `patience_s`; `name` is its routing id."""
         end = self._end(zmq.DEALER, hear, lambda connection: MAX_MESSAGE_BYTES)
         if name:
             end.socket.setsockopt(zmq.ROUTING_ID, name)
@@ -237,7 +235,7 @@ class Mailbox:
             self._hang_up(self._broken.popleft(), Hangup())
 
     def lead(self, timeout_s: float | None) -> bool:
-        """Pumps in place of the mailbox's thread; False if that does just now, for the last time."""
+        """Pumps in place of the mailbox's thread; False if that does just now."""
         self._num_led += 1
         if self._is_over or not self._pumping.acquire(blocking=False):
             return False
@@ -340,7 +338,7 @@ class Mailbox:
         end.socket.close(round(linger_s * 1000))
 
     def _admit(self, public: bytes) -> None:
-        """Answers the library's questions about client keys, in a thread until the context ends."""
+        """Answers the library's questions about client keys, until the context ends."""
         asked, key = self._context.socket(zmq.REP), z85.decode(public)
         asked.linger = 0
         asked.bind(ZAP)
@@ -366,7 +364,7 @@ class Mailbox:
             self._hang_up(connection, hangup)
 
     def _receive(self, end: _End) -> "list[zmq.Frame] | None":
-        """The next message; None if nothing is left, or another thread closed the socket."""
+        """The next message; None if none is left or the socket is closed."""
         with self._lock, contextlib.suppress(zmq.ZMQError):
             if _has_message(end.socket):
                 return end.socket.recv_multipart(NOBLOCK, copy=False)

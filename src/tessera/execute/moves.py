@@ -1,8 +1,7 @@
 """Moves: the engine's list of moves of pages under way.
 
-A move has a run per pair of devices, numbered with the runs of steps. The source's worker gets the order, the
-destination's reports the end. A move that fails is cancelled at both ends first: `Moved` with its failure
-comes when neither writes any more, so that its pages can be used again at once.
+A move has a run per pair of devices. The source's worker gets the order, the destination's reports the end. A
+failed move is cancelled at both ends before `Moved` says so: its pages can be used again at once.
 """
 
 import time

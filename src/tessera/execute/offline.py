@@ -1,13 +1,10 @@
 """run_offline: a list of requests through a stepper, one request per microbatch; results in their order.
 
-Between two runs the request gives the next inputs, so a language model can feed its tokens back. Requests
-whose device was lost restart from their inputs; they fail only if no lane is left and no device is retried.
+Between two runs the request gives the next inputs. Requests whose device was lost restart; they fail only if
+no lane is left and no device is retried.
 
-Plans that are loaded together can be tried before use (`try_all`, `pick`): each runs the same requests in
-turns, to cancel drift, and the first plan is kept unless another is clearly faster. Give at least five
-requests per microbatch, so that filling and emptying the pipeline does not dominate.
-
-Imports no torch.
+`try_all` and `pick` try loaded plans: each runs the same requests in turns, to cancel drift; the first is
+kept unless another is clearly faster. Give at least five requests per microbatch. Imports no torch.
 """
 
 import math
@@ -88,10 +85,12 @@ def run_offline(
 ) -> OfflineRun:
     """Runs all requests, as many at a time as the plan says.
 
-    policy current policy, or a function of the number of ended requests; a switch drains nothing on_done
-    called with the number of every request that ends spans the stepper's log of launches and transfers, reset
-    here is_timed only times matter: state starts as zeros, and neither state nor outputs are kept skips
-    outputs that are not needed depth requests in flight, instead of the plan's number
+    policy    current policy, or a function of the number of ended requests; a switch drains nothing
+    on_done   called with the number of every request that ends
+    spans     the stepper's log of launches and transfers, reset here
+    is_timed  only times matter: state starts as zeros, and nothing is kept
+    skips     outputs that are not needed
+    depth     requests in flight, instead of the plan's number
     """
     choose = policy if callable(policy) else lambda num_done: policy
     return _Run(stepper, requests, choose, on_done, spans, is_timed, skips, depth).through()
@@ -247,10 +246,7 @@ def pick(trials: Sequence[Trial]) -> Trial:
 
 
 def rate_per_s(results: Sequence[RunResult]) -> float:
-    """Requests per second while the system was full, else over the whole list.
-
-    Full: from when as many have ended as there are microbatches until the last one begins.
-    """
+    """Requests per second while all microbatches were full, else over the whole list."""
     stops = sorted(result.stop_s for result in results)
     num = len({result.microbatch for result in results})
     full_s, last_s = stops[min(num, len(stops)) - 1], max(result.start_s for result in results)

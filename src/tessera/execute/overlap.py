@@ -1,16 +1,14 @@
 """Overlap: whether a step may be queued behind the running one of its microbatch, on several devices.
 
-Each device begins its share of the next step when its share of the running one has ended. Transfers of a
-microbatch land in the same places in every step, so a sender must not be ahead: before it sends to a device
-in the next step, that device must have used everything it received from it in the last one. Nothing is sent
-to assure this; it follows from the transfers that are there anyway, or the lane does not queue:
+Each device begins its share of the next step when its share of the running one has ended. Transfers land in
+the same places in every step, so before a device sends in the next step, the receiver must have used what it
+received in the last one. A lane queues only if its transfers assure this:
 
     the sender has heard, in the last step, from behind that use (directly or by way of others), or
     it has heard, in the next step, from a device that knew of it when its share of the last one ended.
 
-In a served step the choice of tokens depends on everything before it, and the next step begins with it, so
-nearly all lanes qualify. A lane that moves state between its steps, or whose steps use different devices (the
-later one could end first), does not.
+Nearly all served lanes qualify: the choice of tokens depends on everything before it. Lanes that move state
+between steps, or whose steps use different devices, do not.
 """
 
 from bisect import bisect_left

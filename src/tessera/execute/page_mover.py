@@ -1,14 +1,11 @@
 """PageMover: a worker's end of moves of pages.
 
-The engine orders a move from the worker that holds the pages. It cuts the move into pieces of bounded size,
-gathers a piece into a staging slot and tells the destination, which scatters it, returns the slot, and
-reports to the engine when it has all pieces. A slot is shared memory of both workers, or its bytes follow the
-frame over the link. A few slots per destination bound what is under way. Pages of another home on the same
-device are copied without a slot.
+The worker that holds the pages gathers pieces of bounded size into staging slots (shared memory, or bytes
+over the link) and tells the destination, which scatters each, returns the slot, and reports the end. Few
+slots per destination bound what is under way. Pages of another home on the same device are copied directly.
 
-Nothing blocks the worker's loop: copies of a GPU run on a stream of their own, and the loop looks whether
-they have ended. On a link that keeps modelled time a piece leaves no sooner than its time on the wire allows.
-A cancelled move writes nothing after the worker has confirmed the cancellation.
+Nothing blocks the worker's loop: copies of a GPU run on a stream of their own. On a modelled link a piece
+leaves no sooner than its time allows. A cancelled move writes nothing after its confirmation.
 
 Not handled: moves and transfers of steps that compete for a modelled link.
 """
@@ -58,7 +55,7 @@ class PageCopier:
         self._card = card
 
     def gather(self, parts: Sequence[PageRows], into: torch.Tensor) -> Any:
-        """Starts a copy of pages, one after the other, into flat memory; returns a mark, None if it ended."""
+        """Starts a copy of pages into flat memory; returns a mark, None if it ended."""
         at = 0
         with self.stream():
             for rows, pages in parts:
@@ -111,7 +108,7 @@ class _Job:
 
 @dataclass
 class _Copying:
-    """A copy under way, and what follows it; `finish` is told whether the move was cancelled."""
+    """A copy under way; `finish` is told whether the move was cancelled."""
 
     run: int
     mark: Any
@@ -216,7 +213,7 @@ class PageMover:
         self.retry()
 
     def reset(self, peer: int) -> None:
-        """The link to a peer is another one; the engine has cancelled moves over the last."""
+        """The link to a peer is new; the engine has cancelled moves over the last."""
         way = self._ways[peer]
         way.free, way.sent = list(range(SLOTS)), {}
 
@@ -313,7 +310,7 @@ class PageMover:
 
 
 def cut(order: MovePages) -> deque[list[PiecePart]]:
-    """Pieces of at most `PIECE_BYTES`, in the order of the buffers and pages; larger pages are divided."""
+    """Pieces of at most `PIECE_BYTES`; larger pages are divided."""
     pieces: deque[list[PiecePart]] = deque()
     left = 0
     for name, page_bytes in order.buffers:

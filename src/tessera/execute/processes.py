@@ -1,11 +1,9 @@
 """Worker processes of this machine: how they are started and inherit their setup. Imports no torch.
 
 Workers are forked from a server process that has torch imported (`warm_up`). `hand_over` passes a setup with
-tensors to a child over an inherited socket. `Process.start` could do so too, but it hangs if the child dies
-meanwhile, and a fork server takes at most 256 tensors; here the child's death is an error of the socket.
-Tensors travel as torch's own reductions: shared memory by file descriptor, CUDA memory by IPC handle. The
-socket stays open: its end tells each side that the other process is gone. Pickle is used only between a
-process and the child it has just started.
+tensors to a child over an inherited socket, as torch's own reductions: `Process.start` would hang if the
+child dies meanwhile, and a fork server takes at most 256 tensors. The socket stays open: its end tells each
+side that the other is gone. Pickle is used only between a process and the child it has started.
 """
 
 import multiprocessing
@@ -46,7 +44,7 @@ _hidden: list[types.ModuleType] = []
 
 
 def raise_file_limit() -> int:
-    """Allows this process and its children up to MAX_FILES open files; returns how many are allowed."""
+    """Allows up to MAX_FILES open files; returns how many are allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft < wanted:
@@ -65,7 +63,7 @@ def warm_up() -> None:
 
 @contextmanager
 def hidden_main() -> Iterator[None]:
-    """Keeps workers from importing the program that starts them: it takes time, and may run it again."""
+    """Keeps workers from importing the program that starts them."""
     with _hiding:
         _hidden.append(sys.modules["__main__"])
         sys.modules["__main__"] = types.ModuleType("__main__")
@@ -108,7 +106,7 @@ class LocalProcess:
             pass
 
     def end(self, timeout_s: float) -> str:
-        """Makes sure the child is gone, which may leave by itself for so long; returns how it ended."""
+        """Waits so long for the child to leave, then kills it; returns how it ended."""
         fd, self._pid_fd = self._pid_fd, None
         has_ended = fd is not None and _has_ended(fd, timeout_s)
         self._process.join(timeout_s if fd is None or has_ended else 0.0)

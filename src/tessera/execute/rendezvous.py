@@ -52,9 +52,8 @@ class Rendezvous:
 class WorkerGroup:
     """Assigns waiting remote workers to devices.
 
-    A worker with a rank gets that device only. One without gets a remaining device once there are enough of
-    them for all remaining devices: until then, a worker with a rank may still connect. The others wait. A
-    worker that can never be used is told why.
+    A worker with a rank gets that device only; one without gets a remaining device once there are enough for
+    all of them. A worker that can never be used is told why.
     """
 
     num_devices: int

@@ -38,7 +38,6 @@ BLOCK = 1 << 20
 
 
 def synthetic(trace: Trace, index: int, device: torch.device) -> Memory:
-    """Memory with synthetic tensors for one launch."""
     launch, kernel = trace.launches[index], trace.kernel_of(index)
     if generator_buffer(trace, launch) is not None:
         raise CannotTime(f"{kernel.name} draws random numbers from a state that cannot be synthesised")

@@ -1,18 +1,13 @@
 """Timers: how long each launch of a trace takes on one device, and the whole step.
 
-`LaunchTimer` is the protocol that `profile` measures through, with what CPUs and GPUs share: the step's
-tensors, memory for one launch, repetition until enough samples are taken, and errors. `CpuTimer` reads a
-clock around each launch, dispatch included, with the threads of a worker. `cuda.timing.CudaTimer` uses CUDA
-events around graphs.
+`LaunchTimer` is the protocol of `profile`, with what CPUs and GPUs share. `CpuTimer` reads a clock around
+each launch, with a worker's threads; `cuda.timing.CudaTimer` uses CUDA events around graphs.
 
-`run` brings the step up to a launch, which then works on copies of what it writes, so timing changes nothing.
-Buffers that a real step finds outside the cache are given as several copies in turn; before each round a
-larger piece of memory is read to evict them.
+`run` brings the step up to a launch, which works on copies of what it writes. Buffers that a real step finds
+outside the cache are several copies in turn; before each round a larger piece of memory is read to evict
+them. Where the step's own tensors do not exist, they are synthetic (`synthetic`).
 
-Where the step's own tensors do not exist (a model that cannot be built here, or a launch behind one that
-cannot run), they are synthetic (`synthetic`).
-
-Not handled: other work on this machine, which only shows in the spread of the samples.
+Not handled: other work on this machine, which shows in the spread of the samples.
 """
 
 import os
@@ -267,7 +262,6 @@ def _elapsed_us(work: Callable[[], None]) -> float:
 
 
 def copies_needed(trace: Trace, cold: frozenset[int], cache_bytes: int, most: int) -> int:
-    """Number of copies of the cold buffers that evict one another from the cache."""
     size = sum(trace.buffers[b].size_bytes for b in cold)
     return 1 if size == 0 else min(most, 1 + -(-2 * cache_bytes // size))
 
@@ -279,7 +273,6 @@ def _arguments(trace: Trace, launch: Launch) -> set[int]:
 
 
 def last_uses(trace: Trace) -> dict[int, list[int]]:
-    """Launch -> temporaries and outputs whose last use it is."""
     last: dict[int, int] = {}
     for index, launch in enumerate(trace.launches):
         for view in launch.views:

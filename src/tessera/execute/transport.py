@@ -163,10 +163,9 @@ class Transport(ABC):
 class Arenas:
     """Shared memory of transfers, in files of the session's folder.
 
-    Each transfer of a program has a fixed place per microbatch, which the workers of a pair share, also after
-    a restart. A place is reused only by the microbatch's next run, which starts when all devices have
-    finished or forgotten the last one, or cannot overtake it (`overlap`). Programs that need as much, up to
-    the next power of two, share a file, so plans can be replaced any number of times.
+    Each transfer of a program has a fixed place per microbatch, shared by the pair, also after a restart. It
+    is reused by the microbatch's next run, which cannot overtake the last one (`overlap`). Programs that need
+    as much, up to the next power of two, share a file.
     """
 
     def __init__(self, setup: Setup, opened: Callable[[torch.Tensor], None] = lambda shared: None) -> None:
@@ -221,7 +220,7 @@ class Arenas:
 
 
 class SharedMemory(Transport):
-    """Transport `shm` of a CPU worker: a send copies into shared memory and sends a notice over the link."""
+    """Transport `shm` of a CPU worker: bytes in shared memory, a notice over the link."""
 
     def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
         self._arenas = Arenas(setup)

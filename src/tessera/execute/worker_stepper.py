@@ -1,11 +1,9 @@
 """WorkerStepper: a `stepper.Stepper` over one worker process per device.
 
-Orders go out in the same order on every device; see `runs`.
-
-When a device is lost, the microbatches whose lane uses it are closed, with one message that names the device
-and its last instruction; the hub restarts its worker. When a run is late, the workers are asked for their
-positions: one that is silent, or that the others wait for, is lost. If all answer and one has sent what
-another waits for, the link between them was cut: it is reopened, and only runs over it restart.
+Orders go out in the same order on every device (`runs`). When a device is lost, the microbatches whose lane
+uses it are closed and the hub restarts its worker. When a run is late, workers are asked for their positions:
+one that is silent, or that the others wait for, is lost. If one has sent what another waits for, the link was
+cut: it is reopened, and only runs over it restart.
 """
 
 import time
@@ -80,10 +78,11 @@ class _Inquiry:
 class WorkerStepper(Runs):
     """A stepper over worker processes; a context manager, ready when all workers are.
 
-    microbatches most open at once; default: as many as the plans have transport how bytes travel between
-    workers; see `transport` timeout_s limit of a step, after which the device that blocks it is lost; None:
-    none hub makes the hub; default: local processes max_failures consecutive failures after which a device is
-    given up; None: never
+    microbatches  most open at once; default: as many as the plans have
+    transport     how bytes travel between workers; see `transport`
+    timeout_s     limit of a step, after which the device that blocks it is lost; None: none
+    hub           makes the hub; default: local processes
+    max_failures  consecutive failures after which a device is given up; None: never
     """
 
     def __init__(
@@ -459,8 +458,8 @@ class Verdict:
 def judge(program: Program, run: int, missing: Collection[int], told: Mapping[int, Positions]) -> Verdict:
     """Follows the wait-for chain to the device or link that blocks the run.
 
-    missing devices that have not finished their share told device -> positions that its worker reports;
-    complete for `missing`
+    missing  devices that have not finished their share
+    told     device -> positions that its worker reports; complete for `missing`
     """
     device = min(missing)
     seen: set[int] = set()

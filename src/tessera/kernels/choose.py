@@ -171,7 +171,6 @@ def _limit(scaled: torch.Tensor, settings: list[float], numbers: list[int]) -> f
 
 
 def _exponential(tokens: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Exponential variables of some tokens."""
     lanes = philox(tokens >> 2, positions, seeds)
     lane = lanes[(tokens & 3).numpy(), np.arange(len(tokens))]
     draw = np.minimum(lane.astype(np.float32) * 2.0**-32 + 2.0**-33, np.float32(1.0 - 2.0**-24))

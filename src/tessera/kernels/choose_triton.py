@@ -148,7 +148,6 @@ def _edit(
     logits, scratch, settings, edits, words, begin, end, has_mask, newest, counts_last, first,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Edited logits of a segment in scratch memory."""
     for block in range(SPAN):
         token = first + block * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(logits + token, mask=token < VOCAB).to(tl.float32)
@@ -257,7 +256,6 @@ def choose_narrow(
 
 @triton.jit
 def _added(totals, scaled, weight, pivots):
-    """Sums with the weights from each pivot on."""
     a, b, c, d, e, f, g, h = totals
     a += tl.where(scaled >= _item(pivots, 0), weight, 0.0)
     b += tl.where(scaled >= _item(pivots, 1), weight, 0.0)

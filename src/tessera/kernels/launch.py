@@ -40,7 +40,6 @@ def driver() -> Any:
 
 
 def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
-    """Runs one launch of a PTX kernel on the device of its tensors."""
     given = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]
     card = next((t.device.index for t in given if isinstance(t, torch.Tensor) and t.is_cuda), None)
     if card is not None:
@@ -51,7 +50,6 @@ def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> 
 
 @cache  # unbounded: loading a module again during a graph capture would break the capture
 def _loaded(kernel: Kernel, block: Grid, card: int) -> "PtxKernel":
-    """One per card."""
     return PtxKernel(kernel, block)
 
 

@@ -362,7 +362,6 @@ def _numbers(code, zero, DTYPE: tl.constexpr, FORMAT: tl.constexpr, MIDDLE: tl.c
 
 @triton.jit(do_not_specialize=["rows"])
 def packed_join(parts, bias, out, rows, N: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr):
-    """Adds the splits of one row up."""
     n, m = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.program_id(1)
     is_output = n < N
     total = tl.zeros([SIZE], tl.float32)

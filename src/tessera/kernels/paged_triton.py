@@ -102,7 +102,6 @@ def _splits(programs: int, table: int) -> int:
 
 
 def _fitting(tile: Tile, row_bytes: int, shared_bytes: int) -> Tile:
-    """The tile with the deepest pipeline that fits shared memory."""
     room = (shared_bytes - tile.rows * row_bytes - _OTHER_BYTES) // (2 * tile.keys * row_bytes)
     if room < 2:
         return replace(tile, stages=1)
@@ -268,7 +267,6 @@ def paged_decode(
 def paged_join(
     parts, tops, query_starts, out, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Joins the splits of one query head of one sequence by their weights."""
     head, sequence = tl.program_id(0), tl.program_id(1)
     query_heads = tl.num_programs(0)
     token = tl.load(query_starts + sequence)

@@ -1,15 +1,15 @@
 """Coarse policies that plans are compared with; each returns candidate mixes.
 
-single every request on one device data-parallel whole requests, shares in proportion to device speed
-prefill-decode steps up to prefill on one device, decode steps on another prefill-decode-fractional the best
-mix of all whole-phase assignments attention-ffn attention scopes on one device, the rest on another
-layer-pipeline contiguous ranges of layers, the same in every step
+    single                     every request on one device
+    data-parallel              whole requests, shares in proportion to device speed
+    prefill-decode             steps up to prefill on one device, decode steps on another
+    prefill-decode-fractional  the best mix of all whole-phase assignments
+    attention-ffn              attention scopes on one device, the rest on another
+    layer-pipeline             contiguous ranges of layers, the same in every step
 
 None: the policy does not apply. Every mix fits memory. Served units have no phases. A node that a policy
-would split goes where most of its work goes; strict prefill-decode does not apply then.
-
-Layer pipelines on two devices try every cut in both orders; on more, the split with the smallest bottleneck
-for each device order.
+would split goes where most of its work goes; strict prefill-decode does not apply then. Layer pipelines on
+two devices try every cut in both orders; on more, the split with the smallest bottleneck per device order.
 """
 
 from collections.abc import Callable, Iterable

@@ -81,7 +81,6 @@ def allowed(
 
 
 def compiled_launches(trace: ir.Trace) -> Ints:
-    """Launches of GPU code."""
     kernels = [kernel.origin is not ir.Origin.ATEN for kernel in trace.kernels]
     return np.flatnonzero([kernels[launch.kernel] for launch in trace.launches])
 
@@ -101,7 +100,6 @@ def check_constraints(unit: ir.WorkUnit, constraints: tuple[Constraint, ...]) ->
 def restricted_constraints(
     constraints: tuple[Constraint, ...], names: tuple[str, ...], kept: tuple[str, ...]
 ) -> tuple[Constraint, ...]:
-    """The constraints for a subset of the devices."""
     found = []
     for constraint in constraints:
         chosen = _devices(constraint, names)

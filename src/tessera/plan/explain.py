@@ -159,7 +159,6 @@ def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
 
 
 def latency_bound_us(plan: ir.Plan) -> float:
-    """Lower bound of the latency of one request alone."""
     return bound_us(build(plan.unit, plan.costs, plan.cluster), FULL)
 
 

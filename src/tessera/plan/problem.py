@@ -193,7 +193,6 @@ class Problem:
         return Column(labels, busy, path, float(self.values.runs[value].sum()))
 
     def alone(self, device: int) -> Column:
-        """All work on one device."""
         return self.column(np.full(self.num_nodes, device, dtype=np.int64))
 
     def crossings(self, labels: Labels) -> tuple[Ints, Ints, Ints]:
@@ -372,7 +371,6 @@ def cluster_of(cluster: ir.Cluster, devices: Sequence[int]) -> ir.Cluster:
 
 
 def costs_on(costs: Sequence[ir.Costs], devices: Sequence[int]) -> tuple[ir.Costs, ...]:
-    """The costs of some devices."""
     return tuple(
         ir.Costs(
             priced.trace_digest,
@@ -405,7 +403,6 @@ def restricted(problem: Problem, devices: Sequence[int]) -> Problem | None:
 
 
 def mix_of(problem: Problem, plan: ir.Plan) -> Mix:
-    """The mix of a plan's lanes."""
     columns = tuple(problem.column(problem.labels(lane.placement)) for lane in plan.lanes)
     rates = [lane.rate_per_s for lane in plan.lanes]
     mix = Mix(columns, tuple(rate / sum(rates) for rate in rates))
@@ -446,8 +443,6 @@ def rounded(shares: Floats, length: int) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Kinds:
-    """Devices by kind."""
-
     members: tuple[tuple[int, ...], ...]
     # Device -> kind.
     kind_of: Ints

@@ -7,6 +7,9 @@ to 32 rows, 3.5 TFLOP/s at 128), rounded; no CPU of this table was measured.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+
+import msgspec
 
 from tessera.errors import UnknownName
 from tessera.ir import Cost, Source
@@ -40,21 +43,10 @@ class Cpu:
 
 CPUS = {
     cpu.name: cpu
-    for cpu in (
-        Cpu(
-            "cpu-epyc-9654", "AMD EPYC 9654", "AVX-512 BF16", 18.4, 9.2, 384_000_000_000, 460.8, 5, 360.0,
-            "96 cores at 3.0 GHz with 32 fp32 and 64 bf16 operations a cycle; 12 channels of DDR5-4800",
-        ),
-        Cpu(
-            "cpu-xeon-8480", "Intel Xeon Platinum 8480+", "AMX", 229.0, 7.2, 256_000_000_000, 307.2, 5, 350.0,
-            "56 cores at 2.0 GHz with 64 fp32 and 2,048 bf16 operations a cycle; 8 channels of DDR5-4800",
-        ),
-        Cpu(
-            "cpu-ryzen-7950x", "AMD Ryzen 9 7950X", "AVX-512 BF16", 4.6, 2.3, 128_000_000_000, 83.2, 5, 170.0,
-            "16 cores at 4.5 GHz with 32 fp32 and 64 bf16 operations a cycle; 2 channels of DDR5-5200",
-        ),
+    for cpu in msgspec.json.decode(
+        files("tessera.profile").joinpath("cpus.json").read_bytes(), type=tuple[Cpu, ...]
     )
-}  # fmt: skip
+}
 
 
 def cpu(name: str) -> Cpu:

@@ -23,6 +23,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
+
+import msgspec
 
 from tessera.errors import TesseraError, UnknownName
 from tessera.ir import AWAY, Cluster, Device, DeviceKind, Link, verify
@@ -42,7 +45,6 @@ OTHER_MACHINE = "away"
 # Link name that selects measured links.
 MEASURED = "measured"
 DEFAULT = "pcie4"
-_IB = "NIC and switch about 5 us, plus staging through GPUDirect RDMA; 0.9 of the line rate: an assumption"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +58,10 @@ class LinkPreset:
     source: str
 
 
-LINKS: dict[str, LinkPreset] = {
-    x.name: x
-    for x in (
-        LinkPreset(
-            "pcie4", 10.0, 25.0, "PCIe 4.0 x16: 31.5 GB/s raw, about 0.8 after framing: an assumption"
-        ),
-        LinkPreset("pcie5", 10.0, 50.0, "PCIe 5.0 x16: 63 GB/s raw, about 0.8 after framing: an assumption"),
-        LinkPreset("nvlink", 13.0, 286.0, "Vidur, A100 send_recv in one node, fitted"),
-        LinkPreset("ib100", 15.0, 11.2, f"InfiniBand 100 Gbit/s: {_IB}"),
-        LinkPreset("ib200", 15.0, 22.5, f"InfiniBand 200 Gbit/s: {_IB}"),
-        LinkPreset("ib400", 15.0, 45.0, f"InfiniBand 400 Gbit/s: {_IB}"),
+LINKS = {
+    preset.name: preset
+    for preset in msgspec.json.decode(
+        files("tessera.profile").joinpath("links.json").read_bytes(), type=tuple[LinkPreset, ...]
     )
 }
 
@@ -313,7 +308,6 @@ def _measured_links(pairs: Iterable[tuple[Device, Device]]) -> list[Link]:
 
 
 def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence[str] = ()) -> Cluster:
-    """Cluster of the devices with the links and buses of the specs."""
     plain = [word for word in words if "=" not in word or word in LINKS]
     if len(plain) > 1:
         remedy = "Give one for all pairs, and the others as emu:a100-emu:l40s=nvlink."
@@ -345,7 +339,6 @@ def _join(links: dict[tuple[str, str], Link], word: str, names: tuple[str, ...])
 
 
 def _share(links: dict[tuple[str, str], Link], bus: str, names: tuple[str, ...]) -> None:
-    """Puts the links among these devices on one bus."""
     ends = [word.strip() for word in bus.split(",")]
     for end in ends:
         if end not in names:

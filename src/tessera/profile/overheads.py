@@ -8,9 +8,11 @@ kernels are classified by the operators in their names. Not handled: other Trito
 count elements.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from enum import Enum
+from importlib.resources import files
 
 from tessera.ir import Launch, View
 from tessera.ir.trace import item_bytes
@@ -41,46 +43,10 @@ class Scope(Enum):
     STREAM = "a model of its own"
 
 
-# Terms and what their amounts count.
-TERMS: dict[str, Scope] = {
-    "index": Scope.ALL,  # elements with a computed index
-    "dim": Scope.ALL,  # the same, times dimensions
-    "cast": Scope.ALL,  # elements converted
-    "sector": Scope.ALL,  # memory transactions of operands read out of order
-    "indexing": Scope.FLOOR,  # 1 if any of the above
-    "cat": Scope.ALL,  # elements concatenated
-    "cat_part": Scope.ALL,  # elements of the largest part: all parts get equally many blocks
-    "uneven_row": Scope.ALL,  # elements of rows not aligned to vector loads
-    "row": Scope.ALL,  # short rows reduced
-    "warp_row": Scope.ONE,  # elements of a row reduced by one warp
-    "argmax": Scope.ALL,  # elements searched
-    "argmax_floor": Scope.FLOOR,
-    "sort": Scope.ONE,  # elements of a sorted row
-    "sort_floor": Scope.FLOOR,
-    "topk": Scope.ONE,  # elements of a searched row
-    "topk_floor": Scope.FLOOR,
-    "scan": Scope.ALL,  # elements scanned
-    "scan_floor": Scope.FLOOR,
-    "put": Scope.ALL,  # elements moved by index lists
-    "put_floor": Scope.FLOOR,
-    "conv": Scope.ALL,  # outputs of a dense convolution
-    "depthwise": Scope.ALL,  # outputs times filter taps
-    # Inductor kernels by fused operators; bytes, or 1.
-    "fused_angle": Scope.ALL,  # sines and cosines
-    "fused_softmax": Scope.ALL,  # over concatenated rows
-    "fused_index": Scope.ALL,  # gathered and masked
-    "fused_argmax": Scope.FLOOR,  # one block per row
-    # Attention of few queries, by kernel.
-    "efficient_stream": Scope.STREAM,
-    "flash_stream": Scope.STREAM,
-    "cudnn_stream": Scope.STREAM,
-    "masked_stream": Scope.STREAM,  # cuDNN with a mask
-    "paged_stream": Scope.STREAM,
-    "flash": Scope.FACTOR,
-    "efficient": Scope.FACTOR,
-    "cudnn": Scope.FACTOR,
-    "unaligned": Scope.FACTOR,  # GEMM with unaligned rows
-    "grouped": Scope.FACTOR,
+# Scope of each term; `terms.json` also says what its amount counts.
+TERMS = {
+    name: Scope[term["scope"]]
+    for name, term in json.loads(files("tessera.profile").joinpath("terms.json").read_bytes()).items()
 }
 
 

@@ -18,20 +18,7 @@ from tessera.report.perfetto import write_perfetto
 from tessera.report.picture import layer_picture
 
 __all__ = [
-    "AdviceTable",
-    "Bar",
-    "PolicyLine",
-    "Shown",
-    "UsedDevice",
-    "compared",
-    "device_uses",
-    "duration",
-    "layer_picture",
-    "main_lane",
-    "round_limits",
-    "short_name",
-    "write_advice",
-    "write_page",
-    "write_perfetto",
-    "write_report",
+    "AdviceTable", "Bar", "PolicyLine", "Shown", "UsedDevice", "compared", "device_uses", "duration",
+    "layer_picture", "main_lane", "round_limits", "short_name", "write_advice", "write_page",
+    "write_perfetto", "write_report",
 ]  # fmt: skip

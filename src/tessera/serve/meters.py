@@ -63,7 +63,6 @@ class Meters(Counts):
         self.first_s.append(seconds)
 
     def next_tokens(self, seconds: Sequence[float]) -> None:
-        """Gaps of the other tokens of a step."""
         self.between_s.extend(seconds)
 
     def stepped(self, kind: str, seconds: float) -> None:

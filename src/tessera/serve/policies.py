@@ -175,11 +175,9 @@ class ServicePlanner:
         return replace(self.unit, counts=tuple(max(1, round(num * scale)) for num in runs))
 
     def _on(self, device: int, role: Role, microbatches: int) -> Group:
-        """A group on one device."""
         return group_on(device, role, self.shape, self.unit, self.costs, self.cluster, microbatches)
 
     def _along(self, name: str, placement: Placement, microbatches: int) -> Group:
-        """A mixed group whose lane has this placement."""
         from tessera.plan.solve import lane_plan
 
         used = sorted({device for step in placement.devices for device in step})

@@ -227,7 +227,6 @@ class Decoder:
         self._formals = _register_formals(function)
 
     def step(self, ins: Instruction) -> tuple[Step, Instruction, int, bool]:
-        """Step of an instruction with its guard."""
         made = RULES.get(ins.op.name)
         try:
             if made is None:
@@ -278,7 +277,6 @@ class Decoder:
         return max(found, key=lambda d: (d.itemsize, d != np.dtype(bool)))
 
     def get(self, operand: Operand, wanted: Type) -> Get:
-        """Getter of the operand's value as a type."""
         if isinstance(operand, Sym) and operand.name in self._formals:
             operand = Reg(operand.name)
         if isinstance(operand, Reg):
@@ -409,7 +407,6 @@ def literal(operand: Imm | FloatImm, wanted: Type) -> Any:
 
 
 def special(frame: Frame, name: str) -> Array:
-    """Special register in every lane."""
     machine = frame.machine
     known = machine.special.get(name)
     if known is not None:
@@ -421,7 +418,6 @@ def special(frame: Frame, name: str) -> Array:
 
 
 def simple(put: Put, function: Callable[..., Any], *gets: Get) -> Step:
-    """Step that applies a function to its operands."""
     if len(gets) == 1:
         (a,) = gets
         return lambda frame, act: put(frame, act, function(a(frame)))
@@ -435,7 +431,6 @@ def simple(put: Put, function: Callable[..., Any], *gets: Get) -> Step:
 
 
 def only(found: list[Type], ins: Instruction) -> Type:
-    """Last type of an instruction."""
     if not found:
         raise Unknown(f"no type in {ins.op.text}")
     return found[-1]

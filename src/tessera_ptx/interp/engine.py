@@ -304,7 +304,6 @@ class Barriers:
         return moves
 
     def _result(self, barrier: Barrier, number: int, frame: Frame, going: Array) -> None:
-        """Writes the result of a reducing barrier."""
         if barrier.result is None:
             return
         width = self.machine.threads

@@ -18,7 +18,6 @@ WHOLE = {"rni": "n", "rzi": "z", "rmi": "m", "rpi": "p"}
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """Rounded sum of two doubles and its exact error."""
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)

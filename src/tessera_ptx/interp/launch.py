@@ -84,7 +84,6 @@ class Geometry:
         return mask
 
     def special(self, blocks: range, layout: SymbolLayout) -> dict[str, Array]:
-        """Special registers of every lane."""
         lanes = self.lanes(blocks)
         thread = np.tile(np.arange(self.threads), len(blocks))
         cta = np.repeat(np.arange(blocks.start, blocks.stop), self.threads)

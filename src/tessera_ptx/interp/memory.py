@@ -209,7 +209,6 @@ class SymbolLayout:
 
 
 def place_symbols(module: Module, arena: Arena, dynamic_bytes: int) -> SymbolLayout:
-    """Assigns an address to every symbol."""
     layout = SymbolLayout(dynamic_bytes=0)
     shared = [v for v in module.variables if v.space == "shared"]
     for number, function in enumerate(module.functions):

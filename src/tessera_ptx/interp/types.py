@@ -14,8 +14,6 @@ Array = npt.NDArray[Any]
 
 
 class Type(NamedTuple):
-    """A PTX type."""
-
     name: str
     bits: int
     kind: str  # u, s, f, b (bits), p (predicate)

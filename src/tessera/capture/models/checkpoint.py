@@ -343,7 +343,6 @@ def _check_memory(folder: Path, need: int) -> None:
 
 
 def memory_bytes() -> int:
-    """Free memory of this machine."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -169,7 +169,6 @@ class PackedWeight(torch.Tensor):
     def each(
         self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
     ) -> "PackedWeight":
-        """The same weight with changed tensors."""
         parts = {name: change(tensor) for name, tensor in self.parts.items()}
         return PackedWeight(self.code, dtype or self.dtype, **parts)
 

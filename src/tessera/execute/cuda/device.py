@@ -1,15 +1,12 @@
 """GpuDevice: one device of a cluster, opened on its GPU by this process.
 
-A device is a whole card, a part of one (`cuda:N/sm=K`), or a card with another GPU's times (`cuda:N/as=GPU`).
-Every process cuts a card in the same way, so that no two parts share an SM.
+A device is a whole card, a part (`cuda:N/sm=K`), or a card with another GPU's times (`cuda:N/as=GPU`). Every
+process cuts a card alike: the driver splits it once into groups of a fixed size (say 15 of 8 SMs) and a rest
+(12). A part is groups, and one part may take the rest; other sizes are refused with the possible ones. Parts
+share memory, caches and bandwidth: a test bed for unlike devices.
 
-The driver splits a card once, into groups of a fixed size (say 15 of 8 SMs) and a rest (12). A part consists
-of groups, and one part may take the rest too: 32 is 4 groups, 100 is 11 and the rest. Other sizes are refused
-with the possible ones. Parts share the card's memory, caches and bandwidth: they are a test bed for unlike
-devices and do not make a card faster.
-
-Streams and partitions are kept for the whole process and lent to one `GpuDevice` at a time, because libraries
-keep a workspace per stream.
+Streams and partitions are kept for the process and lent to one `GpuDevice` at a time, because libraries keep
+a workspace per stream.
 """
 
 import ctypes
@@ -48,7 +45,6 @@ class GpuDevice:
         self._borrowed: list[tuple[Hashable, torch.cuda.Stream]] = []
 
     def compute_stream(self, priority: int = 0) -> torch.cuda.Stream:
-        """A private stream for launches."""
         part = self._partition
         if part is None:
             return self.plain_stream(priority)

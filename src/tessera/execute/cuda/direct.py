@@ -1,20 +1,14 @@
 """Transports by which GPUs reach one another's memory, and which transports this machine can use.
 
-`Ipc`: GPUs of one machine. Every worker has an inbox in CUDA IPC memory (`transport`) and publishes its
-handle in the engine's store. A send is a copy into the opened inbox and a write to its flag, on the sender's
-stream. A restarted worker has another inbox, so graphs that send there are captured again.
+`Ipc`: GPUs of one machine. Workers publish handles of their inboxes (CUDA IPC memory) in the engine's store.
+A send is a copy into the opened inbox and a write to its flag. A restarted worker has another inbox, so
+graphs that send there are captured again.
 
-`Nvshmem`: put-with-signal on streams (NVLink, PCIe or InfiniBand), with the library that torch brings. Every
-worker is a processing element, numbered as its device; the first publishes an identifier in the store. The
-inboxes are one symmetric allocation. Elements cannot rejoin: when one worker is lost, all are restarted. Two
+`Nvshmem`: put-with-signal on streams, with the library that torch brings. Workers are processing elements;
+inboxes are one symmetric allocation. Elements cannot rejoin: when one is lost, all are restarted. Two
 elements on one card need CUDA MPS with `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` set to their share.
 
-`transports` lists what is usable, and why others are not, by asking torch and the driver:
-
-    shm      workers of one machine, at least one of them on a CPU
-    ipc      GPUs of one machine, also several workers on one card
-    nvshmem  GPUs with the library that torch brings
-    host     workers of any kind, on any machines
+`transports` lists what is usable, and why others are not.
 """
 
 import ctypes

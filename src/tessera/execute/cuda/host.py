@@ -1,12 +1,10 @@
 """Host: transfers through pinned memory and the worker's links, over any network.
 
-A sending graph copies to pinned memory and sets a flag there. A thread per link polls the flags of its
-destination and sends what is flagged. Arriving bytes are read into pinned memory and their flag is set; the
-receiver's graph waits for that flag, clears it and copies to the GPU. Both sides use the layout of the
-receiver's inbox. A transfer that arrives before its run begins is kept.
+A sending graph copies to pinned memory and sets a flag there, which a thread per link polls. Arriving bytes
+are read into pinned memory and flagged; the receiver's graph waits for the flag, clears it and copies to the
+GPU. A transfer that arrives before its run begins is kept.
 
-Shared: beside CPU workers of the same machine, graphs copy to and from shared memory, and set and wait for
-flags there; no thread is involved.
+Shared: beside CPU workers of the same machine, graphs use shared memory and flags there, without a thread.
 """
 
 import threading

@@ -1,11 +1,8 @@
 """measure: costs of the launches of a work unit on each device, timed in place inside the step.
 
-A step runs on one device, once plain and once with a stamp before and after every launch. A stamp costs the
-same everywhere: launch = max(stamped - b, FLOOR), with b chosen so that the launches add up to the plain step
-(`without_stamps`). Figures are medians; the error is half the interquartile range, at least 1 %.
-
-Parts of one card share its bandwidth and caches, so a part is timed while the others repeat the same work.
-Everything runs in one process.
+A step runs once plain and once with a stamp before and after every launch: launch = max(stamped - b, FLOOR),
+with b such that the launches add up to the plain step (`without_stamps`). Figures are medians; the error is
+half the interquartile range, at least 1 %. Parts of one card are timed while the others repeat the same work.
 """
 
 import math

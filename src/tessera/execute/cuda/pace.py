@@ -1,30 +1,27 @@
 """Pace: which launches and sends of one device keep modelled time, and for how long.
 
-A dilated device (`cuda:N/as=GPU`) runs each launch for real and lets it end when it would have ended on
-another GPU. It serves launches one at a time, in the order of `execute.schedule`; a throttled link serves
-first come, first served. In a profiled graph everything else is stamped: a hold of zero, without a queue.
-Links of a group share a bus only among one device's sends.
+A dilated device (`cuda:N/as=GPU`) runs each launch and lets it end when it would have ended on another GPU,
+one at a time, in the order of `execute.schedule`; a throttled link serves first come, first served. In a
+profiled graph everything else is stamped. Links of a group share a bus only among one device's sends.
 
-A launch that is due before the card itself is done cannot keep its time. The whole run is then slowed by the
-time scale: the least factor at which launches of 99 % of the modelled time are met while every device of the
-card is busy, that is, with the card's own time multiplied by the number of devices on it. Modelled rate =
-measured rate x scale.
+Where the card itself is too slow, the whole run is slowed by the time scale: the least factor at which
+launches of 99 % of the modelled time are met while every device of the card is busy. Modelled rate = measured
+rate x scale.
 
-`PaceKernel` is a one-thread kernel before and after every launch. A record is four words: start, due time and
-real end (nanoseconds of the GPU's %globaltimer), and one spare. One call does two things, each optional:
+`PaceKernel` is a one-thread kernel before and after every launch. A record is four words: start, due time,
+real end (nanoseconds of %globaltimer), and one spare. One call does two things, each optional:
 
     leave   waits until the previous record's due time (plus `extra`), and writes the real end;
     enter   takes the next place in the queue of a device or link: start = max(now - slack, when it is free),
             end = start + hold, and the device is taken until then. Without a queue, start is now.
 
 A queue is a word that says until when it is taken and, for a device, one word per microbatch: the key of the
-launch that waits there, or zero. The least key goes first: the segment that ends soonest, then the one that
-came first. (First come, first served alone would advance all requests in step.) The arrival time is the
-middle of the key, in units of 1,024 ns; it wraps every 17 s, when a launch may overtake its equal once. A
-launch that directly follows another sets its key before that one ends, so that it is not overtaken.
+launch that waits, or zero. The least key goes first: the segment that ends soonest, then the first to come.
+The arrival time in the key, in units of 1,024 ns, wraps every 17 s, when a launch may overtake its equal
+once. A launch that directly follows another sets its key before that one ends.
 
-A kernel waits only for the clock and for running kernels with smaller keys, so every wait ends. It touches
-its records and its queue only, which `tests/unit/execute/test_cuda_pace_kernel.py` has the analyzer prove.
+A kernel waits only for the clock and for running kernels with smaller keys, so every wait ends. The analyzer
+proves that it touches its records and its queue only (`tests/unit/execute/test_cuda_pace_kernel.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -341,9 +338,8 @@ class PaceKernel:
 class Chain:
     """Records of one stream of one graph, in launch order.
 
-    A record is left when the next launch enters, so that one kernel does both and the next launch is queued
-    before the last has ended. `settle`, or waiting for `open` on another stream, waits for the end before
-    that.
+    A record is left when the next launch enters: one kernel does both. `settle`, or waiting for `open` on
+    another stream, waits for the end before that.
     """
 
     def __init__(self, pace_kernel: Any, queue: torch.Tensor | None, place: int = 0) -> None:

@@ -1,13 +1,11 @@
 """CudaTimer: how long each launch of a trace takes on a GPU, or a part of one, inside a CUDA graph.
 
-Two graphs are captured per launch, one that runs it once and one that runs it several times more; a sample is
-the difference of their times, divided, so the cost of starting a graph drops out. Before each replay memory
-larger than the cache is read (not written: dirty lines would be written back during the launch), and the
-queue is held until the replay is submitted, so that the CPU is never part of the time.
+A sample is the difference between a graph that runs the launch once and one that runs it several times more,
+so the start of a graph drops out. Before each replay memory larger than the cache is read (not written: dirty
+lines would be written back), and the queue is held until the replay is submitted. Buffers that a real step
+finds outside the cache are another copy at each repeat.
 
-Buffers that a real step finds outside the cache are another copy at each repeat; all others stay cached.
-
-Not handled: launches that read results on the host, which no graph can hold. They are refused by name.
+Refused by name: launches that read results on the host.
 """
 
 import contextlib
@@ -231,9 +229,8 @@ def _driver() -> str:
 class GraphPool:
     """Many small CUDA graphs on one stream, captured quickly.
 
-    `torch.cuda.graph` would collect garbage and empty torch's cache at every capture. All graphs share one
-    memory pool, kept alive by a first graph, so they must not be replayed concurrently. A failed capture
-    costs its own pool only.
+    Unlike `torch.cuda.graph`, a capture collects no garbage. Graphs share one memory pool, so they must not
+    be replayed concurrently. A failed capture costs its own pool only.
     """
 
     def __init__(self, stream: torch.cuda.Stream, device: torch.device) -> None:

@@ -1,23 +1,15 @@
 """GpuTransport: how a GPU's worker sends and receives from inside its graphs.
 
-`put` and `wait` are called during a capture, so what they issue becomes part of the graph and no CPU is
-involved later. A flag says that the bytes of a transfer have arrived; the receiver's graph waits for it and
-clears it. No flag and no place is overwritten before it was read: a microbatch's next step begins when all
-devices have ended the last, or no sender can be ahead (`execute.overlap`).
+What `put` and `wait` issue during a capture becomes part of the graph. A flag says that a transfer has
+arrived; the receiver's graph waits for it and clears it. Nothing is overwritten before it was read
+(`execute.overlap`). Implemented by `direct` (ipc, nvshmem) and `host` (shm, host).
 
-    ipc      GPUs of one machine: memory of the receiver that the sender has opened (`direct`)
-    nvshmem  put-with-signal on streams, by NVLink, PCIe or InfiniBand (`direct`)
-    shm      CPU workers of the same machine: shared memory, which the GPU reads and writes (`host`)
-    host     pinned memory and a link of the worker process, over any network (`host`)
+When a peer is lost, a graph may wait for ever: `release` sets the flags of a microbatch from the CPU, so that
+the graph ends with contents that are discarded; `reset` clears them.
 
-When a peer is lost during a step, this device's graph may wait for ever: `release` sets the flags of a
-microbatch from the CPU, so that the graph ends with contents that are discarded; `reset` then clears them.
-
-Inboxes are where transfers land, laid out alike by every worker. Each microbatch has, per transfer of a
-program, a flag, a record of when it was due (see `pace`), and a place as large as its buffer. Programs of a
-microbatch share them, since it runs one at a time. Programs added later use the existing inbox if they fit;
-else a device gets another one, larger by at least half, so all its inboxes take at most three times the
-largest.
+Inboxes are laid out alike by every worker. Each microbatch has, per transfer of a program, a flag, a record
+of when it was due (`pace`), and a place as large as its buffer; its programs share them. Programs added later
+use the existing inbox if they fit; else a device gets another, larger by at least half.
 """
 
 from abc import ABC, abstractmethod
@@ -122,7 +114,6 @@ def _offsets(program: Program, trace: Trace, device: int) -> tuple[dict[int, int
 
 
 def is_move_of_state(program: Program, transfer: int) -> bool:
-    """True if a transfer moves state between two steps."""
     return program.transfers[transfer].value < 0
 
 
@@ -224,9 +215,8 @@ class GpuTransport(ABC):
         self._fill(microbatch, 1)
 
     def reset(self, microbatch: int, program: int) -> None:
-        """Clears all flags of a microbatch here, and those that this device has set elsewhere.
-
-        Called when a cancelled graph has ended here; after all devices have called it, no flag is left.
+        """Clears all flags of a microbatch here, and those that this device has set elsewhere, after its
+        graph.
         """
         self._fill(microbatch, 0)
 

@@ -142,7 +142,6 @@ def _advance(course: Course, launch: int, rows: Floats) -> tuple[Floats, Ints, I
 
 
 def _ends(course: Course, launch: int, rows: Floats) -> Floats:
-    """Lower bound of each row's end."""
     move = course.layout.moves[launch]
     after = rows.take(move.column, axis=0)
     after += course.tail_us.take(move.reader, axis=0)

@@ -111,7 +111,6 @@ def layout_of(problem: Problem, step: int) -> Layout:
 
 
 def floored(times: Floats, grid: float) -> Floats:
-    """Rounded down to the grid."""
     return np.asarray(np.floor(times / grid) * grid)
 
 

@@ -59,7 +59,6 @@ class RequestTimer:
         return tuple(_reads(g) for g in self.problem.unit.graphs)
 
     def makespan_us(self, labels: Labels) -> float:
-        """Makespan of one request alone."""
         prob = self.problem
         total = self._migration_us(labels)
         for step, count in enumerate(prob.unit.counts):
@@ -67,7 +66,6 @@ class RequestTimer:
         return total
 
     def step_us(self, step: int, labels: Labels) -> float:
-        """One run of one step."""
         prob = self.problem
         placed = labels[prob.node_of[step]]
         own = prob.cost_us[step][np.arange(len(placed)), placed]

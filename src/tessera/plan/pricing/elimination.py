@@ -199,7 +199,6 @@ class _Layout:
         return tuple(sorted(nodes, key=lambda n: -self.rank[n]))
 
     def part(self, node: int, group: list[frozenset[int]], has_own: bool) -> _Part:
-        """Replace the factors of a group by one."""
         nodes = frozenset().union(*group) | {node}
         line = self.line(nodes)
         used = [

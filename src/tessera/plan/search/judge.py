@@ -30,7 +30,6 @@ class Judge:
         return Sampler(self.task.problem, self.task.config.num_samples)
 
     def know(self, mix: Mix, rate_per_s: float) -> None:
-        """Set the long-run rate of a mix."""
         self._rates[mix.key] = rate_per_s
         self._settled.add(mix.key)
 
@@ -58,7 +57,6 @@ class Judge:
         return chosen
 
     def best(self, mixes: Sequence[Mix]) -> Mix:
-        """The best mix by the objective."""
         if self.task.objective is ir.Objective.LATENCY:
             return min(mixes, key=self.task.latency_us)
         return self._scored(mixes)[0][1]

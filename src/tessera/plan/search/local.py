@@ -97,7 +97,6 @@ class Search:
         return figure
 
     def finalists(self) -> tuple[Mix, ...]:
-        """Mixes for full simulation."""
         ordered = sorted(self.found, key=lambda x: -x[0])
         return tuple(mix for _, mix in ordered[: self.task.config.num_finalists[self.task.is_large]])
 
@@ -134,7 +133,6 @@ class Search:
                 figure, in_vain, moves = reached, 0, self._segment_moves(team)
 
     def _segment_moves(self, team: Counter[Column]) -> Iterator[Counter[Column]]:
-        """The team with one segment of a microbatch on another device."""
         moved = (zip(repeat(column), _by_segment(column.labels)) for column in team)
         for column, labels in filter(None, chain(*zip_longest(*moved))):
             other = self._canonical(self.task.problem.column(labels))

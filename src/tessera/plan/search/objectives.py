@@ -72,7 +72,6 @@ def subsets(problem: Problem, objective: ir.Objective) -> Iterator[Devices]:
 
 
 def bound(problem: Problem, objective: ir.Objective, devices: Devices) -> float:
-    """Upper bound of the figure on these devices."""
     load = problem.load_us[:, list(devices)]
     period_us = spread_us(load)
     if objective is ir.Objective.COST:

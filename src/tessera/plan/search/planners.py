@@ -1,7 +1,9 @@
 """Planners by name: a task in, candidate mixes out (None: does not apply).
 
-single-placement one placement for all requests, by a mixed-integer program throughput see `local` cost,
-energy as throughput; `solve` adds device sets latency see the package `latency`
+    single-placement  one placement for all requests, by a mixed-integer program
+    throughput        see `local`
+    cost, energy      as throughput; `solve` adds device sets
+    latency           see the package `latency`
 
 and the coarse policies of `baselines`.
 """
@@ -19,7 +21,6 @@ Planner = Callable[[Task], tuple[Mix, ...] | None]
 
 
 def single_placement(task: Task, time_limit_s: float | None = None) -> tuple[Mix, ...] | None:
-    """The best single placement of the MILP and the coarse policies."""
     limit_s = task.config.single_limit_s if time_limit_s is None else time_limit_s
     columns = [m.columns[0] for m in task.coarse_mixes if len(m.columns) == 1]
     from tessera.plan.pricing import milp  # slow to import

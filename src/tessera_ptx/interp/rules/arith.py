@@ -196,7 +196,6 @@ def _leading_zeros(a: Any) -> Any:
 
 
 def _length(a: Any) -> Any:
-    """Bit length."""
     spread = a.copy()
     shift = 1
     while shift < a.dtype.itemsize * 8:
@@ -400,7 +399,6 @@ def mode_of(ins: Instruction) -> str:
 
 
 def lift(function: Function, kind: Type) -> Function:
-    """Applies a float function to bit patterns of the type."""
     if kind.name == "bf16":
         return lambda *a: floats.single_to_bf16(
             np.asarray(function(*map(floats.bf16_to_single, a)), np.float32)

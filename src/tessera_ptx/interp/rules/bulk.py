@@ -50,7 +50,6 @@ class Word:
 
 
 def change(frame: Frame, lane: int, address: int, edit: Callable[[Word], None]) -> int:
-    """Edits a barrier and returns the old word."""
     one, at = np.array([lane]), np.array([address & (SHARED - 1)], np.uint64)
     before = int(load(frame, "shared", one, at, 8)[0])
     word = Word(before)
@@ -60,8 +59,6 @@ def change(frame: Frame, lane: int, address: int, edit: Callable[[Word], None]) 
 
 
 def count_bytes(frame: Frame, lane: int, address: int, size: int) -> None:
-    """Counts the bytes of a finished copy."""
-
     def edit(word: Word) -> None:
         word.bytes -= size
 
@@ -216,7 +213,6 @@ def map_address(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("getctarank")
 def rank_of_address(ins: Instruction, decoder: Decoder) -> Step:
-    """Cluster rank of a shared address."""
     put, a = decoder.put(ins.operands[0], U32), decoder.get(ins.operands[1], U64)
 
     def step(frame: Frame, act: Active) -> None:
@@ -239,8 +235,6 @@ ELEMENTS = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f32", "f64",
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """A decoded tensor map."""
-
     address: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]  # bytes; innermost: element size

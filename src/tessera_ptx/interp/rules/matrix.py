@@ -39,7 +39,6 @@ _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)$")
 
 
 def warps(act: Active) -> Array:
-    """Participating warps."""
     there: Array = np.flatnonzero(act.mask.reshape(-1, 32).any(axis=1))
     return there
 

@@ -163,7 +163,6 @@ def select(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("slct")
 def select_by_sign(ins: Instruction, decoder: Decoder) -> Step:
-    """Selects by the sign of a third operand."""
     kinds = types_of(ins.op.mods)
     gets = decoder.get(ins.operands[3], kinds[1]), *(decoder.get(o, kinds[0]) for o in ins.operands[1:3])
     return simple(decoder.put(ins.operands[0], kinds[0]), lambda c, a, b: np.where(c >= 0, a, b), *gets)
@@ -171,7 +170,6 @@ def select_by_sign(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("cvt")
 def convert(ins: Instruction, decoder: Decoder) -> Step:
-    """Converts between any two types."""
     kinds = types_of(ins.op.mods)
     if "pack" in ins.op.mods or len(kinds) != 2:
         raise Unknown("this conversion")
