@@ -11,8 +11,9 @@ Parts, each in a process of its own, on the same random bf16 weights in number a
               layer before it computes ("fetch all that does not fit")
 `tokens/s` of the service: greedy answer tokens of as many clients, each asking again at once, in the time in
 which all of them are past their first answer, which is shorter for some: as a plan expects it, prompts
-included. Baselines: tokens after the first. They run transformers' defaults (attention, experts) for `--plain-tokens` tokens or
-`--plain-s` seconds; accelerate may fill the whole cap with weights. Nothing is dilated or modelled.
+included. Baselines: tokens after the first, of transformers' defaults (attention, experts), for
+`--plain-tokens` tokens or `--plain-s` seconds; accelerate may fill the whole cap with weights. Nothing is
+dilated or modelled.
 """
 
 import argparse

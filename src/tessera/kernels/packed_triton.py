@@ -3,8 +3,8 @@
 """Products with packed weights on a GPU: the CUDA implementation of the operators of `packed`.
 
   few rows, experts  `packed_product`: one program per (tile of outputs, expert, split of inputs). It turns
-                     codes into numbers of the input's type and multiplies; scales multiply the sums of a
-                     group, in float32. `packed_join` adds several splits up.
+                     codes into numbers of the input's type, in registers, and multiplies them by inputs;
+                     scales multiply the sums of a group, in float32. `packed_join` adds several splits up.
   many rows          `packed_unpack` writes the weight out, and the library multiplies.
 
 Codes become floats by their bits: a small integer is the mantissa of 128 (bfloat16) or 1024 (float16), and a
@@ -31,8 +31,10 @@ MANY_ROWS = 256
 # Inputs per iteration, at most; a group of one scale has at least the lower number.
 MAX_DEPTH, MIN_DEPTH = 128, 32
 # Programs that keep a large card's memory busy, and the least iterations of one.
-_BUSY, _LEAST = 512, 4
+_BUSY, _LEAST = 200, 4
 _MAX_SPLITS = 8
+# Bytes written and read again per output, row and split.
+_JOINED = 8
 # Outputs and warps of a tile, and the depth of its pipeline.
 _COLUMNS, _WARPS, _STAGES = 128, 4, 4
 
@@ -46,13 +48,13 @@ class ProductTile:
     stages: int = _STAGES
 
 
-def tile_for(rows: int, experts: int, outputs: int, iterations: int) -> ProductTile:
-    """The division of a product; `iterations`: groups of inputs."""
+def tile_for(rows: int, experts: int, outputs: int, iterations: int, line: int) -> ProductTile:
+    """The division of a product; `iterations`: groups of inputs; `line`: bytes of an output's codes."""
     each = rows if experts == 1 else -(-2 * rows // experts)
     tile_rows = min(max(16, triton.next_power_of_2(each)), 64)
     programs = -(-outputs // _COLUMNS) * min(experts, rows)
-    splits = 1
-    while splits < _MAX_SPLITS and splits * programs < _BUSY and iterations >= 2 * splits * _LEAST:
+    splits, most = 1, min(_MAX_SPLITS, line // (2 * _JOINED * rows))
+    while 2 * splits <= most and splits * programs < _BUSY and iterations >= 2 * splits * _LEAST:
         splits *= 2
     return ProductTile(tile_rows, _COLUMNS, splits)
 
@@ -89,7 +91,7 @@ def multiply(
     out = x.new_empty(rows, outputs)
     if not out.numel():
         return out
-    tile = tile or tile_for(rows, experts, outputs, -(-columns // depth))
+    tile = tile or tile_for(rows, experts, outputs, -(-columns // depth), codes.shape[2] * codes.itemsize)
     parts = x.new_empty(tile.splits, rows, outputs, dtype=torch.float32) if tile.splits > 1 else None
     each, depth, items = _items(codes, weight_format, depth, x.dtype)
     packed_product[-(-outputs // tile.columns), experts, tile.splits](
@@ -177,12 +179,12 @@ def packed_product(
     LINE: tl.constexpr = K // EACH
     GROUPS: tl.constexpr = DEPTH // BLOCK_K if BLOCK_K < DEPTH else 1
     SHARE: tl.constexpr = (K + DEPTH * SPLITS - 1) // (DEPTH * SPLITS) * DEPTH
-    codes += (expert.to(tl.int64) * N + n)[None, :] * LINE
+    codes += (expert.to(tl.int64) * N + n)[:, None] * LINE
     scale_at = (expert * SCALE_ROWS + n // BLOCK_N) * SCALE_COLUMNS
     for start in range(begin, end, ROWS):
         m = start + tl.arange(0, ROWS)
         is_row = m < end
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        total = tl.zeros([COLUMNS, ROWS], tl.float32)
         at = scale_at + split * SHARE // BLOCK_K
         scale = _scales(scales, scale_at, split * SHARE, is_output, SCALE_COLUMNS, BLOCK_K, GROUPS)
         zero = scale if zeros is None else tl.load(zeros + at, mask=is_output, other=0)
@@ -196,21 +198,21 @@ def packed_product(
             mask = is_row[:, None] & (k < K)[None, :]
             given = tl.load(x + m.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0)
             place = first // EACH + tl.arange(0, DEPTH // EACH)
-            mask = (place < LINE)[:, None] & is_output[None, :]
-            code = tl.load(codes + place[:, None], mask=mask, other=0)
+            mask = is_output[:, None] & (place < LINE)[None, :]
+            code = tl.load(codes + place[None, :], mask=mask, other=0)
             less = None if zeros is None else zero
-            part = tl.zeros([ROWS, COLUMNS], tl.float32)
+            part = tl.zeros([COLUMNS, ROWS], tl.float32)
             if GROUPS > 1:
                 less, part = _spread(scale, DEPTH // 4 // GROUPS), total
             part = _product(given, code, less, part, EACH, FORMAT, NIBBLES, MIDDLE)
             if GROUPS > 1:
                 total = part
             else:
-                total += part * _factor(scale, FORMAT)[None, :]
+                total += part * _factor(scale, FORMAT)[:, None]
             scale, zero = next_scale, next_zero
         if GROUPS > 1:
             total *= 2.0**63
-        _store(out, parts, bias, total, m, n, split * rows + m, is_row, is_output, N, SPLITS)
+        _store(out, parts, bias, tl.trans(total), m, n, split * rows + m, is_row, is_output, N, SPLITS)
 
 
 @triton.jit
@@ -244,14 +246,14 @@ def _product(
         part = _multiplied(x3, code, less, part, 3, FORMAT, MIDDLE)
     elif EACH == 1:
         weight = _numbers(code, less, given.dtype, FORMAT, MIDDLE)
-        part = tl.dot(given, weight, part, input_precision="ieee")
+        part = tl.dot(weight, tl.trans(given), part, input_precision="ieee")
     else:
         x0, x1 = tl.split(tl.reshape(given, [ROWS, DEPTH // 2, 2]))
         if NIBBLES:
             low = _numbers(code & 15, less, given.dtype, FORMAT, MIDDLE)
             high = _numbers(code >> 4, less, given.dtype, FORMAT, MIDDLE)
-            part = tl.dot(x0, low, part, input_precision="ieee")
-            part = tl.dot(x1, high, part, input_precision="ieee")
+            part = tl.dot(low, tl.trans(x0), part, input_precision="ieee")
+            part = tl.dot(high, tl.trans(x1), part, input_precision="ieee")
         else:
             part = _multiplied(x0, code, less, part, 0, FORMAT, MIDDLE)
             part = _multiplied(x1, code, less, part, 1, FORMAT, MIDDLE)
@@ -267,29 +269,31 @@ def _multiplied(x, word, zero, total, J: tl.constexpr, FORMAT: tl.constexpr, MID
     IS_BRAIN: tl.constexpr = x.dtype == tl.bfloat16
     SHORT: tl.constexpr = tl.bfloat16 if IS_BRAIN else tl.float16
     CODE: tl.constexpr = _two_codes(FORMAT, J, IS_BRAIN)
-    if IS_BRAIN:
-        number = tl.inline_asm_elementwise(CODE, "=r,r", [word], dtype=tl.bfloat16, is_pure=True, pack=2)
-    else:
-        number = tl.inline_asm_elementwise(CODE, "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     if FORMAT == "int4":
         ONE: tl.constexpr = 128.0 if IS_BRAIN else 1024.0
         if zero is None:
-            number -= ONE + MIDDLE
+            more = tl.full(word.shape, -ONE - MIDDLE, SHORT)
         else:
-            number -= (zero.to(tl.float32) + ONE).to(SHORT)[None, :]
+            more = tl.broadcast_to((-ONE - zero.to(tl.float32)).to(SHORT)[:, None], word.shape)
     elif FORMAT == "fp8":
-        number *= 2.0**120 if IS_BRAIN else 2.0**8
+        more = tl.full(word.shape, 2.0**120 if IS_BRAIN else 2.0**8, SHORT)
     else:
-        number *= zero
-    return tl.dot(x, number.to(x.dtype), total, input_precision="ieee")
+        more = zero
+    if IS_BRAIN:
+        number = tl.inline_asm_elementwise(CODE, "=r,r,r", [word, more], tl.bfloat16, is_pure=True, pack=2)
+    else:
+        number = tl.inline_asm_elementwise(CODE, "=r,r,r", [word, more], tl.float16, is_pure=True, pack=2)
+    return tl.dot(number.to(x.dtype), tl.trans(x), total, input_precision="ieee")
 
 
 @triton.constexpr_function
 def _two_codes(form, place, is_brain):
-    """PTX from two words ($1) to the floats of one code of each ($0)."""
+    """PTX from two words ($1) to the floats of one code of each ($0), plus or times two floats ($2)."""
+    fma = f"fma.rn.{'bf' if is_brain else 'f'}16x2"
     if form == "int4":
-        magic = "0x43004300" if is_brain else "0x64006400"
-        return f"shr.u32 $0, $1, {4 * place}; lop3.b32 $0, $0, 0x000F000F, {magic}, 0xEA;"
+        magic, one = ("0x43004300", "0x3F803F80") if is_brain else ("0x64006400", "0x3C003C00")
+        body = f"shr.u32 t, $1, {4 * place}; lop3.b32 t, t, 0x000F000F, {magic}, 0xEA; mov.b32 s, {one};"
+        return f"{{ .reg .b32 s, t; {body} {fma} $0, t, s, $2; }}"
     # Exponent and mantissa go up by some bits, or down; the sign goes to the top.
     if form == "fp8":
         keep, up, sign = ("0x07F007F0", 4, 8) if is_brain else ("0x3F803F80", 7, 8)
@@ -297,32 +301,33 @@ def _two_codes(form, place, is_brain):
     else:
         keep, up, sign = "0x01C001C0", 6 - 4 * place, 12 - 4 * place
     move = f"shl.b32 t, $1, {up}" if up >= 0 else f"shr.u32 t, $1, {-up}"
-    body = f"{move}; and.b32 t, t, {keep}; shl.b32 s, $1, {sign}; lop3.b32 $0, s, 0x80008000, t, 0xEA;"
-    return f"{{ .reg .b32 s, t; {body} }}"
+    body = f"{move}; and.b32 t, t, {keep}; shl.b32 s, $1, {sign}; lop3.b32 t, s, 0x80008000, t, 0xEA;"
+    # Minus zero: a product keeps its sign.
+    return f"{{ .reg .b32 s, t; {body} mov.b32 s, 0x80008000; {fma} $0, t, $2, s; }}"
 
 
 @triton.jit
 def _scales(
     scales, at, first, is_output, NUM: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Stored scales of the outputs, of one group of inputs or [groups, outputs]."""
+    """Stored scales of the outputs, of one group of inputs or [outputs, groups]."""
     if GROUPS == 1:
         found = tl.load(scales + at + first // BLOCK_K, mask=is_output, other=0)
     else:
         group = first // BLOCK_K + tl.arange(0, GROUPS)
-        mask = (group < NUM)[:, None] & is_output[None, :]
-        found = tl.load(scales + at[None, :] + group[:, None], mask=mask, other=0)
+        mask = is_output[:, None] & (group < NUM)[None, :]
+        found = tl.load(scales + at[:, None] + group[None, :], mask=mask, other=0)
     return found
 
 
 @triton.jit
 def _spread(powers, WORDS: tl.constexpr):
     """2**63 times the powers of two of groups, for each of their words."""
-    GROUPS: tl.constexpr = powers.shape[0]
-    COLUMNS: tl.constexpr = powers.shape[1]
+    COLUMNS: tl.constexpr = powers.shape[0]
+    GROUPS: tl.constexpr = powers.shape[1]
     factor = ((tl.minimum(powers, 191).to(tl.int16) + 63) << 7).to(tl.bfloat16, bitcast=True)
-    wide = tl.broadcast_to(factor[:, None, :], [GROUPS, WORDS, COLUMNS])
-    return tl.reshape(wide, [GROUPS * WORDS, COLUMNS])
+    wide = tl.broadcast_to(factor[:, :, None], [COLUMNS, GROUPS, WORDS])
+    return tl.reshape(wide, [COLUMNS, GROUPS * WORDS])
 
 
 @triton.jit
@@ -344,11 +349,11 @@ def _numbers(code, zero, DTYPE: tl.constexpr, FORMAT: tl.constexpr, MIDDLE: tl.c
         if zero is None:
             number -= ONE + MIDDLE
         else:
-            number -= (zero.to(tl.float32) + ONE).to(SHORT)[None, :]
+            number -= (zero.to(tl.float32) + ONE).to(SHORT)[:, None]
     elif FORMAT == "int8":
         number = code.to(tl.float32)
         if zero is not None:
-            number -= zero.to(tl.float32)[None, :]
+            number -= zero.to(tl.float32)[:, None]
     elif FORMAT == "fp8":
         wide = code.to(tl.int16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << (4 if IS_BRAIN else 7))
@@ -387,14 +392,14 @@ def packed_unpack(
     zero = None if zeros is None else tl.load(zeros + at, mask=is_output, other=0)
     if NIBBLES:
         place = first // 2 + tl.arange(0, DEPTH // 2)
-        code = tl.load(codes + row[None, :] * (K // 2) + place[:, None], mask=is_output[None, :], other=0)
+        code = tl.load(codes + row[:, None] * (K // 2) + place[None, :], mask=is_output[:, None], other=0)
         low = _numbers(code & 15, zero, tl.float32, FORMAT, MIDDLE)
         high = _numbers(code >> 4, zero, tl.float32, FORMAT, MIDDLE)
-        number = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), [COLUMNS, DEPTH])
+        number = tl.reshape(tl.join(low, high), [COLUMNS, DEPTH])
     else:
         k = first + tl.arange(0, DEPTH)
-        code = tl.load(codes + row[None, :] * K + k[:, None], mask=is_output[None, :], other=0)
-        number = tl.trans(_numbers(code, zero, tl.float32, FORMAT, MIDDLE))
+        code = tl.load(codes + row[:, None] * K + k[None, :], mask=is_output[:, None], other=0)
+        number = _numbers(code, zero, tl.float32, FORMAT, MIDDLE)
     number *= _factor(tl.load(scales + at, mask=is_output, other=0), FORMAT)[:, None]
     to = out + row[:, None] * K + first + tl.arange(0, DEPTH)[None, :]
     tl.store(to, number.to(out.dtype.element_ty), mask=is_output[:, None])
