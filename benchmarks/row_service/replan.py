@@ -13,7 +13,7 @@ from tessera.adapt.capability import Capability
 from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
 from tessera.flow import make_plan
-from tessera.ir import Cluster, Costs, Placement, Plan, verify
+from tessera.ir import Cluster, Costs, Plan, verify
 from tessera.plan import FULL, SearchConfig
 from tessera.serve.policies import LEAST_GAIN
 
@@ -64,11 +64,8 @@ def without_devices(
 def widened(plan: Plan, whole: Plan) -> Plan:
     """A plan for some devices, extended to the other plan's whole cluster and costs."""
     place = [whole.cluster.names.index(name) for name in plan.cluster.names]
-    lanes = []
-    for lane in plan.lanes:
-        placed = tuple(tuple([place[d] for d in step]) for step in lane.placement.devices)
-        lanes.append(replace(lane, placement=Placement(placed)))
-    return replace(plan, cluster=whole.cluster, costs=whole.costs, lanes=tuple(lanes))
+    lanes = tuple(replace(lane, placement=lane.placement.renumbered(place)) for lane in plan.lanes)
+    return replace(plan, cluster=whole.cluster, costs=whole.costs, lanes=lanes)
 
 
 def replan(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...], search: SearchConfig = FULL) -> Plan:

@@ -8,7 +8,6 @@ checks that nothing else grows.
 Not handled: models whose state is kept by row, which read prompts in steps of their own.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from tessera.capture.models import another, steps_of_model
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import (
     MEMORY_SHARE,
+    SLOTS,
     BufferKind,
     Cluster,
     Costs,
@@ -176,7 +176,7 @@ class ServedSteps:
         weights = sum(b.size_bytes for b in first.buffers if b.kind is BufferKind.WEIGHT)
         states = [sum(b.size_bytes for b in t.buffers if b.kind is BufferKind.STATE) for t in (first, more)]
         each = (states[1] - states[0]) / (more.step.reserve - first.step.reserve)
-        return ModelBytes(weights, each, layer=_layer_bytes(first))
+        return ModelBytes(weights, each)
 
     def price(self, tokens: int, sequences: int, length: int) -> StepPrice:
         key = tokens, sequences, length
@@ -209,18 +209,6 @@ class ServedSteps:
         return unit, flow.price(unit, self.cluster)
 
 
-def _layer_bytes(trace: Trace) -> int:
-    """Weights of the largest layer: a module path up to its first number."""
-    layers: dict[str, dict[int, int]] = {}
-    for launch in trace.launches:
-        layer = re.match(r".*?\.\d+(?=\.|$)", launch.scope)
-        held = layers.setdefault(layer[0] if layer else "", {})
-        for buffer in {access.buffer for access in launch.accesses}:
-            if trace.buffers[buffer].kind is BufferKind.WEIGHT:
-                held[buffer] = trace.buffers[buffer].size_bytes
-    return max((sum(held.values()) for layer, held in layers.items() if layer), default=0)
-
-
 def _live_bytes(trace: Trace, devices: Sequence[int] = (), device: int = 0) -> list[int]:
     """Bytes of inputs, temporaries and outputs that are live at every launch; given devices, on one."""
     last = {view.buffer: len(trace.launches) for _, view in trace.outputs}
@@ -245,15 +233,22 @@ def service_memory(plan: ServicePlan) -> tuple[DeviceMemory, ...]:
         temporary = largest = 0
         for group in plan.groups:
             peak = 0
-            placement = group.plan.lanes[0].placement.devices
-            for graph, devices in zip(group.plan.graphs, placement, strict=True):
+            placement = group.plan.lanes[0].placement
+            hosts, places = dict(placement.fetched), 0
+            for graph, devices in zip(group.plan.graphs, placement.devices, strict=True):
                 trace = graph.trace
                 peak = max(peak, *_live_bytes(trace, devices, index))
-                here = (x for x, d in zip(trace.launches, devices, strict=True) if d == index)
-                for buffer in (trace.buffers[access.buffer] for launch in here for access in launch.accesses):
-                    if buffer.kind in (BufferKind.WEIGHT, BufferKind.STATE):
-                        home = group.plan.home if buffer.kind is BufferKind.STATE else ""
-                        held[buffer.kind, home, buffer.name] = buffer.size_bytes
+                for launch, here in zip(trace.launches, devices, strict=True):
+                    fetched = 0
+                    for buffer in (trace.buffers[b] for b in {access.buffer for access in launch.accesses}):
+                        is_weight = buffer.kind is BufferKind.WEIGHT
+                        at = hosts.get(buffer.name, here) if is_weight else here
+                        fetched += buffer.size_bytes if at != here == index else 0
+                        if at == index and (is_weight or buffer.kind is BufferKind.STATE):
+                            home = "" if is_weight else group.plan.home
+                            held[buffer.kind, home, buffer.name] = buffer.size_bytes
+                    places = max(places, fetched)
+            peak += SLOTS * places
             temporary, largest = temporary + group.microbatches * peak, max(largest, peak)
         weights, state = (
             sum(size for (of, _, _), size in held.items() if of is kind)
@@ -274,6 +269,20 @@ def experts_by_device(plan: ServicePlan) -> dict[str, dict[str, tuple[int, ...]]
         device: {scope: tuple(sorted(numbers)) for scope, numbers in scopes.items()}
         for device, scopes in found.items()
     }
+
+
+def fetched_by_device(plan: ServicePlan) -> dict[str, tuple[str, ...]]:
+    """Device -> weights that it fetches from a host's memory in every step."""
+    found: dict[str, dict[str, None]] = {}
+    for part in plan.plans:
+        placement = part.lanes[0].placement
+        hosts = dict(placement.fetched)
+        for graph, devices in zip(part.graphs, placement.devices if hosts else (), strict=bool(hosts)):
+            for launch, device in zip(graph.trace.launches, devices, strict=True):
+                for name in (graph.trace.buffers[access.buffer].name for access in launch.accesses):
+                    if hosts.get(name, device) != device:
+                        found.setdefault(plan.cluster.names[device], {})[name] = None
+    return {device: tuple(names) for device, names in found.items()}
 
 
 def read_frequencies(path: Path) -> dict[str, list[float]]:
@@ -326,7 +335,7 @@ def make_group(
         cluster, (work, prices) = cluster_of(steps.cluster, draft.devices), steps.unit(part)
         own = costs_on(prices, draft.devices)
         found = place(work, own, cluster, policy, draft.microbatches, search, SteadyRates(), memory_share)
-        placement = Placement(tuple(tuple(draft.devices[d] for d in step) for step in found.devices))
+        placement = found.renumbered(draft.devices)
     home = "+".join(steps.cluster.names[device] for device in draft.devices)
     plan = lane_plan(unit, costs, steps.cluster, placement, draft.microbatches, home)
     return Group(draft.role, plan, draft.sequences, draft.microbatches)

@@ -133,6 +133,8 @@ class ModelPlanFigures(Record, frozen=True):
     memory: Annotated[dict[str, MemoryFigures], shown("memory (modelled)")]
     # Device -> module -> numbers of its experts there; empty if experts are not divided.
     experts: Annotated[dict[str, dict[str, tuple[int, ...]]], HIDDEN] = msgspec.field(default_factory=dict)
+    # Device -> weights that it fetches from its host's memory in every step.
+    fetched: Annotated[dict[str, tuple[str, ...]], HIDDEN] = msgspec.field(default_factory=dict)
     launches: str = ""
     output: Path | None = None
     seconds: float | None = None
@@ -270,7 +272,7 @@ def _own_figures(plan: ServicePlan | Plan) -> dict[str, Any]:
             "costs": sure(plan),
             "memory": memory_figures(explain(plan, is_brief=True).memory),
         }
-    from tessera.planning import experts_by_device, service_memory
+    from tessera.planning import experts_by_device, fetched_by_device, service_memory
 
     assert plan.expected is not None, "it was rehearsed"
     per_request = plan.load.output_tokens
@@ -283,6 +285,7 @@ def _own_figures(plan: ServicePlan | Plan) -> dict[str, Any]:
         "costs": max((sure(group.plan) for group in plan.groups), key=lambda c: c.rel_error),
         "memory": memory_figures(service_memory(plan)),
         "experts": experts_by_device(plan),
+        "fetched": fetched_by_device(plan),
     }
 
 

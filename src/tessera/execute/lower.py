@@ -13,20 +13,23 @@ workers run. Its cost grows with the transfers, not the launches: the planner lo
   - the lists end: no circular wait
   - every launch and transfer finds the version it needs on its device
   - nothing is used after it is freed
+  - weights are fetched in the order of their launches, and into places whose launch has run
   - every output and state is present, in its last version, at the end of the step
 One order of the instructions stands for all: a device's list runs in order and transfers copy, so what a
 device holds at a position of its list does not depend on timing.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tessera.errors import RuleBroken
 from tessera.ir import (
+    SLOTS,
     BufferKind,
+    Fetch,
     Free,
     Graph,
     Instruction,
@@ -52,6 +55,8 @@ FREED = -2
 TransferPoint = tuple[int, int, int]
 # (state buffer, last launch that touches it)
 StateLaunches = tuple[tuple[int, int | None], ...]
+# (weight, host), see `Placement`
+Fetched = Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,8 @@ class LoweredRun:
     transfers: tuple[Transfer, ...]
     # points[device], in the order of its list
     points: tuple[tuple[TransferPoint, ...], ...]
+    # Launches whose weights the last transfers fetch: begun by the reading device, ahead of the launch.
+    fetches: tuple[int, ...] = ()
 
 
 class StepLowering:
@@ -77,12 +84,21 @@ class StepLowering:
         pins = [(row, reader) for row, (_, v) in enumerate(values) for reader in v.readers]
         self._pins = np.array(pins, dtype=np.int64).reshape(-1, 2).T.copy()
         self._state = _state_launches(graph.trace)
+        # (launch, weight, its buffer)
+        self._weights = [
+            (n, graph.trace.buffers[b].name, b)
+            for n, launch in enumerate(graph.trace.launches)
+            for b in sorted({access.buffer for access in launch.accesses})
+            if graph.trace.buffers[b].kind is BufferKind.WEIGHT
+        ]
 
     def homes(self, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """(state buffer, device): with the launches that touch it, or device 0 if none does."""
         return _homes(self._state, place)
 
-    def run(self, place: Sequence[int], leaving: Sequence[Transfer] = ()) -> LoweredRun:
+    def run(
+        self, place: Sequence[int], leaving: Sequence[Transfer] = (), fetched: Fetched = ()
+    ) -> LoweredRun:
         """One transfer per value and reading device, in trace order; `leaving`: state moved at the end."""
         num, (rows, readers) = self.num_devices, self._pins
         devices = np.array(place, dtype=np.int64)
@@ -102,7 +118,26 @@ class StepLowering:
             points[src].append((made, 1, len(transfers)))
             points[to].append((read, 0, len(transfers)))
             transfers.append(Transfer(self._values[at], value.buffer, value.start, value.stop, src, to))
-        return _with_moves(transfers, points, len(place), leaving)
+        run = _with_moves(transfers, points, len(place), leaving)
+        return self._with_fetches(run, place, dict(fetched)) if fetched else run
+
+    def _with_fetches(self, run: LoweredRun, place: Sequence[int], hosts: Mapping[str, int]) -> LoweredRun:
+        """Adds a transfer for every weight that a launch fetches."""
+        transfers, fetches, points = list(run.transfers), list[int](), [list(x) for x in run.points]
+        # [device]: its launches that fetch.
+        ahead: list[list[int]] = [[] for _ in points]
+        for launch, name, buffer in self._weights:
+            device = place[launch]
+            if hosts.get(name, device) == device:
+                continue
+            if launch not in ahead[device][-1:]:
+                ahead[device].append(launch)
+            after = ahead[device][-1 - SLOTS] if len(ahead[device]) > SLOTS else -1
+            points[device] += [(after, 1, len(transfers)), (launch, 0, len(transfers))]
+            size = self.graph.trace.buffers[buffer].size_bytes
+            transfers.append(Transfer(GIVEN, buffer, 0, size, hosts[name], device))
+            fetches.append(launch)
+        return LoweredRun(tuple(transfers), tuple(tuple(sorted(x)) for x in points), tuple(fetches))
 
 
 def lower_moves(moves: Sequence[Transfer], num_devices: int) -> LoweredRun:
@@ -163,24 +198,28 @@ def _lower_lane(plan: Plan, number: int, unit: UnitLowering) -> tuple[Program, .
             run = lower_moves(transfers, num_devices)
             columns, nothing = _columns(run, (), ()), ((),) * num_devices
             programs.append(Program(number, source, 1, columns, run.transfers, nothing, (), ()))
-        graph, run = unit.steps[step].graph, unit.steps[step].run(place)
-        columns, weights = (
-            _columns(run, place, _frees(graph, place)),
-            _weights(graph.trace, place, num_devices),
-        )
+        graph, fetched = unit.steps[step].graph, lane.placement.fetched
+        run = unit.steps[step].run(place, fetched=fetched)
+        columns = _columns(run, place, _frees(graph, place))
+        weights = _weights(graph.trace, place, num_devices, dict(fetched))
         ends = (unit.steps[step].homes(place), outputs_of(graph, place))
-        programs.append(Program(number, step, plan.unit.counts[step], columns, run.transfers, weights, *ends))
+        sent = run.transfers[: len(run.transfers) - len(run.fetches)]
+        programs.append(Program(number, step, plan.unit.counts[step], columns, sent, weights, *ends))
     return tuple(programs)
 
 
 def _columns(
     run: LoweredRun, place: Sequence[int], frees: Sequence[tuple[int, int, int]]
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """Instruction lists: receives, the launch, sends, frees."""
+    """Instruction lists: receives, the launch, sends, frees, fetches."""
+    num = len(run.transfers) - len(run.fetches)
     listed: list[list[tuple[int, int, Instruction]]] = [
-        [(at, 2, Send(n)) if is_send else (at, 0, Recv(n)) for at, is_send, n in points]
+        [(at, 2, Send(n)) if is_send else (at, 0, Recv(n)) for at, is_send, n in points if n < num]
         for points in run.points
     ]
+    for device, points in enumerate(run.points):
+        begun = {run.fetches[n - num]: at for at, is_send, n in points if is_send and n >= num}
+        listed[device] += [(at, 4, Fetch(launch)) for launch, at in begun.items()]
     for launch, device in enumerate(place):
         listed[device].append((launch, 1, Run(launch)))
     for device, launch, buffer in frees:
@@ -199,14 +238,24 @@ def _frees(graph: Graph, place: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(device, launch, buffer) for (device, buffer), launch in sorted(last.items())]
 
 
-def _weights(trace: Trace, place: Sequence[int], num_devices: int) -> tuple[tuple[int, ...], ...]:
+def _weights(
+    trace: Trace, place: Sequence[int], num_devices: int, hosts: Mapping[str, int]
+) -> tuple[tuple[int, ...], ...]:
     weights = set(trace.buffers_of(BufferKind.WEIGHT))
     held: list[set[int]] = [set() for _ in range(num_devices)]
     for launch, device in zip(trace.launches, place, strict=True):
-        held[device] |= weights.intersection(access.buffer for access in launch.accesses)
+        for buffer in weights.intersection(access.buffer for access in launch.accesses):
+            held[hosts.get(trace.buffers[buffer].name, device)].add(buffer)
     # A weight returned unchanged comes from the first device.
     held[0] |= weights.intersection(view.buffer for _, view in trace.outputs)
     return tuple(tuple(sorted(h)) for h in held)
+
+
+def fetched_by(trace: Trace, program: Program, device: int, launch: int) -> list[int]:
+    """Weights that a launch reads and its device does not hold."""
+    named = {access.buffer for access in trace.launches[launch].accesses}
+    weights = {b for b in named if trace.buffers[b].kind is BufferKind.WEIGHT}
+    return sorted(weights.difference(program.weights[device]))
 
 
 def homes_of(graph: Graph, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -255,6 +304,9 @@ class _Checker:
         moved = [(t.buffer, t.src) for t in program.transfers if t.value == GIVEN]
         for buffer, device in (*program.homes, *moved):
             self._held[device][buffer] = GIVEN if moved else given.get(buffer, GIVEN)
+        self._given = given
+        # [device]: launches whose weights are in its places.
+        self._fetched: list[deque[int]] = [deque() for _ in program.instructions]
 
     def check(self) -> None:
         self._check_launches()
@@ -265,6 +317,11 @@ class _Checker:
                     self._check_run(device, instruction)
                 case Free(buffer):
                     held[buffer] = FREED
+                case Fetch(launch):
+                    self._fetched[device].append(launch)
+                    if len(self._fetched[device]) > SLOTS:
+                        rule = "a place has been used when the next weights come"
+                        raise self._broken(rule, device, self._words(instruction))
                 case Recv(number):
                     transfer = self._program.transfers[number]
                     self._check_not_freed(device, instruction, transfer.buffer)
@@ -306,6 +363,12 @@ class _Checker:
 
     def _check_run(self, device: int, run: Run) -> None:
         trace, values, held = self._graph.trace, self._graph.values, self._held[device]
+        fetched: list[int] = []
+        if run.launch in self._fetched[device]:
+            if self._fetched[device].popleft() != run.launch:
+                raise self._broken("weights are fetched in order", device, self._words(run))
+            fetched = fetched_by(trace, self._program, device, run.launch)
+            held |= {b: self._given.get(b, GIVEN) for b in fetched}
         for value in self._reads[run.launch]:
             found = values[value]
             buffer = trace.buffers[found.buffer]
@@ -317,6 +380,8 @@ class _Checker:
         for access in trace.launches[run.launch].accesses:
             self._check_not_freed(device, run, access.buffer)
         held.update((values[value].buffer, value) for value in self._makes[run.launch])
+        for weight in fetched:
+            del held[weight]
 
     def _check_not_freed(self, device: int, user: Instruction, buffer: int) -> None:
         if self._held[device].get(buffer) == FREED:
@@ -353,6 +418,8 @@ def describe(graph: Graph, program: Program, instruction: Instruction) -> str:
             return f"run of launch {launch} ({graph.trace.kernel_of(launch).name})"
         case Free(buffer):
             return f"free of buffer {buffer} ({graph.trace.buffers[buffer].name})"
+        case Fetch(launch):
+            return f"fetch of the weights of launch {launch} ({graph.trace.kernel_of(launch).name})"
         case _:
             transfer = program.transfers[instruction.transfer]
             name = graph.trace.buffers[transfer.buffer].name

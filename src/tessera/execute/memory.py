@@ -5,7 +5,7 @@ The footprint is computed before anything is allocated:
     peak = weights that some lane reads there + pages of its homes
            + microbatches x the most that one microbatch needs
     one microbatch = its lane's own state there + the peak of inputs, received values, temporaries and
-                     outputs of a program there, each counted until its `Free`
+                     outputs of a program there, each counted until its `Free`, + places of fetched weights
 
 It counts multiples of `ALIGN`. A CPU worker may take somewhat more: freed memory serves buffers of the same
 size only. Weights of several plans over one model are counted once by name, constants once per step. Not
@@ -21,13 +21,28 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
 from tessera.errors import DeviceMemoryError, MismatchError
-from tessera.execute.lower import check_programs, lower
+from tessera.execute.lower import check_programs, fetched_by, lower
 from tessera.execute.schedule import until_wait
-from tessera.ir import Buffer, BufferKind, Free, Instruction, Plan, Program, Recv, Run, Send, Trace, View
+from tessera.ir import (
+    SLOTS,
+    Buffer,
+    BufferKind,
+    Fetch,
+    Free,
+    Instruction,
+    Plan,
+    Program,
+    Recv,
+    Run,
+    Send,
+    Trace,
+    View,
+)
 from tessera.kernels import BY_ROW, is_paged
 
 # programs[lane][index]
@@ -41,6 +56,8 @@ REMEDY = "Give every tensor in the shape that was captured, or capture the trace
 PART = re.compile(r"\[(\d+):(\d+)/(\d+)(?:,(\d+)x(\d+))?\]$")
 Storage = torch.UntypedStorage
 Make = Callable[[int], Storage]
+# Launch -> weight -> the place that it is fetched to.
+Slots = Mapping[int, Mapping[int, Storage]]
 # Where state is: (home, -1), or (lane, microbatch) for a microbatch's own.
 StatePlace = tuple[int, int]
 
@@ -154,7 +171,7 @@ def _lane_bytes(
 ) -> int:
     """Bytes of one microbatch of a lane on a device; adds those of its home to `pages`."""
     state: dict[str, int] = {}
-    most = 0
+    most = ring = 0
     for program in programs:
         buffers = plan.graphs[program.step].trace.buffers
         now = 0
@@ -167,7 +184,24 @@ def _lane_bytes(
             else:
                 now += size if is_needed else -size
                 most = max(most, now)
-    return sum(state.values()) + most
+        ring = max(ring, sum(slot_bytes(plan.graphs[program.step].trace, program, device)))
+    return sum(state.values()) + most + SLOTS * ring
+
+
+def slot_bytes(trace: Trace, program: Program, device: int) -> tuple[int, ...]:
+    """Bytes of a place for the weights that one launch fetches: one piece per weight."""
+    column = (x.launch for x in program.instructions[device] if isinstance(x, Fetch))
+    each = [[trace.buffers[b].size_bytes for b in fetched_by(trace, program, device, n)] for n in column]
+    return tuple(map(max, zip_longest(*each, fillvalue=0)))
+
+
+def slots_of(trace: Trace, program: Program, device: int, ring: Sequence[Sequence[Storage]]) -> Slots:
+    """Where the weights of each launch that fetches land: places in turn."""
+    launches = [x.launch for x in program.instructions[device] if isinstance(x, Fetch)]
+    return {
+        launch: dict(zip(fetched_by(trace, program, device, launch), ring[n % len(ring)], strict=False))
+        for n, launch in enumerate(launches)
+    }
 
 
 def _aligned(size_bytes: int) -> int:
@@ -346,6 +380,7 @@ class Memory:
         self._own: dict[int, Storage] = {}
         # Launch -> its bound call; see `launcher`.
         self.calls: dict[int, Callable[[], None]] = {}
+        self.slots: Slots = {}
 
     def get(self, buffer: int) -> Storage:
         """A KeyError here is a bug in lowering."""
@@ -358,6 +393,10 @@ class Memory:
             found = self._own[buffer] = self._make(buffer)
         return found
 
+    def use_slot(self, launch: int) -> None:
+        """The fetched weights of a launch are those in its place."""
+        self._own.update(self.slots.get(launch, ()))
+
     def is_fixed(self, buffer: int) -> bool:
         """True if the buffer never moves."""
         return False
@@ -367,6 +406,12 @@ class Memory:
 
     def after(self, launch: int) -> None:
         """Hook after a launch."""
+
+    def fetch(self, launch: int) -> None:
+        """Copies the weights of a launch to its place."""
+        for buffer, place in self.slots[launch].items():
+            source = self._weights[buffer]
+            bytes_of(place, 0, source.nbytes()).copy_(bytes_of(source, 0, source.nbytes()))
 
     def put(self, buffer: int, storage: Storage) -> None:
         self._own[buffer] = storage
@@ -419,6 +464,8 @@ class WorkerMemory:
         self.homes: dict[int, dict[str, Storage]] = defaultdict(dict)
         # pools[microbatch][bytes]
         self._pools: dict[int, dict[int, list[Storage]]] = defaultdict(dict)
+        # rings[microbatch][bytes of a place]
+        self._rings: dict[int, dict[tuple[int, ...], list[list[Storage]]]] = defaultdict(dict)
 
     def add_step(self, trace: Trace, weights: dict[int, Storage]) -> None:
         """`weights`: those that are here."""
@@ -463,6 +510,10 @@ class WorkerMemory:
         trace, device = self._traces[program.step], self._device
         places = self._places(microbatch, program)
         memory = PlacedMemory(self._weights[program.step], places)
+        rings, sizes = self._rings[microbatch], slot_bytes(trace, program, device)
+        if sizes not in rings:
+            rings[sizes] = [[allocate(size) for size in sizes] for _ in range(SLOTS)]
+        memory.slots = slots_of(trace, program, device, rings[sizes])
         given = {trace.buffers[b].name: b for b in places if trace.buffers[b].kind in GIVEN}
         here = {name for name, holder in program.outputs if holder == device}
         outputs = {name: view for name, view in trace.outputs if name in here}

@@ -39,7 +39,20 @@ from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.transport import RunTransfer, TransferArrived, open_transport
 from tessera.execute.worker_loop import DeviceWorker
-from tessera.ir import AWAY, BufferKind, Device, DeviceKind, Free, Instruction, Recv, Run, Send, Trace, View
+from tessera.ir import (
+    AWAY,
+    BufferKind,
+    Device,
+    DeviceKind,
+    Fetch,
+    Free,
+    Instruction,
+    Recv,
+    Run,
+    Send,
+    Trace,
+    View,
+)
 from tessera.ir.host import host_nodes
 
 GROUPED_PART = "tessera.grouped_part.default"
@@ -167,6 +180,8 @@ class CpuWorker(DeviceWorker):
         match instruction:
             case Run(launch):
                 self._launch(launch, active)
+            case Fetch(launch):
+                active.program.memory.fetch(launch)
             case Send(number) | Recv(number):
                 order, here = active.order, active.program
                 found = here.program.transfers[number]
@@ -179,6 +194,7 @@ class CpuWorker(DeviceWorker):
     def _launch(self, launch: int, active: _Active) -> None:
         wants_spans = active.order.wants_spans
         start, cpu = time.monotonic(), time.thread_time() if wants_spans else 0.0
+        active.program.memory.use_slot(launch)
         self._launchers[active.program.program.step].run(launch, active.program.memory)
         stop = time.monotonic()
         active.busy_s += stop - start

@@ -8,7 +8,9 @@ from tessera.ir.cluster import AWAY, MEMORY_SHARE, Cluster, Cost, Costs, Device,
 from tessera.ir.files import kind_of, load, save
 from tessera.ir.graph import Edge, Graph, Hazard, Value, WorkUnit
 from tessera.ir.plan import (
+    SLOTS,
     Baseline,
+    Fetch,
     Free,
     Instruction,
     Lane,
@@ -53,9 +55,9 @@ from tessera.ir.trace import (
 from tessera.ir.verify import verify
 
 __all__ = [
-    "AWAY", "GENERATOR", "MEMORY_SHARE", "Access", "Arg", "Arrivals", "Baseline", "Buffer", "BufferKind",
+    "AWAY", "GENERATOR", "MEMORY_SHARE", "SLOTS", "Access", "Arg", "Arrivals", "Baseline", "Buffer", "BufferKind",
     "Clock", "Cluster", "Cost", "Costs", "Decision", "DecisionKind", "Device", "DeviceKind", "Edge",
-    "Expected", "Free", "Graph", "Group", "GroupSize", "Hazard", "Instruction", "Kernel", "Lane", "Launch",
+    "Expected", "Fetch", "Free", "Graph", "Group", "GroupSize", "Hazard", "Instruction", "Kernel", "Lane", "Launch",
     "Link", "Load", "Objective", "Origin", "Placement", "Plan", "Program", "Recv", "Region",
     "Rival", "Robust", "Role", "Run", "Send", "ServicePlan", "Source", "Span", "Step",
     "Symbol", "Timeline", "Trace", "Transfer", "Value", "View", "WorkUnit", "arg_views", "digest", "kind_of",

@@ -63,6 +63,12 @@ class Link:
     gbps: float
     # Links of one group share a bus and carry one message at a time. Empty: no sharing.
     group: str = ""
+    # GB/s of weights that a device fetches from page-locked memory; 0: as other messages.
+    fetch_gbps: float = 0.0
+
+    def fetch_us(self, num_bytes: float) -> float:
+        """Time of a fetch of weights."""
+        return num_bytes / ((self.fetch_gbps or self.gbps) * 1e3)
 
     def wire_us(self, num_bytes: int) -> float:
         """Time the wire is busy with one message."""

@@ -3,7 +3,9 @@ placements, its lanes, each with a share of the requests. All figures are modell
 
 A program is one lane lowered to an instruction list per device, in trace order. A send follows its
 producer and a receive precedes its first reader, so devices cannot deadlock. A value is sent once per
-destination. Sends copy into transport memory. Buffers are freed after their last use.
+destination. Sends copy into transport memory. Buffers are freed after their last use. Weights that a device
+does not hold are fetched from a host's memory into one of `SLOTS` places: the first before the step, each
+other one after the launch that used its place before.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +17,9 @@ import msgspec
 
 from tessera.ir.cluster import Cluster, Costs
 from tessera.ir.graph import Graph, WorkUnit
+
+# Launches whose fetched weights a device holds at once; each has a place of its own.
+SLOTS = 2
 
 
 class Objective(StrEnum):
@@ -32,6 +37,13 @@ class Placement:
 
     # devices[step][launch] indexes the cluster's devices.
     devices: tuple[tuple[int, ...], ...]
+    # (weight, host that keeps it): launches on other devices fetch it each time they run.
+    fetched: tuple[tuple[str, int], ...] = ()
+
+    def renumbered(self, numbers: Sequence[int]) -> "Placement":
+        """The placement where device d is numbers[d]."""
+        devices = tuple(tuple([numbers[d] for d in step]) for step in self.devices)
+        return Placement(devices, tuple((name, numbers[host]) for name, host in self.fetched))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +192,13 @@ class Free(msgspec.Struct, frozen=True, tag=True):
     buffer: int
 
 
-Instruction = Run | Send | Recv | Free
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """Starts copying the weights of a launch that its device does not hold; the launch waits for them."""
+
+    launch: int
+
+
+Instruction = Run | Send | Recv | Free | Fetch
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,13 @@ PLAN_RULES: list[Rule] = [
         lambda p: all(_name(step, p.cluster.devices) for x in p.lanes for step in x.placement.devices),
     ),
     (
+        "every fetched weight is kept by a CPU of the cluster",
+        lambda p: (
+            {host for x in p.lanes for _, host in x.placement.fetched}
+            <= {n for n, device in enumerate(p.cluster.devices) if device.is_cpu}
+        ),
+    ),
+    (
         "launches that share state share a device",
         lambda p: all(
             len({step[x] for x in group}) == 1
@@ -197,7 +204,10 @@ CLUSTER_RULES: list[Rule] = [
     ),
     (
         "every link has a positive bandwidth and a latency that is not negative",
-        lambda c: all(0 < x.gbps < math.inf and 0 <= x.latency_us < math.inf for x in c.links),
+        lambda c: all(
+            0 < x.gbps < math.inf and 0 <= x.latency_us < math.inf and 0 <= x.fetch_gbps < math.inf
+            for x in c.links
+        ),
     ),
     (
         "every two devices are joined in both directions",

@@ -32,8 +32,10 @@ SINGLE, DATA_PARALLEL = "single", "data-parallel"
 PREFILL_DECODE, FRACTIONAL = "prefill-decode", "prefill-decode-fractional"
 DIVIDED = ("layer-pipeline", "attention-ffn", "kernel-level")
 POLICIES = (SINGLE, DATA_PARALLEL, PREFILL_DECODE, FRACTIONAL, *DIVIDED)
-# Baseline of a GPU beside its host; drafted only.
+# Baseline of a GPU beside its host.
 FETCH = "fetch all that does not fit"
+# Shares of fetched weights that are tried.
+FETCHED_SHARES = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,6 @@ class ModelBytes:
     token: float
     # State of one sequence beside pages.
     sequence: float = 0.0
-    # Weights of the largest layer.
-    layer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +438,7 @@ class FluidModel:
             needed = group.pool_tokens * self.model.token + in_flight * price.temporary_bytes
             if group.sequences > config.most_sequences or needed > room:
                 continue
-            step_us = self._lane_us(price, needed, in_flight)
+            step_us = self._lane_us(price, needed, in_flight, policy == FETCH)
             if step_us is not None:
                 yield self._draft(policy, [group], *self._times(group, tokens, step_us))
 
@@ -459,37 +459,31 @@ class FluidModel:
         held = self.config.memory_share * sum(self.cluster.devices[d].memory_bytes for d in cards) - needed
         return None if held < 0 else 1.0 - min(1.0, held / max(1, self.model.weights))
 
-    def _lane_us(self, price: StepPrice, needed: float, in_flight: int) -> float | None:
-        """Time of a step divided by speed. Beside a host, GPUs have the pages and run what they can hold."""
+    @property
+    def is_short(self) -> bool:
+        """True if GPUs beside a host cannot hold the weights."""
+        return self.has_host and self._outside(0.0) != 0.0
+
+    def _lane_us(
+        self, price: StepPrice, needed: float, in_flight: int, is_fetching: bool = False
+    ) -> float | None:
+        """Time of a step divided by speed. Beside a host, GPUs have the pages and run what they can hold; of
+        the rest the host runs a share, and the GPUs fetch the others while both compute."""
         if not self.has_host:
             return _together_us(price, self.used) / self.config.efficiency
         outside = self._outside(needed)
         if outside is None:
             return None
-        cards_us = (1.0 - outside) * _together_us(price, [d for d in self.used if d not in self.hosts])
-        hosts_us = outside * _together_us(price, self.hosts)
-        return cards_us + hosts_us if in_flight == 1 else max(cards_us, hosts_us) / self.config.efficiency
-
-    def fetching(self) -> ServiceDraft | None:
-        """GPUs that fetch the weights they cannot hold in every step, while they compute; None: all fit.
-
-        Two layers land beside the others: one computes, one arrives.
-        """
-        if not self.has_host or self._outside(0.0) == 0.0:
-            return None
-        cards = tuple(d for d in self.used if d not in self.hosts)
-        links = [self.cluster.link(host, card) for card in cards for host in self.hosts[:1]]
-        per_us = sum(link.gbps * 1e3 for link in links if link is not None)
-        drafts = []
-        for tokens in self.step_tokens:
-            group = self._mixed(cards, tokens)
-            price = self.price(tokens, group.sequences, group.length)
-            held = group.pool_tokens * self.model.token + price.temporary_bytes + 2 * self.model.layer
-            outside = self._outside(held)
-            if outside is not None and group.sequences <= self.config.most_sequences and per_us:
-                step_us = max(_together_us(price, cards), outside * self.model.weights / per_us)
-                drafts.append(self._draft(FETCH, [group], *self._times(group, tokens, step_us)))
-        return max(drafts, key=lambda d: d.tokens_per_s, default=None)
+        cards = [d for d in self.used if d not in self.hosts]
+        links = [self.cluster.link(self.hosts[0], card) for card in cards]
+        link_us = outside * self.model.weights / sum(1.0 / x.fetch_us(1.0) for x in links if x is not None)
+        found = []
+        for fetched in (1.0,) if is_fetching else np.linspace(0.0, 1.0, FETCHED_SHARES).tolist():
+            there = outside * (1.0 - fetched)
+            times = (1.0 - there) * _together_us(price, cards), there * _together_us(price, self.hosts)
+            busy_us = sum(times) if in_flight == 1 else max(times) / self.config.efficiency
+            found.append(max(busy_us, fetched * link_us))
+        return min(found)
 
     # Bound.
 

@@ -1,10 +1,15 @@
-"""Placement on a GPU and its host, where the GPU cannot hold the weights.
+"""Placements on a GPU and its host, where the GPU cannot hold the weights.
 
 Everything runs on the GPU, except launches whose weights stay on a host: those with the least time there per
 byte of weights that the GPU need not hold. Launches that share a weight go together, so that no weight is
 held twice; launches that touch state, and code that only a GPU runs, stay. Launches of equal price are taken
 evenly over the step, of divided products the last parts first, so that GPU and host work at the same time. As
 many are moved as memory needs. What joins values of the host runs there too, so that less crosses.
+
+In place of being computed on the host, launches may stay on the GPU and fetch their weights over the link
+each time they run, into places that count as the GPU's memory: those that take longest on the host per byte,
+and those that only a GPU runs. The link works while the devices compute, so a step takes the longer of both.
+Placements with several shares of fetched weights are returned, for a simulation to choose.
 
 Not handled: several GPUs, which take the mixed-integer program.
 """
@@ -13,8 +18,9 @@ from collections import Counter
 
 import numpy as np
 
+from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.arrays import Floats, Ints, Labels
+from tessera.plan.arrays import Bools, Floats, Ints, Labels
 from tessera.plan.problem import Problem
 from tessera.plan.spread import even_order
 
@@ -24,6 +30,10 @@ FILL = 0.94
 EQUAL = 1.05
 # Launches that a refusal names.
 NAMED = 4
+# Weights are fetched that are small enough for their places, yet so many times what must be.
+ENOUGH = 1.25
+# Shares of fetched weights that are tried, of the one at which link and devices are busy equally long.
+TRIED = (0.5, 0.8, 1.0, 1.1)
 
 
 def has_host(problem: Problem) -> bool:
@@ -32,28 +42,102 @@ def has_host(problem: Problem) -> bool:
     return len(cards) == 1 and problem.num_devices > 1
 
 
-def host_placement(problem: Problem, microbatches: int) -> Labels:
-    """Device of each node; raises PlanInfeasible if it does not fit."""
+def host_placements(problem: Problem, microbatches: int, is_fetching: bool = False) -> list[ir.Placement]:
+    """Placements that fit, the one with the fewest fetched weights first; raises PlanInfeasible without one.
+
+    `is_fetching`: fetch all that does not fit.
+    """
     card = next(d for d, device in enumerate(problem.cluster.devices) if not device.is_cpu)
     hosts = [d for d in range(problem.num_devices) if d != card]
-    order, group_of, host_of = _order(problem, card, hosts)
+    moves = _Moves(problem, card, hosts, microbatches, is_fetching)
+    if is_fetching:
+        return [moves.placement(1.0)]
+    shares = [0.0]
+    if moves.is_short:
+        shares += [share for part in TRIED if (share := part * moves.balanced) <= 1.0]
+    found, refusal = list[ir.Placement](), PlanInfeasible("")
+    for share in shares:
+        try:
+            found.append(moves.placement(share))
+        except PlanInfeasible as error:
+            refusal = error
+    if not found:
+        raise refusal
+    return list(dict.fromkeys(found))
 
-    def labels(num: int) -> Labels:
-        moved = np.isin(group_of, order[:num])
-        return np.where(moved, host_of[group_of], card)
 
-    def excess(num: int) -> Floats:
-        over = problem.excess_bytes([problem.column(labels(num))], microbatches)
-        over[card] += (1.0 - FILL) * problem.memory_bytes[card]
+class _Moves:
+    """Groups of launches that leave the GPU's memory, in order."""
+
+    def __init__(
+        self, problem: Problem, card: int, hosts: list[int], microbatches: int, is_fetching: bool
+    ) -> None:
+        self._problem, self._card, self._host, self._microbatches = problem, card, hosts[0], microbatches
+        self._order, self._group_of, self._host_of, self._size, self._stays = _order(problem, card, hosts)
+        self._is_small = np.ones(len(self._size), dtype=np.bool_)
+        missing = self._excess(0, 0.0)[card]
+        self.is_short = missing > 0
+        sizes = np.sort(self._size[self._order])
+        enough = np.searchsorted(sizes.cumsum(), ENOUGH * missing)
+        self._is_small = self._size <= sizes[min(enough, len(sizes) - 1)]
+        # Groups that neither a host runs nor the GPU fetches stay.
+        can_leave = self._is_small if is_fetching else ~self._stays | self._is_small
+        self._order = self._order[can_leave[self._order]]
+
+    def placement(self, share: float) -> ir.Placement:
+        """With a share of the bytes that do not fit fetched, as far as they can be."""
+        num = self._needed(share)
+        excess, (labels, fetched) = self._excess(num, share), self._labels(num, share)
+        if excess.max() > 0:
+            raise _too_large(self._problem, labels, excess)
+        weights = self._problem.weights
+        items = np.unique(weights.pin_item[np.isin(self._group_of[weights.pin_node], fetched)])
+        placed = self._problem.placement(_with_joins(self._problem, labels, self._card))
+        return ir.Placement(placed.devices, tuple((weights.names[n], self._host) for n in items.tolist()))
+
+    @property
+    def balanced(self) -> float:
+        """Share at which the link and the devices are busy equally long."""
+        (host_us, _), (card_us, link_us) = (self._busy_us(share) for share in (0.0, 1.0))
+        return min(1.0, host_us / max(1e-9, host_us - card_us + link_us))
+
+    def _busy_us(self, share: float) -> tuple[float, float]:
+        """Time of all launches and transfers in sequence, and of the fetches."""
+        labels, fetched = self._labels(self._needed(share), share)
+        link = self._problem.cluster.link(self._host, self._card)
+        runs = sum(self._problem.unit.counts)
+        us = link.fetch_us(float(self._size[fetched].sum())) if link is not None else np.inf
+        return self._problem.column(labels).path_us, runs * us
+
+    def _needed(self, share: float) -> int:
+        """Groups that leave until the rest fits."""
+        low, high = 0, len(self._order)
+        while low < high:
+            middle = (low + high) // 2
+            is_enough = self._excess(middle, share)[self._card] <= 0
+            low, high = (low, middle) if is_enough else (middle + 1, high)
+        return low
+
+    def _labels(self, num: int, share: float) -> tuple[Labels, Ints]:
+        """Device of each node if the first groups leave, and the groups that are fetched."""
+        moved = self._order[:num]
+        stays, small = self._stays[moved], self._is_small[moved]
+        size = np.where(small, self._size[moved], 0.0)
+        # From the end: those that take longest on the host.
+        behind = size[::-1].cumsum()[::-1]
+        fetched = moved[stays | (small & (behind <= share * self._size[moved].sum()))]
+        computed = np.isin(self._group_of, np.setdiff1d(moved, fetched))
+        return np.where(computed, self._host_of[self._group_of], self._card), fetched
+
+    def _excess(self, num: int, share: float) -> Floats:
+        """Bytes by which devices overflow."""
+        labels, fetched = self._labels(num, share)
+        over = self._problem.excess_bytes([self._problem.column(labels)], self._microbatches)
+        size = self._size[fetched]
+        over[self._card] += (1.0 - FILL) * self._problem.memory_bytes[self._card] - size.sum()
+        over[self._card] += self._microbatches * ir.SLOTS * size.max(initial=0.0)
+        over[self._host] += size.sum()
         return over
-
-    low, high = 0, len(order)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if excess(middle)[card] <= 0 else (middle + 1, high)
-    if excess(low).max() > 0:
-        raise _too_large(problem, labels(low), excess(low))
-    return _with_joins(problem, labels(low), card)
 
 
 def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasible:
@@ -78,8 +162,9 @@ def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasib
     )
 
 
-def _order(problem: Problem, card: int, hosts: list[int]) -> tuple[Ints, Ints, Ints]:
-    """Groups of nodes that may move, best first; node -> group; group -> its host."""
+def _order(problem: Problem, card: int, hosts: list[int]) -> tuple[Ints, Ints, Ints, Floats, Bools]:
+    """Groups of nodes with weights, best first; node -> group; of groups the host, bytes, and whether no host
+    may run them."""
     weights, num = problem.weights, problem.num_nodes
     group_of = _groups(num, weights.pin_item, weights.pin_node)
     size = np.zeros(num)
@@ -96,11 +181,12 @@ def _order(problem: Problem, card: int, hosts: list[int]) -> tuple[Ints, Ints, I
     # Hosts in turn: several NUMA nodes read their weights at the same time.
     host_of = np.array(hosts)[number % len(hosts)]
     added = load[np.arange(num), host_of] - load[:, card] + _crossing_us(problem, group_of, card, hosts[0])
-    movable = np.flatnonzero((np.arange(num) == group_of) & (size > 0) & ~stays)
+    added[stays] = np.inf
+    movable = np.flatnonzero((np.arange(num) == group_of) & (size > 0))
     score = np.log(np.maximum(added[movable], 1e-3) / size[movable]) / np.log(EQUAL)
     even = np.argsort(even_order(len(movable)))
     last_first = -_part_numbers(problem, group_of[first])[movable]
-    return movable[np.lexsort((even, last_first, np.round(score)))], group_of, host_of
+    return movable[np.lexsort((even, last_first, np.round(score)))], group_of, host_of, size, stays
 
 
 def _part_numbers(problem: Problem, group: Ints) -> Ints:

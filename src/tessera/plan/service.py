@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from tessera.errors import DeviceMemoryError, PlanInfeasible
 from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Rival, ServicePlan
 from tessera.plan.comparison import Comparison, Option, times_text
-from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, POLICIES, SINGLE, FluidModel, ServiceDraft
+from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, FETCH, POLICIES, SINGLE, FluidModel, ServiceDraft
 from tessera.plan.search.objectives import IDLE_SHARE
 
 # Rates this close are equal; a gain over data-parallel this small is within the error of modelled costs.
@@ -88,9 +88,10 @@ def plan_service(
     else:
         chosen = next(within[name] for name, figure in figures.items() if figure >= (1.0 - TIE) * most)
     rivals = tuple(found.rival for found in within.values())
-    fetching = fluids[0].fetching() if is_strict else None
-    if fetching is not None:
-        rivals = (*rivals, draft_rival(fetching, cluster))
+    if is_strict and fluids[0].is_short:  # whatever the limits are
+        load = replace(fluids[0].load, tpot_ms=None, ttft_ms=None)
+        fetching = _tried(replace(fluids[0], load=load), FETCH, make, rehearse, 0.0)
+        rivals += tuple(r.rival for r in sorted(fetching, key=figure)[-1:])
     bound = fluids[0].bound_per_s if is_strict else None
     return replace(chosen.plan, expected=chosen.expected, rivals=rivals, bound_per_s=bound)
 

@@ -21,7 +21,8 @@ from tessera.errors import PlanInfeasible
 from tessera.plan.baselines import COARSE
 from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.constraints import Constraint, check_constraints, compiled_launches
-from tessera.plan.host import has_host, host_placement
+from tessera.plan.fluid import FETCH
+from tessera.plan.host import has_host, host_placements
 from tessera.plan.problem import Cells, Mix, Problem, build, mix_of, partitions, restricted
 from tessera.plan.search import objectives
 from tessera.plan.search.judge import Judge
@@ -143,8 +144,13 @@ def place(
     problem = build(unit, costs, cluster, memory_share=memory_share or 1.0)
     planner = SERVED_PLANNERS.get(policy, policy)
     config = replace(config, single_limit_s=PLACE_S)
-    if planner == SINGLE_PLACEMENT and has_host(problem):
-        return problem.placement(host_placement(problem, microbatches))
+    if planner == FETCH and not has_host(problem):
+        raise PlanInfeasible("weights are fetched to one GPU beside CPUs only")
+    if planner in (SINGLE_PLACEMENT, FETCH) and has_host(problem):
+        tried = host_placements(problem, microbatches, planner == FETCH)
+        if len(tried) == 1 or rate is None:
+            return tried[0]
+        return max(tried, key=lambda x: rate(lane_plan(unit, costs, cluster, x, microbatches, "")))
 
     def found_by(name: str) -> list[ir.Placement]:
         task = Task(problem, microbatches, is_served=True, policy=name, config=config)
@@ -330,10 +336,7 @@ def side_by_side(problem: Problem, parts: Sequence[tuple[ir.Plan, Cells]]) -> ir
         for devices in cells:
             table += [len(lanes) + used.index(lane) for lane in order]
             lanes += [
-                ir.Lane(
-                    ir.Placement(tuple(tuple(devices[d] for d in step) for step in lane.placement.devices)),
-                    lane.rate_per_s,
-                )
+                ir.Lane(lane.placement.renumbered(devices), lane.rate_per_s)
                 for lane in (plan.lanes[n] for n in used)
             ]
     rows = [(plan, len(cells)) for plan, cells in parts]

@@ -181,7 +181,7 @@ class ServicePlanner:
         from tessera.plan.solve import lane_plan
 
         used = sorted({device for step in placement.devices for device in step})
-        if len(used) == 1:
+        if len(used) == 1 and not placement.fetched:
             return self._on(used[0], Role.MIXED, max(1, self.shape.microbatches // len(self.cluster.devices)))
         pages = homes_of(self.unit.graphs[-1], placement.devices[-1])
         digest = hashlib.sha256(repr(pages).encode()).hexdigest()[:12]

@@ -10,11 +10,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from tessera.execute.lower import LoweredRun, TransferPoint, UnitLowering, lower_moves
+from tessera.execute.lower import Fetched, LoweredRun, TransferPoint, UnitLowering, lower_moves
 from tessera.execute.schedule import until_wait
 from tessera.ir import Cluster, Costs, Link, Placement, Recv, Transfer, WorkUnit
 
 Ints = npt.NDArray[np.int64]
+# Bus of the weights that a link brings.
+FETCHED = " (weights)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +87,21 @@ class Wires:
     @cached_property
     def buses(self) -> tuple[str, ...]:
         """A bus carries one transfer at a time."""
-        return tuple(dict.fromkeys(map(_bus, self.cluster.links)))
+        cpus = {d.name for d in self.cluster.devices if d.is_cpu}
+        # Weights are fetched in pieces between which values go, so neither waits for the other.
+        fetching = (_bus(x) + FETCHED for x in self.cluster.links if x.src in cpus)
+        return tuple(dict.fromkeys([*map(_bus, self.cluster.links), *fetching]))
 
     @cached_property
     def _links(self) -> dict[tuple[int, int], tuple[Link, int]]:
         place = self.cluster.names.index
         return {(place(x.src), place(x.dst)): (x, self.buses.index(_bus(x))) for x in self.cluster.links}
 
-    def of(self, number: int, src: int, dst: int, num_bytes: int) -> TransferWire:
+    def of(self, number: int, src: int, dst: int, num_bytes: int, is_fetched: bool = False) -> TransferWire:
         link, bus = self._links[src, dst]
+        if is_fetched:
+            bus, us = self.buses.index(_bus(link) + FETCHED), link.fetch_us(num_bytes)
+            return TransferWire(number, src, dst, num_bytes, bus, us, 0.0)
         return TransferWire(number, src, dst, num_bytes, bus, link.wire_us(num_bytes), link.latency_us)
 
 
@@ -106,7 +114,7 @@ class Scripts:
     unit: WorkUnit
     costs: tuple[Costs, ...]
     cluster: Cluster
-    _scripts: dict[tuple[int, tuple[int, ...], tuple[Transfer, ...]], Script] = field(default_factory=dict)
+    _scripts: dict[object, Script] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.wires = Wires(self.cluster)
@@ -123,23 +131,26 @@ class Scripts:
         return tuple(
             (
                 tuple(self._script(source, (), tuple(transfers)) for source, transfers in moves[step]),
-                self._script(step, place),
+                self._script(step, place, fetched=placement.fetched),
             )
             for step, place in places
         )
 
-    def _script(self, step: int, place: tuple[int, ...], moves: tuple[Transfer, ...] = ()) -> Script:
+    def _script(
+        self, step: int, place: tuple[int, ...], moves: tuple[Transfer, ...] = (), fetched: Fetched = ()
+    ) -> Script:
         """One run of a step that then moves state; without a placement, the moves alone."""
-        key = (step, place, moves)
+        key = (step, place, moves, fetched)
         if key not in self._scripts:
             num = len(self.cluster.devices)
-            run = self._lowering.steps[step].run(place, moves) if place else lower_moves(moves, num)
+            run = self._lowering.steps[step].run(place, moves, fetched) if place else lower_moves(moves, num)
             self._scripts[key] = self._make(step, np.array(place, dtype=np.int64), run)
         return self._scripts[key]
 
     def _make(self, step: int, place: Ints, run: LoweredRun) -> Script:
         us = self._us[step][np.arange(len(place)), place]
-        wires = [self.wires.of(n, t.src, t.dst, t.num_bytes) for n, t in enumerate(run.transfers)]
+        first = len(run.transfers) - len(run.fetches)
+        wires = [self.wires.of(n, t.src, t.dst, t.num_bytes, n >= first) for n, t in enumerate(run.transfers)]
         columns = []
         for device, points in enumerate(run.points):
             ends = np.concatenate([[0.0], np.cumsum(np.where(place == device, us, 0.0))]).tolist()

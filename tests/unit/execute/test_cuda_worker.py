@@ -13,8 +13,12 @@ import cuda_stub
 from sampling import one_of_each
 from tessera.capture import Workload, build, record
 from tessera.errors import WorkerError
+from tessera.execute import driver
 from tessera.execute.cuda.direct import PeerAway
-from tessera.execute.cuda.graphs import DeviceGraphs, ShareGraph
+from tessera.execute.cuda.graphs import DeviceGraphs, ShareGraph, _Issue
+from tessera.execute.launcher import Launcher
+from tessera.execute.lower import lower
+from tessera.execute.memory import Memory
 from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.reference import same_bits
 from tessera.execute.stepper import SpanLog, StepCall, StepDone, Tensors
@@ -22,9 +26,11 @@ from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_plan, make_unit, run_reference
 from tessera.ir import (
     AWAY,
+    BufferKind,
     Cluster,
     Device,
     DeviceKind,
+    Fetch,
     Lane,
     Link,
     Objective,
@@ -106,6 +112,106 @@ def test_a_gpu_and_a_cpu_exchange_through_shared_memory(policy: str) -> None:
             results = run_offline(stepper, [request(n % 2) for n in range(8)], on_done=on_done).results
             assert all(is_right(n % 2, result) for n, result in enumerate(results))
         assert all(status.restarts for status in stepper.use().devices.values())
+
+
+@functools.cache
+def fetching() -> Plan:
+    """All weights of the GPU are fetched, in all steps."""
+    made = beside_cpu("attention-ffn")
+    lanes = []
+    for lane in made.lanes:
+        read = [dict[str, int](), dict[str, int]()]
+        for graph, places in zip(made.graphs, lane.placement.devices, strict=True):
+            for launch, device in zip(graph.trace.launches, places, strict=True):
+                buffers = [graph.trace.buffers[access.buffer] for access in launch.accesses]
+                names = [b.name for b in buffers if b.kind is BufferKind.WEIGHT and not b.constant_hex]
+                read[device] |= dict.fromkeys(names, 1)
+        lanes.append(replace(lane, placement=replace(lane.placement, fetched=tuple(read[0].items()))))
+    return replace(made, lanes=tuple(lanes))
+
+
+def test_fetched_weights_give_the_same_bits_and_are_never_in_the_gpus_memory() -> None:
+    made, weights = fetching(), workloads()[0].weights()
+    programs = [program for lane in lower(made) for program in lane]
+    assert all(len({x.launch for x in p.instructions[0] if isinstance(x, Fetch)}) > 5 for p in programs)
+    held = {made.graphs[p.step].trace.buffers[b].constant_hex != "" for p in programs for b in p.weights[0]}
+    assert held <= {True}
+    with WorkerStepper([made], weights, transport="shm", timeout_s=30.0) as stepper:
+        results = run_offline(stepper, [request(n % 2) for n in range(4)]).results
+        assert all(is_right(n % 2, result) for n, result in enumerate(results))
+        card, host = stepper.footprints
+    assert card.weight_bytes < host.weight_bytes
+
+
+class Clocked:
+    """A stream with a vector clock: what is done before its next work is issued."""
+
+    all: list["Clocked"] = []  # noqa: RUF012 - cleared by the test
+
+    def __init__(self) -> None:
+        self.cuda_stream = len(self.all)
+        self.seen = {self.cuda_stream: 0}
+        self.all.append(self)
+
+    def tick(self) -> dict[int, int]:
+        self.seen[self.cuda_stream] += 1
+        return dict(self.seen)
+
+    def wait_event(self, event: "Clocked.Event") -> None:
+        self.seen |= {n: max(at, self.seen.get(n, 0)) for n, at in event.seen.items()}
+
+    class Event:
+        def record(self, stream: "Clocked") -> None:
+            self.seen = dict(stream.seen)
+
+
+def test_a_place_is_not_overwritten_before_its_launch_has_run_nor_read_before_its_weights_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the events alone: copies and launches of different streams run in any order that they allow."""
+    made, log = fetching(), list[tuple[str, dict[int, int], int, int]]()
+    monkeypatch.setattr(Clocked, "all", [])
+
+    def copy(stream: int, target: int, source: int, num: int) -> None:
+        log.append(("copy", Clocked.all[stream].tick(), stream, target))
+
+    def run(self: Launcher, launch: int, memory: Memory) -> None:
+        clock = compute.tick()
+        log.extend(
+            ("run", clock, compute.cuda_stream, p.data_ptr()) for p in memory.slots.get(launch, {}).values()
+        )
+
+    graphs = DeviceGraphs(made.cluster, 0, [g.trace for g in made.graphs], workloads()[0].weights(), 1)
+    origin, compute, fetch = Clocked(), Clocked(), Clocked()
+    room = replace(
+        graphs._open_buffers(0), origin=origin, compute={False: compute, True: compute},
+        sends={1: Clocked()}, fetching=fetch,
+    )  # fmt: skip
+    graphs._buffers.append(room)
+    graphs.add(lower(made)[0])
+    monkeypatch.setattr(driver, "copy", copy)
+    monkeypatch.setattr(torch.cuda, "Event", Clocked.Event)
+    monkeypatch.setattr(Launcher, "run", run)
+    for method in ("_receive", "_send"):  # of values
+        monkeypatch.setattr(_Issue, method, lambda *words: None)
+    graphs._rehearsed |= {0, 1}
+    for number in (0, 1, 0):
+        graph = graphs.graph(0, number)
+        assert graph is not None
+        graph.replay()
+
+    def is_before(first: tuple[str, dict[int, int], int, int], then: dict[int, int]) -> bool:
+        return first[1][first[2]] <= then.get(first[2], 0)
+
+    last: dict[int, tuple[str, dict[int, int], int, int]] = {}
+    for entry in log:
+        what, clock, _, place = entry
+        before = last.get(place)
+        if before is not None and before[0] != what:
+            assert is_before(before, clock), entry
+        assert what == "copy" or before is not None
+        last[place] = entry
+    assert sum(what == "run" for what, *_ in log) > 10
 
 
 def opened(*policies: str, transport: str = "ipc", **more: object) -> WorkerStepper:

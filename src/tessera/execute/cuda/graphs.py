@@ -6,7 +6,9 @@ stream: launches go to a compute stream in program order, sends to a stream per 
 
     a send waits for the launches issued before it, its producer among them;
     a receive makes the compute stream wait for the flag, right before the first launch that reads it;
-    a launch waits for the sends whose bytes it overwrites.
+    a launch waits for the sends whose bytes it overwrites;
+    weights that are fetched are copied from page-locked memory by a stream of their own, which waits for the
+    launch that used their place before; their launch waits for them.
 
 Memory that a send reads is kept until the whole program is issued. The launches of a program run once before
 its first capture, without transfers, so that libraries and kernels initialise. This rehearsal has separate,
@@ -37,6 +39,7 @@ from tessera.execute.launcher import Launchable, Launcher
 from tessera.execute.memory import (
     Footprint,
     Memory,
+    Slots,
     Storage,
     bytes_of,
     check_memory,
@@ -44,12 +47,16 @@ from tessera.execute.memory import (
     fresh,
     is_allocation,
     is_shared,
+    slot_bytes,
+    slots_of,
     storage_of,
     tensor_of,
 )
-from tessera.ir import BufferKind, Cluster, Free, Program, Recv, Region, Run, Send, Trace
+from tessera.ir import SLOTS, BufferKind, Cluster, Fetch, Free, Program, Recv, Region, Run, Send, Trace
 
 Tensors = Mapping[str, torch.Tensor]
+# Bytes of a copy of fetched weights.
+PIECE_BYTES = 4 << 20
 # Step -> compiled objects by kernel.
 Kernels = Mapping[int, Mapping[int, Launchable]]
 
@@ -73,6 +80,8 @@ class MicrobatchBuffers:
     compute: Mapping[bool, Any]
     # Destination -> stream.
     sends: Mapping[int, Any]
+    # Copies of fetched weights.
+    fetching: Any
     # Shared by the microbatch's graphs, which never run concurrently.
     pool: Any
     # Address of the pinned word with its graph's position.
@@ -82,6 +91,8 @@ class MicrobatchBuffers:
     # By step, and by (step, name).
     arenas: dict[int, InputArena] = field(default_factory=dict)
     inputs: dict[tuple[int, str], Storage] = field(default_factory=dict)
+    # Places of fetched weights by their bytes.
+    rings: dict[tuple[int, ...], list[list[Storage]]] = field(default_factory=dict)
 
 
 class ShareGraph:
@@ -95,17 +106,19 @@ class ShareGraph:
         device: GpuDevice,
         room: MicrobatchBuffers,
         base: Mapping[int, Storage],
+        slots: Slots,
         launcher: Launcher,
         clockwork: Clockwork,
         transport: GpuTransport | None,
         is_short: bool = False,
         is_rehearsed: bool = False,
     ) -> None:
-        """`number`: the program's number in the transport. `base`: initial buffers."""
+        """`number`: the program's number in the transport. `base`: initial buffers, and weights that are
+        fetched to `slots`."""
         self._is_rehearsed = is_rehearsed
         self.program, self.trace, self.room = program, trace, room
         self._number, self._device, self._base, self._launcher = number, device, base, launcher
-        self._transport = transport
+        self._transport, self._slots = transport, slots
         self._clockwork, self._pace = clockwork, clockwork.pace(program)
         self._compute = room.compute[is_short]
         column = program.instructions[device.number]
@@ -159,7 +172,9 @@ class _Issue:
         self._program, self._room = share.program, share.room
         fill = torch.zeros if is_rehearsal else torch.empty
         self._memory = Memory(share._base, fresh(share.trace, share._device.card, fill))
+        self._memory.slots = share._slots
         self._compute = share._compute
+        self._fetched: dict[int, Any] = {}  # launch -> mark of its weights
         self._links = {dst: share.room.sends[dst] for dst in share._sends}
         self._leaving: dict[int, Any] = {}  # transfer -> mark of its send
         self._kept: list[Storage] = []
@@ -175,7 +190,8 @@ class _Issue:
     def run(self) -> dict[str, torch.Tensor]:
         """Forks from the microbatch's stream, issues everything, joins."""
         start = _mark(self._room.origin)
-        for stream in (self._compute, *self._links.values()):
+        fetching = [self._room.fetching] if self._share._slots else []
+        for stream in (self._compute, *self._links.values(), *fetching):
             stream.wait_event(start)
         if self._share._transport is not None and not self._is_rehearsal:
             driver.mem_ops(_handle(self._compute), [MemOp(self._room.mark, 0)])
@@ -187,10 +203,12 @@ class _Issue:
                     self._send(number)
                 case Recv(number):
                     self._receive(number, position)
+                case Fetch(launch) if not self._is_rehearsal:
+                    self._fetch(launch)
                 case Free(buffer):
                     self._memory.free(buffer)
         self._settle()
-        for stream in (self._compute, *self._links.values()):
+        for stream in (self._compute, *self._links.values(), *fetching):
             self._room.origin.wait_event(_mark(stream))
         number = self._share._device.number
         here = {name for name, at in self._program.outputs if at == number}
@@ -203,6 +221,9 @@ class _Issue:
     def _run(self, launch: int) -> None:
         for number in self._overwritten(launch):
             self._compute.wait_event(self._leaving.pop(number))
+        if launch in self._fetched:
+            self._compute.wait_event(self._fetched.pop(launch))
+        self._memory.use_slot(launch)
         with torch.cuda.stream(self._compute):
             self._enter(launch)
             zeroed = self._put_zero_state(launch) if self._is_rehearsal else ()
@@ -211,6 +232,17 @@ class _Issue:
             for buffer in zeroed:
                 self._memory.free(buffer)
 
+    def _fetch(self, launch: int) -> None:
+        """Copies in pieces, so that values that arrive meanwhile wait for one piece at most."""
+        stream = self._room.fetching
+        stream.wait_event(_mark(self._compute))
+        for buffer, place in self._memory.slots[launch].items():
+            source = self._share._base[buffer]
+            for start in range(0, source.nbytes(), PIECE_BYTES):
+                ends = place.data_ptr() + start, source.data_ptr() + start
+                driver.copy(_handle(stream), *ends, min(PIECE_BYTES, source.nbytes() - start))
+        self._fetched[launch] = _mark(stream)
+
     def _put_zero_state(self, launch: int) -> list[int]:
         """Replaces the state that a launch names by zeros."""
         trace = self._share.trace
@@ -218,8 +250,7 @@ class _Issue:
         named |= {access.buffer for access in trace.launches[launch].accesses}
         state = sorted(named.intersection(trace.buffers_of(BufferKind.STATE)))
         for buffer in state:
-            size, card = trace.buffers[buffer].size_bytes, self._share._device.card
-            self._memory.put(buffer, torch.zeros(size, dtype=torch.uint8, device=card).untyped_storage())
+            self._memory.put(buffer, _zeros(trace.buffers[buffer].size_bytes, self._share._device.card))
         return state
 
     def _enter(self, launch: int) -> None:
@@ -242,7 +273,7 @@ class _Issue:
         transfer = self._program.transfers[number]
         size = self._share.trace.buffers[transfer.buffer].size_bytes
         if self._is_rehearsal:
-            place = torch.zeros(size, dtype=torch.uint8, device=self._share._device.card).untyped_storage()
+            place = _zeros(size, self._share._device.card)
         else:
             transport = self._transport()
             with torch.cuda.stream(self._compute):
@@ -328,6 +359,10 @@ def _handle(stream: Any) -> int:
     return int(stream.cuda_stream)
 
 
+def _zeros(num_bytes: int, card: torch.device) -> Storage:
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=card).untyped_storage()
+
+
 @contextmanager
 def own_workspaces() -> Iterator[None]:
     """Allocates cuBLAS workspaces of a capture from the graph's own pool.
@@ -377,6 +412,8 @@ class DeviceGraphs:
         self._launchers: list[Launcher] = []
         self.add_steps(traces, us, kernels)
         self._resident: dict[object, Storage] = {}
+        # Weights in page-locked memory, by address.
+        self._locked: dict[int, Storage] = {}
         card = self.device.card
         self.transport = transport(self.device) if transport is not None else None
         keeps_links = self.transport is None or self.transport.carries_records
@@ -518,6 +555,7 @@ class DeviceGraphs:
 
     def close(self) -> None:
         self._graphs, self._buffers, self._resident, self._weights, self.homes = {}, [], {}, {}, {}
+        self._locked.clear()
         if self.transport is not None:
             self.transport.close()
         self.device.close()
@@ -533,7 +571,8 @@ class DeviceGraphs:
         step, flags = program.step, (self._is_short(program.step), number in self._rehearsed)
         if self.transport is not None:
             self.transport.meet(number)
-        place = (self.device, room, self._base(room, program), self._launchers[step])
+        base, slots = self._base(room, program), self._slots(room, program)
+        place = (self.device, room, base, slots, self._launchers[step])
         made = ShareGraph(program, number, self.traces[step], *place, self._clockwork, self.transport, *flags)
         self._rehearsed.add(number)
         return made
@@ -546,6 +585,8 @@ class DeviceGraphs:
     def _base(self, room: MicrobatchBuffers, program: Program) -> dict[int, Storage]:
         number, trace = self.device.number, self.traces[program.step]
         base = {b: self._weight(program.step, b) for b in program.weights[number]}
+        fetched = {b for slot in self._slots(room, program).values() for b in slot}
+        base |= {b: self._pinned(program.step, b) for b in fetched}
         for buffer in trace.buffers_of(BufferKind.INPUT):
             base[buffer] = room.inputs[program.step, trace.buffers[buffer].name]
         base |= {b: self._state(room, program, b) for b in self._state_buffers(program)}
@@ -572,19 +613,14 @@ class DeviceGraphs:
         """One state buffer of its home or of the microbatch, zeros at first: they are valid indices."""
         buffer = self.traces[program.step].buffers[index]
 
-        def zeros() -> Storage:
-            return torch.zeros(
-                buffer.size_bytes, dtype=torch.uint8, device=self.device.card
-            ).untyped_storage()
-
         if is_shared(program, buffer.name):
             pages = self.homes.setdefault(program.home, {})
             if buffer.name not in pages:
-                pages[buffer.name] = zeros()
+                pages[buffer.name] = _zeros(buffer.size_bytes, self.device.card)
             return pages[buffer.name]
         key = (buffer.name, buffer.size_bytes)
         if key not in room.state:
-            room.state[key] = zeros()
+            room.state[key] = _zeros(buffer.size_bytes, self.device.card)
         return room.state[key]
 
     def _weight(self, step: int, index: int) -> Storage:
@@ -598,6 +634,22 @@ class DeviceGraphs:
                     storage = bytes_of(storage, 0, storage.nbytes()).to(self.device.card).untyped_storage()
                 self._resident[key] = storage
         return self._resident[key]
+
+    def _slots(self, room: MicrobatchBuffers, program: Program) -> Slots:
+        """Places of the weights that a program fetches, zeros at first."""
+        trace, number = self.traces[program.step], self.device.number
+        sizes = slot_bytes(trace, program, number)
+        if sizes not in room.rings:
+            room.rings[sizes] = [[_zeros(size, self.device.card) for size in sizes] for _ in range(SLOTS)]
+        return slots_of(trace, program, number, room.rings[sizes])
+
+    def _pinned(self, step: int, index: int) -> Storage:
+        """A weight in page-locked memory."""
+        storage = storage_of(self.traces[step].buffers[index], self._weights)
+        if storage.device.type == "cpu" and storage.data_ptr() not in self._locked:
+            driver.pin(bytes_of(storage, 0, storage.nbytes()))
+        self._locked[storage.data_ptr()] = storage
+        return storage
 
     def _weight_key(self, step: int, index: int) -> object:
         buffer = self.traces[step].buffers[index]
@@ -613,14 +665,14 @@ class DeviceGraphs:
             d: device.plain_stream(greatest) for d in range(len(self.cluster.devices)) if d != device.number
         }
         mark = self.marks.data_ptr() + 4 * number
-        return MicrobatchBuffers(
-            number, device.plain_stream(), compute, sends, torch.cuda.graph_pool_handle(), mark
-        )
+        streams = (device.plain_stream(), compute, sends, device.plain_stream())
+        return MicrobatchBuffers(number, *streams, torch.cuda.graph_pool_handle(), mark)
 
     def _allocate_for(self, room: MicrobatchBuffers, program: Program) -> None:
         """Allocates zeros, which are valid indices."""
         trace, card = self.traces[program.step], self.device.card
         self.state(room, program)
+        self._slots(room, program)
         if program.step in room.arenas:
             return
         places: dict[str, tuple[int, int]] = {}
@@ -641,8 +693,11 @@ class DeviceGraphs:
         weights: dict[str, int] = {}
         state: dict[tuple[str, int], int] = {}
         pages: dict[tuple[int, str], int] = {}
+        rings: dict[tuple[int, ...], int] = {}
         for program in new:
             buffers = self.traces[program.step].buffers
+            sizes = slot_bytes(self.traces[program.step], program, number)
+            rings[sizes] = SLOTS * sum(sizes)
             for b in program.weights[number]:
                 held = self._weights.get(buffers[b].name)
                 if held is None or held.untyped_storage().device != card:
@@ -653,10 +708,11 @@ class DeviceGraphs:
                     state[name, size] = size
                 elif name not in self.homes.get(program.home, {}):
                     pages[program.home, name] = size
-        known = set(self._buffers[0].state) if self._buffers else set()
+        known = {*self._buffers[0].state, *self._buffers[0].rings} if self._buffers else set()
         weights = {n: size for n, size in weights.items() if n not in self._resident}
         inbox = self.transport.new_bytes(new, self.traces) if self.transport is not None else 0
-        each = sum(size for n, size in state.items() if n not in known) + inbox // self.num_microbatches
+        own = (*state.items(), *rings.items())
+        each = sum(size for n, size in own if n not in known) + inbox // self.num_microbatches
         size, num = sum(weights.values()), self.num_microbatches
         footprint = Footprint(self.device.record.name, size, each, num, num * each, sum(pages.values()))
         check_memory(footprint, torch.cuda.mem_get_info(card)[0], " that are free")
