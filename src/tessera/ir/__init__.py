@@ -55,11 +55,11 @@ from tessera.ir.trace import (
 from tessera.ir.verify import verify
 
 __all__ = [
-    "AWAY", "GENERATOR", "MEMORY_SHARE", "SLOTS", "Access", "Arg", "Arrivals", "Baseline", "Buffer", "BufferKind",
-    "Clock", "Cluster", "Cost", "Costs", "Decision", "DecisionKind", "Device", "DeviceKind", "Edge",
-    "Expected", "Fetch", "Free", "Graph", "Group", "GroupSize", "Hazard", "Instruction", "Kernel", "Lane", "Launch",
-    "Link", "Load", "Objective", "Origin", "Placement", "Plan", "Program", "Recv", "Region",
-    "Rival", "Robust", "Role", "Run", "Send", "ServicePlan", "Source", "Span", "Step",
-    "Symbol", "Timeline", "Trace", "Transfer", "Value", "View", "WorkUnit", "arg_views", "digest", "kind_of",
-    "lane_sequence", "load", "region", "save", "verify",
+    "AWAY", "GENERATOR", "MEMORY_SHARE", "SLOTS", "Access", "Arg", "Arrivals", "Baseline", "Buffer",
+    "BufferKind", "Clock", "Cluster", "Cost", "Costs", "Decision", "DecisionKind", "Device", "DeviceKind",
+    "Edge", "Expected", "Fetch", "Free", "Graph", "Group", "GroupSize", "Hazard", "Instruction", "Kernel",
+    "Lane", "Launch", "Link", "Load", "Objective", "Origin", "Placement", "Plan", "Program", "Recv", "Region",
+    "Rival", "Robust", "Role", "Run", "Send", "ServicePlan", "Source", "Span", "Step", "Symbol", "Timeline",
+    "Trace", "Transfer", "Value", "View", "WorkUnit", "arg_views", "digest", "kind_of", "lane_sequence",
+    "load", "region", "save", "verify",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from tessera.ir.cluster import Cluster, Costs
 from tessera.ir.graph import Graph, WorkUnit
 
 # Launches whose fetched weights a device holds at once; each has a place of its own.
-SLOTS = 2
+SLOTS = 3
 
 
 class Objective(StrEnum):

@@ -6,10 +6,10 @@ held twice; launches that touch state, and code that only a GPU runs, stay. Laun
 evenly over the step, of divided products the last parts first, so that GPU and host work at the same time. As
 many are moved as memory needs. What joins values of the host runs there too, so that less crosses.
 
-In place of being computed on the host, launches may stay on the GPU and fetch their weights over the link
-each time they run, into places that count as the GPU's memory: those that take longest on the host per byte,
-and those that only a GPU runs. The link works while the devices compute, so a step takes the longer of both.
-Placements with several shares of fetched weights are returned, for a simulation to choose.
+Other launches may fetch their weights over the link each time they run, into places that count as the GPU's
+memory: those that would take longest on the host per byte, or that only a GPU runs, evenly over the step. The
+link works while the devices compute, so a step takes the longer of both. Small weights are fetched, for small
+places. Placements with several shares of fetched weights are returned, for a simulation to choose.
 
 Not handled: several GPUs, which take the mixed-integer program.
 """
@@ -20,7 +20,7 @@ import numpy as np
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.arrays import Bools, Floats, Ints, Labels
+from tessera.plan.arrays import Floats, Ints, Labels
 from tessera.plan.problem import Problem
 from tessera.plan.spread import even_order
 
@@ -30,10 +30,12 @@ FILL = 0.94
 EQUAL = 1.05
 # Launches that a refusal names.
 NAMED = 4
-# Weights are fetched that are small enough for their places, yet so many times what must be.
-ENOUGH = 1.25
+# Weights that are small enough to be fetched are so many times those that are; much smaller ones stay.
+ENOUGH, LEAST = 1.5, 1.0 / 64.0
 # Shares of fetched weights that are tried, of the one at which link and devices are busy equally long.
-TRIED = (0.5, 0.8, 1.0, 1.1)
+TRIED = (0.4, 0.6, 0.75, 0.9, 1.0)
+# To fetch all that is missing, so many times as much is tried, until its places fit too.
+MORE = np.linspace(1.0, 2.0, 26)
 
 
 def has_host(problem: Problem) -> bool:
@@ -47,53 +49,52 @@ def host_placements(problem: Problem, microbatches: int, is_fetching: bool = Fal
 
     `is_fetching`: fetch all that does not fit.
     """
-    card = next(d for d, device in enumerate(problem.cluster.devices) if not device.is_cpu)
-    hosts = [d for d in range(problem.num_devices) if d != card]
-    moves = _Moves(problem, card, hosts, microbatches, is_fetching)
+    moves = _Moves(problem, microbatches)
     if is_fetching:
-        return [moves.placement(1.0)]
-    shares = [0.0]
-    if moves.is_short:
-        shares += [share for part in TRIED if (share := part * moves.balanced) <= 1.0]
-    found, refusal = list[ir.Placement](), PlanInfeasible("")
+        share = next((share for share in MORE.tolist() if moves.excess(0, share).max() <= 0), 1.0)
+        return [moves.placement(0, share)]
+    shares = [0.0, *(part * moves.balanced for part in TRIED)] if moves.missing else [0.0]
+    found, refusal = dict[ir.Placement, None](), PlanInfeasible("")
     for share in shares:
         try:
-            found.append(moves.placement(share))
+            found[moves.placement(moves.needed(share), share)] = None
         except PlanInfeasible as error:
             refusal = error
     if not found:
         raise refusal
-    return list(dict.fromkeys(found))
+    return list(found)
 
 
 class _Moves:
-    """Groups of launches that leave the GPU's memory, in order."""
+    """Groups of launches whose weights leave the GPU's memory."""
 
-    def __init__(
-        self, problem: Problem, card: int, hosts: list[int], microbatches: int, is_fetching: bool
-    ) -> None:
-        self._problem, self._card, self._host, self._microbatches = problem, card, hosts[0], microbatches
-        self._order, self._group_of, self._host_of, self._size, self._stays = _order(problem, card, hosts)
-        self._is_small = np.ones(len(self._size), dtype=np.bool_)
-        missing = self._excess(0, 0.0)[card]
-        self.is_short = missing > 0
-        sizes = np.sort(self._size[self._order])
-        enough = np.searchsorted(sizes.cumsum(), ENOUGH * missing)
-        self._is_small = self._size <= sizes[min(enough, len(sizes) - 1)]
-        # Groups that neither a host runs nor the GPU fetches stay.
-        can_leave = self._is_small if is_fetching else ~self._stays | self._is_small
-        self._order = self._order[can_leave[self._order]]
+    def __init__(self, problem: Problem, microbatches: int) -> None:
+        self._problem, self._microbatches = problem, microbatches
+        self._card = next(d for d, device in enumerate(problem.cluster.devices) if not device.is_cpu)
+        hosts = [d for d in range(problem.num_devices) if d != self._card]
+        self._host, made = hosts[0], _order(problem, self._card, hosts)
+        self._order, self._group_of, self._host_of, self._size, self._score = made
+        self.missing = 0.0
+        self.missing = max(0.0, float(self.excess(0, 0.0)[self._card]))
 
-    def placement(self, share: float) -> ir.Placement:
-        """With a share of the bytes that do not fit fetched, as far as they can be."""
-        num = self._needed(share)
-        excess, (labels, fetched) = self._excess(num, share), self._labels(num, share)
+    def placement(self, num: int, share: float) -> ir.Placement:
+        """The first groups on the host, and a share of the bytes that do not fit fetched."""
+        excess, (labels, fetched) = self.excess(num, share), self._labels(num, share)
         if excess.max() > 0:
             raise _too_large(self._problem, labels, excess)
         weights = self._problem.weights
         items = np.unique(weights.pin_item[np.isin(self._group_of[weights.pin_node], fetched)])
         placed = self._problem.placement(_with_joins(self._problem, labels, self._card))
         return ir.Placement(placed.devices, tuple((weights.names[n], self._host) for n in items.tolist()))
+
+    def needed(self, share: float) -> int:
+        """Groups on the host until the rest fits."""
+        low, high = 0, len(self._order)
+        while low < high:
+            middle = (low + high) // 2
+            is_enough = self.excess(middle, share)[self._card] <= 0
+            low, high = (low, middle) if is_enough else (middle + 1, high)
+        return low
 
     @property
     def balanced(self) -> float:
@@ -103,33 +104,12 @@ class _Moves:
 
     def _busy_us(self, share: float) -> tuple[float, float]:
         """Time of all launches and transfers in sequence, and of the fetches."""
-        labels, fetched = self._labels(self._needed(share), share)
+        labels, fetched = self._labels(self.needed(share), share)
         link = self._problem.cluster.link(self._host, self._card)
-        runs = sum(self._problem.unit.counts)
         us = link.fetch_us(float(self._size[fetched].sum())) if link is not None else np.inf
-        return self._problem.column(labels).path_us, runs * us
+        return self._problem.column(labels).path_us, sum(self._problem.unit.counts) * us
 
-    def _needed(self, share: float) -> int:
-        """Groups that leave until the rest fits."""
-        low, high = 0, len(self._order)
-        while low < high:
-            middle = (low + high) // 2
-            is_enough = self._excess(middle, share)[self._card] <= 0
-            low, high = (low, middle) if is_enough else (middle + 1, high)
-        return low
-
-    def _labels(self, num: int, share: float) -> tuple[Labels, Ints]:
-        """Device of each node if the first groups leave, and the groups that are fetched."""
-        moved = self._order[:num]
-        stays, small = self._stays[moved], self._is_small[moved]
-        size = np.where(small, self._size[moved], 0.0)
-        # From the end: those that take longest on the host.
-        behind = size[::-1].cumsum()[::-1]
-        fetched = moved[stays | (small & (behind <= share * self._size[moved].sum()))]
-        computed = np.isin(self._group_of, np.setdiff1d(moved, fetched))
-        return np.where(computed, self._host_of[self._group_of], self._card), fetched
-
-    def _excess(self, num: int, share: float) -> Floats:
+    def excess(self, num: int, share: float) -> Floats:
         """Bytes by which devices overflow."""
         labels, fetched = self._labels(num, share)
         over = self._problem.excess_bytes([self._problem.column(labels)], self._microbatches)
@@ -138,6 +118,30 @@ class _Moves:
         over[self._card] += self._microbatches * ir.SLOTS * size.max(initial=0.0)
         over[self._host] += size.sum()
         return over
+
+    def _labels(self, num: int, share: float) -> tuple[Labels, Ints]:
+        """Device of each node, and the groups that are fetched."""
+        fetched = self._fetched(share)
+        rest = self._order[~np.isin(self._order, fetched) & (self._score[self._order] < np.inf)]
+        computed = np.isin(self._group_of, rest[:num])
+        return np.where(computed, self._host_of[self._group_of], self._card), fetched
+
+    def _fetched(self, share: float) -> Ints:
+        """Groups with the longest time on the host per byte, evenly over the step."""
+        left, fetched = share * self.missing, list[int]()
+        sizes = np.sort(self._size[self._order])
+        enough = int(np.searchsorted(sizes.cumsum(), ENOUGH * left))
+        most = sizes[min(enough, len(sizes) - 1)]
+        small = self._order[(self._size[self._order] <= most) & (self._size[self._order] >= LEAST * most)]
+        for score in np.unique(self._score[small])[::-1]:
+            alike = np.sort(small[self._score[small] == score])
+            part, taken = min(1.0, left / self._size[alike].sum()), 0.0
+            for group, until in zip(alike.tolist(), part * self._size[alike].cumsum(), strict=True):
+                if taken + self._size[group] / 2 <= until:
+                    fetched.append(group)
+                    taken += self._size[group]
+            left = max(0.0, left - taken)
+        return np.array(fetched, dtype=np.int64)
 
 
 def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasible:
@@ -162,9 +166,9 @@ def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasib
     )
 
 
-def _order(problem: Problem, card: int, hosts: list[int]) -> tuple[Ints, Ints, Ints, Floats, Bools]:
-    """Groups of nodes with weights, best first; node -> group; of groups the host, bytes, and whether no host
-    may run them."""
+def _order(problem: Problem, card: int, hosts: list[int]) -> tuple[Ints, Ints, Ints, Floats, Floats]:
+    """Groups of nodes with weights, best first; node -> group; of groups the host, bytes, and time on the
+    host per byte as a class (infinite: no host may run them)."""
     weights, num = problem.weights, problem.num_nodes
     group_of = _groups(num, weights.pin_item, weights.pin_node)
     size = np.zeros(num)
@@ -182,11 +186,11 @@ def _order(problem: Problem, card: int, hosts: list[int]) -> tuple[Ints, Ints, I
     host_of = np.array(hosts)[number % len(hosts)]
     added = load[np.arange(num), host_of] - load[:, card] + _crossing_us(problem, group_of, card, hosts[0])
     added[stays] = np.inf
+    score = np.round(np.log(np.maximum(added, 1e-3) / np.maximum(size, 1.0)) / np.log(EQUAL))
     movable = np.flatnonzero((np.arange(num) == group_of) & (size > 0))
-    score = np.log(np.maximum(added[movable], 1e-3) / size[movable]) / np.log(EQUAL)
     even = np.argsort(even_order(len(movable)))
     last_first = -_part_numbers(problem, group_of[first])[movable]
-    return movable[np.lexsort((even, last_first, np.round(score)))], group_of, host_of, size, stays
+    return movable[np.lexsort((even, last_first, score[movable]))], group_of, host_of, size, score
 
 
 def _part_numbers(problem: Problem, group: Ints) -> Ints:
