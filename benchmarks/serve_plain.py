@@ -77,7 +77,7 @@ def make_app(model: Any, name: str, num_workers: int) -> FastAPI:
         loop.run_in_executor(pool, generate, prompt, asked, tokens)
         while (token := await tokens.waiting.get()) is not None:
             num += 1
-            yield _event({"choices": [{"index": 0, "text": reader.feed(token), "finish_reason": None}]})
+            yield _event({"choices": [{"index": 0, "text": reader.feed((token,)), "finish_reason": None}]})
         last = {"index": 0, "text": reader.flush(), "finish_reason": "length"}
         yield _event({"choices": [last]})
         yield _event({"choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": num}})

@@ -437,7 +437,7 @@ def choose_rows(
     positions: Sequence[int] = (),
     num_due: int = 0,
     last: int = 0,
-) -> list[Token | int | None]:
+) -> list[Token | None]:
     """One token per row; `num_due` and `last`: a token that is read and not counted yet."""
     at = positions or [0] * len(picks)
     choices = [Choice(row, pick, at[row], num_due) for row, pick in enumerate(picks) if not pick.is_plain]
@@ -458,17 +458,21 @@ def expected(ask: Ask) -> tuple[list[int], str, str]:
     while True:
         (token,) = choose_rows(toy_logits(request.sequence)[None], [request.pick], [len(request.sequence)])
         assert token is not None
-        number = token if isinstance(token, int) else token.number
+        number = token.number
         request.add(number)
-        said += request.text_of(number)
         is_end = number == END and not ask.ignores_end
-        if is_end or request.watch.is_stopped or request.pick.is_over:
+        if not is_end:
+            made = request.text_of(number)
+            said += request.reader.feed((number,)) if made is None else made
+        is_stopped = request.watch is not None and request.watch.is_stopped
+        if is_end or is_stopped or request.pick.is_over:
             reason = "stop"
         elif request.num_out == ask.max_tokens:
             reason = "length"
         else:
             continue
-        return request.sequence[len(ask.prompt) :], said + request.rest_of_text(), reason
+        rest = request.rest_of_text() if request.watch is not None else request.reader.flush()
+        return request.sequence[len(ask.prompt) :], said + rest, reason
 
 
 @dataclass

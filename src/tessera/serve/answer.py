@@ -1,16 +1,16 @@
 """ActiveRequest and Answer: one ask in progress, and the delivery of its pieces to readers on any event loop.
 
 A reader takes everything buffered as one piece, so a slow reader costs at most the memory of its own answer.
-Waiting readers are woken together, once per loop and at most once per step, because a wake-up is a system
-call.
+Text is made then, for all its tokens at once; only where stop strings are looked for, the engine makes it.
+Waiting readers are woken together, with one call per loop, because a wake-up is a system call.
 
-No locks: the engine adds and then looks for a waiter; the reader sets its waiter and then looks for news.
+No locks: the engine adds and then wakes; a reader sets its waiter and then looks for news, on its own loop.
 """
 
 import asyncio
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -29,14 +29,19 @@ READER_S = 4e-5
 class AnswerBuffer:
     """The engine's thread calls `put` and `finish`, the reader's thread the rest."""
 
-    __slots__ = ("_finish", "_news", "waiter")
+    __slots__ = ("_finish", "_news", "_reader", "_waiter", "loop")
 
-    def __init__(self) -> None:
-        self._news: deque[tuple[str, Token | None]] = deque()
+    def __init__(self, reader: Reader | None = None) -> None:
+        """`reader` makes the text of tokens that come without."""
+        self._reader = reader
+        self._news: deque[tuple[str | None, Token | None]] = deque()
         self._finish: Finish | None = None
-        self.waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        # Where it is read; None: nobody waits yet.
+        self.loop: asyncio.AbstractEventLoop | None = None
 
-    def put(self, text: str, token: Token | None) -> None:
+    def put(self, text: str | None, token: Token | None) -> None:
+        """Text None: the token's; such tokens come first."""
         self._news.append((text, token))
 
     def finish(self, finish: Finish) -> None:
@@ -46,17 +51,24 @@ class AnswerBuffer:
         """All news as one piece; then the finish; None: nothing yet."""
         last = self._finish  # read first: it is set after all news
         news = [self._news.popleft() for _ in range(len(self._news))]
-        if news:
-            tokens = tuple(token for _, token in news if token is not None)
-            return AnswerPiece("".join(text for text, _ in news), tokens)
-        return last
+        said, tokens = "", tuple(token for _, token in news if token is not None)
+        if self._reader is not None:
+            said = self._reader.feed([x.number for text, x in news if text is None and x is not None])
+            said += self._reader.flush() if last is not None else ""
+        said += "".join(text for text, _ in news if text)
+        return AnswerPiece(said, tokens) if news or said else last
 
     async def next(self) -> Event:
         while (event := self.take()) is None:
-            self.waiter = waiter = asyncio.get_running_loop().create_future()
+            self.loop = asyncio.get_running_loop()
+            self._waiter = self.loop.create_future()
             if not self._news and self._finish is None:
-                await waiter
+                await self._waiter
         return event
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class WakeUps:
@@ -66,36 +78,34 @@ class WakeUps:
     """
 
     def __init__(self) -> None:
-        self._by_loop: dict[asyncio.AbstractEventLoop, dict[asyncio.Future[None], None]] = {}
+        self.buffers: set[AnswerBuffer] = set()
         self._flushed_s = 0.0
 
     @property
     def due_s(self) -> float:
         """Seconds until readers are woken; infinite: none waits for it."""
-        num = sum(map(len, self._by_loop.values()))
+        num = len(self.buffers)
         return self._flushed_s + READER_S * num - time.monotonic() if num else math.inf
-
-    def add(self, buffer: AnswerBuffer) -> None:
-        waiter = buffer.waiter
-        if waiter is not None and not waiter.done():
-            self._by_loop.setdefault(waiter.get_loop(), {})[waiter] = None
 
     def flush(self, is_last: bool = False) -> None:
         if self.due_s > 0.0 and not is_last:
             return
-        waiting, self._by_loop = self._by_loop, {}
+        by_loop = defaultdict(list)
+        for buffer in self.buffers:
+            by_loop[buffer.loop].append(buffer)
+        self.buffers.clear()
         self._flushed_s = time.monotonic()
-        for loop, waiters in waiting.items():
+        for loop, buffers in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_wake, waiters)
+                if loop is not None:
+                    loop.call_soon_threadsafe(_wake, buffers)
             except RuntimeError:  # the loop is closed
                 continue
 
 
-def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
+def _wake(buffers: Iterable[AnswerBuffer]) -> None:
+    for buffer in buffers:
+        buffer.wake()
 
 
 class Answer(AsyncGenerator[Event, None]):
@@ -146,23 +156,22 @@ class ActiveRequest:
         self.num_out = 0
         # Predicted tokens of the answer.
         self.predicted = ask.max_tokens
-        self.watch = StopWatch(ask.stop)
-        self.buffer = AnswerBuffer()
+        # Tokens that end the answer.
+        self.ends = frozenset((*ask.stop_tokens, *(() if ask.ignores_end else end)))
+        self.watch = StopWatch(ask.stop) if ask.stop else None
+        self.buffer = AnswerBuffer(None if ask.stop else reader)
         self.pick = Pick.of(ask, end)
         self._keys: list[bytes] = []
         # Logprobs of the prompt's tokens after its first, if requested.
         self.prompt_notes: list[Token] = []
+        # True while some are missing: the prompt is read token by token.
+        self.wants_prompt = ask.prompt_logprobs is not None and len(ask.prompt) > 1
         self.batch: Holder | None = None
         self.is_cancelled = self.is_over = False
         self.arrived_s = time.monotonic()
         self.seated_s: float | None = None
         self.first_s: float | None = None
         self.last_s = 0.0
-
-    @property
-    def wants_prompt(self) -> bool:
-        """True while prompt logprobs are missing: the prompt is read token by token."""
-        return self.ask.prompt_logprobs is not None and len(self.prompt_notes) + 1 < len(self.ask.prompt)
 
     @property
     def waits(self) -> bool:
@@ -183,14 +192,15 @@ class ActiveRequest:
             keys.append(page_key(keys[-1] if keys else b"%d" % self.ask.adapter, tokens, seen))
         return keys[:num_pages]
 
-    def text_of(self, number: int) -> str:
-        text = self.reader.feed(number)
-        if not self.ask.stop:
-            return text
+    def text_of(self, number: int) -> str | None:
+        """A token's text as far as no stop string can follow; None: without stop strings, its reader makes it."""
+        if self.watch is None:
+            return None
+        text = self.reader.feed((number,))
         return self.watch.skip(text) if self.num_out < self.ask.min_tokens else self.watch.feed(text)
 
     def rest_of_text(self) -> str:
-        if self.watch.is_stopped:
+        if self.watch is None or self.watch.is_stopped:
             return ""
         return self.watch.feed(self.reader.flush()) + self.watch.flush()
 

@@ -1,9 +1,9 @@
 """Engine: owns every request from admission to its last token, on one thread.
 
 Each round runs posted actions, lets the scheduler start steps, delivers the tokens of the last step, and
-waits for the next event. The next step starts before text of the last one is made, to keep devices busy; a
+waits for the next event. The next step starts before stop strings are looked for in the last one, to keep devices busy; a
 stop string therefore frees its pages one step late, and that step's token is dropped. `settle` chooses tokens
-and frees pages of ended answers; `deliver` makes text and wakes readers.
+and frees pages of ended answers; `deliver` hands them to readers, who make text, and wakes them.
 
 A request whose device was lost restarts from its prompt and the tokens so far, with its generators as they
 were: a client sees a pause and no repeat. Every accepted request gets one finish, also if this thread dies.
@@ -52,7 +52,6 @@ class Engine(Watcher[ActiveRequest]):
         stepper: Stepper,
         policies: Sequence[ServicePlan],
         shape: Shape,
-        end: Sequence[int],
         max_waiting: int = MAX_WAITING,
         meters: Meters | None = None,
         sight: Sight | None = None,
@@ -60,7 +59,7 @@ class Engine(Watcher[ActiveRequest]):
         is_filled: bool = True,
     ) -> None:
         """`is_filled` is False if nothing reads step inputs: on a virtual clock."""
-        self.stepper, self.shape, self._end = stepper, shape, frozenset(end)
+        self.stepper, self.shape = stepper, shape
         self.meters = meters or Meters()
 
         def make(number: int, group: RoutedGroup, pool: PagePool | None, evict: Evict) -> SequenceBatch:
@@ -92,7 +91,7 @@ class Engine(Watcher[ActiveRequest]):
         # True if requests were cut off.
         self.was_cut = False
         # Chosen tokens not delivered yet, with the finish reason if they end an answer.
-        self._chosen: list[tuple[ActiveRequest, Token | int, Reason | None]] = []
+        self._chosen: list[tuple[ActiveRequest, Token, Reason | None]] = []
         self._gaps: list[float] = []
         # When the host began to settle the last step; None: what follows it is ordered.
         self._settled_s: float | None = None
@@ -170,56 +169,50 @@ class Engine(Watcher[ActiveRequest]):
     def settle(self, batch: SequenceBatch, done: StepDone, rows: OutputRows) -> list[ActiveRequest]:
         """Choose the tokens of a step; return the requests that end."""
         self._settled_s = time.perf_counter()
-        rows = [(row, request) for row, request in rows if not _note_prompt(batch, done, row, request)]
+        if any(request.wants_prompt for _, request in rows):
+            rows = [(row, request) for row, request in rows if not _note_prompt(batch, done, row, request)]
         self.meters.stepped(batch.kind_of(done.step), done.seconds)
         if not rows:
             return []
         now, ended = self.stepper.now_s(), []
         tokens = read_tokens(done.outputs, [(row, request.pick) for row, request in rows])
-        for (_, request), chosen in zip(rows, tokens, strict=True):
-            if chosen is None:
+        for (_, request), token in zip(rows, tokens, strict=True):
+            if token is None:
                 failure = request.pick.failure
                 self.finish(request, "error", failure or NO_NUMBERS, is_refused=bool(failure))
                 ended.append(request)
                 continue
-            number = chosen if isinstance(chosen, int) else chosen.number
             if request.first_s is None:
                 request.first_s = now
                 self.meters.first_token(len(request.ask.prompt), now - request.arrived_s)
             else:
                 self._gaps.append(now - request.last_s)
             request.last_s = now
-            request.add(number)
-            reason = self._reason(request, number)
+            request.add(token.number)
+            reason: Reason | None = None
+            if token.number in request.ends or request.pick.is_over:
+                reason = "stop"
+            elif request.num_out >= request.ask.max_tokens:
+                reason = "length"
             if reason is not None:
                 ended.append(request)
-            self._chosen.append((request, chosen, reason))
+            self._chosen.append((request, token, reason))
         self.meters.output_tokens += len(rows)
         return ended
 
-    def _is_end(self, request: ActiveRequest, number: int) -> bool:
-        ask = request.ask
-        return number in ask.stop_tokens or (number in self._end and not ask.ignores_end)
-
-    def _reason(self, request: ActiveRequest, number: int) -> Reason | None:
-        if self._is_end(request, number) or request.pick.is_over:
-            return "stop"
-        return "length" if request.num_out >= request.ask.max_tokens else None
-
     def deliver(self) -> None:
         delivered, self._chosen = self._chosen, []
-        for request, chosen, reason in delivered:
+        woken = self._wake_ups.buffers
+        for request, token, reason in delivered:
             if request.is_over:
                 continue
-            token = Token(chosen) if isinstance(chosen, int) else chosen
-            text = "" if self._is_end(request, token.number) else request.text_of(token.number)
+            text = "" if token.number in request.ends else request.text_of(token.number)
             request.buffer.put(text, token)
-            if request.watch.is_stopped:
+            woken.add(request.buffer)
+            if request.watch is not None and request.watch.is_stopped:
                 self.finish(request, "stop")
             elif reason is not None:
                 self.finish(request, reason)
-            else:
-                self._wake_ups.add(request.buffer)
         self._wake_ups.flush()
         if self._gaps:
             self.meters.next_tokens(self._gaps)
@@ -238,7 +231,7 @@ class Engine(Watcher[ActiveRequest]):
         lengths = (len(request.ask.prompt), request.num_out)
         finish = Finish(reason, *lengths, message, tuple(request.prompt_notes), is_refused)
         request.buffer.finish(finish)
-        self._wake_ups.add(request.buffer)
+        self._wake_ups.buffers.add(request.buffer)
         self.meters.ended(finish, request.times(self.stepper.now_s()))
         self._count_end(lengths if reason in ("stop", "length") else None)
 
@@ -317,4 +310,5 @@ def _note_prompt(batch: SequenceBatch, done: StepDone, row: int, request: Active
         logprobs, top = (done.outputs[name][row].tolist() for name in ("logprobs", "top_tokens"))
         token = noted(request.ask.prompt[at], logprobs, top, request.ask.prompt_logprobs)
         request.prompt_notes.append(token)
+        request.wants_prompt = len(request.prompt_notes) + 1 < len(request.ask.prompt)
     return True

@@ -4,13 +4,16 @@ Gauges and counters come from the service's snapshot, histograms from the engine
 model_name.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
-from prometheus_client.core import Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from tessera import __version__
@@ -45,24 +48,38 @@ REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "e
 Family = tuple[type[Gauge] | type[Counter], str, str, tuple[str, ...], Mapping[Any, float]]
 
 
+class Histogram:
+    """Counts by bucket. The engine's thread writes, any thread reads."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds, self._sum = (*bounds, math.inf), 0.0
+        self._counts = [0] * len(self._bounds)
+
+    def add(self, values: Sequence[float]) -> None:
+        for value in values:
+            self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += sum(values)
+
+    def family(self, name: str, text: str, labels: Mapping[str, str]) -> Metric:
+        family = HistogramMetricFamily(f"tessera:{name}", text, labels=list(labels))
+        names = ("+Inf" if bound == math.inf else str(float(bound)) for bound in self._bounds)
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        family.add_metric(list(labels.values()), buckets, self._sum)
+        return family
+
+
 class Metrics(Meters):
     def __init__(self, model: str, snapshot: Callable[[], Snapshot]) -> None:
         super().__init__()
         self._model, self._snapshot = model, snapshot
         self.registry = CollectorRegistry(auto_describe=False)
-
-        self._histograms = {
-            name: Histogram(
-                f"tessera:{name}", text, ["model_name"], buckets=buckets, registry=self.registry
-            ).labels(model)
-            for name, (text, buckets) in HISTOGRAMS.items()
-        }
-        labels, text = ["model_name", "kind"], "One step of a microbatch."
-        self._step = Histogram("tessera:step_seconds", text, labels, buckets=TOKEN_S, registry=self.registry)
+        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        # By kind of step.
+        self._steps: dict[str, Histogram] = {}
         self.registry.register(self)
 
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
+    def _observe(self, name: str, *values: float) -> None:
+        self._histograms[name].add(values)
 
     def seated(self, queued_s: float) -> None:
         self._observe("request_queue_time_seconds", queued_s)
@@ -73,11 +90,12 @@ class Metrics(Meters):
 
     def next_tokens(self, seconds: Sequence[float]) -> None:
         super().next_tokens(seconds)
-        for one in seconds:
-            self._observe("inter_token_latency_seconds", one)
+        self._observe("inter_token_latency_seconds", *seconds)
 
     def stepped(self, kind: str, seconds: float) -> None:
-        self._step.labels(self._model, kind).observe(seconds)
+        if kind not in self._steps:
+            self._steps[kind] = Histogram(TOKEN_S)
+        self._steps[kind].add((seconds,))
 
     def ended(self, finish: Finish, times: Times) -> None:
         """A request cancelled in the queue has only a total time."""
@@ -97,6 +115,11 @@ class Metrics(Meters):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
+        label = {"model_name": self._model}
+        for name, (text, _) in HISTOGRAMS.items():
+            yield self._histograms[name].family(name, text, label)
+        for step, histogram in list(self._steps.items()):
+            yield histogram.family("step_seconds", "One step of a microbatch.", label | {"kind": step})
         for kind, name, text, labels, values in _families(self._snapshot()):
             family = kind(f"tessera:{name}", text, labels=["model_name", *labels])
             for words, value in values.items():

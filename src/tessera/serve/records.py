@@ -178,8 +178,7 @@ class Ask:
     adapter: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(msgspec.Struct, frozen=True, gc=False):
     number: int
     logprob: float | None = None
     # (token, logprob), likeliest first.

@@ -207,11 +207,11 @@ class ChoiceInputs:
         return dict(zip(INPUTS, map(torch.from_numpy, tables), strict=True))
 
 
-def read_tokens(outputs: Mapping[str, Any], rows: Sequence[tuple[int, Pick]]) -> list[Token | int | None]:
-    """The chosen tokens: plain numbers, or `Token` with logprobs; None where no logit is finite."""
+def read_tokens(outputs: Mapping[str, Any], rows: Sequence[tuple[int, Pick]]) -> list[Token | None]:
+    """The chosen tokens; None where no logit is finite."""
     chosen: list[int] = outputs["next_tokens"].tolist()
     if "logprobs" not in outputs:
-        return [chosen[row] if chosen[row] >= 0 else None for row, _ in rows]
+        return [Token(chosen[row]) if chosen[row] >= 0 else None for row, _ in rows]
     logprobs, top = outputs["logprobs"].tolist(), outputs["top_tokens"].tolist()
     return [
         None if chosen[row] < 0 else noted(chosen[row], logprobs[row], top[row], pick.sampling.logprobs)

@@ -87,7 +87,7 @@ class Service:
         names = tuple(policy.policy for policy in policies)
         if policy not in (AUTO, *names):
             raise UnknownName("policy", policy, (AUTO, *names))
-        self._engine = Engine(stepper, policies, shape, text.end, max_waiting, meters, sight, prefix_caching)
+        self._engine = Engine(stepper, policies, shape, max_waiting, meters, sight, prefix_caching)
         self._begun_s = time.monotonic()
         # Two: a lost device is planned for while an obsolete correction still runs.
         self._background = ThreadPoolExecutor(2, "tessera-replan")

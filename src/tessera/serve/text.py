@@ -1,7 +1,7 @@
 """Text: conversion between text and tokens.
 
     text.encode, text.chat        prompt or conversation -> tokens; cut if too long
-    text.reader()                 tokens one by one -> final text
+    text.reader()                 tokens, some at a time -> final text
     open_text(model)              text of a folder, or bytes for a built-in model
 
 Built-in models have no tokenizer: their tokens are the 256 bytes, begin (256) and end (257); other tokens
@@ -9,9 +9,9 @@ show as their number.
 
 A folder's tokenizer and chat template are read with transformers, from local files only, without running its
 code. A client's text cannot become a special token: words such as "<|im_end|>" are tokenised as plain text.
-Special tokens do not show in an answer. A token's text can depend on those before it, so a window of the
-newest tokens is decoded; text that may still change is held back (at most three U+FFFD, the beginning of a
-character).
+Special tokens do not show in an answer. Of byte-level tokenizers every token has its bytes. With others a
+token's text can depend on those before it, so a window of the newest tokens is decoded; text that may still
+change is held back (at most three U+FFFD, the beginning of a character).
 """
 
 import codecs
@@ -45,8 +45,8 @@ UNSURE = "\ufffd"
 MAX_UNSURE = 3
 # Tokens decoded without releasing the interpreter lock.
 FEW_TOKENS = 1024
-# Maximum tokens of a window without a complete character at its end.
-MAX_WINDOW = 32
+# Maximum tokens of a window without a complete character at its end, and tokens added to it at once.
+MAX_WINDOW, AT_ONCE = 32, 8
 # Private-use characters in place of special tokens while a template is rendered.
 FIRST, LAST = "\U00100000", "\U0010fffd"
 MARKS = re.compile(f"[{FIRST}-{LAST}]")
@@ -63,11 +63,11 @@ LETTERS = {chr(b): b for b in PRINTED} | {chr(256 + i): b for i, b in enumerate(
 class Reader(Protocol):
     """Converts the tokens of one answer."""
 
-    def feed(self, token: int) -> str:
+    def feed(self, tokens: Sequence[int]) -> str:
         """The text that has become final."""
 
     def flush(self) -> str:
-        """The rest, at the end of the answer."""
+        """The rest, at the end of the answer; once."""
 
 
 class Text(Protocol):
@@ -121,7 +121,7 @@ class ByteText:
         return tokens + (list(b"assistant:\n") if variables.get(GENERATES, True) else [])
 
     def reader(self) -> Reader:
-        return ByteReader()
+        return ByteReader(self.token_bytes)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
@@ -134,19 +134,16 @@ class ByteText:
 
 
 class ByteReader:
-    """Decodes UTF-8 byte by byte; invalid bytes become U+FFFD."""
+    """Decodes UTF-8 as bytes come; invalid bytes become U+FFFD."""
 
-    __slots__ = ("_decoder",)
+    __slots__ = ("_decoder", "_token_bytes")
 
-    def __init__(self) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._token_bytes = token_bytes
 
-    def feed(self, token: int) -> str:
-        if token < BEGIN:
-            return self._decoder.decode(bytes((token,)))
-        if token <= END:
-            return ""
-        return self._decoder.decode(b"<%d>" % token)
+    def feed(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join(map(self._token_bytes, tokens)))
 
     def flush(self) -> str:
         """U+FFFD for an incomplete character."""
@@ -230,7 +227,8 @@ class FolderText:
             fast = getattr(tokenizer, "backend_tokenizer", None)
             self._tokenizer = SlowTokenizer(tokenizer) if fast is None else FastTokenizer(fast.to_str())
             self.end = _ends(folder, tokenizer)
-            self._special = frozenset(tokenizer.all_special_ids)
+            self._special = {*tokenizer.all_special_ids, *self._tokenizer.special}
+            self._bytes: dict[int, bytes] = {}
             if not template and tokenizer.chat_template:
                 template = str(tokenizer.get_chat_template())
         self._template = ChatTemplate(template) if template else None
@@ -282,7 +280,7 @@ class FolderText:
             raise AskError("half a surrogate pair is no text", "Send valid Unicode.", "prompt") from error
 
     def reader(self) -> Reader:
-        return WindowReader(self)
+        return ByteReader(self.token_bytes) if self._tokenizer.is_bytes else WindowReader(self)
 
     def decode(self, tokens: Sequence[int]) -> str:
         # Vocabularies are often padded: the last rows have no token.
@@ -290,9 +288,11 @@ class FolderText:
         return self._tokenizer.decode([token for token in tokens if token < size])
 
     def token_bytes(self, token: int) -> bytes:
-        if token >= self._tokenizer.size or token in self._special:
-            return b""
-        return self._tokenizer.token_bytes(token)
+        found = self._bytes.get(token)
+        if found is None:
+            is_text = token < self._tokenizer.size and token not in self._special
+            found = self._bytes[token] = self._tokenizer.token_bytes(token) if is_text else b""
+        return found
 
 
 class FastTokenizer:
@@ -304,7 +304,11 @@ class FastTokenizer:
         self._special, self._plain = self._read(written), self._read(written)
         self._plain.encode_special_tokens = True
         self.size = self._special.get_vocab_size(with_added_tokens=True)
-        decoder = json.dumps(json.loads(written).get("decoder"), ensure_ascii=False)
+        document = json.loads(written)
+        self.special = {token["id"] for token in document.get("added_tokens") or () if token["special"]}
+        decoder = json.dumps(document.get("decoder"), ensure_ascii=False)
+        # True if a text is the bytes of its tokens.
+        self.is_bytes = (document.get("decoder") or {}).get("type") == "ByteLevel"
         self._by_letter = LETTERS if "ByteLevel" in decoder else {}
         self._space = SPACE if SPACE in decoder or "Metaspace" in decoder else ""
 
@@ -343,6 +347,8 @@ class FastTokenizer:
 class SlowTokenizer:
     """Any other tokenizer of transformers."""
 
+    is_bytes, special = False, ()
+
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.size, self._lock = tokenizer, len(tokenizer), threading.Lock()
 
@@ -373,8 +379,12 @@ class WindowReader:
         # Context tokens of the window; characters of its text already returned.
         self._num_old = self._given = 0
 
-    def feed(self, token: int) -> str:
-        self._window.append(token)
+    def feed(self, tokens: Sequence[int]) -> str:
+        parts = range(0, len(tokens), AT_ONCE)
+        return "".join([self._feed(tokens[start : start + AT_ONCE]) for start in parts])
+
+    def _feed(self, tokens: Sequence[int]) -> str:
+        self._window += tokens
         text = self._text.decode(self._window)
         sure = len(text)
         if len(self._window) - self._num_old < MAX_WINDOW:
@@ -389,7 +399,9 @@ class WindowReader:
         return new
 
     def flush(self) -> str:
-        return self._text.decode(self._window)[self._given :]
+        rest = self._text.decode(self._window)[self._given :]
+        self._given += len(rest)
+        return rest
 
 
 def _read(folder: Path) -> Any:

@@ -27,7 +27,7 @@ from serving_factory import (  # noqa: E402
 from tessera.errors import AskError  # noqa: E402
 from tessera.serve import grammar as grammar_module  # noqa: E402
 from tessera.serve.grammar import MAX_CHARS, Grammar, GrammarCompiler, Guide, open_grammars  # noqa: E402
-from tessera.serve.records import Ask, Sampling  # noqa: E402
+from tessera.serve.records import Ask, Sampling, Token  # noqa: E402
 from tessera.serve.sampling import Pick  # noqa: E402
 from tessera.serve.service import Service  # noqa: E402
 from tessera.serve.text import END, ByteText  # noqa: E402
@@ -73,9 +73,9 @@ def test_whatever_is_drawn_validates(text: ByteText, vocab_size: int) -> None:
         while not pick.is_over:
             logits = torch.randn(1, vocab_size, generator=generator)
             (token,) = choose_rows(logits, [pick], [len(numbers)])
-            assert isinstance(token, int)
-            numbers.append(token)
-            pick.add(token)
+            assert token is not None
+            numbers.append(token.number)
+            pick.add(token.number)
         raw = b"".join(map(text.token_bytes, numbers))
         jsonschema.validate(json.loads(raw), SCHEMA)
 
@@ -93,7 +93,7 @@ def test_a_masked_row_changes_no_other() -> None:
 
     assert choose_rows(logits[:1], [plain(1)]) == crowd[:1]
     assert choose_rows(logits[2:], [plain(2)]) == crowd[2:]
-    assert ord("{") == crowd[1]
+    assert Token(ord("{")) == crowd[1]
 
 
 def test_an_answer_is_over_where_its_grammar_is() -> None:

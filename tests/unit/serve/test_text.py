@@ -14,7 +14,16 @@ from tessera.profile import make_cluster, parse_devices
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.read import Draft, ModelCard, read_chat
 from tessera.serve.start import started
-from tessera.serve.text import BEGIN, END, ByteText, Reader, Text, open_text, sampling_defaults
+from tessera.serve.text import (
+    BEGIN,
+    END,
+    ByteText,
+    Reader,
+    Text,
+    WindowReader,
+    open_text,
+    sampling_defaults,
+)
 from text_factory import make_text_folder
 
 
@@ -32,9 +41,23 @@ def text(folder: Path) -> Text:
     return open_text(str(folder))
 
 
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    """The same, with a decoder of which nothing is known: windows of tokens are decoded."""
+    path = tmp_path_factory.mktemp("windowed")
+    make_text_folder(path)
+    file = path / "tokenizer.json"
+    document = json.loads(file.read_text())
+    document["decoder"] = {"type": "Sequence", "decoders": [document["decoder"]]}
+    file.write_text(json.dumps(document))
+    return open_text(str(path))
+
+
 def told(reader: Reader, tokens: list[int]) -> str:
-    """Tokens one by one."""
-    return "".join(map(reader.feed, tokens)) + reader.flush()
+    """Tokens one by one; nothing is left after the rest."""
+    said = "".join(reader.feed((token,)) for token in tokens) + reader.flush()
+    assert not reader.flush()
+    return said
 
 
 @given(st.text())
@@ -56,7 +79,7 @@ def test_half_a_character_is_held_back() -> None:
     """Its text comes with its last byte."""
     reader = ByteText().reader()
 
-    assert ["", "", "", "🙂"] == [reader.feed(byte) for byte in "🙂".encode()]
+    assert ["", "", "", "🙂"] == [reader.feed((byte,)) for byte in "🙂".encode()]
 
 
 def test_a_conversation_in_bytes_has_ends_that_no_text_can_make() -> None:
@@ -73,10 +96,10 @@ def test_half_a_surrogate_pair_is_refused() -> None:
         ByteText().encode("\ud800")
 
 
-@given(st.text(max_size=20))
-def test_a_folders_tokens_come_back_as_the_text_they_were(said: str) -> None:
+@given(st.text(max_size=20), st.booleans())
+def test_a_folders_tokens_come_back_as_the_text_they_were(said: str, is_windowed: bool) -> None:
     """Token by token, with characters that are spread over several tokens."""
-    text = _cached()
+    text = _cached(is_windowed)
 
     assert said == told(text.reader(), text.encode(said))
 
@@ -89,17 +112,32 @@ def test_tokens_one_by_one_give_the_text_of_all(tokens: list[int]) -> None:
     assert text.decode(tokens) == told(text.reader(), tokens)
 
 
+@given(st.text(max_size=40), st.lists(st.integers(0, 40), max_size=9), st.booleans())
+def test_tokens_some_at_a_time_give_the_text_of_all(said: str, sizes: list[int], is_windowed: bool) -> None:
+    """However many come at once; nothing that is given can change any more."""
+    text, given, start = _cached(is_windowed), "", 0
+    reader, tokens = text.reader(), text.encode(said)
+    for size in sizes:
+        given += reader.feed(tokens[start : start + size])
+        start += size
+        assert said.startswith(given)
+
+    assert said == given + reader.feed(tokens[start:]) + reader.flush()
+
+
 _TEXTS: list[Text] = []
 
 
-def _cached() -> Text:
-    return _TEXTS[0]
+def _cached(is_windowed: bool = False) -> Text:
+    return _TEXTS[is_windowed]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _keep(text: Text) -> None:
+def _keep(text: Text, windowed: Text) -> None:
     """Hypothesis makes many examples of one text."""
-    _TEXTS[:] = [text]
+    assert not isinstance(text.reader(), WindowReader)
+    assert isinstance(windowed.reader(), WindowReader)
+    _TEXTS[:] = [text, windowed]
 
 
 @given(st.text(max_size=20))
