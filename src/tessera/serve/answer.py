@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -115,6 +115,9 @@ class Answer(AsyncGenerator[Event, None]):
         self._buffer, self._cancel = buffer, cancel
         self._is_over = False
 
+    def __anext__(self) -> Coroutine[Any, Any, Event]:
+        return self.asend(None)
+
     async def asend(self, value: None) -> Event:
         if self._is_over:
             raise StopAsyncIteration
@@ -193,7 +196,7 @@ class ActiveRequest:
         return keys[:num_pages]
 
     def text_of(self, number: int) -> str | None:
-        """A token's text as far as no stop string can follow; None: without stop strings, its reader makes it."""
+        """A token's text that can be no part of a stop string; None: there are none, the buffer makes it."""
         if self.watch is None:
             return None
         text = self.reader.feed((number,))

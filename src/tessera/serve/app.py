@@ -21,7 +21,7 @@ import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
@@ -31,9 +31,10 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import HTMLResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tessera import __version__
+from tessera.errors import TesseraError
 from tessera.ir import Lane, Plan, ServicePlan
 from tessera.serve.limits import (
     CLIENT,
@@ -54,7 +55,7 @@ from tessera.serve.openai.bodies import (
     TokenizeRequest,
     no_such_model,
 )
-from tessera.serve.openai.errors import ApiError, ErrorDocument, JsonResponse, add_handlers
+from tessera.serve.openai.errors import ApiError, ErrorDocument, JsonResponse, add_handlers, api_error
 from tessera.serve.openai.read import EmbeddingDraft, Endpoint, make_asks
 from tessera.serve.openai.write import (
     Writer,
@@ -147,10 +148,12 @@ def create_app(
     limits = limits or HttpLimits()
     app.state.limiter, app.state.reading = RequestLimiter(limits), Reading(endpoint.card)
     add_handlers(app)
+    bodies = {route.path: BodyResponse(app, route, endpoint, limits) for route in ROUTES}
     for route in ROUTES:
-        _add_route(app, route, endpoint, limits)
+        _add_route(app, route, bodies[route.path])
     _add_models(app, endpoint)
     _add_views(app, endpoint, metrics)
+    app.add_middleware(BodyMiddleware, bodies=bodies)
     app.add_middleware(AccessMiddleware, keys=tuple(keys), is_local=is_local, root_path=root_path)
     app.openapi = cache(lambda: _openapi(app))  # type: ignore[method-assign]
     return app
@@ -197,11 +200,29 @@ class BodyResponse(Response):
         await send_document(document, send)
 
 
-def _add_route(app: FastAPI, route: BodyRoute, endpoint: Endpoint, limits: HttpLimits) -> None:
+class BodyMiddleware:
+    """ASGI middleware: answers bodies without FastAPI's routing, which takes the time of many tokens."""
+
+    def __init__(self, app: ASGIApp, bodies: Mapping[str, BodyResponse]) -> None:
+        self._app, self._bodies = app, bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        path = scope["path"].removeprefix(scope["root_path"]) if is_post else ""
+        if path not in self._bodies:
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._bodies[path](scope, receive, send)
+        except (ApiError, TesseraError) as error:
+            await api_error(error).response(scope, receive, send)
+
+
+def _add_route(app: FastAPI, route: BodyRoute, response: BodyResponse) -> None:
     """Add a path with its OpenAPI body and answers, which FastAPI does not know."""
 
     async def respond() -> Response:
-        return BodyResponse(app, route, endpoint, limits)
+        return response
 
     ref = {"$ref": SCHEMAS.format(name=route.body.__name__)}
     body = {"required": True, "content": {"application/json": {"schema": ref}}}

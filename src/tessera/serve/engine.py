@@ -1,9 +1,9 @@
 """Engine: owns every request from admission to its last token, on one thread.
 
 Each round runs posted actions, lets the scheduler start steps, delivers the tokens of the last step, and
-waits for the next event. The next step starts before stop strings are looked for in the last one, to keep devices busy; a
-stop string therefore frees its pages one step late, and that step's token is dropped. `settle` chooses tokens
-and frees pages of ended answers; `deliver` hands them to readers, who make text, and wakes them.
+waits for the next event. The next step starts before tokens of the last one are searched for stop strings, to
+keep devices busy; a stop string therefore frees its pages one step late, and that step's token is dropped.
+`settle` chooses tokens and frees pages of ended answers; `deliver` gives them to readers, who make text.
 
 A request whose device was lost restarts from its prompt and the tokens so far, with its generators as they
 were: a client sees a pause and no repeat. Every accepted request gets one finish, also if this thread dies.

@@ -133,9 +133,7 @@ class _Rehearsal(Engine):
     ) -> None:
         steps = plans_of(plans)
         self._virtual = VirtualStepper(steps, Truth(steps[0], noise, seed), faults, host_us=HOST_US)
-        super().__init__(
-            self._virtual, plans, shape, 2 * clients + 1, prefix_caching=False, is_filled=False
-        )
+        super().__init__(self._virtual, plans, shape, 2 * clients + 1, prefix_caching=False, is_filled=False)
         self._clients, self._counted = clients, max(COUNTED * clients, MIN_COUNTED)
         self._lengths = cycle(lengths_of(load, clients + self._counted, seed))
         self._random, self._reader = random.Random(seed), ByteText().reader()

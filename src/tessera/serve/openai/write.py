@@ -10,9 +10,8 @@ import secrets
 import time
 from base64 import b64encode
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -62,6 +61,8 @@ class Writer:
             "model": self._draft.model or card.model,
             "system_fingerprint": FINGERPRINT,
         }
+        # By choice: what stands before and after the text of a chunk that has nothing else to say.
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
         # By choice: characters of the tokens so far.
         self._offsets: Counter[int] = Counter()
         # One parser per choice of a chat with tools.
@@ -141,8 +142,16 @@ class Writer:
         return self._chunk(index, {"text": self._draft.echoes[index]}) if self._draft.echoes else b""
 
     def piece(self, index: int, piece: AnswerPiece) -> bytes:
-        parts = self._readers[index].feed(piece.text) if self._readers else [OutputPart(piece.text)]
-        return self._chunks(index, parts, piece.tokens)
+        if self._num_top is not None or self._readers:
+            parts = self._readers[index].feed(piece.text) if self._readers else [OutputPart(piece.text)]
+            return self._chunks(index, parts, piece.tokens)
+        if not piece.text:
+            return b""
+        if index not in self._frames:
+            begin, _, end = self._chunk(index, self._delta(OutputPart("|"))).rpartition(b'"|"')
+            self._frames[index] = (begin, end)
+        begin, end = self._frames[index]
+        return begin + _encode(piece.text) + end
 
     def _chunks(self, index: int, parts: Sequence[OutputPart], tokens: Sequence[Token]) -> bytes:
         shown = [self._delta(x) for x in parts if x.text or x.name]
@@ -232,14 +241,14 @@ async def answer_whole(service: AnswerService, batch: AskBatch, writer: Writer) 
             answers[index].append(event)
     finishes = [event for events in answers for event in events if isinstance(event, Finish)]
     num = sum(finish.output_tokens + len(finish.prompt) for finish in finishes)
-    return await _beside(num, batch, lambda: writer.whole(answers))
+    is_few = num * _num_listed(batch) < FEW_LOGPROBS
+    return writer.whole(answers) if is_few else await asyncio.to_thread(writer.whole, answers)
 
 
-async def _beside(num_tokens: int, batch: AskBatch, write: Callable[[], bytes]) -> bytes:
-    ask = batch.asks[0]
-    listed = [-1 if number is None else number for number in (ask.sampling.logprobs, ask.prompt_logprobs)]
-    is_few = num_tokens * (1 + max(listed)) < FEW_LOGPROBS
-    return write() if is_few else await asyncio.to_thread(write)
+def _num_listed(batch: AskBatch) -> int:
+    """Logprobs per token."""
+    asked = (batch.asks[0].sampling.logprobs, batch.asks[0].prompt_logprobs)
+    return max(0 if number is None else 1 + number for number in asked)
 
 
 async def answer_embedding(endpoint: Endpoint, draft: EmbeddingDraft) -> bytes:
@@ -283,6 +292,7 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
         """Wait while the connection is full; `server` disconnects slow readers."""
         await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
+    num_listed = _num_listed(batch)
     async with aclosing(_events(service, batch.asks)) as events:
         first = await anext(events, None)
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
@@ -294,11 +304,14 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
                 if isinstance(event, Finish):  # sent with the next event, usually the end
                     out += writer.end(index, event.reason)
                     output_tokens += event.output_tokens
-                elif out := out + await _beside(
-                    len(event.tokens), batch, partial(writer.piece, index, event)
-                ):
-                    await body(out)
-                    out = b""
+                else:
+                    if len(event.tokens) * num_listed < FEW_LOGPROBS:
+                        out += writer.piece(index, event)
+                    else:
+                        out += await asyncio.to_thread(writer.piece, index, event)
+                    if out:
+                        await body(out)
+                        out = b""
                 first = await anext(events, None)
         except (ApiError, TesseraError) as error:
             out += _event(api_error(error).document)
@@ -342,10 +355,12 @@ async def _events(service: AnswerService, asks: Sequence[Ask]) -> AsyncGenerator
 
 def _checked(event: Event) -> Event:
     """The event; ApiError for a finish by error or cancellation."""
-    if isinstance(event, Finish) and event.is_refused:
+    if not isinstance(event, Finish):
+        return event
+    if event.is_refused:
         raise ApiError(400, event.message, "response_format", "invalid_value")
-    if isinstance(event, Finish) and event.reason == "error":
+    if event.reason == "error":
         raise ApiError(500, event.message or "the generation failed", code="generation_failed")
-    if isinstance(event, Finish) and event.reason == "cancelled":
+    if event.reason == "cancelled":
         raise ApiError(503, event.message or "the server stopped the generation", code="shutting_down")
     return event
