@@ -93,9 +93,7 @@ class Metrics(Meters):
         self._observe("inter_token_latency_seconds", *seconds)
 
     def stepped(self, kind: str, seconds: float) -> None:
-        if kind not in self._steps:
-            self._steps[kind] = Histogram(TOKEN_S)
-        self._steps[kind].add((seconds,))
+        self._steps.setdefault(kind, Histogram(TOKEN_S)).add((seconds,))
 
     def ended(self, finish: Finish, times: Times) -> None:
         """A request cancelled in the queue has only a total time."""

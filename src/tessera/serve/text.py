@@ -185,8 +185,6 @@ class StopWatch:
 
     def feed(self, text: str) -> str:
         """Text that is now part of the answer."""
-        if not self._stops:
-            return text
         if self.is_stopped or not text:
             return ""
         seen = self._held + text

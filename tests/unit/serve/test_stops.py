@@ -41,11 +41,6 @@ def test_nothing_is_held_back_without_need(pieces: list[str], stops: list[str]) 
         assert not held or any(stop.startswith(held) for stop in stops)
 
 
-def test_without_stop_strings_text_passes() -> None:
-    """As it comes."""
-    assert "abc" == StopWatch(()).feed("abc")
-
-
 def test_a_skipped_text_is_not_searched() -> None:
     """Nor does a stop string begin in it."""
     watch = StopWatch(("ab",))
