@@ -5,7 +5,7 @@
   few rows, experts  `packed_product`: one program per (tile of outputs, expert, split of inputs). It turns
                      codes into numbers of the input's type, in registers, and multiplies them by inputs;
                      scales multiply the sums of a group, in float32. `packed_join` adds several splits up.
-  many rows          `packed_unpack` writes the weight out, and the library multiplies.
+  many rows          `packed_unpack` writes the weight out, of few experts too, and the library multiplies.
 
 Codes become floats by their bits: a small integer is the mantissa of 128 (bfloat16) or 1024 (float16), and a
 small float keeps its exponent and mantissa, multiplied by the difference of the biases. Codes are read as
@@ -26,8 +26,8 @@ from torch.nn.functional import linear
 
 from tessera.kernels.packing import BITS, MIDDLE, dequantise, num_columns
 
-# Rows from which a weight is written out; experts never are.
-MANY_ROWS = 256
+# Rows, of each expert, from which a weight is written out; most bytes of one with experts.
+MANY_ROWS, MANY_EACH, MAX_EXPERTS_BYTES = 256, 128, 2 << 30
 # Inputs per iteration, at most; a group of one scale has at least the lower number.
 MAX_DEPTH, MIN_DEPTH = 128, 32
 # Programs that keep a large card's memory busy, and the least iterations of one.
@@ -84,7 +84,8 @@ def multiply(
     depth = depth_of(columns, block[1])
     if offsets is None and (rows >= MANY_ROWS or not depth):
         return linear(x, unpack(codes, scales, zeros, weight_format, block, x.dtype)[0], bias)
-    if not depth:
+    is_small = x.dtype is torch.bfloat16 and 2 * experts * outputs * columns <= MAX_EXPERTS_BYTES
+    if not depth or (offsets is not None and is_small and rows >= MANY_EACH * experts):
         weight = unpack(codes, scales, zeros, weight_format, block, x.dtype)
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=offsets)
     x = x.contiguous()

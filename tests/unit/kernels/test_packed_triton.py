@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 from tessera import flow  # hands the interpreter to capture
 from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
-from tessera.kernels.packed_triton import ProductTile, multiply, tile_for, unpack
+from tessera.kernels.packed_triton import ProductTile, multiply, packed_product, tile_for, unpack
 from tessera.kernels.packing import BITS, dequantise
 from tessera_ptx import analyze
 
@@ -94,6 +94,17 @@ def test_experts_read_their_own_rows(form: str, splits: int) -> None:
     spread = torch.repeat_interleave(numbers(weight, torch.float32), torch.tensor([2, 0, 19, 2]), 0)
 
     assert_close(out.float(), torch.einsum("mk,mnk->mn", x.float(), spread), rtol=1e-2, atol=0.15)
+
+
+def test_experts_with_many_rows_are_written_out() -> None:
+    codes, scales, zeros, form, block = weight = make_weight("mxfp4", experts=2)
+    offsets, x = torch.tensor([100, 300], dtype=torch.int32), torch.randn(300, 192).bfloat16()
+    with unittest.mock.patch.object(packed_product, "run", side_effect=AssertionError):
+        out = multiply(x, codes, scales, zeros, None, offsets, form, block)
+    first, second = numbers(weight, torch.float32)
+
+    assert_close(out[:100].float(), x[:100].float() @ first.t(), rtol=1e-2, atol=0.15)
+    assert_close(out[100:].float(), x[100:].float() @ second.t(), rtol=1e-2, atol=0.15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
