@@ -8,7 +8,7 @@ import torch
 
 from tessera.capture import Workload
 from tessera.capture.models.paged import FLAT, layout_of
-from tessera.kernels import PAGE
+from tessera.kernels import PAGE, of_group
 
 
 class Mixer:
@@ -17,6 +17,7 @@ class Mixer:
     def __init__(self, workload: Workload, seed: int = 0) -> None:
         self._workload, self._step = workload, workload.step
         self._is_flat = layout_of(workload.module).kind == FLAT
+        self._windows = self._step.windows or (0,)
         self._random = random.Random(seed)
         self._free = list(range(1, self._step.reserve // PAGE))
         self._random.shuffle(self._free)
@@ -32,13 +33,13 @@ class Mixer:
             while waiting and len(live) < self._step.batch:
                 row = min(set(range(self._step.batch)) - live.keys())
                 number, tokens = waiting.pop(0)
-                live[row] = _Sequence(number, tokens, len(tokens) + num_new)
+                live[row] = _Sequence(number, tokens, len(tokens) + num_new, len(self._windows))
             for row, token in self._advance(live).items():
                 sequence = live[row]
                 sequence.tokens.append(token)
                 if len(sequence.tokens) == sequence.end:
                     done[sequence.number] = sequence.tokens[-num_new:]
-                    self._free += sequence.pages
+                    self._free += [page for pages in sequence.pages for page in pages if page]
                     self._random.shuffle(self._free)
                     del live[row]
         return [done[number] for number in range(len(prompts))]
@@ -57,15 +58,22 @@ class Mixer:
             place = number if self._is_flat else row
             at = at if self._is_flat else row
             positions = torch.arange(sequence.read, sequence.read + count)
-            while len(sequence.pages) * PAGE < sequence.read + count:
-                sequence.pages.append(self._free.pop())
-            pages = torch.tensor(sequence.pages)
             here = slice(at, at + count)
             inputs["tokens"][here] = torch.tensor(sequence.tokens)[positions]
             inputs["positions"][here] = positions
-            inputs["slots"][here] = pages[positions // PAGE] * PAGE + positions % PAGE
-            inputs["pages"][entry : entry + len(pages)] = pages
-            inputs["page_starts"][place] = entry
+            for group, window in enumerate(self._windows):
+                held = sequence.pages[group]
+                behind = max(0, (sequence.read - window + 1) // PAGE) if window else 0
+                self._free += [page for page in held[:behind] if page]
+                held[:behind] = [0] * behind
+                while len(held) * PAGE < sequence.read + count:
+                    held.append(self._free.pop())
+                pages = torch.tensor(held)
+                slots = pages[positions // PAGE] * PAGE + positions % PAGE
+                inputs[of_group("slots", group)][here] = slots
+                inputs["pages"][entry : entry + len(held) - behind] = pages[behind:]
+                inputs[of_group("page_starts", group)][place] = entry - behind
+                entry += len(held) - behind
             inputs["lengths"][place] = sequence.read + count
             if self._is_flat:
                 inputs["query_starts"][place + 1 :] = at + count
@@ -75,7 +83,7 @@ class Mixer:
                 inputs["fresh"][row] = sequence.read == 0
             self._add_pictures(inputs, here)
             places[row] = place
-            at, entry = at + count, entry + len(pages)
+            at += count
             sequence.read += count
         chosen = self._workload.run(inputs, self.state)["next_tokens"]
         return {
@@ -104,10 +112,10 @@ class Mixer:
 class _Sequence:
     """A prompt and what was chosen, as far as it was read."""
 
-    def __init__(self, number: int, tokens: list[int], end: int) -> None:
+    def __init__(self, number: int, tokens: list[int], end: int, num_groups: int) -> None:
         self.number, self.tokens, self.end = number, tokens, end
         self.read = 0
-        self.pages: list[int] = []
+        self.pages: list[list[int]] = [[] for _ in range(num_groups)]
 
 
 def generated(workload: Workload, prompts: Sequence[list[int]], num_new: int) -> list[list[int]]:

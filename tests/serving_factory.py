@@ -35,7 +35,7 @@ from tessera.execute.stepper import (
 )
 from tessera.execute.stepper import Event as StepperEvent
 from tessera.ir import Cluster, Device, DeviceKind, Group, Link, Load, Plan, Role, ServicePlan, Trace
-from tessera.kernels import PAGE
+from tessera.kernels import PAGE, of_group
 from tessera.kernels.choice import INPUTS
 from tessera.kernels.choose import choose
 from tessera.serve.answer import ActiveRequest
@@ -333,26 +333,20 @@ class ToyStepper:
 
     def _flat(self, space: Space, size: int, inputs: dict[str, list[int]]) -> torch.Tensor:
         rows, starts = min(size, self.shape.rows), inputs["query_starts"]
-        sizes = {
-            name: len(inputs[name]) for name in ("tokens", "positions", "slots", "lengths", "page_starts")
-        }
-        assert {
-            "tokens": size,
-            "positions": size,
-            "slots": size,
-            "lengths": rows,
-            "page_starts": rows,
-        } == sizes
+        assert [size, size, rows] == [len(inputs[name]) for name in ("tokens", "positions", "lengths")]
         assert self.shape.num_page_entries >= len(inputs["pages"])
         assert rows + 1 == len(starts)
         assert sorted(starts) == starts
-        assert not any(inputs["slots"][starts[-1] :]), "padding writes into page 0"
-        for at in range(starts[-1]):
-            assert inputs["slots"][at] >= PAGE, "page 0 is nobody's"
-            space.pages[inputs["slots"][at]] = inputs["tokens"][at]
+        for group in range(len(self.shape.windows)):
+            slots = inputs[of_group("slots", group)]
+            assert (size, rows) == (len(slots), len(inputs[of_group("page_starts", group)]))
+            assert not any(slots[starts[-1] :]), "padding writes into page 0"
+            for at in range(starts[-1]):
+                assert slots[at] >= PAGE, "page 0 is nobody's"
+                space.pages[slots[at]] = inputs["tokens"][at]
         self.num_tokens += starts[-1]
         logits = torch.zeros(rows, VOCAB)
-        for row, (length, first) in enumerate(zip(inputs["lengths"], inputs["page_starts"], strict=True)):
+        for row, length in enumerate(inputs["lengths"]):
             count = starts[row + 1] - starts[row]
             assert (count > 0) == (length > 0)
             assert count <= 1 or size > rows, "a small step has one token of each"
@@ -360,9 +354,16 @@ class ToyStepper:
                 continue
             positions = inputs["positions"][starts[row] : starts[row + 1]]
             assert list(range(length - count, length)) == positions
-            places = [inputs["pages"][first + at // PAGE] * PAGE + at % PAGE for at in range(length)]
-            assert places[length - count :] == inputs["slots"][starts[row] : starts[row + 1]]
-            held = [space.pages[place] for place in places]
+            held: list[int] = []
+            for group, window in enumerate(self.shape.windows):
+                first, slots = inputs[of_group("page_starts", group)][row], inputs[of_group("slots", group)]
+                seen = range(max(0, length - count - window + 1) if window else 0, length)
+                places = [inputs["pages"][first + at // PAGE] * PAGE + at % PAGE for at in seen]
+                assert places[-count:] == slots[starts[row] : starts[row + 1]]
+                # Behind the window it reads what another group holds.
+                last = [space.pages[place] for place in places]
+                held = last if len(held) <= len(last) else held
+                assert last == held[len(held) - len(last) :], "all groups hold the same tokens"
             if self.shape.has_rows:
                 held = self._recurrent(space, inputs["rows"][row], held[length - count :])
                 assert len(held) == length

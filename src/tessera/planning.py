@@ -111,8 +111,11 @@ class ServedSteps:
     # Scope of a mixture of experts -> how often each is chosen.
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
-    def step(self, tokens: int, sequences: int, pool_tokens: int, length: int) -> Step:
-        return served_step(place_of(self.model), tokens, sequences, pool_tokens, length, self.random_weights)
+    def step(
+        self, tokens: int, sequences: int, pool_tokens: int, length: int, windows: tuple[int, ...] = ()
+    ) -> Step:
+        sizes = (tokens, sequences, pool_tokens, length)
+        return replace(served_step(place_of(self.model), *sizes, self.random_weights), windows=windows)
 
     def on(self, cluster: Cluster) -> "ServedSteps":
         """The same recordings on other devices."""
@@ -149,6 +152,10 @@ class ServedSteps:
             )
         return family
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return self.family.recordings[0].trace.step.windows
+
     @cached_property
     def _kinds(self) -> tuple[StepFamily, "Floats"]:
         """One launch of each kind at every anchor, and the number of launches of each kind."""
@@ -176,13 +183,13 @@ class ServedSteps:
         weights = sum(b.size_bytes for b in first.buffers if b.kind is BufferKind.WEIGHT)
         states = [sum(b.size_bytes for b in t.buffers if b.kind is BufferKind.STATE) for t in (first, more)]
         each = (states[1] - states[0]) / (more.step.reserve - first.step.reserve)
-        return ModelBytes(weights, each)
+        return ModelBytes(weights, each, windows=self.windows or (0,))
 
     def price(self, tokens: int, sequences: int, length: int) -> StepPrice:
         key = tokens, sequences, length
         if key not in self._prices:
             family, counts = self._kinds
-            step = self.step(tokens, sequences, ANCHORS[0][2], length)
+            step = self.step(tokens, sequences, ANCHORS[0][2], length, self.windows)
             kinds = [(d.kind, d.gpu, d.num_sms) for d in self.cluster.devices]
             times = self._us.setdefault(key, {})
             missing = {k: d for k, d in zip(kinds, self.cluster.devices, strict=True) if k not in times}
@@ -202,8 +209,8 @@ class ServedSteps:
 
     def unit(self, group: GroupDraft) -> tuple[WorkUnit, tuple[Costs, ...]]:
         """The group's steps, and their costs."""
-        sizes = [self.step(size, group.sequences, group.pool_tokens, group.length) for size in group.sizes]
-        graphs = tuple(self.family.at(step) for step in sizes)
+        rest = (group.sequences, group.pool_tokens, group.length, self.windows)
+        graphs = tuple(self.family.at(self.step(size, *rest)) for size in group.sizes)
         # Mixed steps are nearly always full.
         unit = WorkUnit(graphs, tuple(1 if n < len(graphs) - 1 else 8 for n in range(len(graphs))))
         return unit, flow.price(unit, self.cluster)

@@ -104,6 +104,11 @@ class Group:
         return self.plan.graphs[-1].trace.step.reserve
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """Attention window of each of its page tables; 0: none."""
+        return self.plan.graphs[-1].trace.step.windows or (0,)
+
+    @property
     def devices(self) -> tuple[str, ...]:
         return tuple(self.plan.cluster.names[d] for d in self.plan.used)
 

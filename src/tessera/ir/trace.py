@@ -297,6 +297,9 @@ class Step:
     joined_products: bool = False
     # Folders of LoRA adapters.
     adapters: tuple[str, ...] = ()
+    # For kind=tokens: attention window of each page table, 0: all positions; set by the model. Empty: one
+    # table, no window.
+    windows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@
 module of an operator (`MODULES`) before running a trace that has it.
 """
 
+from collections.abc import Sequence
+
 # Operator -> module that registers it.
 MODULES = {
     "paged_attention": "tessera.kernels.paged",
@@ -21,12 +23,24 @@ MODULES = {
 
 # Positions per page of keys and values.
 PAGE = 16
+# Groups of layers with page tables of their own, at most where there are two windows.
+MAX_GROUPS = 8
 # Added to the square sum of a vector before the root of its length (`recurrent`).
 NORM_EPSILON = 1e-6
 # State of a microbatch that is not in pages: the tokens its last step chose, and, by the start of its name,
 # what is kept by row.
 NEWEST = "newest"
 BY_ROW = "row "
+
+
+def of_group(name: str, group: int) -> str:
+    """Name of a step's input for one group of layers."""
+    return f"{name}_{group}" if group else name
+
+
+def max_pages(tokens: int, windows: Sequence[int], step: int) -> int:
+    """Most pages of a sequence of so many tokens, read in steps of at most `step`, by windows of groups."""
+    return sum(-(-(min(tokens, window + step + PAGE) if window else tokens) // PAGE) for window in windows)
 
 
 def is_paged(state: str) -> bool:

@@ -106,6 +106,12 @@ class ModelBytes:
     token: float
     # State of one sequence beside pages.
     sequence: float = 0.0
+    # Attention window of each page table; 0: none.
+    windows: tuple[int, ...] = (0,)
+
+    def held(self, tokens: int) -> int:
+        """Positions in pages of an answering sequence of so many tokens, in all tables."""
+        return sum(min(tokens, window + PAGE) if window else tokens for window in self.windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +192,10 @@ class FluidModel:
     def pool_tokens(self, sequences: int, length: int) -> int:
         """Positions for sequences of a mean length: with variance, growth by a page, and page 0."""
         margin = 1.0 + self.config.spread / math.sqrt(sequences)
-        longest = 2 * (self.load.prompt_tokens + self.load.output_tokens)
-        return _pages(max(sequences * (length + PAGE) * margin, longest)) * PAGE + PAGE
+        longest = 2 * (self.load.prompt_tokens + self.load.output_tokens) * len(self.model.windows)
+        reading = self.load.prompt_tokens * sum(window > 0 for window in self.model.windows)
+        held = sequences * self.model.held(length + PAGE) * margin + reading
+        return _pages(max(held, longest)) * PAGE + PAGE
 
     def fits(self, device: int, pool_tokens: int, price: StepPrice) -> bool:
         memory = self.cluster.devices[device].memory_bytes
@@ -212,7 +220,7 @@ class FluidModel:
     @cached_property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
         """Equal devices that hold the model, each kind once."""
-        held = [kind for kind in self.alike if self.room_tokens(kind[0]) > 2 * self.length]
+        held = [kind for kind in self.alike if self.room_tokens(kind[0]) > 2 * self.model.held(self.length)]
         return tuple(k for k in held if self.runs_on_cpu or not self.cluster.devices[k[0]].is_cpu)
 
     @cached_property
@@ -500,7 +508,7 @@ class FluidModel:
             held = self.config.memory_share * sum(self.cluster.devices[d].memory_bytes for d in self.used)
             room = int((held - self.model.weights) / self.model.token) if self.model.token else room
         rows: list[Floats] = []
-        most = max(2, min(self.config.most_sequences, room // self.length))
+        most = max(2, min(self.config.most_sequences, room // self.model.held(self.length)))
         prompt, answers = self.load.prompt_tokens, self.answers
         for tokens in (*self.step_tokens, *self.config.prompt_tokens):
             group = self._mixed((0,), tokens)

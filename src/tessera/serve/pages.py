@@ -3,7 +3,10 @@
 A page holds keys and values of `PAGE` positions. Its key covers its tokens and all tokens before them
 (`page_key`), so sequences with a common prefix share pages, while they run and afterwards. Unused pages stay
 findable until pages run out, then the least recently used is reused. Page 0 is never handed out: padding
-writes there.
+writes there, and in a page table it stands for a page behind the window.
+
+Groups of layers (`windows`) have page tables of their own, with pages of the same pool. A prefix is found as
+far as every group has what the next token sees of it.
 
 Microbatches that share a home run their steps in any order. A page that a planned step fills is found by the
 microbatch of that step only, until the step has ended.
@@ -18,6 +21,8 @@ from hashlib import blake2b
 
 from tessera.kernels import PAGE
 
+# Page tables of a sequence, by group.
+Tables = Sequence[Sequence[int]]
 # Bytes of a page's key; long enough that collisions are not expected.
 KEY_BYTES = 16
 # Default bytes of a microbatch's pages on emulated and CPU devices.
@@ -27,6 +32,16 @@ POOL_BYTES = 128 << 20
 def page_key(before: bytes, tokens: Sequence[int], seen: bytes = b"") -> bytes:
     """Key of a full page: the previous page's key, its tokens, and extra inputs such as pictures."""
     return blake2b(before + array("q", tokens).tobytes() + seen, digest_size=KEY_BYTES).digest()
+
+
+def first_seen(read: int, window: int) -> int:
+    """First page that the token after `read` others sees."""
+    return max(0, (read - window + 1) // PAGE) if window else 0
+
+
+def listed(tables: Tables) -> list[int]:
+    """Pages in page tables."""
+    return [page for table in tables for page in table if page]
 
 
 def pages_for(num_tokens: int) -> int:
@@ -45,8 +60,8 @@ def steady(num_bytes: float) -> int:
 
 
 class PagePool:
-    def __init__(self, num_pages: int, is_caching: bool = True) -> None:
-        self.num_pages, self._is_caching = num_pages, is_caching
+    def __init__(self, num_pages: int, is_caching: bool = True, windows: Sequence[int] = (0,)) -> None:
+        self.num_pages, self._is_caching, self.windows = num_pages, is_caching, windows
         # Empty pages, the next one last.
         self._blank = list(range(num_pages - 1, 0, -1))
         # Reference count and key of each page.
@@ -81,14 +96,27 @@ class PagePool:
         self._users[page] = 1
         return page
 
-    def find(self, keys: Iterable[bytes], owner: object = None) -> list[int]:
-        found = []
-        for key in keys:
-            page = self._by_key.get(key)
-            if page is None or self._filling.get(page, owner) is not owner:
-                break
-            found.append(page)
-        return found
+    def find(self, keys: Sequence[bytes], owner: object = None) -> Tables:
+        """Page tables of the longest prefix that all groups have."""
+        num, before = len(keys), -1
+
+        def page(number: int, group: int) -> int:
+            found = self._by_key.get(_grouped(keys[number], group), 0)
+            return found if self._filling.get(found, owner) is owner else 0
+
+        for group in (group for group, window in enumerate(self.windows) if not window):
+            num = next((n for n in range(num) if not page(n, group)), num)
+        while num != before:
+            before = num
+            for group, window in enumerate(self.windows):
+                at = num
+                while window and at > first_seen(num * PAGE, window):
+                    at -= 1
+                    num = num if page(at, group) else at
+        firsts = [first_seen(num * PAGE, window) for window in self.windows]
+        return [
+            [0] * first + [page(n, group) for n in range(first, num)] for group, first in enumerate(firsts)
+        ]
 
     def num_idle(self, pages: Iterable[int]) -> int:
         """Number of unused pages among these; sharing them leaves fewer free."""
@@ -99,8 +127,9 @@ class PagePool:
             self._idle.pop(page, None)
             self._users[page] += 1
 
-    def publish(self, page: int, key: bytes, owner: object = None) -> bool:
+    def publish(self, page: int, key: bytes, owner: object = None, group: int = 0) -> bool:
         """True if it can be found now; by `owner` only, until it is `filled`."""
+        key = _grouped(key, group)
         if not self._is_caching or self._keys[page] is not None or key in self._by_key:
             return False
         self._keys[page] = key
@@ -128,3 +157,7 @@ class PagePool:
         key, self._keys[page] = self._keys[page], None
         assert key is not None, "only what can be found is idle"
         del self._by_key[key]
+
+
+def _grouped(key: bytes, group: int) -> bytes:
+    return key + bytes((group,)) if group else key

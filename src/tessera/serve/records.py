@@ -14,7 +14,8 @@ import msgspec
 
 from tessera.adapt.history import LoadView
 from tessera.ir import MEMORY_SHARE, Cluster, Decision, DeviceKind, Expected, GroupSize, Load, Step
-from tessera.kernels import PAGE
+from tessera.kernels import PAGE, max_pages
+from tessera.serve.pages import first_seen
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +52,8 @@ class Shape:
     is_flat: bool = True
     # True if recurrent layers keep a state in a row per sequence, beside pages.
     has_rows: bool = False
-    # Attention window, itself included, if every layer has one; else 0.
-    window: int = 0
+    # Attention window of each group of layers, the token itself included; 0: none.
+    windows: tuple[int, ...] = (0,)
 
     @property
     def is_paged(self) -> bool:
@@ -70,9 +71,24 @@ class Shape:
     def num_page_entries(self) -> int:
         return 2 * self.pool_tokens // PAGE
 
+    def ends(self, tokens: int, read: int) -> list[int]:
+        """By group, pages up to so many tokens, or to what a sequence holds that has read `read`."""
+        return [
+            first_seen(read, w) + max_pages(tokens - PAGE * first_seen(read, w), (w,), self.sizes[-1])
+            for w in self.windows
+        ]
+
     @property
     def max_tokens(self) -> int:
-        return min(self.capacity, self.pool_tokens - PAGE)
+        """Maximum tokens of a sequence: as many as fit in the pages."""
+        pages, most = self.pool_tokens // PAGE - 1, self.capacity
+        if max_pages(most, self.windows, self.sizes[-1]) <= pages:
+            return most
+        num_full = self.windows.count(0)
+        behind = max_pages(most, [w for w in self.windows if w], self.sizes[-1])
+        return min(
+            most, PAGE * max(pages // len(self.windows), (pages - behind) // num_full if num_full else 0)
+        )
 
 
 def sizes_for(cluster: Cluster) -> tuple[int, int | None]:

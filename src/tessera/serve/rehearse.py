@@ -108,7 +108,7 @@ def shape_for(plan: ServicePlan) -> Shape:
     """Shape of a model of which only the plan is known: a request may fill the pages."""
     group, pool_tokens = plan.groups[0], min(group.pool_tokens for group in plan.groups)
     sizes = (group.microbatches, group.sequences, pool_tokens - PAGE, group.sizes)
-    return Shape(*sizes, pool_tokens, vocab_size=1)
+    return Shape(*sizes, pool_tokens, vocab_size=1, windows=group.windows)
 
 
 class _Mark(NamedTuple):

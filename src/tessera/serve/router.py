@@ -37,7 +37,7 @@ from tessera.execute.stepper import DeviceBack, Moved, PageMove, Stepper
 from tessera.ir import Group, Plan, Role, ServicePlan
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
-from tessera.serve.pages import PagePool, pages_for
+from tessera.serve.pages import PagePool, Tables, first_seen, listed, pages_for
 from tessera.serve.records import GroupView, Shape
 from tessera.serve.sequences import SequenceBatch
 from tessera.serve.step_inputs import Steps
@@ -100,8 +100,8 @@ class MovingSequence:
     destination: RoutedMicrobatch
     # Pool of the destination; None: both share it, and nothing is sent.
     pool: PagePool | None
-    # At the destination, in the order of the sequence; the first `num_sent` are there or in flight.
-    pages: list[int]
+    # Page tables at the destination; the first `num_sent` of each are there or in flight, or not needed (0).
+    pages: list[list[int]]
     num_sent: int
     num_expected: int
     in_flight: int = 0
@@ -113,7 +113,7 @@ class MovingSequence:
 
     def release(self) -> None:
         if self.pool is not None and not self.in_flight:
-            self.pool.give_back(self.pages)
+            self.pool.give_back(listed(self.pages))
             self.pages = []
 
 
@@ -289,7 +289,8 @@ class Router(Scheduler[ActiveRequest]):
         if group.home is None:
             return None
         if group.home not in self.pools:
-            self.pools[group.home] = PagePool(group.shape.pool_tokens // PAGE, self._is_caching)
+            shape = group.shape
+            self.pools[group.home] = PagePool(shape.pool_tokens // PAGE, self._is_caching, shape.windows)
         return self.pools[group.home]
 
     def every_pool(self) -> list[PagePool]:
@@ -367,7 +368,7 @@ class Router(Scheduler[ActiveRequest]):
         pool = None if group.home is None else self.pools.get(group.home)
         if not self._is_caching or pool is None or request.wants_prompt:
             return 0
-        return PAGE * len(pool.find(request.keys((len(request.sequence) - 1) // PAGE)))
+        return PAGE * len(pool.find(request.keys((len(request.sequence) - 1) // PAGE))[0])
 
     def _seat_next(self) -> bool:
         request = self.queue.peek()
@@ -424,7 +425,7 @@ class Router(Scheduler[ActiveRequest]):
                 continue
             if request.num_out + 1 >= request.ask.max_tokens:  # it ends with its first token
                 return self._add(request, self._opened(place))
-            reserved = self._reserve(request, others, group.home)
+            reserved = self._reserve(request, others, group.home, len(request.sequence))
             if reserved is not None:
                 source = self._opened(place)
                 self._transits[request] = MovingSequence(request, source, *reserved)
@@ -459,35 +460,42 @@ class Router(Scheduler[ActiveRequest]):
     # Moves.
 
     def _reserve(
-        self, request: ActiveRequest, groups: Sequence[RoutedGroup], home: int | None
-    ) -> tuple[RoutedMicrobatch, PagePool | None, list[int], int, int] | None:
-        """A row and pages for a sequence that comes from `home`: where they are, and how many are there."""
+        self, request: ActiveRequest, groups: Sequence[RoutedGroup], home: int | None, read: int
+    ) -> tuple[RoutedMicrobatch, PagePool | None, list[list[int]], int, int] | None:
+        """A row and pages for a sequence that comes from `home` when it has read `read` tokens or more.
+
+        Where they are, and how many are there. Pages behind windows are left out.
+        """
         length = len(request.sequence)
-        most = pages_for(len(request.ask.prompt) + request.ask.max_tokens)
-        num = min(pages_for(length + 1) + 1, most)
-        choices: list[tuple[float, RoutedMicrobatch | RoutedGroup, PagePool | None, list[int]]] = []
+        most = len(request.ask.prompt) + request.ask.max_tokens
+        num = min(length + 1 + PAGE, most)
+        choices: list[tuple[float, RoutedMicrobatch | RoutedGroup, PagePool | None, Tables, list[int]]] = []
         for group in groups:
             place, pool = self._place(group), self.pool_of(group)
             if place is None or pool is None:
                 continue
             if group.home == home:
-                choices.append((-1.0, place, None, []))
+                choices.append((-1.0, place, None, [[]], []))
                 continue
-            keys = request.keys((length - 1) // PAGE) if self._is_caching else ()
-            found = pool.find(keys)
-            spare = sum(m.content.num_used for m in self.open_of(group))
-            if num - len(found) + spare <= pool.num_free - pool.num_idle(found):
+            found = pool.find(request.keys(min(length - 1, read) // PAGE) if self._is_caching else ())
+            firsts = [max(len(found[0]), first_seen(read, window)) for window in pool.windows]
+            found = [[*table, *[0] * (n - len(table))] for table, n in zip(found, firsts, strict=True)]
+            new = [end - first for end, first in zip(group.shape.ends(num, read), firsts, strict=True)]
+            spare = sum(m.content.num_used for m in self.open_of(group)) * len(new)
+            if sum(new) + spare <= pool.num_free - pool.num_idle(listed(found)):
                 work_s = self._work_s(group) if len(groups) > 1 else 0.0
-                choices.append((work_s, place, pool, found))
-        for _, place, pool, found in sorted(choices, key=lambda choice: choice[0]):
-            microbatch, num_expected = self._opened(place), num if pool is not None else 0
-            if not batch_of(microbatch).expect(num_expected):
+                choices.append((work_s, place, pool, found, new))
+        for _, place, pool, found, new in sorted(choices, key=lambda choice: choice[0]):
+            microbatch, shared = self._opened(place), listed(found)
+            if not batch_of(microbatch).expect(num_expected := len(shared) + sum(new)):
                 continue
-            pages = list(found)
+            pages = []
             if pool is not None:
-                pool.share(found)
-                pages += [pool.take() for _ in range(num - len(found))]
-            return microbatch, pool, pages, len(found), num_expected
+                pool.share(shared)
+                pages = [
+                    [*table, *(pool.take() for _ in range(n))] for table, n in zip(found, new, strict=True)
+                ]
+            return microbatch, pool, pages, min(map(len, found)), num_expected
         return None
 
     def _settled(self, microbatch: RoutedMicrobatch) -> None:
@@ -509,7 +517,7 @@ class Router(Scheduler[ActiveRequest]):
         position = batch.position(request)
         if position is None:
             return
-        pages, read = position
+        tables, read = position
         is_read = read == batch.stop_of(request)
         has_row = is_read and not self._shape.is_paged
         if has_row and not self._shape.is_flat and not transit.is_pausing:
@@ -523,24 +531,31 @@ class Router(Scheduler[ActiveRequest]):
         end = pages_for(read) if is_read else read // PAGE
         if transit.pool is None:
             end = 0
-        while transit.pool is not None and len(transit.pages) < end:  # it was preempted, and read one more
-            if not transit.pool.num_free:
-                self._stay(transit)
-                return
-            transit.pages.append(transit.pool.take())
+        for table in transit.pages:
+            while transit.pool is not None and len(table) < end:  # it was preempted, and read one more
+                if not transit.pool.num_free:
+                    self._stay(transit)
+                    return
+                table.append(transit.pool.take())
         row = batch_of(transit.destination).take_row() if has_row else None
         if has_row and row is None:
             return
         first, transit.num_sent = transit.num_sent, max(transit.num_sent, end)
-        if first < end or has_row:
-            number, sent = next(self._move_numbers), tuple(pages[first:end])
+        pairs = [
+            pair
+            for here, there in zip(tables, transit.pages, strict=False)
+            for pair in zip(here[first:end], there[first:end], strict=True)
+            if all(pair)  # neither behind a window
+        ]
+        if pairs or has_row:
+            number, sent = next(self._move_numbers), tuple(one for one, _ in pairs)
             batch.pool.share(sent)
             transit.in_flight += 1
             ends = (transit.source.number, transit.destination.number)
             transit.is_row_sent = has_row
             rows = None if row is None else (batch.row_of(request), row)
             self._moves[number] = PagesInFlight(transit, ends, batch.pool, sent, row)
-            self.stepper.move(PageMove(number, *ends, sent, tuple(transit.pages[first:end]), rows))
+            self.stepper.move(PageMove(number, *ends, sent, tuple(other for _, other in pairs), rows))
         elif is_read and not transit.in_flight:
             self._arrive(transit, read)
 
@@ -658,14 +673,14 @@ class Router(Scheduler[ActiveRequest]):
         groups: Sequence[RoutedGroup],
     ) -> None:
         position = batch.position(request)
-        if position is None or home is None or 0 in position[0]:
+        if position is None or home is None:
             if position is None or batch.can_move:
                 self._restart(request, batch)
             return
         is_reading = position[1] < len(request.sequence) - 1
         if is_reading:
             groups = [group for group in groups if group.role is Role.MIXED]
-        reserved = self._reserve(request, groups, home)
+        reserved = self._reserve(request, groups, home, position[1])
         if reserved is not None:
             transit = self._transits[request] = MovingSequence(request, source, *reserved)
             batch.hold(request)
@@ -678,15 +693,15 @@ class Router(Scheduler[ActiveRequest]):
         source = self.microbatches[number]
         group, batch = self.group_of(source), batch_of(source)
         position = batch.position(request)
-        if request in self._transits or position is None or group.home is None or 0 in position[0]:
+        if request in self._transits or position is None or group.home is None:
             return False
         is_reading = position[1] < len(request.sequence) - 1
         roles = (Role.MIXED,) if is_reading else (Role.MIXED, Role.ANSWERS)
         groups = [g for g in self._usable() if g.home != group.home and g.role in roles]
-        move_s = len(position[0]) * self._page_s(group.home)
+        move_s = len(listed(position[0])) * self._page_s(group.home)
         if not groups or move_s > position[1] * group.prompt_s:
             return False
-        reserved = self._reserve(request, groups, group.home)
+        reserved = self._reserve(request, groups, group.home, position[1])
         if reserved is None:
             return False
         transit = self._transits[request] = MovingSequence(request, source, *reserved)

@@ -12,9 +12,9 @@ Sequences hold pages of a pool (`pages`), which microbatches of one home share. 
 are pages for all its tokens, after cached prefix pages, including those the same step fills. When pages run
 out, the newest sequence of the microbatch moves to another home that has room (`evict`), or is preempted; its
 pages stay findable. A preempted sequence needs more pages than it gave back, so it begins again only after
-another has ended. Pages behind the
-attention window of all layers are released once the next token does not see them: steps of a microbatch run
-in order, so a new owner writes later.
+another has ended. In a group of layers with a window (`Shape.windows`), a sequence begins with pages for the
+window and a step, takes others as it reads, and releases pages behind the window once the next token does not
+see them: steps of a microbatch run in order, so a new owner writes later.
 
 Where recurrent layers keep a state by row (`has_rows`), a sequence keeps its row and shares no pages. Where
 tokens cannot be packed (`is_flat` is False), it also reads one token per step, and a step overwrites rows
@@ -40,7 +40,7 @@ from tessera.kernels import PAGE
 from tessera.kernels.choice import max_edits
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.grammar import PATIENCE_S, Guide, prepare_masks
-from tessera.serve.pages import PagePool, pages_for
+from tessera.serve.pages import PagePool, Tables, listed
 from tessera.serve.records import Counts, Shape
 from tessera.serve.sight import SeenPictures, Sight
 from tessera.serve.step_inputs import (
@@ -85,7 +85,7 @@ class SequenceBatch:
         self._evicted: set[SeatedSequence] = set()
         self._is_caching = is_caching and shape.is_paged
         self._is_shared = pool is not None
-        self.pool = pool or PagePool(shape.pool_tokens // PAGE, self._is_caching)
+        self.pool = pool or PagePool(shape.pool_tokens // PAGE, self._is_caching, shape.windows)
         self._inputs = StepInputs(shape, sight) if is_filled else None
         # Edits of logits in the planned step, and at most.
         self._num_edits, self._max_edits = 0, max_edits(shape.rows, shape.vocab_size)
@@ -150,7 +150,7 @@ class SequenceBatch:
         return self._is_shared or self.pool.num_kept > 0
 
     def overlap(self, request: ActiveRequest) -> int:
-        return len(self._found(request)) * PAGE
+        return len(self._found(request)[0]) * PAGE
 
     def requests(self) -> list[ActiveRequest]:
         return list(self._by_request)
@@ -207,20 +207,21 @@ class SequenceBatch:
         heappush(self._unused_rows, row)
 
     def arrive(
-        self, request: ActiveRequest, pages: Sequence[int], read: int, num_expected: int, row: int | None
+        self, request: ActiveRequest, pages: Tables, read: int, num_expected: int, row: int | None
     ) -> None:
         """Begin an expected sequence behind pages that hold its first `read` tokens, in this row or any."""
         self.num_coming -= 1
-        self._num_entries += len(pages) - num_expected
         sequence = self._seated(request, row)
-        sequence.begin(pages, read, 0)
+        sequence.begin(self._shape.windows, pages, read, 0)
+        self._num_entries += sequence.num_pages - num_expected
+        self._pass_by(sequence)  # what the source did not send any more
         self._count_work(sequence, len(sequence.tokens) - read, sequence.unanswered)
         sequence.was_begun = True
         insort(self._begun, sequence, key=lambda s: s.turn)
         self._publish(sequence, read)
         self._filled()
 
-    def depart(self, request: ActiveRequest) -> list[int]:
+    def depart(self, request: ActiveRequest) -> Tables:
         """Remove a begun sequence that no step reads; its pages are the caller's."""
         sequence = self._by_request.pop(request)
         self._guides.pop(request, None)
@@ -230,7 +231,7 @@ class SequenceBatch:
         self.give_row(sequence.row)
         self._begun.remove(sequence)
         self._num_entries -= sequence.num_pages
-        return sequence.pages.tolist()
+        return sequence.pages
 
     def hold(self, request: ActiveRequest, is_held: bool = True) -> None:
         """Read no more here than what is read now; `is_held` False: read and answer on."""
@@ -242,13 +243,13 @@ class SequenceBatch:
         """Tokens to read here, if it goes on elsewhere."""
         return self._by_request[request].stop
 
-    def position(self, request: ActiveRequest) -> tuple[list[int], int] | None:
-        """Pages, and tokens read by ended steps; None: it has not begun, or has left."""
+    def position(self, request: ActiveRequest) -> tuple[Tables, int] | None:
+        """Page tables, and tokens read by ended steps; None: it has not begun, or has left."""
         sequence = self._by_request.get(request)
         if sequence is None or not sequence.is_begun:
             return None
         running = sum(p.num_tokens for step in self._started for p in step.parts if p.sequence is sequence)
-        return sequence.pages.tolist(), sequence.read - running
+        return sequence.pages, sequence.read - running
 
     def clear(self) -> None:
         """All sequences leave; nothing runs any more."""
@@ -286,10 +287,9 @@ class SequenceBatch:
     def next_step(self) -> StepCall | None:
         if (call := self._look()) is not None:
             return call
-        if self._shape.window:
+        if any(self._shape.windows):
             for sequence in self._begun:
-                if sequence.stop is None:  # else all its pages are moved
-                    self._give_back(sequence.pass_by(self._shape.window))
+                self._pass_by(sequence)
         if self._guides:
             waiting = (guide for request, guide in self._guides.items() if not self._is_running(request))
             prepare_masks(waiting, self._on_masks, PATIENCE_S if self._shape.is_flat else None)
@@ -397,8 +397,8 @@ class SequenceBatch:
         self._num_reading, self._num_edits = len(reading), 0
         for left, sequence in (*answering, *reading):
             count = self._count(sequence, left, budget)
-            has_page = sequence.read < sequence.num_pages * PAGE
-            if count and ((has_page and sequence.is_begun) or self._grow(sequence)):
+            end = sequence.read + count
+            if count and ((end <= sequence.room and sequence.is_begun) or self._grow(sequence, end)):
                 planned.append(Part(sequence, count, count == left))
                 budget -= count
         if not self._shape.is_flat and not self._keep_rows(planned):
@@ -461,10 +461,10 @@ class SequenceBatch:
             num = 1 + max(part.sequence.row for part in planned)
         return next(size for size in sizes if size >= num)
 
-    def _found(self, request: ActiveRequest) -> list[int]:
+    def _found(self, request: ActiveRequest) -> Tables:
         """Cached pages of a request's prefix; its last token is always read."""
         if not self._is_caching or request.wants_prompt:
-            return []
+            return self.pool.find(())
         return self.pool.find(request.keys((len(request.sequence) - 1) // PAGE), self)
 
     def _begin(self, sequence: SeatedSequence) -> bool:
@@ -472,19 +472,22 @@ class SequenceBatch:
         if sequence.num_due:  # preempted while a step read its next token
             return False
         request = sequence.request
-        found, wanted, spare = self._found(request), _pages_of(sequence), len(self._begun)
-        free = self.pool.num_free - self.pool.num_idle(found)
+        found, windows = self._found(request), self._shape.windows
+        num, shared, spare = len(found[0]), listed(found), len(self._begun) * len(windows)
+        ends = self._shape.ends(len(sequence.tokens) + sequence.num_due + 1, num * PAGE)
+        wanted = sum(ends) - num * len(ends)
         entries = self._shape.num_page_entries - self._num_entries
-        if wanted - len(found) + spare > free or wanted + spare > entries:
+        is_short = wanted + spare > self.pool.num_free - self.pool.num_idle(shared)
+        if is_short or len(shared) + wanted + spare > entries:
             return False
         self._aside.remove(sequence)
         self._num_wanted -= sequence.num_wanted
-        self.pool.share(found)
-        sequence.begin(found, len(found) * PAGE, len(found))
+        self.pool.share(shared)
+        new = ([self.pool.take() for _ in range(end - num)] for end in ends)
+        tables = [[*old, *pages] for old, pages in zip(found, new, strict=True)]
+        sequence.begin(windows, tables, num * PAGE, num)
         self._count_work(sequence, len(sequence.tokens) - sequence.read, sequence.unanswered)
-        for _ in range(wanted - len(found)):
-            sequence.append(self.pool.take())
-        self._num_entries += wanted
+        self._num_entries += sequence.num_pages
         insort(self._begun, sequence, key=lambda s: s.turn)
         if self._is_caching and not sequence.was_begun:
             self._counts.prefix_queries += len(request.sequence)
@@ -492,9 +495,16 @@ class SequenceBatch:
         sequence.was_begun = True
         return True
 
-    def _grow(self, sequence: SeatedSequence) -> bool:
-        """Reserve the page of the next token; False: there is none, or it was preempted itself."""
-        while sequence.read >= sequence.num_pages * PAGE and sequence.is_begun:
+    def _pass_by(self, sequence: SeatedSequence) -> None:
+        """Release pages behind windows."""
+        for table in sequence.tables:
+            if passed := table.pass_by(sequence.read):
+                self._num_entries -= len(passed)
+                self._give_back(passed)
+
+    def _grow(self, sequence: SeatedSequence, end: int) -> bool:
+        """Reserve the pages of tokens up to `end`; False: there is none, or it was preempted itself."""
+        while sequence.room < end and sequence.is_begun:
             if self.pool.num_free and self._num_entries < self._shape.num_page_entries:
                 sequence.append(self.pool.take())
                 self._num_entries += 1
@@ -525,25 +535,23 @@ class SequenceBatch:
         first, after = sequence.num_published, min(end, len(sequence.tokens)) // PAGE
         if first < after and self._is_caching:
             keys = sequence.request.keys(after)
-            for index in range(max(first, sequence.num_behind), after):
-                page = int(sequence.table[index])
-                if self.pool.publish(page, keys[index], self):
-                    self._published.append(page)
+            for group, table in enumerate(sequence.tables):
+                for index in range(max(first, table.num_behind), after):
+                    page = int(table.pages[index])
+                    if self.pool.publish(page, keys[index], self, group):
+                        self._published.append(page)
             sequence.num_published = after
 
     def _release(self, sequence: SeatedSequence) -> None:
         self._begun.remove(sequence)
-        self._give_back(sequence.pages[sequence.num_behind :].tolist())
+        self._give_back(listed(sequence.pages))
         self._num_entries -= sequence.num_pages
         sequence.is_begun = False
 
     def _wait(self, sequence: SeatedSequence) -> None:
         if sequence.stop is not None:
             sequence.stop = len(sequence.tokens)
-        sequence.read, sequence.num_wanted = 0, _pages_of(sequence)
+        tokens = len(sequence.tokens) + sequence.num_due + 1
+        sequence.read, sequence.num_wanted = 0, sum(self._shape.ends(tokens, 0))
         insort(self._aside, sequence, key=lambda s: s.turn)
         self._num_wanted += sequence.num_wanted
-
-
-def _pages_of(sequence: SeatedSequence) -> int:
-    return pages_for(len(sequence.tokens) + sequence.num_due + 1)

@@ -13,8 +13,9 @@ import torch
 
 from tessera.execute.stepper import StepCall, Tensors
 from tessera.ir import BufferKind, Plan
-from tessera.kernels import PAGE
+from tessera.kernels import PAGE, of_group
 from tessera.serve.answer import ActiveRequest
+from tessera.serve.pages import Tables, first_seen
 from tessera.serve.records import Shape, step_name
 from tessera.serve.sampling import Choice, ChoiceInputs
 from tessera.serve.sight import SeenPictures, Sight
@@ -47,6 +48,35 @@ class Steps:
         return StepCall(microbatch, number, given, skips)
 
 
+class PageTable:
+    """Pages of a sequence in one group of layers."""
+
+    def __init__(self, window: int, found: Sequence[int]) -> None:
+        self.window, self.num_pages = window, len(found)
+        self.pages = np.zeros(max(8, 2 * len(found)), dtype=np.int32)
+        self.pages[: len(found)] = found
+        # Number of leading pages behind the window; the table has 0 in their place.
+        self.num_behind = self.num_pages - int(np.count_nonzero(found))
+
+    @property
+    def held(self) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+        return self.pages[self.num_behind : self.num_pages]
+
+    def pass_by(self, read: int) -> list[int]:
+        """Release and return the pages that the next token does not see."""
+        first, after = self.num_behind, max(self.num_behind, first_seen(read, self.window))
+        passed: list[int] = self.pages[first:after].tolist()
+        self.pages[first:after] = 0
+        self.num_behind = after
+        return passed
+
+    def append(self, page: int) -> None:
+        if self.num_pages == len(self.pages):
+            self.pages = np.concatenate([self.pages, np.zeros_like(self.pages)])
+        self.pages[self.num_pages] = page
+        self.num_pages += 1
+
+
 class SeatedSequence:
     """A request in a microbatch: tokens read, and pages."""
 
@@ -64,10 +94,9 @@ class SeatedSequence:
         self.num_running = self.num_due = self.ahead = 0
         # Published pages, and pages needed while waiting.
         self.num_published = self.num_wanted = 0
-        self.table = np.zeros(0, dtype=np.int32)
-        self.num_pages = 0
-        # Number of leading pages released behind the attention window; the table has 0 in their place.
-        self.num_behind = 0
+        # By group; and tokens for which all of them have pages.
+        self.tables: list[PageTable] = []
+        self.room = 0
         # Tokens not read by ended steps (but for an answer's newest), and predicted tokens of its answer.
         self.unread = self.unanswered = 0
 
@@ -100,39 +129,34 @@ class SeatedSequence:
         return request.ask.prompt[at], request.ask.prompt_logprobs or 0
 
     @property
-    def pages(self) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
-        return self.table[: self.num_pages]
+    def num_pages(self) -> int:
+        return sum(table.num_pages - table.num_behind for table in self.tables)
 
-    def begin(self, found: Sequence[int], read: int, num_published: int) -> None:
+    @property
+    def pages(self) -> list[list[int]]:
+        """Page tables by group, 0 behind a window."""
+        return [table.pages[: table.num_pages].tolist() for table in self.tables]
+
+    def begin(self, windows: Sequence[int], found: Tables, read: int, num_published: int) -> None:
         self.is_begun, self.read, self.num_published = True, read, num_published
-        self.table = np.zeros(max(8, 2 * len(found)), dtype=np.int32)
-        self.table[: len(found)] = found
-        self.num_pages, self.num_behind = len(found), 0
-
-    def pass_by(self, window: int) -> list[int]:
-        """Release and return the pages that the next token does not see."""
-        first, after = self.num_behind, max(self.num_behind, (self.read - window + 1) // PAGE)
-        passed: list[int] = self.table[first:after].tolist()
-        self.table[first:after] = 0
-        self.num_behind = after
-        return passed
+        self.tables = [PageTable(window, pages) for window, pages in zip(windows, found, strict=True)]
+        self.room = min(PAGE * table.num_pages for table in self.tables)
 
     def append(self, page: int) -> None:
-        if self.num_pages == len(self.table):
-            self.table = np.concatenate([self.table, np.zeros_like(self.table)])
-        self.table[self.num_pages] = page
-        self.num_pages += 1
+        """A page for the shortest table."""
+        min(self.tables, key=lambda table: table.num_pages).append(page)
+        self.room = min(PAGE * table.num_pages for table in self.tables)
 
 
 class StepInputs:
     def __init__(self, shape: Shape, sight: Sight | None) -> None:
         self._shape = shape
         size, rows = shape.sizes[-1], shape.rows
-        self.tokens, self.positions, self.slots, self.adapters = (
-            np.zeros(size, dtype=np.int64) for _ in range(4)
-        )
+        self.tokens, self.positions, self.adapters = (np.zeros(size, dtype=np.int64) for _ in range(3))
+        self.slots = np.zeros((len(shape.windows), size), dtype=np.int64)
         self.pages = np.zeros(shape.num_page_entries, dtype=np.int32)
-        self.page_starts, self.lengths = (np.zeros(rows, dtype=np.int32) for _ in range(2))
+        self.page_starts = np.zeros((len(shape.windows), rows), dtype=np.int32)
+        self.lengths = np.zeros(rows, dtype=np.int32)
         self.query_starts = np.zeros(rows + 1, dtype=np.int32)
         self.fresh = np.zeros(rows, dtype=np.bool_)
         self.rows = np.zeros(rows, dtype=np.int32)
@@ -145,12 +169,12 @@ class StepInputs:
         views = {
             "tokens": self.tokens[:size],
             "positions": self.positions[:size],
-            "slots": self.slots[:size],
             "adapters": self.adapters[:size],
-            "page_starts": self.page_starts[:rows],
             "lengths": self.lengths[:rows],
             "query_starts": self.query_starts[: rows + 1],
         }
+        for group, (slots, starts) in enumerate(zip(self.slots, self.page_starts, strict=True)):
+            views |= {of_group("slots", group): slots[:size], of_group("page_starts", group): starts[:rows]}
         if not self._shape.is_flat:
             views["fresh"] = self.fresh[:rows]
         elif self._shape.has_rows:
@@ -162,13 +186,10 @@ class StepInputs:
         tokens: list[int] = []
         for sequence, count, _ in planned:
             tokens += sequence.next_tokens(count)
-        counts, reads, num_pages = np.array([(n, s.read, s.num_pages) for s, n, _ in planned]).T
-        page_starts, query_ends = num_pages.cumsum() - num_pages, counts.cumsum()
-        num_entries, total = int(num_pages.sum()), int(query_ends[-1])
-        np.concatenate([part.sequence.pages for part in planned], out=self.pages[:num_entries])
+        counts, reads = np.array([(n, s.read) for s, n, _ in planned]).T
+        query_ends = counts.cumsum()
+        total = int(query_ends[-1])
         positions = np.arange(total) - np.repeat(query_ends - counts - reads, counts)
-        pages = self.pages[np.repeat(page_starts, counts) + positions // PAGE].astype(np.int64)
-        slots = pages * PAGE + positions % PAGE
         at: Any = slice(total)
         rows: Any = slice(len(planned))
         own = np.array([part.sequence.row for part in planned])
@@ -182,11 +203,23 @@ class StepInputs:
             self.query_starts[1 : len(planned) + 1] = query_ends
             self.query_starts[len(planned) + 1 :] = total
         adapters = np.repeat([part.sequence.request.ask.adapter for part in planned], counts)
-        by_token = ((self.tokens, tokens), (self.positions, positions), (self.slots, slots))
-        for held, given in (*by_token, (self.adapters, adapters)):
+        by_token = [(self.tokens, tokens), (self.positions, positions), (self.adapters, adapters)]
+        by_row = [(self.lengths, reads + counts)]
+        num_entries = 0
+        for group, starts in enumerate(self.page_starts):
+            tables = [part.sequence.tables[group] for part in planned]
+            behind, after = np.array([(table.num_behind, table.num_pages) for table in tables]).T
+            ends = num_entries + (after - behind).cumsum()
+            np.concatenate([table.held for table in tables], out=self.pages[num_entries : ends[-1]])
+            num_entries = int(ends[-1])
+            # Where the sequence's first page would stand.
+            by_row.append((starts, ends - after))
+            pages = self.pages[np.repeat(ends - after, counts) + positions // PAGE].astype(np.int64)
+            by_token.append((self.slots[group], pages * PAGE + positions % PAGE))
+        for held, given in by_token:
             held[:size] = 0
             held[at] = given
-        for table, entries in ((self.page_starts, page_starts), (self.lengths, reads + counts)):
+        for table, entries in by_row:
             table[:] = 0
             table[rows] = entries
         inputs = {

@@ -25,7 +25,7 @@ from tessera.capture.models.paged import DENSE, FLAT, layout_of, max_positions, 
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.ir import Group, Step
-from tessera.kernels import PAGE
+from tessera.kernels import PAGE, max_pages
 from tessera.serve.pages import modest_bytes, pages_for
 from tessera.serve.records import ServeSpec, Shape
 from tessera.serve.sight import Eyes, Sight, sight_of
@@ -115,16 +115,19 @@ def served(
     sees = _sees(config, model)
     config = config.get_text_config()
     found = layout_of(first.module)
-    rows = spec.rows or _rows(first, spec, _room(first, room_bytes) / microbatches)
-    layout, is_flat = found.kind, found.kind == FLAT
-    size = _length(model, capacity, max_positions(first.module))
+    layout, is_flat, windows = found.kind, found.kind == FLAT, found.windows or (0,)
     most_tokens = spec.max_batch_tokens or MAX_BATCH_TOKENS
+    rows = spec.rows or _rows(first, spec, _room(first, room_bytes) / microbatches, windows, most_tokens)
+    size = _length(model, capacity, max_positions(first.module))
     sizes = sizes_of(rows, most_tokens, is_flat, min_size)
     if pool_tokens is None:
         pool_bytes = modest_bytes(microbatches) if pool_bytes is None else pool_bytes
         each, fixed = _bytes_of_state(first, rows)
         room = min(pool_bytes, _room(first, room_bytes) / microbatches - fixed)
-        pool_tokens = _pool_tokens(room / each if each else float("inf"), rows, size, capacity)
+        # A requested length is granted; the planner checks whether it fits.
+        most, least = (PAGE * max_pages(n, windows, sizes[-1]) for n in (size, min(size, capacity or PAGE)))
+        fitting = room / each // PAGE * PAGE if each else float("inf")
+        pool_tokens = int(max(least, min(rows * most, fitting - PAGE))) + PAGE
     steps = [replace(smallest, kind="encode", context=PICTURE_TOKENS, reserve=0)] if sees else []
     pool_tokens = PAGE * pages_for(pool_tokens)
     length = min(size, spec.load.prompt_tokens + spec.load.output_tokens // 2)
@@ -136,7 +139,7 @@ def served(
             raise CaptureError(message, "Use shorter sequences, fewer of them, or more memory.")
     shape = Shape(
         microbatches, rows, size, sizes, pool_tokens, config.vocab_size, is_flat,
-        has_rows=bool(found.rows), window=found.window,
+        has_rows=bool(found.rows), windows=windows,
     )  # fmt: skip
     steps += [replace(pages, batch=shape.num_sequences(x), context=x) for x in sizes]
     return ServedModel(model, shape, tuple(another(first, step) for step in steps), found.reason)
@@ -157,12 +160,16 @@ def _check_counts(spec: ServeSpec) -> None:
         raise CaptureError(f"{options} must be at least 1, got {sizes}")
 
 
-def _rows(first: Workload, spec: ServeSpec, room: float) -> int:
-    """Sequences of a microbatch: a power of two for which there is memory if each is one of the load."""
+def _rows(first: Workload, spec: ServeSpec, room: float, windows: Sequence[int], step: int) -> int:
+    """Sequences of a microbatch: a power of two for which there is memory if each is one of the load.
+
+    One of them reads its prompt, the others answer.
+    """
     rows, length = MAX_ROWS, spec.load.prompt_tokens + spec.load.output_tokens
+    reading, answering = (max_pages(length, windows, size) for size in (step, 1))
     while rows > MIN_ROWS:
         each, fixed = _bytes_of_state(first, rows)
-        if fixed + rows * PAGE * pages_for(length) * each <= room:
+        if fixed + (reading + (rows - 1) * answering) * PAGE * each <= room:
             break
         rows //= 2
     return rows
@@ -198,14 +205,6 @@ def sizes_of(rows: int, max_batch_tokens: int, is_flat: bool, min_size: int = MI
 def _power(size: int) -> int:
     """The largest power of two that is no larger."""
     return 1 << (size.bit_length() - 1) if size else 0
-
-
-def _pool_tokens(fitting: float, rows: int, size: int, asked: int | None) -> int:
-    """Tokens of a microbatch's pages: what fits, at most what all sequences can use."""
-    most = rows * PAGE * pages_for(size) + PAGE
-    # A requested length is granted; the planner checks whether it fits.
-    least = PAGE * pages_for(min(size, asked or PAGE)) + PAGE
-    return int(max(least, min(most, fitting // PAGE * PAGE)))
 
 
 def _room(first: Workload, room_bytes: Sequence[float]) -> float:

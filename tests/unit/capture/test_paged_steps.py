@@ -101,13 +101,24 @@ def test_answers_of_built_in_models_are_those_of_generate(name: str, layout: str
     check_answers(built(name, layout), num=5)
 
 
-@pytest.mark.parametrize(("name", "window"), [("mistral", 6), ("gpt_oss", 0), ("llama", 0)])
-def test_a_window_is_that_of_all_layers(name: str, window: int, tmp_path: Path) -> None:
-    """A model with layers that see everything has none."""
-    sizes = {**BY_NAME[name].sizes, **({"sliding_window": window} if window else {})}
+@pytest.mark.parametrize(
+    ("name", "windows", "num_tensors"),
+    [("mistral", (6,), 2), ("gpt_oss", (0, 6), 1), ("llama", (), 2), ("gemma3_text", (0, 6, 6, 6), 1)],
+)
+def test_layers_of_a_window_have_a_page_table(
+    name: str, windows: tuple[int, ...], num_tensors: int, tmp_path: Path
+) -> None:
+    """Layers of different tables share the tensors of their pages."""
+    sizes = {**BY_NAME[name].sizes, **({"sliding_window": 6} if windows else {})}
+    if name == "gemma3_text":
+        kinds = ["full_attention" if n == 2 else "sliding_attention" for n in range(4)]
+        sizes |= {"num_hidden_layers": 4, "layer_types": kinds}
     workload = folder_step(replace(BY_NAME[name], sizes=sizes), tmp_path, FLAT)
+    keys = [name for name in workload.make_state(0) if name.startswith("keys.")]
 
-    assert window == layout_of(workload.module).window
+    assert (windows, windows) == (layout_of(workload.module).windows, workload.step.windows)
+    assert len(keys) == num_tensors
+    check_answers(workload)
 
 
 def test_latent_attention_keeps_latents(tmp_path: Path) -> None:

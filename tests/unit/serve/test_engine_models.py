@@ -82,8 +82,9 @@ def test_greedy_is_the_same_with_few_pages_and_shared_beginnings(model: ServedMo
     lengths = (0, 1, 7, 2)
     prompts = [begin + tuple(rng.randrange(256) for _ in range(length)) for length in lengths]
     asks = [Ask(prompt, 24, GREEDY, ignores_end=True) for prompt in prompts]
+    pool = 16 * (1 + sum(3 if window else 5 for window in model.shape.windows))
     few = served(
-        model.model, ServeSpec(microbatches=1, rows=4, capacity=80, max_batch_tokens=8, pool_tokens=16 * 6)
+        model.model, ServeSpec(microbatches=1, rows=4, capacity=80, max_batch_tokens=8, pool_tokens=pool)
     )
     with (
         own_code(few, num_threads=1) as stepper,
@@ -116,7 +117,8 @@ def test_a_seed_gives_the_same_answer_after_preemption(model: ServedModel) -> No
     asks = [Ask((5, 6, 7 + n), 24, sampling, ignores_end=True) for n in range(4)]
     sizes: dict[str, Any] = {"capacity": 80, "max_batch_tokens": 8}
     found = []
-    for pool, groups in ((16 * 40, [[ask] for ask in asks]), (16 * 6, [asks])):
+    few = 16 * (1 + sum(2 if window else 5 for window in model.shape.windows))
+    for pool, groups in ((16 * 40, [[ask] for ask in asks]), (few, [asks])):
         some = served(model.model, ServeSpec(microbatches=1, rows=4, pool_tokens=pool, **sizes))
         with (
             own_code(some, num_threads=1) as stepper,
@@ -150,6 +152,6 @@ def test_pages_behind_the_window_are_given_to_others(tmp_path: Path) -> None:
         found = [told.numbers for told in wait_for(read_all(service, asks))]
         snapshot = service.snapshot()
 
-    assert made.shape.window == 20
+    assert made.shape.windows == (20,)
     assert [generated(plain, ask) for ask in asks] == found
     assert snapshot.preemptions == 0

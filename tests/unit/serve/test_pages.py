@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tessera.kernels import PAGE
-from tessera.serve.pages import PagePool, page_key, pages_for
+from tessera.serve.pages import PagePool, first_seen, listed, page_key, pages_for
 
 
 def keys_of(tokens: list[int]) -> list[bytes]:
@@ -37,12 +37,12 @@ def test_a_page_is_found_while_it_is_used_and_after() -> None:
     pool, (key,) = PagePool(3), keys_of([7] * PAGE)
     page = pool.take()
     pool.publish(page, key)
-    pool.share(pool.find([key]))
+    pool.share(listed(pool.find([key])))
     pool.give_back([page])
 
-    assert ([page], 1) == (pool.find([key]), pool.num_free)
+    assert ([[page]], 1) == (pool.find([key]), pool.num_free)
     pool.give_back([page])
-    assert ([page], 2) == (pool.find([key]), pool.num_free)
+    assert ([[page]], 2) == (pool.find([key]), pool.num_free)
 
 
 def test_the_least_recently_used_is_forgotten_first() -> None:
@@ -56,7 +56,7 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
         pool.give_back(pages)
     pool.take()
 
-    assert (1, 2) == (len(pool.find(old)), len(pool.find(new)))
+    assert (1, 2) == (len(pool.find(old)[0]), len(pool.find(new)[0]))
 
 
 def test_a_page_that_is_gone_ends_what_is_found() -> None:
@@ -65,7 +65,7 @@ def test_a_page_that_is_gone_ends_what_is_found() -> None:
     for page, key in zip(taken(pool, 2), (keys[0], keys[2]), strict=True):
         pool.publish(page, key)
 
-    assert 1 == len(pool.find(keys))
+    assert 1 == len(pool.find(keys)[0])
 
 
 def test_equal_tokens_behind_another_beginning_are_another_page() -> None:
@@ -83,7 +83,7 @@ def test_switched_off_nothing_is_found() -> None:
     pool.publish(page, key)
     pool.give_back([page])
 
-    assert ([], 2, 0) == (pool.find([key]), pool.num_free, pool.num_kept)
+    assert ([[]], 2, 0) == (pool.find([key]), pool.num_free, pool.num_kept)
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (PAGE, 1), (PAGE + 1, 2)])
@@ -95,12 +95,16 @@ def test_pages_hold_tokens(tokens: int, pages: int) -> None:
 class Pool(RuleBasedStateMachine):
     """Sequences over few letters, so that many begin alike, that come, grow and go in any order."""
 
-    @initialize(num_pages=st.integers(2, 12), is_caching=st.booleans())
-    def begin(self, num_pages: int, is_caching: bool) -> None:
+    @initialize(
+        num_pages=st.integers(2, 12),
+        is_caching=st.booleans(),
+        windows=st.sampled_from([(0,), (20,), (0, 1), (0, 20, 40)]),
+    )
+    def begin(self, num_pages: int, is_caching: bool, windows: tuple[int, ...]) -> None:
         """A pool."""
-        self.pool = PagePool(num_pages, is_caching)
-        # What each sequence holds, and its pages; and what was ever written into a page.
-        self.sequences: list[tuple[list[int], list[int]]] = []
+        self.pool = PagePool(num_pages, is_caching, windows)
+        # What each sequence holds, and its pages by group; what was ever written into a page.
+        self.sequences: list[tuple[list[int], list[list[int]]]] = []
         self.written: dict[int, tuple[int, ...]] = {}
 
     @rule(letters=st.lists(st.sampled_from("ab"), min_size=1, max_size=5))
@@ -109,45 +113,62 @@ class Pool(RuleBasedStateMachine):
         tokens = [ord(letter) for letter in letters for _ in range(PAGE)]
         keys = keys_of(tokens)
         found = self.pool.find(keys)
-        if len(keys) - len(found) > self.pool.num_free - self.pool.num_idle(found):
+        num, shared = len(found[0]), listed(found)
+        for table, window in zip(found, self.pool.windows, strict=True):
+            assert [n >= first_seen(num * PAGE, window) for n in range(num)] == [page > 0 for page in table]
+        new = len(keys) - num
+        if new * len(found) > self.pool.num_free - self.pool.num_idle(shared):
             return
-        self.pool.share(found)
-        pages = [*found, *taken(self.pool, len(keys) - len(found))]
-        for index, page in enumerate(pages):
-            whole = tuple(tokens[: (index + 1) * PAGE])
-            if index < len(found):
-                assert whole == self.written[page], "what is found holds these very tokens, behind these"
-            self.written[page] = whole
-            self.pool.publish(page, keys[index])
-        self.sequences.append((tokens, pages))
+        self.pool.share(shared)
+        tables = [[*table, *taken(self.pool, new)] for table in found]
+        for group, table in enumerate(tables):
+            for index, page in enumerate(table):
+                whole = (group, *tokens[: (index + 1) * PAGE])
+                if page and index < num:
+                    assert whole == self.written[page], "what is found holds these very tokens, behind these"
+                elif page:
+                    self.written[page] = whole
+                    self.pool.publish(page, keys[index], group=group)
+        self.sequences.append((tokens, tables))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def pass_by(self, data: st.DataObject) -> None:
+        """One of them gives back what lies behind a window."""
+        tokens, tables = data.draw(st.sampled_from(self.sequences))
+        for table, window in zip(tables, self.pool.windows, strict=True):
+            behind = first_seen(len(tokens), window)
+            self.pool.give_back([page for page in table[:behind] if page])
+            table[:behind] = [0] * behind
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def go(self, data: st.DataObject) -> None:
         """One of them ends."""
         index = data.draw(st.integers(0, len(self.sequences) - 1))
-        self.pool.give_back(self.sequences.pop(index)[1])
+        self.pool.give_back(listed(self.sequences.pop(index)[1]))
 
     @invariant()
     def no_page_holds_two_things(self) -> None:
         """Every page that a sequence has holds what the sequence read there."""
-        for tokens, pages in getattr(self, "sequences", []):
-            for index, page in enumerate(pages):
-                assert tuple(tokens[: (index + 1) * PAGE]) == self.written[page]
+        for tokens, tables in getattr(self, "sequences", []):
+            for group, table in enumerate(tables):
+                for index, page in enumerate(table):
+                    assert not page or (group, *tokens[: (index + 1) * PAGE]) == self.written[page]
 
     @invariant()
     def no_page_is_lost(self) -> None:
         """Those in use and those that are free are all of them."""
         if hasattr(self, "pool"):
-            used = Counter(page for _, pages in self.sequences for page in pages)
+            used = Counter(page for _, tables in self.sequences for page in listed(tables))
             assert 0 not in used
             assert len(used) == self.pool.num_used
 
     def teardown(self) -> None:
         """In the end all are free."""
         if hasattr(self, "pool"):
-            for _, pages in self.sequences:
-                self.pool.give_back(pages)
+            for _, tables in self.sequences:
+                self.pool.give_back(listed(tables))
             assert self.pool.num_pages - 1 == self.pool.num_free
 
 

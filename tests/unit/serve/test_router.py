@@ -29,6 +29,7 @@ from serving_factory import (
 )
 from tessera.ir import Role, ServicePlan
 from tessera.kernels import PAGE
+from tessera.serve.pages import listed
 from tessera.serve.records import Ask, Shape
 from tessera.serve.router import Router, batch_of
 from tessera.serve.sequences import SequenceBatch
@@ -41,13 +42,14 @@ SHAPES = (
     SHAPE,
     replace(SHAPE, sizes=(2, SHAPE.rows), is_flat=False),
     replace(SHAPE, has_rows=True),
+    replace(SHAPE, windows=(0, 6)),
 )
-by_shape = pytest.mark.parametrize("shape", SHAPES, ids=["pages", "rows", "packed"])
+by_shape = pytest.mark.parametrize("shape", SHAPES, ids=["pages", "rows", "packed", "windows"])
 by_seed = pytest.mark.parametrize(
     ("shape", "seed"),
     some_of(
-        [(SHAPE, 0), (SHAPE, 1), (SHAPE, 2), (SHAPES[1], 0), (SHAPES[2], 1)],
-        [(SHAPE, 0), (SHAPES[1], 0), (SHAPES[2], 1)],
+        [(SHAPE, 0), (SHAPE, 1), (SHAPE, 2), (SHAPES[1], 0), (SHAPES[2], 1), (SHAPES[3], 0), (SHAPES[3], 1)],
+        [(SHAPE, 0), (SHAPES[1], 0), (SHAPES[2], 1), (SHAPES[3], 0)],
     ),
 )
 
@@ -62,13 +64,13 @@ def users_of(router: Router) -> dict[int, Counter[int]]:
     for microbatch in router.microbatches.values():
         batch = batch_of(microbatch)
         for sequence in batch._begun:
-            found.setdefault(id(batch.pool), Counter()).update(sequence.pages[sequence.num_behind :].tolist())
+            found.setdefault(id(batch.pool), Counter()).update(listed(sequence.pages))
         for step in batch._started:
             found.setdefault(id(batch.pool), Counter()).update(step.released)
     transits = {*router._transits.values(), *(move.transit for move in router._moves.values())}
     for transit in transits:
         if transit.pool is not None:
-            found.setdefault(id(transit.pool), Counter()).update(transit.pages)
+            found.setdefault(id(transit.pool), Counter()).update(listed(transit.pages))
     for move in router._moves.values():
         found.setdefault(id(move.pool), Counter()).update(move.pages)
     return found

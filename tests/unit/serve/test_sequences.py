@@ -218,7 +218,7 @@ def test_a_row_is_kept_for_life() -> None:
 
 def test_pages_that_no_token_sees_any_more_go_back() -> None:
     """Where every layer has a window: those wholly behind it, as soon as the next token is planned."""
-    batch = batch_of(replace(WIDE, window=20), is_caching=False)
+    batch = batch_of(replace(WIDE, windows=(20,)), is_caching=False)
     added(batch, range(4 * PAGE + 3))
     used = []
     for _ in range(16):
@@ -227,8 +227,8 @@ def test_pages_that_no_token_sees_any_more_go_back() -> None:
     sequence = batch._begun[0]
 
     assert (5, 3) == (used[0], used[-1])
-    assert [0, 0, 0] == sequence.pages[: sequence.num_behind].tolist()
-    assert all(sequence.pages[sequence.num_behind :])
+    assert [0, 0, 0] == sequence.pages[0][:3]
+    assert all(sequence.pages[0][3:])
     batch.leave(sequence.request)
     assert batch.pool.num_used == 0
 

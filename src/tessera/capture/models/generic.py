@@ -574,7 +574,12 @@ def _short(path: tuple[str, ...]) -> str:
 
 
 def tensors_of(cache: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(name, leaf) for name, leaf in _leaves(cache) if isinstance(leaf, torch.Tensor)]
+    """Tensors by name, each once."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, leaf in _leaves(cache):
+        if isinstance(leaf, torch.Tensor):
+            found.setdefault(id(leaf), (name, leaf))
+    return list(found.values())
 
 
 def exchanged(cache: Any, tensors: Tensors) -> Any:

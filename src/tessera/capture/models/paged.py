@@ -1,7 +1,8 @@
 """Step of a served language model: tokens of several sequences, keys and values in pages.
 
 At most `batch` sequences, `context` tokens, `reserve` positions in all pages (see `kernels.paged`); padding
-writes to page 0. The first layout that works is used:
+writes to page 0. Layers of each window have a page table of their own (`slots`, `page_starts`; `of_group`),
+all in the same pages. The first layout that works is used:
 
     flat   all tokens in one row; attention is the paged operator, recurrent layers are those of
            `kernels.recurrent`, whose state has a row per sequence: `rows` tells which, and which begin
@@ -57,7 +58,7 @@ from tessera.capture.reads import traced
 from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
-from tessera.kernels import BY_ROW, NEWEST, PAGE
+from tessera.kernels import BY_ROW, NEWEST, PAGE, of_group
 from tessera.kernels.choice import EDIT_FIELDS, INPUTS, Number, Setting, max_edits, num_words
 from tessera.kernels.choose import choose
 
@@ -86,8 +87,8 @@ class StepLayout:
     # name -> shape of one page or row; and dtype.
     pages: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    # Widest window in positions if every paged layer has one; else 0.
-    window: int = 0
+    # Window in positions of each group of paged layers; 0: none.
+    windows: tuple[int, ...] = ()
     # Why tokens cannot be packed.
     reason: str = ""
 
@@ -162,8 +163,10 @@ def _check_logits(model: Any, layout: StepLayout) -> None:
     A model's own attention may treat masks and lengths in any way, its recurrence may have another form.
     Both are computed with 32-bit numbers: many layers amplify the rounding of 16-bit ones to any error.
     """
-    step = Step("", "tokens", NUM_TRIED, NUM_TRIED, reserve=TRIED_POSITIONS)
-    workload = PagedSteps(model, step, layout).workload()
+    workload = PagedSteps(
+        model, Step("", "tokens", NUM_TRIED, NUM_TRIED, reserve=TRIED_POSITIONS), layout
+    ).workload()
+    step = workload.step
     state = placed(model, lambda: workload.make_state(0))
     state = {name: torch.zeros_like(t, dtype=_widened(t.dtype)) for name, t in state.items()}
     random = torch.Generator().manual_seed(0)
@@ -197,6 +200,7 @@ def _widened(given: Any) -> Any:
 
 
 def _describe_layout(kind: str, memory: ModelMemory) -> StepLayout:
+    windows = memory.cache.join_layers()
     in_pages = {id(t) for layer in memory.cache.paged for t in (layer.keys, layer.values)}
     pages: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -206,8 +210,7 @@ def _describe_layout(kind: str, memory: ModelMemory) -> StepLayout:
         (pages if id(tensor) in in_pages else rows)[name] = (tuple(tensor.shape[1:]), tensor.dtype)
     if not pages and not rows:
         raise ValueError("it keeps no cache")
-    windows = memory.cache.windows
-    return StepLayout(kind, memory, pages, rows, window=0 if 0 in windows else max(windows, default=0))
+    return StepLayout(kind, memory, pages, rows, windows if any(windows) else ())
 
 
 def _run(
@@ -233,20 +236,24 @@ def _run(
         attributes = left()
     if kind != DENSE and any(layer.is_unread for layer in cache.paged):
         raise ValueError("its attention is none of transformers' registered functions")
-    cache.begin(None)
+    cache.begin(())
     return logits, ModelMemory(cache, attributes)
 
 
-def _tables(model: Any, kind: str, step: Step, inputs: Tensors) -> PageTables:
-    pages, starts, positions = inputs["pages"], inputs["page_starts"], inputs["positions"]
-    by_row = None
+def _tables(model: Any, kind: str, step: Step, inputs: Tensors) -> list[PageTables]:
+    return [_table(model, kind, step, inputs, group) for group in range(num_groups(step))]
+
+
+def _table(model: Any, kind: str, step: Step, inputs: Tensors, group: int) -> PageTables:
+    slots, starts = (inputs[of_group(name, group)] for name in ("slots", "page_starts"))
+    pages, positions, by_row = inputs["pages"], inputs["positions"], None
     if kind == DENSE:
         seen = (positions[:, None] - places_ago(num_dense(model, step), pages.device)).clamp_min(0)
         by_row = pages[starts[:, None] + seen // PAGE] * PAGE + seen % PAGE
     return PageTables(
         positions,
-        inputs["slots"] // PAGE,
-        inputs["slots"] % PAGE,
+        slots // PAGE,
+        slots % PAGE,
         pages,
         starts,
         inputs["lengths"],
@@ -274,8 +281,12 @@ def num_rows(step: Step) -> int:
     return max(step.rows, step.batch)
 
 
+def num_groups(step: Step) -> int:
+    return max(1, len(step.windows))
+
+
 def expected_length(step: Step) -> int:
-    return step.length or max(1, step.reserve // num_rows(step))
+    return step.length or max(1, step.reserve // num_rows(step) // num_groups(step))
 
 
 def num_entries(step: Step) -> int:
@@ -326,7 +337,8 @@ def _check_sizes(step: Step) -> None:
 
 class PagedSteps:
     def __init__(self, model: Any, step: Step, layout: StepLayout) -> None:
-        self._model, self._step, self._layout = model, step, layout
+        self._model, self._layout = model, layout
+        self._step = replace(step, windows=layout.windows)
 
     def workload(self) -> Workload:
         return Workload(self._step, self._model, self._call, self._inputs, self._state, self._follow)
@@ -393,7 +405,7 @@ def _used(size: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) ->
 
 
 def _example_parts(model: Any, step: Step, chance: Random) -> list[tuple[int, int]]:
-    num_pages = step.reserve // PAGE - 1
+    num_pages = max(1, (step.reserve // PAGE - 1) // num_groups(step))
     num = min(chance.randint(-(-step.batch // 2), step.batch), num_pages)
     room = min(num_pages // num * PAGE, max_positions(model) or step.reserve)
     average = min(room, expected_length(step))
@@ -473,24 +485,34 @@ def _padded(parts: Sequence[tuple[int, int]], num: int) -> list[tuple[int, int]]
 
 
 def lay_out(step: Step, parts: Sequence[tuple[int, int]], free: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Positions, slots and tables for (length, new tokens) pairs, in the first free pages."""
+    """Positions, slots and tables for (length, new tokens) pairs, in the first free pages.
+
+    Groups have the same pages where there are too few.
+    """
     positions: list[int] = []
-    slots: list[int] = []
+    places: list[tuple[int, int]] = []
     starts, firsts = [0], [0]
     for length, new in _padded(parts, step.batch):
-        pages_used = free[starts[-1] : starts[-1] + -(-length // PAGE)]
         here = range(length - new, length)
         positions += here
-        slots += [pages_used[p // PAGE] * PAGE + p % PAGE for p in here]
-        starts.append(starts[-1] + len(pages_used))
+        places += [(starts[-1] + p // PAGE, p % PAGE) for p in here]
+        starts.append(starts[-1] + -(-length // PAGE))
         firsts.append(len(positions))
-    padding = [0] * (step.context - len(positions))
-    pages = [*free[: starts[-1]], *[0] * (num_entries(step) - starts[-1])]
+    padding, used = [0] * (step.context - len(positions)), starts[-1]
+    apart = used if num_groups(step) * used <= len(free) else 0
+    slots, page_starts = {}, {}
+    for group in range(num_groups(step)):
+        first = group * apart
+        held = [free[first + entry] * PAGE + at for entry, at in places]
+        slots[of_group("slots", group)] = torch.tensor(held + padding)
+        begun = torch.tensor(starts[:-1], dtype=torch.int32) + first
+        page_starts[of_group("page_starts", group)] = begun
+    pages = [*free[: first + used], *[0] * (num_entries(step) - first - used)]
     return {
         "positions": torch.tensor(positions + padding),
-        "slots": torch.tensor(slots + padding),
+        **slots,
         "pages": torch.tensor(pages, dtype=torch.int32),
-        "page_starts": torch.tensor(starts[:-1], dtype=torch.int32),
+        **page_starts,
         "lengths": torch.tensor([length for length, _ in _padded(parts, step.batch)], dtype=torch.int32),
         "query_starts": torch.tensor(firsts, dtype=torch.int32),
     }

@@ -1,14 +1,16 @@
 """A transformers cache with paged keys and values, and attention over it.
 
 The cache is the configuration's `StaticCache` with paged layers for keys and values; other layers stay. A
-sliding-window layer keeps all positions; windows are noted, so that pages behind all of them can be freed.
+layer's pages hold all positions that its window covers. Layers with the same window form a group with a page
+table of its own (`join_layers`). Layers of different groups share tensors: a page belongs to one group of one
+sequence at a time, so pages behind a window are free for any group.
 
 During a call every registered attention function is the paged operator, and a mask is the model's visibility
 rule (`PageMask`), which must be a window. For a model with its own attention, each row's keys and values are
 gathered, newest last.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +31,7 @@ from tessera.capture.models.rows import (
     is_sliding,
     latent_modules,
 )
-from tessera.kernels import PAGE
+from tessera.kernels import MAX_GROUPS, PAGE
 
 # Initial pages of a layer.
 NUM_FIRST_PAGES = 8
@@ -65,6 +67,9 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, is_sliding: bool) -> None:
         super().__init__()
         self.is_sliding = is_sliding
+        # Group of layers, and widest window of attention over its pages; 0: all positions, None: unknown.
+        self.group = 0
+        self.window: int | None = None
         # Current call: tables, whether new keys await attention, stored keys.
         self.tables: PageTables | None = None
         self.is_unread = False
@@ -158,8 +163,6 @@ class PagedCache(StaticCache):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config=config, max_cache_len=PAGE)
         self.layers = Layers(in_place_of(x, PagedLayer, is_sliding(x)) for x in self.layers)
-        # Window of attention over pages; 0 for all positions.
-        self.windows: frozenset[int] = frozenset()
         # Current call on packed tokens: states of recurrent layers.
         self.states: PackedStates | None = None
 
@@ -169,15 +172,39 @@ class PagedCache(StaticCache):  # type: ignore[misc]
 
     def begin(
         self,
-        tables: PageTables | None,
+        tables: Sequence[PageTables],
         fresh: torch.Tensor | None = None,
         states: PackedStates | None = None,
     ) -> None:
-        """Begin a call, with rows to reset or states of packed sequences; None ends it."""
+        """Begin a call: tables by group, rows to reset or states of packed sequences; no tables end it."""
         self.layers.begin(fresh)
         self.states = states
         for layer in self.paged:
-            layer.begin(tables)
+            layer.begin(tables[layer.group] if tables else None)
+
+    def join_layers(self) -> tuple[int, ...]:
+        """Put layers into groups that share tensors; returns the window of each group, full ones first.
+
+        The n-th tensor has layers of all groups that are near one another, at most one of each. Layers with
+        pages of different sizes share nothing.
+        """
+        layers = [layer for layer in self.paged if layer.is_initialized]
+        by_window: dict[int, list[PagedLayer]] = {}
+        for layer in layers:
+            by_window.setdefault(layer.window or 0, []).append(layer)
+        if len({(x.keys.shape, x.values.shape, x.keys.dtype) for x in layers}) > 1:
+            by_window = {0 if 0 in by_window else max(by_window): layers}
+        most = max(min(map(len, by_window.values()), default=0), -(-len(layers) // (MAX_GROUPS - 1)))
+        windows: list[int] = []
+        shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for window, found in sorted(by_window.items()):
+            num = -(-len(found) // most)
+            for place, layer in enumerate(found):
+                layer.group = len(windows) + place % num
+                held = shared.setdefault(place // num, (layer.keys, layer.values))
+                layer.keys, layer.values = held
+            windows += [window] * num
+        return tuple(windows)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         if self.states is None:
@@ -271,7 +298,7 @@ def attend_pages(
     assert tables is not None
     batch, heads, num, width = query.shape
     window = (sliding_window or 0) if attention_mask is None else attention_mask.window
-    cache.windows |= {window}
+    layer.window = max(window, layer.window or window) if window and layer.window != 0 else 0
     keys, values, tails = layer.keys, layer.values, list[torch.Tensor]()
     if query_tail is not None:
         size = (-1, -1, max(1, heads // MAX_LATENT_GROUP), -1)

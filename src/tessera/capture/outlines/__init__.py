@@ -19,7 +19,7 @@ from tessera.ir import Step, Trace
 from tessera.ir.files import cache_folder, chunks_of, parse, write_whole
 
 # Raise when compilation of a step changes; invalidates older outlines.
-VERSION = 1
+VERSION = 2
 
 
 def outlined(trace: Trace) -> Trace:
@@ -33,8 +33,8 @@ def outlined(trace: Trace) -> Trace:
 
 
 def name_of(step: Step) -> str:
-    """File name of a step's outline; default fields do not change it."""
-    plain = Step(step.model, step.kind, step.batch, step.context)
+    """File name of a step's outline; default fields and what the model sets do not change it."""
+    plain = Step(step.model, step.kind, step.batch, step.context, windows=step.windows)
     said = [(f.name, getattr(step, f.name)) for f in fields(step)]
     others = [(name, value) for name, value in said if value != getattr(plain, name)]
     words = hashlib.sha256(repr((step.model, others, VERSION)).encode()).hexdigest()[:8]
