@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
         contextlib.redirect_stdout(io.StringIO()) as out,
     ):
         patch.setattr("tessera.cli.demo.PROMPTS", PROMPTS[:3])
+        patch.setattr("tessera.cli.demo.FULL", replace(FULL, prompt_tokens=256, output_tokens=64))
         if not is_whole():
             patch.setattr("tessera.cli.demo.ProcessPoolExecutor", Here)
         assert 0 == _main(["demo", "--json", "--tokens", "4", "--effort", "quick"])

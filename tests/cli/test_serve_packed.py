@@ -49,5 +49,6 @@ def test_adapters_are_chosen_by_name(tmp_path: Path) -> None:
             answer(url, "three", PROMPT)
 
     assert ["base", "one", "two"] == names
-    assert [words(models[name], prompt) for name, prompt in asked] == found
-    assert 3 == len({tuple(words(model, LONG)) for model in models.values()})
+    own = {(name, len(prompt)): words(models[name], prompt) for name in models for prompt in (LONG, PROMPT)}
+    assert [own[name, len(prompt)] for name, prompt in asked] == found
+    assert 3 == len({tuple(own[name, len(LONG)]) for name in models})

@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -32,10 +34,15 @@ def planner_of_single() -> ServicePlanner:
     return replace(made.planner, names=("data-parallel",))
 
 
-def test_another_process_plans_and_names_what_both_have() -> None:
+@pytest.fixture(scope="module")
+def process() -> Iterator[PlannerProcess]:
+    with closing(PlannerProcess(planner_of_single())) as process:
+        yield process
+
+
+def test_another_process_plans_and_names_what_both_have(process: PlannerProcess) -> None:
     """The same plans come back as the same objects; errors come back as they were raised."""
-    made, planner = steps_factory.prepared("tiny-llama", "single"), planner_of_single()
-    process = PlannerProcess(planner)
+    made = steps_factory.prepared("tiny-llama", "single")
     (same,) = process.corrected(made.policies, Factors({}))
     (other,) = process.learned(made.policies, Load(4, 28))
     (rate,) = process.rate(made.policies)
@@ -45,14 +52,14 @@ def test_another_process_plans_and_names_what_both_have() -> None:
     assert other.expected is not None
     assert "single" == rate.name
     with pytest.raises(PlanInfeasible, match="no device is left"):
-        process.without(made.policies, frozenset(planner.cluster.names))
-    process.close()
+        process.without(made.policies, frozenset(planner_of_single().cluster.names))
 
 
-def test_a_plan_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_takes_too_long_is_given_up(
+    process: PlannerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And its process ended; the next job has another one."""
     made = steps_factory.prepared("tiny-llama", "single")
-    process = PlannerProcess(planner_of_single())
     monkeypatch.setattr(background, "LIMIT_S", 0.0)
     with pytest.raises(TesseraError, match="took more than 0 s"):
         process.rate(made.policies)
@@ -60,16 +67,15 @@ def test_a_plan_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch)
 
     assert not process._processes
     assert len(process.rate(made.policies)) == 1
-    process.close()
 
 
 def test_lengths_are_learned_and_better_groups_adopted_while_requests_run(
-    monkeypatch: pytest.MonkeyPatch,
+    process: PlannerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers stay right."""
     monkeypatch.setattr(history, "MIN_REQUESTS", 8)
     made = steps_factory.prepared("tiny-llama", "single")
-    model, process = built(made), PlannerProcess(planner_of_single())
+    model = built(made)
     with (
         reference(model, 1) as alone,
         Service(alone, policies_of(alone, model.shape), model.shape, ByteText()) as service,
@@ -96,7 +102,6 @@ def test_lengths_are_learned_and_better_groups_adopted_while_requests_run(
         found = wait_for(load(service), LIMIT_S)
         until(lambda: service.snapshot().last_switch_ms is not None)
         snapshot = service.snapshot()
-    process.close()
 
     assert all(told.numbers == own[number] for number, told in found)
     assert ("data-parallel",) == snapshot.policies
