@@ -8,8 +8,8 @@ Where the card itself is too slow, the whole run is slowed by the time scale: th
 launches of 99 % of the modelled time are met while every device of the card is busy. Modelled rate = measured
 rate x scale.
 
-`PaceKernel` is a one-thread kernel before and after every launch. A record is four words: start, due time,
-real end (nanoseconds of %globaltimer), and one spare. One call does two things, each optional:
+`PaceKernel` (`pace.ptx`) is a one-thread kernel before and after every launch. A record is four words: start,
+due time, real end (nanoseconds of %globaltimer), and one spare. One call does two things, each optional:
 
     leave   waits until the previous record's due time (plus `extra`), and writes the real end;
     enter   takes the next place in the queue of a device or link: start = max(now - slack, when it is free),
@@ -26,6 +26,7 @@ proves that it touches its records and its queue only (`tests/unit/execute/test_
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ RECORD_WORDS = 4
 # Words of a record: entered, due, ended.
 STARTED, DUE, ENDED = 0, 1, 2
 ENTRY = "tessera_pace"
+PTX = files("tessera.execute.cuda").joinpath("pace.ptx").read_text(encoding="ascii")
 SIGNATURE = (
     ("previous", "*u64"), ("extra_ns", "u64"), ("queue", "*u64"), ("next", "*u64"), ("hold_ns", "u64"),
     ("slack_ns", "u64"), ("places", "u64"), ("place", "u64"), ("key", "u64"), ("lead_ns", "u64"),
@@ -52,7 +54,6 @@ SIGNATURE = (
 LEAD_NS = 2000
 # Bits of a key: arrival below the time left; the last bit is always set.
 _CAME_BITS = 24
-_CAME_SHIFT = 10
 _MAX_LEFT_NS = 1 << 38
 # (microbatches that may wait, this microbatch, key); none: first come, first served.
 Turn = tuple[int, int, int]
@@ -194,119 +195,6 @@ class Clockwork:
 
 def _words(num: int, card: torch.device) -> torch.Tensor:
     return torch.zeros(num, dtype=torch.int64, device=card)
-
-
-PTX = f"""
-.version 7.0
-.target sm_75
-.address_size 64
-
-.visible .entry {ENTRY}(
-    .param .u64 previous, .param .u64 extra_ns, .param .u64 queue,
-    .param .u64 next, .param .u64 hold_ns, .param .u64 slack_ns,
-    .param .u64 places, .param .u64 place, .param .u64 key, .param .u64 lead_ns
-)
-.maxntid 1, 1, 1
-{{
-    .reg .pred %p<14>;
-    .reg .b64 %rd<32>;
-
-    ld.param.u64 %rd1, [previous];
-    ld.param.u64 %rd2, [extra_ns];
-    ld.param.u64 %rd3, [queue];
-    ld.param.u64 %rd4, [next];
-    ld.param.u64 %rd5, [hold_ns];
-    ld.param.u64 %rd6, [slack_ns];
-    ld.param.u64 %rd20, [places];
-    ld.param.u64 %rd21, [place];
-    ld.param.u64 %rd22, [key];
-    ld.param.u64 %rd23, [lead_ns];
-    mov.u64 %rd30, %globaltimer;
-    shr.u64 %rd30, %rd30, {_CAME_SHIFT};
-    and.b64 %rd30, %rd30, {(1 << _CAME_BITS) - 1};
-    shl.b64 %rd30, %rd30, 1;
-    add.u64 %rd22, %rd22, %rd30;
-
-    setp.eq.u64 %p0, %rd1, 0;
-    @%p0 bra ENTER;
-    setp.eq.u64 %p5, %rd20, 0;
-    @%p5 bra LEAVE;
-    setp.ne.u64 %p6, %rd2, 0;
-    @%p6 bra LEAVE;
-    cvta.to.global.u64 %rd13, %rd3;
-    mad.lo.u64 %rd24, %rd21, 8, %rd13;
-    st.volatile.global.u64 [%rd24+8], %rd22;
-LEAVE:
-    cvta.to.global.u64 %rd7, %rd1;
-    ld.global.u64 %rd8, [%rd7+8];
-    add.u64 %rd8, %rd8, %rd2;
-WAIT:
-    mov.u64 %rd9, %globaltimer;
-    setp.lt.u64 %p1, %rd9, %rd8;
-    @%p1 bra WAIT;
-    st.global.u64 [%rd7+16], %rd9;
-
-ENTER:
-    setp.eq.u64 %p2, %rd4, 0;
-    @%p2 bra DONE;
-    cvta.to.global.u64 %rd10, %rd4;
-    mov.u64 %rd11, %globaltimer;
-    sub.u64 %rd12, %rd11, %rd6;
-    setp.eq.u64 %p3, %rd3, 0;
-    @%p3 bra ALONE;
-    cvta.to.global.u64 %rd13, %rd3;
-    setp.ne.u64 %p7, %rd20, 0;
-    @%p7 bra QUEUE;
-    ld.volatile.global.u64 %rd14, [%rd13];
-TAKE:
-    max.u64 %rd15, %rd12, %rd14;
-    add.u64 %rd16, %rd15, %rd5;
-    atom.global.cas.b64 %rd17, [%rd13], %rd14, %rd16;
-    setp.ne.u64 %p4, %rd17, %rd14;
-    mov.u64 %rd14, %rd17;
-    @%p4 bra TAKE;
-    bra WRITE;
-QUEUE:
-    mad.lo.u64 %rd24, %rd21, 8, %rd13;
-    st.volatile.global.u64 [%rd24+8], %rd22;
-    membar.gl;
-TURN:
-    ld.volatile.global.u64 %rd14, [%rd13];
-    mov.u64 %rd25, %globaltimer;
-    add.u64 %rd25, %rd25, %rd23;
-    setp.gt.u64 %p8, %rd14, %rd25;
-    @%p8 bra TURN;
-    mov.u64 %rd26, 0;
-LOOK:
-    setp.ge.u64 %p9, %rd26, %rd20;
-    @%p9 bra CLAIM;
-    mad.lo.u64 %rd27, %rd26, 8, %rd13;
-    ld.volatile.global.u64 %rd28, [%rd27+8];
-    add.u64 %rd26, %rd26, 1;
-    setp.eq.u64 %p10, %rd28, 0;
-    @%p10 bra LOOK;
-    setp.ge.u64 %p11, %rd28, %rd22;
-    @%p11 bra LOOK;
-    bra TURN;
-CLAIM:
-    max.u64 %rd15, %rd12, %rd14;
-    add.u64 %rd16, %rd15, %rd5;
-    atom.global.cas.b64 %rd17, [%rd13], %rd14, %rd16;
-    setp.ne.u64 %p12, %rd17, %rd14;
-    @%p12 bra TURN;
-    mov.u64 %rd29, 0;
-    st.volatile.global.u64 [%rd24+8], %rd29;
-    bra WRITE;
-ALONE:
-    mov.u64 %rd15, %rd11;
-    add.u64 %rd16, %rd15, %rd5;
-WRITE:
-    st.global.u64 [%rd10], %rd15;
-    st.global.u64 [%rd10+8], %rd16;
-DONE:
-    ret;
-}}
-"""
 
 
 def kernel() -> Kernel:
