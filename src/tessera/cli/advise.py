@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from tessera.advise import Advice, Candidate, Market, RentedLoad
-from tessera.cli.capture import MODEL_HELP, Launches, checked_launches
+from tessera.cli.capture import MODEL_HELP, Launches
 from tessera.cli.output import (
     HIDDEN,
     PER_TOKEN,
@@ -89,7 +89,7 @@ def advise(
     ] = "pcie4",
     margin: MarginOption = 0.1,
     memory_share: MemoryShareOption = MEMORY_SHARE,
-    launches: Launches = "",
+    launches: Launches = None,
     effort: EffortOption = "full",
     have: HaveOption = "",
     page: PageOption = None,
@@ -114,7 +114,7 @@ def advise(
         load = RentedLoad(place_of(model), rate, *sizes, slo_ttft_ms, slo_tpot_ms, margin, is_image)
         market = Market(
             _names(gpus), max_devices, provider, prices_of(price or ()), link, memory_share,
-            checked_launches(launches), search_config(effort),
+            launches or "", search_config(effort),
         )  # fmt: skip
         advice, planned = search(load, market, _names(have), advance, _say)
     seconds = time.perf_counter() - started_s

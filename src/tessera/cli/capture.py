@@ -6,12 +6,12 @@ model calls them.
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from tessera.cli.output import HIDDEN, Record, progress, shown
-from tessera.errors import TesseraError, UnknownName
+from tessera.errors import TesseraError
 from tessera.ir import BufferKind, Step, Trace, save
 
 MODEL_HELP = (
@@ -28,7 +28,10 @@ LAUNCHES_HELP = (
 RandomWeights = Annotated[
     bool, typer.Option("--random-weights", help="Random weights in place of the folder's own.")
 ]
-Launches = Annotated[str, typer.Option(help=LAUNCHES_HELP, show_default="compiled where they are known")]
+Launches = Annotated[
+    Literal["compiled", "eager"] | None,
+    typer.Option(help=LAUNCHES_HELP, show_default="compiled where they are known"),
+]
 StepOption = Annotated[
     str | None,
     typer.Option(
@@ -162,9 +165,3 @@ def default_step(model: str) -> str:
 
 def _bytes(trace: Trace, kind: BufferKind) -> int:
     return sum(trace.buffers[b].size_bytes for b in trace.buffers_of(kind))
-
-
-def checked_launches(word: str) -> str:
-    if word not in ("", "compiled", "eager"):
-        raise UnknownName("kind of launches", word, ["compiled", "eager"])
-    return word

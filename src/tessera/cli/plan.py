@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tessera.cli.capture import Launches, RandomWeights, checked_launches
+from tessera.cli.capture import Launches, RandomWeights
 from tessera.cli.output import PER_TOKEN, TO_FIRST, Illustrated, finite, limit_ms, only_if, progress
 from tessera.cli.plan_model import ModelPlanFigures, PlannedLoad, plan_model
 from tessera.cli.plan_text import PlanFigures, pictures, plan_figures, reasons_of
@@ -151,7 +151,7 @@ def plan(
     tpot_ms: TpotMsOption = None,
     ttft_ms: TtftMsOption = None,
     random_weights: RandomWeights = False,
-    launches: Launches = "",
+    launches: Launches = None,
     expert_frequencies: FrequenciesOption = None,
     counts: CountsOption = None,
     policy: PolicyOption = None,
@@ -175,7 +175,7 @@ def plan(
     if is_model(traces):
         wanted = PlannedLoad(
             traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, microbatches, random_weights,
-            checked_launches(launches), objective, effort, memory_share, expert_frequencies,
+            launches or "", objective, effort, memory_share, expert_frequencies,
         )  # fmt: skip
         return plan_model(wanted, prices.cluster(), output)
     from tessera.plan import PlanConfig, search_config

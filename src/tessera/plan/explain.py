@@ -137,7 +137,7 @@ def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
     mix = mix_of(problem, plan)
     devices, links = _usages(problem, mix, plan)
     busiest = max((*devices, *links), key=lambda u: u.utilisation)
-    gains = tuple(_gain(plan, b) for b in plan.baselines)
+    gains = tuple(gain_over(plan, b) for b in plan.baselines)
     error = Sampler(problem).rel_error(mix)
     is_gain, verdict = _verdict(plan, gains, busiest, error)
     return Explanation(
@@ -231,7 +231,7 @@ def _kernels(mix: Mix, problem: Problem) -> tuple[KernelUse, ...]:
     return tuple(sorted(found, key=lambda k: (-max(k.us), k.scope, k.kernel)))
 
 
-def _gain(plan: ir.Plan, baseline: ir.Baseline) -> Gain:
+def gain_over(plan: ir.Plan, baseline: ir.Baseline) -> Gain:
     rate = baseline.throughput_per_s
     return Gain(
         baseline.name,

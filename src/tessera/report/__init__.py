@@ -1,6 +1,6 @@
 """Tables and pictures for the terminal, Perfetto traces, HTML pages.
 
-Reads plans, graphs and timelines; imports only `ir`, `errors`, rich and jinja2.
+Reads plans, graphs and timelines; imports only `ir`, `errors`, `plan.explain`, rich and jinja2.
 """
 
 from tessera.report.figures import (

@@ -6,12 +6,12 @@ unit; bytes are decimal.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tessera.ir import Baseline, BufferKind, Lane, Objective, Plan, Span, Step, Timeline
+from tessera.ir import Baseline, Lane, Plan, Span, Step, Timeline
 from tessera.ir.timeline import LINK_ARROW
+from tessera.plan.explain import explain, gain_over
 
 STEP = 1000.0
 # Round numbers within a decade.
@@ -40,59 +40,15 @@ def step_us(plan: Plan, lane: Lane, step: int) -> tuple[float, ...]:
     return tuple(busy)
 
 
-def launches_on(plan: Plan) -> tuple[float, ...]:
-    placed = [0.0] * len(plan.cluster.devices)
-    for share, lane in zip(shares(plan), plan.lanes, strict=True):
-        for count, devices in zip(plan.unit.counts, lane.placement.devices, strict=True):
-            for device, num in Counter(devices).items():
-                placed[device] += share * count * num
-    return tuple(placed)
+def ratios(plan: Plan) -> dict[str, float]:
+    """Coarse policy -> ratio of the plan to it by the plan's objective, where both are known."""
+    found = ((b.name, getattr(gain_over(plan, b), plan.objective.value)) for b in plan.baselines)
+    return {name: ratio for name, ratio in found if ratio}
 
 
-def modelled_utilisation(plan: Plan) -> tuple[float, ...]:
-    """Busy fraction of each device when every lane runs at its rate."""
-    busy = [0.0] * len(plan.cluster.devices)
-    for lane in plan.lanes:
-        for step, count in enumerate(plan.unit.counts):
-            for device, us in enumerate(step_us(plan, lane, step)):
-                busy[device] += lane.rate_per_s * count * us / 1e6
-    return tuple(busy)
-
-
-def weight_bytes(plan: Plan) -> tuple[int, ...]:
-    """Weight bytes per device in any lane; steps share weights of the same name."""
-    held: list[dict[str, int]] = [{} for _ in plan.cluster.devices]
-    for lane in plan.lanes:
-        for graph, devices in zip(plan.graphs, lane.placement.devices, strict=True):
-            for launch, device in zip(graph.trace.launches, devices, strict=True):
-                for access in launch.accesses:
-                    buffer = graph.trace.buffers[access.buffer]
-                    if buffer.kind is BufferKind.WEIGHT:
-                        held[device][buffer.name] = buffer.size_bytes
-    return tuple(sum(names.values()) for names in held)
-
-
-def best_baseline(plan: Plan) -> Baseline | None:
-    rated = [(score, b) for b in plan.baselines if (score := _score(plan.objective, b)) is not None]
-    return max(rated, key=lambda x: x[0])[1] if rated else None
-
-
-def _score(objective: Objective, made: Baseline | Plan) -> float | None:
-    """Score by an objective, higher is better; None if not applicable or unknown."""
-    if objective is Objective.THROUGHPUT:
-        return (made.simulated_per_s if isinstance(made, Plan) else made.throughput_per_s) or None
-    less_is_better = {
-        Objective.LATENCY: made.latency_us,
-        Objective.COST: made.usd_per_1k_units,
-        Objective.ENERGY: made.joules_per_unit,
-    }[objective]
-    return 1.0 / less_is_better if less_is_better else None
-
-
-def gain(plan: Plan, made: Baseline | Plan) -> float | None:
-    best = best_baseline(plan)
-    own, other = _score(plan.objective, made), _score(plan.objective, best) if best else None
-    return own / other if own and other else None
+def best_baseline(plan: Plan) -> tuple[str, float] | None:
+    """The best coarse policy, and the plan's ratio to it."""
+    return min(ratios(plan).items(), key=lambda x: x[1], default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +64,16 @@ class PolicyLine:
 
 def compared(plan: Plan) -> tuple[PolicyLine, ...]:
     """The plan, all baselines under the same costs, and the bound."""
-    how, best = f"simulated, {plan.microbatches} in flight", best_baseline(plan)
-    name, ratio_to_best = f"{plan.policy} (this plan)", gain(plan, plan)
+    how, known = f"simulated, {plan.microbatches} in flight", ratios(plan)
+    name, least = f"{plan.policy} (this plan)", min(known.values(), default=None)
     baselines = sorted(plan.baselines, key=lambda b: -(b.throughput_per_s or 0.0))
-    marks = {b.name: f"{b.name} (best baseline)" if b == best else b.name for b in baselines}
+    marks = {b.name: f"{b.name} (best baseline)" if known.get(b.name) == least else b.name for b in baselines}
+    own = {name: least / ratio for name, ratio in known.items() if least}
     return (
-        PolicyLine(name, how, plan.simulated_per_s, ratio_to_best, plan.latency_us),
+        PolicyLine(name, how, plan.simulated_per_s, least, plan.latency_us),
         PolicyLine("the same", "by busy time alone", plan.throughput_per_s),
         *(
-            PolicyLine(marks[b.name], _how(b), b.throughput_per_s, gain(plan, b), b.latency_us)
+            PolicyLine(marks[b.name], _how(b), b.throughput_per_s, own.get(b.name), b.latency_us)
             for b in baselines
         ),
         PolicyLine("upper bound", "of any mix, modelled", plan.bound_per_s),
@@ -141,13 +98,14 @@ class UsedDevice:
 
 def device_uses(plan: Plan, timeline: Timeline | None = None) -> tuple[UsedDevice, ...]:
     """Utilisation is of the timeline, else of the plan's rates."""
-    placed, names = launches_on(plan), plan.cluster.names
-    busy = dict(zip(names, modelled_utilisation(plan), strict=True))
+    found, names = explain(plan, is_brief=True), plan.cluster.names
+    busy = {usage.name: usage.utilisation for usage in found.devices}
+    placed = [sum(k.num_runs * k.share[d] for k in found.kernels) for d in range(len(names))]
     if timeline is not None:
         busy = {t.name: utilisation(t, end_us(timeline)) for t in tracks(timeline, names)}
     return tuple(
-        UsedDevice(device.name, device.gpu, num, num / (sum(placed) or 1), busy[device.name], size)
-        for device, num, size in zip(plan.cluster.devices, placed, weight_bytes(plan), strict=True)
+        UsedDevice(x.name, x.gpu, num, num / (sum(placed) or 1), busy[x.name], memory.weight_bytes)
+        for x, num, memory in zip(plan.cluster.devices, placed, found.memory, strict=True)
     )
 
 

@@ -26,7 +26,6 @@ from tessera.report.figures import (
     digits,
     duration,
     end_us,
-    gain,
     headline,
     main_lane,
     percent,
@@ -109,7 +108,7 @@ def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -
 
 def write_report(folder: Path, plans: Sequence[tuple[str, Shown]], path: Path) -> None:
     """Writes one file; `plans` are (name, content)."""
-    ordered = sorted(plans, key=lambda named: -(gain(named[1].plan, named[1].plan) or 0.0))
+    ordered = sorted(plans, key=lambda named: -(best_baseline(named[1].plan) or ("", 0.0))[1])
     render(
         path,
         "folder.html",
@@ -187,7 +186,7 @@ def breakable(name: str) -> Markup:
 def plan_part(shown: Shown) -> dict[str, Any]:
     plan, timeline = shown.plan, shown.timeline
     found = tracks(timeline, plan.cluster.names)
-    factor, best = gain(plan, plan), best_baseline(plan)
+    best = best_baseline(plan)
     model = plan.unit.graphs[0].trace.step.model
     return {
         "model": model,
@@ -195,7 +194,7 @@ def plan_part(shown: Shown) -> dict[str, Any]:
         "subtitle": _subtitle(plan),
         "verdict": shown.verdict,
         "headline": _headline(plan),
-        "gained": "" if factor is None or best is None else f"{ratio(factor)} {best.name}, modelled",
+        "gained": f"{ratio(best[1])} {best[0]}, modelled" if best else "",
         "microbatches": plan.microbatches,
         "names": plan.cluster.names,
         "tiles": _tiles(plan, timeline),
@@ -239,12 +238,12 @@ def _run(timeline: Timeline) -> str:
 def _tiles(plan: Plan, timeline: Timeline) -> list[tuple[str, str, str]]:
     total = end_us(timeline)
     reached = len(timeline.requests) / total * 1e6 if total > 0 else 0.0
-    factor = gain(plan, plan)
+    best = best_baseline(plan)
     against = "lower latency" if plan.objective is Objective.LATENCY else "throughput"
     return [
         ("throughput", rate(plan.throughput_per_s), "requests by busy time, modelled"),
         (f"with {plan.microbatches} in flight", rate(plan.simulated_per_s), "requests, simulated"),
-        ("against best baseline", "" if factor is None else ratio(factor), f"{against}, modelled"),
+        ("against best baseline", ratio(best[1]) if best else "", f"{against}, modelled"),
         ("below the bound", percent(plan.gap), f"bound {rate(plan.bound_per_s)}, modelled"),
         ("latency, one alone", duration(plan.latency_us), "modelled"),
         ("in this run", rate(reached), f"requests, {timeline.clock.value}"),
