@@ -6,6 +6,7 @@
 
 Parts, each in a process of its own, on the same random bf16 weights in number and shape:
   own         the service on cuda:0,cpu with the GPU's memory capped, and what its plan expected
+              (`--no-fetch`: all that does not fit is computed on the CPU)
   accelerate  Hugging Face `generate` with accelerate's offload (`dispatch_model`) at the same cap
   fetch       `generate` with the layers that do not fit in pinned memory; each is copied to the GPU while the
               layer before it computes ("fetch all that does not fit")
@@ -25,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,9 @@ def own(args: argparse.Namespace, log: Log) -> None:
     from tessera.serve.text import ByteText
 
     began_s = time.perf_counter()
-    latency_us, gbps = map(float, args.link.split(",")) if args.link else measured_link(log)
+    latency_us, gbps, fetch_gbps = map(float, args.link.split(",")) if args.link else measured_link(log)
     LINKS["here"] = LinkPreset("here", latency_us, gbps, "measured")
+    fetch_gbps = 1e-3 if args.no_fetch else fetch_gbps
     devices = cap_memory(parse_devices("cuda:0,cpu"), [f"cuda:0={args.memory}"])
     batches = [int(word) for word in args.batch.split(",")]
     load = Load(PROMPT, args.tokens)
@@ -66,10 +69,14 @@ def own(args: argparse.Namespace, log: Log) -> None:
     def advance(what: str) -> None:
         print(f"[{time.perf_counter() - began_s:6.1f} s] {what}", flush=True)
 
-    made = prepare(named(args.model, args.layers), wire(devices, ["here"]), spec, advance=advance)
+    cluster = wire(devices, ["here"])
+    cluster = replace(cluster, links=tuple(replace(x, fetch_gbps=fetch_gbps) for x in cluster.links))
+    made = prepare(named(args.model, args.layers), cluster, spec, advance=advance)
     plan = made.policies[0]
-    placed = plan.plans[0].lanes[0].placement.devices[0]
-    log.put("plan", {"lines": lines_of(made), "launches": [placed.count(0), placed.count(1)],
+    placement, buffers = plan.plans[0].lanes[0].placement, plan.plans[0].graphs[0].trace.buffers
+    fetched = [b.size_bytes for b in buffers if b.name in dict(placement.fetched)]
+    log.put("plan", {"lines": lines_of(made), "launches": [placement.devices[0].count(d) for d in (0, 1)],
+                     "fetched": len(fetched), "fetched GB": sum(fetched) / 1e9,
                      "prepared s": round(time.perf_counter() - began_s, 1)})  # fmt: skip
     with (
         made.workers() as stepper,
@@ -88,16 +95,17 @@ def own(args: argparse.Namespace, log: Log) -> None:
             log.put(f"own {batch}", found | {"expected ms": expected.tpot_ms, "busy": busy})
 
 
-def measured_link(log: Log) -> tuple[float, float]:
-    """(latency in us, GB/s) between the GPU and the CPU, as workers see it."""
-    from tessera.flow import time_link
+def measured_link(log: Log) -> tuple[float, float, float]:
+    """(latency in us, GB/s of values, GB/s of weights) between the GPU and the CPU, as workers see it."""
+    from tessera.flow import fetch_gbps, time_link
     from tessera.profile import parse_devices
 
     a, b = parse_devices("cuda:0,cpu")
     name, times = time_link(a, b, (4096, 1 << 20, 16 << 20), "auto")
     (_, small), _, (size, large) = times.alone
-    log.put("link", {"transport": name, "us": times.alone})
-    return small, (size - 4096) / max(1e-3, large - small) / 1e3
+    fetched = fetch_gbps(b, a)
+    log.put("link", {"transport": name, "us": times.alone, "GB/s of weights": fetched})
+    return small, (size - 4096) / max(1e-3, large - small) / 1e3, fetched
 
 
 async def asked(service: Any, batch: int, tokens: int, rounds: int) -> tuple[float, float]:
@@ -233,7 +241,8 @@ def main() -> None:
     parser.add_argument("--plain-tokens", type=int, default=17, help="answer tokens of the baselines")
     parser.add_argument("--plain-s", type=float, default=60.0, help="seconds of a baseline's answer")
     parser.add_argument("--batch-tokens", type=int, default=32, help="tokens of the largest step")
-    parser.add_argument("--link", help="latency in us and GB/s of the link, where it is not to be measured")
+    parser.add_argument("--link", help="latency in us, GB/s of values and of weights, if not to be measured")
+    parser.add_argument("--no-fetch", action="store_true", help="plan without fetching weights")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--idle", type=float, default=10.0, help="seconds between warm-up and measurement")
     parser.add_argument("--limit", type=float, default=200.0, help="seconds of a part")

@@ -151,6 +151,34 @@ def test_experts_are_divided_between_a_gpu_and_its_host(
         assert used <= memory["capacity"]
 
 
+def test_dense_weights_that_do_not_fit_are_fetched_beside_what_the_host_computes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And none if all fit."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
+        "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "vocab_size": 512, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    devices = ("--devices", "emu:rtx-4090,emu:cpu-xeon-8480", "--link", "pcie5")
+    words = ("--random-weights", "--launches", "eager", *LOAD[2:], *QUICK)
+    fetched, rates = [], []
+    for memory in (("--memory", "emu:rtx-4090=30MB"), ()):
+        given = (*devices, *memory, *words, "-o", tmp_path / "x.plan", "--json")
+        code, out, err = call("plan", tmp_path, *given, capsys=capsys)
+        assert 0 == code, err
+        found = json.loads(out)
+        fetched.append(found["fetched"])
+        rates.append((found["tokens_per_s"], found["baselines"].get("fetch all that does not fit")))
+        for used in found["memory"].values():
+            assert used["weights"] + used["state"] + used["temporaries"] <= used["capacity"]
+    assert len(fetched[0]["emu:rtx-4090"]) > 1
+    assert {} == fetched[1]
+    assert rates[0][0] >= rates[0][1]["tokens_per_s"] > 0
+    assert rates[1][1] is None
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -5,7 +5,7 @@ them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,6 +88,7 @@ class LinkLine(Record, frozen=True):
     rel_error: Annotated[float, shown("fit", "error")]
     samples: Annotated[tuple[tuple[int, float], ...], HIDDEN]
     note: Annotated[str, HIDDEN]
+    fetch_gbps: Annotated[float, HIDDEN] = 0.0
 
 
 class ProfileReport(Record, frozen=True):
@@ -254,12 +255,15 @@ def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tupl
     fits: list[LinkFit] = []
     pairs = list(combinations(devices, 2))
     with progress("measuring links", len(pairs)) as advance:
-        from tessera.flow import time_link
+        from tessera.flow import fetch_gbps, time_link
 
         for a, b in pairs:
             advance(f"{a.name} and {b.name}")
             via, times = time_link(a, b, SIZES, transport)
-            fits += [fit_link(x.name, y.name, via, times.alone, times.both) for x, y in ((a, b), (b, a))]
+            fits += [
+                replace(fit_link(x.name, y.name, via, times.alone, times.both), fetch_gbps=fetch_gbps(x, y))
+                for x, y in ((a, b), (b, a))
+            ]
             keep_links(path, fits[-2:])
     return tuple(LinkLine(**asdict(fit), note=remark(fit)) for fit in fits)
 

@@ -11,6 +11,7 @@ from statistics import median
 import torch
 
 from tessera.errors import WorkerError
+from tessera.execute import driver
 from tessera.execute.stepper import StepCall, StepDone
 from tessera.execute.worker_stepper import WorkerStepper, hidden_main
 from tessera.ir import (
@@ -38,6 +39,8 @@ from tessera.ir import (
 # Lanes of the microbatches: two run the chain on one device, two alternate.
 WHOLE_OR_NOT = (0, 0, 1, 1)
 LAUNCHES = 16
+# Bytes of a fetch of weights.
+FETCHED_BYTES = 64 << 20
 CROSSINGS = LAUNCHES - 1
 WARMUPS = 2
 # Bytes moved per size, within these numbers of repeats.
@@ -74,6 +77,20 @@ def time_transfers(
             alone.append((size, _crossing_us(stepper, step, repeats, 1)))
             both.append((size, max(_crossing_us(stepper, step, repeats, 2), alone[-1][1])))
     return TransferTimes(tuple(alone), tuple(both))
+
+
+def time_fetches(ordinal: int) -> float:
+    """GB/s of copies from page-locked memory to a GPU."""
+    source, place = driver.pinned((FETCHED_BYTES,)), torch.empty(FETCHED_BYTES, dtype=torch.uint8)
+    place, times = place.to(driver.card(ordinal)), list[float]()
+    for _ in range(MIN_REPEATS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        place.copy_(source, non_blocking=True)
+        stop.record()
+        stop.synchronize()
+        times.append(max(1e-6, start.elapsed_time(stop)))
+    return FETCHED_BYTES / median(times) / 1e6
 
 
 def _crossing_us(stepper: WorkerStepper, step: int, repeats: int, num: int) -> float:

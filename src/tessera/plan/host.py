@@ -50,18 +50,18 @@ def host_placements(problem: Problem, microbatches: int, is_fetching: bool = Fal
     `is_fetching`: fetch all that does not fit.
     """
     moves = _Moves(problem, microbatches)
+    all_fetched = (0, next((share for share in MORE.tolist() if moves.excess(0, share).max() <= 0), 1.0))
     if is_fetching:
-        share = next((share for share in MORE.tolist() if moves.excess(0, share).max() <= 0), 1.0)
-        return [moves.placement(0, share)]
+        return [moves.placement(*all_fetched)]
     shares = [0.0, *(part * moves.balanced for part in TRIED)] if moves.missing else [0.0]
-    found, refusal = dict[ir.Placement, None](), PlanInfeasible("")
-    for share in shares:
+    found, refusals = dict[ir.Placement, None](), list[PlanInfeasible]()
+    for num, share in (*((moves.needed(share), share) for share in shares), all_fetched):
         try:
-            found[moves.placement(moves.needed(share), share)] = None
+            found[moves.placement(num, share)] = None
         except PlanInfeasible as error:
-            refusal = error
+            refusals.append(error)
     if not found:
-        raise refusal
+        raise refusals[0]
     return list(found)
 
 

@@ -269,10 +269,12 @@ class LinkFit:
     both_gbps: float
     # (bytes, median microseconds)
     samples: tuple[tuple[int, float], ...]
+    # GB/s of weights that a GPU fetches from the host's memory; 0: not measured.
+    fetch_gbps: float = 0.0
 
     @property
     def link(self) -> Link:
-        return Link(self.src, self.dst, NAME, self.latency_us, self.gbps)
+        return Link(self.src, self.dst, NAME, self.latency_us, self.gbps, fetch_gbps=self.fetch_gbps)
 
 
 def fit_link(
@@ -323,6 +325,7 @@ def stored_links(path: Path | None = None) -> tuple[Link, ...]:
     found: dict[tuple[str, str], Link] = {}
     for row in read_lines(path or default_store()):
         if row["kind"] == "link":
-            link = Link(row["src"], row["dst"], NAME, row["latency_us"], row["gbps"])
+            fetch_gbps = row.get("fetch_gbps", 0.0)
+            link = Link(row["src"], row["dst"], NAME, row["latency_us"], row["gbps"], "", fetch_gbps)
             found[link.src, link.dst] = link
     return tuple(found.values())

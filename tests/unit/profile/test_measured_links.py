@@ -1,11 +1,15 @@
 """Links: latency and bandwidth from transfers, and the store of them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import cuda_stub
 from tessera.analyze import build_graph
 from tessera.execute.link_times import time_transfers
+from tessera.flow import fetch_gbps
+from tessera.ir import Device, DeviceKind
 from tessera.profile import parse_devices
 from tessera.profile.store import SIZES, fit_link, keep_links, remark, stored_links
 
@@ -57,6 +61,23 @@ def test_the_last_measurement_of_a_link_counts(tmp_path: Path) -> None:
     assert ("a", "b", "measured") == (link.src, link.dst, link.name)
     assert (8.0, 30.0) == pytest.approx((link.latency_us, link.gbps))
     assert 2 == len(path.read_text().splitlines())
+
+
+def test_the_speed_of_fetched_weights_is_kept_with_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a CPU and a GPU only."""
+    cuda_stub.install(monkeypatch)
+    (host,), card = parse_devices("cpu"), Device("cuda:0", DeviceKind.CUDA, "h200", 1 << 34)
+    assert 0.0 == fetch_gbps(card, host)
+    gbps = fetch_gbps(host, card)
+    assert gbps > 0.0
+
+    fit = fit_link("cpu", "cuda:0", "shm", transfers(12.0, 25.0), transfers(12.0, 25.0))
+    keep_links(tmp_path / "s", [replace(fit, fetch_gbps=gbps)])
+    (link,) = stored_links(tmp_path / "s")
+    assert link == replace(fit, fetch_gbps=gbps).link
+    assert 1e6 / (gbps * 1e3) == pytest.approx(link.fetch_us(1_000_000))
 
 
 @pytest.mark.parametrize("transport", ["shm", "host"])
