@@ -447,7 +447,7 @@ def choose_rows(
     outputs = {"next_tokens": tokens}
     if any(pick.sampling.logprobs is not None for pick in picks):
         outputs |= {"logprobs": logprobs, "top_tokens": top}
-    return read_tokens(outputs, list(enumerate(picks)))
+    return read_tokens(outputs, range(len(picks)), picks)
 
 
 @lru_cache(10_000)

@@ -22,8 +22,8 @@ from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Token
 from tessera.serve.sampling import Pick
 from tessera.serve.text import Reader, StopWatch
 
-# Time that the event of one reader takes: 256 readers are woken every 10 ms.
-READER_S = 4e-5
+# Share of the time that readers get at most, since the engine needs the interpreter too; their longest pause.
+SHARE, LONGEST_S = 0.5, 0.1
 
 
 class AnswerBuffer:
@@ -79,13 +79,12 @@ class WakeUps:
 
     def __init__(self) -> None:
         self.buffers: set[AnswerBuffer] = set()
-        self._flushed_s = 0.0
+        self._next_s = 0.0
 
     @property
     def due_s(self) -> float:
         """Seconds until readers are woken; infinite: none waits for it."""
-        num = len(self.buffers)
-        return self._flushed_s + READER_S * num - time.monotonic() if num else math.inf
+        return self._next_s - time.monotonic() if self.buffers else math.inf
 
     def flush(self, is_last: bool = False) -> None:
         if self.due_s > 0.0 and not is_last:
@@ -94,18 +93,23 @@ class WakeUps:
         for buffer in self.buffers:
             by_loop[buffer.loop].append(buffer)
         self.buffers.clear()
-        self._flushed_s = time.monotonic()
+        self._next_s = time.monotonic() + LONGEST_S  # unless those have written before
         for loop, buffers in by_loop.items():
             try:
                 if loop is not None:
-                    loop.call_soon_threadsafe(_wake, buffers)
+                    loop.call_soon_threadsafe(self._wake, loop, buffers)
             except RuntimeError:  # the loop is closed
                 continue
 
+    def _wake(self, loop: asyncio.AbstractEventLoop, buffers: Iterable[AnswerBuffer]) -> None:
+        begun_s = time.monotonic()
+        for buffer in buffers:
+            buffer.wake()
+        loop.call_soon(self._written, begun_s)  # behind the readers
 
-def _wake(buffers: Iterable[AnswerBuffer]) -> None:
-    for buffer in buffers:
-        buffer.wake()
+    def _written(self, begun_s: float) -> None:
+        took_s = time.monotonic() - begun_s
+        self._next_s = begun_s + min(took_s / SHARE, LONGEST_S)
 
 
 class Answer(AsyncGenerator[Event, None]):
@@ -165,6 +169,8 @@ class ActiveRequest:
         self.buffer = AnswerBuffer(None if ask.stop else reader)
         self.pick = Pick.of(ask, end)
         self._keys: list[bytes] = []
+        # True if `waits` is ever.
+        self.can_wait = ask.grammar is not None or ask.prompt_logprobs is not None
         # Logprobs of the prompt's tokens after its first, if requested.
         self.prompt_notes: list[Token] = []
         # True while some are missing: the prompt is read token by token.
@@ -184,7 +190,8 @@ class ActiveRequest:
     def add(self, number: int) -> None:
         self.sequence.append(number)
         self.num_out += 1
-        self.pick.add(number)
+        if not self.pick.is_plain:
+            self.pick.add(number)
 
     def keys(self, num_pages: int) -> Sequence[bytes]:
         keys = self._keys

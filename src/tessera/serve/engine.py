@@ -175,7 +175,7 @@ class Engine(Watcher[ActiveRequest]):
         if not rows:
             return []
         now, ended = self.stepper.now_s(), []
-        tokens = read_tokens(done.outputs, [(row, request.pick) for row, request in rows])
+        tokens = read_tokens(done.outputs, [row for row, _ in rows], (request.pick for _, request in rows))
         for (_, request), token in zip(rows, tokens, strict=True):
             if token is None:
                 failure = request.pick.failure
@@ -190,7 +190,7 @@ class Engine(Watcher[ActiveRequest]):
             request.last_s = now
             request.add(token.number)
             reason: Reason | None = None
-            if token.number in request.ends or request.pick.is_over:
+            if token.number in request.ends or (not request.pick.is_plain and request.pick.is_over):
                 reason = "stop"
             elif request.num_out >= request.ask.max_tokens:
                 reason = "length"

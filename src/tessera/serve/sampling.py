@@ -1,7 +1,7 @@
 """Sampling: how the next token of a request is chosen, as inputs of tessera::choose (`kernels.choose`).
 
     inputs = choices.fill([Choice(row, pick, ...), ...])   with the inputs of a step
-    tokens = read_tokens(done.outputs, [(row, pick), ...]) after it
+    tokens = read_tokens(done.outputs, rows, picks)        after it
 
 `Pick` is what one request asks for, and `Edits` the tokens whose logits it changes. Everything is given with
 every step, so preemption, moves and lost devices need nothing more, and the same seed gives the same answer
@@ -10,7 +10,7 @@ wherever and with whatever it runs. Rows that no choice names are greedy.
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,6 +93,13 @@ class Pick:
     # Grammar; None: any token.
     guide: Guide | None = None
     num_out: int = 0
+    # True for the choice of a row of zeros: greedy, and nothing else.
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        x = self.sampling
+        is_greedy = not x.temperature and x.logprobs is None
+        self.is_plain = is_greedy and self.edits is None and self.guide is None
 
     @classmethod
     def of(cls, ask: Ask, end: Sequence[int]) -> "Pick":
@@ -117,12 +124,6 @@ class Pick:
         numbers[Number.NUM_TOP] = 0 if x.logprobs is None else x.logprobs + 1
         guide = None if ask.grammar is None else ask.grammar.start()
         return cls(x, settings, numbers, edits, has_penalties, tuple(ends), ask.min_tokens, guide)
-
-    @property
-    def is_plain(self) -> bool:
-        """True for the choice of a row of zeros: greedy, and nothing else."""
-        x = self.sampling
-        return not x.temperature and x.logprobs is None and self.edits is None and self.guide is None
 
     @property
     def num_edits(self) -> int:
@@ -207,15 +208,15 @@ class ChoiceInputs:
         return dict(zip(INPUTS, map(torch.from_numpy, tables), strict=True))
 
 
-def read_tokens(outputs: Mapping[str, Any], rows: Sequence[tuple[int, Pick]]) -> list[Token | None]:
-    """The chosen tokens; None where no logit is finite."""
+def read_tokens(outputs: Mapping[str, Any], rows: Sequence[int], picks: Iterable[Pick]) -> list[Token | None]:
+    """The chosen tokens of some rows; None where no logit is finite."""
     chosen: list[int] = outputs["next_tokens"].tolist()
     if "logprobs" not in outputs:
-        return [Token(chosen[row]) if chosen[row] >= 0 else None for row, _ in rows]
+        return [Token(chosen[row]) if chosen[row] >= 0 else None for row in rows]
     logprobs, top = outputs["logprobs"].tolist(), outputs["top_tokens"].tolist()
     return [
         None if chosen[row] < 0 else noted(chosen[row], logprobs[row], top[row], pick.sampling.logprobs)
-        for row, pick in rows
+        for row, pick in zip(rows, picks, strict=True)
     ]
 
 

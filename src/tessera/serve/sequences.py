@@ -297,19 +297,20 @@ class SequenceBatch:
         if not planned:  # empty, or all wait for a picture or a running step
             return self._look()
         size, skips = self._size_of(planned), skipped_outputs(planned)
-        num_waiting = sum(part.sequence.request.waits for part in planned)
+        requests = (part.sequence.request for part in planned)
+        num_waiting = sum(request.can_wait and request.waits for request in requests)
         can_follow = self._sight is None and (LEAST_AHEAD + 1) * num_waiting <= len(planned)
         if not self._shape.is_flat and any(part.sequence.stop is not None for part in planned):
             can_follow = False  # the next step would overwrite the row of one that leaves
         inputs = self._inputs.fill(planned, size) if self._inputs is not None else {}
         published, self._published = self._published, []
         self._started.append(StartedStep(planned, can_follow, published))
-        for number, part in enumerate(planned):
-            part.sequence.read += part.num_tokens
-            part.sequence.num_running += 1
-            if part.is_due:
-                part.sequence.num_due += 1
-                part.sequence.ahead = part.row_in(self._shape, number)
+        for number, (sequence, num_tokens, is_due) in enumerate(planned):
+            sequence.read += num_tokens
+            sequence.num_running += 1
+            if is_due:
+                sequence.num_due += 1
+                sequence.ahead = number if self._shape.is_flat else sequence.row
         self._has_read = True
         return self._steps.call(self.number, self._steps.number[size], inputs, skips)
 
@@ -322,26 +323,26 @@ class SequenceBatch:
         ended, looked_at, seated = self._started.popleft(), [], self._by_request
         self.pool.filled(ended.published)
         self.pool.give_back(ended.released)
-        for number, part in enumerate(ended.parts):
-            sequence, request = part.sequence, part.sequence.request
-            sequence.num_due -= part.is_due
+        for number, (sequence, num_tokens, is_due) in enumerate(ended.parts):
+            request = sequence.request
+            sequence.num_due -= is_due
             sequence.num_running -= 1
             if seated.get(request) is not sequence:
                 continue
             if sequence.unread:
-                unread = max(0, sequence.unread - part.num_tokens)
+                unread = max(0, sequence.unread - num_tokens)
                 self._count_work(sequence, unread, sequence.unanswered)
-            if part.is_due and sequence.unanswered > 1:
+            if is_due and sequence.unanswered > 1:
                 sequence.unanswered -= 1
                 self.num_unanswered -= 1
-            if part.is_due or request.wants_prompt:
-                looked_at.append((part.row_in(self._shape, number), request))
+            if is_due or request.wants_prompt:
+                looked_at.append((number if self._shape.is_flat else sequence.row, request))
         left = self._settle(self, done, looked_at)
         for request in left:
             self.leave(request)
         if self._is_caching:
             for sequence, _, _ in ended.parts:
-                if sequence.is_begun:
+                if sequence.is_begun and sequence.read // PAGE > sequence.num_published:
                     self._publish(sequence, sequence.read)
             self._filled()
         return left
@@ -407,7 +408,8 @@ class SequenceBatch:
             planned = [part for part in planned if part.sequence.is_begun and part.sequence.left]
         if self._is_caching:
             for sequence, count, _ in planned:
-                self._publish(sequence, sequence.read + count)
+                if (sequence.read + count) // PAGE > sequence.num_published:
+                    self._publish(sequence, sequence.read + count)
         # After the others, so that a new sequence can share pages filled in this step.
         while budget > 0 and self._aside and self._begin(sequence := self._aside[0]):
             left = sequence.left

@@ -104,12 +104,16 @@ class SeatedSequence:
     def left(self) -> int:
         """Tokens to read here, not counting the last of an answer; none while it waits for a running step or
         a mask."""
-        guide = self.request.pick.guide
-        if (self.num_running and self.request.waits) or (guide is not None and not guide.is_ready):
-            return 0
+        request = self.request
+        if request.can_wait:
+            guide = request.pick.guide
+            if (self.num_running and request.waits) or (guide is not None and not guide.is_ready):
+                return 0
         if self.stop is not None:
             return self.stop - self.read
-        return len(self.tokens) + self.num_due - self.read - self.is_ending
+        if self.num_due:
+            return len(self.tokens) + self.num_due - self.read - self.is_ending
+        return len(self.tokens) - self.read
 
     @property
     def is_ending(self) -> bool:
@@ -124,7 +128,7 @@ class SeatedSequence:
     def forced_after(self, count: int) -> tuple[int, int] | None:
         """The prompt's token after the next `count` ones, and its alternatives, if its logprob is due."""
         request, at = self.request, self.read + count
-        if not request.wants_prompt or at != len(request.prompt_notes) + 1:
+        if at != len(request.prompt_notes) + 1:
             return None
         return request.ask.prompt[at], request.ask.prompt_logprobs or 0
 
@@ -236,7 +240,7 @@ class StepInputs:
         choices = []
         for number, part in enumerate(planned):
             sequence, request = part.sequence, part.sequence.request
-            if (forced := sequence.forced_after(part.num_tokens)) is not None:
+            if request.wants_prompt and (forced := sequence.forced_after(part.num_tokens)) is not None:
                 choices.append(Choice(part.row_in(self._shape, number), request.pick, 0, forced=forced))
             elif part.is_due and not request.pick.is_plain:
                 num_due = sequence.num_due

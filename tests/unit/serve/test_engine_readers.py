@@ -90,8 +90,34 @@ def test_no_wake_up_is_lost_between_two_waits() -> None:
     assert ["before", "later"] == wait_for(meet())
 
 
+@pytest.mark.parametrize(("each_s", "least_s", "most_s"), [(0.01, 0.03, 0.1), (0.1, 0.03, 0.1), (0.0, -1.0, 0.03)])
+def test_readers_get_half_of_the_time(each_s: float, least_s: float, most_s: float) -> None:
+    """After four readers have written, others wait for as long as that took, and never long."""
+
+    async def meet() -> float:
+        buffers, wake_ups = [AnswerBuffer() for _ in range(4)], WakeUps()
+
+        async def write(buffer: AnswerBuffer) -> None:
+            await buffer.next()
+            time.sleep(each_s)
+
+        tasks = [asyncio.ensure_future(write(buffer)) for buffer in buffers]
+        await asyncio.sleep(0)
+        for buffer in buffers:
+            buffer.put("x", None)
+        wake_ups.buffers.update(buffers)
+        wake_ups.flush()
+        await asyncio.wait(tasks)
+        wake_ups.buffers.update(buffers)
+        return wake_ups._next_s - flushed_s if each_s else wake_ups.due_s
+
+    flushed_s = time.monotonic()
+
+    assert least_s < wait_for(meet()) < most_s + 4 * each_s
+
+
 def test_many_readers_are_woken_for_several_steps_at_once() -> None:
-    """Many events take some time: the next ones wait for so long, the last ones of a service do not."""
+    """Those of the next step wait until the last ones have written; the last ones of a service do not wait."""
     buffers, wake_ups, left = [AnswerBuffer() for _ in range(100_000)], WakeUps(), []
     for is_last in (False, False, True):
         wake_ups.buffers.update(buffers)
