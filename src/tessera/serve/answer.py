@@ -108,8 +108,7 @@ class WakeUps:
         loop.call_soon(self._written, begun_s)  # behind the readers
 
     def _written(self, begun_s: float) -> None:
-        took_s = time.monotonic() - begun_s
-        self._next_s = begun_s + min(took_s / SHARE, LONGEST_S)
+        self._next_s = begun_s + min((time.monotonic() - begun_s) / SHARE, LONGEST_S)
 
 
 class Answer(AsyncGenerator[Event, None]):

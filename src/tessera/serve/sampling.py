@@ -97,8 +97,7 @@ class Pick:
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        x = self.sampling
-        is_greedy = not x.temperature and x.logprobs is None
+        is_greedy = not self.sampling.temperature and self.sampling.logprobs is None
         self.is_plain = is_greedy and self.edits is None and self.guide is None
 
     @classmethod

@@ -297,8 +297,7 @@ class SequenceBatch:
         if not planned:  # empty, or all wait for a picture or a running step
             return self._look()
         size, skips = self._size_of(planned), skipped_outputs(planned)
-        requests = (part.sequence.request for part in planned)
-        num_waiting = sum(request.can_wait and request.waits for request in requests)
+        num_waiting = sum(s.request.can_wait and s.request.waits for s, _, _ in planned)
         can_follow = self._sight is None and (LEAST_AHEAD + 1) * num_waiting <= len(planned)
         if not self._shape.is_flat and any(part.sequence.stop is not None for part in planned):
             can_follow = False  # the next step would overwrite the row of one that leaves
