@@ -101,6 +101,9 @@ class ClockedStepper:
         seconds = self.seconds.get((call.microbatch, call.step), 1.0) * call.scale
         self._push(self.now + seconds, StepDone(call.microbatch, call.step, {}, seconds))
 
+    def give(self, microbatch: int, inputs: Tensors) -> None:
+        """Steps read nothing."""
+
     def move(self, move: PageMove) -> None:
         """At once: there are no pages."""
         self._push(self.now, Moved(move.number))
@@ -197,6 +200,10 @@ class Jobs:
             return None
         self.step = next(iter(self.left.values()))[0]
         return StepCall(self.number, self.step)
+
+    def late_inputs(self) -> Tensors:
+        """None."""
+        return {}
 
     def end(self, done: StepDone) -> list[Job]:
         """Who has had all steps leaves."""

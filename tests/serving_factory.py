@@ -17,6 +17,7 @@ from functools import cache, lru_cache
 from types import TracebackType
 from typing import Any, TypeVar
 
+import pytest
 import torch
 
 from factories import make_plan, make_trace
@@ -38,7 +39,9 @@ from tessera.ir import Cluster, Device, DeviceKind, Group, Link, Load, Plan, Rol
 from tessera.kernels import PAGE, of_group
 from tessera.kernels.choice import INPUTS
 from tessera.kernels.choose import choose
+from tessera.serve import grammar, sequences
 from tessera.serve.answer import ActiveRequest
+from tessera.serve.grammar import prepare_masks
 from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Sampling, Shape, Token
 from tessera.serve.rehearse import rated
 from tessera.serve.router import plans_of
@@ -197,6 +200,8 @@ class ToyStepper:
         self.restarts = dict.fromkeys(TOYS, 0)
         # Tokens read, of all steps; and steps that were started behind another.
         self.num_tokens = self.num_queued = 0
+        # Steps that were started without their masks.
+        self.num_open = 0
 
     def __enter__(self) -> "ToyStepper":
         return self
@@ -243,6 +248,15 @@ class ToyStepper:
         inputs = {name: tensor.clone() for name, tensor in call.inputs.items()}
         space.steps.append(replace(call, inputs=inputs))
         self.num_queued += len(space.steps) > 1
+        self.num_open += call.is_open
+
+    def give(self, microbatch: int, inputs: Tensors) -> None:
+        """Only to a step that is open, and alone."""
+        space = self._spaces[microbatch]
+        (call,) = space.steps
+        assert call.is_open
+        late = {name: tensor.clone() for name, tensor in inputs.items()}
+        space.steps[0] = replace(call, inputs={**call.inputs, **late}, is_open=False)
 
     def move(self, move: PageMove) -> None:
         """Copies when it ends; pages are read as they are then."""
@@ -294,6 +308,7 @@ class ToyStepper:
     def _end(self, microbatch: int) -> StepperEvent:
         space = self._spaces[microbatch]
         call = space.steps[0]
+        assert not call.is_open, "a step ends when it has all inputs"
         self.log.append((microbatch, int((call.inputs["lengths"] > 0).sum())))
         loss = self._losses.get(len(self.log))
         if loss is not None:
@@ -432,6 +447,12 @@ def generated(reference: Any, ask: Ask) -> list[int]:
     return [int(token) for token in out[0, len(ask.prompt) :]]
 
 
+def wait_for_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No mask is late, however busy the machine is."""
+    monkeypatch.setattr(sequences, "PATIENCE_S", 20.0)
+    monkeypatch.setattr(grammar, "SLOW_S", 20.0)
+
+
 def choose_rows(
     logits: torch.Tensor,
     picks: Sequence[Pick],
@@ -442,7 +463,9 @@ def choose_rows(
     """One token per row; `num_due` and `last`: a token that is read and not counted yet."""
     at = positions or [0] * len(picks)
     choices = [Choice(row, pick, at[row], num_due) for row, pick in enumerate(picks) if not pick.is_plain]
-    tables = ChoiceInputs(len(picks), logits.shape[1]).fill(len(picks), choices)
+    inputs, guides = ChoiceInputs(len(picks), logits.shape[1]), [pick.guide for pick in picks if pick.guide]
+    prepare_masks(guides, patience_s=None)
+    tables = inputs.fill(len(picks), choices) | inputs.masks(guides)
     tokens, logprobs, top = choose(logits, torch.full((len(picks),), last), tables)
     outputs = {"next_tokens": tokens}
     if any(pick.sampling.logprobs is not None for pick in picks):

@@ -19,7 +19,7 @@ from functools import cached_property
 from tessera.errors import MismatchError
 from tessera.execute.lower import homes_of, outputs_of
 from tessera.execute.overlap import can_overlap
-from tessera.ir import Costs, Graph, Lane, Plan
+from tessera.ir import Costs, DeviceKind, Graph, Lane, Plan
 from tessera.kernels import BY_ROW, PAGE, is_paged
 
 
@@ -90,6 +90,15 @@ class LoadedLane:
     def can_queue(self) -> bool:
         """True if a microbatch's next step may be queued behind the running one."""
         return len(self.devices) == 1 or can_overlap(self.plan, self.lane)
+
+    @property
+    def can_give(self) -> bool:
+        """True if late inputs may follow a queued step.
+
+        Not over several GPUs: their graphs are launched in one order, and a part launched later breaks it.
+        """
+        kinds = {d.kind for d in self.plan.cluster.devices if d.name in self.devices}
+        return self.can_queue and (len(self.devices) == 1 or DeviceKind.CUDA not in kinds)
 
 
 class Lanes:

@@ -44,6 +44,7 @@ from tessera.ir import (
     View,
 )
 from tessera.kernels import BY_ROW, is_paged
+from tessera.kernels.choice import LATE_INPUTS
 
 # programs[lane][index]
 Programs = Sequence[Sequence[Program]]
@@ -154,6 +155,14 @@ def named_on(trace: Trace, program: Program, device: int) -> set[int]:
     named = {b for instruction in program.instructions[device] for b in _named(trace, program, instruction)}
     named |= {views[name] for name, holder in program.outputs if holder == device}
     return named | {b for b, home in program.homes if home == device}
+
+
+def late_at(trace: Trace, program: Program, device: int) -> int:
+    """Position of a device's first instruction that reads a late input; behind the last one if none does."""
+    late = {b for b in trace.buffers_of(BufferKind.INPUT) if trace.buffers[b].name in LATE_INPUTS}
+    column = program.instructions[device]
+    found = (n for n, x in enumerate(column) if not late.isdisjoint(_named(trace, program, x)))
+    return next(found, len(column))
 
 
 def _named(trace: Trace, program: Program, instruction: Instruction) -> Iterator[int]:
@@ -450,6 +459,8 @@ class ProgramMemory:
     state: dict[str, torch.Tensor]
     # Modelled times that decide the order; see `schedule`. Empty: unknown.
     until_wait_us: Sequence[float]
+    # See `late_at`.
+    late_at: int
 
 
 class WorkerMemory:
@@ -524,7 +535,8 @@ class WorkerMemory:
             until = until_wait(
                 program.instructions[device], lambda x: us[x.launch] if isinstance(x, Run) else 0.0
             )
-        return ProgramMemory(program, memory, given, outputs, state, until)
+        late = late_at(trace, program, device)
+        return ProgramMemory(program, memory, given, outputs, state, until, late)
 
     def _places(self, microbatch: int, program: Program) -> dict[int, Storage]:
         trace, pool = self._traces[program.step], self._pools[microbatch]

@@ -106,6 +106,15 @@ class Begin(_Message, frozen=True):
     wants_spans: bool = False
     # Outputs that nobody asks for.
     skips: tuple[str, ...] = ()
+    # True if `LateInputs` follow.
+    is_open: bool = False
+
+
+class LateInputs(_Message, frozen=True):
+    """Engine to worker: inputs of a run that was ordered without them."""
+
+    run: Whole
+    inputs: PackedTensors
 
 
 class Clear(_Message, frozen=True):
@@ -329,7 +338,7 @@ class StoreValue(_Message, frozen=True):
 Joining = Hello | Welcome | Refused | Want | WeightBytes | Configured | Leave
 Linking = LinkOpen | LinkClose | LinkFrame | PageFrame | PageTaken | Relink | PeerLost
 Storing = WorkerReady | StoreSet | StoreGet | StoreValue
-Order = Begin | Clear | Cancel | LoadLanes | DropLanes | MovePages | Where
+Order = Begin | LateInputs | Clear | Cancel | LoadLanes | DropLanes | MovePages | Where
 Message = Joining | Linking | Storing | Order | Cancelled | Done | Progress | Failed
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -121,6 +121,9 @@ class ReferenceStepper:
     def start(self, call: StepCall) -> None:
         self._due.append(call)
 
+    def give(self, microbatch: int, inputs: Tensors) -> None:
+        """No step is queued."""
+
     def move(self, move: PageMove) -> None:
         routes_of(move, self.lanes, self._lanes.get(move.source), self._lanes.get(move.destination))
         self._due.append(move)

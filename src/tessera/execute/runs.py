@@ -23,10 +23,22 @@ from tessera.errors import MismatchError, TesseraError
 from tessera.execute.hub import Hub
 from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.memory import named_on
-from tessera.execute.messages import Begin, Cancel, Clear, Done, Message, PackedTensor, encode, pack, unpack
+from tessera.execute.messages import (
+    Begin,
+    Cancel,
+    Clear,
+    Done,
+    LateInputs,
+    Message,
+    PackedTensor,
+    encode,
+    pack,
+    unpack,
+)
 from tessera.execute.stepper import SpanLog, StepCall, StepDone, Tensors
 from tessera.execute.transport import HOST, SHM
 from tessera.ir import BufferKind, DeviceKind, Program, Run, Trace
+from tessera.kernels.choice import LATE_INPUTS
 
 
 @dataclass
@@ -138,6 +150,19 @@ class Runs:
         opened.steps.append(step)
         self._run_next(opened, step)
 
+    def give(self, microbatch: int, inputs: Tensors) -> None:
+        if microbatch in self.dead:
+            return
+        opened = self.opened[microbatch]
+        (step,) = opened.steps
+        run, running = next((n, x) for n, x in self.running.items() if x.step is step)
+        wanted = self._inputs[opened.lane.number][opened.at]
+        packed = {name: pack(tensor) for name, tensor in inputs.items()}
+        for device in sorted(running.missing):
+            given = {name: values for name, values in packed.items() if name in wanted[device]}
+            if given:
+                self._order(microbatch, device, LateInputs(run, given))
+
     def collect(self, device: int, done: Done) -> StepDone | str | None:
         """Adds a device's share of a run; returns the step if it is complete, or a problem."""
         running = self.running.get(done.run)
@@ -235,7 +260,8 @@ class Runs:
             place = (number, opened.number, opened.lane.number, index)
             given = {name: packed for name, packed in inputs.items() if name in wanted[device]}
             wants = (wants_state, self.spans is not None)
-            order = Begin(*place, given, fresh.get(device, {}), *wants, skips)
+            is_open = is_step and call.is_open and bool(wanted[device] & LATE_INPUTS)
+            order = Begin(*place, given, fresh.get(device, {}), *wants, skips, is_open)
             self._order(opened.number, device, order)
 
     def _order(self, microbatch: int, device: int, order: Message) -> None:

@@ -28,6 +28,8 @@ class Job:
     until_wait_us: Sequence[float] = ()
     # Part of that already done; only a simulator stops inside an item.
     spent_us: float = 0.0
+    # Position where it waits until `Queue.release`; -1: nowhere.
+    gate: int = -1
 
     @property
     def left_us(self) -> float:
@@ -39,8 +41,8 @@ class Job:
 
     @property
     def is_ready(self) -> bool:
-        """True unless the next instruction waits for a transfer that has not arrived."""
-        if self.position == len(self.instructions):
+        """True unless the next instruction waits for a transfer that has not arrived, or at the gate."""
+        if self.position in (len(self.instructions), self.gate):
             return False
         head = self.instructions[self.position]
         return not isinstance(head, Recv) or head.transfer in self.arrived
@@ -96,6 +98,11 @@ class Queue:
             self._awake[ticket] = job
         return job
 
+    def release(self, ticket: int) -> None:
+        """Opens the gate of a job."""
+        job = self._awake[ticket] = self._jobs[ticket]
+        job.gate = -1
+
     def pick(self) -> Job | None:
         """The ready job with the least time until it waits; None if all wait."""
         # `is_ready` and `left_us` inlined: simulations call this millions of times.
@@ -104,7 +111,7 @@ class Queue:
         asleep: list[int] = []
         for job in self._awake.values():
             at = job.position
-            if at == len(job.instructions):
+            if at == len(job.instructions) or at == job.gate:
                 asleep.append(job.ticket)
                 continue
             kind = type(head := job.instructions[at])

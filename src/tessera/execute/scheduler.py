@@ -29,7 +29,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from tessera.execute.admission import (
@@ -93,6 +93,10 @@ class Content(Occupancy, Protocol[R]):
 
     def next_step(self) -> StepCall | None:
         """The next step; None if there is none."""
+
+    def late_inputs(self) -> Tensors:
+        """Those of its only running step, which was named before they were known."""
+        return {}
 
     def end(self, done: StepDone) -> Sequence[R]:
         """The oldest named step has ended; returns the requests that leave."""
@@ -368,6 +372,9 @@ class Scheduler(Generic[R]):
 
     def _start(self, microbatch: Microbatch[R]) -> None:
         if microbatch.running:
+            if len(microbatch.running) == 1 and microbatch.running[0].is_open:
+                microbatch.running[0] = replace(microbatch.running[0], is_open=False)
+                self.stepper.give(microbatch.number, microbatch.content.late_inputs())
             if self._can_look_ahead(microbatch) and (call := microbatch.content.next_step()) is not None:
                 microbatch.running.append(call)
                 self.stepper.start(call)

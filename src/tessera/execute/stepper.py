@@ -7,6 +7,8 @@
 A stepper has plans loaded. A microbatch is opened on one lane of one of them, with its own state, and runs
 one step at a time: `start` begins it, `take` reports its end. Where `can_queue` allows, the next step is
 queued behind the running one, which hides this process. The scheduler chooses the lane, from `lanes`.
+Inputs that depend on the running step (grammar masks) follow with `give` when it has ended: the queued step
+waits for them where it first reads them, at its end.
 
 Microbatches of one home (`lanes`) share pages; `move` copies pages from one home to another.
 
@@ -44,6 +46,8 @@ class StepCall:
     wants_state: bool = False
     # Virtual clock only: factor on the modelled time.
     scale: float = 1.0
+    # True if its late inputs (`kernels.choice.LATE_INPUTS`) are given later.
+    is_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +170,9 @@ class Stepper(Protocol):
 
     def start(self, call: StepCall) -> None:
         """Begins a step of an open microbatch, or queues it."""
+
+    def give(self, microbatch: int, inputs: Tensors) -> None:
+        """Gives the late inputs of the microbatch's only step, which is open."""
 
     def move(self, move: PageMove) -> None:
         """Begins a move of pages between the homes of two open microbatches; it ends with `Moved`.

@@ -33,7 +33,7 @@ from tessera.execute.memory import (
     is_cleared,
     tensor_of,
 )
-from tessera.execute.messages import Begin, Done, Failed, NewLanes, Setup, pack, unpack
+from tessera.execute.messages import Begin, Done, Failed, LateInputs, NewLanes, Setup, pack, unpack
 from tessera.execute.page_mover import PageCopier, PageMover
 from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
@@ -217,12 +217,20 @@ class CpuWorker(DeviceWorker):
         self._active[order.run] = _Active(order, here)
         self._note(order, -1)
         instructions = here.program.instructions[self._setup.device]
-        job = Job(order.microbatch, order.run, instructions, until_wait_us=here.until_wait_us)
+        gate = here.late_at if order.is_open else -1
+        job = Job(order.microbatch, order.run, instructions, until_wait_us=here.until_wait_us, gate=gate)
         self._queue.add(job)
         self._transport.watch(order.run, here.program, order.microbatch)
         if job.is_done:  # only holds an output or receives state
             self._queue.drop(order.run)
             self._finish(self._active.pop(order.run))
+
+    def _give(self, late: LateInputs) -> None:
+        active = self._active.get(late.run)
+        if active is not None:  # else it was cancelled; no run before it is left
+            for name, packed in late.inputs.items():
+                active.program.memory.put(active.program.given[name], unpack(packed).untyped_storage())
+            self._queue.release(late.run)
 
     def _memory_of(self, microbatch: int, lane: int, index: int) -> ProgramMemory:
         key = (microbatch, lane, index)

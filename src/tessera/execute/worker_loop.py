@@ -21,6 +21,7 @@ from tessera.execute.messages import (
     Cancelled,
     Clear,
     DropLanes,
+    LateInputs,
     LoadLanes,
     MovePages,
     NewLanes,
@@ -74,6 +75,8 @@ class DeviceWorker(ABC):
         match news:
             case Begin():
                 self._begin(news)
+            case LateInputs():
+                self._give(news)
             case Cancel(run):
                 self._pages.cancel(run)
                 self._cancel(run)
@@ -110,6 +113,9 @@ class DeviceWorker(ABC):
 
     def _begin(self, order: Begin) -> None:
         """Starts a run, or queues it."""
+
+    def _give(self, late: LateInputs) -> None:
+        """Lets an open run go on."""
 
     def _cancel(self, run: int) -> None:
         """Ends a run that will never be complete."""

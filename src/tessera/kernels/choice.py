@@ -4,6 +4,8 @@ from enum import IntEnum
 
 # Names of the operator's arguments among the inputs of a step, in order.
 INPUTS = ("settings", "numbers", "edits", "masks")
+# Those that a step may be ordered without; they follow while it runs.
+LATE_INPUTS = frozenset({"masks"})
 # Alternatives that logprobs can have.
 MAX_TOP = 20
 # Words per entry of the edits.

@@ -168,7 +168,7 @@ class ActiveRequest:
         self.buffer = AnswerBuffer(None if ask.stop else reader)
         self.pick = Pick.of(ask, end)
         self._keys: list[bytes] = []
-        # True if `waits` is ever.
+        # True if its sequence ever `waits`.
         self.can_wait = ask.grammar is not None or ask.prompt_logprobs is not None
         # Logprobs of the prompt's tokens after its first, if requested.
         self.prompt_notes: list[Token] = []
@@ -180,11 +180,6 @@ class ActiveRequest:
         self.seated_s: float | None = None
         self.first_s: float | None = None
         self.last_s = 0.0
-
-    @property
-    def waits(self) -> bool:
-        """True if no further step can be prepared before the running one has ended."""
-        return self.pick.guide is not None or self.wants_prompt
 
     def add(self, number: int) -> None:
         self.sequence.append(number)

@@ -75,6 +75,7 @@ class Engine(Watcher[ActiveRequest]):
                 is_filled,
                 lambda: self.post(self.scheduler.awake_waiting),
                 evict,
+                group.lane.can_give,
             )
 
         depth = getattr(stepper, "microbatches", None)

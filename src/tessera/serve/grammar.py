@@ -8,9 +8,10 @@ A source is in llguidance's dialect of Lark, which has JSON schemas as `%json`. 
 a grammar. Tokens are known by their bytes, so any tokenizer works. An answer ends with its grammar, with or
 without an end token.
 
-Masks are computed by threads without the interpreter's lock, those of a step together. The engine waits for
-them for at most `PATIENCE_S`; an answer whose mask is late sits steps out, and its later masks are computed
-alone, so that hard grammars delay no other answer.
+Masks are computed by threads without the interpreter's lock, those of a step together, while a step that was
+ordered without them runs (`sequences`). The engine waits for them for about a step, or `PATIENCE_S`. An
+answer whose mask is late sits steps out, and its later masks are computed alone, so that hard grammars delay
+no other answer.
 
 Not handled: JSON schema keywords unknown to the library; such a schema is refused by name.
 """
@@ -65,7 +66,7 @@ class Guide:
 
     def add(self, number: int) -> None:
         self.matcher.consume_token(number)
-        self.job = None
+        self.job = self.mask = None
 
     @property
     def is_ready(self) -> bool:

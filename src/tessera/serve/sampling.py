@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from tessera.kernels.choice import EDIT_FIELDS, INPUTS, Number, Setting, max_edits, num_words
-from tessera.serve.grammar import Guide, prepare_masks
+from tessera.serve.grammar import Guide
 from tessera.serve.records import Ask, Sampling, Token
 
 # 1 / temperature of a temperature close to 0.
@@ -171,12 +171,12 @@ class ChoiceInputs:
         self._is_zero = True
 
     def fill(self, num_rows: int, choices: Sequence[Choice]) -> dict[str, torch.Tensor]:
-        """Inputs of a step; of edits and masks, as many as are in use."""
+        """Inputs of a step; of edits, as many as are in use, and no masks."""
         settings, numbers = self._settings, self._numbers
         if not self._is_zero:
             settings[:], numbers[:] = 0.0, 0
         self._is_zero = not choices
-        num_edits, guides = 0, []
+        num_edits = num_masks = 0
         for row, pick, position, num_due, forced in choices:
             if forced is not None:
                 numbers[row, Number.FORCED], numbers[row, Number.NUM_TOP] = forced[0] + 1, forced[1] + 1
@@ -192,19 +192,17 @@ class ChoiceInputs:
                 numbers[row, Number.EDITS_END] = num_edits
                 numbers[row, Number.COUNTS_LAST] = pick.has_penalties and num_due > 0
             if pick.guide is not None:
-                guides.append(pick.guide)
-                numbers[row, Number.MASK] = len(guides)
-        prepare_masks(guides, patience_s=None)
-        for row, guide in enumerate(guides):
-            assert guide.mask is not None, "its job has ended"
-            self._masks[row] = guide.mask
-        tables = (
-            settings[:num_rows],
-            numbers[:num_rows],
-            self._edits[:num_edits],
-            self._masks[: len(guides)],
-        )
+                num_masks += 1
+                numbers[row, Number.MASK] = num_masks
+        tables = (settings[:num_rows], numbers[:num_rows], self._edits[:num_edits], self._masks[:0])
         return dict(zip(INPUTS, map(torch.from_numpy, tables), strict=True))
+
+    def masks(self, guides: Sequence[Guide | None]) -> dict[str, torch.Tensor]:
+        """The masks that are ready, of choices with a guide in order; without a guide no token may come."""
+        for row, guide in enumerate(guides):
+            mask = None if guide is None else guide.mask
+            self._masks[row] = 0 if mask is None else mask
+        return {INPUTS[-1]: torch.from_numpy(self._masks[: len(guides)])}
 
 
 def read_tokens(outputs: Mapping[str, Any], rows: Sequence[int], picks: Iterable[Pick]) -> list[Token | None]:

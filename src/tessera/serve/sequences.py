@@ -25,17 +25,20 @@ A sequence may read its prompt here and answer elsewhere (`stop`): it then waits
 
 While a step runs, the next one can be planned (`can_look_ahead`): an unknown token is named by its row in
 the running step's outputs, and the model finds it there. An answer that turns out to have ended has read one
-token too many; that output is dropped. A sequence whose next choice needs the unknown token (a grammar) sits
-that step out; if many do, no step is planned ahead.
+token too many; that output is dropped. Masks of grammars, which need the unknown token, are given when it is
+known, while the step runs (`late_inputs`); a sequence whose mask is not ready then reads its token again in
+another step. A sequence that needs more of the running step's outputs, or whose masks take long, sits the
+step out; if many do, no step is planned ahead.
 """
 
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
-from tessera.execute.stepper import StepCall, StepDone
+from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.kernels import PAGE
 from tessera.kernels.choice import max_edits
 from tessera.serve.answer import ActiveRequest
@@ -73,14 +76,19 @@ class SequenceBatch:
         is_filled: bool = True,
         on_masks: Callable[[], None] = lambda: None,
         evict: Callable[[ActiveRequest], bool] = lambda request: False,
+        can_give: bool = False,
     ) -> None:
         """`pool` is shared with other microbatches; `is_filled` is False if nothing reads step inputs.
 
         `on_masks` is called, from any thread, when a sequence need not wait for its mask any more. `evict`
-        moves a sequence elsewhere in place of preemption, if it can.
+        moves a sequence elsewhere in place of preemption, if it can. `can_give`: masks may be given after a
+        step is ordered.
         """
         self.number, self._shape, self._steps, self._settle = number, shape, steps, settle
         self._counts, self._sight, self._on_masks, self._evict = counts, sight, on_masks, evict
+        self._can_give = can_give
+        # Whether a sequence may read a token again; seconds of the last step.
+        self._can_repeat, self._step_s = shape.is_flat and not shape.has_rows, 0.0
         # Sequences on their way elsewhere because pages ran out.
         self._evicted: set[SeatedSequence] = set()
         self._is_caching = is_caching and shape.is_paged
@@ -167,7 +175,7 @@ class SequenceBatch:
     def _seated(self, request: ActiveRequest, row: int | None = None) -> SeatedSequence:
         seen = None if self._sight is None else SeenPictures(request.ask.pictures)
         row = heappop(self._unused_rows) if row is None else row
-        sequence = SeatedSequence(request, self._num_turns, row, seen)
+        sequence = SeatedSequence(request, self._num_turns, row, seen, self._can_give)
         self._num_turns += 1
         self._by_request[request] = sequence
         if request.pick.guide is not None:
@@ -297,13 +305,18 @@ class SequenceBatch:
         if not planned:  # empty, or all wait for a picture or a running step
             return self._look()
         size, skips = self._size_of(planned), skipped_outputs(planned)
-        num_waiting = sum(s.request.can_wait and s.request.waits for s, _, _ in planned)
+        num_waiting = sum(s.request.can_wait and s.waits for s, _, _ in planned)
         can_follow = self._sight is None and (LEAST_AHEAD + 1) * num_waiting <= len(planned)
         if not self._shape.is_flat and any(part.sequence.stop is not None for part in planned):
             can_follow = False  # the next step would overwrite the row of one that leaves
-        inputs = self._inputs.fill(planned, size) if self._inputs is not None else {}
+        guided = [n for n, part in enumerate(planned) if part.guide is not None] if self._guides else []
+        is_open = any(planned[number].sequence.num_due for number in guided)
+        inputs: Tensors = {}
+        if self._inputs is not None:
+            guides = [] if is_open else [planned[number].guide for number in guided]
+            inputs = {**self._inputs.fill(planned, size), **self._inputs.choices.masks(guides)}
         published, self._published = self._published, []
-        self._started.append(StartedStep(planned, can_follow, published))
+        self._started.append(StartedStep(planned, can_follow, guided, published))
         for number, (sequence, num_tokens, is_due) in enumerate(planned):
             sequence.read += num_tokens
             sequence.num_running += 1
@@ -311,7 +324,25 @@ class SequenceBatch:
                 sequence.num_due += 1
                 sequence.ahead = number if self._shape.is_flat else sequence.row
         self._has_read = True
-        return self._steps.call(self.number, self._steps.number[size], inputs, skips)
+        call = self._steps.call(self.number, self._steps.number[size], inputs, skips)
+        return replace(call, is_open=True) if is_open else call
+
+    def late_inputs(self) -> Tensors:
+        """Masks of the running step, now that the tokens it reads are known."""
+        (step,) = self._started
+        parts = [step.parts[number] for number in step.guided]
+        seated = set(self._by_request.values())
+        found = [part.guide if part.sequence in seated else None for part in parts]
+        # The step runs meanwhile, about as long as the last one did.
+        patience_s = max(PATIENCE_S, self._step_s) if self._can_repeat else None
+        prepare_masks(filter(None, found), self._on_masks, patience_s)
+        for at, (number, guide) in enumerate(zip(step.guided, found, strict=True)):
+            if guide is not None and not guide.is_ready:
+                sequence, found[at] = step.parts[number].sequence, None
+                step.parts[number] = Part(sequence, 0, is_due=False)
+                sequence.read -= sequence.is_begun
+                sequence.num_due -= 1
+        return self._inputs.choices.masks(found) if self._inputs is not None else {}
 
     def end(self, done: StepDone) -> Sequence[ActiveRequest]:
         if self._looking is not None:
@@ -320,6 +351,7 @@ class SequenceBatch:
             self._looking = None
             return self._settle(self, done, ())
         ended, looked_at, seated = self._started.popleft(), [], self._by_request
+        self._step_s = done.seconds
         self.pool.filled(ended.published)
         self.pool.give_back(ended.released)
         for number, (sequence, num_tokens, is_due) in enumerate(ended.parts):

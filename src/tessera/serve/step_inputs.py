@@ -15,6 +15,7 @@ from tessera.execute.stepper import StepCall, Tensors
 from tessera.ir import BufferKind, Plan
 from tessera.kernels import PAGE, of_group
 from tessera.serve.answer import ActiveRequest
+from tessera.serve.grammar import Guide
 from tessera.serve.pages import Tables, first_seen
 from tessera.serve.records import Shape, step_name
 from tessera.serve.sampling import Choice, ChoiceInputs
@@ -80,8 +81,12 @@ class PageTable:
 class SeatedSequence:
     """A request in a microbatch: tokens read, and pages."""
 
-    def __init__(self, request: ActiveRequest, turn: int, row: int, seen: SeenPictures | None) -> None:
+    def __init__(
+        self, request: ActiveRequest, turn: int, row: int, seen: SeenPictures | None, can_give: bool
+    ) -> None:
         self.request, self.turn, self.row, self.seen = request, turn, row, seen
+        # Whether masks may be given after a step is ordered.
+        self._can_give = can_give
         # The request's own list.
         self.tokens = request.sequence
         # Tokens to read here, if it answers elsewhere.
@@ -104,16 +109,23 @@ class SeatedSequence:
     def left(self) -> int:
         """Tokens to read here, not counting the last of an answer; none while it waits for a running step or
         a mask."""
-        request = self.request
-        if request.can_wait:
-            guide = request.pick.guide
-            if (self.num_running and request.waits) or (guide is not None and not guide.is_ready):
+        if self.request.can_wait:
+            guide = self.request.pick.guide
+            is_masked = guide is None or self.num_due > 0 or guide.is_ready
+            if not is_masked or (self.num_running and self.waits):
                 return 0
         if self.stop is not None:
             return self.stop - self.read
         if self.num_due:
             return len(self.tokens) + self.num_due - self.read - self.is_ending
         return len(self.tokens) - self.read
+
+    @property
+    def waits(self) -> bool:
+        """True if its next step needs what the running one outputs."""
+        guide = self.request.pick.guide
+        has_mask = guide is None or (self._can_give and not guide.is_slow)
+        return self.request.wants_prompt or not has_mask
 
     @property
     def is_ending(self) -> bool:
@@ -186,7 +198,7 @@ class StepInputs:
         return {name: torch.from_numpy(view) for name, view in views.items()}
 
     def fill(self, planned: "list[Part]", size: int) -> Tensors:
-        """Inputs of a step of this size: sequences packed, or one per row."""
+        """Inputs of a step of this size without masks: sequences packed, or one per row."""
         tokens: list[int] = []
         for sequence, count, _ in planned:
             tokens += sequence.next_tokens(count)
@@ -258,12 +270,20 @@ class Part(NamedTuple):
     def row_in(self, shape: Shape, number: int) -> int:
         return number if shape.is_flat else self.sequence.row
 
+    @property
+    def guide(self) -> Guide | None:
+        """The grammar that its next token follows."""
+        request = self.sequence.request
+        return request.pick.guide if self.is_due and not request.wants_prompt else None
+
 
 @dataclass(frozen=True, slots=True)
 class StartedStep:
     parts: list[Part]
     # True if the next step can be planned while it runs.
     can_follow: bool
+    # Parts with a grammar, whose masks are given later.
+    guided: list[int]
     # Published pages that it fills; pages that sequences gave back while it ran.
     published: list[int]
     released: list[int] = field(default_factory=list)

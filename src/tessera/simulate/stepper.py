@@ -194,6 +194,9 @@ class VirtualStepper:
         else:
             self._begin_at(self._host_free_us, here, call)
 
+    def give(self, microbatch: int, inputs: Tensors) -> None:
+        """Nothing is computed."""
+
     def _begin_at(self, at_us: float, here: _Open, call: StepCall) -> None:
         """Begins a step when the host has ordered it."""
         if at_us <= self.machine.now_us:

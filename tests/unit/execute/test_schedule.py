@@ -38,6 +38,23 @@ def test_a_transfer_may_arrive_before_its_job() -> None:
     assert queue.pick() is not None
 
 
+def test_a_job_waits_at_its_gate() -> None:
+    """It runs up to it, others pass, and it goes on when it is released."""
+    queue, gated = Queue(), Job(0, 1, [Run(0), Run(1)], gate=1)
+    queue.add(gated)
+    assert queue.pick() is gated
+    assert [Run(0)] == list(gated.turn())
+    queue.add(Job(1, 2, [Run(0)]))
+
+    assert not gated.is_ready
+    passing = queue.pick()
+    assert passing is not None
+    assert 2 == passing.ticket
+    queue.release(1)
+    assert queue.pick() is gated
+    assert [Run(1)] == list(gated.turn())
+
+
 def test_nothing_ready_is_no_job() -> None:
     """A device whose jobs all wait is idle."""
     queue = Queue()

@@ -5,15 +5,22 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
 
 import steps_factory
 from own_code import reference
-from serving_factory import GREEDY, Told, policies_of, random_ask, read, read_all, wait_for
+from serving_factory import GREEDY, Told, policies_of, random_ask, read, read_all, wait_for, wait_for_masks
+from tessera.execute.stepper import StepCall
 from tessera.execute.worker_stepper import WorkerStepper
+from tessera.kernels.choice import Number
 from tessera.serve.engine import MAX_FAILURES
-from tessera.serve.records import Ask
+from tessera.serve.records import Ask, Sampling
 from tessera.serve.service import Service
+from tessera.serve.step_inputs import Steps
 from tessera.serve.text import ByteText
 
 What = tuple[list[int], str, str]
@@ -73,6 +80,61 @@ def test_no_request_is_lost_with_its_worker() -> None:
         else:
             assert right == told.what
     assert 5 == after.finish.output_tokens
+
+
+@pytest.mark.parametrize("policies", [("data-parallel",), ("attention-ffn",)])
+def test_forms_are_answered_by_steps_whose_masks_follow(
+    policies: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On devices beside one another and on divided ones, where the one that has the logits waits alone."""
+    grammar = pytest.importorskip("tessera.serve.grammar")
+    pytest.importorskip("llguidance")
+    wait_for_masks(monkeypatch)
+    made = steps_factory.prepared("tiny-llama", *policies)
+    compiler = grammar.GrammarCompiler(ByteText(), made.model.shape.vocab_size)
+    source = 'start: %json {"type": "array", "items": {"type": "boolean"}, "minItems": 9}'
+    forms = (compiler.compile(source, "x"), None)
+    asks = [Ask((n, 7), 20, Sampling(0.5, seed=n), grammar=forms[n % 3 == 2]) for n in range(6)]
+    wanted, is_open = model_answers(asks), list[bool]()
+    with made.workers() as stepper, Service(stepper, made.policies, made.model.shape, ByteText()) as service:
+        monkeypatch.setattr(stepper, "start", noting(stepper.start, is_open))
+        found = wait_for(read_all(service, asks))
+
+    assert wanted == [told.what for told in found]
+    assert sum(is_open) > 10
+
+
+def noting(start: Callable[[StepCall], None], is_open: list[bool]) -> Callable[[StepCall], None]:
+    def noted(call: StepCall) -> None:
+        is_open.append(call.is_open)
+        start(call)
+
+    return noted
+
+
+def test_an_open_step_ends_when_its_inputs_are_given() -> None:
+    """Not before; with the outputs of one that was started with them."""
+    made = steps_factory.prepared("tiny-llama", "data-parallel")
+    steps, inputs = Steps.of(made.policies[0].plans[0]), steps_factory.script(steps_factory.built(made), 1)
+    number, given = inputs[0]
+    words = torch.randint(-(2**31), 2**31 - 1, given["masks"].shape, dtype=torch.int32)
+    numbers = given["numbers"].clone()
+    numbers[:, Number.MASK] = torch.arange(1, len(numbers) + 1)
+    given = {**given, "numbers": numbers, "masks": words}
+    found = []
+    with made.workers() as stepper:
+        for is_open in (False, True):
+            steps_factory.opened(stepper, 0)
+            late = {"masks": words} if is_open else {}
+            call = steps.call(0, number, {n: t for n, t in given.items() if n not in late})
+            stepper.start(replace(call, is_open=is_open))
+            if is_open:
+                assert stepper.take(0.3) is None
+                stepper.give(0, late)
+            found.append(dict(steps_factory.done(stepper).outputs))
+            stepper.close(0)
+
+    assert steps_factory.is_same(found[:1], found[1:])
 
 
 def test_a_device_that_fails_again_and_again_is_planned_around() -> None:

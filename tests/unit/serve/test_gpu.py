@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,13 @@ import torch
 
 import cuda_stub
 from own_code import reference
-from serving_factory import GREEDY, Told, policies_of, random_ask, read, read_all, wait_for
+from serving_factory import GREEDY, Told, policies_of, random_ask, read, read_all, wait_for, wait_for_masks
 from steps_factory import Local, working
 from tessera.capture import build, record
 from tessera.errors import TesseraError
 from tessera.execute.cuda.graphs import ShareGraph
+from tessera.execute.cuda.worker import CudaWorker
+from tessera.execute.runs import Runs
 from tessera.ir import Cluster, Costs, DeviceKind, Load, Step, WorkUnit
 from tessera.profile import cap_memory, make_cluster, parse_devices, works
 from tessera.profile.devices import Card
@@ -25,7 +27,8 @@ from tessera.profile.measured import combine
 from tessera.serve import planning
 from tessera.serve.gpu import check_gpus, shared_out
 from tessera.serve.planning import Prepared
-from tessera.serve.records import Ask, ServeSpec
+from tessera.serve.records import Ask, Sampling, ServeSpec
+from tessera.serve.sequences import SequenceBatch
 from tessera.serve.service import Service
 from tessera.serve.start import ServeOptions, started
 from tessera.serve.steps import ServedModel, served
@@ -70,19 +73,26 @@ def asks() -> list[Ask]:
 @functools.cache
 def wanted() -> list[Any]:
     """What the model itself answers."""
+    return wanted_of(asks())
+
+
+def wanted_of(asked: Sequence[Ask]) -> list[Any]:
+    """What the model itself answers to these."""
     model = served("tiny-llama", ServeSpec(**SIZES))
     given = (model.shape, ByteText())
     with reference(model) as whole, Service(whole, policies_of(whole, model.shape), *given) as service:
-        return [told.what for told in wait_for(read_all(service, asks()))]
+        return [told.what for told in wait_for(read_all(service, asked))]
 
 
-def answers(local: Local, policy: str, log: list[str] | None = None) -> list[Told]:
+def answers(
+    local: Local, policy: str, log: list[str] | None = None, of: Sequence[Ask] | None = None
+) -> list[Told]:
     """What a service on workers answers."""
     shape = local.prepared.model.shape
     heard = [] if log is None else log
     given = (local.stepper, local.prepared.policies, shape, ByteText())
     with Service(*given, policy=policy, log=heard.append) as service:
-        return wait_for(read_all(service, asks()))
+        return wait_for(read_all(service, asks() if of is None else of))
 
 
 @pytest.mark.parametrize("transport", ["ipc", pytest.param("host", marks=pytest.mark.slow)])
@@ -93,6 +103,53 @@ def test_a_service_on_dilated_devices_answers_as_the_model_does(transport: str) 
         for policy in policies:
             assert wanted() == [told.what for told in answers(local, policy)]
         assert any(local.stepper.use().moved.values())
+
+
+@pytest.mark.parametrize(("text", "policy"), [("cuda:0", "single"), (PAIR, CROSSING)])
+def test_forms_are_answered_by_steps_whose_masks_follow(
+    text: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first graph of a step is launched before its masks exist, where no other device waits for it."""
+    grammar = pytest.importorskip("tessera.serve.grammar")
+    pytest.importorskip("llguidance")
+    wait_for_masks(monkeypatch)
+    form = grammar.GrammarCompiler(ByteText(), served("tiny-llama", ServeSpec(**SIZES)).shape.vocab_size)
+    source = 'start: %json {"type": "array", "items": {"type": "boolean"}, "minItems": 9}'
+    # As many as one microbatch has: steps of two are not queued on one device.
+    forms = (form.compile(source, "x"), None)
+    asked = [Ask((n, 7), 20, Sampling(0.5, seed=n), grammar=forms[n]) for n in range(SIZES["rows"])]
+    events = list[str]()
+
+    def noting(owner: type, name: str, event: str) -> None:
+        own = getattr(owner, name)
+
+        def noted(self: Any, *args: Any) -> Any:
+            if event != "order" or args[0].is_open:
+                events.append(event)
+            return own(self, *args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(ShareGraph, "begin", "begin")
+    noting(ShareGraph, "finish", "finish")
+    noting(CudaWorker, "_give", "masks")
+    noting(Runs, "start", "order")
+    noting(SequenceBatch, "late_inputs", "compute")
+    with working(prepare(text, policy)) as local:
+        found = [told.what for told in answers(local, policy, of=asked)]
+
+    assert wanted_of(asked) == found
+    if text == PAIR:
+        assert "masks" not in events
+        return
+    assert events.count("masks") > 10
+    # Steps are ordered when no mask is computed yet, and half launched when their masks come.
+    num_open = num_launched = 0
+    for event in events:
+        num_open += {"order": 1, "compute": -1}.get(event, 0)
+        num_launched += {"begin": 1, "finish": -1}.get(event, 0)
+        assert event != "masks" or num_launched > 0
+        assert num_open >= 0
 
 
 def test_one_card_is_measured_and_has_one_plan() -> None:
@@ -113,17 +170,17 @@ def test_a_gpu_that_fails_is_started_again_and_the_answers_come(
     """Its worker ends with what the GPU said; the requests in it start anew, and no client sees a change."""
     # The stand-in's waits hold up the worker itself, so a peer of the one that fails is lost too.
     monkeypatch.setattr(cuda_stub, "WAIT_S", 2.0)
-    left, replay, heard = [20], ShareGraph.replay, list[str]()
+    left, finish, heard = [20], ShareGraph.finish, list[str]()
 
     def fail_once(self: ShareGraph) -> dict[str, torch.Tensor]:
         left[0] -= 1
         if left[0] == 0:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return replay(self)
+        return finish(self)
 
     coarse = (CROSSING,) if text == PAIR else ()
     with working(prepare(text, *coarse)) as local:
-        monkeypatch.setattr(ShareGraph, "replay", fail_once)
+        monkeypatch.setattr(ShareGraph, "finish", fail_once)
         told = answers(local, coarse[0] if coarse else "single", heard)
 
         assert wanted() == [one.what for one in told]

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,11 +24,12 @@ from serving_factory import (  # noqa: E402
     read_all,
     service_of,
     wait_for,
+    wait_for_masks,
 )
 from tessera.errors import AskError  # noqa: E402
 from tessera.serve import grammar as grammar_module  # noqa: E402
 from tessera.serve.grammar import MAX_CHARS, Grammar, GrammarCompiler, Guide, open_grammars  # noqa: E402
-from tessera.serve.records import Ask, Sampling, Token  # noqa: E402
+from tessera.serve.records import Ask, Sampling, Shape, Token  # noqa: E402
 from tessera.serve.sampling import Pick  # noqa: E402
 from tessera.serve.service import Service  # noqa: E402
 from tessera.serve.text import END, ByteText  # noqa: E402
@@ -207,6 +209,66 @@ def test_a_hard_mask_delays_no_other_answer(monkeypatch: pytest.MonkeyPatch) -> 
         found = wait_for(run(service))
 
     assert [expected(plain), expected(formed), "stop"] == found
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPE, replace(SHAPE, has_rows=True), replace(SHAPE, sizes=(2, 3), is_flat=False)],
+    ids=["pages", "pages and rows", "rows"],
+)
+def test_steps_are_ordered_before_their_masks_are_known(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forms among plain answers, all of one length and of many: the answers are those without steps ahead."""
+    wait_for_masks(monkeypatch)
+    forms = [made(SCHEMA), made({"type": "array", "items": {"type": "boolean"}, "minItems": 3}), None]
+    asks = [Ask((n, 9), 10 + 5 * n, Sampling(n % 2, seed=n), grammar=forms[n % 3]) for n in range(8)]
+    found = []
+    for stepper in (ToyStepper(shape, queues=False), ToyStepper(shape, queues=True)):
+        with service_of(stepper) as service:
+            found.append([told.what for told in wait_for(read_all(service, asks))])
+    in_turn, ahead = found
+
+    assert in_turn == ahead
+    assert [expected(ask) for ask in asks] == ahead
+    assert stepper.num_open > 20
+
+
+def test_a_mask_that_is_late_delays_its_own_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step was ordered: that step goes on without it, and it reads its token again in a later one."""
+    compute, is_held = grammar_module._compute_masks, threading.Event()
+    held: list[Guide] = []
+
+    def slowly(guides: Sequence[Guide]) -> None:
+        if any(id(guide) in marked for guide in guides):
+            calls.append(len(guides))
+            if len(calls) == 4:  # in the middle of the answer
+                held.extend(guides)
+                assert is_held.wait(20)
+        compute(guides)
+
+    marked: set[int] = set()
+    calls: list[int] = []
+    hard = made(SCHEMA)
+    monkeypatch.setattr(grammar_module, "_compute_masks", slowly)
+    monkeypatch.setattr(Grammar, "start", marking(Grammar.start, hard, marked))
+    late = Ask((1,), 40, GREEDY, grammar=hard)
+    plain = [Ask((n,), 30, GREEDY, ignores_end=True) for n in range(2, 5)]
+
+    async def run(service: Service) -> list[object]:
+        reading = asyncio.ensure_future(read(service, late))
+        others = [(await read(service, ask)).what for ask in plain]
+        assert held
+        assert not reading.done()
+        is_held.set()
+        return [(await reading).what, *others]
+
+    stepper = ToyStepper(step_s=1e-3)
+    with service_of(stepper) as service:
+        found = wait_for(run(service))
+
+    assert [expected(ask) for ask in (late, *plain)] == found
+    assert stepper.num_open
 
 
 def marking(

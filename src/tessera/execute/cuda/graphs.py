@@ -1,8 +1,10 @@
 """Graphs: one device's weights for some programs, and memory and CUDA graphs per microbatch.
 
 `ShareGraph` is one device's share of one program, captured for one microbatch as one CUDA graph with
-launches, sends and waits (see `transport`), so a run is one call. The capture forks from the microbatch's
-stream: launches go to a compute stream in program order, sends to a stream per destination.
+launches, sends and waits (see `transport`), so a run is one call. Without transfers and fetches it is two
+graphs, the second from the first launch that reads a late input, so that the first need not wait for it. The
+capture forks from the microbatch's stream: launches go to a compute stream in program order, sends to a
+stream per destination.
 
     a send waits for the launches issued before it, its producer among them;
     a receive makes the compute stream wait for the flag, right before the first launch that reads it;
@@ -47,6 +49,7 @@ from tessera.execute.memory import (
     fresh,
     is_allocation,
     is_shared,
+    late_at,
     slot_bytes,
     slots_of,
     storage_of,
@@ -130,30 +133,47 @@ class ShareGraph:
             rows if is_timed else 0, RECORD_WORDS, dtype=torch.int64, device=device.card
         )
         self.outputs: dict[str, torch.Tensor] = {}
-        self._graph = self._capture()
+        late = late_at(trace, program, device.number)
+        is_cut = 0 < late < len(column) and not program.transfers and not slots
+        # Positions of its parts' instructions.
+        self._parts = [range(late), range(late, len(column))] if is_cut else [range(len(column))]
+        self._graphs = self._capture()
 
     def replay(self) -> dict[str, torch.Tensor]:
-        """Launches the graph; outputs and state are overwritten."""
-        self._graph.replay()
+        """Launches everything; outputs and state are overwritten."""
+        self.begin()
+        return self.finish()
+
+    def begin(self) -> None:
+        """Launches what reads no late input."""
+        for graph in self._graphs[:-1]:
+            graph.replay()
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """Launches the rest."""
+        self._graphs[-1].replay()
         return self.outputs
 
-    def _capture(self) -> Any:
+    def _capture(self) -> list[Any]:
         if not self._is_rehearsed:
             with torch.no_grad(), torch.cuda.stream(self.room.origin):
                 self.issue(is_rehearsal=True)
         self._device.synchronize()
+        issue = _Issue(self, is_rehearsal=False)
+        with torch.no_grad(), own_workspaces():
+            graphs = [self._capture_part(issue, part) for part in self._parts]
+        self.outputs = issue.outputs()
+        return graphs
+
+    def _capture_part(self, issue: "_Issue", part: range) -> Any:
         graph = torch.cuda.CUDAGraph()
         failure: Exception | None = None
         try:
-            with (
-                torch.no_grad(),
-                own_workspaces(),
-                torch.cuda.graph(
-                    graph, pool=self.room.pool, stream=self.room.origin, capture_error_mode="thread_local"
-                ),
+            with torch.cuda.graph(
+                graph, pool=self.room.pool, stream=self.room.origin, capture_error_mode="thread_local"
             ):
                 try:
-                    self.outputs = self.issue()
+                    issue.run(part)
                 except Exception as error:
                     failure = error
                     raise
@@ -163,7 +183,10 @@ class ShareGraph:
 
     def issue(self, is_rehearsal: bool = False) -> dict[str, torch.Tensor]:
         """Issues everything once; a rehearsal has no sends, waits or times."""
-        return _Issue(self, is_rehearsal).run()
+        issue = _Issue(self, is_rehearsal)
+        for part in self._parts:
+            issue.run(part)
+        return issue.outputs()
 
 
 class _Issue:
@@ -187,16 +210,17 @@ class _Issue:
             for dst in (self._links if pace.transfers or pace.launches else ())
         }
 
-    def run(self) -> dict[str, torch.Tensor]:
-        """Forks from the microbatch's stream, issues everything, joins."""
+    def run(self, part: range) -> None:
+        """Forks from the microbatch's stream, issues the instructions at these positions, joins."""
         start = _mark(self._room.origin)
         fetching = [self._room.fetching] if self._share._slots else []
         for stream in (self._compute, *self._links.values(), *fetching):
             stream.wait_event(start)
-        if self._share._transport is not None and not self._is_rehearsal:
+        if self._share._transport is not None and not self._is_rehearsal and not part.start:
             driver.mem_ops(_handle(self._compute), [MemOp(self._room.mark, 0)])
-        for position, instruction in enumerate(self._program.instructions[self._share._device.number]):
-            match instruction:
+        column = self._program.instructions[self._share._device.number]
+        for position in part:
+            match column[position]:
                 case Run(launch):
                     self._run(launch)
                 case Send(number) if not self._is_rehearsal:
@@ -210,6 +234,8 @@ class _Issue:
         self._settle()
         for stream in (self._compute, *self._links.values(), *fetching):
             self._room.origin.wait_event(_mark(stream))
+
+    def outputs(self) -> dict[str, torch.Tensor]:
         number = self._share._device.number
         here = {name for name, at in self._program.outputs if at == number}
         return {

@@ -3,7 +3,8 @@
 A run is one graph. Graphs are launched in the order of the engine's orders, which is the same on every
 device: this keeps graphs that wait for one another from hanging (streams share the GPU's hardware queues; 32
 are requested before CUDA starts). Inputs are copied in, the graph launched and outputs copied out on the
-microbatch's stream; the CPU then polls for the end. A step ordered while another runs is queued on the GPU.
+microbatch's stream; the CPU then polls for the end. A step ordered while another runs is queued on the GPU;
+if its late inputs follow, so does its second graph (`graphs`). Waiting for them counts as busy time.
 
 A cancelled graph may wait for a lost peer: its flags are set from here, so that it ends, and then cleared.
 The microbatch is used again when every device has done so.
@@ -32,7 +33,18 @@ from tessera.execute.cuda.transport import ALIGN, GpuTransport
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links, Receiver
 from tessera.execute.memory import StatePlace, Storage, bytes_of, is_cleared
-from tessera.execute.messages import Begin, Done, LinkFrame, NewLanes, PackedTensor, PeerLost, Setup, pack
+from tessera.execute.messages import (
+    Begin,
+    Done,
+    LateInputs,
+    LinkFrame,
+    NewLanes,
+    PackedTensor,
+    PackedTensors,
+    PeerLost,
+    Setup,
+    pack,
+)
 from tessera.execute.page_mover import PageMover
 from tessera.execute.transport import Gone
 from tessera.execute.worker_loop import DeviceWorker
@@ -61,6 +73,8 @@ class _Running:
     done: Any
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    # True until its late inputs have come and all of it is launched.
+    is_open: bool = False
 
 
 class CudaWorker(DeviceWorker):
@@ -173,25 +187,47 @@ class CudaWorker(DeviceWorker):
         if self._graphs.transport is not None:
             self._graphs.transport.begin(order.microbatch, order.run, number)
         with torch.no_grad(), torch.cuda.stream(room.origin):
-            self._take_in(room, program, order)
+            self._take_in(room, program, order.inputs, order.state)
             start.record()
-            made = graph.replay() if graph is not None else {}
-            stop.record()
-            running.outputs = {name: _to_host(t) for name, t in made.items() if name not in order.skips}
-            if order.wants_state:
-                running.state = {name: _to_host(t) for name, t in self._state_of(room, program).items()}
-            done.record()
+            if graph is not None:
+                graph.begin()
+            if order.is_open:
+                running.is_open = True
+                done.record()
+            else:
+                self._finish(room, running)
         self._running[order.run] = running
 
-    def _take_in(self, room: MicrobatchBuffers, program: Program, order: Begin) -> None:
+    def _give(self, late: LateInputs) -> None:
+        running = self._running.get(late.run)
+        if running is not None:
+            room = self._graphs.buffers(running.order.microbatch)
+            with torch.no_grad(), torch.cuda.stream(room.origin):
+                self._take_in(room, running.program, late.inputs, {})
+                self._finish(room, running)
+            running.is_open = False
+
+    def _finish(self, room: MicrobatchBuffers, running: _Running) -> None:
+        """Launches the rest of a run, and the copies of its outputs."""
+        order = running.order
+        made = running.graph.finish() if running.graph is not None else {}
+        running.stop.record()
+        running.outputs = {name: _to_host(t) for name, t in made.items() if name not in order.skips}
+        if order.wants_state:
+            running.state = {name: _to_host(t) for name, t in self._state_of(room, running.program).items()}
+        running.done.record()
+
+    def _take_in(
+        self, room: MicrobatchBuffers, program: Program, inputs: PackedTensors, initial: PackedTensors
+    ) -> None:
         """Copies inputs and initial state in, on the current stream."""
         arena = room.arenas.get(program.step)
-        given = {name: packed for name, packed in order.inputs.items() if arena and name in arena.places}
+        given = {name: packed for name, packed in inputs.items() if arena and name in arena.places}
         if arena is not None and given:
             parts = [(*arena.places[name], packed, f"input '{name}'") for name, packed in given.items()]
             self._copy_in((room.number, program.step), arena.contents, parts)
-        state = self._graphs.state(room, program) if order.state else {}
-        for name, packed in order.state.items():
+        state = self._graphs.state(room, program) if initial else {}
+        for name, packed in initial.items():
             if name in state:
                 contents = bytes_of(state[name], 0, state[name].nbytes())
                 self._copy_in((room.number, name), contents, [(0, len(contents), packed, f"state '{name}'")])
@@ -238,7 +274,7 @@ class CudaWorker(DeviceWorker):
 
     def _end_runs(self) -> bool:
         """Reports ended runs; True if there were any."""
-        ended = [running for running in self._running.values() if running.done.query()]
+        ended = [x for x in self._running.values() if not x.is_open and x.done.query()]
         for running in ended:
             order = running.order
             del self._running[order.run]
