@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 llguidance = pytest.importorskip("llguidance", reason="needs the extra 'grammar'")
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
 
+from sampling import examples  # noqa: E402
 from serving_factory import (  # noqa: E402
     GREEDY,
     SHAPE,
@@ -20,14 +23,18 @@ from serving_factory import (  # noqa: E402
     ToyStepper,
     choose_rows,
     expected,
+    random_ask,
     read,
     read_all,
     service_of,
+    split_policy,
     wait_for,
     wait_for_masks,
 )
 from tessera.errors import AskError  # noqa: E402
+from tessera.ir import Role  # noqa: E402
 from tessera.serve import grammar as grammar_module  # noqa: E402
+from tessera.serve import sequences  # noqa: E402
 from tessera.serve.grammar import MAX_CHARS, Grammar, GrammarCompiler, Guide, open_grammars  # noqa: E402
 from tessera.serve.records import Ask, Sampling, Shape, Token  # noqa: E402
 from tessera.serve.sampling import Pick  # noqa: E402
@@ -268,6 +275,33 @@ def test_a_mask_that_is_late_delays_its_own_answer_alone(monkeypatch: pytest.Mon
         found = wait_for(run(service))
 
     assert [expected(ask) for ask in (late, *plain)] == found
+    assert stepper.num_open
+
+
+@pytest.mark.parametrize("seed", range(examples(12, 4)))
+def test_forms_survive_moves_losses_few_pages_and_late_masks(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever happens to a sequence while a step is ahead of its masks, its answer is the same."""
+    rng, compute = random.Random(seed), grammar_module._compute_masks
+
+    def sometimes_slowly(guides: Sequence[Guide]) -> None:
+        time.sleep(0.01 * (rng.random() < 0.2))
+        compute(guides)
+
+    monkeypatch.setattr(grammar_module, "_compute_masks", sometimes_slowly)
+    monkeypatch.setattr(sequences, "PATIENCE_S", 2e-3)
+    forms = [made(SCHEMA), made({"type": "array", "items": {"type": "boolean"}, "minItems": 3}), None]
+    shape = replace(SHAPE, pool_tokens=16 * (5, 11)[seed % 2])
+    stepper = (
+        lambda: ToyStepper(shape, seed=seed, losses={rng.randrange(9, 60): Loss()}),
+        lambda: ToyStepper(shape, seed=seed, plans=(split_policy("split", Role.ANSWERS, shape),)),
+    )[seed // 2 % 2]()
+    asks = [random_ask(rng, shape.capacity, grammar=rng.choice(forms)) for _ in range(9)]
+    with service_of(stepper) as service:
+        found = wait_for(read_all(service, asks))
+
+    assert [expected(ask) for ask in asks] == [told.what for told in found]
     assert stepper.num_open
 
 
