@@ -479,7 +479,7 @@ class Router(Scheduler[ActiveRequest]):
                 continue
             found = pool.find(request.keys(min(length - 1, read) // PAGE) if self._is_caching else ())
             firsts = [max(len(found[0]), first_seen(read, window)) for window in pool.windows]
-            found = [[*table, *[0] * (n - len(table))] for table, n in zip(found, firsts, strict=True)]
+            found = [table if len(table) == n else [0] * n for table, n in zip(found, firsts, strict=True)]
             new = [end - first for end, first in zip(group.shape.ends(num, read), firsts, strict=True)]
             spare = sum(m.content.num_used for m in self.open_of(group)) * len(new)
             if sum(new) + spare <= pool.num_free - pool.num_idle(listed(found)):

@@ -144,6 +144,29 @@ def test_answers_are_right_wherever_they_are_read(
 
 
 @pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize(("role", "pages"), [(Role.ANSWERS, 45), (Role.MIXED, 25)])
+def test_windows_move_with_what_is_found(role: Role, pages: int) -> None:
+    """Long prompts that begin alike, some of whose pages are where they answer, and some behind a window."""
+    windows = replace(SHAPE, capacity=120, pool_tokens=PAGE * pages, windows=(0, 6, 20))
+    stepper = ToyStepper(windows, plans=(split_policy("split", role, windows),), seed=pages)
+    rng = random.Random(pages)
+    begin = tuple(rng.randrange(1, 9) for _ in range(80))
+    asks = []
+    for _ in range(30):
+        rest = tuple(rng.randrange(1, 9) for _ in range(rng.randrange(1, 12)))
+        asks.append(Ask(begin[: rng.randrange(80)] + rest, rng.randrange(2, 26), GREEDY, ignores_end=True))
+    with service_of(stepper) as service:
+        told = wait_for(read_all(service, asks))
+        snapshot, router = service.snapshot(), router_of(service)
+        until(lambda: router.is_idle)
+
+    assert [expected(ask) for ask in asks] == [one.what for one in told]
+    assert snapshot.pages_moved > 0
+    assert snapshot.prefix_hits > 0
+    assert 0 == sum(pool.num_used for pool in router.pools.values())
+
+
+@pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("role", ROLES)
 @by_shape
 def test_failed_moves_change_no_answer(role: Role, shape: Shape) -> None:
