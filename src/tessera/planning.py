@@ -111,11 +111,12 @@ class ServedSteps:
     # Scope of a mixture of experts -> how often each is chosen.
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
-    def step(
-        self, tokens: int, sequences: int, pool_tokens: int, length: int, windows: tuple[int, ...] = ()
-    ) -> Step:
-        sizes = (tokens, sequences, pool_tokens, length)
-        return replace(served_step(place_of(self.model), *sizes, self.random_weights), windows=windows)
+    def step(self, tokens: int, sequences: int, pool_tokens: int, length: int) -> Step:
+        return replace(self._asked((tokens, sequences, pool_tokens, length)), windows=self.windows)
+
+    def _asked(self, sizes: tuple[int, int, int, int]) -> Step:
+        """A step as it is asked for; recorded, it has the model's windows."""
+        return served_step(place_of(self.model), *sizes, self.random_weights)
 
     def on(self, cluster: Cluster) -> "ServedSteps":
         """The same recordings on other devices."""
@@ -126,7 +127,7 @@ class ServedSteps:
 
     @property
     def anchors(self) -> list[Step]:
-        return [self.step(*sizes) for sizes in ANCHORS]
+        return [self._asked(sizes) for sizes in ANCHORS]
 
     @cached_property
     def family(self) -> StepFamily:
@@ -134,7 +135,7 @@ class ServedSteps:
         if self.is_compiled:
             traces = compiled(self.anchors)
         else:
-            sizes = [*self.anchors, self.step(*CHECKED)]
+            sizes = [*self.anchors, self._asked(CHECKED)]
             said = "recording the served step, {} of {}".format
             *traces, checked = record_sizes(sizes, lambda num: self.advance(said(num + 1, len(sizes))))
         division = division_for(self.cluster, traces)
@@ -189,7 +190,7 @@ class ServedSteps:
         key = tokens, sequences, length
         if key not in self._prices:
             family, counts = self._kinds
-            step = self.step(tokens, sequences, ANCHORS[0][2], length, self.windows)
+            step = self.step(tokens, sequences, ANCHORS[0][2], length)
             kinds = [(d.kind, d.gpu, d.num_sms) for d in self.cluster.devices]
             times = self._us.setdefault(key, {})
             missing = {k: d for k, d in zip(kinds, self.cluster.devices, strict=True) if k not in times}
@@ -209,8 +210,8 @@ class ServedSteps:
 
     def unit(self, group: GroupDraft) -> tuple[WorkUnit, tuple[Costs, ...]]:
         """The group's steps, and their costs."""
-        rest = (group.sequences, group.pool_tokens, group.length, self.windows)
-        graphs = tuple(self.family.at(self.step(size, *rest)) for size in group.sizes)
+        sizes = [self.step(size, group.sequences, group.pool_tokens, group.length) for size in group.sizes]
+        graphs = tuple(self.family.at(step) for step in sizes)
         # Mixed steps are nearly always full.
         unit = WorkUnit(graphs, tuple(1 if n < len(graphs) - 1 else 8 for n in range(len(graphs))))
         return unit, flow.price(unit, self.cluster)
