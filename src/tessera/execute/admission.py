@@ -4,7 +4,7 @@ A step costs about the same however many rows of a microbatch are in use, so req
 needs some number of microbatches, its width, to keep its devices busy; up to the width, requests are spread
 evenly. Each microbatch beyond it slows the others as the plan says, so one more is opened only when enough
 requests wait, and it takes only requests for which the earlier ones have no place. It therefore empties and
-closes when the load falls.
+closes when the load falls. So does a slow one: a lane that runs on what other lanes leave of a device.
 
 An idle microbatch may stay open for what it holds. It counts as closed, but is reused before a new one is
 opened. A request that can start from what a microbatch holds goes there rather than to an emptier one, if the
@@ -39,6 +39,8 @@ ENOUGH = 0.95
 # opened. On an 8B model half of it gives 72 ms a token instead of 51 at 0.95 of capacity; twice as much makes
 # requests wait too long.
 PER_SEATED = 0.4
+# Steps this many times as long as another microbatch's are slow. Weight of the latest step in the mean.
+SLOW, LATEST = 2.0, 0.1
 T = TypeVar("T")
 # A step may take this many times as long as alone.
 PATIENCE = 2.0
@@ -62,6 +64,8 @@ class OpenPlace(Protocol):
     is_old: bool
     # True if it is kept open without requests.
     is_idle: bool
+    # By step of its lane.
+    costs: "tuple[StepCost, ...]"
 
     @property
     def content(self) -> Occupancy: ...
@@ -107,6 +111,10 @@ def _is_near(place: OpenPlace, emptiest: OpenPlace) -> bool:
     return place.is_old == emptiest.is_old and fuller <= place.content.num_free
 
 
+def _step_s(place: OpenPlace) -> float:
+    return max((cost.usual_s or cost.alone_s for cost in place.costs), default=0.0)
+
+
 def choose(
     places: Sequence[P],
     width: int,
@@ -131,6 +139,9 @@ def choose(
         # Below the width, open one before another gets a second request.
         empty = [place for place in first if not place.content.num_used]
         return empty[0] if empty else opened()
+    slow_s = SLOW * min(map(_step_s, first), default=0.0)
+    others = [place for place in first if _step_s(place) > slow_s] + others
+    first = [place for place in first if _step_s(place) <= slow_s]
     ready = [place for place in first if place.content.takes]
     if ready:
         emptiest = min(ready, key=lambda place: (place.is_old, place.content.num_used))
@@ -228,8 +239,11 @@ class StepCost:
     alone_s: float
     # Least time seen; None: not run yet.
     least_s: float | None = None
+    # Recent mean, beside other microbatches; 0: not run yet.
+    usual_s: float = 0.0
 
     def seen(self, seconds: float) -> None:
+        self.usual_s += (LATEST if self.usual_s else 1.0) * (seconds - self.usual_s)
         if self.least_s is None or seconds < self.least_s:
             self.least_s = seconds
             self.alone_s = max(seconds, max(self.busy_s.values(), default=0.0))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from factories import make_chain, make_cluster, make_plan
 from tessera.errors import ServiceBusy
-from tessera.execute.admission import FairQueue, choose, slowdown_of, width_of
+from tessera.execute.admission import FairQueue, StepCost, choose, slowdown_of, width_of
 
 ROWS = 3
 
@@ -110,6 +110,7 @@ class Place:
     is_idle: bool = False
     # Tokens of the next request that it holds.
     held: int = 0
+    costs: tuple[StepCost, ...] = ()
 
 
 def place(number: int, used: int, is_reading: bool = False, is_old: bool = False) -> Place:
@@ -156,6 +157,30 @@ def test_what_is_beyond_the_width_is_packed() -> None:
     full, some, more = place(0, 3), place(1, 1), place(2, 2)
 
     assert chosen([full, some, more]) is some
+
+
+def test_a_slow_lane_takes_what_others_have_no_place_for() -> None:
+    """Also if it is empty and the others end a step first; lanes of like speed are filled evenly."""
+    slow, like = (replace(place(0, 0), costs=(StepCost({}, seconds),)) for seconds in (0.1, 0.015))
+    quick, full, reading = (
+        replace(place(1, used, is_reading), costs=(StepCost({}, 0.01),))
+        for used, is_reading in ((2, False), (3, False), (2, True))
+    )
+
+    assert chosen([slow, quick], 2) is quick
+    assert chosen([slow, reading], 2) is False
+    assert chosen([slow, full], 2) is slow
+    assert chosen([like, quick], 2) is like
+
+
+def test_the_usual_time_of_a_step_is_a_mean() -> None:
+    """A step alone once does not hide that a lane is slow beside others."""
+    cost = StepCost({"a": 0.01}, 0.01)
+    for seconds in (0.02, *([0.1] * 50)):
+        cost.seen(seconds)
+
+    assert 0.02 == cost.alone_s
+    assert 0.1 == pytest.approx(cost.usual_s, rel=0.01)
 
 
 def test_one_more_is_opened_when_enough_wait_for_it() -> None:
