@@ -48,16 +48,22 @@ def tasks(is_quick: bool) -> list[Task]:
 
 def run(is_quick: bool, jobs: int, advance: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """The whole document."""
-    start, listed = time.perf_counter(), tasks(is_quick)
+    start, own, listed = time.perf_counter(), time.process_time(), tasks(is_quick)
     done: dict[Task, Any] = {}
-    for task, found in _work_out(listed, jobs):
-        done[task] = found
+    cpu_s: dict[str, float] = {}
+    for task, (found, seconds) in _work_out(listed, jobs):
+        name = task[0].__module__.rpartition(".")[2]
+        done[task], cpu_s[name] = found, cpu_s.get(name, 0.0) + seconds
         advance(task[0].__name__)
     made = {
         work: {args[0]: found for (other, args), found in done.items() if other is work and args}
         for work in (offline.rate, stepwise.rate, offline.pipeline_rate, online.curve, shares.shares)
     }
     rows = offline.fig6(made[offline.rate] | made[stepwise.rate])
+    # Alone: its times are measured.
+    solved = solver.fig12b(is_quick)
+    if jobs > 1:
+        cpu_s["this process"] = time.process_time() - own
     return {
         "about": figures()["about"] | {"set_up": figures()["setup"]},
         "is_quick": is_quick,
@@ -71,8 +77,7 @@ def run(is_quick: bool, jobs: int, advance: Callable[[str], None] = lambda text:
             "fig10": offline.fig10(made[offline.pipeline_rate]),
             "fig11": done[monitor.fig11, (is_quick,)],
             "fig12a": offline.fig12a(made[offline.rate]),
-            # Alone: its times are measured.
-            "fig12b": solver.fig12b(is_quick),
+            "fig12b": solved,
             "table3": offline.table3(rows),
         },
         "ratios": offline.ratios(rows),
@@ -81,17 +86,25 @@ def run(is_quick: bool, jobs: int, advance: Callable[[str], None] = lambda text:
         "costs": done[costs.document, ()],
         "not_made": NOT_MADE | UNSERVED,
         "seconds": round(time.perf_counter() - start, 1),
+        # Without imports; on a busy machine `seconds` is much more than these over the number of processes.
+        "cpu_seconds": {name: round(seconds, 1) for name, seconds in cpu_s.items()},
     }
 
 
-def _work_out(listed: list[Task], jobs: int) -> Iterable[tuple[Task, Any]]:
+def _timed(work: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """The result, and CPU seconds."""
+    start = time.process_time()
+    return work(*args), time.process_time() - start
+
+
+def _work_out(listed: list[Task], jobs: int) -> Iterable[tuple[Task, tuple[Any, float]]]:
     if jobs <= 1:
         for work, args in listed:
-            yield (work, args), work(*args)
+            yield (work, args), _timed(work, *args)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, _prepare) as pool:
-        futures = {pool.submit(work, *args): (work, args) for work, args in listed}
+        futures = {pool.submit(_timed, work, *args): (work, args) for work, args in listed}
         for future in as_completed(futures):
             yield futures[future], future.result()
 
