@@ -48,7 +48,8 @@ def markdown(found: dict[str, Any]) -> str:
     for name, rows in found["figures"].items():
         lines += ["", f"## {name}", ""]
         extra = [k for k in ("gbit_per_s", "window_ms", "threshold") if k in rows[0]]
-        columns = ["pair", "model", "policy", *extra, *COLUMNS]
+        more = [k for k in ("ours_switches", "ours_switch_ms", "ours_switch_by_pages_ms") if k in rows[0]]
+        columns = ["pair", "model", "policy", *extra, *COLUMNS, *more]
         lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         lines += ["| " + " | ".join(_cell(row.get(c)) for c in columns) + " |" for row in rows]
     lines += ["", "## A mixed pair over two of its better card", ""]

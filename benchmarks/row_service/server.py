@@ -225,6 +225,8 @@ class SimulatedRun:
     # Devices, then buses.
     busy_us: list[float]
     decisions: list[Decision] = field(default_factory=list)
+    # Seconds without a token of every request that a switch of policy moved; its prompt is read again.
+    stops_s: list[float] = field(default_factory=list)
 
 
 class SimulatedServer(Watcher[int]):

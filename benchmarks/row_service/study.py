@@ -57,12 +57,17 @@ class AdaptiveServer(SimulatedServer):
     ) -> None:
         super().__init__(plans, requests, truth, faults, max_waiting)
         self._tick_s, self._replan_s = monitor.window_s / TICKS_PER_WINDOW, replan_s
+        # When requests were moved, which of them sit in each microbatch, and how long they stood still.
+        self._moved_s: dict[int, float] = {}
+        self._seated: dict[int, list[int]] = {}
+        self._stops_s: list[float] = []
         self.controller = Controller(self, plans, monitor, planner)
 
     def run(self) -> SimulatedRun:
         self.at(self._tick_s, self._tick)
         run = super().run()
-        return replace(run, policy="adaptive", decisions=list(self.controller.decisions))
+        decisions = list(self.controller.decisions)
+        return replace(run, policy="adaptive", decisions=decisions, stops_s=self._stops_s)
 
     def _tick(self) -> None:
         self.controller.poll()
@@ -111,10 +116,21 @@ class AdaptiveServer(SimulatedServer):
         super().failed(request, message)
         self.controller.finished()
 
+    def moved(self, request: int) -> None:
+        self._moved_s.setdefault(request, self.now_s())
+
+    def seated(self, request: int, microbatch: Microbatch[int]) -> None:
+        if request in self._moved_s:
+            self._seated.setdefault(microbatch.number, []).append(request)
+
     def stepped(self, microbatch: Microbatch[int], done: StepDone) -> None:
         """Decodes are all alike; steps of replaced plans are ignored, their costs are already corrected."""
         plan = microbatch.lane.plan
         is_decode = plan.graphs[done.step].trace.step.kind == "decode"
+        if is_decode:
+            for request in self._seated.pop(microbatch.number, ()):
+                if request in self._moved_s:
+                    self._stops_s.append(self.now_s() - self._moved_s.pop(request))
         if is_decode and any(plan is x for x in self.stepper.plans):
             self.controller.stepped(microbatch.lane, done.step, done.busy_s)
 

@@ -1,14 +1,27 @@
 """The published evaluation in its own set-up: its figures, our arithmetic on them, one real row."""
 
+import json
 import re
 import runpy
 from pathlib import Path
 
 import pytest
-from benchmarks.published import clusters, figures, offline, online, shares
-from benchmarks.published.document import tasks
+from benchmarks.published import (
+    clusters,
+    costs,
+    document,
+    figures,
+    monitor,
+    offline,
+    online,
+    shares,
+    solver,
+)
 from benchmarks.published.offline import OfflineCase, Rated
 from benchmarks.published.setup import MODELS, PAIRS, POLICIES, cards, cluster, served, usd_per_hour
+from benchmarks.published.tables import markdown
+
+from online_factory import both_plans
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -90,9 +103,42 @@ def test_a_curve_passes_the_limit_between_two_rates() -> None:
     assert (2.5, None) == (curve.rate_at(50.0, 1), curve.rate_at(50.0, 2))
 
 
+def test_the_document_has_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few cases, printed as the command prints them: names of figures, and of the columns of each row."""
+    few = [case for case in offline.cases() if case.policy == "left_card_alone"]
+    few = [case for case in few if case.model == "llama_3_1_8b" and not case.is_best]
+    chosen: list[document.Task] = [(monitor.fig11, (True,)), (costs.document, ())]
+    chosen += [(offline.rate, (case,)) for case in few]
+    chosen += [(shares.shares, ("llama_3_1_8b",))]
+    assert set(chosen) <= set(document.tasks(True))
+    monkeypatch.setattr(document, "tasks", lambda is_quick: chosen)
+    monkeypatch.setattr(monitor, "WINDOWS_MS", (300,))
+    monkeypatch.setattr(monitor, "BETAS", ())
+    monkeypatch.setattr(monitor, "USUAL", ())
+    monkeypatch.setattr(monitor, "ERRORS", ())
+    monkeypatch.setattr(monitor, "NUM_REQUESTS", 40)
+    monkeypatch.setattr(monitor, "LENGTHS", "fixed:2,2")
+    monkeypatch.setattr(monitor, "_plans", lambda: both_plans(2))  # Llama's take long to make
+    instances = {"published": {"2_devices": {"50": 1.0}}, "re_measured": {"rows": {}}}
+    monkeypatch.setattr(solver, "figures", lambda: {"fig12b_solver": instances})
+
+    found = json.loads(json.dumps(document.run(True, 1), allow_nan=False))
+
+    names = {"fig2b", "fig3", "fig6", "fig7", "fig9", "fig10", "fig11", "fig12a", "fig12b", "table3"}
+    assert names == set(found["figures"])
+    keys = {"pair", "model", "policy", "published", "re_measured", "ours", "ours_best_batch"}
+    assert all(rows and all(keys <= row.keys() for row in rows) for rows in found["figures"].values())
+    made = [row for row in found["figures"]["fig6"] if row["ours"] is not None]
+    assert set(PAIRS) == {row["pair"] for row in made}
+    assert {"ours_switches", "ours_switch_ms", "ours_switch_by_pages_ms"} <= found["figures"]["fig11"][
+        0
+    ].keys()
+    assert markdown(found).count("\n## fig") == len(names) - 1
+
+
 @pytest.mark.slow
 def test_quick_has_fewer_tasks() -> None:
-    assert len(tasks(True)) < len(tasks(False))
+    assert len(document.tasks(True)) < len(document.tasks(False))
 
 
 def test_every_claim_of_the_artifact_is_documented() -> None:
