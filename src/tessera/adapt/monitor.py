@@ -99,6 +99,8 @@ class MonitorConfig:
     # Half-width of the load interval, in standard errors. With two, systems near the crossing stayed too long
     # on the worse side.
     errors: float = 1.0
+    # Standard errors by which a load is past a capacity. With one, a steady load at 0.9 often seemed to be.
+    over_errors: float = 2.0
     # Windows within which a switch may pay for itself.
     horizons: tuple[int, ...] = (1, 2, 4)
     # Minimum windows between switches, unless the load exceeds the capacity.
@@ -165,7 +167,7 @@ class Monitor:
         self.begin(now_s)
         load, error = self.load(now_s)
         now = self._policies[self.current]
-        is_over = load - self._config.errors * error > now.capacity_per_s
+        is_over = load - self._config.over_errors * error > now.capacity_per_s
         if now_s < self._settled_s and not is_over:
             return None
         best = better(self.capabilities, 0.0)

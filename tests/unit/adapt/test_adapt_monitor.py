@@ -265,3 +265,16 @@ def test_a_policy_past_its_capacity_is_left_within_two_windows() -> None:
 
     assert "far" == monitor.current
     assert times[0] < 2 * monitor.window_s
+
+
+def test_a_load_past_the_capacity_by_chance_has_a_price() -> None:
+    """Eleven and a half a second, where ten can be served, are 1.4 standard errors too many."""
+    reasons = []
+    for over_errors in (1.0, 2.0):
+        monitor = Monitor([QUICK, WIDE], MonitorConfig(window_s=10.0, over_errors=over_errors))
+        monitor.begin(0.0)
+        for number in range(115):
+            monitor.arrived(10.0 + number * 10.0 / 115)
+        reasons.append(monitor.switch(20.0, 40, switch_s=1000.0))
+
+    assert [True, False] == [why is not None for why in reasons]
