@@ -60,12 +60,9 @@ class Histogram:
             self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += sum(values)
 
-    def family(self, name: str, text: str, labels: Mapping[str, str]) -> Metric:
-        family = HistogramMetricFamily(f"tessera:{name}", text, labels=list(labels))
-        names = ("+Inf" if bound == math.inf else str(float(bound)) for bound in self._bounds)
-        buckets = list(zip(names, accumulate(self._counts), strict=True))
-        family.add_metric(list(labels.values()), buckets, self._sum)
-        return family
+    def put(self, family: HistogramMetricFamily, *labels: str) -> None:
+        names = (*map(str, map(float, self._bounds[:-1])), "+Inf")
+        family.add_metric(labels, list(zip(names, accumulate(self._counts), strict=True)), self._sum)
 
 
 class Metrics(Meters):
@@ -113,16 +110,20 @@ class Metrics(Meters):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        label = {"model_name": self._model}
         for name, (text, _) in HISTOGRAMS.items():
-            yield self._histograms[name].family(name, text, label)
-        for step, histogram in list(self._steps.items()):
-            yield histogram.family("step_seconds", "One step of a microbatch.", label | {"kind": step})
-        for kind, name, text, labels, values in _families(self._snapshot()):
-            family = kind(f"tessera:{name}", text, labels=["model_name", *labels])
-            for words, value in values.items():
-                family.add_metric([self._model, *words], value)
+            family = HistogramMetricFamily(f"tessera:{name}", text, labels=["model_name"])
+            self._histograms[name].put(family, self._model)
             yield family
+        labels, text = ["model_name", "kind"], "One step of a microbatch."
+        steps = HistogramMetricFamily("tessera:step_seconds", text, labels=labels)
+        for step, histogram in list(self._steps.items()):
+            histogram.put(steps, self._model, step)
+        yield steps
+        for kind, name, text, more, values in _families(self._snapshot()):
+            gauge = kind(f"tessera:{name}", text, labels=["model_name", *more])
+            for words, value in values.items():
+                gauge.add_metric([self._model, *words], value)
+            yield gauge
 
 
 def _families(now: Snapshot) -> list[Family]:

@@ -177,12 +177,15 @@ class ChoiceInputs:
             settings[:], numbers[:] = 0.0, 0
         self._is_zero = not choices
         num_edits = num_masks = 0
-        for row, pick, position, num_due, forced in choices:
+        if drawn := [choice for choice in choices if choice.forced is None]:
+            rows = [choice.row for choice in drawn]
+            settings[rows] = np.concatenate([x.pick.settings for x in drawn]).reshape(len(rows), -1)
+            numbers[rows] = np.concatenate([x.pick.numbers for x in drawn]).reshape(len(rows), -1)
+            numbers[rows, Number.POSITION] = [choice.position for choice in drawn]
+        for row, pick, _, num_due, forced in choices:
             if forced is not None:
                 numbers[row, Number.FORCED], numbers[row, Number.NUM_TOP] = forced[0] + 1, forced[1] + 1
                 continue
-            settings[row], numbers[row] = pick.settings, pick.numbers
-            numbers[row, Number.POSITION] = position
             if pick.edits is not None:
                 pick.edits.ban(pick.ends if pick.num_out + num_due < pick.min_tokens else ())
                 entries = pick.edits.entries[: len(self._edits) - num_edits]

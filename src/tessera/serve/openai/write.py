@@ -62,7 +62,7 @@ class Writer:
             "system_fingerprint": FINGERPRINT,
         }
         # By choice: what stands before and after the text of a chunk that has nothing else to say.
-        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        self._frames: dict[int, tuple[bytes, bytes, bytes]] = {}
         # By choice: characters of the tokens so far.
         self._offsets: Counter[int] = Counter()
         # One parser per choice of a chat with tools.
@@ -145,13 +145,10 @@ class Writer:
         if self._num_top is not None or self._readers:
             parts = self._readers[index].feed(piece.text) if self._readers else [OutputPart(piece.text)]
             return self._chunks(index, parts, piece.tokens)
-        if not piece.text:
-            return b""
         if index not in self._frames:
-            begin, _, end = self._chunk(index, self._delta(OutputPart("|"))).rpartition(b'"|"')
-            self._frames[index] = (begin, end)
-        begin, end = self._frames[index]
-        return begin + _encode(piece.text) + end
+            self._frames[index] = self._chunk(index, self._delta(OutputPart("|"))).rpartition(b'"|"')
+        begin, _, end = self._frames[index]
+        return begin + _encode(piece.text) + end if piece.text else b""
 
     def _chunks(self, index: int, parts: Sequence[OutputPart], tokens: Sequence[Token]) -> bytes:
         shown = [self._delta(x) for x in parts if x.text or x.name]
