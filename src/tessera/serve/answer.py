@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -117,9 +117,6 @@ class Answer(AsyncGenerator[Event, None]):
     def __init__(self, buffer: AnswerBuffer, cancel: Callable[[], None]) -> None:
         self._buffer, self._cancel = buffer, cancel
         self._is_over = False
-
-    def __anext__(self) -> Coroutine[Any, Any, Event]:
-        return self.asend(None)
 
     async def asend(self, value: None) -> Event:
         if self._is_over:

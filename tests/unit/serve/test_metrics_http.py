@@ -55,6 +55,7 @@ def test_engine_feeds_the_histograms() -> None:
     metrics.first_token(10, 0.5)
     metrics.next_tokens([0.1, 0.3])
     metrics.stepped("decode", 0.05)
+    metrics.stepped("encode", 0.25)
     metrics.ended(Finish("length", 10, 3), Times(0.2, 0.5, 0.9))
     found = samples(metrics)
 
@@ -72,7 +73,10 @@ def test_engine_feeds_the_histograms() -> None:
     for name, value in sums.items():
         assert found[f"tessera:{name}_sum"][()] == pytest.approx(value), name
     assert found["tessera:inter_token_latency_seconds_count"] == {(): 2}
-    assert found["tessera:step_seconds_count"] == {("decode",): 1}
+    assert found["tessera:step_seconds_count"] == {("decode",): 1, ("encode",): 1}
+    assert 1 == metrics.render().count(b"# TYPE tessera:step_seconds histogram")
+    buckets = {key: value for key, value in found["tessera:step_seconds_bucket"].items() if "encode" in key}
+    assert [0.0, 1.0] == sorted(set(buckets.values()))
 
 
 def test_metrics_are_served_in_prometheus_format() -> None:
