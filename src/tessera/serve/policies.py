@@ -203,12 +203,17 @@ class ServicePlanner:
             replace(policy, load=load, expected=rehearse(policy, load, shape=self.shape))
             for policy in policies
         )
-        if not self.names:
+        if not self.names or self.is_full:
             return before
         after = planner.plans(self.names)
         (was_within, rate), (is_within, new_rate) = max(map(_merit, before)), _merit(after[0])
         is_better = new_rate > (1.0 + COST_ERROR) * rate if was_within == is_within else is_within
         return after if is_better else before
+
+    @property
+    def is_full(self) -> bool:
+        """A GPU beside its host has no room for the weights of a second placement."""
+        return len({device.is_cpu for device in self.cluster.devices}) > 1
 
     def _costs_in(self, policies: tuple[ServicePlan, ...]) -> tuple[Costs, ...]:
         """Costs of its steps, as policies that run have corrected them."""
@@ -220,6 +225,8 @@ class ServicePlanner:
 
     def better(self, old: ServicePlan) -> ServicePlan:
         old = replace(old, expected=rehearse(old, self.load, shape=self.shape))
+        if self.is_full:
+            return old
         new = self.best(old.policy)
         clients = 1 if old.policy == "latency" else None
         before, after = (rehearse(plan, self.load, clients, shape=self.shape) for plan in (old, new))

@@ -18,13 +18,14 @@ import transformers
 from serving_factory import GREEDY, read, wait_for
 from tessera.capture.divide import experts_of
 from tessera.errors import PlanInfeasible
-from tessera.ir import BufferKind
+from tessera.ir import BufferKind, Load
 from tessera.plan.host import host_placements
 from tessera.plan.problem import build
 from tessera.planning import read_frequencies
 from tessera.profile import cap_memory, parse_devices, wire
 from tessera.serve.app import state_document
 from tessera.serve.planning import Prepared, prepare
+from tessera.serve.policies import ServicePlanner
 from tessera.serve.records import Ask, ServeSpec
 from tessera.serve.service import Service
 from tessera.serve.start import lines_of
@@ -138,3 +139,13 @@ def test_a_killed_worker_costs_no_request(
         return [told.numbers for told in await answers]
 
     assert wanted == wait_for(crowd())
+
+
+def test_another_load_keeps_the_placement_of_a_full_gpu(
+    made: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = made.planner
+    assert planner is not None
+    monkeypatch.delattr(ServicePlanner, "plans")
+    learned = planner.learned(made.policies, Load(8, 80))
+    assert [policy.load for policy in learned] == [Load(8, 80)] * len(made.policies)
