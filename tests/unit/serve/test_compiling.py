@@ -12,6 +12,8 @@ from tessera.capture.inductor import record_inductor_offline
 from tessera.capture.models import another
 from tessera.capture.offline import PROPERTIES
 from tessera.errors import CaptureError
+from tessera.ir import BufferKind
+from tessera.kernels.choice import LATE_INPUTS
 from tessera.serve.compiling import CompileProcess
 from tessera.serve.records import ServeSpec
 from tessera.serve.steps import smallest_step
@@ -38,6 +40,13 @@ def test_traces_are_those_of_one_process(process: CompileProcess) -> None:
     assert [2, 8] == [trace.step.context for trace in traces]
     assert "capturing 2 steps, left: 2, 8 tokens" == said[0]
     assert 2 == len(said)
+    for (
+        trace
+    ) in traces:  # late inputs are read by nothing else, so that all before it is launched without them
+        late = {b for b in trace.buffers_of(BufferKind.INPUT) if trace.buffers[b].name in LATE_INPUTS}
+        read = [{access.buffer for access in launch.accesses} for launch in trace.launches]
+        names = {trace.kernel_of(n).name for n, buffers in enumerate(read) if late & buffers}
+        assert {"tessera.choose.default"} == names
 
 
 def test_weights_of_another_layout_are_refused(process: CompileProcess) -> None:
