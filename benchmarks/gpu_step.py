@@ -73,7 +73,7 @@ def timed(model: str, layers: int, case: Case) -> dict[str, Any]:
     step = Step(model, "tokens", case.sequences, num_tokens, reserve=PAGE * pages, joined_products=True)
     with torch.device("cuda"):
         workload = _build(step, layers)
-    tables = lay_out(step, [(case.length, case.new)] * case.sequences, range(1, pages))
+    tables = lay_out(workload.step, [(case.length, case.new)] * case.sequences, range(1, pages))
     given = {"tokens": torch.randint(0, 1000, (step.context,)), **tables}
     workload = replace(workload, make_inputs=lambda seed: dict(given))
     workload = blank(on_device(workload, "cuda:0"))

@@ -297,7 +297,8 @@ class SequenceBatch:
             return call
         if any(self._shape.windows):
             for sequence in self._begun:
-                self._pass_by(sequence)
+                if sequence.read >= sequence.passes_at:
+                    self._pass_by(sequence)
         if self._guides:
             waiting = (guide for request, guide in self._guides.items() if not self._is_running(request))
             prepare_masks(waiting, self._on_masks, PATIENCE_S if self._shape.is_flat else None)
@@ -530,10 +531,12 @@ class SequenceBatch:
 
     def _pass_by(self, sequence: SeatedSequence) -> None:
         """Release pages behind windows."""
-        for table in sequence.tables:
+        tables = [table for table in sequence.tables if table.window]
+        for table in tables:
             if passed := table.pass_by(sequence.read):
                 self._num_entries -= len(passed)
                 self._give_back(passed)
+        sequence.passes_at = min((PAGE * (t.num_behind + 1) + t.window - 1 for t in tables), default=0)
 
     def _grow(self, sequence: SeatedSequence, end: int) -> bool:
         """Reserve the pages of tokens up to `end`; False: there is none, or it was preempted itself."""

@@ -99,9 +99,9 @@ class SeatedSequence:
         self.num_running = self.num_due = self.ahead = 0
         # Published pages, and pages needed while waiting.
         self.num_published = self.num_wanted = 0
-        # By group; and tokens for which all of them have pages.
+        # By group; tokens for which all of them have pages, and after which pages lie behind a window.
         self.tables: list[PageTable] = []
-        self.room = 0
+        self.room = self.passes_at = 0
         # Tokens not read by ended steps (but for an answer's newest), and predicted tokens of its answer.
         self.unread = self.unanswered = 0
 
@@ -156,7 +156,7 @@ class SeatedSequence:
     def begin(self, windows: Sequence[int], found: Tables, read: int, num_published: int) -> None:
         self.is_begun, self.read, self.num_published = True, read, num_published
         self.tables = [PageTable(window, pages) for window, pages in zip(windows, found, strict=True)]
-        self.room = min(PAGE * table.num_pages for table in self.tables)
+        self.room, self.passes_at = min(PAGE * table.num_pages for table in self.tables), 0
 
     def append(self, page: int) -> None:
         """A page for the shortest table."""

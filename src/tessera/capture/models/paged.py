@@ -163,10 +163,8 @@ def _check_logits(model: Any, layout: StepLayout) -> None:
     A model's own attention may treat masks and lengths in any way, its recurrence may have another form.
     Both are computed with 32-bit numbers: many layers amplify the rounding of 16-bit ones to any error.
     """
-    workload = PagedSteps(
-        model, Step("", "tokens", NUM_TRIED, NUM_TRIED, reserve=TRIED_POSITIONS), layout
-    ).workload()
-    step = workload.step
+    step = Step("", "tokens", NUM_TRIED, NUM_TRIED, reserve=TRIED_POSITIONS, windows=layout.windows)
+    workload = PagedSteps(model, step, layout).workload()
     state = placed(model, lambda: workload.make_state(0))
     state = {name: torch.zeros_like(t, dtype=_widened(t.dtype)) for name, t in state.items()}
     random = torch.Generator().manual_seed(0)

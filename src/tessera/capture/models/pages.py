@@ -201,8 +201,7 @@ class PagedCache(StaticCache):  # type: ignore[misc]
             num = -(-len(found) // most)
             for place, layer in enumerate(found):
                 layer.group = len(windows) + place % num
-                held = shared.setdefault(place // num, (layer.keys, layer.values))
-                layer.keys, layer.values = held
+                layer.keys, layer.values = shared.setdefault(place // num, (layer.keys, layer.values))
             windows += [window] * num
         return tuple(windows)
 
