@@ -19,10 +19,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
 
+from benchmarks.row_service.admission import RowContent, RowScheduler
+
 from tessera.errors import ServiceBusy
 from tessera.execute.admission import PATIENCE
 from tessera.execute.lanes import LoadedLane
-from tessera.execute.scheduler import Content, Scheduler, SchedulerConfig, Watcher
+from tessera.execute.scheduler import SchedulerConfig, Watcher
 from tessera.execute.stepper import DeviceLost, StepCall, StepDone
 from tessera.ir import Arrivals, Decision, Plan, WorkUnit
 from tessera.simulate.stepper import NO_FAULTS, Faults, Truth, VirtualStepper
@@ -100,7 +102,7 @@ class RequestLedger:
         return RequestLedger([-1.0] * num, [-1.0] * num)
 
 
-class ModelledRows(Content[int]):
+class ModelledRows(RowContent[int]):
     """Contents of a microbatch in a simulation; requests are numbers."""
 
     def __init__(
@@ -112,6 +114,7 @@ class ModelledRows(Content[int]):
         now_us: Callable[[], float],
     ) -> None:
         self._number, self._requests, self._ledger, self._now_us = number, requests, ledger, now_us
+        self.rows = requests.rows
         unit = lane.plan.unit
         runs = [step for step, count in enumerate(unit.counts) for _ in range(count)]
         self._decode: StepCall | None = None
@@ -242,10 +245,8 @@ class SimulatedServer(Watcher[int]):
         self.decisions: list[Decision] = []
         self.stepper = VirtualStepper(plans, truth, faults)
         # A microbatch of one request ends by itself, so nobody needs a turn.
-        config = SchedulerConfig(
-            max_waiting=max_waiting, rows=requests.rows, patience=PATIENCE if requests.rows > 1 else inf
-        )
-        self.scheduler: Scheduler[int] = Scheduler(self.stepper, self._rows, config, self)
+        config = SchedulerConfig(max_waiting=max_waiting, patience=PATIENCE if requests.rows > 1 else inf)
+        self.scheduler: RowScheduler[int] = RowScheduler(self.stepper, self._rows, config, self)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._next = 0  # the next arrival

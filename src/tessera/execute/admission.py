@@ -1,17 +1,4 @@
-"""Admission: which request is served next, by which microbatch, and which step goes first.
-
-A step costs about the same however many rows of a microbatch are in use, so requests are packed. A policy
-needs some number of microbatches, its width, to keep its devices busy; up to the width, requests are spread
-evenly. Each microbatch beyond it slows the others as the plan says, so one more is opened only when enough
-requests wait, and it takes only requests for which the earlier ones have no place. It therefore empties and
-closes when the load falls. So does a slow one: a lane that runs on what other lanes leave of a device.
-
-An idle microbatch may stay open for what it holds. It counts as closed, but is reused before a new one is
-opened. A request that can start from what a microbatch holds goes there rather than to an emptier one, if the
-free places outweigh the difference.
-
-After a switch of policy, old microbatches are renewed one by one, the emptiest first: it takes no more
-requests and is reopened when its last request has left.
+"""Admission: which request is served next, and which step goes first.
 
 Turns: a step should end within PATIENCE times its time alone. Past that, shorter steps of other microbatches
 on the same devices are not started until it has ended; otherwise decode steps could delay a prompt for ever.
@@ -23,24 +10,15 @@ Imports no torch.
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-
 from tessera.errors import ServiceBusy
 from tessera.execute.lanes import LoadedLane
-from tessera.ir import Plan
 
-# Share of the best simulated rate that counts as the best.
-ENOUGH = 0.95
-# Waiting requests per seated request that would take twice as long, before a microbatch beyond the width is
-# opened. On an 8B model half of it gives 72 ms a token instead of 51 at 0.95 of capacity; twice as much makes
-# requests wait too long.
-PER_SEATED = 0.4
-# Steps this many times as long as another microbatch's are slow. Weight of the latest step in the mean.
-SLOW, LATEST = 2.0, 0.1
+# Weight of the latest step in the mean.
+LATEST = 0.1
 T = TypeVar("T")
 # A step may take this many times as long as alone.
 PATIENCE = 2.0
@@ -55,110 +33,6 @@ class Occupancy(Protocol):
 
     @property
     def takes(self) -> bool: ...
-
-
-class OpenPlace(Protocol):
-    # Breaks ties.
-    number: int
-    # True if it must be reopened: the policy or the plans have changed.
-    is_old: bool
-    # True if it is kept open without requests.
-    is_idle: bool
-    # By step of its lane.
-    costs: "tuple[StepCost, ...]"
-
-    @property
-    def content(self) -> Occupancy: ...
-
-
-P = TypeVar("P", bound=OpenPlace)
-
-
-def width_of(plan: Plan) -> int:
-    """Fewest microbatches that nearly reach the plan's best simulated rate."""
-    there = [(num, rate) for num, rate in plan.by_microbatches if num <= plan.microbatches]
-    best = max((rate for _, rate in there), default=0.0)
-    return min((num for num, rate in there if rate >= ENOUGH * best), default=1)
-
-
-def slowdown_of(plan: Plan) -> Callable[[int], float]:
-    """Number of microbatches -> relative slowdown of steps by one more; 0 if the plan does not say."""
-    if not plan.by_microbatches:
-        return lambda num: 0.0
-    nums, rates = zip(*sorted(plan.by_microbatches), strict=True)
-
-    def slowdown(num: int) -> float:
-        now, more = np.interp((num, num + 1), nums, rates)
-        return max(0.0, float((num + 1) / more * now / num - 1.0))
-
-    return slowdown
-
-
-def _taking(places: Sequence[P], num_waiting: int) -> list[P]:
-    """Microbatches that take requests: all but the old ones to renew now."""
-    old = sorted((p for p in places if p.is_old), key=lambda p: (p.content.num_used, p.number))
-    taking = [p for p in places if not p.is_old] + old[::-1]  # fullest first
-    for index in range(len(old)):
-        if index and sum(p.content.num_free for p in taking[:-1]) <= num_waiting:
-            break
-        taking.pop()
-    return taking
-
-
-def _is_near(place: OpenPlace, emptiest: OpenPlace) -> bool:
-    """True if it is not much fuller than the emptiest."""
-    fuller = place.content.num_used - emptiest.content.num_used
-    return place.is_old == emptiest.is_old and fuller <= place.content.num_free
-
-
-def _step_s(place: OpenPlace) -> float:
-    return max((cost.usual_s or cost.alone_s for cost in place.costs), default=0.0)
-
-
-def choose(
-    places: Sequence[P],
-    width: int,
-    can_open: bool,
-    num_waiting: int,
-    slowdown: Callable[[int], float],
-    overlap: Callable[[P], int] = lambda place: 0,
-) -> P | bool:
-    """The open microbatch for the next request; True: open one for it; False: it waits.
-
-    `places` in order of opening; the next request counts as waiting. `overlap`: tokens of the request that a
-    microbatch already holds.
-    """
-    idle = [place for place in places if place.is_idle]
-    taking = _taking([place for place in places if not place.is_idle], num_waiting)
-    first, others = taking[:width], taking[width:]
-
-    def opened() -> P | bool:
-        return max(idle, key=overlap) if idle else True
-
-    if (can_open or idle) and len(first) < width:
-        # Below the width, open one before another gets a second request.
-        empty = [place for place in first if not place.content.num_used]
-        return empty[0] if empty else opened()
-    slow_s = SLOW * min(map(_step_s, first), default=0.0)
-    others = [place for place in first if _step_s(place) > slow_s] + others
-    first = [place for place in first if _step_s(place) <= slow_s]
-    ready = [place for place in first if place.content.takes]
-    if ready:
-        emptiest = min(ready, key=lambda place: (place.is_old, place.content.num_used))
-        near = [place for place in ready if _is_near(place, emptiest)]
-        return max(near, key=lambda place: (overlap(place), place is emptiest)) if len(near) > 1 else emptiest
-    num_free = sum(place.content.num_free for place in first)
-    for place in others:
-        if num_waiting <= num_free:
-            return False
-        if place.content.takes:
-            return place
-        num_free += place.content.num_free
-    if num_waiting <= num_free or not (can_open or idle):
-        return False
-    num_seated = sum(place.content.num_used for place in taking)
-    is_worth_it = not taking or num_waiting >= PER_SEATED * num_seated * slowdown(len(taking))
-    return opened() if is_worth_it else False
 
 
 class FairQueue(Generic[T]):

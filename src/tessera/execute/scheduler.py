@@ -4,7 +4,7 @@
     scheduler.push(request, client)                 # any thread
     while ...: scheduler.round(timeout_s)           # begin() + wait(); one thread
 
-Each round seats waiting requests (`admission`), starts the next step of every idle microbatch (`Turns` may
+Each round opens microbatches for waiting requests, starts the next step of every idle microbatch (`Turns` may
 hold it back), waits for the next event and settles it. A microbatch's `Content` knows its requests and its
 next step; the scheduler knows nothing of prompts, rows or tokens.
 
@@ -14,9 +14,8 @@ there are no more of them than devices, the next step is queued while one runs, 
 
 A microbatch is opened on a lane of the current policy when a request needs one, and closed when its content
 has no next step, unless it is worth keeping (`is_kept`). A switch of policy, new plans and a returned device
-renew microbatches one by one. Requests that can restart cheaply move to new microbatches as soon as there are
-places for all of them. Where requests go is decided by a few methods that a subclass replaces: `serve.router`
-does, for groups of microbatches whose sequences move with their pages.
+renew microbatches one by one. Where requests go is decided by a few methods that a subclass replaces:
+`serve.router` does, for groups of microbatches whose sequences move with their pages.
 
 A lost device closes its microbatches. Their requests go to the front of the queue and restart from what they
 have on any open lane; a request fails after `max_retries` losses, not counting losses blamed without proof.
@@ -38,10 +37,7 @@ from tessera.execute.admission import (
     Occupancy,
     StepCost,
     Turns,
-    choose,
     costs_of,
-    slowdown_of,
-    width_of,
 )
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.stepper import (
@@ -68,15 +64,6 @@ class Content(Occupancy, Protocol[R]):
     @property
     def is_kept(self) -> bool:
         """True if it is worth keeping open without requests."""
-        return False
-
-    def overlap(self, request: R) -> int:
-        """Tokens of a request that it already holds."""
-        return 0
-
-    @property
-    def can_move(self) -> bool:
-        """True if its requests can restart elsewhere at little cost."""
         return False
 
     def add(self, request: R) -> None:
@@ -159,8 +146,6 @@ class SchedulerConfig:
     max_waiting: int | None = None
     # Most open microbatches; None: the plan's number.
     depth: int | None = None
-    # Places per microbatch.
-    rows: int = 1
     # Restarts of a request; None: unlimited.
     max_retries: int | None = None
     # Factor on a step's time alone after which shorter steps wait for it; infinite: never.
@@ -299,32 +284,15 @@ class Scheduler(Generic[R]):
     # Seats.
 
     def _seat_next(self) -> bool:
-        places = tuple(self.microbatches.values())
-        can_open, wanted = len(places) < self._depth, self.queue.peek()
-
-        def overlap(place: Microbatch[R]) -> int:
-            return 0 if wanted is None else place.content.overlap(wanted)
-
-        found = choose(places, self._width, can_open, len(self.queue), self._slowdown, overlap)
-        if found is False:
+        """Opens a microbatch for the next request."""
+        lane = self.stepper.lanes.take(self.policy) if len(self.microbatches) < self._depth else None
+        if lane is None:  # all are open, or wait for a device
             return False
-        lane = None
-        if found is True:
-            lane = self.stepper.lanes.take(self.policy)
-            if lane is None:  # wait for a device; seated requests continue
-                return False
         request = self.queue.pop()
         if request is None:  # removed by another thread
-            if lane is not None:
-                self.stepper.lanes.give_back(lane.number)
+            self.stepper.lanes.give_back(lane.number)
             return False
-        if lane is not None:
-            self._open(lane, request)
-        else:
-            assert not isinstance(found, bool)
-            found.content.add(request)
-            self._awake(found)
-            self._watcher.seated(request, found)
+        self._open(lane, request)
         return True
 
     def _awake(self, microbatch: Microbatch[R]) -> None:
@@ -422,23 +390,9 @@ class Scheduler(Generic[R]):
         """True if it must not start a step."""
         return False
 
-    def _has_places(self, old: Microbatch[R]) -> bool:
-        """True if all its requests can begin in other microbatches of the current policy."""
-        places = self.microbatches.values()
-        free = sum(place.content.num_free for place in places if not place.is_old)
-        more = max(0, self._depth + 1 - len(places)) if self.stepper.lanes.open(self.policy) else 0
-        return 0 < old.content.num_used <= free + more * self._config.rows
-
     def _leave_old(self, microbatch: Microbatch[R]) -> bool:
-        """Closes an old microbatch if its requests can restart: they go to the front of the queue."""
-        if not (microbatch.content.can_move and self._has_places(microbatch)):
-            return False
-        self.stepper.close(microbatch.number)
-        self._close(microbatch)
-        for request in microbatch.content.requests():
-            self.queue.give_back(request)
-            self._watcher.moved(request)
-        return True
+        """Closes an old microbatch if its requests can go on elsewhere."""
+        return False
 
     def _moved(self, event: Moved) -> None:
         """A move of pages has ended; nothing moves here."""
@@ -489,7 +443,6 @@ class Scheduler(Generic[R]):
         self.plan = self.stepper.plans[self.policy]
         depth = self._config.depth
         self._depth = self.plan.microbatches if depth is None else depth
-        self._width, self._slowdown = width_of(self.plan), slowdown_of(self.plan)
 
     def _renew(self) -> None:
         self._measure()

@@ -157,9 +157,6 @@ class SequenceBatch:
     def is_kept(self) -> bool:
         return self._is_shared or self.pool.num_kept > 0
 
-    def overlap(self, request: ActiveRequest) -> int:
-        return len(self._found(request)[0]) * PAGE
-
     def requests(self) -> list[ActiveRequest]:
         return list(self._by_request)
 

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
+from benchmarks.row_service.admission import choose, slowdown_of, width_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from factories import make_chain, make_cluster, make_plan
 from tessera.errors import ServiceBusy
-from tessera.execute.admission import FairQueue, StepCost, choose, slowdown_of, width_of
+from tessera.execute.admission import FairQueue, StepCost
 
 ROWS = 3
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from benchmarks.row_service.admission import RowScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ def made(
 ) -> tuple[Scheduler[Job], Diary]:
     """A scheduler of jobs, and what it tells."""
     diary = Diary()
-    return Scheduler(stepper, lambda number, lane: Jobs(number, lane, rows), config, diary), diary
+    return RowScheduler(stepper, lambda number, lane: Jobs(number, lane, rows), config, diary), diary
 
 
 def run(scheduler: Scheduler[Job], *jobs: Job) -> None:
@@ -50,7 +51,7 @@ def test_requests_run_beside_one_another_up_to_the_plans_depth() -> None:
 def test_rows_are_filled_before_another_is_opened() -> None:
     """Three requests share a microbatch of four rows and its steps."""
     stepper = ClockedStepper([plan_of([0], [1])])
-    scheduler, _ = made(stepper, SchedulerConfig(rows=4), rows=4)
+    scheduler, _ = made(stepper, SchedulerConfig(), rows=4)
     run(scheduler, *jobs_of(3, SHORT, SHORT))
 
     assert [(0, 0)] == stepper.openings
@@ -60,7 +61,7 @@ def test_rows_are_filled_before_another_is_opened() -> None:
 def kept(stepper: ClockedStepper) -> tuple[Scheduler[Job], Diary]:
     """A scheduler whose microbatches are worth keeping."""
     diary = Diary()
-    return Scheduler(stepper, lambda n, lane: Jobs(n, lane, is_kept=True), ONE, diary), diary
+    return RowScheduler(stepper, lambda n, lane: Jobs(n, lane, is_kept=True), ONE, diary), diary
 
 
 def test_a_microbatch_that_is_worth_it_stays_open() -> None:
@@ -110,7 +111,7 @@ def test_a_switch_renews_microbatches_one_after_another() -> None:
     """The old policy's go on while one at a time is opened anew; nothing is drained."""
     plans = [plan_of([0], microbatches=2), replace(plan_of([1], microbatches=2), policy="other")]
     stepper = ClockedStepper(plans)
-    scheduler, diary = made(stepper, SchedulerConfig(rows=2, patience=math.inf), rows=2)
+    scheduler, diary = made(stepper, SchedulerConfig(patience=math.inf), rows=2)
     for job in jobs_of(12, SHORT, SHORT):
         scheduler.push(job)
     scheduler.round(None)
@@ -126,8 +127,8 @@ def test_requests_that_can_read_again_go_to_new_microbatches() -> None:
     """After a switch they begin there at once, ahead of who waits; the old microbatch is closed."""
     plans = [plan_of([0], microbatches=2), replace(plan_of([1], microbatches=2), policy="other")]
     stepper, diary = ClockedStepper(plans), Diary()
-    config = SchedulerConfig(rows=2, patience=math.inf)
-    scheduler = Scheduler(stepper, lambda n, lane: Jobs(n, lane, 2, can_move=True), config, diary)
+    config = SchedulerConfig(patience=math.inf)
+    scheduler = RowScheduler(stepper, lambda n, lane: Jobs(n, lane, 2, can_move=True), config, diary)
     for job in jobs_of(5, *(SHORT,) * 8):
         scheduler.push(job)
     scheduler.round(None)
@@ -260,7 +261,7 @@ def test_a_device_that_is_back_is_used_again_under_full_load() -> None:
     """Microbatches that were opened without it are renewed one after another."""
     stepper = ClockedStepper([plan_of([0], [1], microbatches=2)])
     stepper.lose(0.5, "d0", 3.0)
-    scheduler, _ = made(stepper, SchedulerConfig(rows=2, patience=math.inf), rows=2)
+    scheduler, _ = made(stepper, SchedulerConfig(patience=math.inf), rows=2)
     run(scheduler, *jobs_of(40, SHORT, SHORT))
     after = [lane for _, lane in stepper.openings[2:]]
 
@@ -321,7 +322,7 @@ def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
         at_s = data.draw(st.floats(0.1, 20.0))
         stepper.lose(at_s, data.draw(st.sampled_from(["d0", "d1"])), at_s + data.draw(st.floats(0.1, 5.0)))
     rows = data.draw(st.integers(1, 3))
-    scheduler, diary = made(stepper, SchedulerConfig(rows=rows), rows)
+    scheduler, diary = made(stepper, SchedulerConfig(), rows)
     num = data.draw(st.integers(1, 12))
     for n in range(num):
         scheduler.push(Job(str(n), tuple(data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4)))))

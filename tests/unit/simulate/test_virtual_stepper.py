@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from benchmarks.row_service.admission import RowScheduler
 from benchmarks.row_service.server import ModelledRows, RequestLedger, RequestLoad, SimulatedServer, load_of
 
 import engine_factory as made
 from factories import make_chain, make_plan, make_trace
 from online_factory import RUN_US, alone_plan, split_plan
 from tessera.execute.lanes import LoadedLane
-from tessera.execute.scheduler import Scheduler, SchedulerConfig
+from tessera.execute.scheduler import SchedulerConfig
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone, Stepper
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import BufferKind, Plan
@@ -149,8 +150,7 @@ def events_of(stepper: Stepper, requests: RequestLoad) -> list[object]:
         words = (number, lane, requests, ledger, lambda: stepper.now_s() * 1e6)
         return _Noted(*words, inputs=lambda: made.workloads()[0].make_inputs(0), noted=noted)
 
-    config = SchedulerConfig(depth=1, rows=requests.rows)
-    scheduler: Scheduler[int] = Scheduler(stepper, make, config)
+    scheduler: RowScheduler[int] = RowScheduler(stepper, make, SchedulerConfig(depth=1))
     for number in range(len(requests)):
         scheduler.push(number)
     while True:
