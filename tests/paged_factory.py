@@ -57,6 +57,19 @@ class PagedCall:
                     out[row, head] = weights @ values[begin : now + 1, kv]
         return out
 
+    def shortened(self) -> "PagedCall":
+        """Without the pages behind the window: the place of a sequence's first page may be negative."""
+        pages: list[int] = []
+        starts = []
+        news = (self.query_starts[1:] - self.query_starts[:-1]).tolist()
+        for start, length, new in zip(self.page_starts.tolist(), self.lengths.tolist(), news, strict=True):
+            behind = max(0, length - new - self.window + 1) // PAGE
+            starts.append(len(pages) - behind)
+            pages += self.pages[start + behind : start - (-length // PAGE)].tolist()
+        table = torch.zeros_like(self.pages)
+        table[: len(pages)] = torch.tensor(pages)
+        return replace(self, pages=table, page_starts=torch.tensor(starts, dtype=torch.int32))
+
     def filled(self, value: float) -> "PagedCall":
         """The same with another value wherever no sequence has a token: in pages and in padding."""
         used = torch.zeros(self.keys.shape[0] * PAGE, dtype=torch.bool)

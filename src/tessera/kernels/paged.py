@@ -3,7 +3,7 @@
     query         [T, Hq, D]          new tokens, sequence after sequence; their keys are in pages already
     keys, values  [P, 16, Hkv, D|Dv]  pages of 16 positions each; Dv may differ from D
     pages         [W]                 page numbers: those of sequence s begin at pages[page_starts[s]]
-    page_starts   [S]
+    page_starts   [S]                 negative where pages behind a window are not listed
     lengths       [S]                 tokens that a sequence has in pages, the new ones included; 0: unused
     query_starts  [S + 1]             new tokens of sequence s: query_starts[s] : query_starts[s + 1]
     -> [T, Hq, Dv]                    zeros for padding tokens

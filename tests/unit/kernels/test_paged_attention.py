@@ -79,6 +79,15 @@ def test_keys_before_every_window_are_not_looked_at() -> None:
     assert torch.equal(call.run(), replace(call, pages=others).run())
 
 
+def test_pages_before_every_window_need_not_be_listed() -> None:
+    """The list begins with the first page that is looked at."""
+    call = replace(make_call([(100, 4), (70, 1), (9, 1)]), window=10)
+    short = call.shortened()
+
+    assert int(short.page_starts[0]) < 0
+    assert torch.equal(call.run(), short.run())
+
+
 def test_a_sequence_has_the_same_bits_alone_and_among_others() -> None:
     """Sequences of other sizes do not change the result of one."""
     call = make_call(MIXED)

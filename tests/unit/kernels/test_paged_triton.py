@@ -68,6 +68,16 @@ def test_prompts_and_single_tokens_together(dtype: torch.dtype) -> None:
     check(make_call(MIXED, widths=(32, 32), padding=9, dtype=dtype), SMALL)
 
 
+@pytest.mark.parametrize("parts", [[(37, 1), (100, 1)], [(60, 4), (40, 1)]], ids=["answers", "mixed"])
+def test_pages_before_every_window_need_not_be_listed(parts: list[tuple[int, int]]) -> None:
+    """A list may begin behind a sequence's first page."""
+    call = replace(make_call(parts, widths=(32, 32)), window=10)
+    short = call.shortened()
+
+    assert int(short.page_starts[0]) < 0
+    assert torch.equal(run(call, SMALL), run(short, SMALL))
+
+
 @pytest.mark.parametrize("parts", [ONE_EACH, MIXED], ids=["answers", "mixed"])
 def test_latents_are_keys_and_values(parts: list[tuple[int, int]]) -> None:
     """As with keys that hold both parts, by the operator and by the kernels."""
