@@ -78,9 +78,8 @@ def plan_service(
             if listed:
                 best[policy] = max(listed, key=lambda r: (r.is_within, figure(r)))
     fetching: list[Rehearsed] = []
-    if (
-        is_strict and fluids[0].is_short
-    ):  # a baseline whatever the limits are, and one more placement by kernels
+    # A baseline whatever the limits are, and one more placement by kernels.
+    if is_strict and fluids[0].is_short:
         free = replace(fluids[0], load=replace(fluids[0].load, tpot_ms=None, ttft_ms=None))
         fetching = sorted(_tried(free, FETCH, make, rehearse, 0.0), key=figure)[-1:]
         for found in fetching if DIVIDED[-1] in policies else ():

@@ -1,6 +1,6 @@
 """Fetched weights: programs, their proof, memory and simulated time, of a chain with a weight per launch."""
 
-import dataclasses
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,7 +9,7 @@ from factories import make_cluster, make_plan, make_trace
 from tessera.errors import RuleBroken
 from tessera.execute.lower import check_programs, fetched_by, lower
 from tessera.execute.memory import footprints, ready_programs
-from tessera.ir import SLOTS, BufferKind, Cluster, Fetch, Plan, Program, Recv, Run, Send, verify
+from tessera.ir import SLOTS, BufferKind, Cluster, Fetch, Instruction, Plan, Program, Recv, Run, Send, verify
 from tessera.simulate import SteadyRates, simulate
 
 NUM, SIZE, US = 8, 1 << 16, 100.0
@@ -52,8 +52,8 @@ def test_weights_are_fetched_ahead_into_places_that_are_free() -> None:
     assert not [x for x in program.instructions[0] if isinstance(x, Send | Recv)]
 
 
-def changed(program: Program, column: list[object]) -> Program:
-    return dataclasses.replace(program, instructions=(tuple(column), *program.instructions[1:]))  # type: ignore[arg-type]
+def changed(program: Program, column: Sequence[Instruction]) -> Program:
+    return replace(program, instructions=(tuple(column), *program.instructions[1:]))
 
 
 def test_a_broken_fetch_is_named() -> None:
