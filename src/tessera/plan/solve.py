@@ -35,6 +35,8 @@ SINGLE_PLACEMENT, INTERLEAVED = "single-placement", "attention-ffn"
 # Policies of services whose planner has another name, and seconds of the search for one placement.
 SERVED_PLANNERS = {"kernel-level": SINGLE_PLACEMENT}
 PLACE_S = 3.0
+# Least gain of fetched weights; less is within the error of costs.
+FETCH_GAIN = 1.03
 # Requests in flight that the chosen plan is also simulated with.
 MICROBATCHES_SHOWN = (1, 2, 4, 8, 16)
 
@@ -150,7 +152,8 @@ def place(
         tried = host_placements(problem, microbatches, planner == FETCH)
         if len(tried) == 1 or rate is None:
             return tried[0]
-        return max(tried, key=lambda x: rate(lane_plan(unit, costs, cluster, x, microbatches, "")))
+        rates = [rate(lane_plan(unit, costs, cluster, x, microbatches, "")) for x in tried]
+        return tried[0 if FETCH_GAIN * rates[0] >= max(rates) else rates.index(max(rates))]
 
     def found_by(name: str) -> list[ir.Placement]:
         task = Task(problem, microbatches, is_served=True, policy=name, config=config)

@@ -271,9 +271,12 @@ def _one_more(plan: ServicePlan) -> str:
         per_s = added[cards[0].gpu or cards[0].name]
         buffers = plan.plans[0].graphs[-1].trace.buffers
         need = sum(b.size_bytes for b in buffers if b.kind is BufferKind.WEIGHT)
+        names = dict(plan.plans[0].lanes[0].placement.fetched)
+        sent = sum(b.size_bytes for b in buffers if b.name in names)
+        fetched = f"{sent / 1e9:.3g} GB are fetched in every step and " if sent else ""
         return (
-            f"the GPU cannot hold all weights ({need / 1e9:.3g} GB), so its host computes with the rest; one "
-            f"like it that holds them would give about {per_s:,.0f} tokens/s (modelled)"
+            f"the GPU cannot hold all weights ({need / 1e9:.3g} GB), so {fetched}its host computes with the "
+            f"rest; one like it that holds them would give about {per_s:,.0f} tokens/s (modelled)"
         )
     parts = [f"{kind} adds {per_s:,.0f}" for kind, per_s in added.items()]
     return f"with one more card, as a copy beside these (modelled, tokens/s, about): {', '.join(parts)}"
