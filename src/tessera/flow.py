@@ -380,8 +380,7 @@ def fetch_gbps(src: Device, dst: Device) -> float:
     """GB/s at which a GPU fetches weights from a CPU's memory; 0 between other devices."""
     from tessera.execute.link_times import time_fetches
 
-    is_fetched = src.kind is DeviceKind.CPU and dst.kind is DeviceKind.CUDA
-    return time_fetches(dst.ordinal) if is_fetched else 0.0
+    return time_fetches(dst.ordinal) if (src.kind, dst.kind) == (DeviceKind.CPU, DeviceKind.CUDA) else 0.0
 
 
 def time_link(a: Device, b: Device, sizes: Sequence[int], transport: str) -> tuple[str, "TransferTimes"]:

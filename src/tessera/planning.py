@@ -283,9 +283,8 @@ def fetched_by_device(plan: ServicePlan) -> dict[str, tuple[str, ...]]:
     """Device -> weights that it fetches from a host's memory in every step."""
     found: dict[str, dict[str, None]] = {}
     for part in plan.plans:
-        placement = part.lanes[0].placement
-        hosts = dict(placement.fetched)
-        for graph, devices in zip(part.graphs, placement.devices if hosts else (), strict=bool(hosts)):
+        hosts = dict(part.lanes[0].placement.fetched)
+        for graph, devices in zip(part.graphs, part.lanes[0].placement.devices, strict=True):
             for launch, device in zip(graph.trace.launches, devices, strict=True):
                 for name in (graph.trace.buffers[access.buffer].name for access in launch.accesses):
                     if hosts.get(name, device) != device:

@@ -81,8 +81,8 @@ def time_transfers(
 
 def time_fetches(ordinal: int) -> float:
     """GB/s of copies from page-locked memory to a GPU."""
-    source, place = driver.pinned((FETCHED_BYTES,)), torch.empty(FETCHED_BYTES, dtype=torch.uint8)
-    place, times = place.to(driver.card(ordinal)), list[float]()
+    source, times = driver.pinned((FETCHED_BYTES,)), list[float]()
+    place = torch.empty_like(source, device=driver.card(ordinal))
     for _ in range(MIN_REPEATS):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

@@ -34,8 +34,6 @@ DIVIDED = ("layer-pipeline", "attention-ffn", "kernel-level")
 POLICIES = (SINGLE, DATA_PARALLEL, PREFILL_DECODE, FRACTIONAL, *DIVIDED)
 # Baseline of a GPU beside its host.
 FETCH = "fetch all that does not fit"
-# Shares of fetched weights that are tried.
-FETCHED_SHARES = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,7 +484,7 @@ class FluidModel:
         links = [self.cluster.link(self.hosts[0], card) for card in cards]
         link_us = outside * self.model.weights / sum(1.0 / x.fetch_us(1.0) for x in links if x is not None)
         found = []
-        for fetched in (1.0,) if is_fetching else np.linspace(0.0, 1.0, FETCHED_SHARES).tolist():
+        for fetched in (1.0,) if is_fetching else np.linspace(0.0, 1.0, 9).tolist():
             there = outside * (1.0 - fetched)
             times = (1.0 - there) * _together_us(price, cards), there * _together_us(price, self.hosts)
             busy_us = sum(times) if in_flight == 1 else max(times) / self.config.efficiency

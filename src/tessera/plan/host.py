@@ -54,15 +54,9 @@ def host_placements(problem: Problem, microbatches: int, is_fetching: bool = Fal
     if is_fetching:
         return [moves.placement(*all_fetched)]
     shares = [0.0, *(part * moves.balanced for part in TRIED)] if moves.missing else [0.0]
-    found, refusals = dict[ir.Placement, None](), list[PlanInfeasible]()
-    for num, share in (*((moves.needed(share), share) for share in shares), all_fetched):
-        try:
-            found[moves.placement(num, share)] = None
-        except PlanInfeasible as error:
-            refusals.append(error)
-    if not found:
-        raise refusals[0]
-    return list(found)
+    tried = [*((moves.needed(share), share) for share in shares), all_fetched]
+    fitting = [each for each in tried if moves.excess(*each).max() <= 0]
+    return list(dict.fromkeys(moves.placement(*each) for each in fitting or tried[:1]))
 
 
 class _Moves:
@@ -74,7 +68,7 @@ class _Moves:
         hosts = [d for d in range(problem.num_devices) if d != self._card]
         self._host, made = hosts[0], _order(problem, self._card, hosts)
         self._order, self._group_of, self._host_of, self._size, self._score = made
-        self.missing = 0.0
+        self.missing = 0.0  # for the next line, which fetches nothing
         self.missing = max(0.0, float(self.excess(0, 0.0)[self._card]))
 
     def placement(self, num: int, share: float) -> ir.Placement:

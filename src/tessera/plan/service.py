@@ -83,8 +83,8 @@ def plan_service(
         free = replace(fluids[0], load=replace(fluids[0].load, tpot_ms=None, ttft_ms=None))
         fetching = sorted(_tried(free, FETCH, make, rehearse, 0.0), key=figure)[-1:]
         for found in fetching if DIVIDED[-1] in policies else ():
-            own = replace(found, plan=replace(found.plan, policy=DIVIDED[-1]))
-            own = replace(own, is_within=found.expected.is_within(fluids[0].load))
+            is_within = found.expected.is_within(fluids[0].load)
+            own = Rehearsed(replace(found.plan, policy=DIVIDED[-1]), found.expected, is_within)
             listed = [own, *([best[DIVIDED[-1]]] if DIVIDED[-1] in best else [])]
             best[DIVIDED[-1]] = max(listed, key=lambda r: (r.is_within, figure(r)))
     within = {policy: found for policy, found in best.items() if found.is_within}
