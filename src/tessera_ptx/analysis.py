@@ -93,7 +93,6 @@ def _reasons(
     indirect: tuple[IndirectReport, ...],
     written: set[str],
 ) -> tuple[str, ...]:
-    """Obstacles to moving the kernel, with lines."""
     reasons = [(line, f"line {line}: {what}") for line, what in facts.stops]
     variables = {v.name: v for v in module.variables}
     for symbol in symbols:

@@ -87,7 +87,6 @@ class Conditions:
         return tuple(out)
 
     def _block(self, block: int) -> Path:
-        """Conditions of a block, from its dominators."""
         chain = []
         while block not in self._blocks:
             chain.append(block)
@@ -108,7 +107,6 @@ class Conditions:
         return above.and_also(_UNKNOWN)
 
     def _edge(self, source: int, target: int) -> Path:
-        """Conditions of a control-flow edge."""
         flow = self.flow
         last = flow.graph.blocks[source].stop - 1
         instruction = flow.flat.body[last]
@@ -182,7 +180,6 @@ class Conditions:
         return other == block
 
     def _above(self, block: int) -> int:
-        """Immediate dominator."""
         if self._idoms is None:
             self._idoms = _dominators([b.preds for b in self.flow.graph.blocks])
         return self._idoms[block]

@@ -77,7 +77,6 @@ def forget() -> None:
 
 
 def _write(path: Path, reports: tuple[KernelReport, ...]) -> None:
-    """Writes beside the target and renames it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")

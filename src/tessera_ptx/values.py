@@ -178,7 +178,6 @@ class Atoms:
         return self._with_parts(atom, name, polys) if taint and name in _NARROWING else atom
 
     def _with_parts(self, atom: Atom, name: str, polys: list[Poly]) -> Atom:
-        """Facts of an operation derived from its arguments."""
         large = frozenset[int]().union(*map(self._large_of, polys))
         return atom._replace(
             large=large,

@@ -101,8 +101,6 @@ def weights(at: Atoms, poly: Poly, followed: bool = False) -> dict[int, Weight]:
 
 
 class _Weigher:
-    """Sums the weights in one address."""
-
     def __init__(self, at: Atoms, followed: bool) -> None:
         self.at, self.followed = at, followed
         self.found: dict[int, Weight] = {}

@@ -123,7 +123,6 @@ class RatedCards:
 
 
 def _cluster(names: Sequence[str]) -> Cluster:
-    """One emulated device of each GPU."""
     return make_cluster(parse_devices(",".join(f"emu:{name}" for name in names)), "pcie4")
 
 
@@ -320,7 +319,6 @@ class _Rent:
         return PlanInfeasible(f"{what}: the model does not fit", "Raise --max-devices, or allow larger GPUs.")
 
     def _fastest(self) -> Option | None:
-        """The least time per token of one card by itself."""
         alone = [b for b in self.listed if len(b.gpus) == 1]
         options = (self.cards.rater.fastest(self.cards.market.cluster(b)) for b in alone)
         return min((o for o in options if o is not None), key=lambda o: o.tpot_ms, default=None)

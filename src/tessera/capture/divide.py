@@ -218,7 +218,6 @@ class _Writer:
         return len(self._buffers) - 1
 
     def _temporary(self, like: View, width: int | None = None) -> View:
-        """A new buffer with the rows of a result."""
         shape = (like.shape[0], width or like.shape[1])
         size = shape[0] * shape[1] * item_bytes(like.dtype)
         self._buffers.append(Buffer(f"t{len(self._buffers)}", BufferKind.TEMPORARY, size))

@@ -282,7 +282,6 @@ def check_operator(
 
 
 def _deciding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments whose values decide the result's size."""
     name = func._schema.name
     if name == "aten::repeat_interleave" and given(func, "output_size", args, kwargs) is not None:
         return ()

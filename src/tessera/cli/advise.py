@@ -128,7 +128,6 @@ def _record(
     folder: Path | None,
     seconds: float,
 ) -> AdviceRecord:
-    """Write the plans and the page, and say what was found."""
     plans = tuple(plan for plan, _ in planned)
     files = _save(plans, bool(advice.have), folder) if folder else ()
     made = (PlannedModel(plan, found, advice.is_compiled) for plan, found in planned)

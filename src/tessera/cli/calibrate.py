@@ -132,7 +132,6 @@ def _traces(device: Device, model: str, is_small: bool) -> list[Trace]:
 
 
 def _share(costs: list[Cost]) -> float:
-    """Share of the time in measured launches."""
     measured = sum(cost.us for cost in costs if cost.source is Source.MEASURED)
     return measured / sum(cost.us for cost in costs)
 

@@ -271,7 +271,6 @@ class _Prices:
         return tuple(replace(d, usd_per_hour=self.usd.get(d.gpu or "", d.usd_per_hour)) for d in capped)
 
     def of(self, unit: WorkUnit) -> tuple[Cluster, tuple[Costs, ...]]:
-        """Costs of a unit's traces."""
         from tessera.flow import price
         from tessera.profile import wire
 

@@ -228,7 +228,6 @@ def connect_engine(
 
 
 def _probe(address: EngineAddress, start_s: float, patience_s: float, again_s: float | None) -> None:
-    """Returns when a plain connection is accepted."""
     while True:
         limit_s = patience_s
         try:

@@ -133,7 +133,6 @@ class _Member:
 
     @property
     def is_awaited(self) -> bool:
-        """A remote worker is to connect."""
         return self.state == "starting" and self.process is None and self.connection is None
 
 
@@ -398,7 +397,6 @@ class Hub:
         self._post(source, Hangup())
 
     def _times(self) -> list[float | None]:
-        """When something is due."""
         times = [m.due_s for m in self._members]
         for device, member in enumerate(self._members):
             if member.state == "starting":

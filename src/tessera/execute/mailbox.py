@@ -113,8 +113,6 @@ Hear = Callable[[PeerConnection, Any, memoryview | None], None]
 
 @dataclass(eq=False)
 class _End:
-    """One socket and its monitor."""
-
     socket: "zmq.Socket[bytes]"
     monitor: "zmq.Socket[bytes]"
     hear: Hear
@@ -390,7 +388,6 @@ class Mailbox:
             end.hear(connection, message, frames[1].buffer if len(frames) > 1 else None)
 
     def _connection(self, end: _End, name: bytes, frame: zmq.Frame) -> PeerConnection:
-        """The peer of this routing id."""
         connection = end.by_name.get(name)
         if connection is None:
             host = str(frame.get("Peer-Address")) if end.socket.curve_server else ""

@@ -163,8 +163,6 @@ class _Run(Watcher[int]):
 
 
 class _One(Content[int]):
-    """A microbatch of one request."""
-
     def __init__(self, run: _Run, number: int, lane: LoadedLane) -> None:
         self._run, self._number, self._lane = run, number, lane
         self._held: int | None = None
@@ -179,7 +177,6 @@ class _One(Content[int]):
 
     @property
     def takes(self) -> bool:
-        """Every request opens its own microbatch."""
         return False
 
     def add(self, request: int) -> None:

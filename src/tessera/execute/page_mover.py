@@ -122,8 +122,6 @@ class _Copying:
 
 @dataclass
 class _Direction:
-    """Staging slots to one destination."""
-
     free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
     # Piece -> its slot, until it is taken.
     sent: dict[int, int] = field(default_factory=dict)
@@ -262,7 +260,6 @@ class PageMover:
         return True
 
     def _take(self, news: PageNews, frame: PageFrame) -> None:
-        """Scatters an arrived piece."""
         sizes = [size * len(places) for _, size, places in frame.parts]
         for name, size, _ in frame.parts:
             held = self._find(frame.place, name)

@@ -413,7 +413,6 @@ class WorkerStepper(Runs):
         self._fail_moves(hit, f"{name} was lost", {device})
 
     def _whereabouts(self, device: int) -> str:
-        """What a device was doing, as far as known."""
         known = dict(self.hub.progress(device).values())
         for inquiry in self._inquiries:
             known |= inquiry.told.get(device, {})

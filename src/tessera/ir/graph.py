@@ -196,7 +196,6 @@ class StepFamily:
 
     @cached_property
     def _shape(self) -> "_Shape":
-        """Common shape of the recordings."""
         return _Reading().of(self.recordings)
 
 
@@ -217,8 +216,6 @@ class _Shape:
 
 
 class _Reading:
-    """Derives shapes from recordings."""
-
     def __init__(self) -> None:
         self._known: dict[Any, _Shape] = {}
 

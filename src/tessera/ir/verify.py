@@ -85,7 +85,6 @@ def _accesses(t: Trace) -> list[Access]:
 
 
 def _bad_view(t: Trace) -> str:
-    """First view outside its buffer."""
     named = [(f"launch {n}", launch.views) for n, launch in enumerate(t.launches)]
     for place, views in [*named, *((f"output {name}", [view]) for name, view in t.outputs)]:
         for view in views:

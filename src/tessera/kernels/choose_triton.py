@@ -133,7 +133,6 @@ def _is_edited(numbers):
 
 @triton.jit
 def _most(bests, SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr):
-    """The largest logit of a row."""
     segment = tl.arange(0, SEGMENTS_PAD)
     return tl.max(tl.load(bests + segment, mask=segment < SEGMENTS, other=_BANNED), 0)
 
@@ -282,7 +281,6 @@ def _top_k(numbers, VOCAB: tl.constexpr):
 
 @triton.jit
 def _totals(sums, SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr):
-    """Weights of a row from each pivot on."""
     segment, slot = tl.arange(0, SEGMENTS_PAD)[:, None], tl.arange(0, _SLOTS)[None, :]
     return tl.sum(tl.load(sums + segment * _SLOTS + slot, mask=segment < SEGMENTS, other=0.0), 0)
 

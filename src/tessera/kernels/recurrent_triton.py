@@ -42,7 +42,6 @@ def _power(n: int) -> int:
 
 
 def _strides(**tensors: torch.Tensor | None):
-    """Strides of the first two dimensions, as constants of a kernel."""
     return {
         f"{name}_{place}": 0 if t is None else t.stride(k)
         for name, t in tensors.items()

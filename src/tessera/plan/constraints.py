@@ -127,7 +127,6 @@ def _check(
     constraint: Constraint,
     last: dict[int, Constraint],
 ) -> None:
-    """Raise PlanInfeasible for a node without a device."""
     stuck = nodes[~free[nodes].any(axis=1)]
     if not len(stuck):
         return

@@ -207,7 +207,6 @@ def _kind_of(scope: str) -> str:
 
 
 def _bytes(problem: Problem, column: Column) -> float:
-    """Bytes transferred per work unit."""
     value, _, _ = problem.crossings(column.labels)
     return float((problem.values.num_bytes * problem.values.runs)[value].sum())
 
@@ -272,7 +271,6 @@ def _verdict(plan: ir.Plan, gains: tuple[Gain, ...], busiest: Usage, error: floa
 
 
 def _remarks(plan: ir.Plan) -> Iterator[str]:
-    """Sentences beyond the verdict."""
     below = 1.0 - plan.simulated_per_s / plan.bound_per_s
     yield f"The simulated rate is {below:.1%} below the bound that no mix of placements exceeds."
     if plan.lane_table and len(plan.lanes) > 1:

@@ -493,7 +493,6 @@ def kinds_of(problem: Problem) -> Kinds | None:
 
 
 def _alike(problem: Problem, a: int, b: int) -> bool:
-    """Whether two devices are interchangeable."""
     num = problem.num_devices
     swapped = np.arange(num)
     swapped[[a, b]] = b, a

@@ -266,7 +266,6 @@ def choose(
 
 
 def _from_parts(judge: Judge, is_part: bool) -> list[Mix]:
-    """Plans for parts of the cluster, copied to all devices."""
     task = judge.task
     if is_part or task.policy != task.objective.value:
         return []

@@ -153,7 +153,6 @@ def _reduction(terms: dict[str, float], launch: Launch, view: View, out: View) -
 
 
 def _reduces_inner(launch: Launch, view: View) -> bool:
-    """True if neighbours in memory are reduced."""
     given = launch.args[1] if len(launch.args) > 1 else dict(launch.kwargs).get("dim")
     dims = given if isinstance(given, tuple) else (given,)
     reduced = {d % len(view.shape) for d in dims if type(d) is int and view.shape}

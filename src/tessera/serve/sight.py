@@ -62,7 +62,6 @@ class SeenPictures:
         self.images: list[torch.Tensor | None] = [None] * len(pictures)
 
     def _next(self, read: int) -> int | None:
-        """The first picture neither encoded nor read."""
         for number, (start, image) in enumerate(zip(self.starts, self.images, strict=True)):
             if image is None and start + PICTURE_TOKENS > read:
                 return number

@@ -57,8 +57,6 @@ class _Edge:
 
 
 class _Loop(Core):
-    """A loop with state that can be saved and restored."""
-
     def __init__(self, num_devices: int, num_buses: int) -> None:
         super().__init__(num_devices, num_buses)
         self.busy_us = [0.0] * (num_devices + num_buses)

@@ -237,7 +237,6 @@ _CODES: dict[int, tuple[Module, dict[str, DecodedFunction]]] = {}
 
 
 def _decoded(module: Module) -> dict[str, DecodedFunction]:
-    """Decoded functions, cached with their module."""
     known = _CODES.get(id(module))
     if known is None or known[0] is not module:
         if len(_CODES) > 64:
@@ -306,7 +305,6 @@ class Binding:
             self.params[at : at + content.size] = content
 
     def _value(self, name: str, number: int, offset: int, arg: Any, size: int, kind: str) -> Array:
-        """Bytes of an argument in its parameter or field."""
         if isinstance(arg, Packed):
             return self._packed(name, number, arg)
         if isinstance(arg, ByPointer):

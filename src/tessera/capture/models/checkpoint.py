@@ -373,7 +373,6 @@ def blamed_for_run(model: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """While entered, Hugging Face's libraries are offline and silent."""
     try:
         from huggingface_hub import constants
         from transformers.utils import logging as bars

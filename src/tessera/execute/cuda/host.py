@@ -57,7 +57,6 @@ class _Staged(GpuTransport):
 
     @cached_property
     def _places(self) -> list[torch.Tensor]:
-        """This device's inboxes on the GPU."""
         return []
 
     def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:

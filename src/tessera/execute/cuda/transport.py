@@ -173,7 +173,6 @@ class GpuTransport(ABC):
         return driver.bytes_at(start, WORD * RECORD_WORDS, self._ordinal).view(torch.int64)
 
     def _base(self, program: int) -> int:
-        """Address of this device's inbox for a program."""
         return self._bases[self._device, self._inboxes.layout(program, self._device).number]
 
     def _target(self, program: int, device: int) -> int:
@@ -181,7 +180,6 @@ class GpuTransport(ABC):
         return self._bases[device, self._inboxes.layout(program, device).number]
 
     def _ends(self, spot: InboxSpot, device: int) -> tuple[int, int]:
-        """Addresses of a transfer's bytes and of its flag."""
         base, layout = self._target(spot.program, device), self._inboxes.layout(spot.program, device)
         start = self._transfer(spot).start
         return base + self._inboxes.place(spot, device) + start, base + layout.flag(spot)

@@ -161,7 +161,6 @@ def _moves(items: Sequence[Sequence[Item]], tail_us: Floats) -> Iterator[Move]:
 
     @cache
     def followed(readers: tuple[int, ...]) -> tuple[int, ...]:
-        """Readers with non-dominated tails."""
         some = readers[:MAX_READERS]
         tails = tail_us[list(some)]
         # Keep the first of equals.

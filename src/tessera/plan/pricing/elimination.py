@@ -182,8 +182,6 @@ def _packed(sets: Sequence[frozenset[int]], widest: int) -> list[list[frozenset[
 
 @dataclass(eq=False)
 class _Layout:
-    """Factors under construction."""
-
     rank: dict[int, int]
     num_devices: int
     scopes: list[Scope] = field(default_factory=list)

@@ -147,7 +147,6 @@ class Judge:
         return self._robust([chosen, *rivals])[0]
 
     def _rounding_loss(self, plan: ir.Plan) -> float:
-        """Loss from whole microbatches per lane."""
         if self.task.simulate is None or len(plan.lanes) < 2:
             return 0.0
         quick = self.task.simulate.quick
