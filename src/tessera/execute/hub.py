@@ -51,7 +51,6 @@ from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up
 from tessera.execute.rendezvous import MAX_ASKED_BYTES, Board, Rendezvous, WorkerGroup
 from tessera.execute.stepper import DeviceState, DeviceStatus
 from tessera.execute.transport import RESTART_TOGETHER
-from tessera.ir import BufferKind, Trace
 
 # Time a worker has to leave before it is killed, when the hub stops and when it is lost.
 STOP_TIMEOUT_S, LEAVE_S = 5.0, 0.2
@@ -338,7 +337,7 @@ class Hub:
 
     def max_bytes(self) -> int:
         """Bound of a worker's message: outputs and state of its steps, and some."""
-        return SLACK_BYTES + sum(map(_handed_over_bytes, self.setups[0].traces))
+        return SLACK_BYTES + sum(trace.handed_over_bytes for trace in self.setups[0].traces)
 
     def _max_bytes(self, connection: PeerConnection) -> int:
         source = self._sources.get(connection)
@@ -583,8 +582,3 @@ def pause_s(failures: int) -> float:
     if failures <= QUICK_FAILURES:
         return 0.0
     return float(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures - QUICK_FAILURES - 1, 16)))
-
-
-def _handed_over_bytes(trace: Trace) -> int:
-    state = sum(trace.buffers[b].size_bytes for b in trace.buffers_of(BufferKind.STATE))
-    return state + sum(trace.buffers[view.buffer].size_bytes for _, view in trace.outputs)

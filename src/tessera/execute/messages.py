@@ -71,8 +71,10 @@ def _item_bytes() -> Mapping[str, int]:
 
 def pack(tensor: torch.Tensor) -> PackedTensor:
     """A tensor for a message, which is to be encoded before the tensor changes."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return PackedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy().data)
+    is_known = not tensor.is_floating_point() or tensor.element_size() > 2  # to NumPy, in half the time
+    values = tensor if is_known else tensor.detach().reshape(-1).view(torch.uint8)
+    flat = values.numpy(force=True).reshape(-1).view(np.uint8)
+    return PackedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.data)
 
 
 def unpack(packed: PackedTensor) -> torch.Tensor:

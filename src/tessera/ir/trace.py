@@ -326,6 +326,12 @@ class Trace:
         return tuple(i for i, b in enumerate(self.buffers) if b.kind is kind)
 
     @cached_property
+    def handed_over_bytes(self) -> int:
+        """Most bytes of outputs and state that one run returns."""
+        state = sum(self.buffers[b].size_bytes for b in self.buffers_of(BufferKind.STATE))
+        return state + sum(self.buffers[view.buffer].size_bytes for _, view in self.outputs)
+
+    @cached_property
     def digest(self) -> str:
         """Content digest, referenced by costs and plans."""
         return digest(self)
