@@ -118,7 +118,8 @@ class BatchSearch:
         if not self.target.allows(self.option(best)):
             raise self._refusal(plans)
         if self.config.search is not QUICK:
-            full = self._plan(best.batch, best.microbatches, self.config)
+            search = replace(self.config.search, fewer_microbatches=())  # their number is chosen
+            full = self._plan(best.batch, best.microbatches, replace(self.config, search=search))
             best = max(best, full, key=lambda plan: self._merit(self.option(plan)))
         baselines = (*self.copies(batches), *self._coarse_options(NEAR if is_free else ()))
         return best, Comparison(best.policy, self.option(best), baselines, self.config.objective)
