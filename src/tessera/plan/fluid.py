@@ -26,14 +26,13 @@ import numpy as np
 from tessera.ir import MEMORY_SHARE, Cluster, Load, Role
 from tessera.kernels import PAGE
 from tessera.plan.arrays import Floats
+from tessera.plan.host import FETCH
 
 # Policies whose groups have one device each, and those with a lane over all devices.
 SINGLE, DATA_PARALLEL = "single", "data-parallel"
 PREFILL_DECODE, FRACTIONAL = "prefill-decode", "prefill-decode-fractional"
 DIVIDED = ("layer-pipeline", "attention-ffn", "kernel-level")
 POLICIES = (SINGLE, DATA_PARALLEL, PREFILL_DECODE, FRACTIONAL, *DIVIDED)
-# Baseline of a GPU beside its host.
-FETCH = "fetch all that does not fit"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from tessera.plan.arrays import Floats, Ints, Labels
 from tessera.plan.problem import Problem
 from tessera.plan.spread import even_order
 
+# Baseline of a GPU beside its host.
+FETCH = "fetch all that does not fit"
 # Share of the GPU's memory that is planned.
 FILL = 0.94
 # Scores within this ratio are equal.

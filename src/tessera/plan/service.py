@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from tessera.errors import DeviceMemoryError, PlanInfeasible
 from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Rival, ServicePlan
 from tessera.plan.comparison import Comparison, Option, times_text
-from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, FETCH, POLICIES, SINGLE, FluidModel, ServiceDraft
+from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, POLICIES, SINGLE, FluidModel, ServiceDraft
+from tessera.plan.host import FETCH
 from tessera.plan.search.objectives import IDLE_SHARE
 
 # Rates this close are equal; a gain over data-parallel this small is within the error of modelled costs.

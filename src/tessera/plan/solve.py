@@ -21,8 +21,7 @@ from tessera.errors import PlanInfeasible
 from tessera.plan.baselines import COARSE
 from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.constraints import Constraint, check_constraints, compiled_launches
-from tessera.plan.fluid import FETCH
-from tessera.plan.host import has_host, host_placements
+from tessera.plan.host import FETCH, has_host, host_placements
 from tessera.plan.problem import Cells, Mix, Problem, build, mix_of, partitions, restricted
 from tessera.plan.search import objectives
 from tessera.plan.search.judge import Judge
