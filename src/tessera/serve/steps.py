@@ -38,6 +38,8 @@ CAPACITY = 32_768
 MIN_ROWS, MAX_ROWS = 8, 256
 # Ratio of step sizes, and the smallest size on a CPU, where padding costs as much as tokens.
 RATIO, MIN_SIZE = 4, 8
+# The smallest size with packed weights, whose products cost more for more rows, on any device.
+PACKED_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ def served(
     smallest = smallest_step(place, spec)
     first = build(smallest)
     config: Any = getattr(first.module, "config", None)
+    if any(isinstance(weight, PackedWeight) for weight in first.module.parameters()):
+        min_size = min(min_size, PACKED_SIZE)
     sees = _sees(config, model)
     config = config.get_text_config()
     found = layout_of(first.module)

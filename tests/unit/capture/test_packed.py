@@ -65,6 +65,13 @@ def test_a_served_step_keeps_weights_packed(
     assert same_bits(workload.run(inputs, workload.make_state(0))["logits"], replayed.outputs["logits"])
 
 
+def test_a_packed_model_has_a_small_step_also_where_others_have_none(tmp_path: Path) -> None:
+    """A GPU reads plain weights as fast for 64 rows as for one."""
+    write_folder(tmp_path, "gptq")
+    found = served(str(tmp_path), ServeSpec(1, 64, 32, 128), min_size=64)
+    assert found.shape.sizes == (16, 64, 128)
+
+
 def test_weights_take_the_bytes_of_their_codes(tmp_path: Path) -> None:
     """Half a byte and its share of scales and zeros for each weight of a linear layer."""
     write_folder(tmp_path, "awq")
