@@ -231,14 +231,19 @@ def modelled(self: Any, unit: WorkUnit, model: ServedModel, advance: object) -> 
     return tuple(replace(found, devices=self.cluster.devices) for found in costs)
 
 
-def test_a_gpu_and_its_host_answer_as_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's worker gets what the CPU's has computed, and the other way round."""
+@pytest.mark.parametrize("is_fetching", [False, True])
+def test_a_gpu_and_its_host_answer_as_the_model_does(
+    is_fetching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's worker gets what the CPU's has computed, and the other way round; or it fetches weights."""
     monkeypatch.setattr(planning.HostBackend, "price", modelled)
     devices = cap_memory(parse_devices("cuda:0,cpu", lambda: (CARD,)), ["cuda:0=2.5MB"])
     spec = ServeSpec(microbatches=1, rows=2, capacity=32, max_batch_tokens=8, load=Load(8, 3), effort="quick")
-    made = planning.prepare("tiny-gpt-oss", make_cluster(devices, "pcie4"), spec)
-    plan = made.policies[0].plans[0]
-    placed = plan.lanes[0].placement.devices[-1]
+    cluster = make_cluster(devices, "pcie4")
+    gbps = 25.0 if is_fetching else 1e-3
+    cluster = replace(cluster, links=tuple(replace(link, fetch_gbps=gbps) for link in cluster.links))
+    made = planning.prepare("tiny-gpt-oss", cluster, spec)
+    placement = made.policies[0].plans[0].lanes[0].placement
     model = served("tiny-gpt-oss", spec)
     given = (model.shape, ByteText())
     with reference(model) as whole, Service(whole, policies_of(whole, model.shape), *given) as service:
@@ -247,7 +252,8 @@ def test_a_gpu_and_its_host_answer_as_the_model_does(monkeypatch: pytest.MonkeyP
         found = [told.what for told in wait_for(read_all(service, asks()))]
 
     assert "kernel-level" == made.policies[0].policy
-    assert {0, 1} == set(placed)
+    assert is_fetching == bool(placement.fetched)
+    assert is_fetching or {0, 1} == set(placement.devices[-1])
     assert right == found
 
 
