@@ -23,7 +23,7 @@ from tessera.serve.sampling import Pick
 from tessera.serve.text import Reader, StopWatch
 
 # Share of the time that readers get at most, since the engine needs the interpreter too; their longest pause.
-SHARE, LONGEST_S = 0.5, 0.1
+SHARE, LONGEST_S = 0.5, 0.05
 
 
 class AnswerBuffer:
