@@ -1,7 +1,8 @@
 """Divides products of a trace, so that a model larger than a device can be spread over several.
 
 A grouped product (experts) becomes parts with some experts each, and joins that take every row from its part:
-the values are those of the undivided product. A plain product becomes parts of its output columns, which are
+the values are those of the undivided product, but that 16-bit experts are kept by rows of outputs, which a
+library may round differently. A plain product becomes parts of its output columns, which are
 concatenated: the values are those of narrower products, which a library may round differently. Parts are
 joined from the last to the first, so that the last ones can be joined on another device and cross as one.
 Weights of a part are buffers of their own, named by their bytes in the undivided weight
