@@ -1,9 +1,8 @@
 """GpuBackend: builds, captures and prices steps on GPUs of this machine, one worker process each.
 
 Steps are captured from compiled code, in processes of their own where the model can be built without weights
-(`compiling`), else here. Launches are measured on real cards and parts of one, on a single device whole
-steps; on dilated devices they are modelled, and measured time is modelled time times a scale
-(`execute.cuda.pace`).
+(`compiling`), else here. Launches are measured on real cards and parts of one; on dilated
+devices they are modelled, and measured time is modelled time times a scale (`execute.cuda.pace`).
 
 Random weights of large built-in models are made on the GPU and differ from those of a CPU; workers of one
 card share them. GPUs beside their host are in `planning`. Not handled: real cards beside dilated ones.
@@ -26,10 +25,9 @@ from tessera.capture.record import PORTABLE
 from tessera.capture.workload import on_device
 from tessera.errors import CaptureError, TesseraError
 from tessera.execute import driver
-from tessera.execute.cuda.measure import measure, measure_steps, scale_of
+from tessera.execute.cuda.measure import measure, scale_of
 from tessera.execute.stepper import Tensors
-from tessera.ir import AWAY, Cluster, Cost, Costs, Plan, Source, Trace, WorkUnit
-from tessera.profile import works
+from tessera.ir import AWAY, Cluster, Costs, Plan, Trace, WorkUnit
 from tessera.profile.measured import combine
 from tessera.serve.compiling import CompileProcess
 from tessera.serve.pages import steady
@@ -40,8 +38,6 @@ from tessera.serve.steps import ServedModel, served, smallest_step, weight_bytes
 MAX_BATCH_TOKENS, MIN_SIZE = 2048, 64
 # Larger random weights are made on the GPU.
 LARGE_BYTES = 2 << 30
-# Relative error of a measured step.
-STEP_ERROR = 0.02
 PLACE = "--devices"
 
 
@@ -137,24 +133,12 @@ class GpuBackend:
     def price(self, unit: WorkUnit, model: ServedModel, advance: object) -> tuple[Costs, ...]:
         if any(device.is_dilated for device in self.cluster.devices):
             return tuple(combine(graph.trace, self.cluster.devices, {})[0] for graph in unit.graphs)
-        given = unit, self.cluster, model.weights(), Still(model.workloads), self.kernels
-        if len(self.cluster.devices) > 1:
-            return measure(*given)[0]
-        steps = zip(unit.graphs, measure_steps(*given), strict=True)
-        return tuple(shared_out(graph.trace, self.cluster, us) for graph, us in steps)
+        return measure(unit, self.cluster, model.weights(), Still(model.workloads), self.kernels)[0]
 
     def scale(self, plan: Plan, model: ServedModel) -> float:
         factor = scale_of(plan, model.weights(), Still(model.workloads), self.kernels).factor
         torch.cuda.empty_cache()  # frees memory of capture and measurement for workers
         return factor
-
-
-def shared_out(trace: Trace, cluster: Cluster, step_us: float) -> Costs:
-    """Costs on the only device: a step's time by the bytes that its launches touch."""
-    sizes = [1 + work.num_bytes for work in works(trace)]
-    each = (step_us * size / sum(sizes) for size in sizes)
-    costs = tuple((Cost(us, Source.MEASURED, STEP_ERROR, "share of a measured step"),) for us in each)
-    return Costs(trace.digest, cluster.devices, costs)
 
 
 def _room_bytes(cluster: Cluster) -> list[float]:

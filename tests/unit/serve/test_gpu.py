@@ -15,17 +15,16 @@ import cuda_stub
 from own_code import reference
 from serving_factory import GREEDY, Told, policies_of, random_ask, read, read_all, wait_for, wait_for_masks
 from steps_factory import Local, working
-from tessera.capture import build, record
 from tessera.errors import TesseraError
 from tessera.execute.cuda.graphs import ShareGraph
 from tessera.execute.cuda.worker import CudaWorker
 from tessera.execute.runs import Runs
-from tessera.ir import Cluster, Costs, DeviceKind, Load, Step, WorkUnit
-from tessera.profile import cap_memory, make_cluster, parse_devices, works
+from tessera.ir import Cluster, Costs, DeviceKind, Load, WorkUnit
+from tessera.profile import cap_memory, make_cluster, parse_devices
 from tessera.profile.devices import Card
 from tessera.profile.measured import combine
 from tessera.serve import planning
-from tessera.serve.gpu import check_gpus, shared_out
+from tessera.serve.gpu import check_gpus
 from tessera.serve.planning import Prepared
 from tessera.serve.records import Ask, Sampling, ServeSpec
 from tessera.serve.sequences import SequenceBatch
@@ -268,11 +267,3 @@ def test_sets_of_unlike_kinds_are_refused(text: str, said: str) -> None:
     """A card's own time, a modelled time and a CPU's do not mix."""
     with pytest.raises(TesseraError, match=said):
         check_gpus(make_devices(text))
-
-
-def test_the_costs_of_a_single_gpu_add_up_to_the_measured_step() -> None:
-    trace = record(build(Step("tiny-llama", "call", 1, 4)))
-    costs = shared_out(trace, make_devices("cuda:0"), 1000.0)
-    assert costs.total_us(0) == pytest.approx(1000.0)
-    largest = max(range(len(trace.launches)), key=lambda launch: costs.us(launch, 0))
-    assert works(trace)[largest].num_bytes == max(work.num_bytes for work in works(trace))

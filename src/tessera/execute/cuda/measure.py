@@ -157,14 +157,6 @@ def measure(
     return costs, times
 
 
-def measure_steps(
-    unit: WorkUnit, cluster: Cluster, weights: Tensors, request: Request, kernels: Kernels | None = None
-) -> list[float]:
-    """Microseconds of every step on the only device."""
-    with _opened(unit, cluster, weights, request, kernels, is_profiled=False) as (device,):
-        return [replay_us(device, step) for step in range(len(unit.graphs))]
-
-
 def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | None = None) -> TimeScale:
     """Time scale of a plan on dilated devices; 1 if none is dilated."""
     devices = plan.cluster.devices
@@ -215,36 +207,26 @@ def _timed(
 ) -> tuple[list[list[float]], list[list[float]], list[list[list[list[float]]]]]:
     """(step alone, step beside the others, samples of launches beside the others), each [device][step]."""
     devices, steps = range(len(cluster.devices)), range(len(unit.graphs))
-    given = unit, cluster, weights, request, kernels
-    with _opened(*given, is_profiled=False) as plain:
+
+    @contextmanager
+    def opened(is_profiled: bool) -> Iterator[list[UnitOnDevice]]:
+        units = [UnitOnDevice(unit, cluster, d, weights, kernels, is_profiled) for d in devices]
+        with ExitStack() as stack:
+            for one in units:
+                stack.enter_context(one).run(request)
+            yield units
+
+    with opened(is_profiled=False) as plain:
         alone = [[replay_us(plain[d], step, REPEATS) for step in steps] for d in devices]
         load = [CardLoad(plain, d, alone) for d in devices]
         whole = [
             [replay_us(plain[d], n, BESIDE, load[d]) if load[d].others else alone[d][n] for n in steps]
             for d in devices
         ]
-    with _opened(*given, is_profiled=True) as stamped:
+    with opened(is_profiled=True) as stamped:
         load = [CardLoad(stamped, d, alone) for d in devices]
         samples = [[_samples(stamped[d], step, load[d]) for step in steps] for d in devices]
     return alone, whole, samples
-
-
-@contextmanager
-def _opened(
-    unit: WorkUnit,
-    cluster: Cluster,
-    weights: Tensors,
-    request: Request,
-    kernels: Kernels | None,
-    is_profiled: bool,
-) -> Iterator[list[UnitOnDevice]]:
-    """The unit on every device, after one request."""
-    devices = range(len(cluster.devices))
-    units = [UnitOnDevice(unit, cluster, d, weights, kernels, is_profiled) for d in devices]
-    with ExitStack() as stack:
-        for one in units:
-            stack.enter_context(one).run(request)
-        yield units
 
 
 class CardLoad:
