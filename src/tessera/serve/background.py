@@ -108,8 +108,9 @@ def work(pipe: "Connection") -> None:
     os.nice(NICE)
     with pipe, suppress(OSError, EOFError):
         planner = pickle.loads(pipe.recv_bytes())
-        if planner.is_full:  # all threads of a CPU's worker wait for one that this process displaces
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        if planner.is_beside_host:  # all threads of a CPU's worker wait for one that this process displaces
+            with suppress(OSError):  # not allowed here
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         shared = shared_parts(planner)
         while True:
             method, policies, arguments = loads(pipe.recv_bytes(), shared)

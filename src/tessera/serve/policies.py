@@ -203,7 +203,7 @@ class ServicePlanner:
             replace(policy, load=load, expected=rehearse(policy, load, shape=self.shape))
             for policy in policies
         )
-        if not self.names or self.is_full:
+        if not self.names or self.is_beside_host:
             return before
         after = planner.plans(self.names)
         (was_within, rate), (is_within, new_rate) = max(map(_merit, before)), _merit(after[0])
@@ -211,8 +211,8 @@ class ServicePlanner:
         return after if is_better else before
 
     @property
-    def is_full(self) -> bool:
-        """A GPU beside its host has no room for the weights of a second placement."""
+    def is_beside_host(self) -> bool:
+        """True for GPUs beside their host: they have no room for the weights of a second placement."""
         return len({device.is_cpu for device in self.cluster.devices}) > 1
 
     def _costs_in(self, policies: tuple[ServicePlan, ...]) -> tuple[Costs, ...]:
@@ -225,7 +225,7 @@ class ServicePlanner:
 
     def better(self, old: ServicePlan) -> ServicePlan:
         old = replace(old, expected=rehearse(old, self.load, shape=self.shape))
-        if self.is_full:
+        if self.is_beside_host:
             return old
         new = self.best(old.policy)
         clients = 1 if old.policy == "latency" else None

@@ -142,7 +142,7 @@ def test_more_sequences_fit_in_the_same_memory(tmp_path: Path) -> None:
 
 
 def test_a_request_may_be_as_long_as_the_pages_allow() -> None:
-    """Of 64 pages, the layers with a window leave all but theirs to the others."""
+    """Layers with a window leave all of 64 pages but theirs to the others."""
     shape = Shape(1, 4, 10**6, (4, 8), PAGE * 65, 96, windows=(0, WINDOW))
 
     assert shape.max_tokens == PAGE * (64 - 3)
