@@ -247,6 +247,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.rerun("times single answers of a server on a machine that runs other tests")
 @pytest.mark.parametrize("name", HEAVY)
 def test_nobody_waits_for_a_heavy_body(server: Running, name: str) -> None:
     """It is refused or answered, and meanwhile others wait a small part of the time that it takes.
