@@ -43,10 +43,12 @@ def _grouped(weight: torch.Tensor, bits: int, groups: torch.Tensor) -> tuple[tor
     return codes, scales, zeros, (codes - zero).float() * wide
 
 
-def gptq(weight: torch.Tensor, bits: int = 4, ordered: bool = False) -> tuple[Parts, torch.Tensor]:
-    """As AutoGPTQ: eight codes of one output in a word, zeros less one."""
+def gptq(
+    weight: torch.Tensor, bits: int = 4, ordered: bool = False, group: int = GROUP
+) -> tuple[Parts, torch.Tensor]:
+    """As AutoGPTQ: eight codes of one output in a word, zeros less one; the last group may be smaller."""
     columns = weight.shape[1]
-    groups = torch.arange(columns) // GROUP
+    groups = torch.arange(columns) // group
     if ordered:
         groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
     codes, scales, zeros, numbers = _grouped(weight, bits, groups)
@@ -142,6 +144,11 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], tuple[Parts, t
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, gptq),
     "gptq-ordered": ({"quant_method": "gptq", "bits": 4, "desc_act": True}, lambda w: gptq(w, ordered=True)),
     "gptq-8": ({"quant_method": "gptq", "bits": 8, "group_size": GROUP}, lambda w: gptq(w, 8)),
+    "gptq-64": ({"quant_method": "gptq", "bits": 4, "group_size": 64}, lambda w: gptq(w, group=64)),
+    "gptq-64-ordered": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True},
+        lambda w: gptq(w, ordered=True, group=64),
+    ),
     "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
     "int4": (_compressed("pack-quantized", 4), pack_quantized),
     "int8": (_compressed("int-quantized", 8), int8_rows),

@@ -99,6 +99,19 @@ def test_weights_take_the_bytes_of_their_codes(tmp_path: Path) -> None:
         ({"quant_method": "awq", "version": "gemv"}, "AWQ gemv"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt NVFP4"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "compressed-tensors marlin-24"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "GPTQ marlin"),
+        (
+            {"quant_method": "compressed-tensors", "format": "int-quantized", "transform_config": {"a": {}}},
+            "compressed-tensors transformed",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "sparsity_config": {"format": "sparse-24-bitmask"},
+            },
+            "compressed-tensors sparse-24-bitmask",
+        ),
     ],
 )
 def test_a_format_that_is_not_handled_is_named(settings: dict[str, Any], name: str, tmp_path: Path) -> None:
@@ -121,3 +134,45 @@ def test_a_folder_that_lacks_scales_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(CaptureError, match=r"lack model.layers.1.mlp.up_proj.weight"):
         build(Step(str(tmp_path), "decode", 1, 8))
+
+
+@pytest.mark.parametrize(
+    ("method", "part", "change", "message"),
+    [
+        ("gptq", ".scales", lambda t: t[:, :48], r"shape \[48, 2\], where \[96, 2\] fits"),
+        ("gptq", ".scales", lambda t: t.int(), "scales of torch.int32"),
+        ("gptq", ".qzeros", lambda t: t[:1], r"shape \[96, 1\], where \[96, 2\] fits"),
+        ("gptq", ".g_idx", lambda t: t + 1000, "g_idx has no groups of 32 columns"),
+        ("gptq", ".g_idx", lambda t: (torch.arange(64) > 9).int(), "g_idx has no groups of 32 columns"),
+        ("gptq", ".g_idx", lambda t: t[:10], "g_idx has no groups of 32 columns"),
+        ("gptq", ".qweight", lambda t: t.float(), r"packed as \(8, 96\) of torch.float32"),
+        ("fp8-tensor", ".weight_scale", lambda t: torch.ones(3), r"shape \[3, 1\], where \[96, 1\] fits"),
+        ("fp8-rows", ".weight", lambda t: t.half(), "of torch.float16"),
+    ],
+)
+def test_parts_that_do_not_fit_one_another_are_named(
+    method: str, part: str, change: Any, message: str, tmp_path: Path
+) -> None:
+    """Nothing is multiplied by another column's scale."""
+    from safetensors.torch import load_file, save_file
+
+    write_folder(tmp_path, method)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj"
+    tensors[name + part] = change(tensors[name + part]).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(CaptureError, match=rf"{name}.weight .*{message}.*Download the model again"):
+        build(Step(str(tmp_path), "call", 1, 4))
+
+
+def test_scales_of_exponents_are_numbers(tmp_path: Path) -> None:
+    """GPU kernels read no 8-bit scales."""
+    from safetensors.torch import load_file, save_file
+
+    write_folder(tmp_path, "fp8-blocks")
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {n: t.to(torch.float8_e8m0fnu) if n.endswith("_inv") else t for n, t in tensors.items()}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    weights = build(Step(str(tmp_path), "call", 1, 4)).weights()
+
+    assert {torch.float32} == {t.dtype for n, t in weights.items() if n.endswith(".scales")}

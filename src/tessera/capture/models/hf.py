@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from tessera.capture.models import checkpoint
-from tessera.capture.models.packed import PACKINGS, Packing, packed_tensors, packing_of
+from tessera.capture.models.packed import PACKINGS, Packing, Unread, packed_tensors, packing_of
 from tessera.capture.workload import Workload
 from tessera.errors import CaptureError, UnknownName, extra_module
 from tessera.ir import Step
@@ -205,7 +205,12 @@ def _give_packed(
 ) -> checkpoint.Filled:
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
-    return give(packed_tensors(tensors, packing, dtype, shapes))
+    given = packed_tensors(tensors, packing, dtype, shapes)
+    try:
+        return give(given)
+    finally:
+        for error in (t.error for t in given.values() if isinstance(t, Unread) and t.error):
+            raise error
 
 
 def register_attention() -> None:

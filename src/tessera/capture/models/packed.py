@@ -28,7 +28,7 @@ import torch
 from torch.nn.functional import linear
 
 import tessera.kernels.packed  # noqa: F401 - registers the operators
-from tessera.capture.models.checkpoint import CONVERT, Tensors
+from tessera.capture.models.checkpoint import AGAIN, CONVERT, Tensors, first_line
 from tessera.errors import CaptureError
 from tessera.kernels.packing import MIDDLE, num_columns, pack_nibbles, unpack_nibbles
 
@@ -58,6 +58,8 @@ class Packing:
     is_offset: bool = False
     # Rows and columns that share a scale, where the shapes do not tell.
     block: tuple[int, int] = (128, 128)
+    # Columns of a group; the last may have fewer. 0: groups of one size.
+    group: int = 0
 
 
 def packing_of(folder: Path, settings: Mapping[str, Any]) -> Packing | None:
@@ -86,9 +88,11 @@ def _integer(config: Mapping[str, Any]) -> Packing:
     most = (4,) if method == "awq" else (4, 8)
     if bits not in most:
         raise _Unsupported(f"{method.upper()} {bits}-bit")
-    if method == "awq" and str(config.get("version", "gemm")).lower() != "gemm":
-        raise _Unsupported(f"AWQ {config['version']}")
-    return Packing(method, bits, method == "gptq" and config.get("checkpoint_format") != "gptq_v2")
+    layouts = ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
+    layout = str(config.get("version" if method == "awq" else "checkpoint_format") or layouts[0]).lower()
+    if layout not in layouts:
+        raise _Unsupported(f"{method.upper()} {layout}")
+    return Packing(method, bits, layout == "gptq", group=_group(config))
 
 
 def _float8(config: Mapping[str, Any]) -> Packing:
@@ -104,12 +108,26 @@ def _compressed(config: Mapping[str, Any]) -> Packing:
     weights = [g["weights"] for g in groups if isinstance(g.get("weights"), dict)]
     if kind not in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"):
         raise _Unsupported(f"compressed-tensors {kind or 'unnamed'}")
+    if config.get("transform_config"):
+        raise _Unsupported("compressed-tensors transformed")
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparse != "dense":
+        raise _Unsupported(f"compressed-tensors {sparse}")
     bits = {w.get("num_bits", 8) for w in weights}
     allowed = ({4}, {8}) if kind == "pack-quantized" else ({8},)
     if bits not in allowed:
         raise _Unsupported(f"compressed-tensors {kind} {'- and '.join(map(str, sorted(bits)))}-bit")
     block = next((w["block_structure"] for w in weights if w.get("block_structure")), None)
-    return Packing("pack" if kind == "pack-quantized" else "scaled", max(bits), block=_block(block))
+    sizes = {_group(w) for w in weights}
+    return Packing(
+        "pack" if kind == "pack-quantized" else "scaled", max(bits), block=_block(block),
+        group=sizes.pop() if len(sizes) == 1 else 0,
+    )  # fmt: skip
+
+
+def _group(config: Mapping[str, Any]) -> int:
+    size = config.get("group_size")
+    return size if isinstance(size, int) and size > 0 else 0
 
 
 def _block(sizes: Any) -> tuple[int, int]:
@@ -281,11 +299,18 @@ _CHANGES: dict[Any, Callable[..., Any]] = {
 class Unread:
     """A packed weight in its files: what transformers takes for a tensor, read when it is indexed."""
 
+    # transformers goes on after an error and names other tensors.
+    error: CaptureError | None = None
+
     def __init__(self, read: Callable[[], PackedWeight]) -> None:
         self._read = read
 
     def __getitem__(self, _: Any) -> PackedWeight:
-        return self._read()
+        try:
+            return self._read()
+        except CaptureError as error:
+            self.error = error
+            raise
 
     def get_dtype(self) -> str:
         return "F32"
@@ -298,7 +323,7 @@ def packed_tensors(
 
     `shapes`: the model's parameters; a weight of the exchanged shape is exchanged.
     """
-    suffix, renamed, beside, read = _READERS[packing.method]
+    suffix, renamed, beside, types, read = _READERS[packing.method]
     result = dict(tensors)
     for name in tensors:
         base = name.removesuffix(suffix)
@@ -307,9 +332,31 @@ def packed_tensors(
             for part in (name, *(base + key for key in parts)):
                 del result[part]
             target = base + renamed
-            given = partial(read, packing=packing, dtype=dtype)
+            given = partial(_checked, target, types, partial(read, packing=packing, dtype=dtype))
             result[target] = Unread(partial(_read, given, tensors[name], parts, shapes.get(target)))
     return result
+
+
+def _checked(
+    name: str, types: Sequence[torch.dtype], read: Callable[..., PackedWeight], weight: torch.Tensor,
+    parts: Mapping[str, torch.Tensor],
+) -> PackedWeight:  # fmt: skip
+    """A weight whose parts fit one another."""
+    if weight.dtype not in types or weight.dim() < 2:
+        raise CaptureError(f"{name} is packed as {tuple(weight.shape)} of {weight.dtype}", AGAIN)
+    try:
+        made = read(weight, parts)
+    except (RuntimeError, IndexError, ZeroDivisionError) as error:
+        raise CaptureError(f"{name} cannot be unpacked: {first_line(error)}", AGAIN) from error
+    rows = made.codes.shape[-2], num_columns(made.codes, made.code.format)
+    blocks = [*made.codes.shape[:-2], *(-(-n // b) for n, b in zip(rows, made.code.block, strict=True))]
+    for part in (made.scales, made.zeros):
+        if part is not None and list(part.shape) != blocks:
+            message = f"{name} has scales or zeros of shape {list(part.shape)}, where {blocks} fits"
+            raise CaptureError(message, AGAIN)
+    if made.scales.is_floating_point() != (made.code.format != "mxfp4"):
+        raise CaptureError(f"{name} has scales of {made.scales.dtype}", AGAIN)
+    return made
 
 
 def _read(
@@ -334,15 +381,19 @@ def _small(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _integers(
-    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, dtype: torch.dtype,
-    groups: torch.Tensor | None = None,
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, packing: Packing,
+    dtype: torch.dtype, groups: torch.Tensor | None = None,
 ) -> PackedWeight:  # fmt: skip
     """A weight of packed codes [N, bytes], scales [N, G] and unsigned zeros [N, G]."""
+    bits = packing.bits
     columns = codes.shape[1] * 8 // bits
-    size = columns // scales.shape[1]
+    size = _columns(columns, scales.shape[1], packing)
+    sorted_groups = torch.arange(columns) // size
     order = None
-    if groups is not None and not torch.equal(groups.long(), torch.arange(columns) // size):
+    if groups is not None and not torch.equal(groups.long(), sorted_groups):
         order = torch.argsort(groups, stable=True)
+        if not torch.equal(groups[order].long(), sorted_groups):
+            raise IndexError(f"g_idx has no groups of {size} columns")
         codes = _small(codes, bits)[:, order]
         codes = pack_nibbles(codes) if bits == 4 else codes
     if bits == 8:  # unsigned to signed
@@ -357,13 +408,19 @@ def _integers(
     )
 
 
+def _columns(columns: int, groups: int, packing: Packing) -> int:
+    """Columns of a group."""
+    is_told = packing.group and -(-columns // packing.group) == groups
+    return packing.group if is_told else columns // groups
+
+
 def _gptq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
     zeros = None
     if ".qzeros" in parts:
         zeros = _small(_bytes(parts[".qzeros"]), packing.bits).t()
         zeros = (zeros + packing.is_offset) & ((1 << packing.bits) - 1)
     codes = _bytes(weight.t())
-    return _integers(codes, parts[".scales"].t(), zeros, packing.bits, dtype, parts.get(".g_idx"))
+    return _integers(codes, parts[".scales"].t(), zeros, packing, dtype, parts.get(".g_idx"))
 
 
 def _awq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
@@ -374,7 +431,7 @@ def _awq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dt
         return eights[..., columns].flatten(1).t()
 
     zeros = unpacked(parts[".qzeros"]) if ".qzeros" in parts else None
-    return _integers(pack_nibbles(unpacked(weight).contiguous()), parts[".scales"].t(), zeros, 4, dtype)
+    return _integers(pack_nibbles(unpacked(weight).contiguous()), parts[".scales"].t(), zeros, packing, dtype)
 
 
 def _pack(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
@@ -383,12 +440,13 @@ def _pack(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.d
         zeros = _small(_bytes(zeros.t()), packing.bits).t()[: len(codes)]
     elif zeros is not None:
         zeros = (zeros.to(torch.int16) + (1 << (packing.bits - 1))).to(torch.uint8)
-    return _integers(codes, parts["_scale"], zeros, packing.bits, dtype, parts.get("_g_idx"))
+    return _integers(codes, parts["_scale"], zeros, packing, dtype, parts.get("_g_idx"))
 
 
 def _scaled(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
     """8-bit numbers with a scale per tensor, row, group or block."""
     scales, zeros = parts.get("_scale_inv", parts.get("_scale")), parts.get("_zero_point")
+    scales = scales.float() if scales.dtype is torch.float8_e8m0fnu else scales
     rows, columns = weight.shape[-2:]
     blocks = tuple(-(-n // b) for n, b in zip((rows, columns), packing.block, strict=True))
     if scales.numel() == weight[..., 0, 0].numel():  # one for all
@@ -396,7 +454,7 @@ def _scaled(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch
         zeros = None if zeros is None else zeros.reshape(scales[..., :1, :].shape).expand(scales.shape)
     elif scales.dim() < weight.dim():
         scales = scales[..., None]
-    block = (1, columns // scales.shape[-1])
+    block = (1, _columns(columns, scales.shape[-1], packing))
     if tuple(scales.shape[-2:]) == blocks and scales.shape[-2] != rows:
         block = packing.block
     if zeros is not None:
@@ -412,11 +470,13 @@ def _mxfp4(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.
     )
 
 
-# Method -> suffix of packed weights, that of the weight, suffixes beside it, and how to read them.
-_READERS: dict[str, tuple[str, str, tuple[str, ...], Callable[..., PackedWeight]]] = {
-    "gptq": (".qweight", ".weight", (".scales", ".qzeros", ".g_idx"), _gptq),
-    "awq": (".qweight", ".weight", (".scales", ".qzeros"), _awq),
-    "pack": ("_packed", "", ("_scale", "_zero_point", "_g_idx", "_shape"), _pack),
-    "scaled": ("", "", ("_scale_inv", "_scale", "_zero_point"), _scaled),
-    "mxfp4": ("_blocks", "", ("_scales",), _mxfp4),
+_WORDS = (torch.int32,)
+_BYTES = (torch.int8, torch.float8_e4m3fn)
+# Method -> suffix of packed weights, that of the weight, suffixes beside it, their types, how to read them.
+_READERS: dict[str, tuple[str, str, tuple[str, ...], Sequence[torch.dtype], Callable[..., PackedWeight]]] = {
+    "gptq": (".qweight", ".weight", (".scales", ".qzeros", ".g_idx"), _WORDS, _gptq),
+    "awq": (".qweight", ".weight", (".scales", ".qzeros"), _WORDS, _awq),
+    "pack": ("_packed", "", ("_scale", "_zero_point", "_g_idx", "_shape"), _WORDS, _pack),
+    "scaled": ("", "", ("_scale_inv", "_scale", "_zero_point"), _BYTES, _scaled),
+    "mxfp4": ("_blocks", "", ("_scales",), (torch.uint8,), _mxfp4),
 }
