@@ -2,7 +2,7 @@
 
 Whole requests are planned as a service and rehearsed. Steps alone (prefills, decodes, denoising) and requests
 of models with state by row are planned at their best batch. Of these, the single placement is the published
-mixed-integer program (HiGHS, with a time limit), the latency policy the placement of the shortest makespan;
+mixed-integer program (HiGHS, with bounded work), the latency policy the placement of the shortest makespan;
 both are made at the points where the plan and the best coarse policy of one batch are, and judged as all
 others are, within the same memory and the same limit of time.
 """
@@ -21,6 +21,7 @@ from tessera.flow import LoadSteps, choose_launches, plan_steps, price
 from tessera.ir import Cluster, Costs, Objective
 from tessera.plan import Comparison, Option, PlanConfig, search_config
 from tessera.plan.batches import ROUNDS
+from tessera.plan.pricing.milp import GAP
 from tessera.plan.problem import Mix, build
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.planners import PLANNERS, single_placement
@@ -76,10 +77,9 @@ def _steps(library: Library, case: Case) -> Outcome:
     policies = _policies(case.load, found)
     others = _Others(case, found, steps, cluster)
     note, busy = "", None
-    if effort.milp_s is not None:
-        limit_s = effort.milp_s
-        note = f"at most {limit_s:g} s for each batch and number of microbatches around its best"
-        placed = others.best(lambda task: single_placement(task, limit_s))
+    if effort.has_single:
+        note = f"gap of {GAP:.1%} or bounded work, for each batch and number of microbatches around its best"
+        placed = others.best(single_placement)
         if placed is not None:
             policies["single-placement"], busy = placed
     if effort.has_latency:

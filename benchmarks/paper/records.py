@@ -139,19 +139,17 @@ class Effort:
     batches: tuple[int, ...] = BATCHES
     # Search of a service: full or quick.
     search: str = "full"
-    # Seconds for the mixed-integer program of the single placement; None: it is left out.
-    milp_s: float | None = None
+    # The single placement by a mixed-integer program.
+    has_single: bool = False
     # The latency policy, which takes several times as long to plan as all others together.
     has_latency: bool = False
 
     def joined(self, other: "Effort") -> "Effort":
         """What satisfies both."""
-        limits = [x for x in (self.milp_s, other.milp_s) if x is not None]
         closer = max(self, other, key=lambda x: len(x.batches))
         search = "full" if "full" in (self.search, other.search) else "quick"
-        return Effort(
-            closer.batches, search, max(limits, default=None), self.has_latency or other.has_latency
-        )
+        has_single, has_latency = self.has_single or other.has_single, self.has_latency or other.has_latency
+        return Effort(closer.batches, search, has_single, has_latency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +203,7 @@ class Outcome:
     bound_per_s: float | None
     # Which policy the chosen plan is.
     chosen: str
-    # Whether the mixed-integer program was solved to its end.
+    # How far the mixed-integer program was solved.
     single_placement_note: str
     # Its rate by busy time, which needs enough requests in flight to be reached.
     single_placement_busy_per_s: float | None

@@ -75,7 +75,7 @@ def quick_cases(loads: Sequence[Load], pairs: Sequence[Pair]) -> tuple[Case, ...
         turned = [pairs[(number + at) % len(pairs)] for at in range(2 if number == 0 else 1)]
         for pair in dict.fromkeys(turned):
             is_first = (load, pair) == (loads[0], pairs[0])
-            effort = replace(COARSELY, milp_s=3.0 if is_first else 1.0, has_latency=is_first)
+            effort = replace(COARSELY, has_single=True, has_latency=is_first)
             made.append(Case(load, pair, Wire.preset("pcie4"), effort))
     return tuple(made)
 

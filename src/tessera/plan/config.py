@@ -33,10 +33,6 @@ class SearchConfig:
     memory_factors: tuple[float, ...] = (1.0, 1.25, 1.6, 2.5)
     # Up to this many choices (nodes x devices) a MILP finds the best single placement.
     few_choices: int = 32
-    few_limit_s: float = 1.0
-    # MILP time limits: single-placement, and the proof that nothing fits.
-    single_limit_s: float = 60.0
-    shortage_limit_s: float = 20.0
 
     # Pricing. Entries of one table in `elimination`: 128 KB fit in cache; exact for transformers on four
     # devices.

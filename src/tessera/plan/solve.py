@@ -31,9 +31,8 @@ from tessera.plan.spread import Spread
 
 # The planner of one placement kernel by kernel, and of one whose devices alternate; see `spread`.
 SINGLE_PLACEMENT, INTERLEAVED = "single-placement", "attention-ffn"
-# Policies of services whose planner has another name, and seconds of the search for one placement.
+# Policies of services whose planner has another name.
 SERVED_PLANNERS = {"kernel-level": SINGLE_PLACEMENT}
-PLACE_S = 3.0
 # Least gain of fetched weights; less is within the error of costs.
 FETCH_GAIN = 1.03
 # Requests in flight that the chosen plan is also simulated with.
@@ -144,7 +143,6 @@ def place(
     """
     problem = build(unit, costs, cluster, memory_share=memory_share or 1.0)
     planner = SERVED_PLANNERS.get(policy, policy)
-    config = replace(config, single_limit_s=PLACE_S)
     if planner == FETCH and not has_host(problem):
         raise PlanInfeasible("weights are fetched to one GPU beside CPUs only")
     if planner in (SINGLE_PLACEMENT, FETCH) and has_host(problem):

@@ -12,9 +12,6 @@ from benchmarks.paper.__main__ import app, shared_folder
 from benchmarks.paper.records import Effort
 
 from tessera.cli import run_app
-from tessera.plan.problem import Mix
-from tessera.plan.search.planners import single_placement
-from tessera.plan.search.task import Task
 
 TINY = ("--quick", "--models", "tiny-llama", "--jobs", "1")
 
@@ -24,11 +21,6 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "paper-cache"))
 
 
-def in_short(task: Task, limit_s: float) -> tuple[Mix, ...] | None:
-    """The single placement that a fifth of a second finds."""
-    return single_placement(task, 0.2)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """Two figures, by a command each, into one folder; the document of the second."""
@@ -36,7 +28,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "paper-cache"))
         patch.setattr("benchmarks.paper.scale.COARSELY", Effort((8,), "quick"))
-        patch.setattr("benchmarks.paper.compare.single_placement", in_short)
         for name in ("heterogeneity", "throughput"):
             words = [*TINY, "--pairs", "a100+l40s", "--only", name, "--json", "-o", str(folder)]
             with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -13,7 +13,7 @@ from benchmarks.paper.summary import summary
 TINY = Load("tiny-llama", 32, 8)
 PAIR = ("a100", "l40s")
 SMALL = Effort((8, 32), "quick")
-CASE = Case(TINY, PAIR, Wire.preset("pcie4"), replace(SMALL, milp_s=1.0, has_latency=True))
+CASE = Case(TINY, PAIR, Wire.preset("pcie4"), replace(SMALL, has_single=True, has_latency=True))
 
 
 @pytest.fixture(scope="module")

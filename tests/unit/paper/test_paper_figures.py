@@ -80,12 +80,12 @@ def test_a_verdict_names_who_is_best(
 
 def test_a_case_that_two_figures_want_is_worked_out_once_with_the_larger_effort() -> None:
     """The figure that wants more decides."""
-    more = replace(PAIR, effort=Effort((8,), "quick", 2.0, True))
+    more = replace(PAIR, effort=Effort((8,), "quick", True, True))
 
     (task,) = ordered([PAIR, more, PAIR])
 
     assert isinstance(task, Case)
-    assert replace(PAIR.effort, milp_s=2.0, has_latency=True) == task.effort
+    assert replace(PAIR.effort, has_single=True, has_latency=True) == task.effort
 
 
 def test_costs_from_several_sources_are_named_with_their_shares() -> None:

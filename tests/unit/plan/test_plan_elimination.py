@@ -8,7 +8,7 @@ import pytest
 from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit, random_case
 from tessera import ir
 from tessera.plan import PlanConfig, solve
-from tessera.plan.config import FULL, SearchConfig
+from tessera.plan.config import SearchConfig
 from tessera.plan.pricing.milp import best_placement
 from tessera.plan.pricing.pricer import PricedChoices, Pricer, Prices
 from tessera.plan.problem import Problem, build, kinds_of
@@ -101,7 +101,7 @@ def test_a_mix_is_never_below_the_best_single_placement(seed: int) -> None:
     """The mixed-integer program's placement is one column of many."""
     case = random_case(seed, num=5, devices=2)
     problem = build(*case)
-    found = best_placement(problem, FULL.single_limit_s)
+    found = best_placement(problem)
     assert found is not None
     period = min(
         float(problem.column(np.array(x)).busy_us.max()) for x in product(range(2), repeat=problem.num_nodes)

@@ -6,7 +6,8 @@
 
 `best_placement` minimises T, the busy time of the bottleneck per request, within memory: the published
 program, for comparison and small problems. `roomiest` minimises the fullest device's shortage; above zero it
-proves that nothing fits. Temporaries are not counted. HiGHS has a time limit and returns its best.
+proves that nothing fits. Temporaries are not counted. HiGHS returns its best at a small gap or after so much
+work, counted in matrix entries and nodes, never by time: a slow machine finds the same placement.
 
 Shortage messages follow from sums or from `roomiest`.
 """
@@ -20,14 +21,16 @@ from tessera.plan.arrays import Floats, Holdings, Ints, Labels
 from tessera.plan.problem import Column, Problem
 
 GB = 1e9
+# Relative gap that ends a search, below the error of costs; entries times nodes that end it; and entries of
+# the largest program that is tried, whose first node takes a minute.
+GAP = 1e-3
+MAX_WORK, MAX_ENTRIES = 1_000_000, 100_000
 
 Entries = tuple[Ints, Ints, Floats]
 
 
-def best_placement(
-    problem: Problem, time_limit_s: float, microbatches: int = 1
-) -> tuple[Column, float] | None:
-    """(placement, lower bound of the period in microseconds) within memory; None if time ran out."""
+def best_placement(problem: Problem, microbatches: int = 1) -> tuple[Column, float] | None:
+    """(placement, lower bound of the period in microseconds) within memory; None if none was found."""
     nodes, num = problem.num_nodes, problem.num_devices
     if num == 1:
         only = problem.alone(0)
@@ -52,15 +55,14 @@ def best_placement(
         ],
         Bounds(0.0, upper),
         num_x,
-        time_limit_s,
     )
-    if found.x is None:
+    if found is None or found.x is None:
         return None
     labels = found.x[:num_x].reshape(nodes, num).argmax(axis=1).astype(np.int64)
     return problem.column(labels), float(found.mip_dual_bound or 0.0) * scale
 
 
-def roomiest(problem: Problem, time_limit_s: float) -> tuple[Column, float]:
+def roomiest(problem: Problem) -> tuple[Column, float]:
     """(placement with the least shortage for one request, proved minimum shortage).
 
     In bytes of the fullest device, without temporaries; negative: free.
@@ -80,18 +82,20 @@ def roomiest(problem: Problem, time_limit_s: float) -> tuple[Column, float]:
         upper[:num_x] = problem.allowed[nodes].ravel()
     rows = _within_memory(problem, held, at, num_x, size, slack=size - 1)
     bounds = Bounds(lower, upper)
-    found = _solved(_placed(len(nodes), num, size), rows, bounds, num_x, time_limit_s)
-    if found.x is not None:
+    found = _solved(_placed(len(nodes), num, size), rows, bounds, num_x)
+    if found is not None and found.x is not None:
         labels[nodes] = found.x[:num_x].reshape(-1, num).argmax(axis=1)
-    least = -np.inf if found.mip_dual_bound is None else float(found.mip_dual_bound)
+    least = -np.inf if found is None or found.mip_dual_bound is None else float(found.mip_dual_bound)
     return problem.column(labels), least * float(problem.memory_bytes.max())
 
 
 def _solved(
-    placed: coo_array, rows: list[LinearConstraint], bounds: Bounds, num_x: int, time_limit_s: float
-) -> OptimizeResult:
-    """Minimise the last variable."""
-    size = placed.shape[1]
+    placed: coo_array, rows: list[LinearConstraint], bounds: Bounds, num_x: int
+) -> OptimizeResult | None:
+    """Minimise the last variable; None for a program that is too large."""
+    size, entries = placed.shape[1], placed.nnz + sum(row.A.nnz for row in rows)
+    if entries > MAX_ENTRIES:
+        return None
     goal = np.zeros(size)
     goal[-1] = 1.0
     return milp(
@@ -99,7 +103,7 @@ def _solved(
         integrality=np.concatenate([np.ones(num_x), np.zeros(size - num_x)]),
         bounds=bounds,
         constraints=[LinearConstraint(placed, 1.0, 1.0), *rows],
-        options={"time_limit": time_limit_s, "mip_rel_gap": 1e-4},
+        options={"node_limit": MAX_WORK // entries, "mip_rel_gap": GAP},
     )
 
 

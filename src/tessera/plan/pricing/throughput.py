@@ -179,13 +179,13 @@ def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True, least_microba
     for microbatches in range(pool.microbatches, min(least_microbatches, pool.microbatches) - 1, -1):
         pool.add(pool.fitting(microbatches))
         if microbatches in (1, pool.microbatches) and is_few:
-            best = milp.best_placement(prob, pool.config.few_limit_s, microbatches)
+            best = milp.best_placement(prob, microbatches)
             _ = best is not None and pool.add(best[0])
     if not pool.columns:
         milp.check_total(prob)
         if not is_proved:
             raise PlanInfeasible("no placement was found that fits")
-        found, least_bytes = milp.roomiest(prob, pool.config.shortage_limit_s)
+        found, least_bytes = milp.roomiest(prob)
         if not pool.add(found):
             raise milp.shortage(prob, found, least_bytes)
 

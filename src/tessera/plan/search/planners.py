@@ -20,12 +20,11 @@ from tessera.plan.search.task import Task
 Planner = Callable[[Task], tuple[Mix, ...] | None]
 
 
-def single_placement(task: Task, time_limit_s: float | None = None) -> tuple[Mix, ...] | None:
-    limit_s = task.config.single_limit_s if time_limit_s is None else time_limit_s
+def single_placement(task: Task) -> tuple[Mix, ...] | None:
     columns = [m.columns[0] for m in task.coarse_mixes if len(m.columns) == 1]
     from tessera.plan.pricing import milp  # slow to import
 
-    solved = milp.best_placement(task.problem, limit_s, task.microbatches)
+    solved = milp.best_placement(task.problem, task.microbatches)
     columns += [] if solved is None else [solved[0]]
     mixes = [mix for c in columns if (mix := task.pool.held_by((c,))) is not None]
     return (max(mixes, key=lambda m: m.rate_per_s),) if mixes else None
