@@ -132,7 +132,7 @@ def milp() -> Iterator[Figures]:
             case = make_case(spec)
             plan, row = by_busy_time(case)
             start = time.perf_counter()
-            found = best_placement(build(*case), FULL.single_limit_s)
+            found = best_placement(build(*case))
             seconds = time.perf_counter() - start
             rate = 1e6 / float(found[0].busy_us.max()) if found else None
             yield (

@@ -27,6 +27,8 @@ GAP = 1e-3
 MAX_WORK, MAX_ENTRIES = 1_000_000, 100_000
 
 Entries = tuple[Ints, Ints, Floats]
+# Rows and their upper limits.
+Limited = tuple[coo_array, float | Floats]
 
 
 def best_placement(problem: Problem, microbatches: int = 1) -> tuple[Column, float] | None:
@@ -49,8 +51,8 @@ def best_placement(problem: Problem, microbatches: int = 1) -> tuple[Column, flo
     found = _solved(
         _placed(nodes, num, size),
         [
-            LinearConstraint(crossing, -np.inf, 1.0),
-            LinearConstraint(busy, -np.inf, 0.0),
+            (crossing, 1.0),
+            (busy, 0.0),
             *_within_memory(problem, held, held.pin_node, num_x + num_w, size),
         ],
         Bounds(0.0, upper),
@@ -89,11 +91,9 @@ def roomiest(problem: Problem) -> tuple[Column, float]:
     return problem.column(labels), least * float(problem.memory_bytes.max())
 
 
-def _solved(
-    placed: coo_array, rows: list[LinearConstraint], bounds: Bounds, num_x: int
-) -> OptimizeResult | None:
+def _solved(placed: coo_array, rows: list[Limited], bounds: Bounds, num_x: int) -> OptimizeResult | None:
     """Minimise the last variable; None for a program that is too large."""
-    size, entries = placed.shape[1], placed.nnz + sum(row.A.nnz for row in rows)
+    size, entries = placed.shape[1], placed.nnz + sum(matrix.nnz for matrix, _ in rows)
     if entries > MAX_ENTRIES:
         return None
     goal = np.zeros(size)
@@ -102,7 +102,10 @@ def _solved(
         goal,
         integrality=np.concatenate([np.ones(num_x), np.zeros(size - num_x)]),
         bounds=bounds,
-        constraints=[LinearConstraint(placed, 1.0, 1.0), *rows],
+        constraints=[
+            LinearConstraint(placed, 1.0, 1.0),
+            *(LinearConstraint(matrix, -np.inf, upper) for matrix, upper in rows),
+        ],
         options={"node_limit": MAX_WORK // entries, "mip_rel_gap": GAP},
     )
 
@@ -121,7 +124,7 @@ def _placed(nodes: int, num: int, size: int) -> coo_array:
 
 def _within_memory(
     problem: Problem, held: Holdings, node_of: Ints, first: int, size: int, slack: int | None = None
-) -> list[LinearConstraint]:
+) -> list[Limited]:
     """Rows: devices hold what their nodes read (variables from `first`), within memory and slack."""
     num, items = problem.num_devices, len(held.num_bytes)
     if not items:
@@ -139,8 +142,8 @@ def _within_memory(
     if slack is not None:
         full.append((np.arange(num), np.full(num, slack), -np.ones(num)))
     return [
-        LinearConstraint(_rows(reads, len(row), size), -np.inf, 0.0),
-        LinearConstraint(_rows(full, num, size), -np.inf, problem.memory_bytes / unit),
+        (_rows(reads, len(row), size), 0.0),
+        (_rows(full, num, size), problem.memory_bytes / unit),
     ]
 
 
