@@ -10,8 +10,10 @@ and padding of matrix products by trial are off.
 """
 
 import contextlib
+import json
 import unittest.mock
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,23 +24,7 @@ from tessera.capture.fake import ensure_cuda_guard
 from tessera.errors import extra_module
 
 # Device properties of the simulated GPU.
-PROPERTIES = SimpleNamespace(
-    name="fake",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    warp_size=32,
-    total_memory=80 << 30,
-    shared_memory_per_block=48 << 10,
-    shared_memory_per_block_optin=227 << 10,
-    shared_memory_per_multiprocessor=228 << 10,
-    L2_cache_size=50 << 20,
-    gcnArchName="",
-    is_integrated=False,
-)
+PROPERTIES = SimpleNamespace(**json.loads(files("tessera.capture").joinpath("h100.json").read_bytes()))
 
 
 def properties_of(ordinal: int) -> SimpleNamespace:

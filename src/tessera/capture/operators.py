@@ -15,13 +15,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from tessera.capture.blocks import raw
 from tessera.errors import CaptureError
@@ -144,10 +145,6 @@ def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) 
     return tuple(accesses.values())
 
 
-def is_wrapper(tensor: Any) -> bool:
-    return is_traceable_wrapper_subclass(tensor)
-
-
 def has_wrappers(types: Any) -> bool:
     """True if an operator must be left to a wrapper class among its arguments."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
@@ -212,7 +209,8 @@ def insisting() -> Iterator[None]:
             raise _said.error from error
         if isinstance(error, NotImplementedError) and _HIGHER in str(error):
             name = str(error).partition(_HIGHER)[2].split()[0]
-            place = _line_of(error.__traceback__)
+            lines = list(_program_lines(walk_tb(error.__traceback__)))
+            place = lines[-1] if lines else ""
             raise CaptureError(f"{name} is an operator over functions", _BRANCHES, place) from error
         raise
     finally:
@@ -220,30 +218,20 @@ def insisting() -> Iterator[None]:
 
 
 def refuse_read(what: str) -> NoReturn:
-    if any(f"{_TORCH}optim{os.sep}" in filename for filename, _ in _frames()):
+    if any(f"{_TORCH}optim{os.sep}" in f.f_code.co_filename for f, _ in walk_stack(sys._getframe())):
         fail("the optimiser reads its step count or rate on the host", _ON_DEVICE)
     fail(f"{what} reads a tensor's value on the host", f"{BATCHED}, or pass the value as a plain number.")
 
 
 def program_line() -> str:
     """file:line of the program's innermost running line, or ""."""
-    return next((f"{name}:{line}" for name, line in _frames() if is_program(name)), "")
+    return next(_program_lines(walk_stack(sys._getframe())), "")
 
 
-def _line_of(traceback: TracebackType | None) -> str:
-    found = ""
-    while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        found = f"{name}:{traceback.tb_lineno}" if is_program(name) else found
-        traceback = traceback.tb_next
-    return found
-
-
-def _frames() -> Iterator[tuple[str, int]]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
+def _program_lines(frames: Iterator[tuple[FrameType, int]]) -> Iterator[str]:
+    for frame, line in frames:
+        if is_program(frame.f_code.co_filename):
+            yield f"{frame.f_code.co_filename}:{line}"
 
 
 @functools.cache
@@ -275,9 +263,9 @@ def check_operator(
             f"{func} changes its running statistics, which its schema does not say",
             "Call the model's eval() first.",
         )
-    if _answers_the_host(func) and _any_varies((args, kwargs), varies):
+    if _answers_the_host(func) and any(map(varies, leaves((args, kwargs)))):
         refuse_read(str(func))
-    if _sizes_by_value(func) and _any_varies(_deciding(func, args, kwargs), varies):
+    if _sizes_by_value(func) and any(map(varies, leaves(_deciding(func, args, kwargs)))):
         fail(f"{func} gives a result whose shape depends on values", _SIZED)
 
 
@@ -291,10 +279,14 @@ def _deciding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return deciders if name in DECIDERS else (args, kwargs)
 
 
-def _any_varies(value: Any, varies: Callable[[Any], bool]) -> bool:
-    if isinstance(value, tuple | list):
-        return any(_any_varies(item, varies) for item in value)
-    return _any_varies(list(value.values()), varies) if isinstance(value, dict) else varies(value)
+def leaves(value: Any) -> Iterator[Any]:
+    """Items of nested lists, tuples and dicts."""
+    items = value.values() if isinstance(value, dict) else value
+    if isinstance(value, tuple | list | dict):
+        for item in items:
+            yield from leaves(item)
+    else:
+        yield value
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch.utils import dlpack
@@ -52,8 +53,8 @@ _TO_DLPACK = dlpack.to_dlpack  # type: ignore[attr-defined]
 @contextmanager
 def traced() -> Iterator[None]:
     module = sys.modules.get(IMPORTS)
-    answer, checks = getattr(module, ANSWER, None), os.environ.get(NO_CHECKS)
-    if module is None or answer is None:
+    checks = os.environ.get(NO_CHECKS)
+    if not hasattr(module, ANSWER):
         yield
         return
     thread = threading.get_ident()
@@ -62,18 +63,13 @@ def traced() -> Iterator[None]:
     def write(tensor: torch.Tensor, how: str) -> str:
         return "tensor" if threading.get_ident() == thread else written(tensor, how)
 
-    setattr(module, ANSWER, lambda: True)
-    torch.Tensor.__format__ = write  # type: ignore[method-assign]
     os.environ[NO_CHECKS] = "1"
     try:
-        yield
+        with patch.object(module, ANSWER, lambda: True), patch.object(torch.Tensor, "__format__", write):
+            yield
     finally:
-        setattr(module, ANSWER, answer)
-        torch.Tensor.__format__ = written  # type: ignore[method-assign]
-        if checks is None:
-            del os.environ[NO_CHECKS]
-        else:
-            os.environ[NO_CHECKS] = checks
+        os.environ.pop(NO_CHECKS)
+        os.environ.update({} if checks is None else {NO_CHECKS: checks})
 
 
 Varies = Callable[[Any], bool]

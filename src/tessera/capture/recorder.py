@@ -47,6 +47,7 @@ from tessera.capture.operators import (
     fail,
     has_wrappers,
     insisting,
+    leaves,
     program_line,
     split,
     symbol_of,
@@ -436,14 +437,10 @@ class Recorder(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        check_tensor(value)
-        return [value]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in _tensors(item)]
-    if isinstance(value, tuple | list):
-        return [t for item in value for t in _tensors(item)]
-    return []
+    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    for tensor in tensors:
+        check_tensor(tensor)
+    return tensors
 
 
 class Watch(Recorder):

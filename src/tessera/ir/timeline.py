@@ -108,10 +108,6 @@ class Arrivals:
         span = self.times_s[-1] - self.times_s[0]
         return (len(self.times_s) - 1) / span if span else float("inf")
 
-    @property
-    def longest_gap_s(self) -> float:
-        return max((b - a for a, b in pairwise(self.times_s)), default=0.0)
-
 
 class DecisionKind(StrEnum):
     SWITCH = "switch"  # another policy

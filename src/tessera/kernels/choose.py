@@ -33,19 +33,17 @@ import numpy.typing as npt
 import torch
 
 from tessera.kernels.choice import INPUTS, MAX_TOP, OUT_OF_REACH, SMALL_DRAW, Number, Setting
+from tessera.kernels.register import register
 
 # Rounds of Philox.
 PHILOX_ROUNDS = 10
 _WORD = 0xFFFFFFFF
-
-torch.library.define(
-    "tessera::choose",
+SCHEMA = (
     "(Tensor logits, Tensor last, Tensor settings, Tensor numbers, Tensor edits, Tensor masks) "
-    "-> (Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor)"
 )
 
 
-@torch.library.register_fake("tessera::choose")  # type: ignore[untyped-decorator]
 def results(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = logits.shape[0]
     return (
@@ -55,14 +53,6 @@ def results(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tenso
     )
 
 
-@torch.library.impl("tessera::choose", "cuda")
-def _on_cuda(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from tessera.kernels.choose_triton import choose_on_gpu
-
-    return choose_on_gpu(*given, *results(given[0]))
-
-
-@torch.library.impl("tessera::choose", "cpu")
 def _on_cpu(
     logits: torch.Tensor,
     last: torch.Tensor,
@@ -199,6 +189,9 @@ def philox(counter: torch.Tensor, position: torch.Tensor, seed: torch.Tensor) ->
         c = ((first >> 32) & _WORD) ^ d ^ ((high + turn * 0xBB67AE85) & _WORD)
         b, d = second & _WORD, first & _WORD
     return np.stack([a, b, c, d])
+
+
+register("choose", SCHEMA, results, _on_cpu, "tessera.kernels.choose_triton")
 
 
 def choose(logits: torch.Tensor, last: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, ...]:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from tessera.kernels.choice import MAX_TOP, OUT_OF_REACH, SMALL_DRAW, Number, Setting
+from tessera.kernels.choose import results
 
 _MAX_BLOCK, _MAX_WARPS = 4096, 16
 # Programs that keep a large card busy: rows are divided into segments up to this number.
@@ -43,20 +44,17 @@ _SEED, _POSITION, _TOP_K, _BEGIN, _END, _MASK, _COUNTS_LAST, _FORCED, _NUM_TOP =
 _MAX_TOP, _TOP_PAD = tl.constexpr(MAX_TOP), tl.constexpr(32)
 
 
-def choose_on_gpu(
+def choose(
     logits: torch.Tensor,
     last: torch.Tensor,
     settings: torch.Tensor,
     numbers: torch.Tensor,
     edits: torch.Tensor,
     masks: torch.Tensor,
-    tokens: torch.Tensor,
-    logprobs: torch.Tensor,
-    top: torch.Tensor,
     block: int = _MAX_BLOCK,
     programs: int = _BUSY,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fills and returns `tokens`, `logprobs` and `top`."""
+    tokens, logprobs, top = results(logits)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
     if not rows:

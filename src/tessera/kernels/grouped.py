@@ -12,14 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-torch.library.define(
-    "tessera::grouped_part", "(Tensor x, Tensor weight, Tensor offsets, int first, float share) -> Tensor"
-)
-# Rows before the experts from `first` on are those of the first tensor.
-torch.library.define("tessera::grouped_join", "(Tensor[] parts, Tensor offsets, int first) -> Tensor")
+from tessera.kernels.register import register
+
+PART = "(Tensor x, Tensor weight, Tensor offsets, int first, float share) -> Tensor"
 
 
-@torch.library.impl("tessera::grouped_part", "cpu")
 def _part_on_cpu(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, first: int, share: float
 ) -> torch.Tensor:
@@ -33,7 +30,6 @@ def _part_on_cpu(
     return out
 
 
-@torch.library.impl("tessera::grouped_part", "cuda")
 def _part_on_cuda(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, first: int, share: float
 ) -> torch.Tensor:
@@ -48,13 +44,17 @@ def _part_on_cuda(
     return moved[(rows - begin) % x.shape[0]]
 
 
-@torch.library.register_fake("tessera::grouped_part")  # type: ignore[untyped-decorator]
 def _part_shaped(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[2]))
 
 
-@torch.library.impl("tessera::grouped_join", "CompositeExplicitAutograd")
 def _join(parts: Sequence[torch.Tensor], offsets: torch.Tensor, first: int) -> torch.Tensor:
+    """Rows before the experts from `first` on are those of the first tensor."""
     rows = torch.arange(parts[0].shape[0], device=offsets.device)[:, None]
     before, after = parts
     return torch.where(rows < offsets[first - 1], before, after)
+
+
+JOIN = "(Tensor[] parts, Tensor offsets, int first) -> Tensor"
+register("grouped_part", PART, _part_shaped, _part_on_cpu, _part_on_cuda)
+register("grouped_join", JOIN, _join, _join, _join)

@@ -12,12 +12,9 @@ CPUs multiply adapter by adapter, GPUs row by row (`lora_triton`).
 import torch
 from torch.nn.functional import linear
 
-torch.library.define(
-    "tessera::lora", "(Tensor y, Tensor x, Tensor down, Tensor up, Tensor adapters) -> Tensor"
-)
+from tessera.kernels.register import register
 
 
-@torch.library.impl("tessera::lora", "cpu")
 def _on_cpu(
     y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, adapters: torch.Tensor
 ) -> torch.Tensor:
@@ -31,15 +28,9 @@ def _on_cpu(
     return out
 
 
-@torch.library.impl("tessera::lora", "cuda")
-def _on_cuda(
-    y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, adapters: torch.Tensor
-) -> torch.Tensor:
-    from tessera.kernels.lora_triton import add_adapters
-
-    return add_adapters(y, x, down, up, adapters)
-
-
-@torch.library.register_fake("tessera::lora")  # type: ignore[untyped-decorator]
 def _shaped(y: torch.Tensor, *_: object) -> torch.Tensor:
     return y.new_empty(y.shape)
+
+
+SCHEMA = "(Tensor y, Tensor x, Tensor down, Tensor up, Tensor adapters) -> Tensor"
+register("lora", SCHEMA, _shaped, _on_cpu, "tessera.kernels.lora_triton")

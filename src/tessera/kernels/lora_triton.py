@@ -15,7 +15,7 @@ import triton.language as tl
 _DEPTH, _COLUMNS = 256, 64
 
 
-def add_adapters(
+def lora(
     y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, adapters: torch.Tensor
 ) -> torch.Tensor:
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device)

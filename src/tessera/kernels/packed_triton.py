@@ -67,6 +67,19 @@ def depth_of(columns: int, group: int) -> int:
     return depth if depth >= MIN_DEPTH else 0
 
 
+def packed_linear(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.Tensor:
+    scales, zeros, order, bias, weight_format, block = given
+    rows = x.flatten(0, -2)
+    rows = rows if order is None else rows.index_select(1, order)
+    weight = (codes[None], scales[None], None if zeros is None else zeros[None])
+    return multiply(rows, *weight, bias, None, weight_format, block).view(*x.shape[:-1], -1)
+
+
+def packed_grouped(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.Tensor:
+    scales, zeros, offsets, weight_format, block = given
+    return multiply(x, codes, scales, zeros, None, offsets, weight_format, block)
+
+
 def multiply(
     x: torch.Tensor,
     codes: torch.Tensor,

@@ -22,21 +22,20 @@ the operator, so a program that calls it reads nothing on the host.
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tessera.kernels import PAGE
+from tessera.kernels.register import register
 
 # Queries per product on a CPU; bounds the memory of their scores.
 MAX_QUERIES = 256
 
-torch.library.define(
-    "tessera::paged_attention",
+SCHEMA = (
     "(Tensor query, Tensor keys, Tensor values, Tensor pages, Tensor page_starts, Tensor lengths, "
     "Tensor query_starts, float scale, int window, float soft_cap, Tensor? sinks, int expected_length, "
-    "bool one_each, Tensor? query_tail=None, Tensor? key_tail=None) -> Tensor",
+    "bool one_each, Tensor? query_tail=None, Tensor? key_tail=None) -> Tensor"
 )
 
 
@@ -53,7 +52,6 @@ class _QueryRows:
     num_pages: int
 
 
-@torch.library.impl("tessera::paged_attention", "cpu")
 def _on_cpu(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -155,15 +153,8 @@ def _mix(scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None)
     return weights.reshape(parts, values.shape[1], -1, held) @ values.to(scores.dtype)
 
 
-@torch.library.impl("tessera::paged_attention", "cuda")
-def _on_cuda(*given: Any) -> torch.Tensor:
-    from tessera.kernels.paged_triton import attend
-
-    scale, window, soft_cap, sinks, _expected_length, one_each, *tails = given[7:]
-    both = (tails[0], tails[1]) if tails and tails[0] is not None else None
-    return attend(given[:7], scale, window, soft_cap, sinks, one_each, tails=both)
-
-
-@torch.library.register_fake("tessera::paged_attention")  # type: ignore[untyped-decorator]
 def _shaped(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: object) -> torch.Tensor:
     return query.new_empty((*query.shape[:2], values.shape[3]))
+
+
+register("paged_attention", SCHEMA, _shaped, _on_cpu, "tessera.kernels.paged_triton")

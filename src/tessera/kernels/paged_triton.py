@@ -145,6 +145,12 @@ def _meta(
     }
 
 
+def paged_attention(*given: Any) -> torch.Tensor:
+    scale, window, soft_cap, sinks, _expected_length, one_each, *tails = given[7:]
+    both = (tails[0], tails[1]) if tails and tails[0] is not None else None
+    return attend(given[:7], scale, window, soft_cap, sinks, one_each, tails=both)
+
+
 def attend(
     step: tuple[torch.Tensor, ...],
     scale: float,

@@ -21,12 +21,12 @@ kernels of `recurrent_triton`.
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.functional import silu, softplus
 
 from tessera.kernels import NORM_EPSILON
+from tessera.kernels.register import register
 
 # Tokens of a product in `ssd_scan`.
 CHUNK = 64
@@ -210,20 +210,10 @@ def _shaped(x: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-def _register(name: str, on_cpu: Any) -> None:
-    def on_cuda(*given: Any) -> torch.Tensor:
-        from tessera.kernels import recurrent_triton
-
-        out: torch.Tensor = getattr(recurrent_triton, name)(*given)
-        return out
-
-    torch.library.define(f"tessera::{name}", SCHEMAS[name])
-    torch.library.impl(f"tessera::{name}", "cpu")(on_cpu)
-    torch.library.impl(f"tessera::{name}", "cuda")(on_cuda)
-    torch.library.register_fake(f"tessera::{name}")(_shaped)
-
-
-_register("causal_conv", _conv_on_cpu)
-_register("ssd_scan", _ssd_on_cpu)
-_register("selective_scan", _selective_on_cpu)
-_register("delta_scan", _delta_on_cpu)
+for _name, _on_cpu in (
+    ("causal_conv", _conv_on_cpu),
+    ("ssd_scan", _ssd_on_cpu),
+    ("selective_scan", _selective_on_cpu),
+    ("delta_scan", _delta_on_cpu),
+):
+    register(_name, SCHEMAS[_name], _shaped, _on_cpu, "tessera.kernels.recurrent_triton")

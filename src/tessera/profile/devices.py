@@ -102,9 +102,8 @@ def parse_devices(text: str, cards: Cards = cuda_cards) -> tuple[Device, ...]:
         what = "no device is named" if not any(words) else f"an empty name in '{text}'"
         raise TesseraError(what, "Name devices like emu:a100,emu:l40s.", PLACE)
     parsed = [device for word in words for device in _devices(word, cards)]
-    if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in parsed):
-        parsed = _shared(parsed, cards())
-    return tuple(_numbered(_shared_nodes(parsed)))
+    has_cards = any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in parsed)
+    return tuple(_numbered(_shared(parsed, cards() if has_cards else ())))
 
 
 def cap_memory(devices: tuple[Device, ...], words: Sequence[str]) -> tuple[Device, ...]:
@@ -129,7 +128,7 @@ def _cap(word: str) -> tuple[str, int]:
     return name, int(float(number[1]) * UNITS[number[2] or ""])
 
 
-def _numbered(devices: Sequence[Device]) -> Iterable[Device]:
+def _numbered(devices: Iterable[Device]) -> Iterable[Device]:
     seen: Counter[str] = Counter()
     for device in devices:
         number, name = seen[device.name], device.name
@@ -187,25 +186,6 @@ def _cpu(word: str) -> Device:
     return Device(word, DeviceKind.CPU, "", node.memory_bytes, ordinal=node.number, num_cores=len(node.cores))
 
 
-def _shared_nodes(devices: Sequence[Device]) -> list[Device]:
-    """Splits memory and cores of NUMA nodes among their devices; GPUs' workers and the engine need some.
-
-    Without a GPU every worker has one thread: with several, sums depend on their number.
-    """
-    num = Counter(d.ordinal for d in devices if d.kind is DeviceKind.CPU)
-    is_beside_gpu = any(d.kind is DeviceKind.CUDA for d in devices)
-
-    def cores(device: Device, parts: int) -> int:
-        return max(1, (device.num_cores - SPARE_CORES) // parts) if is_beside_gpu else 1
-
-    return [
-        replace(d, memory_bytes=d.memory_bytes // n, num_cores=cores(d, n))
-        if d.kind is DeviceKind.CPU and (n := num[d.ordinal])
-        else d
-        for d in devices
-    ]
-
-
 def _cuda(word: str, rest: str, cards: tuple[Card, ...]) -> Device:
     number, slash, option = rest.partition("/")
     if not number.isdecimal():
@@ -250,23 +230,32 @@ def _dilated(whole: Device, name: str) -> Device:
     )
 
 
-def _shared(devices: list[Device], cards: tuple[Card, ...]) -> list[Device]:
-    """Splits the memory of shared cards; refuses parts that do not fit."""
+def _shared(devices: Sequence[Device], cards: tuple[Card, ...]) -> Iterable[Device]:
+    """Splits cards and NUMA nodes evenly among their devices; refuses parts of a card that do not fit.
+
+    Without a GPU every CPU worker has one thread: with several, sums depend on their number. Beside a GPU
+    they leave cores to its worker and the engine.
+    """
+    num = Counter((d.kind, d.ordinal) for d in devices)
+    is_beside_gpu = any(d.kind is DeviceKind.CUDA for d in devices)
     for ordinal, card in enumerate(cards):
-        here = [d for d in devices if d.kind is DeviceKind.CUDA and d.ordinal == ordinal]
-        if len(here) > 1:
-            _check_fit(here, card)
-            share = card.memory_bytes // len(here)
-            smaller = [replace(d, memory_bytes=min(d.memory_bytes, share)) for d in here]
-            new = dict(zip(map(id, here), smaller, strict=True))
-            devices = [new.get(id(d), d) for d in devices]
-    return devices
+        _check_fit([d for d in devices if (d.kind, d.ordinal) == (DeviceKind.CUDA, ordinal)], card)
+    for device in devices:
+        parts = num[device.kind, device.ordinal]
+        if device.kind is DeviceKind.CPU:
+            cores = max(1, (device.num_cores - SPARE_CORES) // parts) if is_beside_gpu else 1
+            yield replace(device, memory_bytes=device.memory_bytes // parts, num_cores=cores)
+        elif device.kind is DeviceKind.CUDA and device.ordinal != AWAY:
+            share = cards[device.ordinal].memory_bytes // parts
+            yield replace(device, memory_bytes=min(device.memory_bytes, share))
+        else:
+            yield device
 
 
 def _check_fit(here: Sequence[Device], card: Card) -> None:
-    names, base = " and ".join(d.name for d in here), f"cuda:{here[0].ordinal}"
-    if all(d.is_dilated for d in here):
+    if len(here) < 2 or all(d.is_dilated for d in here):
         return
+    names, base = " and ".join(d.name for d in here), f"cuda:{here[0].ordinal}"
     if not all(d.num_sms for d in here):
         raise TesseraError(
             f"{names} are the same card",

@@ -17,8 +17,7 @@ from tessera import flow  # hands the interpreter to capture
 from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
 from tessera.kernels.choice import Number, Setting
-from tessera.kernels.choose import results
-from tessera.kernels.choose_triton import choose_on_gpu
+from tessera.kernels.choose_triton import choose
 from tessera_ptx import analyze
 
 assert flow
@@ -33,8 +32,8 @@ def anywhere() -> Iterator[None]:
 
 def run(*given: torch.Tensor, **sizes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the kernels give."""
-    choose: Any = choose_on_gpu
-    return choose(*given, *results(given[0]), **{"block": 256, **sizes})  # type: ignore[no-any-return]
+    launch: Any = choose
+    return launch(*given, **{"block": 256, **sizes})  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -15,12 +15,11 @@ from triton.runtime.jit import JITFunction
 from tessera import flow  # hands the interpreter to capture
 from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
-from tessera.kernels import lora  # registers the operator
-from tessera.kernels.lora_triton import add_adapters
+from tessera.kernels import lora, lora_triton
 from tessera_ptx import analyze
 
 assert flow
-assert lora
+assert lora  # registers the operator
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,7 +41,7 @@ def make_call(dtype: torch.dtype, rank: int = 6) -> tuple[torch.Tensor, ...]:
 def test_rows_have_their_own_adapters(dtype: torch.dtype, atol: float) -> None:
     """As on a CPU; a row without one has the base's bits."""
     call = make_call(dtype)
-    out, wanted = add_adapters(*call), torch.ops.tessera.lora(*call)
+    out, wanted = lora_triton.lora(*call), torch.ops.tessera.lora(*call)
 
     assert_close(out, wanted, rtol=1e-2, atol=atol)
     assert torch.equal(call[0][[0, 4]], out[[0, 4]])
@@ -58,7 +57,7 @@ def test_every_access_is_proved(arch: int) -> None:
         kernels.append(run_kernel(self, *args, grid=grid, warmup=True, **kwargs))
 
     with compiling_for(arch), unittest.mock.patch.object(JITFunction, "run", compile_only):
-        add_adapters(*make_call(torch.bfloat16, 16))
+        lora_triton.lora(*make_call(torch.bfloat16, 16))
     wanted = {
         "lora_down": ({"x", "down", "adapters"}, {"low"}),
         "lora_up": ({"y", "low", "up", "adapters"}, {"out"}),

@@ -8,7 +8,6 @@ classifier-free guidance: each row runs twice.
 """
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -220,12 +219,17 @@ class Denoiser:
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(seed)
         inputs = {"sigmas": sigmas(0)}
-        for name, make in self._makers.items():
-            if name.partition(".")[0] in self._takes:
-                tensor = make(random)
-                if tensor is not None:
-                    is_real = tensor.is_floating_point()
-                    inputs[name] = tensor.to(self._module.dtype) if is_real else tensor
+        for name, size in self._noise_sizes.items():
+            if name.partition(".")[0] in self._takes and None not in size:
+                noise = torch.randn(size, generator=random, device=random.device)
+                inputs[name] = noise.to(self._module.dtype)
+        num_classes = self._config.get("num_class_embeds") or self._config.get("num_embeds_ada_norm")
+        if "class_labels" in self._takes and num_classes:
+            given = {"generator": random, "device": random.device}
+            inputs["class_labels"] = torch.randint(0, num_classes, (self._num_rows,), **given)
+        for name, tensor in self._constants().items():
+            if name in self._takes:
+                inputs[name] = tensor.to(self._module.dtype) if tensor.is_floating_point() else tensor
         return inputs
 
     def _check(self) -> None:
@@ -244,60 +248,45 @@ class Denoiser:
                 raise CaptureError(f"no example is known for its input '{name}'", REMEDY, self._step.model)
 
     @property
-    def _makers(self) -> dict[str, Callable[[torch.Generator], torch.Tensor | None]]:
-        config, batch, words = self._config, self._num_rows, self._num_words
+    def _noise_sizes(self) -> dict[str, tuple[Any, ...]]:
+        """Sizes of random inputs; None: the configuration has no such size."""
+        config, batch = self._config, self._num_rows
         width = next((config[name] for name in WIDTHS if config.get(name)), None)
         width = width[0] if isinstance(width, list | tuple) else width
-        axes = len(config.get("axes_dims_rope") or (0, 0, 0))
-
-        def noise(*size: int | None) -> Callable[[torch.Generator], torch.Tensor | None]:
-            sizes = [n for n in size if n is not None]
-            if len(sizes) < len(size):
-                return lambda random: None
-            return lambda random: torch.randn(sizes, generator=random, device=random.device)
-
-        def ones(*size: int) -> Callable[[torch.Generator], torch.Tensor]:
-            return lambda random: torch.ones(size, dtype=torch.long)
-
-        def labels(random: torch.Generator) -> torch.Tensor | None:
-            count = config.get("num_class_embeds") or config.get("num_embeds_ada_norm")
-            return (
-                torch.randint(0, count, (batch,), generator=random, device=random.device) if count else None
-            )
-
-        def places(random: torch.Generator) -> torch.Tensor:
-            grid = torch.zeros((self._num_patches, axes))
-            patch = torch.arange(self._num_patches)
-            grid[:, 1], grid[:, 2] = patch // self._columns, patch % self._columns
-            return grid
-
-        def is_needed(name: str) -> bool:
-            return name in self._takes and self._takes[name].default is inspect.Parameter.empty
-
-        mask = ones(batch, words)
-        makers: dict[str, Callable[[torch.Generator], torch.Tensor | None]] = {
-            "encoder_hidden_states": noise(batch, words, width),
-            "pooled_projections": noise(batch, config.get("pooled_projection_dim")),
-            "class_labels": labels,
-            "img_ids": places,
-            "txt_ids": lambda random: torch.zeros((words, axes)),
-            "guidance": lambda random: torch.full((batch,), 3.5) if config.get("guidance_embeds") else None,
-            **{f"{name}": mask for name in ("encoder_attention_mask", "attention_mask") if is_needed(name)},
-            "encoder_hidden_states_mask": mask,
-            **{name: ones(batch, 2) for name in ("original_size", "target_size", "crop_coords")},
-            "added_time_ids": noise(batch, 3),
+        sizes: dict[str, tuple[Any, ...]] = {
+            "encoder_hidden_states": (batch, self._num_words, width),
+            "pooled_projections": (batch, config.get("pooled_projection_dim")),
+            "added_time_ids": (batch, 3),
         }
+        pixart = getattr(self._module, "use_additional_conditions", False)  # its largest size
         if config.get("addition_embed_type") == "text_time":
             times = config["addition_time_embed_dim"] * 6
             pooled = config["projection_class_embeddings_input_dim"] - times
-            makers["added_cond_kwargs.text_embeds"] = noise(batch, pooled)
-            makers["added_cond_kwargs.time_ids"] = noise(batch, 6)
-        elif config.get("use_additional_conditions") or getattr(
-            self._module, "use_additional_conditions", False
-        ):  # PixArt's largest size
-            makers["added_cond_kwargs.resolution"] = noise(batch, 2)
-            makers["added_cond_kwargs.aspect_ratio"] = noise(batch, 1)
-        return makers
+            sizes["added_cond_kwargs.text_embeds"] = (batch, pooled)
+            sizes["added_cond_kwargs.time_ids"] = (batch, 6)
+        elif config.get("use_additional_conditions") or pixart:
+            sizes["added_cond_kwargs.resolution"] = (batch, 2)
+            sizes["added_cond_kwargs.aspect_ratio"] = (batch, 1)
+        return sizes
+
+    def _constants(self) -> dict[str, torch.Tensor]:
+        """Inputs with the same values for all requests: positions, masks, sizes of pictures."""
+        batch, words = self._num_rows, self._num_words
+        axes = len(self._config.get("axes_dims_rope") or (0, 0, 0))
+        patch = torch.arange(self._num_patches)
+        place = [torch.zeros_like(patch), patch // self._columns, patch % self._columns]
+        masks = ["encoder_hidden_states_mask"]
+        for name in ("encoder_attention_mask", "attention_mask"):
+            if name in self._takes and self._takes[name].default is inspect.Parameter.empty:
+                masks.append(name)
+        constants = {name: torch.ones((batch, words), dtype=torch.long) for name in masks}
+        for name in ("original_size", "target_size", "crop_coords"):
+            constants[name] = torch.ones((batch, 2), dtype=torch.long)
+        constants["img_ids"] = torch.stack((place + place[:1] * axes)[:axes], 1).float()
+        constants["txt_ids"] = torch.zeros((words, axes))
+        if self._config.get("guidance_embeds"):
+            constants["guidance"] = torch.full((batch,), 3.5)
+        return constants
 
 
 def sigmas(run: int) -> torch.Tensor:

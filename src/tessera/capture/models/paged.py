@@ -225,7 +225,8 @@ def _run(
         states = PackedStates(inputs["query_starts"], inputs["rows"]) if "rows" in inputs else None
         if states is not None:
             stack.enter_context(exchanged_recurrence(model, states))
-        cache.begin(_tables(model, kind, step, inputs), inputs.get("fresh"), states)
+        tables = [_table(model, kind, step, inputs, group) for group in range(num_groups(step))]
+        cache.begin(tables, inputs.get("fresh"), states)
         if memory.attributes and kind == FLAT:
             raise ValueError("its layers keep a state of their own")
         for tensor in memory.attributes.values():
@@ -236,10 +237,6 @@ def _run(
         raise ValueError("its attention is none of transformers' registered functions")
     cache.begin(())
     return logits, ModelMemory(cache, attributes)
-
-
-def _tables(model: Any, kind: str, step: Step, inputs: Tensors) -> list[PageTables]:
-    return [_table(model, kind, step, inputs, group) for group in range(num_groups(step))]
 
 
 def _table(model: Any, kind: str, step: Step, inputs: Tensors, group: int) -> PageTables:

@@ -11,6 +11,7 @@ the device.
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tessera.capture.models.generic import NEXT, CachedSteps, newest
 from tessera.capture.workload import Tensors, Workload
@@ -48,16 +49,21 @@ class _Boundaries(list[int]):
 
 
 def _encode(model: Any, step: Step) -> Workload:
+    from transformers import vision_utils
+
     tower = model.model.visual
     config = tower.config
     merge, height, width = config.spatial_merge_size, *grid_of(step.context)
     num_patches = step.context * merge * merge
-    order, windows = _windows(height, width, config.window_size // config.patch_size // merge, step.batch)
+    with _disable_current_modes(), torch.device("cpu"):
+        grids = torch.tensor([[1, height * merge, width * merge]] * step.batch)
+        sides = (merge, config.window_size, config.patch_size)
+        order, windows = (t.tolist() for t in vision_utils.get_vision_window_index(grids, *sides))
+        patch_places = vision_utils.get_vision_position_ids(grids, merge).tolist()
     images = _Boundaries(i * num_patches for i in range(step.batch + 1))
-    pieces = _Boundaries(w * merge * merge for w in windows)
+    pieces = _Boundaries(windows)
     patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    places = _patch_places(height, width, merge).repeat(step.batch, 1)
-    index = torch.tensor(order)
+    places, index = torch.tensor(patch_places), torch.tensor(order)
 
     def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         features = tower(
@@ -76,27 +82,6 @@ def _encode(model: Any, step: Step) -> Workload:
         return {"patches": patches, "places": places.clone(), "window_index": index.clone()}
 
     return Workload(step, model, call, make_inputs, lambda seed: {}, lambda first, run, last: dict(first))
-
-
-def _patch_places(height: int, width: int, merge: int) -> torch.Tensor:
-    row, column = (
-        axis.reshape(height, merge, width, merge).transpose(1, 2).flatten()
-        for axis in torch.meshgrid(torch.arange(height * merge), torch.arange(width * merge), indexing="ij")
-    )
-    return torch.stack([row, column], -1)
-
-
-def _windows(height: int, width: int, side: int, batch: int) -> tuple[list[int], list[int]]:
-    order: list[int] = []
-    begins = [0]
-    for image in range(batch):
-        for top in range(0, height, side):
-            for left in range(0, width, side):
-                rows = range(top, min(top + side, height))
-                columns = range(left, min(left + side, width))
-                order += [(image * height + r) * width + c for r in rows for c in columns]
-                begins.append(len(order))
-    return order, begins
 
 
 class PictureSteps(CachedSteps):
