@@ -30,9 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tessera.capture.operators import fail, is_program, is_users, parts
+from tessera.capture.operators import fail, is_program, is_users, is_wrapper, parts
 
 MAX_DEPTH = 6
 # Maximum number of values searched in one program.
@@ -116,7 +115,7 @@ class Finder:
             self.tensors.append(Held(f"{name}.grad", tensor.grad, GradOf(tensor), "grad"))
 
     def _hold(self, name: str, tensor: torch.Tensor, holder: Any, key: Any) -> None:
-        if is_traceable_wrapper_subclass(tensor):  # parts are readable, not replaceable
+        if is_wrapper(tensor):  # parts are readable, not replaceable
             self.tensors += [Held(part, inner) for part, inner in parts(name, tensor)]
             return
         self.tensors.append(Held(name, tensor, holder, key))

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tessera.capture.blocks import raw
 from tessera.errors import CaptureError
@@ -143,6 +143,10 @@ def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) 
                 all_bytes = Region(0, buffer.size_bytes)
                 accesses[view.buffer] = Access(view.buffer, all_bytes, read=True, write=writes)
     return tuple(accesses.values())
+
+
+def is_wrapper(tensor: Any) -> bool:
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def has_wrappers(types: Any) -> bool:

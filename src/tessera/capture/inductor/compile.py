@@ -26,7 +26,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.nn.functional import linear
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.fake import InPlaceOf, run_fake, target_attention, uncollected
 from tessera.capture.operators import (
@@ -36,6 +36,7 @@ from tessera.capture.operators import (
     from_parts,
     has_wrappers,
     insisting,
+    is_wrapper,
     parts,
 )
 from tessera.capture.recorder import run_operator
@@ -328,9 +329,7 @@ def trace_step(
 
 def _whole(module: torch.nn.Module, weights: Tensors) -> Tensors:
     """Weights by parameter; a parameter that wraps others is made of its parts."""
-    wrappers = {
-        name: tensor for name, tensor in module.named_parameters() if is_traceable_wrapper_subclass(tensor)
-    }
+    wrappers = {name: tensor for name, tensor in module.named_parameters() if is_wrapper(tensor)}
     inner = {part for name, tensor in wrappers.items() for part, _ in parts(name, tensor)}
     plain = {name: tensor for name, tensor in weights.items() if name not in inner}
     return plain | {name: from_parts(name, tensor, weights) for name, tensor in wrappers.items()}

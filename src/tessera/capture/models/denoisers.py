@@ -225,8 +225,9 @@ class Denoiser:
                 inputs[name] = noise.to(self._module.dtype)
         num_classes = self._config.get("num_class_embeds") or self._config.get("num_embeds_ada_norm")
         if "class_labels" in self._takes and num_classes:
-            given = {"generator": random, "device": random.device}
-            inputs["class_labels"] = torch.randint(0, num_classes, (self._num_rows,), **given)
+            inputs["class_labels"] = torch.randint(
+                0, num_classes, (self._num_rows,), generator=random, device=random.device
+            )
         for name, tensor in self._constants().items():
             if name in self._takes:
                 inputs[name] = tensor.to(self._module.dtype) if tensor.is_floating_point() else tensor
