@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ pytest.importorskip("transformers")
 
 from packed_factory import METHODS, write_folder
 from tessera.capture import build, record
+from tessera.capture.models import checkpoint
 from tessera.capture.models.packed import PackedWeight
+from tessera.capture.record import record_step
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
 from tessera.ir import Step
+from tessera.serve.compiling import layouts
 from tessera.serve.records import ServeSpec
-from tessera.serve.steps import served
+from tessera.serve.steps import served, smallest_step
 
 FOLDERS = [
     *((method, "llama") for method in METHODS if method != "mxfp4"),
@@ -63,6 +67,47 @@ def test_a_served_step_keeps_weights_packed(
 
     assert products == tuple(names[f"tessera.packed_{kind}.default"] for kind in ("linear", "grouped"))
     assert same_bits(workload.run(inputs, workload.make_state(0))["logits"], replayed.outputs["logits"])
+
+
+@pytest.mark.parametrize(("method", "family"), FOLDERS)
+def test_a_folder_is_built_without_its_weights(method: str, family: str, tmp_path: Path) -> None:
+    """Headers, zeros and groups tell what each weight consists of: the same parts, the same products."""
+    write_folder(tmp_path, method, family)
+    step = smallest_step(str(tmp_path), ServeSpec())
+    real, kinds = build(step), ("packed_linear", "packed_grouped")
+    with torch.device("meta"):
+        outline = build(step)
+    traces = record(real), record_step(step, "fake")
+    found = [[trace.kernel_of(i).name for i in range(len(trace.launches))] for trace in traces]
+    products = [[name for name in names if any(kind in name for kind in kinds)] for names in found]
+
+    assert layouts(real.weights()) == layouts(outline.weights())
+    assert list(real.weights()) == list(outline.weights())
+    assert products[0] == products[1] != []
+
+
+def test_only_what_decides_is_read(tmp_path: Path) -> None:
+    """Codes, scales and plain weights are known by the headers."""
+    write_folder(tmp_path, "gptq-ordered")
+    read, held = list[str](), checkpoint.read_weights(tmp_path)
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self._name, self._slice = name, held[name]
+
+        def __getitem__(self, what: Any) -> torch.Tensor:
+            found: torch.Tensor = self._slice[what]
+            read.extend([self._name] * bool(found.numel()))
+            return found
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._slice, name)
+
+    tensors = {name: Noted(name) for name in held}
+    with patch.object(checkpoint, "read_weights", lambda folder: tensors), torch.device("meta"):
+        build(Step(str(tmp_path), "call", 1, 4))
+
+    assert {"qzeros", "g_idx"} == {name.rpartition(".")[2] for name in read}
 
 
 def test_a_packed_model_has_a_small_step_also_where_others_have_none(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from packed_factory import write_folder
 from tessera.capture import build
 from tessera.capture.inductor import record_inductor_offline
 from tessera.capture.models import another
@@ -47,6 +49,20 @@ def test_traces_are_those_of_one_process(process: CompileProcess) -> None:
         read = [{access.buffer for access in launch.accesses} for launch in trace.launches]
         names = {trace.kernel_of(n).name for n, buffers in enumerate(read) if late & buffers}
         assert {"tessera.choose.default"} == names
+
+
+@pytest.mark.parametrize(("method", "family"), [("gptq-ordered", "llama"), ("mxfp4", "gpt_oss")])
+def test_packed_folders_are_captured_as_plain_ones(method: str, family: str, tmp_path: Path) -> None:
+    """From their headers, beside the build; the trace is that of the loaded model."""
+    write_folder(tmp_path, method, family)
+    smallest = smallest_step(str(tmp_path), ServeSpec())
+    step = replace(smallest, batch=2, context=2, rows=2, reserve=256, length=16)
+    with closing(CompileProcess(smallest, PROPERTIES)) as process:
+        process.begin([step])
+        loaded = build(smallest)
+        (trace,) = process.traces([step], loaded.weights(), lambda what: None)
+
+    assert record_inductor_offline(another(loaded, step)) == trace
 
 
 def test_weights_of_another_layout_are_refused(process: CompileProcess) -> None:

@@ -243,15 +243,17 @@ def load(
 ) -> Any:
     """Model of a folder: `make` creates it without weights, `give` with them.
 
-    Without values (fake tensors, meta device) no weights are read. `is_packed`: weights take the files' size.
+    Without values (fake tensors, meta device) no weights are read. `is_packed`: weights take the files' size,
+    and `give` fills in what they consist of without values too.
     """
     with _bounded(folder, what):
-        if not has_values():
+        if not has_values() and not is_packed:
             return make()
         with torch.device("meta"):
             empty = make()
     size = sum(tensor.nbytes for tensor in (*empty.parameters(), *empty.buffers()))
-    _check_memory(folder, weight_bytes(folder) if is_packed else size)
+    if has_values():
+        _check_memory(folder, weight_bytes(folder) if is_packed else size)
     if random_weights:
         with blamed(folder, what), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # and no other device's

@@ -10,15 +10,17 @@ call. Attention sinks (`s_aux`) and `softcap` have no torch kernel: the formula 
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from tessera.capture.models import checkpoint
-from tessera.capture.models.packed import PACKINGS, Packing, Unread, packed_tensors, packing_of
+from tessera.capture.models.packed import PACKINGS, Packing, Unread, packed_tensors, packing_of, put_packed
 from tessera.capture.workload import Workload
 from tessera.errors import CaptureError, UnknownName, extra_module
 from tessera.ir import Step
@@ -172,7 +174,8 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
     else:
         packing = packing_of(folder, checkpoint.read_settings(folder))
         quantised = folder if getattr(config, "quantization_config", None) else None
-        if (quantised or packing) and (step.random_weights or not checkpoint.has_values()):
+        is_unknown = packing is None and not checkpoint.has_values()
+        if (quantised or packing) and (step.random_weights or is_unknown):
             remedy = "Give them (--device cpu), or take quantization_config out of config.json."
             raise CaptureError("its weights are quantised, and only they say how", remedy, str(folder))
         read = partial(kind.from_pretrained, config=config, **options)
@@ -205,12 +208,17 @@ def _give_packed(
 ) -> checkpoint.Filled:
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
-    given = packed_tensors(tensors, packing, dtype, shapes)
+    is_outline = not checkpoint.has_values()
+    given = packed_tensors(tensors, packing, dtype, shapes, is_outline)
     try:
-        return give(given)
+        if not is_outline:
+            return give(given)
+        with unset_fake_temporarily(), torch.device("cpu"):
+            filled = give(given)
     finally:
         for error in (t.error for t in given.values() if isinstance(t, Unread) and t.error):
             raise error
+    return replace(filled, module=put_packed(make(), filled.module))
 
 
 def register_attention() -> None:

@@ -297,34 +297,61 @@ _CHANGES: dict[Any, Callable[..., Any]] = {
 
 
 class Unread:
-    """A packed weight in its files: what transformers takes for a tensor, read when it is indexed."""
+    """A tensor in its files: what transformers takes for a tensor, read when it is copied."""
 
     # transformers goes on after an error and names other tensors.
     error: CaptureError | None = None
 
-    def __init__(self, read: Callable[[], PackedWeight]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], torch.Tensor], dtype: str = "F32") -> None:
+        self._read, self._dtype = read, dtype
 
-    def __getitem__(self, _: Any) -> PackedWeight:
+    def __getitem__(self, _: Any) -> "Unread":
+        return self
+
+    def to(self, device: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         try:
-            return self._read()
+            tensor = self._read()
         except CaptureError as error:
             self.error = error
             raise
+        return tensor.to(device=tensor.device if tensor.is_meta else device, dtype=dtype)
 
     def get_dtype(self) -> str:
-        return "F32"
+        return self._dtype
+
+
+def outline(tensor: Any) -> torch.Tensor:
+    """A tensor of a file without its bytes, from the file's header."""
+    shape = tensor.get_shape()
+    return torch.empty(shape, dtype=tensor[slice(0) if shape else ...].dtype, device="meta")
+
+
+def put_packed(model: torch.nn.Module, source: torch.nn.Module) -> torch.nn.Module:
+    """The model with the packed weights of another, without values, on the default device."""
+
+    def empty(part: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(part.size(), part.stride(), dtype=part.dtype)
+
+    for name, weight in source.named_parameters():
+        if isinstance(weight, PackedWeight):
+            owner, _, own = name.rpartition(".")
+            setattr(model.get_submodule(owner), own, torch.nn.Parameter(weight.each(empty)))
+    return model
 
 
 def packed_tensors(
-    tensors: Tensors, packing: Packing, dtype: torch.dtype, shapes: Mapping[str, Sequence[int]]
-) -> dict[str, Any]:
+    tensors: Tensors, packing: Packing, dtype: torch.dtype, shapes: Mapping[str, Sequence[int]],
+    is_outline: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """The tensors of a folder with packed weights in place of their parts.
 
-    `shapes`: the model's parameters; a weight of the exchanged shape is exchanged.
+    `shapes`: the model's parameters; a weight of the exchanged shape is exchanged. `is_outline`: none has
+    values, and only zeros and groups are read, which decide what a weight consists of.
     """
     suffix, renamed, beside, types, read = _READERS[packing.method]
     result = dict(tensors)
+    if is_outline:
+        result = {name: Unread(partial(outline, t), t.get_dtype()) for name, t in tensors.items()}
     for name in tensors:
         base = name.removesuffix(suffix)
         parts = {key: tensors[base + key] for key in beside if base + key in tensors}
@@ -333,7 +360,8 @@ def packed_tensors(
                 del result[part]
             target = base + renamed
             given = partial(_checked, target, types, partial(read, packing=packing, dtype=dtype))
-            result[target] = Unread(partial(_read, given, tensors[name], parts, shapes.get(target)))
+            weight = tensors[name], parts, shapes.get(target), is_outline
+            result[target] = Unread(partial(_read, given, *weight))
     return result
 
 
@@ -360,9 +388,14 @@ def _checked(
 
 
 def _read(
-    read: Callable[..., PackedWeight], weight: Any, parts: Tensors, shape: Sequence[int] | None
-) -> PackedWeight:
-    made = read(weight[...], {key: part[...] for key, part in parts.items()})
+    read: Callable[..., PackedWeight], weight: Any, parts: Tensors, shape: Sequence[int] | None,
+    is_outline: bool,
+) -> PackedWeight:  # fmt: skip
+    if is_outline:
+        parts = {key: outline(part) if "scale" in key else part[...] for key, part in parts.items()}
+        made = read(outline(weight), parts).each(lambda part: part.to("meta"))
+    else:
+        made = read(weight[...], {key: part[...] for key, part in parts.items()})
     exchanged = [*made.shape[:-2], *made.shape[:-3:-1]]
     # Square experts of MXFP4 (gpt-oss) are exchanged too.
     is_sure = list(made.shape) != exchanged or made.code.format == "mxfp4"
