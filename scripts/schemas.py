@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import json
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -19,7 +20,7 @@ import msgspec
 
 from tessera.cli import COMMANDS
 from tessera.cli.bench import bench_serve
-from tessera.cli.output import record_types
+from tessera.cli.output import Record
 from tessera.ir.files import FORMAT_VERSION, KINDS, Header
 
 PLACE = Path(__file__).resolve().parents[1] / "docs" / "schemas"
@@ -50,6 +51,18 @@ def of_commands() -> dict[str, Schema]:
             made[f"command-{name}.json"] = {**head, "anyOf": roots, "$defs": parts}
     plain: dict[str, Schema] = json.loads(json.dumps(made))  # tuples become lists, as in the file
     return plain
+
+
+def record_types(function: Callable[..., Any]) -> tuple[type[Record], ...]:
+    """The records that a command may print, from its return annotation."""
+
+    def records(hint: Any) -> Iterator[type[Record]]:
+        if isinstance(hint, type) and issubclass(hint, Record):
+            yield hint
+        for part in get_args(hint):
+            yield from records(part)
+
+    return tuple(records(get_type_hints(function).get("return")))
 
 
 def _path(tp: type) -> Schema:

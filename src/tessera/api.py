@@ -24,11 +24,18 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
-from tessera.cli.plan_model import ModelPlanFigures, PlannedLoad, PlannedModel, model_figures, plan_load
+from tessera.cli.plan_model import (
+    Effort,
+    ModelPlanFigures,
+    PlannedLoad,
+    PlannedModel,
+    model_figures,
+    plan_load,
+)
 from tessera.cli.plan_text import PlanReasons, reasons_of
 from tessera.cli.serve import answering, running
 from tessera.cli.serve_options import ServeConfig
@@ -62,9 +69,9 @@ def plan(
     *,
     link: str | Sequence[str] = (),
     objective: str = "throughput",
-    effort: str = "full",
+    effort: Effort = "full",
     random_weights: bool = False,
-    launches: str = "",
+    launches: Literal["compiled", "eager", ""] = "",
 ) -> "ModelPlan":
     """Plan a model for a load on devices, as `tessera plan MODEL` does.
 
@@ -80,21 +87,20 @@ def plan(
     """
     from tessera.profile import parse_devices, wire
 
-    wanted_load = load if isinstance(load, Load) else Load(*load)
+    sizes = load if isinstance(load, Load) else Load(*load)
     links = [link] if isinstance(link, str) else list(link)
     wanted = PlannedLoad(
-        model,
-        wanted_load.prompt_tokens,
-        wanted_load.output_tokens,
-        wanted_load.tpot_ms,
-        wanted_load.ttft_ms,
+        prompt_tokens=sizes.prompt_tokens,
+        output_tokens=sizes.output_tokens,
+        tpot_ms=sizes.tpot_ms,
+        ttft_ms=sizes.ttft_ms,
         random_weights=random_weights,
-        launches=launches,
+        launches=launches or None,
         objective=Objective(objective),
         effort=effort,
     )
     wanted.check()
-    return ModelPlan(plan_load(wanted, wire(parse_devices(devices), links), lambda text: None))
+    return ModelPlan(plan_load(model, wanted, wire(parse_devices(devices), links)))
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ BAD = [
     (["plan", "{decode.trace}", "{decode.trace}", "--devices", "emu:a100"], "are the same decode"),
     (["plan", "{decode.trace}", "--devices", "emu:a100", "--counts", "0"], "--counts: a step cannot run 0"),
     (["profile", "missing.trace", "--devices", "emu:a100"], "missing.trace: cannot read: No such file"),
-    (["plan", "{decode.trace}"], "neither --costs nor --devices"),
+    (["plan", "{decode.trace}"], "no devices were named"),
     (["plan", "{decode.trace}", "--devices", "emu:a100,emu:l40s", "--link", "rope"], "unknown link 'rope'"),
     (
         ["plan", "{decode.trace}", "--costs", "{decode.costs}", "--objective", "joy"],

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import pytest
 from rich.console import Console
+from scripts.schemas import record_types
 
 from tessera.cli import COMMANDS
-from tessera.cli.output import HIDDEN, Record, print_record, record_types, shown
+from tessera.cli.output import HIDDEN, Record, print_record, shown
 from tessera.cli.plan_model import PolicyFigures
 from tessera.cli.render import fields_of, label, number, render
 from tessera.errors import TesseraError

@@ -132,13 +132,13 @@ def test_processes_of_torchrun_find_the_rendezvous(monkeypatch: pytest.MonkeyPat
     """Rank 0 tells where it listens through torchrun's own store, and there is one process per device."""
     store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
     first, second = (under_torchrun(monkeypatch, rank, store) for rank in (0, 1))
-    with gathered("emu:a100,emu:l40s", "tiny-llama", first, None) as (devices, hub):
+    with gathered("emu:a100,emu:l40s", first, None, "tiny-llama") as (devices, hub):
         assert ["emu:a100", "emu:l40s"] == [device.name for device in devices]
         assert isinstance(hub, partial)
         assert (1, "127.0.0.1", hub.keywords["rendezvous"].port) == (second.rank, *second.address())
     with (
         pytest.raises(MismatchError, match=r"torchrun started 2 processes for 3 devices"),
-        gathered("emu:a100,emu:l40s,emu:l40s", "tiny-llama", first, None),
+        gathered("emu:a100,emu:l40s,emu:l40s", first, None, "tiny-llama"),
     ):
         pass
 

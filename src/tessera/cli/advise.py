@@ -18,12 +18,19 @@ from tessera.cli.output import (
     Record,
     finite,
     limit_ms,
+    option,
     positive,
     progress,
     shown,
 )
-from tessera.cli.plan import EffortOption, MemoryShareOption, PriceOption, prices_of
-from tessera.cli.plan_model import ModelPlanFigures, PlannedModel, model_figures
+from tessera.cli.plan import PriceOption, prices_of
+from tessera.cli.plan_model import (
+    EffortOption,
+    MemoryShareOption,
+    ModelPlanFigures,
+    PlannedModel,
+    model_figures,
+)
 from tessera.cli.render import text_of
 from tessera.ir import MEMORY_SHARE, Plan, ServicePlan, save
 from tessera.plan import Comparison
@@ -40,27 +47,6 @@ DO = {
     "kernel level": "Divide the model kernel by kernel",
 }
 
-RateOption = Annotated[
-    float, typer.Option(callback=positive, help="Requests (diffusion models: images) per second to carry.")
-]
-PromptOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per prompt.", show_default="1024; images 4096")
-]
-OutputOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per answer.", show_default="256; images 40 steps")
-]
-TtftOption = Annotated[float | None, limit_ms(TO_FIRST, callback=positive)]
-TpotOption = Annotated[float | None, limit_ms(PER_TOKEN, callback=positive)]
-GpusOption = Annotated[str, typer.Option(help="GPUs to choose from, such as a100,l40s.", show_default="all")]
-ProviderOption = Annotated[str, typer.Option(help="The only provider to rent from.", show_default="any one")]
-MarginOption = Annotated[
-    float, typer.Option(min=0, callback=finite, help="Capacity to keep free, as a share of the rate.")
-]
-HaveOption = Annotated[
-    str, typer.Option(help="GPUs you have, such as h20,l40s: how to use them, and which one to rent next.")
-]
-PageOption = Annotated[Path | None, typer.Option(help="Write the advice as an HTML page.")]
-
 
 class AdviceRecord(Record, frozen=True):
     """Which cards carry the load; every figure is modelled."""
@@ -75,25 +61,31 @@ class AdviceRecord(Record, frozen=True):
 
 def advise(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    rate: RateOption,
-    prompt: PromptOption = None,
-    output: OutputOption = None,
-    slo_ttft_ms: TtftOption = None,
-    slo_tpot_ms: TpotOption = None,
-    gpus: GpusOption = "",
-    max_devices: Annotated[int, typer.Option(min=1, help="Maximum number of GPUs to rent.")] = 4,
-    provider: ProviderOption = "",
+    rate: Annotated[
+        float, option("Requests (diffusion models: images) per second to carry.", callback=positive)
+    ],
+    prompt: Annotated[int | None, option("Tokens per prompt.", default="1024; images 4096", min=1)] = None,
+    output: Annotated[int | None, option("Tokens per answer.", default="256; images 40 steps", min=1)] = None,
+    slo_ttft_ms: Annotated[float | None, limit_ms(TO_FIRST, callback=positive)] = None,
+    slo_tpot_ms: Annotated[float | None, limit_ms(PER_TOKEN, callback=positive)] = None,
+    gpus: Annotated[str, option("GPUs to choose from, such as a100,l40s.", default="all")] = "",
+    max_devices: Annotated[int, option("Maximum number of GPUs to rent.", min=1)] = 4,
+    provider: Annotated[str, option("The only provider to rent from.", default="any one")] = "",
     price: PriceOption = None,
     link: Annotated[
-        str, typer.Option(help="Link between the GPUs: pcie4, pcie5, nvlink, ib100, ib200 or ib400.")
+        str, option("Link between the GPUs: pcie4, pcie5, nvlink, ib100, ib200 or ib400.")
     ] = "pcie4",
-    margin: MarginOption = 0.1,
+    margin: Annotated[
+        float, option("Capacity to keep free, as a share of the rate.", min=0, callback=finite)
+    ] = 0.1,
     memory_share: MemoryShareOption = MEMORY_SHARE,
     launches: Launches = None,
     effort: EffortOption = "full",
-    have: HaveOption = "",
-    page: PageOption = None,
-    folder: Annotated[Path | None, typer.Option("--save", help="Folder for the plans.")] = None,
+    have: Annotated[
+        str, option("GPUs you have, such as h20,l40s: how to use them, and which one to rent next.")
+    ] = "",
+    page: Annotated[Path | None, option("Write the advice as an HTML page.")] = None,
+    folder: Annotated[Path | None, option("Folder for the plans.", "--save")] = None,
 ) -> AdviceRecord:
     """Find the cheapest GPUs that carry a load.
 

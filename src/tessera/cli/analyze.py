@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tessera.cli.output import HIDDEN, Illustrated, Record, progress, shown
+from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown
 from tessera.errors import ArtifactError, TesseraError, UnknownName
 from tessera.ir import BufferKind, Graph, Trace, kind_of, load, save
 from tessera.ir.files import cache_folder
@@ -50,8 +50,8 @@ class PtxReport(Record, frozen=True):
 
 def analyze(
     file: Annotated[Path, typer.Argument(help="A trace, or a file of PTX.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a trace's graph here.")] = None,
-    explain: Annotated[str | None, typer.Option(help="PTX kernel whose accesses are shown by line.")] = None,
+    output: Annotated[Path | None, option("Write a trace's graph here.", "-o", "--output")] = None,
+    explain: Annotated[str | None, option("PTX kernel whose accesses are shown by line.")] = None,
 ) -> GraphSummary | PtxReport | Illustrated[PtxReport]:
     """Find what depends on what in a trace, or in PTX kernels.
 

@@ -21,10 +21,9 @@ from typing import Annotated, Any, BinaryIO
 
 import typer
 
-from tessera.cli.chat import ApiClient, KeyOption, client_of
-from tessera.cli.output import Record, progress
-from tessera.cli.plan import EffortOption
-from tessera.cli.serve_options import DevicesOption, LinkOption, MaxModelLen, ServeConfig
+from tessera.cli.chat import ApiClient, ServerOptions
+from tessera.cli.output import FILE, Record, option, progress
+from tessera.cli.plan_model import EffortOption
 from tessera.errors import LoadError, TesseraError
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
@@ -47,28 +46,18 @@ class BatchRun(Record, frozen=True):
     output: Path
 
 
-InputArgument = Annotated[
-    Path, typer.Argument(metavar="IN.jsonl", exists=True, dir_okay=False, help="Requests, one per line.")
-]
-OutputArgument = Annotated[
-    Path, typer.Argument(metavar="OUT.jsonl", dir_okay=False, help="Answers; goes on where it ends.")
-]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(help="Server, as http://127.0.0.1:8000, or a model.", show_default="the requests' model"),
-]
-
-
 def batch(
-    source: InputArgument,
-    output: OutputArgument,
-    target: TargetOption = None,
-    devices: DevicesOption = None,
-    link: LinkOption = None,
-    max_model_len: MaxModelLen = None,
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, one per line.", **FILE)],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT.jsonl", dir_okay=False, help="Answers; goes on where it ends.")
+    ],
+    server: ServerOptions,
+    target: Annotated[
+        str | None,
+        option("Server, as http://127.0.0.1:8000, or a model.", default="the requests' model"),
+    ] = None,
     effort: EffortOption = "full",
-    api_key: KeyOption = "",
-    at_once: Annotated[int, typer.Option(min=1, max=1024, help="Requests in flight.")] = 64,
+    at_once: Annotated[int, option("Requests in flight.", min=1, max=1024)] = 64,
 ) -> BatchRun:
     """Answer a file of requests in OpenAI's batch format.
 
@@ -81,8 +70,7 @@ def batch(
         rest = [request for name, request in requests.items() if name not in done]
         counts = {"failed": 0, "prompt_tokens": 0, "output_tokens": 0}
         if rest:
-            config = ServeConfig(devices, link, max_model_len=max_model_len, effort=effort)
-            with client_of(target or _model(rest, source), api_key, config) as client:
+            with server.client(target or _model(rest, source), effort) as client:
                 for line in _answers(client, rest, at_once):
                     out.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
                     out.flush()

@@ -4,10 +4,11 @@ Works with any server that speaks OpenAI's protocol with streaming. The client t
 """
 
 import asyncio
+from dataclasses import dataclass
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -18,12 +19,16 @@ from tessera.cli.output import (
     Record,
     excludes,
     needs,
+    option,
     positive,
     printed,
     progress,
     shown,
 )
 from tessera.errors import LoadError, MissingExtra, TesseraError
+
+if TYPE_CHECKING:
+    from tessera.serve.load import LoadOptions
 
 NUM_DISTINCT = 20
 NUM_REQUESTS = 200
@@ -133,102 +138,94 @@ class EndpointName(StrEnum):
     COMPLETIONS = "completions"
 
 
-RequestsOption = Annotated[
-    int | None, typer.Option(min=1, help="Number of requests.", show_default="200, or all of a log")
-]
-RateOption = Annotated[
-    float | None,
-    typer.Option(
-        is_eager=True,
-        callback=positive,
-        help="Requests per second.",
-        show_default="as fast as they are answered",
-    ),
-]
-BurstinessOption = Annotated[
-    float,
-    typer.Option(
-        callback=needs("rate"), min=1e-3, max=1e3, help="1: Poisson arrivals; less: bursts; more: even gaps."
-    ),
-]
-ArrivalsOption = Annotated[
-    str | None,
-    typer.Option(
-        is_eager=True,
-        callback=excludes("rate", "--rate and --arrivals both say when to send; give one of them"),
-        help="Arrival times as in `tessera simulate --arrivals`, for example a CSV log.",
-    ),
-]
-SpeedOption = Annotated[
-    float, typer.Option(callback=needs("arrivals"), min=1e-6, max=1e6, help="Speed-up of the arrivals.")
-]
-PromptTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per prompt, about; with a log: at most.", show_default="64")
-]
-PrefixTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of a prefix common to all prompts.", show_default="none")
-]
-OutputTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per answer; with a log: at most.", show_default="32")
-]
-ModelOption = Annotated[str | None, typer.Option(help="Model name.", show_default="the server's first")]
-KeyOption = Annotated[str | None, typer.Option(help="API key of the server, or @FILE.")]
-IgnoreEosOption = Annotated[bool, typer.Option(help="Ask for answers of full length, as vLLM allows.")]
-VerifyOption = Annotated[
-    bool, typer.Option("--verify", is_eager=True, help="Compare each answer with the answer given alone.")
-]
-DistinctOption = Annotated[
-    int | None,
-    typer.Option(callback=needs("verify"), min=1, help="Number of distinct prompts.", show_default="20"),
-]
-TimeoutOption = Annotated[
-    float, typer.Option(min=1e-3, max=86_400, help="Seconds after which a request counts as failed.")
-]
+ARRIVALS_HELP = "Arrival times as in `tessera simulate --arrivals`, for example a CSV log."
+TWICE = "--rate and --arrivals both say when to send; give one of them"
+
+
+@dataclass(frozen=True)
+class SentRequests:
+    """Options of `tessera bench serve` about what is sent."""
+
+    requests: Annotated[int | None, option("Number of requests.", default="200, or all of a log", min=1)] = (
+        None
+    )
+    concurrency: Annotated[int, option("Maximum number of requests in flight.", min=1)] = 32
+    rate: Annotated[
+        float | None,
+        option(
+            "Requests per second.", default="as fast as they are answered", is_eager=True, callback=positive
+        ),
+    ] = None
+    burstiness: Annotated[
+        float,
+        option(
+            "1: Poisson arrivals; less: bursts; more: even gaps.", callback=needs("rate"), min=1e-3, max=1e3
+        ),
+    ] = 1.0
+    arrivals: Annotated[
+        str | None, option(ARRIVALS_HELP, is_eager=True, callback=excludes("rate", TWICE))
+    ] = None
+    speed: Annotated[
+        float, option("Speed-up of the arrivals.", callback=needs("arrivals"), min=1e-6, max=1e6)
+    ] = 1.0
+    prompt_tokens: Annotated[
+        int | None, option("Tokens per prompt, about; with a log: at most.", default="64", min=1)
+    ] = None
+    prefix_tokens: Annotated[
+        int | None, option("Tokens of a prefix common to all prompts.", default="none", min=1)
+    ] = None
+    output_tokens: Annotated[
+        int | None, option("Tokens per answer; with a log: at most.", default="32", min=1)
+    ] = None
+    endpoint: Annotated[EndpointName, option("Endpoint.")] = EndpointName.CHAT
+    model: Annotated[str | None, option("Model name.", default="the server's first")] = None
+    ignore_eos: Annotated[bool, option("Ask for answers of full length, as vLLM allows.")] = True
+    verify: Annotated[
+        bool, option("Compare each answer with the answer given alone.", "--verify", is_eager=True)
+    ] = False
+    distinct: Annotated[
+        int | None,
+        option("Number of distinct prompts.", default="20", callback=needs("verify"), min=1),
+    ] = None
+    timeout: Annotated[
+        float, option("Seconds after which a request counts as failed.", min=1e-3, max=86_400)
+    ] = 600.0
+    seed: Annotated[int, option("Seed of prompts and arrival times.")] = 0
+
+    def options(self) -> "LoadOptions":
+        from tessera.serve.load import LoadOptions
+        from tessera.simulate.arrivals import make_arrivals
+
+        log = self.arrivals and make_arrivals(self.arrivals, self.requests, self.seed, speed=self.speed)
+        return LoadOptions(
+            num_requests=self.requests or NUM_REQUESTS,
+            concurrency=self.concurrency,
+            rate_per_s=self.rate,
+            burstiness=self.burstiness,
+            arrivals=log or None,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            api=self.endpoint.value,
+            model=self.model,
+            ignores_end=self.ignore_eos,
+            num_distinct=(self.distinct or NUM_DISTINCT) if self.verify else None,
+            seed=self.seed,
+            timeout_s=self.timeout,
+            prefix_tokens=self.prefix_tokens or 0,
+        )
 
 
 def bench_serve(
-    url: Annotated[str, typer.Option(help="URL of the server, such as http://127.0.0.1:8000.")],
-    requests: RequestsOption = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = 32,
-    rate: RateOption = None,
-    burstiness: BurstinessOption = 1.0,
-    arrivals: ArrivalsOption = None,
-    speed: SpeedOption = 1.0,
-    prompt_tokens: PromptTokensOption = None,
-    prefix_tokens: PrefixTokensOption = None,
-    output_tokens: OutputTokensOption = None,
-    endpoint: Annotated[EndpointName, typer.Option(help="Endpoint.")] = EndpointName.CHAT,
-    model: ModelOption = None,
-    api_key: KeyOption = None,
-    ignore_eos: IgnoreEosOption = True,
-    verify: VerifyOption = False,
-    distinct: DistinctOption = None,
-    timeout: TimeoutOption = 600.0,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
+    url: Annotated[str, option("URL of the server, such as http://127.0.0.1:8000.")],
+    sent: SentRequests,
+    api_key: Annotated[str | None, option("API key of the server, or @FILE.")] = None,
 ) -> Illustrated[BenchServe]:
     """Load a server and report its rate, latencies and errors."""
     if find_spec("aiohttp") is None:
         raise MissingExtra("aiohttp", "load")
-    from tessera.serve.load import LoadOptions, figures, measure, parse_address
-    from tessera.simulate.arrivals import make_arrivals
+    from tessera.serve.load import figures, measure, parse_address
 
-    options = LoadOptions(
-        num_requests=requests or NUM_REQUESTS,
-        concurrency=concurrency,
-        rate_per_s=rate,
-        burstiness=burstiness,
-        arrivals=make_arrivals(arrivals, requests, seed, speed=speed) if arrivals is not None else None,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        api=endpoint.value,
-        model=model,
-        ignores_end=ignore_eos,
-        num_distinct=(distinct or NUM_DISTINCT) if verify else None,
-        seed=seed,
-        timeout_s=timeout,
-        prefix_tokens=prefix_tokens or 0,
-    )
-    address = parse_address(url, _key(api_key))
+    options, address = sent.options(), parse_address(url, _key(api_key))
     total = len(options.arrivals.times_s) if options.arrivals else options.num_requests
     total += min(total, options.num_distinct or 0)
     with progress("asking the server for its model", total) as advance:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tessera.cli.output import Record, progress, shown
+from tessera.cli.output import Record, option, progress, shown
 from tessera.cli.profile import Keeping, keeping, measure_device
 from tessera.errors import TesseraError
 from tessera.ir import Cost, Device, Source, Step, Trace
@@ -45,11 +45,11 @@ class CalibrationReport(Record, frozen=True):
 def calibrate(
     device: Annotated[str, typer.Argument(help="A device of this machine: cuda:0 or cpu.")],
     model: Annotated[
-        str, typer.Option(help="Whose launches are measured.", show_default="llama-3-8b; on a CPU tiny-llama")
+        str, option("Whose launches are measured.", default="llama-3-8b; on a CPU tiny-llama")
     ] = "",
-    num: Annotated[int, typer.Option("--launches", min=1, help="Launches to measure, at most.")] = 36,
+    num: Annotated[int, option("Launches to measure, at most.", "--launches", min=1)] = 36,
     store: Annotated[
-        Path | None, typer.Option(help="Where measurements are kept between commands.", show_default=False)
+        Path | None, option("Where measurements are kept between commands.", default=False)
     ] = None,
 ) -> CalibrationReport:
     """Measure the launches that reduce a plan's error most.

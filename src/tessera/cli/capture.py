@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tessera.cli.output import HIDDEN, Record, progress, shown
+from tessera.cli.output import HIDDEN, Record, option, progress, shown
 from tessera.errors import TesseraError
 from tessera.ir import BufferKind, Step, Trace, save
 
@@ -19,48 +19,16 @@ MODEL_HELP = (
     "the local Hugging Face cache, or module:callable, a function from the step to a Workload or to "
     "(nn.Module, example inputs)."
 )
-
+STEP_HELP = (
+    "Step to run: prefill, decode, encode, denoise, call (the plain forward), or a served model's tokens."
+)
 LAUNCHES_HELP = (
     "Launches to record: compiled or eager. Compiling takes a minute unless the kernels are cached."
 )
 
-
-RandomWeights = Annotated[
-    bool, typer.Option("--random-weights", help="Random weights in place of the folder's own.")
-]
+RandomWeights = Annotated[bool, option("Random weights in place of the folder's own.", "--random-weights")]
 Launches = Annotated[
-    Literal["compiled", "eager"] | None,
-    typer.Option(help=LAUNCHES_HELP, show_default="compiled where they are known"),
-]
-StepOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Step to run: prefill, decode, encode, denoise, call (the plain forward), "
-        "or a served model's tokens.",
-        show_default="decode where there is one",
-    ),
-]
-ContextOption = Annotated[
-    int,
-    typer.Option(
-        min=1, help="Tokens per row: read by a prefill, held for a decode, made of an image by an encode."
-    ),
-]
-InputsOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="File of named inputs (safetensors, npz or json) in place of random ones; for folders.",
-        show_default=False,
-    ),
-]
-DeviceOption = Annotated[
-    str, typer.Option(help="Where to record: cpu, cuda:N, or fake (no GPU and no weights needed).")
-]
-CompiledOption = Annotated[
-    bool, typer.Option("--compiled", help="Record the kernels that Inductor makes of the step, for a GPU.")
-]
-OutputOption = Annotated[
-    Path | None, typer.Option("-o", "--output", help="The trace to write.", show_default="STEP.trace")
+    Literal["compiled", "eager"] | None, option(LAUNCHES_HELP, default="compiled where they are known")
 ]
 
 
@@ -86,18 +54,31 @@ class CapturedTrace(Record, frozen=True):
 
 def capture(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    step: StepOption = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 1,
-    context: ContextOption = 128,
-    reserve: Annotated[
-        int, typer.Option(min=0, help="Tokens per row that decodes may add after this prefill.")
-    ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    step: Annotated[str | None, option(STEP_HELP, default="decode where there is one")] = None,
+    batch: Annotated[int, option("Rows of the batch.", min=1)] = 1,
+    context: Annotated[
+        int,
+        option("Tokens per row: read by a prefill, held for a decode, made of an image by an encode.", min=1),
+    ] = 128,
+    reserve: Annotated[int, option("Tokens per row that decodes may add after this prefill.", min=0)] = 0,
+    seed: Annotated[int, option("Seed of the random weights.")] = 0,
     random_weights: RandomWeights = False,
-    inputs: InputsOption = None,
-    device: DeviceOption = "cpu",
-    compiled: CompiledOption = False,
-    output: OutputOption = None,
+    inputs: Annotated[
+        Path | None,
+        option(
+            "File of named inputs (safetensors, npz or json) in place of random ones; for folders.",
+            default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str, option("Where to record: cpu, cuda:N, or fake (no GPU and no weights needed).")
+    ] = "cpu",
+    compiled: Annotated[
+        bool, option("Record the kernels that Inductor makes of the step, for a GPU.", "--compiled")
+    ] = False,
+    output: Annotated[
+        Path | None, option("The trace to write.", "-o", "--output", default="STEP.trace")
+    ] = None,
 ) -> CapturedTrace:
     """Record the launches of one step of a model."""
     started = time.perf_counter()
@@ -117,6 +98,12 @@ def capture(
         advance("writing")
         path = output or Path(f"{kind}.trace")
         save(trace, path)
+    return _captured(trace, num_edges, path, model, device, time.perf_counter() - started)
+
+
+def _captured(
+    trace: Trace, num_edges: int, path: Path, model: str, device: str, seconds: float
+) -> CapturedTrace:
     return CapturedTrace(
         output=str(path),
         model=model,
@@ -130,7 +117,7 @@ def capture(
         weight_bytes=_bytes(trace, BufferKind.WEIGHT),
         kinds={kind.value: len(trace.buffers_of(kind)) for kind in BufferKind},
         undeclared_aliases=dict(trace.aliases),
-        seconds=round(time.perf_counter() - started, 3),
+        seconds=round(seconds, 3),
     )
 
 

@@ -11,13 +11,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
-from tessera.cli.output import HIDDEN, Record
-from tessera.cli.plan import EffortOption
+from tessera.cli.output import HIDDEN, Record, option
+from tessera.cli.plan_model import Effort, EffortOption
 from tessera.cli.serve import answering
 from tessera.cli.serve_options import DevicesOption, LinkOption, MaxModelLen, ServeConfig
 from tessera.errors import LoadError, TesseraError
@@ -26,8 +26,6 @@ from tessera.errors import LoadError, TesseraError
 TIMEOUT_S = 600.0
 HELP = "Type a message, or: /reset for a new conversation, /exit to end."
 PROMPT = "> "
-
-KeyOption = Annotated[str, typer.Option(help="Key of the server.", envvar="TESSERA_API_KEY")]
 
 
 @dataclass(frozen=True)
@@ -92,18 +90,24 @@ def _document(error: urllib.error.HTTPError) -> Any:
         return {"error": {"message": f"{error}: {raw[:200].decode(errors='replace')}"}}
 
 
-@contextmanager
-def client_of(target: str, key: str, config: ServeConfig) -> Iterator[ApiClient]:
-    """A client of a URL, or of a model that is served meanwhile."""
-    if target.startswith(("http://", "https://")):
-        yield ApiClient(target, key)
-        return
-    own = ServeConfig(
-        config.devices, config.link, port=0, api_key=[secrets.token_hex(16)],
-        max_model_len=config.max_model_len, effort=config.effort,
-    )  # fmt: skip
-    with answering(target, own) as (url, _):
-        yield ApiClient(url, own.api_key[0] if own.api_key else "")
+@dataclass(frozen=True)
+class ServerOptions:
+    """A server that is talked to, or served meanwhile."""
+
+    devices: DevicesOption = None
+    link: LinkOption = None
+    max_model_len: MaxModelLen = None
+    api_key: Annotated[str, option("Key of the server.", envvar="TESSERA_API_KEY")] = ""
+
+    @contextmanager
+    def client(self, target: str, effort: Effort) -> Iterator[ApiClient]:
+        """A client of a URL, or of a model that is served meanwhile."""
+        if target.startswith(("http://", "https://")):
+            yield ApiClient(target, self.api_key)
+            return
+        key, given = secrets.token_hex(16), asdict(self)
+        with answering(target, ServeConfig(**given | {"api_key": [key]}, port=0, effort=effort)) as (url, _):
+            yield ApiClient(url, key)
 
 
 class ChatTurn(Record, frozen=True):
@@ -114,27 +118,20 @@ class ChatTurn(Record, frozen=True):
     finish_reason: Annotated[str | None, HIDDEN]
 
 
-TargetArgument = Annotated[
-    str, typer.Argument(metavar="URL | MODEL", help="Server, as http://127.0.0.1:8000, or a model to serve.")
-]
-TemperatureOption = Annotated[
-    float | None, typer.Option(min=0, max=2, help="Temperature; 0: greedy.", show_default="the server's")
-]
-MaxTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="Maximum tokens of an answer.", show_default="the context's rest")
-]
-
-
 def chat(
-    target: TargetArgument,
-    devices: DevicesOption = None,
-    link: LinkOption = None,
-    max_model_len: MaxModelLen = None,
+    target: Annotated[
+        str,
+        typer.Argument(metavar="URL | MODEL", help="Server, as http://127.0.0.1:8000, or a model to serve."),
+    ],
+    server: ServerOptions,
     effort: EffortOption = "quick",
-    api_key: KeyOption = "",
-    system: Annotated[str, typer.Option(help="System message.")] = "",
-    temperature: TemperatureOption = None,
-    max_tokens: MaxTokensOption = None,
+    system: Annotated[str, option("System message.")] = "",
+    temperature: Annotated[
+        float | None, option("Temperature; 0: greedy.", default="the server's", min=0, max=2)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, option("Maximum tokens of an answer.", default="the context's rest", min=1)
+    ] = None,
 ) -> Iterator[ChatTurn | str]:
     """Talk to a server, or to a model that is served meanwhile.
 
@@ -142,9 +139,8 @@ def chat(
     """
     given = {"temperature": temperature, "max_completion_tokens": max_tokens}
     options = {name: value for name, value in given.items() if value is not None}
-    config = ServeConfig(devices, link, max_model_len=max_model_len, effort=effort)
     opening = [{"role": "system", "content": system}] if system else []
-    with client_of(target, api_key, config) as client:
+    with server.client(target, effort) as client:
         model, messages = client.model(), list(opening)
         if sys.stdin.isatty():
             typer.echo(f"{model} at {client.url}. {HELP}", err=True)

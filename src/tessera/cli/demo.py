@@ -16,14 +16,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
-from tessera.cli.output import HIDDEN, Illustrated, Record, progress, shown
-from tessera.cli.plan import EffortOption
-from tessera.cli.plan_model import ModelPlanFigures, PlannedLoad, PolicyFigures, model_figures, plan_load
+from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown
+from tessera.cli.plan_model import (
+    EffortOption,
+    ModelPlanFigures,
+    PlannedLoad,
+    PolicyFigures,
+    model_figures,
+    plan_load,
+)
 from tessera.cli.plan_text import PlanFigures, plan_figures
 from tessera.cli.run import is_equal, overlap, run_through, shares
 from tessera.errors import TesseraError, WorkerError
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
     from tessera.serve.service import Service
 
 # Gain: a model with shipped outlines, on two cards of opposite strength.
-FULL = PlannedLoad("llama-3-8b", prompt_tokens=1024, output_tokens=256, tpot_ms=50.0)
+FULL_MODEL, FULL = "llama-3-8b", PlannedLoad(prompt_tokens=1024, output_tokens=256, tpot_ms=50.0)
 FULL_DEVICES, FULL_LINK = "emu:h20,emu:l40s", "pcie4"
 # Service and proof. The policies always divide the work, whether or not that pays for such a small model.
 MODEL = "tiny-llama"
@@ -58,7 +63,7 @@ MICROBATCHES = 4
 BEGIN, END = 256, 257
 SIMULATED_REQUESTS = 12
 FIRST_LINE = (
-    f"Plans a load of {FULL.model} for two different cards, proves that dividing a small model changes no "
+    f"Plans a load of {FULL_MODEL} for two different cards, proves that dividing a small model changes no "
     "bit, and serves it on two unlike devices. No GPU, no weights; about a minute."
 )
 
@@ -123,15 +128,11 @@ class SmallRuns:
 
 
 def demo(
-    devices: Annotated[
-        str, typer.Option(help="Two or more devices that serve the small model.")
-    ] = "emu:a100,emu:l40s",
-    link: Annotated[str, typer.Option(help="Link between the devices.")] = "pcie4",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each request.")] = 16,
+    devices: Annotated[str, option("Two or more devices that serve the small model.")] = "emu:a100,emu:l40s",
+    link: Annotated[str, option("Link between the devices.")] = "pcie4",
+    tokens: Annotated[int, option("Tokens to generate for each request.", min=1)] = 16,
     effort: EffortOption = "full",
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for what is written.")] = Path(
-        "tessera-demo"
-    ),
+    output: Annotated[Path, option("Folder for what is written.", "-o", "--output")] = Path("tessera-demo"),
 ) -> Illustrated[DemoRun]:
     """Show the gain, the proof and a service, without a GPU.
 
@@ -148,7 +149,7 @@ def demo(
     ):
         full = second.submit(plan_full, replace(FULL, effort=effort))
         small = _run_small(cluster, tokens, output, advance)
-        advance(f"planning {FULL.model}, in a second process since the start")
+        advance(f"planning {FULL_MODEL}, in a second process since the start")
         planned = full.result()
     files = _write(planned.plan, small.divided, output)
     seconds = round(time.perf_counter() - started, 1)
@@ -158,7 +159,7 @@ def demo(
 
 def plan_full(wanted: PlannedLoad) -> "PlannedModel":
     """The load of the full-size model, planned for its cards within the limit of time per token."""
-    return plan_load(wanted, _cluster(FULL_DEVICES, FULL_LINK), lambda text: None)
+    return plan_load(FULL_MODEL, wanted, _cluster(FULL_DEVICES, FULL_LINK))
 
 
 def _cluster(devices: str, link: str) -> Cluster:
@@ -267,7 +268,7 @@ def _write(full: ServicePlan | Plan, divided: DividedRun, output: Path) -> dict[
 
     files = {
         "page": output / "report.html",
-        "full_plan": output / f"{FULL.model}.plan",
+        "full_plan": output / f"{FULL_MODEL}.plan",
         "served_plan": output / f"{MODEL}.plan",
         "plan": output / f"{divided.plan.policy}.plan",
         "perfetto": output / "timeline.perfetto.json",
@@ -305,7 +306,7 @@ def _record(planned: "PlannedModel", small: SmallRuns, files: dict[str, str], se
 
 def _story(run: DemoRun, divided: Plan) -> Iterator[RenderableType | Record]:
     gain, served, names = run.headline, run.service, run.devices
-    yield Rule(f"1. The gain: {FULL.model} on {' beside '.join(FULL_DEVICES.split(','))}", align="left")
+    yield Rule(f"1. The gain: {FULL_MODEL} on {' beside '.join(FULL_DEVICES.split(','))}", align="left")
     yield Text(
         f"Requests of {FULL.prompt_tokens:,} + {FULL.output_tokens:,} tokens; every policy has the memory of "
         f"both cards and keeps to {FULL.tpot_ms:.0f} ms a token."

@@ -8,7 +8,7 @@ A command is a function that returns one frozen record; `printed` makes a comman
   Texts that it yields are for people only (the words of an answer).
 - An outcome that is a failure: the record's `problem` returns the error, raised after the record is printed.
 - What only people see, as the picture of a layer: return `Illustrated(record, pictures)`.
-- Options that need or exclude another: `needs` and `excludes`; ranges: `typer.Option(min=, max=)`; choices:
+- Options that need or exclude another: `needs` and `excludes`; ranges: `option(..., min=, max=)`; choices:
   an `Enum`.
 - Every record has a JSON schema, docs/schemas/command-NAME.json (scripts/schemas.py). Types in records must
   be importable without torch.
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from typing import Annotated, Any, Generic, Self, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Generic, Self, TypeVar
 
 import msgspec
 import typer
@@ -43,18 +43,20 @@ from tessera.errors import TesseraError
 from tessera.ir.timeline import HIDDEN
 
 __all__ = [
-    "HIDDEN", "PER_TOKEN", "TO_FIRST", "Illustrated", "JsonOption", "Record", "console", "excludes", "finite",
-    "limit_ms", "needs", "only_if", "positive", "print_record", "printed", "progress", "record_types",
+    "FILE", "HIDDEN", "PER_TOKEN", "TO_FIRST", "Illustrated", "JsonOption", "Record", "console", "excludes",
+    "finite", "limit_ms", "needs", "only_if", "option", "positive", "print_record", "printed", "progress",
     "shown", "warning",
 ]  # fmt: skip
 
 # Seconds before the first plain line, and between two lines of a counted job.
 QUIET_S, PAUSE_S = 2.0, 10.0
+# A file that is there.
+FILE = {"exists": True, "dir_okay": False}
 # Width of a record in a notebook.
 PAGE_COLUMNS = 100
+ONLY_NAMED = inspect.Parameter.KEYWORD_ONLY
 PER_TOKEN = "per output token: median over the requests of every group"
 TO_FIRST = "to the first token: median over requests"
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +78,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return screen.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
+def option(help: str, *names: str, default: str | bool = True, **more: Any) -> Any:
+    """An option of typer: its help, its spellings, and its default for people."""
+    return typer.Option(*names, help=help, show_default=default, **more)
+
+
+JsonOption = Annotated[bool, option("Print one JSON document instead of tables.", "--json")]
 R_co = TypeVar("R_co", bound=Record, covariant=True)
 
 
@@ -117,30 +125,15 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
         elif made is not None:
             print_record(made, as_json)
 
-    option = inspect.Parameter(
-        "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption
-    )
-    parameters = [one.replace(kind=option.kind) for one in (*parameters, option)]
+    parameters.append(inspect.Parameter("as_json", ONLY_NAMED, default=False, annotation=JsonOption))
+    parameters = [parameter.replace(kind=ONLY_NAMED) for parameter in parameters]
     command.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
 def limit_ms(of: str, **more: Any) -> Any:
-    """An option for a limit in milliseconds."""
-    return typer.Option(help=f"Limit of milliseconds {of}.", show_default="no limit", **more)
-
-
-def record_types(function: Callable[..., Any]) -> tuple[type[Record], ...]:
-    """The records that a command may print, from its return annotation."""
-
-    def records(hint: Any) -> Iterator[type[Record]]:
-        if isinstance(hint, type) and issubclass(hint, Record):
-            yield hint
-        for part in get_args(hint):
-            yield from records(part)
-
-    return tuple(records(get_type_hints(function).get("return")))
+    return option(f"Limit of milliseconds {of}.", default="no limit", **more)
 
 
 def print_record(made: "Record | Illustrated[Record]", as_json: bool, is_line: bool = False) -> None:

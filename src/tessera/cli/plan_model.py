@@ -10,11 +10,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from tessera.cli.output import HIDDEN, Record, progress, shown
+from tessera.cli.capture import Launches, RandomWeights
+from tessera.cli.output import (
+    FILE,
+    HIDDEN,
+    PER_TOKEN,
+    TO_FIRST,
+    Record,
+    finite,
+    limit_ms,
+    only_if,
+    option,
+    progress,
+    shown,
+)  # fmt: skip
 from tessera.cli.plan_text import CostFigures, sure
 from tessera.errors import CaptureError, TesseraError
 from tessera.ir import (
@@ -40,25 +53,67 @@ ROWS = "this model has no text: a row of the batch counts as one token"
 ANY_MICROBATCHES = 1
 
 
-@dataclass(frozen=True)
+Effort = Literal["full", "quick"]
+EffortOption = Annotated[Effort, option("Planning effort; quick: a rougher plan sooner.")]
+MemoryShareOption = Annotated[
+    float,
+    option(
+        "Share of each device's memory for weights and state (pages). The rest is for temporaries.",
+        min=0.01,
+        max=1,
+        callback=finite,
+    ),
+]
+FrequenciesOption = Annotated[
+    Path | None,
+    option("JSON of how often experts are chosen, by module: hot ones go to the GPU.", **FILE),
+]
+
+
+def is_model(words: Sequence[str]) -> bool:
+    """Whether the words name a model: one word that is no file of a trace."""
+    return len(words) == 1 and not Path(words[0]).is_file() and not words[0].endswith(".trace")
+
+
+# Options of each form of `tessera plan`.
+MODEL = only_if(lambda given: is_model(given["traces"]), "needs a model's name, not traces")
+TRACES = only_if(lambda given: not is_model(given["traces"]), "needs traces, not a model's name")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedLoad:
-    model: str
-    prompt_tokens: int
-    # 0: decodes only, with the prompt as context.
-    output_tokens: int
-    tpot_ms: float | None = None
-    ttft_ms: float | None = None
-    # None: chosen by the planner.
-    batch: int | None = None
-    microbatches: int | None = None
-    random_weights: bool = False
-    # compiled, eager, or empty: compiled where cached.
-    launches: str = ""
-    objective: Objective = Objective.THROUGHPUT
-    effort: str = "full"
-    memory_share: float = MEMORY_SHARE
-    # File of how often experts are chosen.
-    expert_frequencies: Path | None = None
+    """Options of `tessera plan` about the load and how it is planned."""
+
+    objective: Annotated[
+        Objective,
+        option(
+            "Most requests per second, dollar or joule; latency (traces only): the quickest single request."
+        ),
+    ] = Objective.THROUGHPUT
+    microbatches: Annotated[
+        int | None, option("Microbatches in flight, at most.", default="4; MODEL form: chosen", min=1)
+    ] = None
+    batch: Annotated[
+        int | None, option("Batch size (MODEL form only).", default="chosen", min=1, callback=MODEL)
+    ] = None
+    prompt_tokens: Annotated[int, option("Tokens per prompt (MODEL form only).", min=1, callback=MODEL)] = (
+        1024
+    )
+    output_tokens: Annotated[
+        int,
+        option(
+            "Tokens per answer (MODEL form only); 0: decodes alone, at a context of the prompt.",
+            min=0,
+            callback=MODEL,
+        ),
+    ] = 256
+    tpot_ms: Annotated[float | None, limit_ms(f"{PER_TOKEN} (MODEL form)", callback=MODEL)] = None
+    ttft_ms: Annotated[float | None, limit_ms(f"{TO_FIRST} (MODEL form)", callback=MODEL)] = None
+    random_weights: RandomWeights = False
+    launches: Launches = None
+    expert_frequencies: FrequenciesOption = None
+    effort: EffortOption = "full"
+    memory_share: MemoryShareOption = MEMORY_SHARE
 
     @property
     def load(self) -> Load:
@@ -153,27 +208,34 @@ class PlannedModel:
     note: str = ""
 
 
-def plan_model(wanted: PlannedLoad, cluster: Cluster, output: Path | None) -> ModelPlanFigures:
+def plan_model(model: str, wanted: PlannedLoad, cluster: Cluster, output: Path | None) -> ModelPlanFigures:
     """Plan, write the plan, and report what was chosen."""
     started = time.perf_counter()
     wanted.check()
     with progress("importing torch") as advance:
-        planned = plan_load(wanted, cluster, advance)
-    path = output or Path(f"{Path(wanted.model).name}.plan")
+        planned = plan_load(model, wanted, cluster, advance)
+    path = output or Path(f"{Path(model).name}.plan")
     save(planned.plan, path)
     return model_figures(planned, path, time.perf_counter() - started)
 
 
-def plan_load(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]) -> PlannedModel:
+def plan_load(
+    model: str,
+    wanted: PlannedLoad,
+    cluster: Cluster,
+    advance: Callable[[str], None] = lambda text: None,
+) -> PlannedModel:
     from tessera.capture.models import steps_of_model
 
-    if wanted.output_tokens and "decode" in steps_of_model(wanted.model):
+    if wanted.output_tokens and "decode" in steps_of_model(model):
         with suppress(CaptureError):  # state by row: no steps of mixed tokens
-            return _plan_service(wanted, cluster, advance)
-    return _plan_steps(wanted, cluster, advance)
+            return _plan_service(model, wanted, cluster, advance)
+    return _plan_steps(model, wanted, cluster, advance)
 
 
-def _plan_service(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]) -> PlannedModel:
+def _plan_service(
+    model: str, wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]
+) -> PlannedModel:
     for name, value in (("--batch", wanted.batch), ("--microbatches", wanted.microbatches)):
         if value is not None:
             remedy = "Leave it out, or plan decodes alone with --output-tokens 0."
@@ -183,21 +245,23 @@ def _plan_service(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str]
     from tessera.serve.rehearse import rehearse
 
     often = read_frequencies(wanted.expert_frequencies) if wanted.expert_frequencies else {}
-    steps = ServedSteps(wanted.model, cluster, wanted.random_weights, advance=advance, frequencies=often)
-    steps.is_compiled, note = choose_launches(steps.anchors, wanted.launches)
+    steps = ServedSteps(model, cluster, wanted.random_weights, advance=advance, frequencies=often)
+    steps.is_compiled, note = choose_launches(steps.anchors, wanted.launches or "")
     plan = make_service_plan(
         steps, wanted.load, rehearse, search_config(wanted.effort), wanted.objective, wanted.memory_share
     )
     return PlannedModel(plan, compared(plan, wanted.objective), steps.is_compiled, note)
 
 
-def _plan_steps(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]) -> PlannedModel:
+def _plan_steps(
+    model: str, wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]
+) -> PlannedModel:
     from tessera.flow import ANCHORS, LoadSteps, at_batches, choose_launches, plan_steps
 
-    steps = _steps(wanted)
+    steps = _steps(model, wanted)
     tokens = wanted.output_tokens if steps[-1].kind == "decode" else 1
     batches = (wanted.batch,) if wanted.batch else BATCHES
-    is_compiled, note = choose_launches(at_batches(steps, ANCHORS), wanted.launches)
+    is_compiled, note = choose_launches(at_batches(steps, ANCHORS), wanted.launches or "")
     counts = [max(1, tokens) if step.kind == "decode" else 1 for step in steps]
     recorded = LoadSteps(steps, counts, ANCHORS, advance, is_compiled)
     target = Target(tokens, wanted.tpot_ms, wanted.ttft_ms)
@@ -214,12 +278,12 @@ def _plan_steps(wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], 
     return PlannedModel(plan, found, is_compiled, note)
 
 
-def _steps(wanted: PlannedLoad) -> list[Step]:
+def _steps(model: str, wanted: PlannedLoad) -> list[Step]:
     """The steps of a request: prefill and decode where there are both, decode alone for no new tokens."""
     from tessera.capture import place_of
     from tessera.capture.models import steps_of_model
 
-    model, kinds = place_of(wanted.model), steps_of_model(wanted.model)
+    kinds, model = steps_of_model(model), place_of(model)
     prompt, output, is_random = wanted.prompt_tokens, wanted.output_tokens, wanted.random_weights
     if "decode" not in kinds:
         return [Step(model, kinds[0], 1, prompt, random_weights=is_random)]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tessera.cli.output import HIDDEN, Record, progress, shown, warning
+from tessera.cli.output import HIDDEN, Record, option, progress, shown, warning
 from tessera.errors import DeviceGone, TesseraError
 from tessera.ir import Cost, Costs, Device, Source, Trace, load, save
 from tessera.profile import notes, parse_devices, works
@@ -108,30 +108,25 @@ class ProfileReport(Record, frozen=True):
 
 def profile(
     trace: Annotated[Path | None, typer.Argument(help="The trace to price.", show_default=False)] = None,
-    devices: Annotated[str, typer.Option(help=DEVICES_HELP)] = "",
+    devices: Annotated[str, option(DEVICES_HELP)] = "",
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The costs to write.", show_default="TRACE.costs")
+        Path | None, option("The costs to write.", "-o", "--output", default="TRACE.costs")
     ] = None,
     store: Annotated[
         Path | None,
-        typer.Option(
-            help="Where measurements are kept between commands.",
-            show_default="$XDG_CACHE_HOME/tessera/measured.jsonl",
+        option(
+            "Where measurements are kept between commands.", default="$XDG_CACHE_HOME/tessera/measured.jsonl"
         ),
     ] = None,
     clocks: Annotated[
         Clocks,
-        typer.Option(help="Stored times of other clocks: same (refuse them), any (use them), now (redo)."),
+        option("Stored times of other clocks: same (refuse them), any (use them), now (redo)."),
     ] = Clocks.SAME,
     links: Annotated[
-        bool, typer.Option("--links", help="Measure what joins the devices; the plan's --link measured.")
+        bool, option("Measure what joins the devices; the plan's --link measured.", "--links")
     ] = False,
-    transport: Annotated[
-        str, typer.Option(help="Of --links: over auto, shm, ipc, nvshmem or host.")
-    ] = "auto",
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw how much two devices differ, as PNG, SVG or PDF.")
-    ] = None,
+    transport: Annotated[str, option("Of --links: over auto, shm, ipc, nvshmem or host.")] = "auto",
+    plot: Annotated[Path | None, option("Draw how much two devices differ, as PNG, SVG or PDF.")] = None,
 ) -> ProfileReport:
     """Price every launch of a trace on every device.
 

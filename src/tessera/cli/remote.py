@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.cli.output import finite
+from tessera.cli.output import finite, option
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Device, Plan, digest
 
@@ -34,21 +34,38 @@ if TYPE_CHECKING:
     from tessera.execute.worker_stepper import MakeHub
     from tessera.serve.joining import ModelHere
 
-Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT where the workers of several machines meet.")]
-Rank = Annotated[int, typer.Option(min=0, help="Which device this process is; 0 also takes the requests.")]
-SecretFile = Annotated[
-    Path | None, typer.Option(help="A file with the secret of the rendezvous, the same everywhere.")
-]
-UnderTorchrun = Annotated[bool, typer.Option("--torchrun", help="Take rendezvous and rank from torchrun.")]
-OnRay = Annotated[
-    str | None, typer.Option(help="Let Ray place the workers: local, auto or the address of a Ray cluster.")
-]
+Rendezvous = Annotated[str | None, option("HOST:PORT where the workers of several machines meet.")]
+SecretFile = Annotated[Path | None, option("A file with the secret of the rendezvous, the same everywhere.")]
+UnderTorchrun = Annotated[bool, option("Take rendezvous and rank from torchrun.", "--torchrun")]
 
 # Under torchrun, where rank 0 writes the address that it listens at.
 ADDRESS_KEY = "tessera/address"
 # How long a rank of `tessera run` looks for another run on the same address when one has ended.
 AGAIN_S = 1.0
 ANY = -1
+Devices = tuple[Device, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingOptions:
+    """How a run or a service finds workers of several machines."""
+
+    rendezvous: Rendezvous = None
+    rank: Annotated[int, option("Which device this process is; 0 also takes the requests.", min=0)] = 0
+    secret_file: SecretFile = None
+    torchrun: UnderTorchrun = False
+    ray: Annotated[
+        str | None, option("Let Ray place the workers: local, auto or the address of a Ray cluster.")
+    ] = None
+
+    @property
+    def meeting(self) -> "Meeting | None":
+        """None: all workers are processes of this machine, or Ray's."""
+        if not self.rendezvous and not self.torchrun:
+            return None
+        if self.ray is not None:
+            raise TesseraError("the workers can meet in one way only", "Leave one out.", "--ray")
+        return Meeting.of(self.rendezvous, self.rank, self.secret_file, self.torchrun)
 
 
 @dataclass
@@ -148,48 +165,30 @@ def work(
 
 @contextmanager
 def gathered(
-    devices: str, model: str, meeting: Meeting | None, ray: str | None
-) -> "Iterator[tuple[tuple[Device, ...], MakeHub | None]]":
-    """The devices of a service and the way to their workers; None: they are processes of this machine."""
+    devices: Devices | str, meeting: Meeting | None, ray: str | None, model: str = "", digest: str = ""
+) -> "Iterator[tuple[Devices, MakeHub | None]]":
+    """The devices and the way to their workers; None: they are processes of this machine.
+
+    `devices` as text: Ray counts those of its machines. `digest` names the plans that workers may have.
+    """
     from tessera.profile import parse_devices
 
-    _check_way(meeting, ray)
     if ray is not None:
         from tessera.serve import ray_cluster
 
         with ray_cluster.joined(ray) as host:
-            found = parse_devices(ray_cluster.counted(devices, ray_cluster.nodes()))
-            with ray_cluster.placed(host, found, model, _complain) as make:
-                yield found, make
+            if isinstance(devices, str):
+                devices = parse_devices(ray_cluster.counted(devices, ray_cluster.nodes()))
+            with ray_cluster.placed(host, devices, model, _complain) as make:
+                yield devices, make
         return
-    found = parse_devices(devices)
+    if isinstance(devices, str):
+        devices = parse_devices(devices)
     if meeting is None:
-        yield found, None
-        return
-    with meeting.hub_of([device.name for device in found]) as hub:
-        yield found, hub
-
-
-@contextmanager
-def met(plans: Sequence[Plan], meeting: Meeting | None, ray: str | None) -> "Iterator[MakeHub | None]":
-    """The way to the workers of a run, whose plans say the devices."""
-    _check_way(meeting, ray)
-    devices = plans[0].cluster.devices
-    if ray is not None:
-        from tessera.serve import ray_cluster
-
-        with ray_cluster.joined(ray) as host, ray_cluster.placed(host, devices, "", _complain) as make:
-            yield make
-    elif meeting is not None:
-        with meeting.hub_of(plans[0].cluster.names, plans_digest(plans)) as hub:
-            yield hub
+        yield devices, None
     else:
-        yield None
-
-
-def _check_way(meeting: Meeting | None, ray: str | None) -> None:
-    if meeting is not None and ray is not None:
-        raise TesseraError("the workers can meet in one way only", "Leave one out.", "--ray")
+        with meeting.hub_of([device.name for device in devices], digest) as hub:
+            yield devices, hub
 
 
 def _complain(line: str) -> None:
@@ -216,16 +215,14 @@ def worker(
     rendezvous: Rendezvous = None,
     secret_file: SecretFile = None,
     rank: Annotated[
-        int, typer.Option(min=ANY, help="Which device this is, counted from 0; -1: whichever has no worker.")
+        int, option("Which device this is, counted from 0; -1: whichever has no worker.", min=ANY)
     ] = ANY,
-    model: Annotated[
-        str, typer.Option(help="The model's folder on this machine, where it is not the service's.")
-    ] = "",
+    model: Annotated[str, option("The model's folder on this machine, where it is not the service's.")] = "",
     patience: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Seconds to wait for a service at first.")
+        float, option("Seconds to wait for a service at first.", min=0, callback=finite)
     ] = 300.0,
     again: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Seconds to call again where none listens any more.")
+        float, option("Seconds to call again where none listens any more.", min=0, callback=finite)
     ] = 5.0,
     torchrun: UnderTorchrun = False,
 ) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.cli.output import HIDDEN, Record, progress, shown
-from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, met, serve_rank
+from tessera.cli.output import HIDDEN, Record, option, progress, shown
+from tessera.cli.remote import MeetingOptions, gathered, plans_digest, serve_rank
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load
 from tessera.report import write_perfetto
@@ -136,51 +136,34 @@ class Ran:
         )
 
 
-PlanArgument = Annotated[
-    list[Path], typer.Argument(help="The plan to run; several are policies to switch between.")
-]
-VerifyOption = Annotated[
-    bool, typer.Option("--verify", help="Compare with the model itself, bit by bit, on inputs drawn afresh.")
-]
-TraceOption = Annotated[
-    Path | None, typer.Option(help="Write a Perfetto trace here: what happened beside what was predicted.")
-]
-PlainOption = Annotated[
-    bool, typer.Option("--plain", help="One request at a time, so that nothing overlaps.")
-]
 TransportOption = Annotated[
-    str, typer.Option(help="Transport of tensors between workers: auto, shm, ipc, nvshmem or host.")
-]
-TimeoutOption = Annotated[
-    float | None,
-    typer.Option(
-        help="Seconds after which a worker that blocks a step counts as lost.",
-        show_default="none; on GPUs 60",
-    ),
-]
-PickOption = Annotated[
-    bool, typer.Option("--pick", help="Try the plans out on these devices and run the fastest.")
+    str, option("Transport of tensors between workers: auto, shm, ipc, nvshmem or host.")
 ]
 
 
 def run(
-    plan: PlanArgument,
-    requests: Annotated[int, typer.Option(min=1, help="Number of requests to run.")] = 8,
-    verify: VerifyOption = False,
-    devices: Annotated[str | None, typer.Option(help="Devices that must be the plan's own.")] = None,
-    trace: TraceOption = None,
-    plain: PlainOption = False,
+    plan: Annotated[
+        list[Path], typer.Argument(help="The plan to run; several are policies to switch between.")
+    ],
+    remote: MeetingOptions,
+    requests: Annotated[int, option("Number of requests to run.", min=1)] = 8,
+    verify: Annotated[
+        bool, option("Compare with the model itself, bit by bit, on inputs drawn afresh.", "--verify")
+    ] = False,
+    devices: Annotated[str | None, option("Devices that must be the plan's own.")] = None,
+    trace: Annotated[
+        Path | None, option("Write a Perfetto trace here: what happened beside what was predicted.")
+    ] = None,
+    plain: Annotated[bool, option("One request at a time, so that nothing overlaps.", "--plain")] = False,
     transport: TransportOption = "auto",
-    timeout: TimeoutOption = None,
-    switch_every: Annotated[
-        int, typer.Option(min=1, help="Requests between two switches of the policy.")
-    ] = 8,
-    pick: PickOption = False,
-    rendezvous: Rendezvous = None,
-    rank: Rank = 0,
-    secret_file: SecretFile = None,
-    torchrun: UnderTorchrun = False,
-    ray: OnRay = None,
+    timeout: Annotated[
+        float | None,
+        option("Seconds after which a worker that blocks a step counts as lost.", default="none; on GPUs 60"),
+    ] = None,
+    switch_every: Annotated[int, option("Requests between two switches of the policy.", min=1)] = 8,
+    pick: Annotated[
+        bool, option("Try the plans out on these devices and run the fastest.", "--pick")
+    ] = False,
 ) -> RunReport | None:
     """Run requests through a plan, one worker process per device."""
     plans, paths, place = [load(Plan, path) for path in plan], [str(path) for path in plan], str(plan[0])
@@ -189,7 +172,7 @@ def run(
     started = time.perf_counter()
     total = requests * (2 if verify else 1) + 1 + pick
     options: dict[str, Any] = {"transport": transport, "timeout_s": timeout}
-    meeting = Meeting.of(rendezvous, rank, secret_file, torchrun) if rendezvous or torchrun else None
+    meeting = remote.meeting
     if meeting is not None and meeting.rank > 0:
         serve_rank(plans, meeting)
         return None
@@ -198,7 +181,10 @@ def run(
     else:
         for graph in plans[0].graphs:
             check_runnable(graph.trace, place)
-    with met(plans, meeting, ray) as hub, progress("building the model", total) as advance:
+    with (
+        gathered(plans[0].cluster.devices, meeting, remote.ray, digest=plans_digest(plans)) as (_, hub),
+        progress("building the model", total) as advance,
+    ):
         options["hub"] = hub
         every, depth = 0 if pick else switch_every, 1 if plain else None
         ran, equal = _run(plans, paths, requests, verify, every, depth, options, advance)

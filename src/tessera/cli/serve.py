@@ -165,7 +165,7 @@ def running(
     if meeting is None and config.ray is None:
         warm_up()  # the fork server imports torch while this process does
     with ExitStack() as stack:
-        devices, hub = stack.enter_context(gathered(config.device_names(model), model, meeting, config.ray))
+        devices, hub = stack.enter_context(gathered(config.device_names(model), meeting, config.ray, model))
         cluster = wire(cap_memory(devices, config.memory or []), config.link or [])
         options = config.options(cluster)
         allowed, remark = allowed_connections(options.limits.connections)

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tessera.cli.capture import RandomWeights
-from tessera.cli.output import PER_TOKEN, TO_FIRST, excludes, finite, limit_ms, needs
-from tessera.cli.plan import LINK_HELP, EffortOption, FrequenciesOption, MemoryOption
-from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun
+from tessera.cli.output import FILE, PER_TOKEN, TO_FIRST, excludes, finite, limit_ms, needs, option
+from tessera.cli.plan import LINK_HELP, MemoryOption
+from tessera.cli.plan_model import EffortOption, FrequenciesOption
+from tessera.cli.remote import MeetingOptions
 from tessera.cli.run import TransportOption
 from tessera.errors import TesseraError, extra_module
 from tessera.ir import MEMORY_SHARE
@@ -39,156 +40,23 @@ NEAR = 0.7
 # vLLM's options that have no meaning here, and what does their work.
 INSTEAD = json.loads(files("tessera.cli").joinpath("instead.json").read_bytes())
 
-DevicesOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Devices, such as cpu, emu:a100,emu:l40s, cuda:0,cpu or away:a100:2.",
-        show_default="this machine's GPUs, its CPU if they cannot hold the model",
-    ),
-]
-LinkOption = Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")]
-HostOption = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")]
-PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")]
-KeyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="API key, or @FILE with one per line; may be repeated.",
-        show_default="no key",
-        envvar="TESSERA_API_KEY",
-    ),
-]
-NameOption = Annotated[str | None, typer.Option(help="Model name for clients.", show_default="its own name")]
 # Callback of an option that a plan decides.
 PLANNED = excludes("plan", "is in the plan")
-MicrobatchesOption = Annotated[
-    int | None,
-    typer.Option(min=1, callback=PLANNED, help="Microbatches in flight.", show_default="2; on one GPU 1"),
-]
-SeqsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--seqs",
-        "--max-num-seqs",
-        min=1,
-        callback=PLANNED,
-        help="Sequences per microbatch.",
-        show_default="8; on GPUs 64",
-    ),
-]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(min=1, help="Maximum tokens of prompt and answer.", show_default="the model's limit"),
-]
-MaxBatchTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-batch-tokens",
-        "--max-num-batched-tokens",
-        min=1,
-        callback=PLANNED,
-        help="Maximum tokens of one step.",
-        show_default="2048; on a CPU 128",
-    ),
-]
-MemoryShare = Annotated[
-    float,
-    typer.Option(
-        "--memory-share",
-        "--gpu-memory-utilization",
-        min=0.01,
-        max=1,
-        callback=finite,
-        help="Share of GPU memory for weights and pages, 0.01 to 1.",
-    ),
-]
-PrefixCaching = Annotated[
-    bool,
-    typer.Option(
-        "--prefix-caching/--no-prefix-caching",
-        "--enable-prefix-caching/--no-enable-prefix-caching",
-        help="Compute common prefixes of prompts once.",
-    ),
-]
-PlanCache = Annotated[bool, typer.Option(help="Reuse plans of an earlier start of the same service.")]
+NEEDS_LOAD: dict[str, Any] = {"min": 1e-3, "callback": needs("output_tokens")}
 POLICY_HELP = (
     "auto, single, data-parallel, prefill-decode, prefill-decode-fractional, attention-ffn, layer-pipeline, "
     "kernel-level or latency."
 )
-PlanOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--plan",
-        exists=True,
-        dir_okay=False,
-        is_eager=True,
-        help="Serve by this plan for a load, of `tessera plan MODEL`.",
-    ),
+DEVICES_HELP = "Devices, such as cpu, emu:a100,emu:l40s, cuda:0,cpu or away:a100:2."
+CONFIG_HELP = "YAML file with options by name, as `port: 8000`; options and TESSERA_SERVE_NAME come first."
+
+# Options that other commands have, too.
+DevicesOption = Annotated[
+    str | None, option(DEVICES_HELP, default="this machine's GPUs, its CPU if they cannot hold the model")
 ]
-LoraOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--lora",
-        "--lora-modules",
-        metavar="NAME=FOLDER",
-        callback=PLANNED,
-        help="A LoRA adapter (peft) that requests choose by `model`; may be repeated.",
-    ),
-]
-PolicyOption = Annotated[str, typer.Option(callback=PLANNED, help=POLICY_HELP)]
-OutputTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        is_eager=True,
-        help="Mean answer that the service is planned for, in tokens.",
-        show_default="64",
-    ),
-]
-PromptTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        callback=needs("output_tokens"),
-        help="Mean prompt that the service is planned for, in tokens.",
-        show_default="128",
-    ),
-]
-NEEDS_LOAD: dict[str, Any] = {"min": 1e-3, "callback": needs("output_tokens")}
-TpotMs = Annotated[float | None, limit_ms(PER_TOKEN, **NEEDS_LOAD)]
-TtftMs = Annotated[float | None, limit_ms(TO_FIRST, **NEEDS_LOAD)]
-MaxWaiting = Annotated[int, typer.Option(min=1, help="Maximum number of waiting requests.")]
-MaxRequests = Annotated[int, typer.Option(min=1, help="Maximum number of requests, waiting ones included.")]
-MaxBody = Annotated[int, typer.Option(min=1, help="Maximum bytes of a request body.")]
-DrainOption = Annotated[
-    float,
-    typer.Option(min=0, max=86_400, callback=finite, help="Seconds to finish running requests at shutdown."),
-]
-AccessLog = Annotated[bool, typer.Option("--access-log", help="Log every answer on standard error.")]
-LogJson = Annotated[bool, typer.Option("--log-json", help="Log in JSON, one object per line.")]
-TlsCert = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-cert", "--ssl-certfile", exists=True, dir_okay=False, help="Certificate for HTTPS, a PEM file."
-    ),
-]
-TlsKey = Annotated[
-    Path | None,
-    typer.Option("--tls-key", "--ssl-keyfile", exists=True, dir_okay=False, help="Its key, a PEM file."),
-]
-RootPath = Annotated[str, typer.Option(help="Path under which a proxy shows the server, as /llm.")]
-ForwardedAllowIps = Annotated[
-    str,
-    typer.Option(help="Proxies whose X-Forwarded-For and -Proto are believed, as 10.0.0.1,10.1.0.0/16."),
-]
-OtlpEndpoint = Annotated[
-    str, typer.Option(help="Send OpenTelemetry traces there, as http://127.0.0.1:4318/v1/traces.")
-]
-ChatTemplateOption = Annotated[
-    str, typer.Option(help="Chat template: a jinja file, or its text.", show_default="the checkpoint's")
-]
-GenerationConfig = Annotated[
-    Literal["auto", "none"],
-    typer.Option(help="Sampling defaults: auto takes generation_config.json; none takes OpenAI's."),
+LinkOption = Annotated[list[str] | None, option(LINK_HELP, default="pcie4")]
+MaxModelLen = Annotated[
+    int | None, option("Maximum tokens of prompt and answer.", default="the model's limit", min=1)
 ]
 
 
@@ -199,73 +67,117 @@ def _read_config(ctx: typer.Context, value: Path | None) -> Path | None:
     return value
 
 
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        exists=True,
-        dir_okay=False,
-        is_eager=True,
-        callback=_read_config,
-        help="YAML file with options by name, as `port: 8000`; options and TESSERA_SERVE_NAME come first.",
-    ),
-]
-
-
-@dataclass(frozen=True)
-class ServeConfig:
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(MeetingOptions):
     """Options of a service; a default of None is chosen for model and devices."""
 
     devices: DevicesOption = None
     link: LinkOption = None
     transport: TransportOption = "auto"
-    rendezvous: Rendezvous = None
-    rank: Rank = 0
-    secret_file: SecretFile = None
-    torchrun: UnderTorchrun = False
-    ray: OnRay = None
-    host: HostOption = "127.0.0.1"
-    port: PortOption = 8000
-    api_key: KeyOption = None
-    served_model_name: NameOption = None
-    lora: LoraOption = None
-    microbatches: MicrobatchesOption = None
-    seqs: SeqsOption = None
+    host: Annotated[str, option("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, option("Port to listen on; 0 for a free one.", min=0, max=65535)] = 8000
+    api_key: Annotated[
+        list[str] | None,
+        option(
+            "API key, or @FILE with one per line; may be repeated.",
+            default="no key",
+            envvar="TESSERA_API_KEY",
+        ),
+    ] = None
+    served_model_name: Annotated[str | None, option("Model name for clients.", default="its own name")] = None
+    lora: Annotated[
+        list[str] | None,
+        option(
+            "A LoRA adapter (peft) that requests choose by `model`; may be repeated.",
+            "--lora", "--lora-modules", metavar="NAME=FOLDER", callback=PLANNED,
+        ),
+    ] = None  # fmt: skip
+    microbatches: Annotated[
+        int | None, option("Microbatches in flight.", default="2; on one GPU 1", min=1, callback=PLANNED)
+    ] = None
+    seqs: Annotated[
+        int | None,
+        option(
+            "Sequences per microbatch.",
+            "--seqs", "--max-num-seqs", default="8; on GPUs 64", min=1, callback=PLANNED,
+        ),
+    ] = None  # fmt: skip
     max_model_len: MaxModelLen = None
-    max_batch_tokens: MaxBatchTokens = None
-    memory_share: MemoryShare = MEMORY_SHARE
+    max_batch_tokens: Annotated[
+        int | None,
+        option(
+            "Maximum tokens of one step.", "--max-batch-tokens", "--max-num-batched-tokens",
+            default="2048; on a CPU 128", min=1, callback=PLANNED,
+        ),
+    ] = None  # fmt: skip
+    memory_share: Annotated[
+        float,
+        option(
+            "Share of GPU memory for weights and pages, 0.01 to 1.",
+            "--memory-share", "--gpu-memory-utilization", min=0.01, max=1, callback=finite,
+        ),
+    ] = MEMORY_SHARE  # fmt: skip
     memory: MemoryOption = None
     expert_frequencies: FrequenciesOption = None
-    prefix_caching: PrefixCaching = True
-    plan: PlanOption = None
-    prompt_tokens: PromptTokens = None
-    output_tokens: OutputTokens = None
-    tpot_ms: TpotMs = None
-    ttft_ms: TtftMs = None
-    plan_cache: PlanCache = True
+    prefix_caching: Annotated[
+        bool,
+        option(
+            "Compute common prefixes of prompts once.",
+            "--prefix-caching/--no-prefix-caching", "--enable-prefix-caching/--no-enable-prefix-caching",
+        ),
+    ] = True  # fmt: skip
+    plan: Annotated[
+        Path | None,
+        option("Serve by this plan for a load, of `tessera plan MODEL`.", "--plan", is_eager=True, **FILE),
+    ] = None
+    prompt_tokens: Annotated[
+        int | None,
+        option(
+            "Mean prompt that the service is planned for, in tokens.",
+            default="128", min=1, callback=needs("output_tokens"),
+        ),
+    ] = None  # fmt: skip
+    output_tokens: Annotated[
+        int | None,
+        option("Mean answer that the service is planned for, in tokens.", default="64", min=1, is_eager=True),
+    ] = None
+    tpot_ms: Annotated[float | None, limit_ms(PER_TOKEN, **NEEDS_LOAD)] = None
+    ttft_ms: Annotated[float | None, limit_ms(TO_FIRST, **NEEDS_LOAD)] = None
+    plan_cache: Annotated[bool, option("Reuse plans of an earlier start of the same service.")] = True
     random_weights: RandomWeights = False
-    policy: PolicyOption = "auto"
+    policy: Annotated[str, option(POLICY_HELP, callback=PLANNED)] = "auto"
     effort: EffortOption = "full"
-    max_waiting: MaxWaiting = 1024
-    max_requests: MaxRequests = 2048
-    max_body: MaxBody = 4 * 2**20
-    drain: DrainOption = 30.0
-    access_log: AccessLog = False
-    log_json: LogJson = False
-    tls_cert: TlsCert = None
-    tls_key: TlsKey = None
-    root_path: RootPath = ""
-    forwarded_allow_ips: ForwardedAllowIps = ""
-    otlp_traces_endpoint: OtlpEndpoint = ""
-    chat_template: ChatTemplateOption = ""
-    generation_config: GenerationConfig = "auto"
-    config: ConfigOption = None
-
-    @property
-    def meeting(self) -> Meeting | None:
-        if not self.rendezvous and not self.torchrun:
-            return None
-        return Meeting.of(self.rendezvous, self.rank, self.secret_file, self.torchrun)
+    max_waiting: Annotated[int, option("Maximum number of waiting requests.", min=1)] = 1024
+    max_requests: Annotated[int, option("Maximum number of requests, waiting ones included.", min=1)] = 2048
+    max_body: Annotated[int, option("Maximum bytes of a request body.", min=1)] = 4 * 2**20
+    drain: Annotated[
+        float, option("Seconds to finish running requests at shutdown.", min=0, max=86_400, callback=finite)
+    ] = 30.0
+    access_log: Annotated[bool, option("Log every answer on standard error.", "--access-log")] = False
+    log_json: Annotated[bool, option("Log in JSON, one object per line.", "--log-json")] = False
+    tls_cert: Annotated[
+        Path | None, option("Certificate for HTTPS, a PEM file.", "--tls-cert", "--ssl-certfile", **FILE)
+    ] = None
+    tls_key: Annotated[Path | None, option("Its key, a PEM file.", "--tls-key", "--ssl-keyfile", **FILE)] = (
+        None
+    )
+    root_path: Annotated[str, option("Path under which a proxy shows the server, as /llm.")] = ""
+    forwarded_allow_ips: Annotated[
+        str, option("Proxies whose X-Forwarded-For and -Proto are believed, as 10.0.0.1,10.1.0.0/16.")
+    ] = ""
+    otlp_traces_endpoint: Annotated[
+        str, option("Send OpenTelemetry traces there, as http://127.0.0.1:4318/v1/traces.")
+    ] = ""
+    chat_template: Annotated[
+        str, option("Chat template: a jinja file, or its text.", default="the checkpoint's")
+    ] = ""
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        option("Sampling defaults: auto takes generation_config.json; none takes OpenAI's."),
+    ] = "auto"
+    config: Annotated[
+        Path | None, option(CONFIG_HELP, "--config", is_eager=True, callback=_read_config, **FILE)
+    ] = None
 
     def device_names(self, model: str) -> str:
         """The devices; by default this machine's GPUs, with its CPU if they cannot hold the model, or it."""

@@ -4,11 +4,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from tessera.cli.output import Record, excludes, needs, progress
+from tessera.cli.output import Record, excludes, needs, option, progress
 from tessera.cli.plan_model import ServiceFigures
 from tessera.errors import ArrivalsError, MismatchError, TesseraError
 from tessera.ir import Arrivals, Clock, Decision, Plan, ServicePlan, Timeline, kind_of, load, save
@@ -24,18 +24,13 @@ SLOWDOWN = re.compile(r"(.+)@(\d+\.?\d*)x(\d+\.?\d*)")
 # Callback of an option that makes sense with arrivals only.
 ONLINE = needs("arrivals")
 OFFLINE = excludes("arrivals", "makes no timeline with --arrivals")
-OtherArgument = Annotated[
-    Path | None, typer.Argument(callback=ONLINE, help="With --monitor: a second service plan.")
-]
-TraceOption = Annotated[
-    Path | None, typer.Option(callback=OFFLINE, help="Perfetto trace to write.", show_default=False)
-]
-PageOption = Annotated[
-    Path | None, typer.Option(callback=OFFLINE, help="HTML timeline to write.", show_default=False)
-]
-OutputOption = Annotated[
-    Path | None, typer.Option("-o", "--output", callback=OFFLINE, help="Timeline to write.")
-]
+REQUESTS_HELP = "Number of requests; without --arrivals, all wait at the start."
+ARRIVALS_HELP = (
+    "Requests over time: a CSV file (BurstGPT or Azure), poisson:RATE, bursty:RATE[,PEAK,SHARE,SECONDS] or "
+    "batch:N."
+)
+LENGTHS_HELP = "Prompt and answer tokens: fixed:P,O, geometric:P,O or lognormal:P,O,SIGMA."
+RELATIVE: dict[str, Any] = {"callback": ONLINE, "min": 0.0, "max": 0.99}
 
 
 @dataclass(frozen=True)
@@ -43,48 +38,23 @@ class PlayedRequests:
     """Options of `tessera simulate` about requests, faults and the monitor."""
 
     requests: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of requests; without --arrivals, all wait at the start.",
-            show_default="100; with a CSV file, all of it",
-        ),
+        int | None, option(REQUESTS_HELP, default="100; with a CSV file, all of it", min=1)
     ] = None
-    arrivals: Annotated[
-        str | None,
-        typer.Option(
-            is_eager=True,
-            help="Requests over time: a CSV file (BurstGPT or Azure), poisson:RATE, "
-            "bursty:RATE[,PEAK,SHARE,SECONDS] or batch:N.",
-        ),
-    ] = None
+    arrivals: Annotated[str | None, option(ARRIVALS_HELP, is_eager=True)] = None
     monitor: Annotated[
-        bool,
-        typer.Option("--monitor", callback=ONLINE, help="Let a monitor choose between two plans."),
+        bool, option("Let a monitor choose between two plans.", "--monitor", callback=ONLINE)
     ] = False
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            callback=ONLINE,
-            help="Prompt and answer tokens: fixed:P,O, geometric:P,O or lognormal:P,O,SIGMA.",
-        ),
-    ] = None
-    speed: Annotated[float, typer.Option(callback=ONLINE, help="Factor on the speed of arrivals.")] = 1.0
-    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0
-    noise: Annotated[
-        float,
-        typer.Option(callback=ONLINE, min=0.0, max=0.99, help="Relative error of every kernel type's cost."),
-    ] = 0.0
-    jitter: Annotated[
-        float,
-        typer.Option(callback=ONLINE, min=0.0, max=0.99, help="Relative variation of every run's time."),
-    ] = 0.0
+    lengths: Annotated[str | None, option(LENGTHS_HELP, callback=ONLINE)] = None
+    speed: Annotated[float, option("Factor on the speed of arrivals.", callback=ONLINE)] = 1.0
+    seed: Annotated[int, option("Random seed.", min=0)] = 0
+    noise: Annotated[float, option("Relative error of every kernel type's cost.", **RELATIVE)] = 0.0
+    jitter: Annotated[float, option("Relative variation of every run's time.", **RELATIVE)] = 0.0
     lose: Annotated[
         list[str] | None,
-        typer.Option(callback=ONLINE, help="Lose a device: DEVICE@SECONDS[-SECONDS when it is back]."),
+        option("Lose a device: DEVICE@SECONDS[-SECONDS when it is back].", callback=ONLINE),
     ] = None
     slow: Annotated[
-        list[str] | None, typer.Option(callback=ONLINE, help="Slow a device down: DEVICE@SECONDSxFACTOR.")
+        list[str] | None, option("Slow a device down: DEVICE@SECONDSxFACTOR.", callback=ONLINE)
     ] = None
 
     def arrived(self) -> Arrivals | None:
@@ -172,10 +142,12 @@ class SimulatedService(Record, frozen=True):
 def simulate(
     plan: Annotated[Path, typer.Argument(help="The plan to simulate.")],
     options: PlayedRequests,
-    other: OtherArgument = None,
-    trace: TraceOption = None,
-    page: PageOption = None,
-    output: OutputOption = None,
+    other: Annotated[
+        Path | None, typer.Argument(callback=ONLINE, help="With --monitor: a second service plan.")
+    ] = None,
+    trace: Annotated[Path | None, option("Perfetto trace to write.", default=False, callback=OFFLINE)] = None,
+    page: Annotated[Path | None, option("HTML timeline to write.", default=False, callback=OFFLINE)] = None,
+    output: Annotated[Path | None, option("Timeline to write.", "-o", "--output", callback=OFFLINE)] = None,
 ) -> SimulatedTimeline | SimulatedService:
     """Run requests through a plan on a virtual clock.
 

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from tessera.cli.output import progress
+from tessera.cli.output import option, progress
 from tessera.cli.run import check_runnable
 from tessera.cli.verification import Necessity, Verified
 from tessera.ir import Trace, load
@@ -25,13 +25,9 @@ from tessera.ir import Trace, load
 
 def verify(
     file: Annotated[Path, typer.Argument(help="A trace, captured on the CPU.")],
-    orders: Annotated[
-        int, typer.Option(min=1, help="Orders to try: legal ones, and broken ones of each class.")
-    ] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of the orders.")] = 0,
-    requests: Annotated[
-        int, typer.Option(min=1, help="Other requests to compare with the model itself.")
-    ] = 3,
+    orders: Annotated[int, option("Orders to try: legal ones, and broken ones of each class.", min=1)] = 20,
+    seed: Annotated[int, option("Seed of the orders.")] = 0,
+    requests: Annotated[int, option("Other requests to compare with the model itself.", min=1)] = 3,
 ) -> Verified:
     """Try a trace's dependencies by running it in other orders.
 
