@@ -5,22 +5,24 @@ kept by row, as steps at the best batch; it drafts copies of the model alone.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from tessera.advise.records import Market, RentedLoad
+from tessera.advise.records import ModelLoad
+from tessera.capture import place_of
 from tessera.capture.models import steps_of_model
 from tessera.errors import CaptureError
 from tessera.flow import ANCHORS, LoadSteps, at_batches, batch_search, choose_launches, plan_steps
-from tessera.ir import Cluster, Load, Objective, Plan, ServicePlan, Step, Trace
+from tessera.ir import Cluster, Plan, ServicePlan, Step, Trace
 from tessera.plan import QUICK, Comparison, Option, PlanConfig, Target
 from tessera.plan.batches import BATCHES, BatchSearch
 from tessera.plan.fluid import DATA_PARALLEL, FLUID, POLICIES, QUICK_FLUID, SINGLE, FluidModel
 from tessera.plan.rent import Limit
 from tessera.plan.service import compared, draft_option
-from tessera.planning import ServedSteps, make_service_plan
+from tessera.planning import ServedSteps, is_served, make_service_plan
 from tessera.profile import estimate
 from tessera.serve.rehearse import rehearse
 
@@ -28,8 +30,6 @@ Advance = Callable[[str], None]
 
 # Memory of a card in bounds: a set divides the model.
 UNLIMITED = 1 << 50
-# Share of the best draft from which a policy is planned.
-WORTH = 0.9
 # Policies that are always planned, so that others have something to be compared with.
 COPIES = (SINGLE, DATA_PARALLEL)
 
@@ -44,7 +44,7 @@ class Rater(Protocol):
 
     @property
     def trace(self) -> Trace:
-        """A step of the model."""
+        """The last step of a request."""
 
     def limit(self, cards: Cluster) -> Limit:
         """Bounds of sets of these cards, one of each kind."""
@@ -58,29 +58,27 @@ class Rater(Protocol):
     def plan(self, cluster: Cluster) -> tuple[ServicePlan | Plan, Comparison]: ...
 
 
-def rater_of(load: RentedLoad, market: Market, cards: Cluster, advance: Advance) -> Rater:
-    if not load.is_image:
-        try:
-            return ServiceRater.of(load, market, cards, advance)
-        except CaptureError:  # state by row: no steps of mixed tokens
-            pass
-    return StepRater.of(load, market, advance)
+def rater_of(wanted: ModelLoad, cards: Cluster, advance: Advance) -> Rater:
+    """The rater of a load; `cards` have all kinds of devices that are asked for later."""
+    if wanted.load.output_tokens and is_served(wanted.model):
+        with suppress(CaptureError):  # state by row: no steps of mixed tokens
+            return ServiceRater.of(wanted, cards, advance)
+    return StepRater.of(wanted, advance)
 
 
 @dataclass(frozen=True, eq=False)
 class ServiceRater:
-    load: Load
-    market: Market
+    wanted: ModelLoad
     steps: ServedSteps
     note: str
 
     @staticmethod
-    def of(load: RentedLoad, market: Market, cards: Cluster, advance: Advance) -> "ServiceRater":
-        steps = ServedSteps(load.model, cards, advance=advance)
-        steps.is_compiled, note = choose_launches(steps.anchors, market.launches)
+    def of(wanted: ModelLoad, cards: Cluster, advance: Advance) -> "ServiceRater":
+        steps = ServedSteps(wanted.model, cards, wanted.random_weights, advance=advance)
+        steps.frequencies = wanted.frequencies
+        steps.is_compiled, note = choose_launches(steps.anchors, wanted.launches)
         _ = steps.family
-        wanted = Load(load.prompt, load.output, tpot_ms=load.tpot_ms, ttft_ms=load.ttft_ms)
-        return ServiceRater(wanted, market, steps, note)
+        return ServiceRater(wanted, steps, note)
 
     @property
     def is_compiled(self) -> bool:
@@ -98,7 +96,7 @@ class ServiceRater:
     def drafts(self, cluster: Cluster, within_ms: float | None = None) -> list[Option]:
         fluid = self._fluid(cluster)
         if within_ms is not None:
-            fluid = replace(fluid, load=replace(self.load, tpot_ms=within_ms))
+            fluid = replace(fluid, load=replace(fluid.load, tpot_ms=within_ms))
         drafts = (fluid.drafts(policy)[:1] for policy in POLICIES)
         return [draft_option(draft, cluster) for best in drafts for draft in best]
 
@@ -108,40 +106,42 @@ class ServiceRater:
         return min(options, key=lambda o: (o.tpot_ms, o.ttft_ms), default=None)
 
     def plan(self, cluster: Cluster) -> tuple[ServicePlan, Comparison]:
-        drafts = self.drafts(cluster)
-        least = WORTH * max((o.tokens_per_s for o in drafts), default=0.0)
-        names = [o.policy for o in drafts if o.tokens_per_s >= least or o.policy in COPIES]
+        wanted, steps = self.wanted, self.steps.on(cluster)
+        policies = self._worthwhile(cluster) if wanted.worth else POLICIES
         plan = make_service_plan(
-            self.steps.on(cluster),
-            self.load,
-            rehearse,
-            self.market.search,
-            memory_share=self.market.memory_share,
-            policies=names or POLICIES,
+            steps, wanted.load, rehearse, wanted.search, wanted.objective, wanted.memory_share, policies
         )
-        return plan, compared(plan)
+        return plan, compared(plan, wanted.objective)
+
+    def _worthwhile(self, cluster: Cluster) -> Sequence[str]:
+        drafts = self.drafts(cluster)
+        least = self.wanted.worth * max((o.tokens_per_s for o in drafts), default=0.0)
+        return [o.policy for o in drafts if o.tokens_per_s >= least or o.policy in COPIES] or POLICIES
 
     def _fluid(self, cluster: Cluster) -> FluidModel:
-        config = QUICK_FLUID if self.market.search is QUICK else FLUID
-        config = replace(config, memory_share=self.market.memory_share)
+        config = QUICK_FLUID if self.wanted.search is QUICK else FLUID
+        config = replace(config, memory_share=self.wanted.memory_share)
         steps = self.steps.on(cluster)
-        return FluidModel(self.load, cluster, steps.price, steps.model_bytes, config)
+        return FluidModel(self.wanted.load, cluster, steps.price, steps.model_bytes, config)
 
 
 @dataclass(frozen=True, eq=False)
 class StepRater:
+    wanted: ModelLoad
     target: Target
-    market: Market
     recorded: LoadSteps
     note: str
     advance: Advance
 
     @staticmethod
-    def of(load: RentedLoad, market: Market, advance: Advance) -> "StepRater":
-        steps, counts = _steps_of(load)
-        is_compiled, note = choose_launches(at_batches(steps, ANCHORS), market.launches)
+    def of(wanted: ModelLoad, advance: Advance) -> "StepRater":
+        load, steps = wanted.load, _steps_of(wanted)
+        is_image = steps[-1].kind != "decode"
+        tokens = 1 if is_image else load.output_tokens
+        counts = [1] * (len(steps) - 1) + [wanted.image_steps if is_image else max(1, tokens)]
+        is_compiled, note = choose_launches(at_batches(steps, ANCHORS), wanted.launches)
         recorded = LoadSteps(steps, counts, ANCHORS, advance, is_compiled)
-        return StepRater(Target(load.tokens, load.tpot_ms, load.ttft_ms), market, recorded, note, advance)
+        return StepRater(wanted, Target(tokens, load.tpot_ms, load.ttft_ms), recorded, note, advance)
 
     @property
     def is_compiled(self) -> bool:
@@ -149,7 +149,7 @@ class StepRater:
 
     @property
     def trace(self) -> Trace:
-        return self.recorded.at(ANCHORS[0]).graphs[0].trace
+        return self.recorded.at(ANCHORS[0]).graphs[-1].trace
 
     def limit(self, cards: Cluster) -> Limit:
         return Limit({d.gpu: n for n, d in enumerate(cards.devices)}, self._least_us(cards))
@@ -180,20 +180,26 @@ class StepRater:
         return min(copies, key=lambda o: (o.tpot_ms, o.ttft_ms), default=None)
 
     def plan(self, cluster: Cluster) -> tuple[Plan, Comparison]:
-        return plan_steps(self.recorded, cluster, self.target, self._config, advance=self.advance)
+        batches = (self.wanted.batch,) if self.wanted.batch else BATCHES
+        depths = (self.wanted.microbatches,) if self.wanted.microbatches else ()
+        return plan_steps(self.recorded, cluster, self.target, self._config, batches, depths, self.advance)
 
     @property
     def _config(self) -> PlanConfig:
-        market = self.market
-        return PlanConfig(Objective.THROUGHPUT, search=market.search, memory_share=market.memory_share)
+        wanted = self.wanted
+        return PlanConfig(wanted.objective, search=wanted.search, memory_share=wanted.memory_share)
 
     def _search(self, cluster: Cluster, target: Target) -> BatchSearch:
         return batch_search(self.recorded, cluster, target, self._config)
 
 
-def _steps_of(load: RentedLoad) -> tuple[Sequence[Step], Sequence[int]]:
-    """The steps of one request at any batch, and how often each runs."""
-    if load.is_image:
-        return [Step(load.model, steps_of_model(load.model)[0], 1, load.prompt)], [load.output]
-    prefill = Step(load.model, "prefill", 1, load.prompt, 0, load.output)
-    return [prefill, Step(load.model, "decode", 1, load.prompt + load.output)], [1, load.output]
+def _steps_of(wanted: ModelLoad) -> list[Step]:
+    """The steps of a request: prefill and decode where there are both, decode alone for no answer."""
+    kinds, load = steps_of_model(wanted.model), wanted.load
+    any_step = Step(place_of(wanted.model), kinds[0], 1, load.prompt_tokens, 0, 0, wanted.random_weights)
+    if "decode" not in kinds:
+        return [any_step]
+    decode = replace(any_step, kind="decode", context=load.prompt_tokens + load.output_tokens)
+    if not load.output_tokens or "prefill" not in kinds:
+        return [decode]
+    return [replace(any_step, kind="prefill", reserve=load.output_tokens), decode]

@@ -1,14 +1,38 @@
 """Records of `advise`: the load, the market, and the answer. Importable without torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from tessera.ir import MEMORY_SHARE, Cluster
+from tessera.ir import MEMORY_SHARE, Cluster, Load, Objective
 from tessera.ir.timeline import HIDDEN
 from tessera.plan import FULL, SearchConfig
 from tessera.plan.rent import Basket
 from tessera.profile import Gpu, gpu, known_gpus, make_cluster, parse_devices
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """A load of a model, and how it is planned."""
+
+    model: str
+    # No answer tokens: decodes alone.
+    load: Load
+    # compiled, eager, or empty: compiled where cached.
+    launches: str = ""
+    search: SearchConfig = FULL
+    memory_share: float = MEMORY_SHARE
+    objective: Objective = Objective.THROUGHPUT
+    random_weights: bool = False
+    # Module -> how often each of its experts is chosen.
+    frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    # Of steps that no service runs; None: chosen.
+    batch: int | None = None
+    microbatches: int | None = None
+    # Runs of an image's step.
+    image_steps: int = 1
+    # Share of the best draft from which a policy of a service is planned; 0: all are.
+    worth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

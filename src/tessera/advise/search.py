@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tessera.advise.raters import Advance, Rater, rater_of
-from tessera.advise.records import Advice, Candidate, Market, Regime, RentedLoad
+from tessera.advise.records import Advice, Candidate, Market, ModelLoad, Regime, RentedLoad
 from tessera.errors import PlanInfeasible, TesseraError
-from tessera.ir import Cluster, Plan, ServicePlan
+from tessera.ir import Cluster, Load, Plan, ServicePlan
 from tessera.plan import Comparison, Option
 from tessera.plan.comparison import times_text
 from tessera.plan.rent import Basket, Limit, Offer, baskets
@@ -38,6 +38,8 @@ KINDS = {
     "attention-ffn": "split",
 }
 NUM_NEXT = 5
+# Share of the best draft from which a policy is planned.
+WORTH = 0.9
 # Sets of cards that are advised: the choice and the runner-up.
 NUM_ADVISED = 2
 # Plans carry up to this much more than drafts.
@@ -71,7 +73,12 @@ class RatedCards:
         self.load, self.market, self.have, self.advance = load, market, have, advance
         listed = [gpu(name) for name in market.gpus] or list(known_gpus())
         priced = [g for g in listed if market.prices_of(g)] or listed
-        self.rater: Rater = rater_of(load, market, _cluster([g.name for g in priced]), advance)
+        answers = Load(load.prompt, load.output, tpot_ms=load.tpot_ms, ttft_ms=load.ttft_ms)
+        wanted = ModelLoad(
+            load.model, answers, market.launches, market.search, market.memory_share,
+            image_steps=load.output, worth=WORTH,
+        )  # fmt: skip
+        self.rater: Rater = rater_of(wanted, _cluster([g.name for g in priced]), advance)
         self.offers, self.skipped = self._offers(listed)
 
     @cached_property

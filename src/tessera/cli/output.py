@@ -163,9 +163,9 @@ def only_if(test: Callable[[dict[str, Any]], Any], why: str) -> Callable[..., An
     return check
 
 
-def needs(other: str, why: str = "") -> Callable[..., Any]:
+def needs(other: str) -> Callable[..., Any]:
     """Callback of an option that makes sense only with another; that other one is eager."""
-    return only_if(lambda given: given.get(other), why or f"needs --{other.replace('_', '-')}")
+    return only_if(lambda given: given.get(other), f"needs --{other.replace('_', '-')}")
 
 
 def excludes(other: str, why: str) -> Callable[..., Any]:

@@ -7,13 +7,13 @@ prefills alone, images, state by row) is planned as its steps, at the best batch
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from tessera.advise import ModelLoad
 from tessera.cli.capture import Launches, RandomWeights
 from tessera.cli.output import (
     FILE,
@@ -29,7 +29,7 @@ from tessera.cli.output import (
     shown,
 )  # fmt: skip
 from tessera.cli.plan_text import CostFigures, sure
-from tessera.errors import CaptureError, TesseraError
+from tessera.errors import TesseraError
 from tessera.ir import (
     MEMORY_SHARE,
     Cluster,
@@ -39,18 +39,13 @@ from tessera.ir import (
     Objective,
     Plan,
     ServicePlan,
-    Step,
     save,
 )
-from tessera.plan import Comparison, DeviceMemory, PlanConfig, Target, explain, search_config
+from tessera.plan import Comparison, DeviceMemory, explain, search_config
 from tessera.plan.baselines import COARSE
-from tessera.plan.batches import BATCHES
-from tessera.plan.service import compared
 
 BASELINES = "coarser policies, each at its own best (simulated)"
 ROWS = "this model has no text: a row of the batch counts as one token"
-# Microbatches of a search that chooses them.
-ANY_MICROBATCHES = 1
 
 
 Effort = Literal["full", "quick"]
@@ -225,72 +220,23 @@ def plan_load(
     cluster: Cluster,
     advance: Callable[[str], None] = lambda text: None,
 ) -> PlannedModel:
-    from tessera.capture.models import steps_of_model
-
-    if wanted.output_tokens and "decode" in steps_of_model(model):
-        with suppress(CaptureError):  # state by row: no steps of mixed tokens
-            return _plan_service(model, wanted, cluster, advance)
-    return _plan_steps(model, wanted, cluster, advance)
-
-
-def _plan_service(
-    model: str, wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]
-) -> PlannedModel:
-    for name, value in (("--batch", wanted.batch), ("--microbatches", wanted.microbatches)):
-        if value is not None:
-            remedy = "Leave it out, or plan decodes alone with --output-tokens 0."
-            raise TesseraError("sequences and microbatches of a service are chosen", remedy, name)
-    from tessera.flow import choose_launches
-    from tessera.planning import ServedSteps, make_service_plan, read_frequencies
-    from tessera.serve.rehearse import rehearse
+    from tessera.advise.raters import ServiceRater, rater_of
+    from tessera.planning import read_frequencies
 
     often = read_frequencies(wanted.expert_frequencies) if wanted.expert_frequencies else {}
-    steps = ServedSteps(model, cluster, wanted.random_weights, advance=advance, frequencies=often)
-    steps.is_compiled, note = choose_launches(steps.anchors, wanted.launches or "")
-    plan = make_service_plan(
-        steps, wanted.load, rehearse, search_config(wanted.effort), wanted.objective, wanted.memory_share
-    )
-    return PlannedModel(plan, compared(plan, wanted.objective), steps.is_compiled, note)
-
-
-def _plan_steps(
-    model: str, wanted: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]
-) -> PlannedModel:
-    from tessera.flow import ANCHORS, LoadSteps, at_batches, choose_launches, plan_steps
-
-    steps = _steps(model, wanted)
-    tokens = wanted.output_tokens if steps[-1].kind == "decode" else 1
-    batches = (wanted.batch,) if wanted.batch else BATCHES
-    is_compiled, note = choose_launches(at_batches(steps, ANCHORS), wanted.launches or "")
-    counts = [max(1, tokens) if step.kind == "decode" else 1 for step in steps]
-    recorded = LoadSteps(steps, counts, ANCHORS, advance, is_compiled)
-    target = Target(tokens, wanted.tpot_ms, wanted.ttft_ms)
-    config = PlanConfig(
-        wanted.objective,
-        ANY_MICROBATCHES,
-        search=search_config(wanted.effort),
-        memory_share=wanted.memory_share,
-    )
-    depths = (wanted.microbatches,) if wanted.microbatches else ()
-    plan, found = plan_steps(recorded, cluster, target, config, batches, depths, advance)
-    if steps[-1].kind != "decode" or ":" in steps[-1].model:  # a picture, or a callable of the user
-        note = f"{ROWS}; {note}" if note else ROWS
-    return PlannedModel(plan, found, is_compiled, note)
-
-
-def _steps(model: str, wanted: PlannedLoad) -> list[Step]:
-    """The steps of a request: prefill and decode where there are both, decode alone for no new tokens."""
-    from tessera.capture import place_of
-    from tessera.capture.models import steps_of_model
-
-    kinds, model = steps_of_model(model), place_of(model)
-    prompt, output, is_random = wanted.prompt_tokens, wanted.output_tokens, wanted.random_weights
-    if "decode" not in kinds:
-        return [Step(model, kinds[0], 1, prompt, random_weights=is_random)]
-    decode = Step(model, "decode", 1, prompt + output, random_weights=is_random)
-    if output == 0 or "prefill" not in kinds:
-        return [decode]
-    return [Step(model, "prefill", 1, prompt, reserve=output, random_weights=is_random), decode]
+    search, sizes = search_config(wanted.effort), (wanted.batch, wanted.microbatches)
+    given = wanted.launches or "", search, wanted.memory_share, wanted.objective, wanted.random_weights
+    rater = rater_of(ModelLoad(model, wanted.load, *given, often, *sizes), cluster, advance)
+    for name, value in zip(("--batch", "--microbatches"), sizes, strict=True):
+        if value is not None and isinstance(rater, ServiceRater):
+            remedy = "Leave it out, or plan decodes alone with --output-tokens 0."
+            raise TesseraError("sequences and microbatches of a service are chosen", remedy, name)
+    plan, found = rater.plan(cluster)
+    notes = [rater.note] if rater.note else []
+    last = rater.trace.step
+    if last.kind not in ("decode", "tokens") or ":" in last.model:  # a picture, or a callable of the user
+        notes.insert(0, ROWS)
+    return PlannedModel(plan, found, rater.is_compiled, "; ".join(notes))
 
 
 def model_figures(

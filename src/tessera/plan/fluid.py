@@ -101,8 +101,6 @@ class ModelBytes:
     weights: int
     # Pages of one token in all layers.
     token: float
-    # State of one sequence beside pages.
-    sequence: float = 0.0
     # Attention window of each page table; 0: none.
     windows: tuple[int, ...] = (0,)
 

@@ -106,10 +106,10 @@ class Mix:
         return sum(share * c.num_messages for share, c in zip(self.shares, self.columns, strict=True))
 
 
-def by_speed(columns: Sequence[Column], microbatches: tuple[int, ...] = ()) -> Mix:
+def by_speed(columns: Sequence[Column]) -> Mix:
     """Columns that share no device, with shares by speed."""
     speeds = [1.0 / float(c.busy_us.max()) for c in columns]
-    return Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds), microbatches)
+    return Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds))
 
 
 @dataclass(frozen=True, eq=False)

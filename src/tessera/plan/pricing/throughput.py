@@ -25,7 +25,6 @@ from functools import cached_property
 
 import numpy as np
 
-from tessera.errors import PlanInfeasible
 from tessera.plan.arrays import Floats
 from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.pricing.pricer import Pricer, Prices
@@ -160,11 +159,8 @@ class Pool:
         return column
 
 
-def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True, least_microbatches: int = 1) -> None:
-    """Add the first columns; raise PlanInfeasible if nothing fits.
-
-    `is_proved`: prove it, which may take long. Columns of a pool with fewer microbatches can be passed in.
-    """
+def seed(pool: Pool, mixes: Iterable[Mix]) -> None:
+    """Add the first columns; raise PlanInfeasible if nothing fits, which may take long to prove."""
     from tessera.plan.pricing import milp  # slow to import
 
     if pool.is_seeded:
@@ -176,15 +172,13 @@ def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True, least_microba
         return
     prob = pool.problem
     is_few = prob.num_nodes * prob.num_devices <= pool.config.few_choices
-    for microbatches in range(pool.microbatches, min(least_microbatches, pool.microbatches) - 1, -1):
+    for microbatches in range(pool.microbatches, 0, -1):
         pool.add(pool.fitting(microbatches))
         if microbatches in (1, pool.microbatches) and is_few:
             best = milp.best_placement(prob, microbatches)
             _ = best is not None and pool.add(best[0])
     if not pool.columns:
         milp.check_total(prob)
-        if not is_proved:
-            raise PlanInfeasible("no placement was found that fits")
         found, least_bytes = milp.roomiest(prob)
         if not pool.add(found):
             raise milp.shortage(prob, found, least_bytes)

@@ -27,8 +27,8 @@ from tessera.plan.search.task import Task
 TeamKey = tuple[tuple[bytes, int], ...]
 
 
-def throughput_mixes(task: Task, starts: Sequence[Mix] = ()) -> tuple[Mix, ...]:
-    """Optima of the linear program and mixes near them; `starts` come first."""
+def throughput_mixes(task: Task) -> tuple[Mix, ...]:
+    """Optima of the linear program and mixes near them."""
     best = task.free.mix
     if task.simulate is None or task.problem.num_devices == 1:
         return (best,)
@@ -36,7 +36,7 @@ def throughput_mixes(task: Task, starts: Sequence[Mix] = ()) -> tuple[Mix, ...]:
     launches, num = task.problem.unit.num_launches, task.problem.num_devices
     depths = config.depths[: max(2, config.depth_launches // launches)]
     optima = (throughput.generate(task.pool, depth * num).mix for depth in depths)
-    for mix in chain(starts, optima, (best,)):
+    for mix in (*optima, best):
         search.look(without_rare_lanes(mix, config.rare_share))
     search.climb()
     search.refine()
