@@ -35,6 +35,7 @@ from tessera.cli.render import text_of
 from tessera.ir import MEMORY_SHARE, Plan, ServicePlan, save
 from tessera.plan import Comparison
 from tessera.profile import gpu
+from tessera.report import write_advice
 
 # Steps of the progress bar when renting: recordings, batches, and plans.
 NUM_STEPS = 16
@@ -127,7 +128,9 @@ def _record(
     answer = _use(advice) if advice.have else _rent(advice, figures[0])
     remarks = (*advice.notes, f"Costs: {figures[0].costs.sentence}")
     if page is not None:
-        _write_page(page, advice, answer, plans[0], remarks)
+        parts = plans[0].plans if isinstance(plans[0], ServicePlan) else plans[:1]
+        divided = next((part for part in parts if isinstance(part, Plan) and len(part.used) > 1), None)
+        write_advice(page, advice, answer, divided, (*remarks, f"Prices: {advice.price_source}."))
         files = (*files, str(page))
     return AdviceRecord(
         advice=advice,
@@ -232,48 +235,3 @@ def _next(advice: Advice) -> str:
     if advice.advised.is_enough:
         return f"Rent nothing for this load. To grow, {what} is the cheapest per request: it adds {adds}."
     return f"Rent {what}: it adds {adds}, {'enough' if card.is_enough else 'not enough yet'}."
-
-
-def _write_page(
-    path: Path,
-    advice: Advice,
-    answer: Sequence[str],
-    plan: ServicePlan | Plan,
-    remarks: Sequence[str],
-) -> None:
-    from tessera.report import AdviceTable, Bar, write_advice
-    from tessera.report.figures import digits
-
-    unit = advice.load.unit
-    bars = []
-    for c in advice.candidates:
-        name = c.way if advice.have else ", ".join(c.gpus)
-        value, style = f"{digits(c.requests_per_s)} {unit}/s", "own" if c.is_advised else ""
-        bars.append(Bar(name, c.policy, c.requests_per_s, value, _facts(c, unit), style=style))
-    regimes = [(f"{r.tpot_ms:g} ms", text_of(r.requests_per_s), r.best) for r in advice.by_tpot]
-    cards = [
-        (c.gpus[0], text_of(c.requests_per_s), _facts(c, unit), text_of(c.is_enough))
-        for c in advice.next_cards
-    ]
-    note = "The advice is the coarsest way within the error of the prices."
-    beside = "A copy of the model at its best batch, beside the cards you have (drafted)."
-    tables = (
-        AdviceTable("Best way by time per token", note, ("at most", f"{unit}/s", "advised"), regimes),
-        AdviceTable("One more card", beside, ("card", f"adds {unit}/s", "", "enough then"), cards),
-    )
-    title = ", on ".join((advice.load.title, *([", ".join(advice.have)] if advice.have else [])))
-    remarks = (*remarks, f"Prices: {advice.price_source}.")
-    plans = plan.plans if isinstance(plan, ServicePlan) else (plan,)
-    divided = next((one for one in plans if len(one.used) > 1), None)
-    write_advice(path, title, answer, bars, tables if advice.have else (), divided, remarks)
-
-
-def _facts(c: Candidate, unit: str) -> str:
-    parts = (
-        ("first token", c.ttft_ms, "ms"),
-        ("token", c.tpot_ms, "ms"),
-        ("USD an hour", c.usd_per_hour, "hour"),
-        (f"USD per 1,000 {unit}", c.usd_per_1k_requests, ""),
-        ("error of the prices", c.cost_error, "error"),
-    )
-    return ", ".join(f"{name} {text_of(value, kind)}" for name, value, kind in parts if value is not None)

@@ -8,7 +8,7 @@ share; the dependency graph has the first MAX_LAUNCHES of a layer. Single launch
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from tessera.ir import Graph, Hazard, Lane, Objective, Plan, Span, Timeline
+from tessera.ir import Graph, Hazard, Plan, Span, Timeline
 from tessera.ir.files import write_whole
 from tessera.report.figures import (
     Track,
@@ -65,19 +65,6 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """Horizontal bar: label, length as a share of the width, text."""
-
-    name: str
-    about: str
-    share: float
-    value: str
-    facts: str = ""
-    factor: str = ""
-    style: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class DrawnTrack:
     name: str
     is_link: bool
@@ -97,57 +84,22 @@ class DrawnTimeline:
 
 
 def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -> None:
-    render(
-        path,
-        "plan_page.html",
-        title=f"{plan.unit.graphs[0].trace.step.model}, {plan.policy} plan",
-        part=plan_part(Shown(plan, timeline, verdict)),
-        remark=f"The timeline is {timeline.clock.value}; figures of the plan are modelled.",
-    )
+    render(path, "plan_page.html", part=plan_part(Shown(plan, timeline, verdict)))
 
 
 def write_report(folder: Path, plans: Sequence[tuple[str, Shown]], path: Path) -> None:
     """Writes one file; `plans` are (name, content)."""
     ordered = sorted(plans, key=lambda named: -(best_baseline(named[1].plan) or ("", 0.0))[1])
-    render(
-        path,
-        "folder.html",
-        title=folder.resolve().name,
-        plans=[(name, plan_part(shown)) for name, shown in ordered],
-        remark="Every figure says whether it was measured, simulated or modelled.",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class AdviceTable:
-    title: str
-    note: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    parts = [(name, plan_part(shown)) for name, shown in ordered]
+    render(path, "folder.html", title=folder.resolve().name, plans=parts)
 
 
 def write_advice(
-    path: str | Path,
-    title: str,
-    answer: Sequence[str],
-    bars: Sequence[Bar],
-    tables: Sequence[AdviceTable],
-    plan: Plan | None,
-    remarks: Sequence[str],
+    path: str | Path, advice: object, answer: Sequence[str], plan: Plan | None, remarks: Sequence[str]
 ) -> None:
-    """Writes one self-contained file; shares of `bars` are relative."""
-    top = max(bar.share for bar in bars) or 1.0
-    render(
-        path,
-        "advice.html",
-        title=title,
-        answer=answer,
-        bars=[replace(bar, share=bar.share / top) for bar in bars],
-        tables=tables,
-        layers=layers(plan) if plan is not None else (),
-        remarks=remarks,
-        remark="All figures are modelled or simulated; none was measured.",
-    )
+    """Writes one self-contained file about an `Advice`."""
+    pictures = layers(plan) if plan is not None else ()
+    render(path, "advice.html", advice=advice, answer=answer, layers=pictures, remarks=remarks)
 
 
 def render(path: str | Path, template: str, **values: Any) -> None:
@@ -163,7 +115,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for function in (breakable, cut, device_class, duration, percent, size):
+    for function in (
+        breakable, cut, device_class, digits, duration, percent, plural, rate, ratio, size, step_title,
+    ):  # fmt: skip
         environment.filters[function.__name__] = function
     return environment
 
@@ -184,25 +138,23 @@ def breakable(name: str) -> Markup:
 
 
 def plan_part(shown: Shown) -> dict[str, Any]:
+    """What the template of a plan reads."""
     plan, timeline = shown.plan, shown.timeline
-    found = tracks(timeline, plan.cluster.names)
-    best = best_baseline(plan)
-    model = plan.unit.graphs[0].trace.step.model
+    found, run_us = tracks(timeline, plan.cluster.names), end_us(timeline)
+    busy = [(utilisation(track, run_us), track) for track in found if track.is_link]
     return {
-        "model": model,
-        "where": f"{model}, {plan.policy} plan on {', '.join(plan.cluster.names)}",
-        "subtitle": _subtitle(plan),
+        "plan": plan,
+        "model": plan.unit.graphs[0].trace.step.model,
         "verdict": shown.verdict,
-        "headline": _headline(plan),
-        "gained": f"{ratio(best[1])} {best[0]}, modelled" if best else "",
-        "microbatches": plan.microbatches,
-        "names": plan.cluster.names,
-        "tiles": _tiles(plan, timeline),
-        "comparison": _comparison(plan),
-        "usage": [*_devices(plan, timeline), *_links(plan, timeline, found)],
-        "num_hidden_links": sum(t.is_link for t in found) - MAX_LINKS,
-        "clock": timeline.clock.value,
-        "run": _run(timeline),
+        "headline": headline(plan),
+        "best": best_baseline(plan),
+        "comparison": compared(plan),
+        "timeline": timeline,
+        "run_us": run_us,
+        "devices": device_uses(plan, timeline),
+        "links": sorted(busy, key=lambda x: -x[0]),
+        "wires": {f"{link.src} -> {link.dst}": link for link in plan.cluster.links},
+        "max_links": MAX_LINKS,
         "num_colours": NUM_COLOURS,
         "overview": _overview(timeline, found),
         "layers": layers(plan),
@@ -218,85 +170,19 @@ def layers(plan: Plan) -> list[Picture]:
     return [layer_picture(plan, lane, step) for step in range(min(MAX_STEPS, len(plan.unit.graphs)))]
 
 
-def _headline(plan: Plan) -> str:
-    per_s, what = headline(plan)
-    return f"{digits(per_s)} {what}/s"
-
-
-def _subtitle(plan: Plan) -> str:
-    steps = zip(plan.unit.counts, plan.unit.graphs, strict=True)
-    unit = " + ".join(f"{count} {graph.trace.step.kind}" for count, graph in steps)
-    return f"{plan.policy} plan on {', '.join(plan.cluster.names)}; one request is {unit}"
-
-
-def _run(timeline: Timeline) -> str:
-    spans = plural(len(timeline.spans), "span")
-    requests = plural(len(timeline.requests), "request")
-    return f"{requests} in {duration(end_us(timeline))}, {spans}, {timeline.clock.value}"
-
-
-def _tiles(plan: Plan, timeline: Timeline) -> list[tuple[str, str, str]]:
-    total = end_us(timeline)
-    reached = len(timeline.requests) / total * 1e6 if total > 0 else 0.0
-    best = best_baseline(plan)
-    against = "lower latency" if plan.objective is Objective.LATENCY else "throughput"
-    return [
-        ("throughput", rate(plan.throughput_per_s), "requests by busy time, modelled"),
-        (f"with {plan.microbatches} in flight", rate(plan.simulated_per_s), "requests, simulated"),
-        ("against best baseline", ratio(best[1]) if best else "", f"{against}, modelled"),
-        ("below the bound", percent(plan.gap), f"bound {rate(plan.bound_per_s)}, modelled"),
-        ("latency, one alone", duration(plan.latency_us), "modelled"),
-        ("in this run", rate(reached), f"requests, {timeline.clock.value}"),
-    ]
-
-
-def _comparison(plan: Plan) -> list[Bar]:
-    lines = compared(plan)
-    top = max(line.requests_per_s or 0.0 for line in lines) or 1.0
-    styles = ("own", "own soft", *[""] * (len(lines) - 3), "bound")
-    bars = []
-    for line, style in zip(lines, styles, strict=True):
-        value = "" if line.requests_per_s is None else rate(line.requests_per_s)
-        alone = "" if line.latency_us is None else f"{duration(line.latency_us)} alone"
-        factor = line.ratio_to_best_baseline
-        against = "" if factor is None else ratio(factor)
-        share = (line.requests_per_s or 0.0) / top
-        bars.append(Bar(line.policy, line.how, share, value, alone, against, style))
-    return bars
-
-
-def _devices(plan: Plan, timeline: Timeline) -> Iterator[Bar]:
-    for index, x in enumerate(device_uses(plan, timeline)):
-        facts = f"{x.launches:,.0f} launches, {size(x.weight_bytes)} weights"
-        share, style = min(1.0, x.utilisation), device_class(index)
-        yield Bar(x.device, x.gpu or "CPU", share, percent(x.utilisation), facts, style=style)
-
-
-def _links(plan: Plan, timeline: Timeline, found: Sequence[Track]) -> Iterator[Bar]:
-    run_us = end_us(timeline)
-    kinds = {f"{link.src} -> {link.dst}": link for link in plan.cluster.links}
-    busy = sorted(((utilisation(t, run_us), t) for t in found if t.is_link), key=lambda x: -x[0])
-    for share, track in busy[:MAX_LINKS]:
-        wire = kinds.get(track.name)
-        kind = f"{wire.name}, {wire.gbps:g} GB/s" if wire else "link"
-        facts = f"{len(track.spans):,} transfers"
-        yield Bar(track.name, kind, min(1.0, share), percent(share), facts, style="link")
-
-
 def _lanes(plan: Plan) -> list[dict[str, Any]]:
-    share = shares(plan)
-    order = sorted(range(len(share)), key=lambda n: -share[n])
-    return [_lane(plan, plan.lanes[n], n, share[n]) for n in order[:MAX_LANES]]
-
-
-def _lane(plan: Plan, lane: Lane, number: int, share: float) -> dict[str, Any]:
-    steps = []
-    for step, graph in list(enumerate(plan.graphs))[:MAX_STEPS]:
-        times = step_us(plan, lane, step)
-        pieces = [(device, us) for device, us in enumerate(times) if us > 0]
-        steps.append({"kind": graph.trace.step.kind, "pieces": pieces, "us": sum(times)})
-    about = f"{percent(share)} of the work, {rate(lane.rate_per_s)}"
-    return {"number": number, "about": about, "steps": steps}
+    """The largest lanes, with the busy time of each device in every step."""
+    order = sorted(enumerate(shares(plan)), key=lambda lane: -lane[1])[:MAX_LANES]
+    kinds = [graph.trace.step.kind for graph in plan.graphs[:MAX_STEPS]]
+    return [
+        {
+            "number": number,
+            "share": share,
+            "per_s": plan.lanes[number].rate_per_s,
+            "steps": [(kind, step_us(plan, plan.lanes[number], n)) for n, kind in enumerate(kinds)],
+        }
+        for number, share in order
+    ]
 
 
 def _overview(timeline: Timeline, found: Sequence[Track]) -> DrawnTimeline | None:
@@ -371,16 +257,11 @@ def _figure(graph: Graph, devices: tuple[int, ...]) -> dict[str, Any]:
     layer = layer_of(graph.trace)
     launches = layer.launches if layer else tuple(range(len(graph.trace.launches)))
     shown, scope = launches[:MAX_LAUNCHES], layer.scope if layer else ""
-    outside = sum(e.dst in set(shown) and e.src not in set(shown) for e in graph.edges)
-    about = [
-        f"{scope or 'the whole step'}: {len(launches):,} launches",
-        f"{plural(outside, 'wait')} for launches before it",
-    ]
-    if len(shown) < len(launches):
-        about.append(f"the first {len(shown)} are drawn")
     return {
-        "title": step_title(graph.trace.step),
-        "about": "; ".join(about),
+        "step": graph.trace.step,
+        "scope": scope,
+        "num_launches": len(launches),
+        "num_outside": sum(e.dst in set(shown) and e.src not in set(shown) for e in graph.edges),
         "width": WIDTH_PX,
         "height": LINE_PX * len(shown),
         "arcs": list(_arcs(graph, shown, devices)),
