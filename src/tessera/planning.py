@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import pairwise, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -46,6 +46,7 @@ from tessera.ir import (
 from tessera.ir.graph import StepFamily
 from tessera.kernels import PAGE
 from tessera.plan import FULL, QUICK, DeviceMemory, SearchConfig
+from tessera.plan.arrays import Floats, holdings_of, temporaries_of
 from tessera.plan.constraints import compiled_launches
 from tessera.plan.fluid import (
     FLUID,
@@ -65,9 +66,6 @@ from tessera.plan.solve import lane_plan, place
 from tessera.profile import works
 from tessera.profile.measured import combine
 from tessera.simulate import SteadyRates
-
-if TYPE_CHECKING:
-    from tessera.plan.arrays import Floats
 
 # Tokens, sequences, positions in pages and expected length of the recordings: each after the first differs in
 # one of them, the last in all.
@@ -106,7 +104,7 @@ class ServedSteps:
     advance: Callable[[str], None] = lambda text: None
     # Prices by sizes, and times by sizes and kind of device.
     _prices: dict[Sizes, StepPrice] = field(default_factory=dict)
-    _us: dict[Sizes, dict[object, "Floats"]] = field(default_factory=dict)
+    _us: dict[Sizes, dict[object, Floats]] = field(default_factory=dict)
 
     # Scope of a mixture of experts -> how often each is chosen.
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -158,7 +156,7 @@ class ServedSteps:
         return self.family.recordings[0].trace.step.windows
 
     @cached_property
-    def _kinds(self) -> tuple[StepFamily, "Floats"]:
+    def _kinds(self) -> tuple[StepFamily, Floats]:
         """One launch of each kind at every anchor, and the number of launches of each kind."""
         traces = [graph.trace for graph in self.family.recordings]
         first: dict[object, int] = {}
@@ -174,9 +172,11 @@ class ServedSteps:
         return family, np.array(list(counts.values()), dtype=np.float64)
 
     @cached_property
-    def _live(self) -> "Floats":
+    def _live(self) -> Floats:
         """[anchor, launch]: bytes of temporaries and outputs that are live."""
-        return np.array([_live_bytes(graph.trace) for graph in self.family.recordings], dtype=np.float64)
+        numbers = [np.arange(len(graph.trace.launches)) for graph in self.family.recordings]
+        each = zip(self.family.recordings, numbers, strict=True)
+        return np.concatenate([temporaries_of(g, n).live_bytes(np.zeros_like(n), 1) for g, n in each])
 
     @cached_property
     def model_bytes(self) -> ModelBytes:
@@ -217,53 +217,38 @@ class ServedSteps:
         return unit, flow.price(unit, self.cluster)
 
 
-def _live_bytes(trace: Trace, devices: Sequence[int] = (), device: int = 0) -> list[int]:
-    """Bytes of inputs, temporaries and outputs that are live at every launch; given devices, on one."""
-    last = {view.buffer: len(trace.launches) for _, view in trace.outputs}
-    first: dict[int, int] = {}
-    for number, launch in enumerate(trace.launches):
-        for access in launch.accesses if not devices or devices[number] == device else ():
-            first.setdefault(access.buffer, number)
-            last[access.buffer] = max(last.get(access.buffer, 0), number)
-    change = [0] * (len(trace.launches) + 2)
-    for buffer, start in first.items():
-        if trace.buffers[buffer].kind not in (BufferKind.WEIGHT, BufferKind.STATE):
-            change[start] += trace.buffers[buffer].size_bytes
-            change[last[buffer] + 1] -= trace.buffers[buffer].size_bytes
-    return list(accumulate(change[: len(trace.launches)]))
-
-
 def service_memory(plan: ServicePlan) -> tuple[DeviceMemory, ...]:
     """Memory of every device: weights, pages once per home, temporaries of every microbatch."""
-    found = []
-    for index, device in enumerate(plan.cluster.devices):
-        held: dict[tuple[BufferKind, str, str], int] = {}
-        temporary = largest = 0
-        for group in plan.groups:
-            peak = 0
-            placement = group.plan.lanes[0].placement
-            hosts, places = dict(placement.fetched), 0
-            for graph, devices in zip(group.plan.graphs, placement.devices, strict=True):
-                trace = graph.trace
-                peak = max(peak, *_live_bytes(trace, devices, index))
-                for launch, here in zip(trace.launches, devices, strict=True):
-                    fetched = 0
-                    for buffer in (trace.buffers[b] for b in {access.buffer for access in launch.accesses}):
-                        is_weight = buffer.kind is BufferKind.WEIGHT
-                        at = hosts.get(buffer.name, here) if is_weight else here
-                        fetched += buffer.size_bytes if at != here == index else 0
-                        if at == index and (is_weight or buffer.kind is BufferKind.STATE):
-                            home = "" if is_weight else group.plan.home
-                            held[buffer.kind, home, buffer.name] = buffer.size_bytes
-                    places = max(places, fetched)
-            peak += SLOTS * places
-            temporary, largest = temporary + group.microbatches * peak, max(largest, peak)
-        weights, state = (
-            sum(size for (of, _, _), size in held.items() if of is kind)
-            for kind in (BufferKind.WEIGHT, BufferKind.STATE)
-        )
-        found.append(DeviceMemory(device.name, device.memory_bytes, weights, largest, state, temporary))
-    return tuple(found)
+    num, each = len(plan.cluster.devices), []
+    # Kind, home of state, name -> bytes on every device.
+    held: dict[tuple[BufferKind, str, str], Floats] = {}
+    for group in plan.groups:
+        unit, placement = group.plan.unit, group.plan.lanes[0].placement
+        starts = np.cumsum([0, *map(len, placement.devices)]).tolist()
+        nodes = tuple(np.arange(*ends) for ends in pairwise(starts))
+        labels = np.concatenate([np.array(devices) for devices in placement.devices])
+        hosts, fetched = dict(placement.fetched), np.zeros(len(labels))
+        for kind, home in ((BufferKind.WEIGHT, ""), (BufferKind.STATE, group.plan.home)):
+            items = holdings_of(unit, nodes, kind)
+            there = items.present(labels, num)
+            for item, name in enumerate(items.names):
+                if kind is BufferKind.WEIGHT and name in hosts:
+                    readers = items.pin_node[items.pin_item == item]
+                    fetched[readers[labels[readers] != hosts[name]]] += items.num_bytes[item]
+                    there[item] = np.arange(num) == hosts[name]
+                known = held.get((kind, home, name), 0.0)
+                held[kind, home, name] = np.maximum(known, there[item] * items.num_bytes[item])
+        steps = zip(unit.graphs, nodes, strict=True)
+        peaks = [temporaries_of(graph, numbers).peak_bytes(labels, num) for graph, numbers in steps]
+        slots = [SLOTS * fetched[labels == device].max(initial=0.0) for device in range(num)]
+        each.append(np.max(peaks, axis=0) + slots)
+    weights, state = (
+        sum((size for (of, _, _), size in held.items() if of is kind), np.zeros(num))
+        for kind in (BufferKind.WEIGHT, BufferKind.STATE)
+    )
+    temporary = np.array([group.microbatches for group in plan.groups]) @ np.array(each)
+    rows = zip(plan.cluster.devices, weights, np.max(each, axis=0), state, temporary, strict=True)
+    return tuple(DeviceMemory(device.name, device.memory_bytes, *map(int, row)) for device, *row in rows)
 
 
 def experts_by_device(plan: ServicePlan) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -227,9 +227,11 @@ class Temporaries:
     touch_launch: Ints
 
     def peak_bytes(self, labels: Labels, num_devices: int) -> Floats:
+        return np.asarray(self.live_bytes(labels, num_devices).max(axis=1, initial=0.0))
+
+    def live_bytes(self, labels: Labels, num_devices: int) -> Floats:
+        """[device, launch]: bytes that are live while the launch runs."""
         num_launches = len(self.node_of)
-        if not len(self.touch_launch):
-            return np.zeros(num_devices)
         key = self.touch_buffer * num_devices + labels[self.node_of[self.touch_launch]]
         first = np.full(len(self.num_bytes) * num_devices, -1, dtype=np.int64)
         last = first.copy()
@@ -244,7 +246,7 @@ class Temporaries:
         size = self.num_bytes[buffer]
         change = np.bincount(device * width + begin, weights=size, minlength=width * num_devices)
         change -= np.bincount(device * width + end, weights=size, minlength=width * num_devices)
-        return np.asarray(change.reshape(num_devices, width).cumsum(axis=1).max(axis=1))
+        return np.asarray(change.reshape(num_devices, width).cumsum(axis=1)[:, :-1])
 
 
 def temporaries_of(graph: ir.Graph, node_of: Ints) -> Temporaries:

@@ -12,7 +12,7 @@ Plans for parts of the cluster, copied to all devices (`side_by_side`), are cand
 device sets under the cost and energy objectives.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -60,15 +60,6 @@ class PlanConfig:
         return self.policy or self.objective.value
 
 
-@dataclass(frozen=True, eq=False)
-class Solution:
-    """A plan, its mix and its task."""
-
-    plan: ir.Plan
-    task: Task
-    chosen: Mix
-
-
 def solve(
     unit: ir.WorkUnit,
     costs: tuple[ir.Costs, ...],
@@ -76,18 +67,7 @@ def solve(
     config: PlanConfig,
     simulate: Simulator | None = None,
 ) -> ir.Plan:
-    """The best verified plan for the objective, with all baselines."""
-    return solution(unit, costs, cluster, config, simulate).plan
-
-
-def solution(
-    unit: ir.WorkUnit,
-    costs: tuple[ir.Costs, ...],
-    cluster: ir.Cluster,
-    config: PlanConfig,
-    simulate: Simulator | None = None,
-) -> Solution:
-    """As `solve`; where memory is short, also with fewer requests in flight."""
+    """The best verified plan with all baselines; where memory is short, also of fewer requests in flight."""
     most = config.microbatches
     if most < 1:
         raise PlanInfeasible(f"{most} requests in flight do no work", "Give at least one (--microbatches).")
@@ -96,14 +76,15 @@ def solution(
     problem = build(unit, costs, cluster, config.constraints, config.memory_share)
     is_served = config.is_served or unit.is_served
 
-    def at(num: int) -> Solution:
-        task = Task(problem, num, simulate, is_served, config.objective, config.planner, config.search)
-        return decide(Judge(task), config.shown_microbatches)
+    def task_of(num: int) -> Task:
+        return Task(problem, num, simulate, is_served, config.objective, config.planner, config.search)
 
-    solved = [at(most)]
-    if solved[0].task.pool.is_tight and config.objective is not ir.Objective.LATENCY:
-        solved += [at(num) for num in config.search.fewer_microbatches if num < most]
-    return max(solved, key=lambda s: objective_figure(s.plan, config.objective))
+    task = task_of(most)
+    plans = [decide(Judge(task), config.shown_microbatches)]
+    if task.pool.is_tight and config.objective is not ir.Objective.LATENCY:
+        fewer = [num for num in config.search.fewer_microbatches if num < most]
+        plans += [decide(Judge(task_of(num)), config.shown_microbatches) for num in fewer]
+    return max(plans, key=lambda plan: objective_figure(plan, config.objective))
 
 
 def baselines(
@@ -226,8 +207,11 @@ def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
     return plan.simulated_per_s
 
 
-def decide(judge: Judge, shown_microbatches: Sequence[int] = (), is_part: bool = False) -> Solution:
-    """The best candidate of the planner, the coarse policies and parts of the cluster."""
+def decide(judge: Judge, shown_microbatches: Sequence[int] = (), is_part: bool = False) -> ir.Plan:
+    """The plan of the best candidate of the planner, the coarse policies and parts of the cluster.
+
+    A named policy may be below the coarse ones.
+    """
     task = judge.task
     planner = planner_named(task.policy)
     coarse = _coarse(judge)
@@ -238,28 +222,12 @@ def decide(judge: Judge, shown_microbatches: Sequence[int] = (), is_part: bool =
         raise PlanInfeasible(f"the policy '{task.policy}' does not apply to this work{limits}", remedy)
     floors = [m for m in coarse.values() if m is not None]
     floors += _from_parts(judge, is_part)
-
-    def rated() -> tuple[ir.Baseline, ...]:
-        return tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
-
-    solved = choose(judge, mixes, floors, rated, shown_microbatches)
-    ir.verify(solved.plan)
-    return solved
-
-
-def choose(
-    judge: Judge,
-    mixes: Sequence[Mix],
-    floors: Sequence[Mix],
-    baselines: Callable[[], tuple[ir.Baseline, ...]],
-    shown_microbatches: Sequence[int],
-) -> Solution:
-    """The plan of the best mix by a long simulation; a named policy may be below the floors."""
-    task = judge.task
     is_free = task.policy == task.objective.value and task.objective is not ir.Objective.LATENCY
     chosen = judge.lasting(lambda: judge.simplest(mixes, floors) if is_free else judge.best(mixes))
-    plan = judge.finished(chosen, baselines(), [*floors, *mixes], shown_microbatches)
-    return Solution(plan, task, chosen)
+    rated = tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
+    plan = judge.finished(chosen, rated, [*floors, *mixes], shown_microbatches)
+    ir.verify(plan)
+    return plan
 
 
 def _from_parts(judge: Judge, is_part: bool) -> list[Mix]:
@@ -295,7 +263,7 @@ def _copied_mix(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
         if part is None:
             raise PlanInfeasible("the placement constraints leave a launch nowhere to run there")
         inner = replace(task, problem=part, microbatches=each, _spans={})
-        plans.append((decide(Judge(inner), is_part=not is_split).plan, cells))
+        plans.append((decide(Judge(inner), is_part=not is_split), cells))
     plan = side_by_side(problem, plans)
     mix = mix_of(problem, plan)
     if len(plan.lanes) == sum(len(part.lanes) * len(cells) for part, cells in plans):
