@@ -26,7 +26,7 @@ class ModelLoad:
     random_weights: bool = False
     # Module -> how often each of its experts is chosen.
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    # Of steps that no service runs; None: chosen.
+    # Steps that no service runs only; None: chosen.
     batch: int | None = None
     microbatches: int | None = None
     # Runs of an image's step.
