@@ -60,6 +60,7 @@ DEFAULT_LOAD = Load(prompt_tokens=1024, output_tokens=256)
 MAX_AT_ONCE = 512
 
 Self = TypeVar("Self", bound="_Closing")
+Made = TypeVar("Made", "SamplingParams", ServeConfig)
 
 
 def plan(
@@ -269,7 +270,7 @@ class LLM(_Closing):
         params: SamplingParams | None,
         sampling: dict[str, Any],
     ) -> list[Completion]:
-        given = params or _params(sampling)
+        given = params or _made(SamplingParams, "sampling parameter", sampling)
         if params is not None and sampling:
             raise TesseraError("sampling is given twice", "Give SamplingParams or keywords, not both.")
         common = given.fields()
@@ -278,14 +279,6 @@ class LLM(_Closing):
         bodies = [{field: prompt, **common} for prompt in prompts]
         documents = self._thread.submit(asyncio.run, _posted(self._app, path, bodies, self._at_once)).result()
         return [_completion(*pair) for pair in zip(prompts, documents, strict=True)]
-
-
-def _params(sampling: dict[str, Any]) -> SamplingParams:
-    names = [field.name for field in fields(SamplingParams)]
-    for name in sampling:
-        if name not in names:
-            raise UnknownName("sampling parameter", name, names)
-    return SamplingParams(**sampling)
 
 
 def _completion(prompt: Any, document: dict[str, Any]) -> Completion:
@@ -362,8 +355,13 @@ def serve(model: str, devices: str | None = None, *, port: int = 8000, **options
 
 
 def serve_config(**options: Any) -> ServeConfig:
-    names = [field.name for field in fields(ServeConfig)]
-    for name in options:
+    return _made(ServeConfig, "option", options)
+
+
+def _made(record: type[Made], what: str, given: Mapping[str, Any]) -> Made:
+    """A record of options; names that it does not have are refused."""
+    names = [field.name for field in fields(record)]
+    for name in given:
         if name not in names:
-            raise UnknownName("option", name, names)
-    return ServeConfig(**options)
+            raise UnknownName(what, name, names)
+    return record(**given)

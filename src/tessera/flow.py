@@ -8,24 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tessera import ir
 from tessera.analyze import build_graph
 from tessera.capture import Workload, build, outlines, record_step
 from tessera.capture.function import KIND
 from tessera.errors import MismatchError, TesseraError, UnknownName, install_line
-from tessera.ir import (
-    BufferKind,
-    Cluster,
-    Costs,
-    Device,
-    DeviceKind,
-    Graph,
-    Objective,
-    Plan,
-    Step,
-    Trace,
-    WorkUnit,
-    verify,
-)
 from tessera.ir.graph import StepFamily, check_counts, check_steps
 from tessera.plan import FULL, Comparison, Constraint, PlanConfig, SearchConfig, Target, solve
 from tessera.plan.batches import BATCHES, BatchSearch, PricedUnit
@@ -43,26 +30,26 @@ ANCHORS = (16, 48)
 MAX_BUILT_BYTES = 4 << 30
 
 
-def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:
+def make_unit(traces: Sequence[ir.Trace], counts: Sequence[int] | None = None) -> ir.WorkUnit:
     """Joins the traces of one request; missing counts are from `default_counts`."""
     check_steps(traces)
     if counts:
         check_counts(counts, len(traces))  # before building anything that grows with them
     graphs = tuple(build_graph(trace) for trace in traces)
-    unit = WorkUnit(graphs, tuple(counts) if counts else default_counts(graphs))
+    unit = ir.WorkUnit(graphs, tuple(counts) if counts else default_counts(graphs))
     check_counts(unit.counts, len(graphs))
     check_joined(graphs)
-    verify(unit)
+    ir.verify(unit)
     return unit
 
 
-def default_counts(graphs: Sequence[Graph]) -> tuple[int, ...]:
+def default_counts(graphs: Sequence[ir.Graph]) -> tuple[int, ...]:
     """One run per step; a decode runs once per token that its prefill reserved."""
     reserve = max((g.trace.step.reserve for g in graphs if g.trace.step.kind == "prefill"), default=0)
     return tuple(max(1, reserve) if g.trace.step.kind == "decode" else 1 for g in graphs)
 
 
-def check_joined(graphs: Sequence[Graph]) -> None:
+def check_joined(graphs: Sequence[ir.Graph]) -> None:
     """State of the same name must be the same memory in every step."""
     sizes: dict[str, tuple[int, str]] = {}
     for graph in graphs:
@@ -76,12 +63,12 @@ def check_joined(graphs: Sequence[Graph]) -> None:
                 )
 
 
-def price(unit: WorkUnit, cluster: Cluster) -> tuple[Costs, ...]:
+def price(unit: ir.WorkUnit, cluster: ir.Cluster) -> tuple[ir.Costs, ...]:
     check_modelled(cluster)
     return tuple(combine(graph.trace, cluster.devices, {})[0] for graph in unit.graphs)
 
 
-def check_modelled(cluster: Cluster) -> None:
+def check_modelled(cluster: ir.Cluster) -> None:
     """Refuses devices without a cost model."""
     for device in cluster.devices:
         if needs_measuring(device):
@@ -90,22 +77,22 @@ def check_modelled(cluster: Cluster) -> None:
 
 
 def make_plan(
-    unit: WorkUnit,
-    costs: Sequence[Costs],
-    cluster: Cluster,
-    objective: Objective,
+    unit: ir.WorkUnit,
+    costs: Sequence[ir.Costs],
+    cluster: ir.Cluster,
+    objective: ir.Objective,
     microbatches: int,
     policy: str | None = None,
     constraints: tuple[Constraint, ...] = (),
     is_served: bool = False,
     search: SearchConfig = FULL,
-) -> Plan:
+) -> ir.Plan:
     """A plan for one objective (or by one named policy), its figures checked by simulation."""
     config = PlanConfig(objective, microbatches, policy, constraints, is_served, search=search)
     return solve(unit, tuple(costs), cluster, config, SteadyRates(search.long_window))
 
 
-def record_compiled(step: Step) -> Trace:
+def record_compiled(step: ir.Step) -> ir.Trace:
     """Launches of Inductor for a step, as far as known without a GPU."""
     from tessera.capture.inductor import record_inductor_offline
 
@@ -114,7 +101,7 @@ def record_compiled(step: Step) -> Trace:
     return record_inductor_offline(workload)
 
 
-def choose_launches(steps: Sequence[Step], wanted: str) -> tuple[bool, str]:
+def choose_launches(steps: Sequence[ir.Step], wanted: str) -> tuple[bool, str]:
     """(use compiled launches?, one line why not); `wanted` is compiled, eager or empty.
 
     Compiling takes a minute, so compiled launches are used where they are cached or asked for.
@@ -133,7 +120,7 @@ def choose_launches(steps: Sequence[Step], wanted: str) -> tuple[bool, str]:
     return False, "Launches are eager ones; --launches compiled makes compiled ones, and keeps them."
 
 
-def _recorded(step: Step) -> Trace:
+def _recorded(step: ir.Step) -> ir.Trace:
     return record_step(step, "fake")
 
 
@@ -141,7 +128,7 @@ def _recorded(step: Step) -> Trace:
 class LoadSteps:
     """The steps of a request at any batch: recorded at some, interpolated at others."""
 
-    steps: Sequence[Step]
+    steps: Sequence[ir.Step]
     # Runs of each step in a request.
     counts: Sequence[int]
     anchors: Sequence[int] = ANCHORS
@@ -149,7 +136,7 @@ class LoadSteps:
     # Launches of Inductor (outlines), else eager.
     is_compiled: bool = False
     # Records an eager step.
-    record: Callable[[Step], Trace] = _recorded
+    record: Callable[[ir.Step], ir.Trace] = _recorded
 
     def __post_init__(self) -> None:
         recorded = {batch: self.recorded(batch) for batch in self.anchors}
@@ -159,11 +146,11 @@ class LoadSteps:
         graphs = zip(*(unit.graphs for unit in recorded.values()), strict=True)
         self._families = [StepFamily(pair[:2]) for pair in graphs] if len(self.anchors) > 1 else []
 
-    def recorded(self, batch: int) -> WorkUnit:
+    def recorded(self, batch: int) -> ir.WorkUnit:
         self.advance(f"{'compiling' if self.is_compiled else 'recording'} batch {batch}")
         return make_unit([self._trace(step, batch) for step in self.steps], self.counts)
 
-    def _trace(self, step: Step, batch: int) -> Trace:
+    def _trace(self, step: ir.Step, batch: int) -> ir.Trace:
         sized = replace(step, batch=batch)
         if self.is_compiled:
             return outlines.find_or_make(sized, record_compiled)
@@ -171,18 +158,18 @@ class LoadSteps:
             return record_step(sized, "fake", is_compared=True)
         return self.record(sized)
 
-    def at(self, batch: int) -> WorkUnit:
+    def at(self, batch: int) -> ir.WorkUnit:
         for n in range(len(self.steps)):
             if (n, batch) not in self._graphs:
                 self._graphs[n, batch] = self._written(n, batch)
-        return WorkUnit(tuple(self._graphs[n, batch] for n in range(len(self.steps))), tuple(self.counts))
+        return ir.WorkUnit(tuple(self._graphs[n, batch] for n in range(len(self.steps))), tuple(self.counts))
 
-    def _written(self, step: int, batch: int) -> Graph:
+    def _written(self, step: int, batch: int) -> ir.Graph:
         if self._families:
             return self._families[step].at(replace(self.steps[step], batch=batch))
         return build_graph(self._trace(self.steps[step], batch))
 
-    def matches_recording(self, unit: WorkUnit) -> bool:
+    def matches_recording(self, unit: ir.WorkUnit) -> bool:
         """True if the unit equals its recordings; else the recordings are used from now on.
 
         Compiled launches are not checked.
@@ -199,13 +186,13 @@ class LoadSteps:
         return is_right
 
 
-def at_batches(steps: Sequence[Step], batches: Sequence[int]) -> list[Step]:
+def at_batches(steps: Sequence[ir.Step], batches: Sequence[int]) -> list[ir.Step]:
     return [replace(step, batch=batch) for step in steps for batch in batches]
 
 
 def batch_search(
     recorded: LoadSteps,
-    cluster: Cluster,
+    cluster: ir.Cluster,
     target: Target,
     config: PlanConfig,
     advance: Callable[[str], None] = lambda text: None,
@@ -225,13 +212,13 @@ def batch_search(
 
 def plan_steps(
     recorded: LoadSteps,
-    cluster: Cluster,
+    cluster: ir.Cluster,
     target: Target,
     config: PlanConfig,
     batches: Sequence[int] = BATCHES,
     depths: Sequence[int] = (),
     advance: Callable[[str], None] = lambda text: None,
-) -> tuple[Plan, Comparison]:
+) -> tuple[ir.Plan, Comparison]:
     """The best batch, microbatches and placement, beside coarse policies at theirs."""
     while True:
         plan, found = batch_search(recorded, cluster, target, config, advance).best(batches, depths)
@@ -239,7 +226,7 @@ def plan_steps(
             return plan, found
 
 
-def workload_of(trace: Trace) -> Workload:
+def workload_of(trace: ir.Trace) -> Workload:
     """The step of a trace, rebuilt from its record, with its generators."""
     try:
         return build(trace.step).drawing(trace)
@@ -252,7 +239,7 @@ def workload_of(trace: Trace) -> Workload:
         ) from error
 
 
-def workloads_of(unit: WorkUnit) -> list[Workload]:
+def workloads_of(unit: ir.WorkUnit) -> list[Workload]:
     """The steps of a unit, rebuilt from their records; steps of one model share its weights."""
     return [workload_of(graph.trace) for graph in unit.graphs]
 
@@ -287,7 +274,7 @@ class Requests:
     inputs: str
 
 
-def requests_of(plan: Plan, num: int, is_fresh: bool = False) -> Requests:
+def requests_of(plan: ir.Plan, num: int, is_fresh: bool = False) -> Requests:
     """`is_fresh`: requests after the first get random values even if the model has an example."""
     steps = workloads_of(plan.unit)
     weights, inputs = steps[0].weights(), "as the model makes them"
@@ -317,7 +304,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run_reference(unit: WorkUnit, request: UnitRequest) -> ReferenceRun:
+def run_reference(unit: ir.WorkUnit, request: UnitRequest) -> ReferenceRun:
     """Runs the model's own code on one thread, as workers do."""
     torch.set_num_threads(1)
     state = {name: tensor.clone() for name, tensor in request.state().items()}
@@ -329,13 +316,13 @@ def run_reference(unit: WorkUnit, request: UnitRequest) -> ReferenceRun:
     return ReferenceRun(outputs, state)
 
 
-def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:
+def make_timer(trace: ir.Trace, device: ir.Device, stream: Any = None) -> Timer:
     """A timer of a trace on one device, with the model's own tensors where it can be built."""
 
     def own() -> tuple[Tensors | None, tuple[str, ...]]:
         return _own_tensors(trace, device)
 
-    if device.kind is DeviceKind.CPU:
+    if device.kind is ir.DeviceKind.CPU:
         from tessera.execute.timing import CpuTimer
 
         return CpuTimer(trace, own, max(1, device.num_cores))
@@ -344,11 +331,11 @@ def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:
     return CudaTimer(trace, device.ordinal, own, stream, device.num_sms)
 
 
-def _own_tensors(trace: Trace, device: Device) -> tuple[Tensors | None, tuple[str, ...]]:
+def _own_tensors(trace: ir.Trace, device: ir.Device) -> tuple[Tensors | None, tuple[str, ...]]:
     """Weights, inputs and state of the step on a device; None and the reason if it cannot be built."""
-    kinds = (BufferKind.WEIGHT, BufferKind.STATE)
+    kinds = (ir.BufferKind.WEIGHT, ir.BufferKind.STATE)
     size = sum(b.size_bytes for b in trace.buffers if b.kind in kinds)
-    where = "cpu" if device.kind is DeviceKind.CPU else f"cuda:{device.ordinal}"
+    where = "cpu" if device.kind is ir.DeviceKind.CPU else f"cuda:{device.ordinal}"
     limit = min(device.memory_bytes, MAX_BUILT_BYTES) if where == "cpu" else device.memory_bytes
     try:
         if size > limit:
@@ -364,7 +351,7 @@ def _own_tensors(trace: Trace, device: Device) -> tuple[Tensors | None, tuple[st
         return None, (f"{device.name}: tensors were made up, the model's own are not there: {why}",)
 
 
-def partition_streams(devices: Sequence[Device]) -> dict[str, Any]:
+def partition_streams(devices: Sequence[ir.Device]) -> dict[str, Any]:
     """A stream per device that is a part of a card; streams live as long as the process."""
     streams: dict[str, Any] = {}
     for ordinal in sorted({d.ordinal for d in devices if d.num_sms}):
@@ -376,14 +363,18 @@ def partition_streams(devices: Sequence[Device]) -> dict[str, Any]:
     return streams
 
 
-def fetch_gbps(src: Device, dst: Device) -> float:
+def fetch_gbps(src: ir.Device, dst: ir.Device) -> float:
     """GB/s at which a GPU fetches weights from a CPU's memory; 0 between other devices."""
     from tessera.execute.link_times import time_fetches
 
-    return time_fetches(dst.ordinal) if (src.kind, dst.kind) == (DeviceKind.CPU, DeviceKind.CUDA) else 0.0
+    return (
+        time_fetches(dst.ordinal) if (src.kind, dst.kind) == (ir.DeviceKind.CPU, ir.DeviceKind.CUDA) else 0.0
+    )
 
 
-def time_link(a: Device, b: Device, sizes: Sequence[int], transport: str) -> tuple[str, "TransferTimes"]:
+def time_link(
+    a: ir.Device, b: ir.Device, sizes: Sequence[int], transport: str
+) -> tuple[str, "TransferTimes"]:
     """The transport between two devices of this machine, and its times for these sizes."""
     from tessera.execute.link_times import time_transfers
     from tessera.execute.transport import resolve

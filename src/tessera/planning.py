@@ -21,44 +21,17 @@ import numpy as np
 import torch
 from msgspec import Meta
 
-from tessera import flow
+from tessera import flow, ir
 from tessera.analyze import build_graph
 from tessera.capture import Workload, build, outlines, place_of, record_sizes
 from tessera.capture.divide import divide, division_for, experts_of
 from tessera.capture.models import another, steps_of_model
 from tessera.errors import MismatchError, TesseraError
-from tessera.ir import (
-    MEMORY_SHARE,
-    SLOTS,
-    BufferKind,
-    Cluster,
-    Costs,
-    Graph,
-    Group,
-    Load,
-    Objective,
-    Placement,
-    ServicePlan,
-    Step,
-    Trace,
-    WorkUnit,
-)
 from tessera.ir.graph import StepFamily
 from tessera.kernels import PAGE
-from tessera.plan import FULL, QUICK, DeviceMemory, SearchConfig
+from tessera.plan import FULL, QUICK, DeviceMemory, SearchConfig, fluid
 from tessera.plan.arrays import Floats, holdings_of, temporaries_of
 from tessera.plan.constraints import compiled_launches
-from tessera.plan.fluid import (
-    FLUID,
-    POLICIES,
-    QUICK_FLUID,
-    FluidConfig,
-    FluidModel,
-    GroupDraft,
-    ModelBytes,
-    ServiceDraft,
-    StepPrice,
-)
 from tessera.plan.problem import cluster_of, costs_on
 from tessera.plan.search import objectives
 from tessera.plan.service import Rehearse, drafted, plan_service
@@ -86,8 +59,8 @@ Sizes = tuple[int, int, int]
 
 def served_step(
     model: str, tokens: int, sequences: int, pool_tokens: int, length: int, is_random: bool
-) -> Step:
-    return Step(
+) -> ir.Step:
+    return ir.Step(
         model, "tokens", min(tokens, sequences), tokens, 0, pool_tokens, is_random,
         rows=sequences, length=length, joined_products=True,
     )  # fmt: skip
@@ -98,25 +71,25 @@ class ServedSteps:
     """The served step of a model at any size, priced on a cluster."""
 
     model: str
-    cluster: Cluster
+    cluster: ir.Cluster
     random_weights: bool = False
     is_compiled: bool = False
     advance: Callable[[str], None] = lambda text: None
     # Prices by sizes, and times by sizes and kind of device.
-    _prices: dict[Sizes, StepPrice] = field(default_factory=dict)
+    _prices: dict[Sizes, fluid.StepPrice] = field(default_factory=dict)
     _us: dict[Sizes, dict[object, Floats]] = field(default_factory=dict)
 
     # Scope of a mixture of experts -> how often each is chosen.
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
-    def step(self, tokens: int, sequences: int, pool_tokens: int, length: int) -> Step:
+    def step(self, tokens: int, sequences: int, pool_tokens: int, length: int) -> ir.Step:
         return replace(self._asked((tokens, sequences, pool_tokens, length)), windows=self.windows)
 
-    def _asked(self, sizes: tuple[int, int, int, int]) -> Step:
+    def _asked(self, sizes: tuple[int, int, int, int]) -> ir.Step:
         """A step as it is asked for; recorded, it has the model's windows."""
         return served_step(place_of(self.model), *sizes, self.random_weights)
 
-    def on(self, cluster: Cluster) -> "ServedSteps":
+    def on(self, cluster: ir.Cluster) -> "ServedSteps":
         """The same recordings on other devices."""
         _ = self._kinds, self._live
         other = copy(self)
@@ -124,7 +97,7 @@ class ServedSteps:
         return other
 
     @property
-    def anchors(self) -> list[Step]:
+    def anchors(self) -> list[ir.Step]:
         return [self._asked(sizes) for sizes in ANCHORS]
 
     @cached_property
@@ -168,7 +141,7 @@ class ServedSteps:
             replace(trace, launches=tuple(trace.launches[n] for n in counts), buffers=(), outputs=())
             for trace in traces
         )
-        family = StepFamily(tuple(Graph(trace, (), (), ()) for trace in reduced))
+        family = StepFamily(tuple(ir.Graph(trace, (), (), ()) for trace in reduced))
         return family, np.array(list(counts.values()), dtype=np.float64)
 
     @cached_property
@@ -179,14 +152,16 @@ class ServedSteps:
         return np.concatenate([temporaries_of(g, n).live_bytes(np.zeros_like(n), 1) for g, n in each])
 
     @cached_property
-    def model_bytes(self) -> ModelBytes:
+    def model_bytes(self) -> fluid.ModelBytes:
         first, more = self.family.recordings[0].trace, self.family.recordings[3].trace
-        weights = sum(b.size_bytes for b in first.buffers if b.kind is BufferKind.WEIGHT)
-        states = [sum(b.size_bytes for b in t.buffers if b.kind is BufferKind.STATE) for t in (first, more)]
+        weights = sum(b.size_bytes for b in first.buffers if b.kind is ir.BufferKind.WEIGHT)
+        states = [
+            sum(b.size_bytes for b in t.buffers if b.kind is ir.BufferKind.STATE) for t in (first, more)
+        ]
         each = (states[1] - states[0]) / (more.step.reserve - first.step.reserve)
-        return ModelBytes(weights, each, windows=self.windows or (0,))
+        return fluid.ModelBytes(weights, each, windows=self.windows or (0,))
 
-    def price(self, tokens: int, sequences: int, length: int) -> StepPrice:
+    def price(self, tokens: int, sequences: int, length: int) -> fluid.StepPrice:
         key = tokens, sequences, length
         if key not in self._prices:
             family, counts = self._kinds
@@ -205,34 +180,34 @@ class ServedSteps:
                 for first in self.anchors[:1]
             ]
             live = self._live[0] + np.array(parts) @ (self._live[1:] - self._live[0])
-            self._prices[key] = StepPrice(us, int(live.max()))
+            self._prices[key] = fluid.StepPrice(us, int(live.max()))
         return self._prices[key]
 
-    def unit(self, group: GroupDraft) -> tuple[WorkUnit, tuple[Costs, ...]]:
+    def unit(self, group: fluid.GroupDraft) -> tuple[ir.WorkUnit, tuple[ir.Costs, ...]]:
         """The group's steps, and their costs."""
         sizes = [self.step(size, group.sequences, group.pool_tokens, group.length) for size in group.sizes]
         graphs = tuple(self.family.at(step) for step in sizes)
         # Mixed steps are nearly always full.
-        unit = WorkUnit(graphs, tuple(1 if n < len(graphs) - 1 else 8 for n in range(len(graphs))))
+        unit = ir.WorkUnit(graphs, tuple(1 if n < len(graphs) - 1 else 8 for n in range(len(graphs))))
         return unit, flow.price(unit, self.cluster)
 
 
-def service_memory(plan: ServicePlan) -> tuple[DeviceMemory, ...]:
+def service_memory(plan: ir.ServicePlan) -> tuple[DeviceMemory, ...]:
     """Memory of every device: weights, pages once per home, temporaries of every microbatch."""
     num, each = len(plan.cluster.devices), []
     # Kind, home of state, name -> bytes on every device.
-    held: dict[tuple[BufferKind, str, str], Floats] = {}
+    held: dict[tuple[ir.BufferKind, str, str], Floats] = {}
     for group in plan.groups:
         unit, placement = group.plan.unit, group.plan.lanes[0].placement
         starts = np.cumsum([0, *map(len, placement.devices)]).tolist()
         nodes = tuple(np.arange(*ends) for ends in pairwise(starts))
         labels = np.concatenate([np.array(devices) for devices in placement.devices])
         hosts, fetched = dict(placement.fetched), np.zeros(len(labels))
-        for kind, home in ((BufferKind.WEIGHT, ""), (BufferKind.STATE, group.plan.home)):
+        for kind, home in ((ir.BufferKind.WEIGHT, ""), (ir.BufferKind.STATE, group.plan.home)):
             items = holdings_of(unit, nodes, kind)
             there = items.present(labels, num)
             for item, name in enumerate(items.names):
-                if kind is BufferKind.WEIGHT and name in hosts:
+                if kind is ir.BufferKind.WEIGHT and name in hosts:
                     readers = items.pin_node[items.pin_item == item]
                     fetched[readers[labels[readers] != hosts[name]]] += items.num_bytes[item]
                     there[item] = np.arange(num) == hosts[name]
@@ -240,18 +215,18 @@ def service_memory(plan: ServicePlan) -> tuple[DeviceMemory, ...]:
                 held[kind, home, name] = np.maximum(known, there[item] * items.num_bytes[item])
         steps = zip(unit.graphs, nodes, strict=True)
         peaks = [temporaries_of(graph, numbers).peak_bytes(labels, num) for graph, numbers in steps]
-        slots = [SLOTS * fetched[labels == device].max(initial=0.0) for device in range(num)]
+        slots = [ir.SLOTS * fetched[labels == device].max(initial=0.0) for device in range(num)]
         each.append(np.max(peaks, axis=0) + slots)
     weights, state = (
         sum((size for (of, _, _), size in held.items() if of is kind), np.zeros(num))
-        for kind in (BufferKind.WEIGHT, BufferKind.STATE)
+        for kind in (ir.BufferKind.WEIGHT, ir.BufferKind.STATE)
     )
     temporary = np.array([group.microbatches for group in plan.groups]) @ np.array(each)
     rows = zip(plan.cluster.devices, weights, np.max(each, axis=0), state, temporary, strict=True)
     return tuple(DeviceMemory(device.name, device.memory_bytes, *map(int, row)) for device, *row in rows)
 
 
-def experts_by_device(plan: ServicePlan) -> dict[str, dict[str, tuple[int, ...]]]:
+def experts_by_device(plan: ir.ServicePlan) -> dict[str, dict[str, tuple[int, ...]]]:
     """Device -> module of a mixture -> experts that run there; empty if none is divided."""
     found: dict[str, dict[str, set[int]]] = {}
     for graph, devices in zip(plan.plans[0].graphs, plan.plans[0].lanes[0].placement.devices, strict=True):
@@ -264,7 +239,7 @@ def experts_by_device(plan: ServicePlan) -> dict[str, dict[str, tuple[int, ...]]
     }
 
 
-def fetched_by_device(plan: ServicePlan) -> dict[str, tuple[str, ...]]:
+def fetched_by_device(plan: ir.ServicePlan) -> dict[str, tuple[str, ...]]:
     """Device -> weights that it fetches from a host's memory in every step."""
     found: dict[str, dict[str, None]] = {}
     for part in plan.plans:
@@ -289,13 +264,13 @@ def read_frequencies(path: Path) -> dict[str, list[float]]:
         raise TesseraError(f"cannot be read: {error}", remedy, str(path)) from error
 
 
-def compiled(steps: Sequence[Step]) -> list[Trace]:
+def compiled(steps: Sequence[ir.Step]) -> list[ir.Trace]:
     """Outlines of one model's steps, compiled where they are not kept; the model is built once."""
     from tessera.capture.inductor import record_inductor_offline
 
     built: list[Workload] = []
 
-    def compile_step(step: Step) -> Trace:
+    def compile_step(step: ir.Step) -> ir.Trace:
         with torch.device("meta"):
             if not built:
                 built.append(build(steps[0]))
@@ -311,16 +286,16 @@ def is_served(model: str) -> bool:
 
 def make_group(
     steps: ServedSteps,
-    draft: GroupDraft,
+    draft: fluid.GroupDraft,
     policy: str,
     search: SearchConfig = FULL,
-    memory_share: float = MEMORY_SHARE,
-) -> Group:
+    memory_share: float = ir.MEMORY_SHARE,
+) -> ir.Group:
     """The group of a draft: its placement is one device, or found by a policy."""
     unit, costs = steps.unit(draft)
     if len(draft.devices) == 1:
         devices = tuple(draft.devices * len(graph.trace.launches) for graph in unit.graphs)
-        placement = Placement(devices)
+        placement = ir.Placement(devices)
     else:
         # Microbatches share pages: each is planned with its part.
         part = replace(draft, pool_tokens=draft.pool_tokens // draft.microbatches // PAGE * PAGE)
@@ -330,47 +305,51 @@ def make_group(
         placement = found.renumbered(draft.devices)
     home = "+".join(steps.cluster.names[device] for device in draft.devices)
     plan = lane_plan(unit, costs, steps.cluster, placement, draft.microbatches, home)
-    return Group(draft.role, plan, draft.sequences, draft.microbatches)
+    return ir.Group(draft.role, plan, draft.sequences, draft.microbatches)
 
 
 def make_service_plan(
     steps: ServedSteps,
-    load: Load,
+    load: ir.Load,
     rehearse: Rehearse,
     search: SearchConfig = FULL,
-    objective: Objective = Objective.THROUGHPUT,
-    memory_share: float = MEMORY_SHARE,
-    policies: Sequence[str] = POLICIES,
-    config: FluidConfig | None = None,
-) -> ServicePlan:
+    objective: ir.Objective = ir.Objective.THROUGHPUT,
+    memory_share: float = ir.MEMORY_SHARE,
+    policies: Sequence[str] = fluid.POLICIES,
+    config: fluid.FluidConfig | None = None,
+) -> ir.ServicePlan:
     """The best service by an objective within the limits of a load."""
     flow.check_modelled(steps.cluster)
-    config = replace(config or (QUICK_FLUID if search is QUICK else FLUID), memory_share=memory_share)
+    config = replace(
+        config or (fluid.QUICK_FLUID if search is QUICK else fluid.FLUID), memory_share=memory_share
+    )
     runs_on_cpu = not len(compiled_launches(steps.family.recordings[0].trace))
     given = (load, steps.cluster, steps.price, steps.model_bytes, config)
-    fluid = FluidModel(*given, runs_on_cpu=runs_on_cpu)
-    fluids = [fluid] if objective is Objective.THROUGHPUT else _worthwhile(fluid, objective, policies)
+    whole = fluid.FluidModel(*given, runs_on_cpu=runs_on_cpu)
+    fluids = [whole] if objective is ir.Objective.THROUGHPUT else _worthwhile(whole, objective, policies)
 
-    def make(draft: ServiceDraft) -> ServicePlan:
+    def make(draft: fluid.ServiceDraft) -> ir.ServicePlan:
         groups = tuple(make_group(steps, group, draft.policy, search, memory_share) for group in draft.groups)
-        return ServicePlan(steps.model, draft.policy, load, groups)
+        return ir.ServicePlan(steps.model, draft.policy, load, groups)
 
     return plan_service(fluids, make, rehearse, steps.advance, objective, policies)
 
 
-def _worthwhile(fluid: FluidModel, objective: Objective, policies: Sequence[str]) -> list[FluidModel]:
+def _worthwhile(
+    whole: fluid.FluidModel, objective: ir.Objective, policies: Sequence[str]
+) -> list[fluid.FluidModel]:
     """The model on all devices, and on the sets of devices with the best drafts by an objective."""
-    devices = tuple(range(len(fluid.cluster.devices)))
-    if objective is Objective.COST:
-        objectives.usd_per_hour(fluid.cluster, devices)
+    devices = tuple(range(len(whole.cluster.devices)))
+    if objective is ir.Objective.COST:
+        objectives.usd_per_hour(whole.cluster, devices)
     else:
-        objectives.watts(fluid.cluster, devices)
+        objectives.watts(whole.cluster, devices)
     rated = []
-    for counts in product(*(range(len(kind) + 1) for kind in fluid.alike)):
-        chosen = sorted(d for kind, num in zip(fluid.alike, counts, strict=True) for d in kind[:num])
+    for counts in product(*(range(len(kind) + 1) for kind in whole.alike)):
+        chosen = sorted(d for kind, num in zip(whole.alike, counts, strict=True) for d in kind[:num])
         if 0 < len(chosen) < len(devices):
-            part = replace(fluid, devices=tuple(chosen))
+            part = replace(whole, devices=tuple(chosen))
             best = max((drafted(part, policy, objective) for policy in policies), default=0.0)
             rated.append((best, part))
     ranked = sorted((row for row in rated if row[0] > 0.0), key=lambda row: -row[0])
-    return [fluid, *(part for _, part in ranked[:MAX_SETS])]
+    return [whole, *(part for _, part in ranked[:MAX_SETS])]

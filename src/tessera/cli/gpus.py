@@ -93,13 +93,10 @@ def _sources(name: str, tables: Tables | None) -> dict[str, Source]:
 def _line(g: Gpu, tables: Tables | None) -> GpuLine:
     sources = _sources(g.name, tables)
     counts = [list(sources.values()).count(kind) for kind in (Source.TABLE, Source.FITTED, Source.CLASS)]
-    return GpuLine(
-        name=g.name,
-        memory_bytes=g.memory_bytes,
+    return GpuLine.of(
+        g,
         tflops=_pair(g.effective.gemm_tflops if g.effective else None, g.bf16_tflops or g.fp16_tflops),
         gbps=_pair(g.effective.decode_gbps if g.effective else None, g.memory_gbps),
-        usd_per_hour=g.usd_per_hour,
-        price_provider=g.price_provider,
         costs="/".join(map(str, counts)),
         borrowed_from=tuple(borrowed(g.name)),
         sources=sources,

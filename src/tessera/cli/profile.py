@@ -198,15 +198,13 @@ def _kernels(trace: Trace, costs: Costs) -> tuple[KernelCost, ...]:
 
 
 def _measured_device(measured: Measured, sums: Reconciled) -> MeasuredDevice:
-    return MeasuredDevice(
+    return MeasuredDevice.of(
+        sums,
         identity=dict(measured.machine.identity),
         clock_mhz=measured.machine.clock_mhz,
         distinct=measured.num_distinct,
         timed_now=measured.num_timed,
         launches_measured=sum(t is not None for t in measured.timings),
-        sum_us=sums.sum_us,
-        whole_us=sums.whole_us,
-        scale=sums.scale,
         missed=measured.missed,
     )
 

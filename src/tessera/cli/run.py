@@ -300,12 +300,10 @@ def _report(
     predicted = simulate(plan, min(num, PREDICTED_REQUESTS), is_detailed=False)
     lost = sum(bool(r.error) for r in ran.results)
     outcome = {True: "every output and state equal bit for bit", False: "DIFFERENT", None: "not compared"}
-    return RunReport(
+    return RunReport.of(
+        ran,
         headline=f"{num} requests, {lost} lost: {outcome[equal]}",
         verified=equal,
-        reference=ran.reference,
-        inputs=ran.inputs,
-        picked=ran.picked,
         requests=num,
         lost=lost,
         restarted=sum(bool(r.restarts) for r in ran.results),
@@ -318,7 +316,6 @@ def _report(
             f"{n} {p.policy}": sum(r.policy == n and not r.error for r in ran.results)
             for n, p in enumerate(plans)
         },
-        faults=ran.faults,
         trace=str(trace) if trace else None,
         seconds=round(time.perf_counter() - started, 3),
         place=paths[0],

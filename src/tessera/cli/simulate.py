@@ -251,13 +251,12 @@ def simulate_steps(
     per_s, busy = simulator.throughput_per_s(timeline), timeline.busy_us()
     times = sorted(stop - start for start, stop in _service(timeline))
     tracks = (*plan.cluster.names, *(f"{x.src} -> {x.dst}" for x in plan.cluster.links))
-    return SimulatedTimeline(
-        clock=timeline.clock,
+    return SimulatedTimeline.of(
+        timeline,
         requests=len(timeline.requests),
         microbatches=plan.microbatches,
         throughput=per_s,
         rows_per_s=plan.batch * per_s,
-        makespan_us=timeline.makespan_us,
         latency_us={name: times[int(q * (len(times) - 1))] for name, q in QUANTILES.items()},
         utilisation={name: busy.get(name, 0.0) / (timeline.makespan_us or 1.0) for name in tracks},
         trace=trace,

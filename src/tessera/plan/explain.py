@@ -123,7 +123,6 @@ class Explanation:
     error: float
     # Lower bound of one request alone; 0 if not computed.
     latency_bound_us: float
-    is_gain: bool
     verdict: str
     memory: tuple[DeviceMemory, ...] = ()
     reasons: tuple[Reason, ...] = ()
@@ -139,7 +138,6 @@ def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
     busiest = max((*devices, *links), key=lambda u: u.utilisation)
     gains = tuple(gain_over(plan, b) for b in plan.baselines)
     error = Sampler(problem).rel_error(mix)
-    is_gain, verdict = _verdict(plan, gains, busiest, error)
     return Explanation(
         devices=devices,
         links=links,
@@ -150,8 +148,7 @@ def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
         transfer_bytes=sum(s * _bytes(problem, c) for s, c in zip(mix.shares, mix.columns, strict=True)),
         error=error,
         latency_bound_us=0.0 if is_brief else bound_us(problem, FULL),
-        is_gain=is_gain,
-        verdict=verdict,
+        verdict=_verdict(plan, gains, busiest, error),
         memory=_memory(problem, mix),
         reasons=reasons(problem, mix, _nodes(problem)),
         remarks=tuple(_remarks(plan)),
@@ -245,15 +242,15 @@ def _ratio(theirs: float | None, ours: float | None) -> float | None:
     return theirs / ours if theirs and ours else None
 
 
-def _verdict(plan: ir.Plan, gains: tuple[Gain, ...], busiest: Usage, error: float) -> tuple[bool, str]:
+def _verdict(plan: ir.Plan, gains: tuple[Gain, ...], busiest: Usage, error: float) -> str:
     known = [(ratio, g.name) for g in gains if (ratio := getattr(g, plan.objective.value)) is not None]
     where = f"{busiest.name} is the bottleneck ({busiest.utilisation:.0%} busy)"
     if plan.policy in {g.name for g in gains}:
-        return False, f"The plan is {plan.policy}; {where}."
+        return f"The plan is {plan.policy}; {where}."
     if len(plan.cluster.devices) == 1:
-        return False, f"One device: there is nothing to divide; {where}."
+        return f"One device: there is nothing to divide; {where}."
     if not known:
-        return True, f"No coarser policy applies; {where}."
+        return f"No coarser policy applies; {where}."
     ratio, name = min(known)
     what = {
         ir.Objective.THROUGHPUT: "the throughput of",
@@ -263,8 +260,8 @@ def _verdict(plan: ir.Plan, gains: tuple[Gain, ...], busiest: Usage, error: floa
     }[plan.objective]
     if ratio - 1.0 <= error:
         reason = f"within the costs' own error of {error:.1%}" if error else "and the costs state no error"
-        return False, f"No gain: use {name}. The plan has {ratio:.3f}x {what} it, {reason}; {where}."
-    return True, (
+        return f"No gain: use {name}. The plan has {ratio:.3f}x {what} it, {reason}; {where}."
+    return (
         f"{ratio:.2f}x {what} the best coarser policy, {name}, "
         f"which is more than the costs' own error of {error:.1%}; {where}."
     )
