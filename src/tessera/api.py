@@ -176,14 +176,11 @@ class SamplingParams:
     logprobs: int | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Fields of a request body."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in given.items() if value is not None}
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """One answer."""
-
     prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]
     text: str
     # stop or length.
@@ -338,7 +335,6 @@ class Server(_Closing):
             super().__init__(stack.pop_all())
 
     def wait(self) -> None:
-        """Return when the server has ended."""
         self._thread.join()
 
 

@@ -181,7 +181,6 @@ class Workers:
             return self._stepper
 
     def _make_room(self) -> None:
-        """Stops the least recently used workers, unless they run."""
         for key, known in list(self.live.items())[: max(0, len(self.live) - MAX_ENGINES + 1)]:
             other = known()
             if other is None or other._turn.acquire(blocking=False):

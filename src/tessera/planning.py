@@ -146,7 +146,6 @@ class ServedSteps:
 
     @cached_property
     def _live(self) -> Floats:
-        """[anchor, launch]: bytes of temporaries and outputs that are live."""
         numbers = [np.arange(len(graph.trace.launches)) for graph in self.family.recordings]
         each = zip(self.family.recordings, numbers, strict=True)
         return np.concatenate([temporaries_of(g, n).live_bytes(np.zeros_like(n), 1) for g, n in each])
@@ -184,7 +183,6 @@ class ServedSteps:
         return self._prices[key]
 
     def unit(self, group: fluid.GroupDraft) -> tuple[ir.WorkUnit, tuple[ir.Costs, ...]]:
-        """The group's steps, and their costs."""
         sizes = [self.step(size, group.sequences, group.pool_tokens, group.length) for size in group.sizes]
         graphs = tuple(self.family.at(step) for step in sizes)
         # Mixed steps are nearly always full.

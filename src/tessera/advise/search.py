@@ -67,8 +67,6 @@ def advise(
 
 
 class RatedCards:
-    """The load, and the cards in question."""
-
     def __init__(self, load: RentedLoad, market: Market, have: tuple[str, ...], advance: Advance) -> None:
         self.load, self.market, self.have, self.advance = load, market, have, advance
         listed = [gpu(name) for name in market.gpus] or list(known_gpus())
@@ -86,12 +84,10 @@ class RatedCards:
         return self.rater.limit(_cluster([offer.gpu for offer in self.offers]))
 
     def best_alone(self, name: str) -> Option | None:
-        """The draft of a copy of the model on one card."""
         cluster = self.market.cluster(Basket((name,), self.market.provider, 0.0))
         return max(self.rater.drafts(cluster), key=lambda o: o.tokens_per_s, default=None)
 
     def candidate(self, basket: Basket, option: Option, cost_error: float | None = None) -> Candidate:
-        """The figures of a policy on a set of cards."""
         usd, per_s = basket.usd_per_hour or None, option.tokens_per_s / self.load.tokens
         return Candidate(
             gpus=basket.gpus,

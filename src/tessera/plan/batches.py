@@ -40,8 +40,6 @@ REPLICAS = ("single", "data-parallel")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Answer length and latency limits."""
-
     # Answer tokens per request; a unit without decodes counts rows.
     output_tokens: int
     tpot_ms: float | None = None

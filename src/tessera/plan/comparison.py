@@ -13,8 +13,6 @@ def times_text(tpot_ms: float, ttft_ms: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A policy's simulated figures at one point."""
-
     policy: str
     tokens_per_s: float
     tpot_ms: float
@@ -41,8 +39,6 @@ class Option:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plan's figures beside those of other policies."""
-
     # The plan's policy.
     policy: str
     chosen: Option
@@ -51,7 +47,6 @@ class Comparison:
     objective: Objective = Objective.THROUGHPUT
 
     def ratio_to(self, other: Option) -> float:
-        """The plan's figure relative to an option's."""
         return self.chosen.figure(self.objective) / other.figure(self.objective)
 
     @property

@@ -28,8 +28,6 @@ SAME = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Utilisation of one device or link, by busy time."""
-
     # Device name, or "src -> dst".
     name: str
     is_link: bool

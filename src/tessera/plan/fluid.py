@@ -96,8 +96,6 @@ PriceStep = Callable[[int, int, int], StepPrice]
 
 @dataclass(frozen=True, slots=True)
 class ModelBytes:
-    """Memory of a served model."""
-
     weights: int
     # Pages of one token in all layers.
     token: float
@@ -220,7 +218,6 @@ class FluidModel:
 
     @cached_property
     def step_tokens(self) -> tuple[int, ...]:
-        """Sizes of steps that are tried."""
         return tuple(dict.fromkeys(_rounded(size) for size in self._sizes(self.config.per_doubling)))
 
     def _sizes(self, per_doubling: int) -> list[float]:
@@ -239,7 +236,6 @@ class FluidModel:
         return sorted(kept, key=lambda d: -d.tokens_per_s)[: self.config.num_drafts]
 
     def fastest(self, policy: str) -> ServiceDraft | None:
-        """The draft with the least time per token."""
         return min(self._drafts(policy), key=lambda d: (d.tpot_ms, d.ttft_ms), default=None)
 
     def _drafts(self, policy: str) -> list[ServiceDraft]:

@@ -106,7 +106,6 @@ class _Moves:
         return self._problem.column(labels).path_us, sum(self._problem.unit.counts) * us
 
     def excess(self, num: int, share: float) -> Floats:
-        """Bytes by which devices overflow."""
         labels, fetched = self._labels(num, share)
         over = self._problem.excess_bytes([self._problem.column(labels)], self._microbatches)
         size = self._size[fetched]

@@ -77,7 +77,6 @@ class Mix:
 
     @cached_property
     def busy_us(self) -> Floats:
-        """Busy time of devices and links per average request."""
         rows = np.array([c.busy_us for c in self.columns])
         return np.asarray(np.array(self.shares) @ rows, dtype=np.float64)
 
@@ -91,18 +90,15 @@ class Mix:
 
     @property
     def rate_per_s(self) -> float:
-        """Requests per second at full use of the bottleneck."""
         return 1e6 / float(self.busy_us.max())
 
     def only(self, lanes: Sequence[int]) -> "Mix":
-        """Some lanes, in the same proportions."""
         total = sum(self.shares[i] for i in lanes)
         columns, shares = zip(*((self.columns[i], self.shares[i] / total) for i in lanes), strict=True)
         return Mix(columns, shares, tuple(self.microbatches[i] for i in lanes) if self.microbatches else ())
 
     @property
     def num_messages(self) -> float:
-        """Transfers per average request."""
         return sum(share * c.num_messages for share, c in zip(self.shares, self.columns, strict=True))
 
 
@@ -181,7 +177,6 @@ class Problem:
         return paid
 
     def column(self, labels: Labels) -> Column:
-        """A placement with its loads per work unit."""
         num = self.num_devices
         nodes = np.arange(self.num_nodes)
         own = self.load_us[nodes, labels]
@@ -301,7 +296,6 @@ class Problem:
         return self.allowed is None or bool(self.allowed[np.arange(len(labels)), labels].all())
 
     def fits(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> bool:
-        """Whether constraints hold and memory suffices."""
         listed = list(columns)
         return all(self.is_allowed(c.labels) for c in listed) and bool(
             (self.excess_bytes(listed, microbatches) <= 0).all()

@@ -62,8 +62,6 @@ def _of(offers: Sequence[Offer], max_devices: int, provider: str) -> Iterator[Ba
 
 @dataclass(frozen=True, eq=False)
 class Limit:
-    """Upper bound of the requests per second of a basket."""
-
     column_of: Mapping[str, int]
     # [kind of launch, GPU]: least microseconds of a request.
     load_us: Floats

@@ -36,8 +36,6 @@ MakePlan = Callable[[ServiceDraft], ServicePlan]
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """A service plan with its figures."""
-
     plan: ServicePlan
     expected: Expected
     is_within: bool
@@ -166,7 +164,6 @@ def option_of(rival: Rival, cluster: Cluster) -> Option:
 def _tried(
     fluid: FluidModel, policy: str, make: MakePlan, rehearse: Rehearse, most: float
 ) -> list[Rehearsed]:
-    """Rehearsals of a policy's drafts."""
     tried: list[Rehearsed] = []
     seen: set[ServiceDraft] = set()
     slack = gain = 1.0

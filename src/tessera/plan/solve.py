@@ -94,7 +94,6 @@ def baselines(
     config: PlanConfig,
     simulate: Simulator | None = None,
 ) -> tuple[ir.Baseline, ...]:
-    """The coarse policies alone."""
     problem = build(unit, costs, cluster, config.constraints, config.memory_share)
     judge = Judge(
         Task(problem, config.microbatches, simulate, config.is_served, config.objective, config=config.search)
@@ -197,7 +196,6 @@ def lane_plan(
 
 
 def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
-    """The objective's figure; higher is better."""
     if objective is ir.Objective.LATENCY:
         return 1.0 / plan.latency_us
     if objective is ir.Objective.COST and plan.usd_per_1k_units:

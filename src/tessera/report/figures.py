@@ -47,7 +47,6 @@ def ratios(plan: Plan) -> dict[str, float]:
 
 
 def best_baseline(plan: Plan) -> tuple[str, float] | None:
-    """The best coarse policy, and the plan's ratio to it."""
     return min(ratios(plan).items(), key=lambda x: x[1], default=None)
 
 

@@ -57,8 +57,6 @@ LINE_PX, WIDTH_PX = 22, 88
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A plan, a run of it and the planner's verdict."""
-
     plan: Plan
     timeline: Timeline
     verdict: str
@@ -165,7 +163,6 @@ def plan_part(shown: Shown) -> dict[str, Any]:
 
 
 def layers(plan: Plan) -> list[Picture]:
-    """Placement of one layer per step, along the busiest lane."""
     lane = main_lane(plan)
     return [layer_picture(plan, lane, step) for step in range(min(MAX_STEPS, len(plan.unit.graphs)))]
 

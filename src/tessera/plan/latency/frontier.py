@@ -198,8 +198,6 @@ def _pairs(flat: Floats, ends: Floats, num: int) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBest:
-    """The best placement of one step alone, and its bound."""
-
     us: float
     bound_us: float
     width: int

@@ -43,8 +43,6 @@ Reads = list[list[tuple[int, int]]]
 
 @dataclass(frozen=True, eq=False)
 class Fastest:
-    """A placement, its makespan and the bound."""
-
     labels: Labels
     latency_us: float
     bound_us: float
@@ -120,7 +118,6 @@ def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed, config: S
 
 
 def bound_us(problem: Problem, config: SearchConfig) -> float:
-    """Lower bound of the latency of one request."""
     return _by_frontiers(problem, RequestTimer(problem), _alone(problem), lambda _: True, config)[2]
 
 

@@ -49,7 +49,6 @@ def watts(cluster: ir.Cluster, devices: Devices) -> tuple[Floats, Floats]:
 
 
 def figure(problem: Problem, objective: ir.Objective, mix: Mix, rate_per_s: float) -> float:
-    """The objective's figure; higher is better."""
     if objective is ir.Objective.COST:
         return rate_per_s / usd_per_hour(problem.cluster, mix.devices)
     if objective is ir.Objective.ENERGY:

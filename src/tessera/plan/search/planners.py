@@ -31,7 +31,6 @@ def single_placement(task: Task) -> tuple[Mix, ...] | None:
 
 
 def latency_mixes(task: Task) -> tuple[Mix, ...]:
-    """The fastest placement of one request."""
     prob, pool = task.problem, task.pool
     task.seed()
     fits = lambda x: not pool.is_tight or pool.able(prob.column(x))  # noqa: E731

@@ -24,8 +24,6 @@ Table = tuple[Ints, Ints, Floats, Floats]
 
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """Sampled factors, and rates of mixes under them."""
-
     problem: Problem
     num_samples: int = 0
 

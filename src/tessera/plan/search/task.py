@@ -68,7 +68,6 @@ class Task:
             throughput.seed(self.pool, self.coarse_mixes)
 
     def figure(self, mix: Mix, rate_per_s: float) -> float:
-        """The objective's figure; higher is better."""
         return objectives.figure(self.problem, self.objective, mix, rate_per_s)
 
     def num_microbatches(self, mix: Mix) -> int:
@@ -82,7 +81,6 @@ class Task:
         return min(mix.rate_per_s, 1e6 * sum(table.count(n) * rate for n, rate in enumerate(rates)))
 
     def quick_per_s(self, mix: Mix) -> float:
-        """A rough rate; by busy time without a simulator."""
         if self.simulate is None:
             return mix.rate_per_s
         return min(self.upper_bound_per_s(mix), self.simulate.quick(self.draft(mix)))
