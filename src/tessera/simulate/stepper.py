@@ -86,6 +86,8 @@ class Faults:
     losses: tuple[Loss, ...] = ()
     # (device, second, factor)
     slowdowns: tuple[tuple[str, float, float], ...] = ()
+    # True if lost devices are planned around: requests wait instead of failing.
+    is_mended: bool = False
 
 
 NO_FAULTS = Faults()
@@ -334,7 +336,9 @@ class VirtualStepper:
         for number in gone:
             del self._open[number]
         self._fail_moves(gone, f"{name} was lost")
-        retry_s = None if loss.back_s is None else loss.back_s - loss.at_s
+        retry_s = float("inf") if self._faults.is_mended else None
+        if loss.back_s is not None:
+            retry_s = loss.back_s - loss.at_s
         return DeviceLost(name, tuple(gone), f"{name} was lost at {loss.at_s:g} s (simulated)", 1, retry_s)
 
     def _return(self, name: str) -> DeviceBack:
