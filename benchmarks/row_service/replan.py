@@ -13,7 +13,7 @@ from tessera.adapt.capability import Capability
 from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
 from tessera.flow import make_plan
-from tessera.ir import Cluster, Costs, Plan, verify
+from tessera.ir import Cluster, Costs, Load, Plan, verify
 from tessera.plan import FULL, SearchConfig
 from tessera.serve.policies import LEAST_GAIN
 
@@ -36,6 +36,10 @@ class Replanner:
     def _better(self, old: Plan) -> Plan:
         new = replace(self.make(old, old.cluster, old.costs), policy=old.policy)
         return new if new.lanes != old.lanes and self.gain(old, new) >= LEAST_GAIN else old
+
+    def learned(self, plans: tuple[Plan, ...], load: Load) -> tuple[Plan, ...]:
+        """Plans of steps are made for no load."""
+        return plans
 
     def without(self, plans: tuple[Plan, ...], lost: Collection[str]) -> tuple[Plan, ...]:
         """Plans for the other devices, over the whole cluster."""

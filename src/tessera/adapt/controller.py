@@ -42,8 +42,6 @@ class Planner(Protocol[P]):
 
     def rate(self, plans: tuple[P, ...]) -> Sequence[Capability]: ...
 
-
-class LoadPlanner(Planner[P], Protocol[P]):
     def learned(self, plans: tuple[P, ...], load: Load) -> tuple[P, ...]:
         """Plans for a load: better ones, or the same with their figures under it."""
 
@@ -81,7 +79,6 @@ class Controller(Generic[P]):
     """plans    for all devices; the first is used unless a monitor chooses
     monitor  None: the policy is fixed
     planner  None: plans stay
-    learner  plans for observed loads; None: lengths are not learned
     log      gets one line per loss, return and change of plans
     """
 
@@ -91,12 +88,10 @@ class Controller(Generic[P]):
         plans: Sequence[P],
         monitor: Monitor | None = None,
         planner: Planner[P] | None = None,
-        learner: LoadPlanner[P] | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._system: System[P] = system
         self._planner: Planner[P] | None = planner
-        self._learner: LoadPlanner[P] | None = learner
         self._monitor, self._log = monitor, log
         self.history = LoadHistory()
         self.plans: tuple[P, ...] = tuple(plans)
@@ -173,10 +168,10 @@ class Controller(Generic[P]):
             why = f"measured times differ from the plan's by {drift[1]:.0%}; planning beside the running plan"
             self._note(DecisionKind.REPLAN, why)
             self._submit(planner, lambda: planner.corrected(plans, factors), "costs are corrected")
-        elif self._learner is not None:
-            self._learn(self._learner)
+        else:
+            self._learn(planner)
 
-    def _learn(self, learner: LoadPlanner[P]) -> None:
+    def _learn(self, planner: Planner[P]) -> None:
         """Plans for the observed load if it is not the planned one."""
         plans = self.plans
         planned = self._planned or load_of(plans[0])
@@ -190,7 +185,7 @@ class Controller(Generic[P]):
         before = f"{planned.prompt_tokens} and {planned.output_tokens}"
         why = f"requests have {lengths}, planned were {before}; planning beside the running plan"
         self._note(DecisionKind.REPLAN, why)
-        self._submit(learner, lambda: learner.learned(plans, load), f"planned for {lengths}")
+        self._submit(planner, lambda: planner.learned(plans, load), f"planned for {lengths}")
 
     def _choose(self, monitor: Monitor) -> None:
         why = monitor.switch(self._system.now_s(), self._num_requests, self._system.switch_s())

@@ -23,22 +23,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from tessera.capture import rng
-from tessera.capture.blocks import (
-    BlockPart,
-    blocks_of,
-    fill,
-    flatten,
-    handed,
-    open_dataclasses,
-    part_of,
-    path,
-    raw,
-    spread,
-    storage_key,
-    unique,
-    view_of,
-)
+from tessera.capture import blocks, rng
+from tessera.capture.blocks import BlockPart
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Before, Held, PyValue, find, line_that_changes, python_state, root
 from tessera.capture.operators import check_tensor
@@ -93,7 +79,7 @@ class FunctionCall:
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.fn = fn
-        named, self._spec = flatten(fn, args, kwargs)
+        named, self._spec = blocks.flatten(fn, args, kwargs)
         self._places = [i for i, (_, leaf) in enumerate(named) if isinstance(leaf, torch.Tensor)]
         self._fixed = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for _, leaf in named]
         finder = find(fn, named)
@@ -101,10 +87,10 @@ class FunctionCall:
         self.module = root(finder.modules)
         self._num_args = len(self._places)
         tensors = self._tensors([leaf for _, leaf in named])
-        names = unique([*(named[i][0] for i in self._places), *(h.name for h in self._held)])
+        names = blocks.unique([*(named[i][0] for i in self._places), *(h.name for h in self._held)])
         for name, tensor in zip(names, tensors, strict=True):
             check_tensor(tensor, f"'{name}'")
-        self.blocks = blocks_of(tensors)
+        self.blocks = blocks.blocks_of(tensors)
         self._block_of = {number: i for i, block in enumerate(self.blocks) for number, _ in block.parts}
         self._names = [names[block.parts[0][0]] for block in self.blocks]
         self._first = {i: tensors[block.parts[0][0]] for i, block in enumerate(self.blocks)}
@@ -121,8 +107,8 @@ class FunctionCall:
 
     def _learn(self, named: list[tuple[str, Any]], tensors: list[torch.Tensor]) -> None:
         """Run the call once to see what it touches, changes and returns."""
-        keys = [storage_key(tensors[block.parts[0][0]]) for block in self.blocks]
-        parts = [part_of(tensor) for tensor in tensors]
+        keys = [blocks.storage_key(tensors[block.parts[0][0]]) for block in self.blocks]
+        parts = [blocks.part_of(tensor) for tensor in tensors]
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
         fixed = [i for i, block in enumerate(self.blocks) if block.parts[0][0] >= self._num_args]
         watch = Watch([tensors[block.parts[0][0]] for block in self.blocks], fixed)
@@ -136,7 +122,7 @@ class FunctionCall:
             for held in self._held:
                 held.put_back()
             for block, saved in watch.saved.items():
-                raw(tensors[self.blocks[block].parts[0][0]], 0, saved.numel()).copy_(saved)
+                blocks.raw(tensors[self.blocks[block].parts[0][0]], 0, saved.numel()).copy_(saved)
         self._generators = sorted(watch.generators)
         # Dynamo guards its own graphs.
         is_graph = isinstance(self.fn, GraphStep)
@@ -157,11 +143,12 @@ class FunctionCall:
 
         A gradient may be replaced if the call has not read the old one.
         """
-        replaceable = {h.name for h in self._held if h.is_grad and storage_key(h.tensor) not in touched}
+        grads = [h for h in self._held if h.is_grad]
+        replaceable = {h.name for h in grads if blocks.storage_key(h.tensor) not in touched}
         before = {h.name: h.tensor for h in self._held}
         before |= {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
         after = {h.name: h.tensor for h in find(self.fn, named).tensors}
-        again, _ = flatten(self.fn, *given)
+        again, _ = blocks.flatten(self.fn, *given)
         after |= {name: leaf for name, leaf in again if isinstance(leaf, torch.Tensor)}
         for name in [*before, *after]:
             if name not in before and self.trains:
@@ -175,7 +162,7 @@ class FunctionCall:
                 )
         for number, (tensor, part) in enumerate(zip(tensors, parts, strict=True)):
             block = self._block_of[number]
-            if part_of(tensor) != part or storage_key(tensor) != keys[block]:
+            if blocks.part_of(tensor) != part or blocks.storage_key(tensor) != keys[block]:
                 name = self._names[block]
                 raise CaptureError(
                     f"the call changes the shape or memory of '{name}'", "Work on a view of it."
@@ -227,20 +214,20 @@ class FunctionCall:
 
     def _shape_results(self, result: Any, keys: list[int]) -> None:
         given = {key: block.parts[0][0] for key, block in zip(keys, self.blocks, strict=True)}
-        open_dataclasses(result)
+        blocks.open_dataclasses(result)
         leaves, self._result_spec = pytree.tree_flatten_with_path(result)
         self._results: list[Made | Alias | Fixed] = []
         storages: dict[int, int] = {}
-        names = unique([_output_name(keys) for keys, _ in leaves])
+        names = blocks.unique([_output_name(keys) for keys, _ in leaves])
         for name, (_, leaf) in zip(names, leaves, strict=True):
             if not isinstance(leaf, torch.Tensor):
                 self._results.append(Fixed(leaf))
-            elif storage_key(leaf) in given:
-                self._results.append(Alias(given[storage_key(leaf)], part_of(leaf)))
+            elif blocks.storage_key(leaf) in given:
+                self._results.append(Alias(given[blocks.storage_key(leaf)], blocks.part_of(leaf)))
             else:
-                storage = storages.setdefault(storage_key(leaf), len(storages))
+                storage = storages.setdefault(blocks.storage_key(leaf), len(storages))
                 size = leaf.untyped_storage().nbytes()
-                self._results.append(Made(name, storage, size, part_of(leaf)))
+                self._results.append(Made(name, storage, size, blocks.part_of(leaf)))
 
     def weights(self) -> dict[str, torch.Tensor]:
         current = [h.current for h in self._held]
@@ -262,8 +249,8 @@ class FunctionCall:
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         for index in (*self._inputs, *self._state):
             name = self._names[index]
-            for number, view in spread(self.blocks[index], copies[name]) if name in copies else ():
-                fill(view, fresh_tensor(view, seed * 1_000 + number, is_mild))
+            for number, view in blocks.spread(self.blocks[index], copies[name]) if name in copies else ():
+                blocks.fill(view, fresh_tensor(view, seed * 1_000 + number, is_mild))
         return copies
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
@@ -275,7 +262,7 @@ class FunctionCall:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         same = spec == self._spec and all(map(_alike, leaves, self._fixed))
         tensors = self._tensors(leaves) if same else []
-        if not same or blocks_of(tensors) != self.blocks:
+        if not same or blocks.blocks_of(tensors) != self.blocks:
             raise MismatchError(
                 "these arguments are laid out differently from those of the capture", "Capture again."
             )
@@ -283,7 +270,7 @@ class FunctionCall:
         if changed is not None:
             raise MismatchError(f"{changed.name} is not what it was at the capture", "Capture again.")
         inputs, state = (
-            {self._names[i]: handed(self.blocks[i], tensors) for i in kind}
+            {self._names[i]: blocks.handed(self.blocks[i], tensors) for i in kind}
             for kind in (self._inputs, self._state)
         )
         return Given(tensors, inputs, state)
@@ -300,7 +287,7 @@ class FunctionCall:
         numbered = dict(
             pair
             for i in (*self._inputs, *self._state)
-            for pair in spread(self.blocks[i], given[self._names[i]])
+            for pair in blocks.spread(self.blocks[i], given[self._names[i]])
         )
         leaves = list(self._fixed)
         for number, place in enumerate(self._places):
@@ -359,7 +346,7 @@ class FunctionCall:
             for index in self._state:
                 block = self.blocks[index]
                 bytes_after = state[self._names[index]].reshape(-1).view(torch.uint8)
-                raw(given.tensors[block.parts[0][0]], block.start, block.stop).copy_(bytes_after)
+                blocks.raw(given.tensors[block.parts[0][0]], block.start, block.stop).copy_(bytes_after)
                 for number, _ in block.parts:
                     if not given.tensors[number].is_inference():
                         torch.autograd.graph.increment_version(given.tensors[number])
@@ -373,11 +360,11 @@ class FunctionCall:
             if isinstance(kind, Fixed):
                 leaves.append(kind.value)
             elif isinstance(kind, Alias):
-                leaves.append(view_of(given.tensors[kind.number], kind.part))
+                leaves.append(blocks.view_of(given.tensors[kind.number], kind.part))
             else:
                 memory = storages.setdefault(kind.storage, torch.empty(kind.size_bytes, dtype=torch.uint8))
-                leaf = view_of(memory, kind.part)
-                fill(leaf, outputs[kind.name])
+                leaf = blocks.view_of(memory, kind.part)
+                blocks.fill(leaf, outputs[kind.name])
                 leaves.append(leaf)
         return leaves
 
@@ -402,7 +389,7 @@ def _alike(leaf: Any, fixed: Any) -> bool:
 
 def _output_name(keys: Sequence[Any]) -> str:
     """Dictionary keys are used alone; list indices get a prefix."""
-    name = path(keys)
+    name = blocks.path(keys)
     return name if name and not name[0].isdigit() else ".".join(filter(None, ["output", name]))
 
 

@@ -32,28 +32,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tessera.capture import operators
 from tessera.capture.blocks import raw
 from tessera.capture.fake import Run
-from tessera.capture.operators import (
-    MAX_CONSTANT_BYTES,
-    Recorded,
-    Results,
-    argument_accesses,
-    byte_region,
-    check_operator,
-    check_tensor,
-    contents,
-    explain,
-    fail,
-    has_wrappers,
-    insisting,
-    leaves,
-    program_line,
-    split,
-    symbol_of,
-    view_of,
-    whole_buffers,
-)
+from tessera.capture.operators import Recorded, Results, fail
 from tessera.capture.own import OwnLaunch, inside_operator, tensors_in, unchanged
 from tessera.capture.reads import reads_refused
 from tessera.capture.rng import Draws, generator_of, size_of
@@ -113,13 +95,13 @@ class Ledger:
         if self.find(tensor) is not None:
             return
         size = tensor.untyped_storage().nbytes()
-        if size > MAX_CONSTANT_BYTES:
+        if size > operators.MAX_CONSTANT_BYTES:
             fail(
                 f"a tensor of {size} bytes is neither weight, input nor state",
                 "Register it on its module with register_buffer.",
             )
         name = f"constant.{len(self.buffers)}"
-        self._fill(self._add(tensor, Buffer(name, BufferKind.WEIGHT, size, contents(tensor))))
+        self._fill(self._add(tensor, Buffer(name, BufferKind.WEIGHT, size, operators.contents(tensor))))
 
     def generator(self, name: str) -> int:
         """Buffer of a generator's state (see `tessera.capture.rng`), declared if new."""
@@ -139,10 +121,10 @@ class Ledger:
         if buffer is None:
             size = tensor.untyped_storage().nbytes()
             buffer = self._add(tensor, Buffer(f"t{len(self.buffers)}", BufferKind.TEMPORARY, size))
-        return view_of(tensor, buffer)
+        return operators.view_of(tensor, buffer)
 
     def _add(self, tensor: torch.Tensor, buffer: Buffer) -> int:
-        check_tensor(tensor)
+        operators.check_tensor(tensor)
         self.know(tensor, len(self.buffers))
         self.buffers.append(buffer)
         return len(self.buffers) - 1
@@ -159,7 +141,7 @@ class Ledger:
             return value
         if isinstance(value, tuple | list):
             return cast(Arg, tuple(self.arg(item, view) for item in value))
-        symbol = symbol_of(value)
+        symbol = operators.symbol_of(value)
         if symbol is not None:
             return symbol
         fail(f"an argument of type {type(value).__name__} cannot be recorded", "Pass it as a tensor.")
@@ -178,9 +160,9 @@ class Ledger:
         args, kwargs = recorded
         fresh = {id(t) for t in results if isinstance(t, torch.Tensor) and self.find(t) is None}
         outputs = tuple(self.view(t) if isinstance(t, torch.Tensor) else None for t in results)
-        accesses = argument_accesses(func._schema, args, dict(kwargs))
+        accesses = operators.argument_accesses(func._schema, args, dict(kwargs))
         for tensor, view in zip(results, outputs, strict=True):
-            touched = byte_region(view) if view is not None and id(tensor) in fresh else None
+            touched = operators.byte_region(view) if view is not None and id(tensor) in fresh else None
             if view is not None and touched is not None:
                 accesses.append(Access(view.buffer, touched, write=True))
         if generator:
@@ -200,7 +182,7 @@ class Ledger:
         accesses, why = triton_accesses(seen.kernel, launch, self.buffers, self.empty)
         if why:
             why = "; ".join(filter(None, (why, seen.unread)))
-            accesses = whole_buffers(launch, self.buffers, seen.mutated)
+            accesses = operators.whole_buffers(launch, self.buffers, seen.mutated)
         return replace(launch, accesses=accesses, immovable=why)
 
     def launch(self, launch: Launch) -> None:
@@ -282,7 +264,7 @@ def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         with inside_operator():
             return run(func, args, kwargs)
     except UNRECORDABLE as error:
-        explain(func, error)
+        operators.explain(func, error)
 
 
 class Recorder(TorchDispatchMode):
@@ -341,10 +323,10 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         if func.namespace == "profiler":  # optimiser step marks compute nothing
             return func(*args, **kwargs)
-        if has_wrappers(types):  # recorded from the inside
+        if operators.has_wrappers(types):  # recorded from the inside
             return NotImplemented
         given = _tensors((args, kwargs))
-        check_operator(func, args, kwargs, self.varies)
+        operators.check_operator(func, args, kwargs, self.varies)
         generator = generator_of(func, args, kwargs)
         named = tuple((k, self._ledger.arg(v, self._argument)) for k, v in kwargs.items())
         recorded = tuple(self._ledger.arg(a, self._argument) for a in args), named
@@ -358,7 +340,7 @@ class Recorder(TorchDispatchMode):
         if self._carries_constant(func, given, tensors):
             self._ledger.know(tensors[0], self._ledger.index(given[0]))
         if func._schema.is_mutable or any(self._ledger.find(t) is None for t in tensors):
-            for one, made in split(func, recorded, results):
+            for one, made in operators.split(func, recorded, results):
                 self._launch(func, one, made, generator)
         else:
             self._num_views += 1
@@ -420,7 +402,7 @@ class Recorder(TorchDispatchMode):
         if any(a.read and a.buffer in self._varying for a in launch.accesses):
             self._varying.update(a.buffer for a in launch.accesses if a.write or a.atomic)
         self._ledger.launch(launch)
-        self.places.append(program_line())
+        self.places.append(operators.program_line())
 
     def _argument(self, tensor: torch.Tensor) -> View:
         """An undeclared tensor is a constant."""
@@ -437,9 +419,9 @@ class Recorder(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in operators.leaves(value) if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:
-        check_tensor(tensor)
+        operators.check_tensor(tensor)
     return tensors
 
 
@@ -466,7 +448,7 @@ class Watch(Recorder):
         return self._draws.names
 
     def __enter__(self) -> "Watch":
-        self._stack.enter_context(insisting())
+        self._stack.enter_context(operators.insisting())
         self._stack.enter_context(reads_refused(self.varies))
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
@@ -476,7 +458,7 @@ class Watch(Recorder):
         self._stack.__exit__(*error)
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Recorded) -> Any:
-        self._save(argument_accesses(func._schema, recorded[0], dict(recorded[1])))
+        self._save(operators.argument_accesses(func._schema, recorded[0], dict(recorded[1])))
         return super()._execute(func, args, kwargs, recorded)
 
     def _add_launch(self, launch: Launch) -> None:

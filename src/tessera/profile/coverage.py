@@ -14,7 +14,7 @@ from tessera.profile.counts import OpClass, Work
 from tessera.profile.estimate import works
 from tessera.profile.fitted import family_of, model_for, model_of
 from tessera.profile.gpus import gpu, known_gpus
-from tessera.profile.table_files import KINDS, table_files
+from tessera.profile.table_files import KINDS, files_of
 from tessera.profile.tables import Tables
 
 # Relative error above which a cost is reported as wide.
@@ -87,7 +87,7 @@ def best_sources(gpu_name: str, tables: Tables | None = None) -> dict[OpClass, S
     for op in OpClass:
         if op is OpClass.ALLOCATION:
             continue
-        has_table = tables is not None and bool(table_files(tables.root, gpu_name, op))
+        has_table = tables is not None and bool(files_of(tables.root, gpu_name, op))
         modelled = model_for(gpu_name, op, family_of(op, "bfloat16")).source
         best[op] = Source.TABLE if has_table else modelled
     return best

@@ -356,7 +356,7 @@ def installed_root() -> Path | None:
     return None
 
 
-def table_files(root: Path, gpu_name: str, op: OpClass) -> tuple[TableFile, ...]:
+def files_of(root: Path, gpu_name: str, op: OpClass) -> tuple[TableFile, ...]:
     if gpu_name not in SYSTEMS or op not in KINDS:
         return ()
     kind, found = KINDS[op], []

@@ -25,38 +25,11 @@ import numpy.typing as npt
 from tessera.errors import MissingExtra
 from tessera.ir import Cost, Source
 from tessera.ir.files import cache_folder
+from tessera.profile import fitted, table_files
 from tessera.profile.counts import OpClass, Work
-from tessera.profile.fitted import (
-    LONG_US,
-    Array,
-    Loads,
-    Peaks,
-    loads_of,
-    model_for,
-    model_of,
-    peaks_of,
-    predict,
-    usual_spread,
-)
+from tessera.profile.fitted import Array, Loads
 from tessera.profile.gpus import Gpu, gpu, known_gpus
-from tessera.profile.table_files import (
-    DISTRIBUTION,
-    KINDS,
-    SYSTEMS,
-    Absent,
-    Mask,
-    Rows,
-    TableCache,
-    TableFile,
-    Unusable,
-    arithmetic,
-    cache_share,
-    installed_root,
-    key_of,
-    read_rows,
-    table_files,
-    usable,
-)
+from tessera.profile.table_files import KINDS, Mask, Rows, TableCache, TableFile
 
 if TYPE_CHECKING:
     from scipy.spatial import cKDTree
@@ -166,32 +139,32 @@ class VariantTable:
 def load_source(root: Path, file: TableFile, variant: str, store: TableCache) -> VariantTable:
     """Reads and checks a table; raises Unusable with the first reason."""
     spec = gpu(file.gpu)
-    rows = read_rows(file, variant, store)
+    rows = table_files.read_rows(file, variant, store)
     if sentence := too_few(rows):
-        raise Unusable(sentence)
+        raise table_files.Unusable(sentence)
     base, may, wrong = against_model(rows, spec)
     for sentence in (too_fast(rows, wrong, spec), not_square(rows)):
         if sentence:
-            raise Unusable(sentence)
+            raise table_files.Unusable(sentence)
     kept = np.flatnonzero(may & ~wrong)
     places = KINDS[file.op].places(rows.columns)[kept]
     surface = Surface(places, np.asarray(np.log(rows.us[kept] / base[kept]), dtype=np.float64))
     errors, spread, ratios = _judged(root, rows, surface, store)
     if sentence := unlike_its_chip(ratios, spec.chip):
-        raise Unusable(sentence)
+        raise table_files.Unusable(sentence)
     left_out = rows.num_without_time + int(wrong.sum())
     return VariantTable(file, variant, rows.kernel, surface, errors, spread, left_out)
 
 
 def against_model(rows: Rows, spec: Gpu) -> tuple[Array, Mask, Mask]:
     """Modelled time of every row, usable rows, impossible rows."""
-    dtype = arithmetic(rows.variant)
+    dtype = table_files.arithmetic(rows.variant)
     loads = KINDS[rows.file.op].loads(rows.columns, rows.variant, spec)
-    peaks = peaks_of(spec, dtype)
-    params = model_for(spec.name, rows.file.op, "f8" if dtype.startswith("float8") else "f16").params
-    base = np.sum([predict(params, x, peaks) for x in loads], axis=0)
+    peaks = fitted.peaks_of(spec, dtype)
+    params = fitted.model_for(spec.name, rows.file.op, "f8" if dtype.startswith("float8") else "f16").params
+    base = np.sum([fitted.predict(params, x, peaks) for x in loads], axis=0)
     wrong = impossible(rows.us, loads, peaks)
-    may = usable(rows.columns, loads, wrong, rows.file.op)
+    may = table_files.usable(rows.columns, loads, wrong, rows.file.op)
     # For experts an impossible row means another layer than assumed, not a wrong time.
     return base, may, wrong & may if rows.file.op is OpClass.GROUPED else wrong
 
@@ -199,13 +172,13 @@ def against_model(rows: Rows, spec: Gpu) -> tuple[Array, Mask, Mask]:
 def _judged(root: Path, rows: Rows, surface: Surface, store: TableCache) -> tuple[Array, float, list[float]]:
     """Errors by distance, spread between stacks, median log ratio to other tables of the chip."""
     others = _of_the_same_chip(root, rows.file)
-    key = key_of(
+    key = table_files.key_of(
         [rows.file.path, *(o.path for o in others)], "verdict", rows.file.op, rows.variant, _fitted()
     )
     found = store.get(key)
     if found is None:
         ratios, spreads = _compared(rows, others, store)
-        spread = float(np.median(spreads)) if spreads else usual_spread(rows.file.op)
+        spread = float(np.median(spreads)) if spreads else fitted.usual_spread(rows.file.op)
         found = {"errors": surface.errors(), "spread": np.array([spread]), "ratios": np.array(ratios)}
         store.put(key, found)
     return found["errors"], float(found["spread"][0]), [float(r) for r in found["ratios"]]
@@ -215,8 +188,8 @@ def _compared(rows: Rows, others: list[TableFile], store: TableCache) -> tuple[l
     ratios, spreads = [], []
     for other in others:
         try:
-            off = log_ratios(rows, read_rows(other, rows.variant, store))
-        except (Absent, Unusable):
+            off = log_ratios(rows, table_files.read_rows(other, rows.variant, store))
+        except (table_files.Absent, table_files.Unusable):
             # Unusable tables are reported where they would be chosen.
             continue
         if off.size < 20:
@@ -229,8 +202,8 @@ def _compared(rows: Rows, others: list[TableFile], store: TableCache) -> tuple[l
 
 def _of_the_same_chip(root: Path, file: TableFile) -> list[TableFile]:
     chip = gpu(file.gpu).chip
-    alike = [g.name for g in known_gpus() if g.chip == chip and g.name in SYSTEMS]
-    return [f for name in alike for f in table_files(root, name, file.op) if f != file]
+    alike = [g.name for g in known_gpus() if g.chip == chip and g.name in table_files.SYSTEMS]
+    return [f for name in alike for f in table_files.files_of(root, name, file.op) if f != file]
 
 
 @cache
@@ -238,7 +211,7 @@ def _fitted() -> str:
     return hashlib.sha256(files("tessera.profile").joinpath("fitted.json").read_bytes()).hexdigest()[:16]
 
 
-def impossible(us: Array, loads: tuple[Loads, ...], peaks: Peaks) -> npt.NDArray[np.bool_]:
+def impossible(us: Array, loads: tuple[Loads, ...], peaks: fitted.Peaks) -> npt.NDArray[np.bool_]:
     """Rows faster than the data sheet allows, counting bytes that cannot come from L2."""
     compute = sum(x.flops for x in loads) / (peaks.tflops * 1e6)
     memory = sum(x.num_bytes * (x.hit < 0.01) for x in loads) / (peaks.gbps * 1e3)
@@ -286,7 +259,7 @@ def log_ratios(rows: Rows, other: Rows) -> Array:
     """log(time here / time there) of every long kernel in both tables."""
     here, there = _keys(rows), _keys(other)
     _, i, j = np.intersect1d(here, there, return_indices=True)
-    long = np.minimum(rows.us[i], other.us[j]) >= LONG_US
+    long = np.minimum(rows.us[i], other.us[j]) >= fitted.LONG_US
     return np.asarray(np.log(rows.us[i][long] / other.us[j][long]), dtype=np.float64)
 
 
@@ -334,12 +307,12 @@ class Tables:
 
     def _choose(self, gpu_name: str, op: OpClass, variant: str) -> TableChoice:
         rejected: list[tuple[TableFile, str]] = []
-        for file in table_files(self.root, gpu_name, op):
+        for file in table_files.files_of(self.root, gpu_name, op):
             try:
                 return TableChoice(load_source(self.root, file, variant, self.store), tuple(rejected))
-            except Absent:
+            except table_files.Absent:
                 continue
-            except Unusable as reason:
+            except table_files.Unusable as reason:
                 rejected.append((file, str(reason)))
             except MissingExtra as error:
                 self._trouble.append(str(error))
@@ -377,11 +350,12 @@ def _ask(
     points = np.array(places, dtype=np.float64)
     residual, distance = source.surface.at(points)
     covered = source.surface.is_inside(points) & (distance <= RADII[-1])
-    loads, peaks = loads_of(works), peaks_of(spec, works[0].dtype)
-    params = model_of(works[0], spec).params
-    base = predict(params, loads, peaks)
+    loads, peaks = fitted.loads_of(works), fitted.peaks_of(spec, works[0].dtype)
+    params = fitted.model_of(works[0], spec).params
+    base = fitted.predict(params, loads, peaks)
     us = base * np.exp(residual)
-    as_timed = predict(params, replace(loads, hit=cache_share(loads, source.file.op, spec)), peaks)
+    in_cache = table_files.cache_share(loads, source.file.op, spec)
+    as_timed = fitted.predict(params, replace(loads, hit=in_cache), peaks)
     parts = (
         error_at(distance, source.errors),
         CORRECTION_ERROR * np.log(base / as_timed),
@@ -404,9 +378,9 @@ def _detail(source: VariantTable, distance: float) -> str:
 
 @cache
 def installed_tables() -> Tables | None:
-    root = installed_root()
+    root = table_files.installed_root()
     return Tables(root, TableCache(cache_folder("tables"))) if root else None
 
 
 def missing_note() -> str:
-    return f"public tables are not installed: {MissingExtra(DISTRIBUTION, 'tables')}"
+    return f"public tables are not installed: {MissingExtra(table_files.DISTRIBUTION, 'tables')}"

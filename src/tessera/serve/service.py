@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 
 from tessera.adapt.capability import Capability
-from tessera.adapt.controller import Controller, LoadPlanner, Replanned
+from tessera.adapt.controller import Controller, Planner, Replanned
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import AskError, UnknownName
 from tessera.execute.stepper import DeviceStatus, Stepper
@@ -77,7 +77,7 @@ class Service:
         prefix_caching: bool = True,
         meters: Meters | None = None,
         sight: Sight | None = None,
-        planner: LoadPlanner[ServicePlan] | None = None,
+        planner: Planner[ServicePlan] | None = None,
         log: Callable[[str], None] = say,
     ) -> None:
         self.text, self.model, self.shape, self._stepper = text, model, shape, stepper
@@ -97,7 +97,7 @@ class Service:
             self.switch(policy)
         elif len(names) > 1 or planner is not None:
             monitor = _monitor(tuple(capabilities) or rated(policies, shape))
-        self._controller = Controller(self, policies, monitor, planner, planner, log)
+        self._controller = Controller(self, policies, monitor, planner, log)
         self._engine.controller = self._controller
         self._thread = threading.Thread(target=self._engine.run, name="tessera-engine", daemon=True)
 

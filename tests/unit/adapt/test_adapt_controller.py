@@ -10,7 +10,7 @@ from tessera.adapt.drift import Factors
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import PlanInfeasible
 from tessera.execute.lanes import Lanes
-from tessera.ir import DecisionKind, Plan
+from tessera.ir import DecisionKind, Load, Plan
 
 QUICK = Capability("quick", 10.0, (Point(1.0, 1.0, 1.0), Point(9.0, 3.0, 27.0)))
 WIDE = Capability("wide", 20.0, (Point(1.0, 2.0, 2.0), Point(18.0, 4.0, 72.0)))
@@ -29,6 +29,9 @@ class FakePlanner:
     def corrected(self, plans: Plans, factors: Factors) -> Plans:
         self.factors.append(factors)
         return self._made(plans, "corrected")
+
+    def learned(self, plans: Plans, load: Load) -> Plans:
+        return plans
 
     def without(self, plans: Plans, lost: frozenset[str]) -> Plans:
         return self._made(plans, f"without {', '.join(sorted(lost))}")

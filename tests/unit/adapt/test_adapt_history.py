@@ -81,7 +81,7 @@ def test_a_controller_plans_for_what_it_sees_and_adopts_it() -> None:
     """Once for each change; a policy of another name is current then."""
     system, learner = FakeSystem(), Learner()
     plans = toy_policies(["quick"])
-    controller: Controller[ServicePlan] = Controller(system, plans, Monitor([QUICK]), learner, learner)  # type: ignore[arg-type]
+    controller: Controller[ServicePlan] = Controller(system, plans, Monitor([QUICK]), learner)  # type: ignore[arg-type]
     for _ in range(MIN_REQUESTS):
         controller.arrived()
         controller.finished((300, 30))

@@ -28,17 +28,9 @@ from torch.fx import Node
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tessera.capture import operators
 from tessera.capture.fake import InPlaceOf, run_fake, target_attention, uncollected
-from tessera.capture.operators import (
-    arguments,
-    check_operator,
-    fail,
-    from_parts,
-    has_wrappers,
-    insisting,
-    is_wrapper,
-    parts,
-)
+from tessera.capture.operators import fail
 from tessera.capture.recorder import run_operator
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
@@ -150,7 +142,7 @@ def _written(traced: Traced, node: Node) -> list[torch.Tensor]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    written = [value for _, value, writes in arguments(schema, node.args, node.kwargs) if writes]
+    written = [value for _, value, writes in operators.arguments(schema, node.args, node.kwargs) if writes]
     items = [item for value in written for item in (value if isinstance(value, tuple | list) else (value,))]
     return [traced.values[item] for item in items if isinstance(item, Node)]
 
@@ -318,7 +310,7 @@ def trace_step(
         InPlaceOf(linear, _folded_linear),
         attention,
         seen,
-        insisting(),
+        operators.insisting(),
         tracer,
     ):
         results = torch.func.functional_call(step, held, (inputs, state))
@@ -329,10 +321,10 @@ def trace_step(
 
 def _whole(module: torch.nn.Module, weights: Tensors) -> Tensors:
     """Weights by parameter; a parameter that wraps others is made of its parts."""
-    wrappers = {name: tensor for name, tensor in module.named_parameters() if is_wrapper(tensor)}
-    inner = {part for name, tensor in wrappers.items() for part, _ in parts(name, tensor)}
+    wrappers = {name: tensor for name, tensor in module.named_parameters() if operators.is_wrapper(tensor)}
+    inner = {part for name, tensor in wrappers.items() for part, _ in operators.parts(name, tensor)}
     plain = {name: tensor for name, tensor in weights.items() if name not in inner}
-    return plain | {name: from_parts(name, tensor, weights) for name, tensor in wrappers.items()}
+    return plain | {name: operators.from_parts(name, tensor, weights) for name, tensor in wrappers.items()}
 
 
 def _folded_linear(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -385,10 +377,10 @@ class _Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # fake tensor metadata
             return func(*args, **kwargs)
-        if has_wrappers(types):  # traced from the inside
+        if operators.has_wrappers(types):  # traced from the inside
             return NotImplemented
         recorded = self._arg(args), {k: self._arg(v) for k, v in kwargs.items()}
-        check_operator(func, args, kwargs, _is_unknown)
+        operators.check_operator(func, args, kwargs, _is_unknown)
         if func is torch.ops.aten.lift_fresh.default:
             func = torch.ops.aten.lift_fresh_copy.default
         result = run_operator(run_fake, func, args, kwargs)

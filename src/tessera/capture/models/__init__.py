@@ -19,17 +19,8 @@ from typing import Any
 import torch
 
 from tessera.capture.function import module_workload
-from tessera.capture.models import catalog, checkpoint, denoisers
-from tessera.capture.models.hf import (
-    CAUSAL_STEPS,
-    SERVED_STEPS,
-    STEPS,
-    another,
-    built_in,
-    config_of,
-    from_folder,
-    steps_of,
-)
+from tessera.capture.models import catalog, checkpoint, denoisers, hf
+from tessera.capture.models.hf import another
 from tessera.capture.workload import Workload
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import Step
@@ -41,7 +32,7 @@ Builder = Callable[[Step], Workload]
 # Name -> (builder, step kinds, step kinds for serving only).
 BUILDERS: dict[str, tuple[Builder, tuple[str, ...], tuple[str, ...]]] = {
     **{
-        name: (partial(built_in, *model), STEPS.get(model[0], CAUSAL_STEPS), SERVED_STEPS)
+        name: (partial(hf.built_in, *model), hf.STEPS.get(model[0], hf.CAUSAL_STEPS), hf.SERVED_STEPS)
         for name, model in catalog.LANGUAGE.items()
     },
     **{
@@ -62,7 +53,7 @@ def steps_of_model(model: str) -> tuple[str, ...]:
     folder = Path(place_of(model))
     if denoisers.is_denoiser(folder):
         return ("denoise",)
-    return steps_of(config_of(folder)) if (folder / "config.json").exists() else ("decode",)
+    return hf.steps_of(hf.config_of(folder)) if (folder / "config.json").exists() else ("decode",)
 
 
 def build(step: Step) -> Workload:
@@ -82,7 +73,7 @@ def build(step: Step) -> Workload:
     if denoisers.is_denoiser(Path(step.model)):
         return denoisers.from_folder(step)
     if (Path(step.model) / "config.json").exists():
-        return from_folder(step)
+        return hf.from_folder(step)
     if Path(step.model).is_dir():
         raise checkpoint.no_config(Path(step.model))
     if ":" in step.model:

@@ -27,16 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.blocks import open_dataclasses, path
 from tessera.capture.fake import run_fake
-from tessera.capture.models.examples import (
-    PIXELS,
-    call_inputs,
-    encoder_inputs,
-    given_inputs,
-    picture_token,
-    pictures,
-    read_inputs,
-    tokens,
-)
+from tessera.capture.models import examples
+from tessera.capture.models.examples import PIXELS
 from tessera.capture.reads import traced
 from tessera.capture.recorder import call_operator
 from tessera.capture.rng import forked
@@ -76,14 +68,14 @@ def check_length(config: Any, step: Step) -> int:
 
 def generic_workload(model: Any, step: Step) -> Workload:
     if step.kind == "call":
-        return _plain(model, step, model, lambda seed: call_inputs(model, step, seed), flatten)
+        return _plain(model, step, model, lambda seed: examples.call_inputs(model, step, seed), flatten)
     if step.kind == "encode":
         encoder = model.get_encoder()
         return _plain(
             model,
             step,
             encoder,
-            lambda seed: encoder_inputs(model, step, seed),
+            lambda seed: examples.encoder_inputs(model, step, seed),
             lambda made: {ENCODED: made[0]},
         )
     return CachedSteps(model, step).workload()
@@ -105,14 +97,14 @@ def _plain(
             return name(part(**inputs, **options))
 
     def made(seed: int) -> dict[str, torch.Tensor]:
-        return given_inputs(step.inputs, seed) if step.inputs else make_inputs(seed)
+        return examples.given_inputs(step.inputs, seed) if step.inputs else make_inputs(seed)
 
     return Workload(step, model, call, made, lambda seed: {}, lambda first, run, last: dict(first))
 
 
 def _check_taken(part: Callable[..., Any], step: Step) -> None:
     parameters = inspect.signature(getattr(part, "forward", part)).parameters
-    for name in read_inputs(step.inputs):
+    for name in examples.read_inputs(step.inputs):
         if name not in parameters:
             raise CaptureError(
                 f"the model takes no '{name}'", f"It takes: {', '.join(parameters)}.", step.inputs
@@ -229,7 +221,7 @@ def learn_memory(
     following: Tensors,
 ) -> tuple[Any, ModelMemory, ModelMemory]:
     """Call a model twice; returns the last result, and the memory after each call."""
-    with apart(model), NoReads():
+    with apart(model), NoReads():  # type: ignore[no-untyped-call]
         _, left = call(empty, first)
         copied = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
         result, after = call(copied, following)
@@ -260,17 +252,17 @@ class CachedSteps:
         return Workload(self._step, self._model, self._call, self._inputs, self.state, self._follow)
 
     def _encode(self) -> torch.Tensor:
-        inputs = placed(self._model, lambda: encoder_inputs(self._model, self._step, 0))
+        inputs = placed(self._model, lambda: examples.encoder_inputs(self._model, self._step, 0))
         with apart(self._model):
             encoded: torch.Tensor = self._model.get_encoder()(**inputs)[0]
         return encoded
 
     def _count_seen(self) -> int:
         """Picture tokens per row; 0 without pictures."""
-        self._picture = picture_token(self._model.config) if takes(self._model, PIXELS) else None
+        self._picture = examples.picture_token(self._model.config) if takes(self._model, PIXELS) else None
         if self._picture is None:
             return 0
-        pixels = placed(self._model, lambda: {PIXELS: pictures(self._model, self._step, 0)})
+        pixels = placed(self._model, lambda: {PIXELS: examples.pictures(self._model, self._step, 0)})
         with apart(self._model):
             features = self._model.get_image_features(**pixels)
         embeddings = flatten(getattr(features, "pooler_output", features)).values()
@@ -397,7 +389,7 @@ class CachedSteps:
 
     def _tokens_at(self, start: torch.Tensor, width: int, random: torch.Generator) -> dict[str, torch.Tensor]:
         size = (self._step.batch, width)
-        inputs = {"tokens": tokens(self._model.config, size, random)}
+        inputs = {"tokens": examples.tokens(self._model.config, size, random)}
         if self._has_positions:
             inputs["positions"] = start + torch.arange(width)
         if self._encoded is not None:
@@ -408,7 +400,7 @@ class CachedSteps:
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
         inputs = self._own_inputs(seed)
         if self._step.inputs:
-            for name, tensor in given_inputs(self._step.inputs, seed).items():
+            for name, tensor in examples.given_inputs(self._step.inputs, seed).items():
                 place = "tokens" if name == self._tokens else name
                 if place not in inputs or inputs[place].shape != tensor.shape:
                     takes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in inputs.items())
@@ -429,7 +421,7 @@ class CachedSteps:
         inputs = self._tokens_at(torch.zeros_like(lengths), context, random)
         if self._picture is not None:
             inputs["tokens"][:, 1 : 1 + self._num_seen] = self._picture
-            inputs[PIXELS] = pictures(self._model, self._step, seed)
+            inputs[PIXELS] = examples.pictures(self._model, self._step, seed)
             lengths = lengths.clamp_min(self._num_seen + 2)
         if self._has_rows:
             return {**inputs, "last": lengths[:, 0] - 1}
@@ -505,18 +497,13 @@ def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) 
 
 
 class NoReads(TorchDispatchMode):
-    """While entered, host reads of tensors are errors; counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num = 0
+    """While entered, host reads of tensors are errors."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             raise ValueError("it reads a tensor's value on the host")
-        self.num += 1
         is_fake = any(isinstance(a, FakeTensor) or getattr(a, "is_meta", False) for a in args)
         return (run_fake if is_fake else call_operator)(func, args, kwargs or {})
 
@@ -542,7 +529,7 @@ def _held(model: Any) -> Tensors:
 
 
 def _call_on(model: Any, held: Tensors, device: torch.device) -> None:
-    with apart(model), device, NoReads():
+    with apart(model), device, NoReads():  # type: ignore[no-untyped-call]
         words = torch.zeros((2, 3), dtype=torch.long, device=device)
         torch.func.functional_call(model, dict(held), (), {"input_ids": words, "use_cache": False})
 

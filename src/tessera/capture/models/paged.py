@@ -30,20 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from tessera.capture.models import generic
 from tessera.capture.models.examples import tokens as make_tokens
-from tessera.capture.models.generic import (
-    CACHES,
-    ModelMemory,
-    apart,
-    attributes_kept,
-    describe,
-    exchanged,
-    forward,
-    learn_memory,
-    placed,
-    takes,
-    tensors_of,
-)
+from tessera.capture.models.generic import ModelMemory
 from tessera.capture.models.lora import num_adapters, using_adapters
 from tessera.capture.models.pages import (
     NUM_FIRST_PAGES,
@@ -129,24 +118,23 @@ def _first_line(error: Exception) -> str:
 
 
 def _cache_name(model: Any) -> str:
-    return next((name for name in CACHES[:2] if takes(model, name)), "")
+    return next((name for name in generic.CACHES[:2] if generic.takes(model, name)), "")
 
 
 def _try(model: Any, kind: str) -> StepLayout:
     """Call the model twice on a few tokens; raises if the layout does not fit."""
     cache = PagedCache(model.config)
-    has_positions = takes(model, "position_ids")
+    has_positions = generic.takes(model, "position_ids")
     if kind != DENSE and cache.paged and not has_positions:
         raise ValueError("it takes no positions")
     num = 2 * NUM_TRIED if kind == FLAT else NUM_TRIED
     step = Step("", "tokens", NUM_TRIED, num, reserve=TRIED_POSITIONS)
-    first, following = (
-        placed(model, partial(_make_inputs, model, step, kind, [(length, 1)] * NUM_TRIED, 0, has_rows=True))
-        for length in (1, 2)
-    )
+    make = partial(_make_inputs, model, step, kind, seed=0, has_rows=True)
+    parts = ([(length, 1)] * NUM_TRIED for length in (1, 2))
+    first, following = (generic.placed(model, partial(make, part)) for part in parts)
     call = partial(_run, model, kind, step)
-    logits, left, after = learn_memory(model, call, ModelMemory(cache, {}), first, following)
-    if describe(left) != describe(after):
+    logits, left, after = generic.learn_memory(model, call, ModelMemory(cache, {}), first, following)
+    if generic.describe(left) != generic.describe(after):
         raise ValueError("its cache changes shape with every token")
     if logits.dim() != 2 or len(logits) != NUM_TRIED:
         raise ValueError("it returns no logits per sequence")
@@ -165,19 +153,19 @@ def _check_logits(model: Any, layout: StepLayout) -> None:
     """
     step = Step("", "tokens", NUM_TRIED, NUM_TRIED, reserve=TRIED_POSITIONS, windows=layout.windows)
     workload = PagedSteps(model, step, layout).workload()
-    state = placed(model, lambda: workload.make_state(0))
+    state = generic.placed(model, lambda: workload.make_state(0))
     state = {name: torch.zeros_like(t, dtype=_widened(t.dtype)) for name, t in state.items()}
     random = torch.Generator().manual_seed(0)
-    words = placed(model, lambda: {"tokens": make_tokens(model.config, (NUM_TRIED, 3), random)})["tokens"]
-    plain_choices = placed(model, partial(greedy_choices, model, step))
-    with apart(model), _Widened(), torch.backends.cudnn.flags(enabled=False):  # cuDNN rounds to TF32
-        for at, read in enumerate(words.unbind(1)):
+    made = generic.placed(model, lambda: {"tokens": make_tokens(model.config, (NUM_TRIED, 3), random)})
+    plain_choices = generic.placed(model, partial(greedy_choices, model, step))
+    with generic.apart(model), _Widened(), torch.backends.cudnn.flags(enabled=False):  # cuDNN rounds to TF32
+        for at, read in enumerate(made["tokens"].unbind(1)):
             parts = [(at + 1, 1)] * NUM_TRIED
-            inputs = placed(
+            inputs = generic.placed(
                 model, partial(_make_inputs, model, step, layout.kind, parts, 0, has_rows=bool(layout.rows))
             )
             logits = workload.run({**inputs, **plain_choices, "tokens": read}, state)["logits"]
-        plain = model(input_ids=words, use_cache=False).logits[:, -1]
+        plain = model(input_ids=made["tokens"], use_cache=False).logits[:, -1]
     error = float((logits - plain).abs().max() / plain.abs().max())
     if not error <= MAX_ERROR:
         raise ValueError(f"its logits differ from those of its plain forward by {error:.2g} of the largest")
@@ -202,7 +190,7 @@ def _describe_layout(kind: str, memory: ModelMemory) -> StepLayout:
     in_pages = {id(t) for layer in memory.cache.paged for t in (layer.keys, layer.values)}
     pages: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for name, tensor in tensors_of(memory):
+    for name, tensor in generic.tensors_of(memory):
         if id(tensor) not in in_pages and (not tensor.dim() or len(tensor) != NUM_TRIED):
             raise ValueError(f"its {name} has no row for each sequence")
         (pages if id(tensor) in in_pages else rows)[name] = (tuple(tensor.shape[1:]), tensor.dtype)
@@ -217,7 +205,7 @@ def _run(
     cache = memory.cache
     with (
         traced(),
-        attributes_kept(model, memory.attributes) as left,
+        generic.attributes_kept(model, memory.attributes) as left,
         exchanged_attention(model, cache, kind == DENSE),
         using_adapters(model, inputs.get("adapters")),
         ExitStack() as stack,
@@ -268,7 +256,7 @@ def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache) -> torch.
         given["rotary"] = inputs["rotary"][:, None]
     newest = None if by_row else (inputs["query_starts"][1:] - 1).clamp_min(0)
     pick = None if newest is None else lambda hidden: hidden[:, newest]
-    logits: torch.Tensor = forward(model, (_cache_name(model), cache), given, pick).logits
+    logits: torch.Tensor = generic.forward(model, (_cache_name(model), cache), given, pick).logits
     return logits[:, -1] if by_row else logits[0]
 
 
@@ -343,11 +331,11 @@ class PagedSteps:
         is_flat = self._layout.kind == FLAT
         rows = slice(None if is_flat else self._step.batch)
         held |= {name: state[BY_ROW + name][rows] for name in self._layout.rows}
-        memory = exchanged(self._layout.memory, held)
+        memory = generic.exchanged(self._layout.memory, held)
         given, newest = inputs["tokens"], state[NEWEST]
         tokens = torch.where(given < 0, newest[(-1 - given).clamp_min(0)], given)
         logits, after = _run(self._model, self._layout.kind, self._step, memory, {**inputs, "tokens": tokens})
-        for name, tensor in tensors_of(after):
+        for name, tensor in generic.tensors_of(after):
             if tensor is not held[name]:
                 held[name].copy_(tensor)
         last = tokens[(inputs["query_starts"][1:] - 1).clamp_min(0)] if is_flat else tokens
