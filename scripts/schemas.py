@@ -33,7 +33,7 @@ def schemas() -> dict[str, Schema]:
     """Every schema by its file name."""
     bodies = {
         f"{kind}.json": schema_of(record, f"The body of a Tessera {kind}, format {FORMAT_VERSION}.")
-        for kind, record in KINDS.items()
+        for kind, (record, _) in KINDS.items()
     }
     return bodies | {"header.json": schema_of(Header, "The first line of an artifact file.")} | of_commands()
 

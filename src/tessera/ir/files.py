@@ -27,23 +27,15 @@ MAX_HEADER_BYTES = 4096
 # Limit of quoted text in errors.
 MAX_CHARS = 500
 
-KINDS: dict[str, type] = {
-    "trace": Trace,
-    "graph": Graph,
-    "costs": Costs,
-    "plan": Plan,
-    "service-plan": ServicePlan,
-    "program": Program,
-    "timeline": Timeline,
-}
-MADE_BY = {
-    "trace": "tessera capture",
-    "graph": "tessera analyze",
-    "costs": "tessera profile",
-    "plan": "tessera plan TRACE",
-    "service-plan": "tessera plan MODEL",
-    "program": "tessera.execute.lower",
-    "timeline": "tessera simulate",
+# Kind -> record, and the command that makes it.
+KINDS: dict[str, tuple[type, str]] = {
+    "trace": (Trace, "tessera capture"),
+    "graph": (Graph, "tessera analyze"),
+    "costs": (Costs, "tessera profile"),
+    "plan": (Plan, "tessera plan TRACE"),
+    "service-plan": (ServicePlan, "tessera plan MODEL"),
+    "program": (Program, "tessera.execute.lower"),
+    "timeline": (Timeline, "tessera simulate"),
 }
 
 T = TypeVar("T")
@@ -138,11 +130,11 @@ def kind_of(path: str | Path) -> str | None:
 
 
 def _kind(cls: type) -> str:
-    return next(kind for kind, record in KINDS.items() if record is cls)
+    return next(kind for kind, (record, _) in KINDS.items() if record is cls)
 
 
 def _again(kind: str) -> str:
-    return f"Make it again with `{MADE_BY[kind]}`."
+    return f"Make it again with `{KINDS[kind][1]}`."
 
 
 def _header(line: bytes) -> Header | None:

@@ -5,7 +5,6 @@ peaks. Shares are those of bf16 products with cold weights on a 16-core Xeon wit
 to 32 rows, 3.5 TFLOP/s at 128), rounded; no CPU of this table was measured.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -55,12 +54,7 @@ def cpu(name: str) -> Cpu:
     return CPUS[name]
 
 
-def price_on_cpu(works: Sequence[Work], name: str) -> list[Cost]:
-    spec = cpu(name)
-    return [_price(work, spec) for work in works]
-
-
-def _price(work: Work, spec: Cpu) -> Cost:
+def price_on_cpu(work: Work, spec: Cpu) -> Cost:
     if work.op is OpClass.ALLOCATION:
         return Cost(0.0, Source.CLASS, 0.0)
     is_matrix = work.op in (OpClass.GEMM, OpClass.GROUPED) and "16" in work.dtype

@@ -54,7 +54,7 @@ def price_works(
     `corrections` replaces the package's and the GPU's calibration.
     """
     if gpu_name in CPUS:
-        return price_on_cpu(works, gpu_name)
+        return [price_on_cpu(work, CPUS[gpu_name]) for work in works]
     costs = price_many(works, gpu_name)
     if tables is not None:
         measured = tables.price_many(works, gpu_name)

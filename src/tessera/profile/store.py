@@ -132,13 +132,10 @@ class Store:
     def _known(self) -> list[tuple[float | None, StoredRows]]:
         try:
             return _known(self._path, self._machine.key)
-        except (OSError, ArtifactError) as error:
-            why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error.message
+        except TesseraError as error:
             if self._spare is None:
-                if isinstance(error, ArtifactError):
-                    raise
-                raise TesseraError(why, "Choose --store.", str(self._path)) from error
-            self._spare(f"{self._path} {why}")
+                raise
+            self._spare(f"{self._path} {error.message}")
             return []
 
     def _take(self, clock_mhz: float | None, rows: StoredRows, clocks: Clocks) -> None:
@@ -191,7 +188,10 @@ def _ends_line(path: Path) -> bool:
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise TesseraError(f"cannot be read: {error.strerror}", "Choose --store.", str(path)) from error
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)

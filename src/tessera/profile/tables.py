@@ -286,17 +286,13 @@ class TableChoice:
     rejected: tuple[tuple[TableFile, str], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Tables:
     root: Path
     store: TableCache
     # Why no table can be read; empty if they can.
-    _trouble: list[str] = field(default_factory=list)
+    trouble: str = ""
     _choices: dict[tuple[str, OpClass, str], TableChoice] = field(default_factory=dict)
-
-    @property
-    def trouble(self) -> str:
-        return self._trouble[0] if self._trouble else ""
 
     def choice(self, gpu_name: str, op: OpClass, variant: str) -> TableChoice:
         """First sound table, with the reasons against earlier ones."""
@@ -315,7 +311,7 @@ class Tables:
             except table_files.Unusable as reason:
                 rejected.append((file, str(reason)))
             except MissingExtra as error:
-                self._trouble.append(str(error))
+                self.trouble = str(error)
                 break
         return TableChoice(None, tuple(rejected))
 
