@@ -6,8 +6,10 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
+import typer
 
 import sampling
 
@@ -42,6 +44,25 @@ def _shared(tmp_path_factory: pytest.TempPathFactory) -> None:
     """One folder for all processes."""
     own = tmp_path_factory.getbasetemp()
     sampling.share((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _few_layers() -> None:
+    """Tiny built-in models have two layers in a sample."""
+    if not sampling.is_whole():
+        from tessera.capture.models import catalog
+
+        for name, model in (catalog.LANGUAGE | catalog.DENOISERS).items():
+            if name.startswith("tiny-"):
+                sampling.with_few_layers(model[1])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_parser() -> Iterator[None]:
+    """The parser of the command line is built once; it keeps nothing from one command to the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

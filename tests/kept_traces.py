@@ -1,4 +1,4 @@
-"""Steps of built-in models, recorded once for all the tests that use traces and do not judge them."""
+"""Steps of built-in models and of folders without weights, recorded once for tests that do not judge them."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -53,7 +53,12 @@ _load = cache(partial(load, Trace))
 
 def _path(step: Step, form: str) -> Path | None:
     """None: the step is recorded anew."""
-    folder = sampling.shared_folder()
-    if folder is None or step.model not in known_models() or form.startswith("cuda"):
+    folder, made = sampling.shared_folder(), ""
+    if folder is None or form.startswith("cuda"):
         return None
-    return folder / f"{hashlib.sha256(repr((step, form)).encode()).hexdigest()[:16]}.trace"
+    if step.model not in known_models():
+        config = Path(step.model) / "config.json"
+        if not config.exists() or {".safetensors", ".py"} & {path.suffix for path in config.parent.iterdir()}:
+            return None
+        made = config.read_text()
+    return folder / f"{hashlib.sha256(repr((step, form, made)).encode()).hexdigest()[:16]}.trace"

@@ -227,11 +227,16 @@ def _saved(folder: Path) -> dict[str, torch.Tensor]:
     return dict(load_file(folder / "model.safetensors"))
 
 
+def serve_words(folder: Path, *words: str, devices: str = "emu:a100,emu:l40s") -> list[str]:
+    """The command of a service."""
+    sizes = ["--devices", devices, "--port", "0", "--seqs", "4", "--effort", "quick", "--json"]
+    return ["serve", str(folder), *sizes, *words]
+
+
 @contextmanager
 def serving(folder: Path, *words: str, devices: str = "emu:a100,emu:l40s") -> Iterator[str]:
     """Address of a service."""
-    sizes = ["--devices", devices, "--port", "0", "--seqs", "4", "--effort", "quick", "--json"]
-    command = [sys.executable, "-m", "tessera", "serve", str(folder), *sizes, *words]
+    command = [sys.executable, "-m", "tessera", *serve_words(folder, *words, devices=devices)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

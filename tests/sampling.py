@@ -8,6 +8,15 @@ import pytest
 
 T = TypeVar("T")
 
+# Sizes of the tiny built-in models in a sample: half their layers, of each kind one.
+FEW_LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_layers": 2,
+    "depth": 2,
+    "dual_attention_layers": [0],
+    "fullatt_block_indexes": [1],
+}
+
 _is_whole = False
 _folder: Path | None = None
 
@@ -54,3 +63,16 @@ def some_of(rows: Iterable[T], kept: Collection[T]) -> list[Any]:
     """Parameters of a test: all rows, of which those that are not kept are `slow`."""
     given = [(row, row if isinstance(row, tuple) else (row,)) for row in rows]
     return [pytest.param(*words, marks=() if row in kept else pytest.mark.slow) for row, words in given]
+
+
+def num_layers() -> int:
+    """Layers of each tiny built-in model."""
+    return 4 if _is_whole else FEW_LAYERS["num_layers"]
+
+
+def with_few_layers(sizes: dict[str, Any]) -> None:
+    """Changes the sizes of a model, and of its parts."""
+    for key, value in sizes.items():
+        if isinstance(value, dict):
+            with_few_layers(value)
+        sizes[key] = FEW_LAYERS.get(key, value)

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from commands import answer, call, within_s
+from sampling import num_layers
 from tessera.cli import _main, app
 from tessera.ir import Plan, Trace, load
 
@@ -86,7 +87,7 @@ def test_analyze_counts_hazards(folder: Path, capsys: pytest.CaptureFixture[str]
     found = answer("analyze", folder / "decode.trace", capsys=capsys)
 
     assert found["edges"] == sum(found["hazards"].values()) > 0
-    assert 8 == found["buffers"]["state"]
+    assert 2 * num_layers() == found["buffers"]["state"]
 
 
 def test_profile_tags_every_number(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from commands import used
 from lora_factory import write_adapter
-from packed_factory import answer, serving, words, write_folder, write_words
+from packed_factory import answer, serve_words, serving, words, write_folder, write_words
 
 PROMPT = [5, 17, 200, 31, 8, 90, 44]
 # The prompt that other prompts share is more than a page.
@@ -41,13 +42,18 @@ def test_adapters_are_chosen_by_name(tmp_path: Path) -> None:
         models[name] = write_adapter(tmp_path / name, base, seed)
     options = [word for name in ("one", "two") for word in ("--lora", f"{name}={tmp_path / name}")]
     asked = [(name, prompt) for prompt in (LONG, PROMPT, LONG) for name in models]
-    with serving(tmp_path / "base", *options) as url, ThreadPoolExecutor(len(asked)) as pool:
-        found = list(pool.map(lambda ask: answer(url, *ask), asked))
+
+    def talk(said: dict[str, str]) -> tuple[list[list[str]], list[str]]:
+        url = said["url"]
+        with ThreadPoolExecutor(len(asked)) as pool:
+            found = list(pool.map(lambda ask: answer(url, *ask), asked))
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as listed:
             names = [card["id"] for card in json.load(listed)["data"]]
         with pytest.raises(urllib.error.HTTPError, match="404"):
             answer(url, "three", PROMPT)
+        return found, names
 
+    (found, names), _ = used(talk, *serve_words(tmp_path / "base", *options))
     assert ["base", "one", "two"] == names
     own = {(name, len(prompt)): words(models[name], prompt) for name in models for prompt in (LONG, PROMPT)}
     assert [own[name, len(prompt)] for name, prompt in asked] == found

@@ -351,11 +351,11 @@ def test_many_swaps_through_local_memory_take_little_time() -> None:
         + THREAD
         + 12 * swap
     )
-    start = time.perf_counter()
+    start = time.process_time()
     report = report_of(body)
 
     assert {0: "w", 1: "w"} == flags(report)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_a_kernel_that_is_too_complex_is_given_up_by_name() -> None:

@@ -286,6 +286,7 @@ def mixtures_of(trace: Trace) -> dict[int, tuple[str, View]]:
 
 def main(pipe: Pipe, folder: str) -> None:
     """Entry of a local process, which inherits a pipe to its setup."""
+    gc.freeze()  # collections pass over what is inherited, whose pages they would copy
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the engine handles it
     # Streams that share a hardware queue wait for one another. Read when CUDA starts, with the first weight.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

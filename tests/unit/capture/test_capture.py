@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import models
+from sampling import num_layers
 from tessera.capture import Workload, build, known_models, record
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import BufferKind, Step, Trace, arg_views
@@ -137,8 +138,9 @@ def test_a_real_model_is_captured_whole(kind: str) -> None:
     by_kind = {k: {trace.buffers[b].name for b in trace.buffers_of(k)} for k in BufferKind}
 
     assert {"tokens", "positions"} <= by_kind[BufferKind.INPUT]
-    assert {f"{part}.{i}" for part in ("keys", "values") for i in range(4)} == by_kind[BufferKind.STATE]
-    assert "model.layers.3.mlp.down_proj.weight" in by_kind[BufferKind.WEIGHT]
+    num = num_layers()
+    assert {f"{part}.{i}" for part in ("keys", "values") for i in range(num)} == by_kind[BufferKind.STATE]
+    assert f"model.layers.{num - 1}.mlp.down_proj.weight" in by_kind[BufferKind.WEIGHT]
     assert ["logits", "next_tokens"] == [name for name, _ in trace.outputs]
 
 

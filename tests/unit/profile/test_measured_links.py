@@ -81,9 +81,12 @@ def test_the_speed_of_fetched_weights_is_kept_with_a_link(
 
 
 @pytest.mark.parametrize("transport", ["shm", "host"])
-def test_two_workers_of_this_machine_are_timed_alone_and_beside_one_another(transport: str) -> None:
+def test_two_workers_of_this_machine_are_timed_alone_and_beside_one_another(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every size has a time, and a longer message takes longer, over the workers' own transports."""
-    sizes = (4096, 1 << 23)
+    monkeypatch.setattr("tessera.execute.link_times.BYTES_PER_SIZE", 64 << 20)
+    sizes = (4096, 1 << 22)
     one, other = parse_devices("cpu,cpu")
     found = time_transfers(one, other, transport, sizes, build_graph)
 

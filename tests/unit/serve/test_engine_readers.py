@@ -3,8 +3,8 @@
 import asyncio
 import gc
 import math
-import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,15 +91,17 @@ def test_no_wake_up_is_lost_between_two_waits() -> None:
     assert ["before", "later"] == wait_for(meet())
 
 
-def test_readers_get_half_of_the_time() -> None:
+def test_readers_get_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """After four have written, the next ones wait for as long as that took, but never long."""
+    now_s = [0.0]
+    monkeypatch.setattr("tessera.serve.answer.time", SimpleNamespace(monotonic=lambda: now_s[0]))
 
     async def due_s(each_s: float) -> float:
         buffers, wake_ups = [AnswerBuffer() for _ in range(4)], WakeUps()
 
         async def write(buffer: AnswerBuffer) -> None:
             await buffer.next()
-            time.sleep(each_s)
+            now_s[0] += each_s
 
         tasks = [asyncio.ensure_future(write(buffer)) for buffer in buffers]
         await asyncio.sleep(0)
@@ -111,7 +113,7 @@ def test_readers_get_half_of_the_time() -> None:
         wake_ups.buffers.update(buffers)
         return wake_ups.due_s
 
-    assert 0.01 < wait_for(due_s(0.005)) <= LONGEST_S
+    assert pytest.approx(0.02) == wait_for(due_s(0.005)) <= LONGEST_S
     assert wait_for(due_s(0.03)) <= 0.0
 
 

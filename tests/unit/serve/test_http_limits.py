@@ -279,7 +279,7 @@ def test_too_many_requests_are_refused(server: Running, service: Scripted) -> No
 
 def test_stop_finishes_what_runs_and_refuses_what_comes(server: Running, service: Scripted) -> None:
     """Told to stop, the server ends the running answer whole, and answers 503 meanwhile."""
-    service.token_s = 0.05
+    service.token_s = 0.5
     found: list[Any] = []
     body = CHAT | {"max_tokens": 20}
     thread = threading.Thread(
@@ -293,6 +293,7 @@ def test_stop_finishes_what_runs_and_refuses_what_comes(server: Running, service
     refused = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "shutting_down"
+    service.token_s = 0.0
     thread.join()
     assert found[0].json()["usage"]["completion_tokens"] == 20
     server.thread.join(5)

@@ -66,7 +66,7 @@ def test_latencies_are_those_of_the_stream() -> None:
     with serving(delay_s=0.02) as stub:
         found = run(stub.url, num_requests=2, concurrency=1)
 
-    assert 18 < found["median_itl_ms"] < 60
+    assert 18 < found["median_itl_ms"] < 3 * found["mean_tpot_ms"]
     assert found["mean_ttft_ms"] > found["mean_ttfb_ms"] + 15
     assert found["mean_e2el_ms"] > found["mean_ttft_ms"] + 4 * 18
     assert found["mean_tpot_ms"] == pytest.approx((found["mean_e2el_ms"] - found["mean_ttft_ms"]) / 4)

@@ -8,6 +8,7 @@ from benchmarks.coverage_models import MODELS
 
 import steps_factory as factory
 from own_code import reference
+from sampling import num_layers
 from tessera.capture import build, record
 from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
 from tessera.execute.lanes import devices_of
@@ -124,7 +125,7 @@ def test_what_cannot_be_served_is_refused_in_one_line() -> None:
 
 def test_too_little_memory_says_what_to_lower() -> None:
     """The key/value budget is checked before anything starts, in the words of the command."""
-    small = Device("emu:a100", DeviceKind.EMU, "a100", 20_000_000)
+    small = Device("emu:a100", DeviceKind.EMU, "a100", 5_000_000 * num_layers())
     with pytest.raises(
         (PlanInfeasible, DeviceMemoryError), match=r"--microbatches, --seqs, --max-model-len or"
     ):
@@ -139,13 +140,18 @@ def test_a_model_with_attention_of_its_own_has_pages_for_all_rows(tmp_path: Path
     assert shape.sizes == (8,)
 
 
+def token_bytes() -> int:
+    """Keys and values of a token of the tiny Llama: four heads of 32 numbers a layer."""
+    return 2 * 4 * 32 * 4 * num_layers()
+
+
 def test_pages_take_the_memory_that_is_left() -> None:
     """Those of all microbatches with the weights, but no more than all sequences can fill."""
     weights = sum(tensor.nbytes for tensor in served("tiny-llama", ServeSpec()).weights().values())
-    room = weights + 2 * 1024 * 4096 + 100
+    room = weights + 2 * 1024 * token_bytes() + 100
     made = served("tiny-llama", ServeSpec(microbatches=2, rows=4), room_bytes=[room], pool_bytes=1e12)
     assert made.shape.pool_tokens == 1024
-    assert state_bytes(made.workloads[-1]) == 1024 * 4096 + 4 * 8  # and the newest token of each row
+    assert state_bytes(made.workloads[-1]) == 1024 * token_bytes() + 4 * 8  # and the newest token of each row
     made = served("tiny-llama", ServeSpec(microbatches=2, rows=4), room_bytes=[1e12], pool_bytes=1e12)
     assert made.shape.pool_tokens == 4 * 4096 + 16
 
@@ -155,7 +161,8 @@ def test_sequences_are_chosen_by_page_memory(tokens: int, rows: int) -> None:
     """As many of the load's length as there are pages for, where their number is not given."""
     weights = sum(tensor.nbytes for tensor in served("tiny-llama", ServeSpec()).weights().values())
     spec = ServeSpec(microbatches=1, rows=None)
-    made = served("tiny-llama", spec, room_bytes=[weights + tokens * 4096 + 8 * 256], pool_bytes=1e12)
+    room = weights + tokens * token_bytes() + 8 * 256
+    made = served("tiny-llama", spec, room_bytes=[room], pool_bytes=1e12)
 
     assert rows == made.shape.rows
 

@@ -21,6 +21,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from http_factory import serving, wait_until  # noqa: E402
+from sampling import examples  # noqa: E402
 from tessera.ir import Load  # noqa: E402
 from tessera.profile import make_cluster, parse_devices  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
@@ -34,7 +35,7 @@ from tessera.serve.text import ByteText  # noqa: E402
 
 MODEL, DEVICES = "tiny-llama", ("emu:a100", "emu:l40s")
 SPEC = ServeSpec(2, 4, 64, 32, load=Load(24, 24), policies=POLICIES, effort="quick")
-NUM, TOKENS = 16, 24
+NUM, TOKENS = examples(16, 10), 24
 LIMIT_S = 60.0
 # Kills of the default run; the others are slow tests.
 KILLS = (
