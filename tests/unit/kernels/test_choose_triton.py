@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="needs triton")
 
 from triton.runtime.jit import JITFunction
 
-from choose_factory import make_rows
+from choose_factory import KINDS, make_rows
+from sampling import examples, one_of_each, some_of
 from tessera import flow  # hands the interpreter to capture
 from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
@@ -36,11 +37,21 @@ def run(*given: torch.Tensor, **sizes: int) -> tuple[torch.Tensor, torch.Tensor,
     return launch(*given, **{"block": 256, **sizes})  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("vocab", "programs"), [(37, 264), (700, 264), (700, 32), (700, 1)])
+# Segments of one block and of several.
+CASES = one_of_each(
+    [
+        (vocab, programs, dtype)
+        for vocab, programs in ((37, 264), (700, 264), (700, 32), (700, 1))
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+    lambda case: case[:2],
+)
+
+
+@pytest.mark.parametrize(("vocab", "programs", "dtype"), CASES, ids=str)
 def test_the_kernels_choose_what_the_reference_chooses(vocab: int, programs: int, dtype: torch.dtype) -> None:
-    """Every kind of row, in segments of one block and of several: tokens, logprobs and alternatives."""
-    rows = make_rows(16, vocab, dtype=dtype)
+    """Every kind of row: tokens, logprobs and alternatives."""
+    rows = make_rows(examples(16, len(KINDS)), vocab, dtype=dtype)
     tokens, logprobs, top = run(*rows, programs=programs)
     expected = torch.ops.tessera.choose(*rows)
 
@@ -55,9 +66,11 @@ def test_rows_without_a_finite_logit_get_no_token() -> None:
     rows[0][0, 7], rows[0][1, 9], rows[0][2, 11] = float("nan"), float("inf"), float("nan")
     rows[5][7] = 0
 
-    assert [-1, -1, -1] == run(*rows)[0][:3].tolist()
-    assert -1 == int(run(*rows)[0][7])
-    assert torch.equal(torch.ops.tessera.choose(*rows)[0], run(*rows)[0])
+    tokens = run(*rows)[0]
+
+    assert [-1, -1, -1] == tokens[:3].tolist()
+    assert -1 == int(tokens[7])
+    assert torch.equal(torch.ops.tessera.choose(*rows)[0], tokens)
 
 
 def test_a_forced_token_gets_its_logprob() -> None:
@@ -71,14 +84,13 @@ def test_a_forced_token_gets_its_logprob() -> None:
 
 def test_equal_logits_at_a_limit_stay_together() -> None:
     """No order of blocks decides."""
-    rows = make_rows(1, 600)
+    rows = make_rows(12, 600)
     rows[0][:] = 0.0
-    rows[0][0, 100:400] = 1.0
-    rows[2][0, Setting.SHARPNESS], rows[3][0, Number.TOP_K] = 1.0, 5
-    found = set()
-    for position in range(12):
-        rows[3][0, Number.POSITION] = position
-        found.add(int(run(*rows)[0]))
+    rows[0][:, 100:400] = 1.0
+    rows[2][:], rows[3][:] = rows[2][0].clone(), rows[3][0].clone()
+    rows[2][:, Setting.SHARPNESS], rows[3][:, Number.TOP_K] = 1.0, 5
+    rows[3][:, Number.POSITION] = torch.arange(12)
+    found = set(run(*rows)[0].tolist())
 
     assert len(found) > 6
     assert all(100 <= token < 400 for token in found)
@@ -100,7 +112,7 @@ ACCESSES: dict[str, tuple[set[str], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", some_of((80, 90), (90,)))
 def test_every_access_is_proved(arch: int) -> None:
     """What is read, what is written, nothing unknown."""
     kernels: list[Any] = []

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from triton.runtime.jit import JITFunction
 
+from sampling import one_of_each
 from tessera import flow  # hands the interpreter to capture
 from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
@@ -71,8 +72,9 @@ def check(weight: Any, rows: int, dtype: torch.dtype, tile: ProductTile, has_bia
     assert_close(out.float(), wanted, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=ATOL[dtype])
 
 
-@pytest.mark.parametrize("dtype", ATOL, ids=str)
-@pytest.mark.parametrize("form", BLOCKS)
+@pytest.mark.parametrize(
+    ("form", "dtype"), one_of_each([(f, d) for f in BLOCKS for d in ATOL], lambda case: case[0]), ids=str
+)
 def test_a_product_of_a_few_rows(form: str, dtype: torch.dtype) -> None:
     """Outputs and rows need not fill tiles."""
     check(make_weight(form), 3, dtype, SMALL)
@@ -137,8 +139,9 @@ ACCESSES = {
 }
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("form", BLOCKS)
+@pytest.mark.parametrize(
+    ("form", "arch"), one_of_each([(f, a) for f in BLOCKS for a in (80, 90)], lambda case: case[0])
+)
 def test_every_access_is_proved(arch: int, form: str) -> None:
     """What is read, what is written, nothing unknown."""
     codes, scales, zeros, _, block = make_weight(form, 4, 128, 384, zeros=form.startswith("int"))

@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from own_code import reference as own_code
 from paged_mixer import plain_model
+from sampling import one_of_each
 from serving_factory import GREEDY, generated, policies_of, read_all, wait_for
 from tessera.ir import Load
 from tessera.kernels import PAGE, max_pages
@@ -25,9 +26,8 @@ from tessera.serve.text import ByteText
 
 WINDOW, WORDS = 20, 96
 SIZES: dict[str, Any] = {"capacity": 160, "max_batch_tokens": 8, "random_weights": True}
-by_model = pytest.mark.parametrize(
-    ("name", "windows"), [("gpt_oss", (0, WINDOW)), ("gemma3_text", (0, WINDOW, WINDOW, WINDOW))]
-)
+BY_MODEL = [("gpt_oss", (0, WINDOW)), ("gemma3_text", (0, WINDOW, WINDOW, WINDOW))]
+by_model = pytest.mark.parametrize(("name", "windows"), BY_MODEL)
 
 
 def write(name: str, folder: Path, window: int = WINDOW) -> None:
@@ -100,8 +100,14 @@ def test_pages_in_use_are_bounded_by_the_window(name: str, windows: tuple[int, .
     assert pages_for(150) < max(used) <= most < len(windows) * pages_for(150)
 
 
-@pytest.mark.parametrize("policy", ["prefill-decode", "layer-pipeline"])
-@by_model
+# Each policy and each model.
+DIVIDED = one_of_each(
+    [(*model, policy) for model in BY_MODEL for policy in ("prefill-decode", "layer-pipeline")],
+    lambda case: case[0],
+)
+
+
+@pytest.mark.parametrize(("name", "windows", "policy"), DIVIDED)
 def test_answers_of_two_workers_are_those_of_generate(
     policy: str, name: str, windows: tuple[int, ...], tmp_path: Path
 ) -> None:
