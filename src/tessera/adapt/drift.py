@@ -65,21 +65,14 @@ def corrected(observations: Observations, error: float) -> Factors:
     by_device: dict[str, float] = {}
     for device, rows in observations.items():
         kernels = sorted({kernel for planned, _ in rows for kernel in planned})
-        column = {kernel: index for index, kernel in enumerate(kernels)}
-        matrix = np.zeros((len(rows) + len(kernels), len(kernels)))
-        target = np.zeros(len(matrix))
-        for row, (planned, us) in enumerate(rows):
-            for kernel, planned_us in planned.items():
-                matrix[row, column[kernel]] = planned_us / (MEASURED_ERROR * us)
-            target[row] = 1.0 / MEASURED_ERROR
-        for index in range(len(kernels)):
-            matrix[len(rows) + index, index] = target[len(rows) + index] = 1.0 / max(error, 1e-3)
-        factors, _ = nnls(matrix, target)
+        planned_us = np.array([[planned.get(kernel, 0.0) for kernel in kernels] for planned, _ in rows])
+        relative = planned_us / np.array([[us] for _, us in rows])
+        weights = np.repeat([1.0 / MEASURED_ERROR, 1.0 / max(error, 1e-3)], [len(rows), len(kernels)])
+        matrix = np.concatenate([relative, np.eye(len(kernels))])
+        factors, _ = nnls(matrix * weights[:, None], weights)
         by_kernel |= {(device, kernel): float(f) for kernel, f in zip(kernels, factors, strict=True)}
-        total = {kernel: sum(planned.get(kernel, 0.0) for planned, _ in rows) for kernel in kernels}
-        weight = sum(total.values())
-        mean = sum(total[k] * by_kernel[device, k] for k in kernels)
-        by_device[device] = mean / weight if weight else 1.0
+        total = planned_us.sum(axis=0)
+        by_device[device] = float(total @ factors / total.sum()) if total.any() else 1.0
     return Factors(by_kernel, by_device)
 
 

@@ -36,6 +36,7 @@ from tessera.capture.models.generic import ModelMemory
 from tessera.capture.models.lora import num_adapters, using_adapters
 from tessera.capture.models.pages import (
     NUM_FIRST_PAGES,
+    PackedCache,
     PagedCache,
     PageTables,
     clear_rows,
@@ -123,7 +124,7 @@ def _cache_name(model: Any) -> str:
 
 def _try(model: Any, kind: str) -> StepLayout:
     """Call the model twice on a few tokens; raises if the layout does not fit."""
-    cache = PagedCache(model.config)
+    cache = (PackedCache if kind == FLAT else PagedCache)(model.config)
     has_positions = generic.takes(model, "position_ids")
     if kind != DENSE and cache.paged and not has_positions:
         raise ValueError("it takes no positions")

@@ -164,7 +164,7 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         super().__init__(config=config, max_cache_len=PAGE)
         self.layers = Layers(in_place_of(x, PagedLayer, is_sliding(x)) for x in self.layers)
         # Current call on packed tokens: states of recurrent layers.
-        self.states: PackedStates | None = None
+        self.states: Any = None
 
     @property
     def paged(self) -> list[PagedLayer]:
@@ -205,33 +205,6 @@ class PagedCache(StaticCache):  # type: ignore[misc]
             windows += [window] * num
         return tuple(windows)
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        if self.states is None:
-            return super().get_conv_state(layer_idx, state_idx)  # type: ignore[no-any-return]
-        self.states.enter(self.layers[layer_idx], state_idx)
-        return None
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        if self.states is None:
-            return super().get_recurrent_state(layer_idx, state_idx)  # type: ignore[no-any-return]
-        self.states.enter(self.layers[layer_idx], state_idx)
-        return None
-
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **given: Any
-    ) -> torch.Tensor:
-        if self.states is None:
-            return super().update_conv_state(conv_states, layer_idx, state_idx, **given)  # type: ignore[no-any-return]
-        self.states.convolve(self.layers[layer_idx], state_idx)
-        return conv_states
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **given: Any
-    ) -> torch.Tensor:
-        if self.states is None:
-            return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **given)  # type: ignore[no-any-return]
-        return self.states.update(self.layers[layer_idx], recurrent_states, state_idx)
-
     def attended(self, key: torch.Tensor, value: torch.Tensor) -> PagedLayer:
         """Layer whose pages hold these keys and values; stores new ones.
 
@@ -245,6 +218,26 @@ class PagedCache(StaticCache):  # type: ignore[misc]
             if layer.stored and layer.stored[0] is key and layer.stored[1] is value:
                 return layer
         raise ValueError("its attention reads keys that are not in its cache")
+
+
+class PackedCache(PagedCache):
+    """Recurrent layers read packed tokens, and report no earlier state."""
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        self.states.enter(self.layers[layer_idx], state_idx)
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        self.states.convolve(self.layers[layer_idx], state_idx)
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Any:
+        return self.states.update(self.layers[layer_idx], recurrent_states, state_idx)
 
 
 class PageMask:
