@@ -29,7 +29,7 @@ from tessera.profile import fitted, table_files
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import Array, Loads
 from tessera.profile.gpus import Gpu, gpu, known_gpus
-from tessera.profile.table_files import KINDS, Mask, Rows, TableCache, TableFile
+from tessera.profile.table_files import KINDS, Absent, Mask, Rows, TableCache, TableFile, Unusable
 
 if TYPE_CHECKING:
     from scipy.spatial import cKDTree
@@ -140,18 +140,20 @@ def load_source(root: Path, file: TableFile, variant: str, store: TableCache) ->
     """Reads and checks a table; raises Unusable with the first reason."""
     spec = gpu(file.gpu)
     rows = table_files.read_rows(file, variant, store)
-    if sentence := too_few(rows):
-        raise table_files.Unusable(sentence)
+    if len(rows.us) < MIN_ROWS:
+        raise Unusable(f"it has {len(rows.us)} rows, fewer than {MIN_ROWS}")
     base, may, wrong = against_model(rows, spec)
-    for sentence in (too_fast(rows, wrong, spec), not_square(rows)):
-        if sentence:
-            raise table_files.Unusable(sentence)
+    if (share := float(wrong.mean())) > MAX_IMPOSSIBLE:
+        raise Unusable(
+            f"{share:.0%} of its rows are faster than a {spec.full_name} can compute or read memory"
+        )
+    if file.op is OpClass.PREFILL:
+        _check_growth(rows)
     kept = np.flatnonzero(may & ~wrong)
     places = KINDS[file.op].places(rows.columns)[kept]
     surface = Surface(places, np.asarray(np.log(rows.us[kept] / base[kept]), dtype=np.float64))
     errors, spread, ratios = _judged(root, rows, surface, store)
-    if sentence := unlike_its_chip(ratios, spec.chip):
-        raise table_files.Unusable(sentence)
+    _check_chip(ratios, spec.chip)
     left_out = rows.num_without_time + int(wrong.sum())
     return VariantTable(file, variant, rows.kernel, surface, errors, spread, left_out)
 
@@ -189,7 +191,7 @@ def _compared(rows: Rows, others: list[TableFile], store: TableCache) -> tuple[l
     for other in others:
         try:
             off = log_ratios(rows, table_files.read_rows(other, rows.variant, store))
-        except (table_files.Absent, table_files.Unusable):
+        except (Absent, Unusable):
             # Unusable tables are reported where they would be chosen.
             continue
         if off.size < 20:
@@ -218,26 +220,11 @@ def impossible(us: Array, loads: tuple[Loads, ...], peaks: fitted.Peaks) -> npt.
     return np.asarray(us * ALLOWANCE < np.maximum(compute, memory), dtype=np.bool_)
 
 
-def too_few(rows: Rows) -> str:
-    count = len(rows.us)
-    return f"it has {count} rows, fewer than {MIN_ROWS}" if count < MIN_ROWS else ""
-
-
-def too_fast(rows: Rows, wrong: npt.NDArray[np.bool_], spec: Gpu) -> str:
-    share = float(wrong.mean()) if wrong.size else 0.0
-    if share <= MAX_IMPOSSIBLE:
-        return ""
-    return f"{share:.0%} of its rows are faster than a {spec.full_name} can compute or read memory"
-
-
-def not_square(rows: Rows) -> str:
-    if rows.file.op is not OpClass.PREFILL:
-        return ""
+def _check_growth(rows: Rows) -> None:
     exponents = _exponents(rows)
-    if len(exponents) < 5 or float(np.median(exponents)) >= MIN_EXPONENT:
-        return ""
-    grows = float(np.median(exponents))
-    return f"its attention grows with the length to the power of {grows:.1f} where it must be about 2"
+    if len(exponents) >= 5 and (grows := float(np.median(exponents))) < MIN_EXPONENT:
+        power = f"to the power of {grows:.1f} where it must be about 2"
+        raise Unusable(f"its attention grows with the length {power}")
 
 
 def _exponents(rows: Rows) -> list[float]:
@@ -268,14 +255,13 @@ def _keys(rows: Rows) -> npt.NDArray[np.void]:
     return stacked.view([("", stacked.dtype)] * stacked.shape[1]).ravel()
 
 
-def unlike_its_chip(ratios: Sequence[float], chip: str) -> str:
+def _check_chip(ratios: Sequence[float], chip: str) -> None:
     """Refuses a table off by a factor, in one direction, from at least two other tables of the chip."""
     limit = float(np.log(SAME_CHIP_FACTOR))
     for sign, word in ((-1.0, "faster"), (1.0, "slower")):
         if len(ratios) >= 2 and all(sign * r > limit for r in ratios):
             factor = float(np.exp(min(abs(r) for r in ratios)))
-            return f"it is {factor:.1f} times {word} than every other table of the {chip}"
-    return ""
+            raise Unusable(f"it is {factor:.1f} times {word} than every other table of the {chip}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +292,9 @@ class Tables:
         for file in table_files.files_of(self.root, gpu_name, op):
             try:
                 return TableChoice(load_source(self.root, file, variant, self.store), tuple(rejected))
-            except table_files.Absent:
+            except Absent:
                 continue
-            except table_files.Unusable as reason:
+            except Unusable as reason:
                 rejected.append((file, str(reason)))
             except MissingExtra as error:
                 self.trouble = str(error)
