@@ -20,13 +20,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._mode_utils import no_dispatch
@@ -47,10 +41,10 @@ from tessera.kernels.ptx import triton_accesses
 CARRIERS = frozenset({"aten::lift_fresh", "aten::_to_copy"})
 UNRECORDABLE = (
     RuntimeError,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
 )
 
 
@@ -430,7 +424,7 @@ class Watch(Recorder):
 
     def __init__(self, tensors: Sequence[torch.Tensor], fixed: Collection[int]) -> None:
         """`tensors`: one of each storage; `fixed`: numbers of those that no request decides."""
-        is_fake = any(isinstance(t, FakeTensor) for t in tensors)
+        is_fake = any(isinstance(t, fake_tensor.FakeTensor) for t in tensors)
         super().__init__(Scopes(torch.nn.Module()), recorded_on="fake" if is_fake else "cpu")
         self._given = tensors
         declared = self._ledger.declare(BufferKind.STATE, {str(i): t for i, t in enumerate(tensors)})
@@ -474,7 +468,7 @@ class Watch(Recorder):
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes of a tensor's storage; none for a fake."""
-    if isinstance(tensor, FakeTensor):
+    if isinstance(tensor, fake_tensor.FakeTensor):
         return torch.empty(0, dtype=torch.uint8)
     with no_dispatch():
         return raw(tensor, 0, tensor.untyped_storage().nbytes()).clone()

@@ -26,14 +26,7 @@ from tessera.ir.plan import (
     lane_sequence,
 )
 from tessera.ir.service import Expected, Group, GroupSize, Load, Rival, Role, ServicePlan
-from tessera.ir.timeline import (
-    Arrivals,
-    Clock,
-    Decision,
-    DecisionKind,
-    Span,
-    Timeline,
-)
+from tessera.ir.timeline import Arrivals, Clock, Decision, DecisionKind, Span, Timeline
 from tessera.ir.trace import (
     GENERATOR,
     Access,

@@ -22,19 +22,7 @@ from statistics import median
 from typing import Protocol
 
 from tessera.errors import CannotTime, DeviceGone
-from tessera.ir import (
-    AWAY,
-    Cost,
-    Costs,
-    Device,
-    DeviceKind,
-    Kernel,
-    Launch,
-    Origin,
-    Source,
-    Trace,
-    verify,
-)
+from tessera.ir import AWAY, Cost, Costs, Device, DeviceKind, Kernel, Launch, Origin, Source, Trace, verify
 from tessera.profile.counts import OpClass, class_of, is_zero_size, work_of
 from tessera.profile.estimate import modelled, signature, works
 from tessera.profile.gpus import gpu

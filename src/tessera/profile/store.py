@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from tessera.errors import ArtifactError, TesseraError
@@ -325,7 +326,6 @@ def stored_links(path: Path | None = None) -> tuple[Link, ...]:
     found: dict[tuple[str, str], Link] = {}
     for row in read_lines(path or default_store()):
         if row["kind"] == "link":
-            fetch_gbps = row.get("fetch_gbps", 0.0)
-            link = Link(row["src"], row["dst"], NAME, row["latency_us"], row["gbps"], "", fetch_gbps)
+            link = msgspec.convert(row, LinkFit).link
             found[link.src, link.dst] = link
     return tuple(found.values())
