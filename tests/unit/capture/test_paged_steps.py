@@ -15,7 +15,7 @@ from paged_mixer import Mixer, generated
 from sampling import examples, num_layers, some_of
 from tessera.capture import Workload, build, record, record_step
 from tessera.capture.models import another, recurrent
-from tessera.capture.models.paged import DENSE, FLAT, ROWS, layout_of
+from tessera.capture.models.paged import DENSE, FLAT, ROWS, layout_of, max_positions
 from tessera.capture.models.pages import PageMask
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
@@ -337,6 +337,52 @@ def test_a_model_whose_attention_reads_other_values_than_it_keeps_is_called_by_r
 
     assert DENSE == layout_of(workload.module).kind
     check_answers(workload)
+
+
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 64, "factor": 2.0,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "rotary", "most"),
+    [("phi3", "Phi3", LONG, 64), ("minicpm3", "MiniCPM3", LONG, 64), ("llama", "Llama", DYNAMIC, 128)],
+)
+def test_frequencies_do_not_follow_the_longest_sequence_of_a_step(
+    family: str, kind: str, rotary: dict[str, Any], most: int, tmp_path: Path
+) -> None:
+    """They are those of sequences up to a length, and no longer ones are served."""
+    like = BY_NAME["deepseek_v3" if family == "minicpm3" else "llama"]
+    sizes = {**like.sizes, "rope_parameters": rotary, "original_max_position_embeddings": most}
+    workload = folder_step(Model(family, f"{kind}ForCausalLM", sizes), tmp_path, FLAT)
+
+    assert (FLAT, most) == (layout_of(workload.module).kind, max_positions(workload.module))
+    check_answers(workload)
+
+
+LLAMA4 = {
+    "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 64, "attn_scale": 500.0,
+    "attention_chunk_size": 16,
+}  # fmt: skip
+
+
+def test_layers_that_count_their_tokens_have_positions(tmp_path: Path) -> None:
+    """Llama 4 scales queries by the number of tokens before them."""
+    sizes = {**BY_NAME["llama"].sizes, **LLAMA4, "no_rope_layers": [0, 0], "floor_scale": 8}
+    workload = folder_step(Model("llama4_text", "Llama4ForCausalLM", sizes), tmp_path, FLAT)
+
+    assert FLAT == layout_of(workload.module).kind
+    check_answers(workload)
+
+
+def test_layers_that_count_their_tokens_are_refused_by_rows(tmp_path: Path) -> None:
+    """Below a number of tokens they would get the right answers."""
+    sizes = {**BY_NAME["llama"].sizes, **LLAMA4, "no_rope_layers": [1, 0], "floor_scale": 8192}
+    Model("llama4_text", "Llama4ForCausalLM", sizes).write(tmp_path)
+    with pytest.raises(CaptureError, match="count the tokens before a row"):
+        build(step_of(str(tmp_path)))
 
 
 def test_a_rule_that_is_no_window_is_refused() -> None:

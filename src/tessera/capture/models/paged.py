@@ -99,6 +99,7 @@ def _find_layout(model: Any) -> StepLayout:
             f"a {config.model_type} is not served by steps: it is no decoder with a cache",
             "Serve a causal language model.",
         )
+    _fix_frequencies(model)
     errors = []
     for kind in (FLAT, ROWS, DENSE):
         try:
@@ -114,8 +115,25 @@ def _find_layout(model: Any) -> StepLayout:
     ) from errors[-1]
 
 
+def _fix_frequencies(model: Any) -> None:
+    """Frequencies that follow a call's longest sequence stay those of sequences up to `max_positions`."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):
+            module.rope_type = {name: _fixed(kind) for name, kind in kinds.items()}
+        elif kinds is not None:
+            module.rope_type = _fixed(kinds)
+
+
+def _fixed(kind: str) -> str:
+    return "default" if kind == "longrope" or "dynamic" in kind else kind
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+    said = str(error).partition("\n")[0]
+    return (
+        said if isinstance(error, (ValueError, CaptureError)) and said else f"{type(error).__name__}: {said}"
+    )
 
 
 def _cache_name(model: Any) -> str:
@@ -286,7 +304,12 @@ def num_dense(model: Any, step: Step) -> int:
 
 def max_positions(model: Any) -> int:
     config = model.config.get_text_config(decoder=True)
-    return next((n for name in LIMITS if (n := getattr(config, name, None))), 0)
+    limits = [n for name in LIMITS if (n := getattr(config, name, None))][:1]
+    rotary = getattr(config, "rope_parameters", None) or {}
+    for found in (rotary, *(x for x in rotary.values() if isinstance(x, dict))):
+        if found.get("rope_type") == "longrope":  # longer sequences have other frequencies
+            limits.append(found["original_max_position_embeddings"])
+    return min(limits, default=0)
 
 
 def paged_workload(model: Any, step: Step) -> Workload:

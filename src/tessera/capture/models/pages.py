@@ -170,6 +170,18 @@ class PagedCache(StaticCache):  # type: ignore[misc]
     def paged(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """Preceding tokens; to a layer, which counts its tokens from there, those before each of them."""
+        tables = None if layer_idx is None else getattr(self.layers[layer_idx], "tables", None)
+        if tables is None:
+            return super().get_seq_length()
+        if tables.by_row is not None:
+            raise ValueError("its layers count the tokens before a row")
+        return tables.positions - torch.arange(len(tables.positions), device=tables.positions.device)
+
+    def get_query_offset(self, layer_idx: int) -> int:
+        return super().get_seq_length(layer_idx)  # type: ignore[no-any-return]
+
     def begin(
         self,
         tables: Sequence[PageTables],
