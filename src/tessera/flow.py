@@ -239,11 +239,6 @@ def workload_of(trace: ir.Trace) -> Workload:
         ) from error
 
 
-def workloads_of(unit: ir.WorkUnit) -> list[Workload]:
-    """The steps of a unit, rebuilt from their records; steps of one model share its weights."""
-    return [workload_of(graph.trace) for graph in unit.graphs]
-
-
 @dataclass(frozen=True)
 class UnitRequest:
     """One request of a work unit: its first inputs; later inputs follow from the last outputs."""
@@ -276,7 +271,7 @@ class Requests:
 
 def requests_of(plan: ir.Plan, num: int, is_fresh: bool = False) -> Requests:
     """`is_fresh`: requests after the first get random values even if the model has an example."""
-    steps = workloads_of(plan.unit)
+    steps = [workload_of(graph.trace) for graph in plan.unit.graphs]  # of one model: they share weights
     weights, inputs = steps[0].weights(), "as the model makes them"
     if is_fresh:
         varied = [workload.varied() for workload in steps]

@@ -110,21 +110,13 @@ class DemoPolicies(Record, frozen=True):
 
 
 @dataclass(frozen=True)
-class DividedRun:
-    """A plan by kernel, run on workers and compared with the reference run."""
-
-    plan: Plan
-    measured: Timeline
-    num_steps: int
-    verified: bool
-
-
-@dataclass(frozen=True)
 class SmallRuns:
-    """The small model, served and divided."""
+    """The small model: served, and divided by kernel on workers, compared with the reference run."""
 
     served: ServedDemo
-    divided: DividedRun
+    plan: Plan
+    measured: Timeline
+    verified: bool
 
 
 def demo(
@@ -151,10 +143,10 @@ def demo(
         small = _run_small(cluster, tokens, output, advance)
         advance(f"planning {FULL_MODEL}, in a second process since the start")
         planned = full.result()
-    files = _write(planned.plan, small.divided, output)
+    files = _write(planned.plan, small, output)
     seconds = round(time.perf_counter() - started, 1)
     run = _record(planned, small, files, seconds)
-    return Illustrated(run, tuple(_story(run, small.divided.plan)))
+    return Illustrated(run, tuple(_story(run, small.plan)))
 
 
 def plan_full(wanted: PlannedLoad) -> "PlannedModel":
@@ -203,9 +195,7 @@ def _run_small(cluster: Cluster, tokens: int, output: Path, advance: Callable[[s
         ran = run_through(stepper, requests, 0, None, advance)
     if failed := next((r.error for r in ran.results if r.error), ""):
         raise WorkerError(failed, "Check the memory of this machine, then run again.")
-    num_steps = sum(len(r.outputs) for r in ran.results)
-    divided = DividedRun(plan, ran.timeline, num_steps, all(map(is_equal, reference, ran.results)))
-    return SmallRuns(served, divided)
+    return SmallRuns(served, plan, ran.timeline, all(map(is_equal, reference, ran.results)))
 
 
 def _serve(
@@ -262,7 +252,7 @@ async def _answers(service: "Service", asks: "list[Ask]") -> list[list[int]]:
     return list(await asyncio.gather(*map(answer, asks)))
 
 
-def _write(full: ServicePlan | Plan, divided: DividedRun, output: Path) -> dict[str, str]:
+def _write(full: ServicePlan | Plan, divided: SmallRuns, output: Path) -> dict[str, str]:
     from tessera.plan import explain
     from tessera.simulate import simulate
 
@@ -284,19 +274,19 @@ def _write(full: ServicePlan | Plan, divided: DividedRun, output: Path) -> dict[
 
 
 def _record(planned: "PlannedModel", small: SmallRuns, files: dict[str, str], seconds: float) -> DemoRun:
-    divided, names = small.divided, small.divided.plan.cluster.names
+    names, policy = small.plan.cluster.names, small.plan.policy
     return DemoRun(
         headline=model_figures(planned),
-        verified=small.served.verified and divided.verified,
+        verified=small.served.verified and small.verified,
         model=MODEL,
         devices=names,
         requests=len(PROMPTS),
         service=small.served,
-        plans={divided.plan.policy: plan_figures(divided.plan)},
+        plans={policy: plan_figures(small.plan)},
         measured={
-            divided.plan.policy: {
-                "overlap": overlap(divided.measured),
-                "shares": shares(names, divided.measured.busy_us()),
+            policy: {
+                "overlap": overlap(small.measured),
+                "shares": shares(names, small.measured.busy_us()),
             }
         },
         files=files,

@@ -155,7 +155,9 @@ def _price(
     path = output or trace.with_suffix(".costs")
     save(costs, path)
     if plot is not None:
-        _draw(loaded, costs, plot)
+        from tessera.report.ratios import draw_ratios
+
+        draw_ratios(loaded, costs, [work.op.value for work in works(loaded)], plot)
     names, step = tuple(d.name for d in costs.devices), loaded.step
     return ProfileReport(
         headline=f"{step.kind} of {step.model}: {len(costs.costs)} launches on {', '.join(names)} "
@@ -233,13 +235,6 @@ def _check_plot(devices: tuple[Device, ...]) -> None:
         message = f"a plot compares two devices; {len(devices)} were named"
         raise TesseraError(message, "Name two with --devices.", "--plot")
     check_matplotlib()
-
-
-def _draw(trace: Trace, costs: Costs, path: Path) -> Path:
-    from tessera.report.ratios import draw_ratios
-
-    draw_ratios(trace, costs, [work.op.value for work in works(trace)], path)
-    return path
 
 
 def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tuple[LinkLine, ...]:

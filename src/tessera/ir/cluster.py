@@ -1,5 +1,6 @@
 """Devices, links, and the cost of each launch on each device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -131,6 +132,13 @@ class Costs:
 
     def us(self, launch: int, device: int) -> float:
         return self.costs[launch][device].us
+
+    def busy_us(self, devices: Sequence[int]) -> list[float]:
+        """Busy time of each device if launches run on `devices`."""
+        busy = [0.0] * len(self.devices)
+        for launch, device in enumerate(devices):
+            busy[device] += self.us(launch, device)
+        return busy
 
     def total_us(self, device: int) -> float:
         return sum(row[device].us for row in self.costs)

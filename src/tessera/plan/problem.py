@@ -337,7 +337,7 @@ def build(
     )
 
 
-def spread_us(load: Floats) -> float:
+def spread_us(load: Floats, rounds: int = 39) -> float:
     """Lower bound of the busiest device's time over fractional assignments of rows to devices.
 
     load[row, device].
@@ -346,7 +346,7 @@ def spread_us(load: Floats) -> float:
     num = load.shape[1]
     prices = np.full(num, 1.0 / num)
     best = 0.0
-    for round_number in range(1, 40):
+    for round_number in range(1, rounds + 1):
         priced = load * prices
         best = max(best, float(priced.min(axis=1).sum()))
         choice = priced.argmin(axis=1)

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+import numpy as np
+
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.baselines import COARSE
@@ -168,14 +170,12 @@ def lane_plan(
     home: str,
 ) -> ir.Plan:
     """A plan of one lane, whose rate is that of its busiest device."""
-    busy_us = [0.0] * len(cluster.devices)
     for graph, devices in zip(unit.graphs, placement.devices, strict=True):
         if any(cluster.devices[d].is_cpu for d in {devices[n] for n in compiled_launches(graph.trace)}):
             raise PlanInfeasible("compiled kernels run on GPUs only", "Add a GPU.")
-    for count, cost, devices in zip(unit.counts, costs, placement.devices, strict=True):
-        for launch, device in enumerate(devices):
-            busy_us[device] += count * cost.us(launch, device)
-    per_s = 1e6 / max(busy_us)
+    each = zip(unit.counts, costs, placement.devices, strict=True)
+    busy_us = np.sum([count * np.array(cost.busy_us(devices)) for count, cost, devices in each], axis=0)
+    per_s = 1e6 / float(busy_us.max())
     plan = ir.Plan(
         unit=unit,
         cluster=cluster,
@@ -187,7 +187,7 @@ def lane_plan(
         throughput_per_s=per_s,
         simulated_per_s=per_s,
         bound_per_s=per_s,
-        latency_us=sum(busy_us),
+        latency_us=float(busy_us.sum()),
         lane_table=(0,),
         home=home,
     )

@@ -36,21 +36,15 @@ class Spread:
         return Placement(tuple(place for _, place in best))
 
     def _best(self, step: int, place: Place) -> tuple[float, Place]:
-        busy = self._busy_us(step, place)
-        variants = [place, *variants_of(self.unit.graphs[step], place, busy)]
-        bounds = [(1e6 / max(self._busy_us(step, variant)), variant) for variant in variants]
+        busy_us = self.costs[step].busy_us
+        variants = [place, *variants_of(self.unit.graphs[step], place, busy_us(place))]
+        bounds = [(1e6 / max(busy_us(variant)), variant) for variant in variants]
         best = 0.0, place
         for bound, variant in sorted(bounds, reverse=True):
             if bound <= best[0]:
                 break
             best = max(best, (self.rate(step, variant), variant))
         return best
-
-    def _busy_us(self, step: int, place: Place) -> list[float]:
-        busy = [0.0] * len(self.costs[step].devices)
-        for launch, device in enumerate(place):
-            busy[device] += self.costs[step].us(launch, device)
-        return busy
 
 
 def variants_of(graph: Graph, place: Place, busy_us: Sequence[float]) -> Iterator[Place]:

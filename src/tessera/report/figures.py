@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tessera.ir import Baseline, Lane, Plan, Span, Step, Timeline
+from tessera.ir import Baseline, Plan, Span, Step, Timeline
 from tessera.ir.timeline import LINK_ARROW
 from tessera.plan.explain import explain, gain_over
 
@@ -30,14 +30,6 @@ def main_lane(plan: Plan) -> int:
 
 def step_title(step: Step) -> str:
     return f"{step.kind}, batch {step.batch}, context {step.context}"
-
-
-def step_us(plan: Plan, lane: Lane, step: int) -> tuple[float, ...]:
-    """Busy time of each device in one run of a step along a lane."""
-    busy = [0.0] * len(plan.cluster.devices)
-    for launch, device in enumerate(lane.placement.devices[step]):
-        busy[device] += plan.costs[step].us(launch, device)
-    return tuple(busy)
 
 
 def ratios(plan: Plan) -> dict[str, float]:

@@ -36,7 +36,6 @@ from tessera.report.figures import (
     short_name,
     size,
     step_title,
-    step_us,
     tracks,
     utilisation,
 )
@@ -176,7 +175,12 @@ def _lanes(plan: Plan) -> list[dict[str, Any]]:
             "number": number,
             "share": share,
             "per_s": plan.lanes[number].rate_per_s,
-            "steps": [(kind, step_us(plan, plan.lanes[number], n)) for n, kind in enumerate(kinds)],
+            "steps": [
+                (kind, costs.busy_us(devices))
+                for kind, costs, devices in zip(
+                    kinds, plan.costs, plan.lanes[number].placement.devices, strict=False
+                )
+            ],
         }
         for number, share in order
     ]
