@@ -4,22 +4,9 @@ from typing import Annotated
 
 import typer
 
+from tessera import profile
 from tessera.cli.output import HIDDEN, Record, shown
 from tessera.ir import Source
-from tessera.profile import (
-    SYSTEMS,
-    Covered,
-    Gpu,
-    Tables,
-    best_sources,
-    borrowed,
-    coverage,
-    gpu,
-    installed_tables,
-    known_gpus,
-    missing_note,
-    rejected_tables,
-)
 from tessera.profile.cpus import CPUS
 
 NOTE = (
@@ -44,7 +31,7 @@ class GpuLine(Record, frozen=True):
     borrowed_from: Annotated[tuple[str, ...], shown("borrows")]
     # Kernel class -> best source of its costs.
     sources: Annotated[dict[str, Source], HIDDEN]
-    specs: Annotated[Gpu, HIDDEN]
+    specs: Annotated[profile.Gpu, HIDDEN]
 
 
 class GpuList(Record, frozen=True):
@@ -57,10 +44,10 @@ class GpuList(Record, frozen=True):
 class GpuCard(Record, frozen=True):
     """One GPU in full, each figure with its source."""
 
-    specs: Gpu
+    specs: profile.Gpu
     borrowed_from: tuple[str, ...]
     sources: Annotated[dict[str, Source], HIDDEN]
-    coverage: Annotated[tuple[Covered, ...], shown("sources of costs, best first (modelled)")]
+    coverage: Annotated[tuple[profile.Covered, ...], shown("sources of costs, best first (modelled)")]
     # Table -> why it is not used.
     rejected_tables: dict[str, str]
     notes: tuple[str, ...]
@@ -71,26 +58,26 @@ def gpus(name: Annotated[str | None, typer.Argument(help="One GPU, in full.")] =
 
     Specs, sustained rates, price, and which sources cover their costs.
     """
-    tables = installed_tables()
+    tables = profile.installed_tables()
     if name is None:
-        notes = (NOTE,) if tables else (NOTE, missing_note())
-        return GpuList(gpus=tuple(_line(g, tables) for g in known_gpus()), notes=notes)
-    one = gpu(name)
+        notes = (NOTE,) if tables else (NOTE, profile.missing_note())
+        return GpuList(gpus=tuple(_line(g, tables) for g in profile.known_gpus()), notes=notes)
+    one = profile.gpu(name)
     return GpuCard(
         specs=one,
-        borrowed_from=tuple(borrowed(name)),
+        borrowed_from=tuple(profile.borrowed(name)),
         sources=_sources(name, tables),
-        coverage=coverage(name, tables),
-        rejected_tables=dict(rejected_tables(name, tables)),
-        notes=(missing_note(),) if tables is None and name in SYSTEMS else (),
+        coverage=profile.coverage(name, tables),
+        rejected_tables=dict(profile.rejected_tables(name, tables)),
+        notes=(profile.missing_note(),) if tables is None and name in profile.SYSTEMS else (),
     )
 
 
-def _sources(name: str, tables: Tables | None) -> dict[str, Source]:
-    return {op.value: source for op, source in best_sources(name, tables).items()}
+def _sources(name: str, tables: profile.Tables | None) -> dict[str, Source]:
+    return {op.value: source for op, source in profile.best_sources(name, tables).items()}
 
 
-def _line(g: Gpu, tables: Tables | None) -> GpuLine:
+def _line(g: profile.Gpu, tables: profile.Tables | None) -> GpuLine:
     sources = _sources(g.name, tables)
     counts = [list(sources.values()).count(kind) for kind in (Source.TABLE, Source.FITTED, Source.CLASS)]
     return GpuLine.of(
@@ -98,7 +85,7 @@ def _line(g: Gpu, tables: Tables | None) -> GpuLine:
         tflops=_pair(g.effective.gemm_tflops if g.effective else None, g.bf16_tflops or g.fp16_tflops),
         gbps=_pair(g.effective.decode_gbps if g.effective else None, g.memory_gbps),
         costs="/".join(map(str, counts)),
-        borrowed_from=tuple(borrowed(g.name)),
+        borrowed_from=tuple(profile.borrowed(g.name)),
         sources=sources,
         specs=g,
     )

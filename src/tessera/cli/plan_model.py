@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from tessera import ir
 from tessera.advise import ModelLoad
 from tessera.cli.capture import Launches, RandomWeights
 from tessera.cli.output import (
@@ -30,17 +31,6 @@ from tessera.cli.output import (
 )  # fmt: skip
 from tessera.cli.plan_text import CostFigures, sure
 from tessera.errors import TesseraError
-from tessera.ir import (
-    MEMORY_SHARE,
-    Cluster,
-    Expected,
-    GroupSize,
-    Load,
-    Objective,
-    Plan,
-    ServicePlan,
-    save,
-)
 from tessera.plan import Comparison, DeviceMemory, explain, search_config
 from tessera.plan.baselines import COARSE
 
@@ -80,11 +70,11 @@ class PlannedLoad:
     """Options of `tessera plan` about the load and how it is planned."""
 
     objective: Annotated[
-        Objective,
+        ir.Objective,
         option(
             "Most requests per second, dollar or joule; latency (traces only): the quickest single request."
         ),
-    ] = Objective.THROUGHPUT
+    ] = ir.Objective.THROUGHPUT
     microbatches: Annotated[
         int | None, option("Microbatches in flight, at most.", default="4; MODEL form: chosen", min=1)
     ] = None
@@ -108,15 +98,15 @@ class PlannedLoad:
     launches: Launches = None
     expert_frequencies: FrequenciesOption = None
     effort: EffortOption = "full"
-    memory_share: MemoryShareOption = MEMORY_SHARE
+    memory_share: MemoryShareOption = ir.MEMORY_SHARE
 
     @property
-    def load(self) -> Load:
-        return Load(self.prompt_tokens, self.output_tokens, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms)
+    def load(self) -> ir.Load:
+        return ir.Load(self.prompt_tokens, self.output_tokens, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms)
 
     def check(self) -> None:
         """Refuse what cannot be planned before anything takes long."""
-        if self.objective is Objective.LATENCY:
+        if self.objective is ir.Objective.LATENCY:
             remedy = "Limit it with --tpot-ms and --ttft-ms, or plan the traces of `tessera capture`."
             raise TesseraError("needs traces, not a model's name", remedy, "--objective latency")
         for name, limit in (("--tpot-ms", self.tpot_ms), ("--ttft-ms", self.ttft_ms)):
@@ -136,7 +126,7 @@ class PolicyFigures(Record, frozen=True):
     # Sequences on each device.
     batch: Annotated[dict[str, int], shown("sequences")]
     microbatches: int
-    groups: Annotated[tuple[GroupSize, ...], HIDDEN] = ()
+    groups: Annotated[tuple[ir.GroupSize, ...], HIDDEN] = ()
 
 
 class MemoryFigures(Record, frozen=True):
@@ -151,15 +141,15 @@ class MemoryFigures(Record, frozen=True):
 class ServiceFigures(Record, frozen=True):
     """The groups of a service, and what it gives under the load."""
 
-    groups: tuple[GroupSize, ...]
-    expected: Annotated[Expected, HIDDEN]
+    groups: tuple[ir.GroupSize, ...]
+    expected: Annotated[ir.Expected, HIDDEN]
 
 
 class ModelPlanFigures(Record, frozen=True):
     """A plan for a load, with every policy at its own best configuration."""
 
     source: str
-    objective: Objective
+    objective: ir.Objective
     policy: str
     # Requests per second, and their upper bound.
     throughput: Annotated[float, HIDDEN]
@@ -196,28 +186,28 @@ class ModelPlanFigures(Record, frozen=True):
 class PlannedModel:
     """A plan for a load beside other policies, and how it was made."""
 
-    plan: ServicePlan | Plan
+    plan: ir.ServicePlan | ir.Plan
     found: Comparison
     is_compiled: bool = False
     # Why launches are not compiled.
     note: str = ""
 
 
-def plan_model(model: str, wanted: PlannedLoad, cluster: Cluster, output: Path | None) -> ModelPlanFigures:
+def plan_model(model: str, wanted: PlannedLoad, cluster: ir.Cluster, output: Path | None) -> ModelPlanFigures:
     """Plan, write the plan, and report what was chosen."""
     started = time.perf_counter()
     wanted.check()
     with progress("importing torch") as advance:
         planned = plan_load(model, wanted, cluster, advance)
     path = output or Path(f"{Path(model).name}.plan")
-    save(planned.plan, path)
+    ir.save(planned.plan, path)
     return model_figures(planned, path, time.perf_counter() - started)
 
 
 def plan_load(
     model: str,
     wanted: PlannedLoad,
-    cluster: Cluster,
+    cluster: ir.Cluster,
     advance: Callable[[str], None] = lambda text: None,
 ) -> PlannedModel:
     from tessera.advise.raters import ServiceRater, rater_of
@@ -271,8 +261,8 @@ def model_figures(
     )
 
 
-def _own_figures(plan: ServicePlan | Plan) -> dict[str, Any]:
-    if isinstance(plan, Plan):
+def _own_figures(plan: ir.ServicePlan | ir.Plan) -> dict[str, Any]:
+    if isinstance(plan, ir.Plan):
         return {
             "source": "simulated on modelled costs",
             "throughput": plan.rows_per_s,
@@ -330,8 +320,8 @@ def verdict(found: Comparison, how: str = "simulated") -> str:
         text = f"{found.policy} is best here: {text}"
     if "data-parallel" in ratios and best not in ("single", "data-parallel"):
         text += f", {ratios['data-parallel']:.3f}x data-parallel"
-    what = {Objective.COST: "by the dollar, ", Objective.ENERGY: "by the joule, "}.get(found.objective, "")
-    return f"{text}, {what}each at its own best batch ({how} on modelled costs)."
+    per = {ir.Objective.COST: "by the dollar, ", ir.Objective.ENERGY: "by the joule, "}
+    return f"{text}, {per.get(found.objective, '')}each at its own best batch ({how} on modelled costs)."
 
 
 def how_sure(found: Comparison, error: float) -> str:

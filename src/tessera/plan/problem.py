@@ -22,23 +22,8 @@ from math import gcd, lcm, prod
 import numpy as np
 
 from tessera import ir
-from tessera.plan.arrays import (
-    Bools,
-    Floats,
-    Holdings,
-    Ints,
-    Labels,
-    Temporaries,
-    Values,
-    check,
-    check_load,
-    contract,
-    holdings_of,
-    link_rows,
-    temporaries_of,
-    values_of,
-    wires,
-)
+from tessera.plan import arrays
+from tessera.plan.arrays import Bools, Floats, Holdings, Ints, Labels, Temporaries, Values
 from tessera.plan.constraints import Constraint, allowed, layers_of, restricted_constraints
 
 # Fixed link time per message.
@@ -158,7 +143,7 @@ class Problem:
     @cached_property
     def link_row(self) -> Ints:
         """[source x devices + destination] -> row of busy time."""
-        return link_rows(self.cluster)
+        return arrays.link_rows(self.cluster)
 
     @cached_property
     def wire_us(self) -> Floats:
@@ -310,14 +295,14 @@ def build(
     memory_share: float = 1.0,
 ) -> Problem:
     """Check the inputs and build arrays; unmatched constraints are allowed."""
-    check(unit, costs, cluster)
-    node_of, num_nodes = contract(unit)
+    arrays.check(unit, costs, cluster)
+    node_of, num_nodes = arrays.contract(unit)
     cost_us = tuple(np.array([[c.us for c in row] for row in x.costs], dtype=np.float64) for x in costs)
     load = np.zeros((num_nodes, len(cluster.devices)))
     for nodes, us, count in zip(node_of, cost_us, unit.counts, strict=True):
         np.add.at(load, nodes, us * count)
-    check_load(load, cluster)
-    us_per_byte, latency = wires(cluster)
+    arrays.check_load(load, cluster)
+    us_per_byte, latency = arrays.wires(cluster)
     return Problem(
         unit=unit,
         costs=costs,
@@ -325,13 +310,13 @@ def build(
         node_of=node_of,
         cost_us=cost_us,
         load_us=load,
-        values=values_of(unit, node_of),
-        weights=holdings_of(unit, node_of, ir.BufferKind.WEIGHT),
-        states=holdings_of(unit, node_of, ir.BufferKind.STATE),
+        values=arrays.values_of(unit, node_of),
+        weights=arrays.holdings_of(unit, node_of, ir.BufferKind.WEIGHT),
+        states=arrays.holdings_of(unit, node_of, ir.BufferKind.STATE),
         us_per_byte=us_per_byte,
         latency_us=latency,
         memory_bytes=memory_share * np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64),
-        temporaries=tuple(temporaries_of(g, n) for g, n in zip(unit.graphs, node_of, strict=True)),
+        temporaries=tuple(arrays.temporaries_of(g, n) for g, n in zip(unit.graphs, node_of, strict=True)),
         constraints=constraints,
         allowed=allowed(unit, node_of, num_nodes, constraints, cluster.devices),
     )

@@ -18,30 +18,12 @@ from markupsafe import Markup
 
 from tessera.ir import Graph, Hazard, Plan, Span, Timeline
 from tessera.ir.files import write_whole
-from tessera.report.figures import (
-    Track,
-    best_baseline,
-    compared,
-    device_uses,
-    digits,
-    duration,
-    end_us,
-    headline,
-    main_lane,
-    percent,
-    plural,
-    rate,
-    ratio,
-    shares,
-    short_name,
-    size,
-    step_title,
-    tracks,
-    utilisation,
-)
+from tessera.report import figures
 from tessera.report.picture import Picture, layer_of, layer_picture
 
 NUM_DEVICE_COLOURS = 6
+# Functions of `figures` that templates use.
+FILTERS = ("digits", "duration", "percent", "plural", "rate", "ratio", "size", "step_title")
 # Limits of what is drawn.
 MAX_LINKS, MAX_STEPS, MAX_LANES, MAX_TEXT = 24, 4, 12, 60
 # Parts of a dotted name up to this length are not broken.
@@ -86,7 +68,7 @@ def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -
 
 def write_report(folder: Path, plans: Sequence[tuple[str, Shown]], path: Path) -> None:
     """Writes one file; `plans` are (name, content)."""
-    ordered = sorted(plans, key=lambda named: -(best_baseline(named[1].plan) or ("", 0.0))[1])
+    ordered = sorted(plans, key=lambda named: -(figures.best_baseline(named[1].plan) or ("", 0.0))[1])
     parts = [(name, plan_part(shown)) for name, shown in ordered]
     render(path, "folder.html", title=folder.resolve().name, plans=parts)
 
@@ -112,10 +94,8 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for function in (
-        breakable, cut, device_class, digits, duration, percent, plural, rate, ratio, size, step_title,
-    ):  # fmt: skip
-        environment.filters[function.__name__] = function
+    environment.filters |= {name: getattr(figures, name) for name in FILTERS}
+    environment.filters |= {"breakable": breakable, "cut": cut, "device_class": device_class}
     return environment
 
 
@@ -137,18 +117,18 @@ def breakable(name: str) -> Markup:
 def plan_part(shown: Shown) -> dict[str, Any]:
     """What the template of a plan reads."""
     plan, timeline = shown.plan, shown.timeline
-    found, run_us = tracks(timeline, plan.cluster.names), end_us(timeline)
-    busy = [(utilisation(track, run_us), track) for track in found if track.is_link]
+    found, run_us = figures.tracks(timeline, plan.cluster.names), figures.end_us(timeline)
+    busy = [(figures.utilisation(track, run_us), track) for track in found if track.is_link]
     return {
         "plan": plan,
         "model": plan.unit.graphs[0].trace.step.model,
         "verdict": shown.verdict,
-        "headline": headline(plan),
-        "best": best_baseline(plan),
-        "comparison": compared(plan),
+        "headline": figures.headline(plan),
+        "best": figures.best_baseline(plan),
+        "comparison": figures.compared(plan),
         "timeline": timeline,
         "run_us": run_us,
-        "devices": device_uses(plan, timeline),
+        "devices": figures.device_uses(plan, timeline),
         "links": sorted(busy, key=lambda x: -x[0]),
         "wires": {f"{link.src} -> {link.dst}": link for link in plan.cluster.links},
         "max_links": MAX_LINKS,
@@ -162,13 +142,13 @@ def plan_part(shown: Shown) -> dict[str, Any]:
 
 
 def layers(plan: Plan) -> list[Picture]:
-    lane = main_lane(plan)
+    lane = figures.main_lane(plan)
     return [layer_picture(plan, lane, step) for step in range(min(MAX_STEPS, len(plan.unit.graphs)))]
 
 
 def _lanes(plan: Plan) -> list[dict[str, Any]]:
     """The largest lanes, with the busy time of each device in every step."""
-    order = sorted(enumerate(shares(plan)), key=lambda lane: -lane[1])[:MAX_LANES]
+    order = sorted(enumerate(figures.shares(plan)), key=lambda lane: -lane[1])[:MAX_LANES]
     kinds = [graph.trace.step.kind for graph in plan.graphs[:MAX_STEPS]]
     return [
         {
@@ -186,18 +166,18 @@ def _lanes(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _overview(timeline: Timeline, found: Sequence[Track]) -> DrawnTimeline | None:
-    total = end_us(timeline)
+def _overview(timeline: Timeline, found: Sequence[figures.Track]) -> DrawnTimeline | None:
+    total = figures.end_us(timeline)
     if not timeline.spans or total <= 0:
         return None
-    drawn = [
-        DrawnTrack(t.name, t.is_link, percent(utilisation(t, total)), paths=_columns(t.spans, total))
-        for t in _most_used(found)
-    ]
+    drawn = []
+    for track in _most_used(found):
+        busy = figures.percent(figures.utilisation(track, total))
+        drawn.append(DrawnTrack(track.name, track.is_link, busy, _columns(track.spans, total)))
     return DrawnTimeline(drawn, *_axis(total), num_hidden=len(found) - len(drawn))
 
 
-def _most_used(found: Sequence[Track]) -> list[Track]:
+def _most_used(found: Sequence[figures.Track]) -> list[figures.Track]:
     """At most MAX_TRACKS, devices first, then by number of spans, in original order."""
     kept = sorted(found, key=lambda t: (t.is_link, -len(t.spans)))[:MAX_TRACKS]
     return [t for t in found if t in kept]
@@ -249,7 +229,7 @@ def _unit(us: float) -> tuple[float, str]:
 
 
 def _dependencies(plan: Plan) -> list[dict[str, Any]]:
-    lane = plan.lanes[main_lane(plan)]
+    lane = plan.lanes[figures.main_lane(plan)]
     steps = list(enumerate(plan.graphs))[:MAX_STEPS]
     return [_figure(graph, lane.placement.devices[step]) for step, graph in steps]
 
@@ -274,7 +254,7 @@ def _line(graph: Graph, launch: int, device: int, scope: str) -> tuple[int, str,
     """(device, kernel, module inside the scope)"""
     module = graph.trace.launches[launch].scope
     inside = module[len(scope) :].lstrip(".") if scope and module.startswith(scope) else module
-    return device, short_name(graph.trace.kernel_of(launch).name), inside
+    return device, figures.short_name(graph.trace.kernel_of(launch).name), inside
 
 
 def _arcs(graph: Graph, shown: tuple[int, ...], devices: tuple[int, ...]) -> Iterator[tuple[str, str]]:
