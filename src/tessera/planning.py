@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -343,10 +343,9 @@ def _worthwhile(
     else:
         objectives.watts(whole.cluster, devices)
     rated = []
-    for counts in product(*(range(len(kind) + 1) for kind in whole.alike)):
-        chosen = sorted(d for kind, num in zip(whole.alike, counts, strict=True) for d in kind[:num])
-        if 0 < len(chosen) < len(devices):
-            part = replace(whole, devices=tuple(chosen))
+    for chosen in objectives.sets_of(whole.alike):
+        if len(chosen) < len(devices):
+            part = replace(whole, devices=chosen)
             best = max((drafted(part, policy, objective) for policy in policies), default=0.0)
             rated.append((best, part))
     ranked = sorted((row for row in rated if row[0] > 0.0), key=lambda row: -row[0])

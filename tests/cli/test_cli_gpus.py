@@ -14,7 +14,7 @@ def test_every_gpu_says_which_source_covers_each_class(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without tables, a measured GPU has fitted GEMMs and an unmeasured one has the class model."""
-    monkeypatch.setattr("tessera.cli.gpus.installed_tables", lambda: None)
+    monkeypatch.setattr("tessera.cli.gpus.profile.installed_tables", lambda: None)
     found = {row["name"]: row["sources"] for row in answer("gpus", capsys=capsys)["gpus"]}
 
     assert ("fitted", "class") == (found["a100"]["gemm"], found["h20"]["gemm"])
@@ -43,7 +43,7 @@ def test_one_gpu_in_full_lists_tables_and_those_refused(
     """`tessera gpus NAME` names the table of a class, its error, and the tables that are not used."""
     write_table(tmp_path, "a100", OpClass.GEMM, "sglang", card="B200")
     write_table(tmp_path, "a100", OpClass.GEMM, "vllm")
-    monkeypatch.setattr("tessera.cli.gpus.installed_tables", lambda: made_tables(tmp_path))
+    monkeypatch.setattr("tessera.cli.gpus.profile.installed_tables", lambda: made_tables(tmp_path))
     found = answer("gpus", "a100", capsys=capsys)
     (row,) = [c for c in found["coverage"] if c["source"] == "table"]
 
@@ -57,7 +57,7 @@ def test_people_are_told_how_to_install_the_tables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the extra, the card of a GPU that has tables ends with the line that installs them."""
-    monkeypatch.setattr("tessera.cli.gpus.installed_tables", lambda: None)
+    monkeypatch.setattr("tessera.cli.gpus.profile.installed_tables", lambda: None)
 
     assert 0 == _main(["gpus", "l40s"])
     assert 'pip install "tessera-gpu[tables]"' in capsys.readouterr().out.replace("\n", " ")

@@ -4,7 +4,6 @@ Only this package puts stages together. A user's mistake ends in one line on sta
 an interrupt in exit code 130. Anything else keeps its traceback, because it is a bug.
 """
 
-import difflib
 import errno
 import os
 import sys
@@ -12,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from tessera import __version__
 from tessera.cli import (
@@ -35,8 +33,8 @@ from tessera.cli import (
     simulate,
     verify,
 )
-from tessera.cli.output import printed
-from tessera.cli.serve_options import unknown_option
+from tessera.cli.output import printed, say
+from tessera.cli.serve_options import hint, unknown_option
 from tessera.errors import TesseraError
 
 app = typer.Typer(
@@ -137,12 +135,8 @@ def run_app(commands: typer.Typer, words: Sequence[str], name: str) -> int:
 
 
 def _complain(message: str) -> int:
-    _say(f"error: {message}")
+    say(f"error: {message}")
     return 2
-
-
-def _say(text: str) -> None:
-    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
 
 
 def _usage(error: Any) -> str:
@@ -157,7 +151,5 @@ def _usage(error: Any) -> str:
     elif message.startswith("No such command"):
         word = message.split("'")[1]
         listed = context.command.list_commands(context)
-        near = difflib.get_close_matches(word, listed, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(listed)}"
-        message = f"unknown command '{word}'; {hint}"
+        message = f"unknown command '{word}'; {hint(word, listed)}"
     return f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} See: {context.command_path} --help"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from tessera.advise import Advice, Candidate, Market, RentedLoad
 from tessera.cli.capture import MODEL_HELP, Launches
@@ -21,6 +20,7 @@ from tessera.cli.output import (
     option,
     positive,
     progress,
+    say,
     shown,
 )
 from tessera.cli.plan import PriceOption, prices_of
@@ -109,7 +109,7 @@ def advise(
             _names(gpus), max_devices, provider, prices_of(price or ()), link, memory_share,
             launches or "", search_config(effort),
         )  # fmt: skip
-        advice, planned = search(load, market, _names(have), advance, _say)
+        advice, planned = search(load, market, _names(have), advance, lambda text: say(f"so far: {text}"))
     seconds = time.perf_counter() - started_s
     return _record(advice, planned, page, folder, seconds)
 
@@ -140,11 +140,6 @@ def _record(
         files=files,
         seconds=seconds,
     )
-
-
-def _say(text: str) -> None:
-    """An answer while the search for a cheaper one goes on."""
-    Console(stderr=True).print(f"so far: {text}", markup=False, highlight=False)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ from tessera.ir.timeline import HIDDEN
 __all__ = [
     "FILE", "HIDDEN", "PER_TOKEN", "TO_FIRST", "Illustrated", "JsonOption", "Record", "console", "excludes",
     "finite", "limit_ms", "needs", "only_if", "option", "positive", "print_record", "printed", "progress",
-    "shown", "warning",
+    "say", "shown", "warning",
 ]  # fmt: skip
 
 # Seconds before the first plain line, and between two lines of a counted job.
@@ -196,6 +196,11 @@ def console() -> Console:
     return Console(highlight=False)
 
 
+def say(text: str) -> None:
+    """A line on standard error."""
+    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+
+
 def warning() -> Callable[[str], None]:
     """A function that prints its first message as a warning on standard error."""
     said: list[str] = []
@@ -203,9 +208,7 @@ def warning() -> Callable[[str], None]:
     def warn(what: str) -> None:
         if not said:
             said.append(what)
-            Console(stderr=True, highlight=False).print(
-                f"warning: {what}; it is done without", markup=False, soft_wrap=True
-            )
+            say(f"warning: {what}; it is done without")
 
     return warn
 

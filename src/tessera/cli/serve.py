@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
 import typer
-from rich.console import Console
 
-from tessera.cli.output import HIDDEN, Record, progress
+from tessera.cli.output import HIDDEN, Record, progress, say
 from tessera.cli.remote import Meeting, gathered, work
 from tessera.cli.serve_options import ServeConfig, log_line, logging_by
 from tessera.errors import MissingExtra
@@ -196,7 +195,3 @@ def check_extra() -> None:
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(module) is None:
             raise MissingExtra(module, "serve")
-
-
-def say(text: str) -> None:
-    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)

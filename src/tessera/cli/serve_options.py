@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -328,10 +328,13 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
     """What to write in place of an unknown option."""
     if name in INSTEAD:
         return f"'{name}' is not an option here. {INSTEAD[name].rstrip('.')}"
-    listed = sorted(known)
-    near = difflib.get_close_matches(name, listed, 1, NEAR)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(listed)}"
-    return f"unknown option '{name}'; {hint}"
+    return f"unknown option '{name}'; {hint(name, sorted(known), NEAR)}"
+
+
+def hint(name: str, known: Sequence[str], likeness: float = 0.6) -> str:
+    """The name that was meant, or all of them."""
+    near = difflib.get_close_matches(name, known, 1, likeness)
+    return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
 
 
 def log_line(message: str, level: str = "info", **more: Any) -> None:

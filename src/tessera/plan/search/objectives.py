@@ -4,7 +4,7 @@ Every device in use is rented. Energy is modelled: `IDLE_SHARE` of the board pow
 busy; links and hosts are not counted. Unused devices are off.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -64,10 +64,15 @@ def subsets(problem: Problem, objective: ir.Objective) -> Iterator[Devices]:
         costs = problem.load_us[:, index].tobytes()
         key = (device.gpu, device.memory_bytes, device.usd_per_hour, costs, constraint)
         kinds.setdefault(key, []).append(index)
-    groups = list(kinds.values())
-    counts = (n for n in product(*(range(len(g) + 1) for g in groups)) if any(n))
-    sets = (tuple(sorted(x for g, n in zip(groups, num, strict=True) for x in g[:n])) for num in counts)
+    sets = sets_of(list(kinds.values()))
     return iter(sorted(sets, key=lambda devices: -bound(problem, objective, devices)))
+
+
+def sets_of(kinds: Sequence[Sequence[int]]) -> Iterator[Devices]:
+    """Sets of devices, not empty; those of a kind vary in number only."""
+    for counts in product(*(range(len(kind) + 1) for kind in kinds)):
+        if any(counts):
+            yield tuple(sorted(d for kind, num in zip(kinds, counts, strict=True) for d in kind[:num]))
 
 
 def bound(problem: Problem, objective: ir.Objective, devices: Devices) -> float:
