@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tessera.errors import WorkerError
+from tessera.execute.links import Links
 from tessera.execute.mailbox import Mailbox
 from tessera.execute.messages import Setup
 from tessera.execute.transport import HOST, SHM, RunTransfer, TransferArrived, Transport, open_transport
@@ -100,15 +101,16 @@ class _End:
         )
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
         mailbox = Mailbox()
-        self._transport: Transport = open_transport(setup, mailbox, self._news.put)
+        self._links = Links(setup, mailbox, self._news.put)
+        self._transport: Transport = open_transport(setup, self._links, self._news.put)
         mailbox.start()
-        self.address = self._transport.address
+        self.address = self._links.address
         self._mine = torch.ones(max(sizes), dtype=torch.uint8)
         self._theirs = torch.zeros(max(sizes), dtype=torch.uint8)
 
     def link(self, address: str) -> None:
         """Tells where the other process listens."""
-        self._transport.relink(1 - self._number, 0, address)
+        self._links.relink(1 - self._number, 0, address)
 
     def exchange(self, lane: int, run: int, is_sender: bool, is_receiver: bool) -> float | None:
         """One transfer; the microseconds of the one that arrives here, from the start of its send."""

@@ -1,75 +1,70 @@
-"""Links: connections between workers that carry transfers, opened on first use and reopened when cut.
+"""Links: connections between workers that carry transfers and pages, reopened when cut.
 
-A link is one-way, from the worker that opened it. Workers listen in the session's private folder if all are
-local, else at a TCP port. The engine tells them each other's addresses, by device and epoch. A frame that no
-program could have sent closes the link.
+A link is one-way, from the worker that opened it, on first use. Workers listen in the session's private
+folder if all are local, else at a TCP port. The engine tells them each other's addresses, by device and
+epoch. A frame that no program could have sent closes the link.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
-from tessera.execute.messages import PIECE_BYTES, LinkClose, LinkFrame, LinkOpen, PageFrame, PageTaken
+from tessera.execute.messages import PIECE_BYTES, LinkClose, LinkFrame, LinkOpen, PageFrame, PageTaken, Setup
+from tessera.ir import Program
 
 # Time to open a link.
 OPEN_S = 20.0
 # Time to tell the other end that a link is closed on purpose.
 CLOSE_S = 1.0
+Frame = LinkFrame | PageFrame | PageTaken
 
 
-class Receiver(Protocol):
-    """Consumer of arriving frames; called by the thread that pumps the mailbox."""
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The link to another worker was cut."""
 
-    def arrived(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
-        """`contents` stays valid."""
-
-    def gone(self, peer: int, why: str) -> None:
-        """The link from a peer, or to it, was closed."""
+    device: int
+    message: str
+    epoch: int
 
 
 class Links:
-    """All links of one worker.
+    """All links of one worker; `post` hears of those that were cut."""
 
-    epochs     of every device's worker, this one included; updated by `relink`
-    max_bytes  maximum size of a frame from a peer
-    """
-
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        device: int,
-        epochs: Sequence[int],
-        receiver: Receiver,
-        max_bytes: Callable[[int], int],
-        *,
-        secret: bytes = b"",
-        folder: str = "",
-        host: str = "",
-    ) -> None:
-        self.epochs = list(epochs)
-        self._mailbox, self._device, self._secret = mailbox, device, secret
-        self._receiver, self._max_bytes = receiver, max_bytes
+    def __init__(self, setup: Setup, mailbox: Mailbox, post: Callable[[Gone], None]) -> None:
+        # Of every device's worker, this one included; updated by `relink`.
+        self.epochs = list(setup.epochs)
+        self._mailbox, self._device, self._post = mailbox, setup.device, post
+        # Take transfers and frames about pages of a peer, in the thread that pumps the mailbox; the contents
+        # stay valid.
+        self.arrived: Callable[[int, LinkFrame, memoryview], None] | None = None
+        self.pages: Callable[[int, PageFrame | PageTaken, memoryview], None] | None = None
+        # Peer -> maximum bytes of one transfer from it.
+        self._largest: Counter[int] = Counter()
+        self.load(setup.programs)
         # Peer -> its address, the link to it, and its link to this worker.
         self._addresses: dict[int, str] = {}
         self._outs: dict[int, PeerConnection] = {}
         self._ins: dict[int, PeerConnection] = {}
         self._peers: dict[PeerConnection, int] = {}
         # Frames for a peer whose address is still to come: at the start it may know this worker's first.
-        self._early: dict[int, list[tuple[LinkFrame | PageFrame | PageTaken, bytes | None]]] = {}
-        # Takes frames about pages; called by the thread that pumps the mailbox.
-        self.pages: Callable[[int, PageFrame | PageTaken, memoryview], None] | None = None
+        self._early: dict[int, list[tuple[Frame, bytes | None]]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
-        name = f"link-{device}-{self.epochs[device]}"
-        address = f"tcp://{host}:*" if host else f"ipc://{folder}/{name}"
-        self.address = mailbox.listen(address, self._hear_in, secret if host else b"")
-        if not host:
-            self._secret = b""
+        host, name = setup.host, f"link-{setup.device}-{self.epochs[setup.device]}"
+        self._secret = setup.secret if host else b""
+        address = f"tcp://{host}:*" if host else f"ipc://{setup.folder}/{name}"
+        self.address = mailbox.listen(address, self._hear, self._secret)
 
-    def post(
-        self, peer: int, frame: LinkFrame | PageFrame | PageTaken, contents: memoryview | None = None
-    ) -> None:
+    def load(self, programs: Sequence[Sequence[Program]]) -> None:
+        """Adds lanes, whose transfers may be larger."""
+        for transfer in (t for lane in programs for p in lane for t in p.transfers if t.dst == self._device):
+            self._largest[transfer.src] = max(self._largest[transfer.src], transfer.num_bytes)
+
+    def post(self, peer: int, frame: Frame, contents: memoryview | None = None) -> None:
         """Sends a frame without waiting; the contents may be overwritten when this returns."""
         with self._lock:
             out = self._outs.get(peer)
@@ -78,8 +73,9 @@ class Links:
                 self._early.setdefault(peer, []).append((frame, kept))
                 return
             if out is None and not self._is_closed:
-                secret = self._secret
-                out = self._mailbox.connect(self._addresses[peer], self._hear_out, secret, patience_s=OPEN_S)
+                out = self._mailbox.connect(
+                    self._addresses[peer], self._hear_back, self._secret, patience_s=OPEN_S
+                )
                 self._outs[peer], self._peers[out] = out, peer
                 out.send(LinkOpen(self._device, self.epochs[self._device]))
         if out is not None:
@@ -102,7 +98,7 @@ class Links:
             self.post(peer, frame, None if contents is None else memoryview(contents))
 
     def close(self) -> None:
-        """Closes all links without news to the receiver."""
+        """Closes all links without news."""
         self._is_closed = True
         with self._lock:
             outs, self._outs, self._ins = self._outs, {}, {}
@@ -115,42 +111,35 @@ class Links:
             out.send(LinkClose())
             out.close(CLOSE_S)
 
-    def _hear_out(self, connection: PeerConnection, message: Any, contents: memoryview | None) -> None:
+    def _hear_back(self, connection: PeerConnection, message: Any, contents: memoryview | None) -> None:
         """A link to a peer: nothing comes back but its end."""
-        with self._lock:
-            peer = self._peers.pop(connection, None)
-            is_news = peer is not None and self._outs.get(peer) is connection
-            if peer is not None and is_news:
-                del self._outs[peer]
-        connection.close()
-        if peer is not None and is_news and not self._is_closed:
-            why = message.reason if isinstance(message, Hangup) else "it answered over a one-way link"
-            self._receiver.gone(peer, why)
+        why = message.reason if isinstance(message, Hangup) else "it answered over a one-way link"
+        self._end(connection, why)
 
-    def _hear_in(self, connection: PeerConnection, message: Any, contents: memoryview | None) -> None:
+    def _hear(self, connection: PeerConnection, message: Any, contents: memoryview | None) -> None:
         match message:
             case LinkOpen(device, epoch):
                 self._open(connection, device, epoch)
             case LinkFrame() | PageFrame() | PageTaken() if (peer := self._peers.get(connection)) is not None:
-                is_step = isinstance(message, LinkFrame)
-                size, limit = len(contents or b""), self._max_bytes(peer) if is_step else PIECE_BYTES
-                if size > limit:
-                    self._end(
-                        connection, f"it sent a frame of {size} bytes, no program has more than {limit}"
-                    )
-                elif isinstance(message, LinkFrame):
-                    self._receiver.arrived(peer, message, contents or memoryview(b""))
-                elif self.pages is not None:
-                    self.pages(peer, message, contents or memoryview(b""))
+                self._take(connection, peer, message, contents or memoryview(b""))
             case LinkClose():
-                with self._lock:
-                    sender = self._peers.pop(connection, -1)
-                    if self._ins.get(sender) is connection:
-                        del self._ins[sender]
+                self._forget(connection)
             case Hangup(reason):
                 self._end(connection, reason or "the link was closed")
             case _:
                 self._end(connection, f"it sent {type(message).__name__} over a link")
+
+    def _take(self, connection: PeerConnection, peer: int, frame: Frame, contents: memoryview) -> None:
+        is_step = isinstance(frame, LinkFrame)
+        limit = PIECE_BYTES if not is_step else self._largest[peer] if self.arrived is not None else 0
+        if len(contents) > limit:
+            why = f"it sent a frame of {len(contents)} bytes, no program has more than {limit}"
+            self._end(connection, why)
+        elif not isinstance(frame, LinkFrame):
+            if self.pages is not None:
+                self.pages(peer, frame, contents)
+        elif self.arrived is not None:
+            self.arrived(peer, frame, contents)
 
     def _open(self, connection: PeerConnection, device: int, epoch: int) -> None:
         """Admits a link from the present worker of a peer."""
@@ -161,12 +150,18 @@ class Links:
             self.epochs[device] = epoch
             self._ins[device], self._peers[connection] = connection, device
 
+    def _forget(self, connection: PeerConnection) -> int | None:
+        """The peer of a link that was in use; None of any other."""
+        with self._lock:
+            peer = self._peers.pop(connection, -1)
+            for links in (self._outs, self._ins):
+                if links.get(peer) is connection:
+                    del links[peer]
+                    return peer
+        return None
+
     def _end(self, connection: PeerConnection, why: str) -> None:
         connection.close()
-        with self._lock:
-            peer = self._peers.pop(connection, None)
-            is_news = peer is not None and self._ins.get(peer) is connection
-            if peer is not None and is_news:
-                del self._ins[peer]
-        if peer is not None and is_news and not self._is_closed:
-            self._receiver.gone(peer, why)
+        peer = self._forget(connection)
+        if peer is not None and not self._is_closed:
+            self._post(Gone(peer, why, self.epochs[peer]))

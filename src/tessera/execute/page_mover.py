@@ -143,7 +143,7 @@ class PageMover:
         setup: Setup,
         find: Callable[[StatePlace, str], Storage | None],
         copier: PageCopier,
-        links: Links | None,
+        links: Links,
         tell: Callable[[Message], None],
         hold_s: Callable[[int, int], tuple[float, float]] = lambda device, size: (0.0, 0.0),
     ) -> None:
@@ -251,7 +251,7 @@ class PageMover:
         def send(is_cancelled: bool) -> None:
             if is_cancelled:
                 way.free.append(slot)
-            elif self._links is not None:
+            else:
                 way.sent[piece] = slot
                 self._links.post(device, frame, None if self._folder else contents.numpy().data)
 
@@ -289,7 +289,7 @@ class PageMover:
             self._tell(Done(run, {}, {}))
 
     def _return_slot(self, news: PageNews) -> None:
-        if self._links is not None and isinstance(news.frame, PageFrame):
+        if isinstance(news.frame, PageFrame):
             self._links.post(news.peer, PageTaken(news.frame.piece))
 
     def _add(self, copying: _Copying) -> None:

@@ -6,8 +6,7 @@
   ipc      GPUs of one machine; see `cuda`
   nvshmem  GPUs of any machines; see `cuda`
 
-A transport owns its threads and never blocks the worker's thread. It reports arrived transfers and lost
-peers.
+A transport never blocks the worker's thread. It reports arrived transfers.
 """
 
 import mmap
@@ -15,7 +14,6 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,6 @@ import torch
 
 from tessera.errors import UnknownName, WorkerError
 from tessera.execute.links import Links
-from tessera.execute.mailbox import Mailbox
 from tessera.execute.memory import landing
 from tessera.execute.messages import LinkFrame, Setup
 from tessera.ir import Device, DeviceKind, Program
@@ -62,15 +59,6 @@ class TransferArrived:
     number: int
     start_s: float
     stop_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """The link to another worker was cut."""
-
-    device: int
-    message: str
-    epoch: int
 
 
 def shared_bytes(path: Path, size: int) -> torch.Tensor:
@@ -118,20 +106,12 @@ def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
 
 
 class Transport(ABC):
-    """One worker's end of all its links; implements `links.Receiver` and reports by `post`."""
+    """Transfers to and from one CPU worker; `post` hears of those that arrived."""
 
-    def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
-        self._device, self._post = setup.device, post
-        # Peer -> maximum bytes of one transfer from it.
-        self._largest: Counter[int] = Counter()
+    def __init__(self, setup: Setup, links: Links, post: Post) -> None:
+        self._device, self._links, self._post = setup.device, links, post
+        links.arrived = self.arrived
         self.load(setup.programs)
-        where = {"folder": setup.folder, "host": setup.host, "secret": setup.secret}
-        limit = self._largest.__getitem__
-        self.links = Links(mailbox, setup.device, setup.epochs, self, limit, **where)  # type: ignore[arg-type]
-
-    @property
-    def address(self) -> str:
-        return self.links.address
 
     @abstractmethod
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
@@ -152,22 +132,10 @@ class Transport(ABC):
         """Bytes of this run, the last of a microbatch or an older one (None), will not be fetched."""
 
     def load(self, programs: Sequence[Sequence[Program]]) -> None:
-        """Adds lanes, whose transfers may be larger."""
-        for transfer in (t for lane in programs for p in lane for t in p.transfers if t.dst == self._device):
-            self._largest[transfer.src] = max(self._largest[transfer.src], transfer.num_bytes)
-
-    def relink(self, device: int, epoch: int, address: str) -> None:
-        """A peer was restarted, or the link to it was cut: the next transfer opens another."""
-        self.links.relink(device, epoch, address)
-
-    def close(self) -> None:
-        self.links.close()
+        """Adds lanes."""
 
     def arrived(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
         self._post(TransferArrived(frame.run, frame.transfer, frame.sent_s, time.monotonic()))
-
-    def gone(self, peer: int, why: str) -> None:
-        self._post(Gone(peer, why, self.links.epochs[peer]))
 
 
 class Arenas:
@@ -232,15 +200,15 @@ class Arenas:
 class SharedMemory(Transport):
     """Transport `shm` of a CPU worker: bytes in shared memory, a notice over the link."""
 
-    def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
+    def __init__(self, setup: Setup, links: Links, post: Post) -> None:
         self._arenas = Arenas(setup)
-        super().__init__(setup, mailbox, post)
+        super().__init__(setup, links, post)
 
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
         start_s = time.monotonic()
         copy_bytes(self._place(transfer), contents)
         dst = transfer.program.transfers[transfer.number].dst
-        self.links.post(dst, LinkFrame(transfer.run, transfer.number, start_s))
+        self._links.post(dst, LinkFrame(transfer.run, transfer.number, start_s))
 
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
         copy_bytes(into, self._place(transfer))
@@ -252,14 +220,13 @@ class SharedMemory(Transport):
 class FlaggedMemory(SharedMemory):
     """`SharedMemory` beside a GPU: flags in place of notices, polled while a run waits."""
 
-    def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
+    def __init__(self, setup: Setup, links: Links, post: Post) -> None:
         # Run -> (flags from a peer, transfers from it that have not arrived)
         self._watched: dict[int, list[tuple[Words, set[int]]]] = {}
         self._news_s = 0.0
-        super().__init__(setup, mailbox, post)
+        super().__init__(setup, links, post)
 
     def load(self, programs: Sequence[Sequence[Program]]) -> None:
-        super().load(programs)
         for lane in programs:
             self._arenas.open(lane)
 
@@ -310,16 +277,16 @@ class FlaggedMemory(SharedMemory):
 class OverHost(Transport):
     """Transport `host`: the bytes follow the frame over the link, and are held until fetched."""
 
-    def __init__(self, setup: Setup, mailbox: Mailbox, post: Post) -> None:
+    def __init__(self, setup: Setup, links: Links, post: Post) -> None:
         self._lock = threading.Lock()
         self._held: dict[tuple[int, int], memoryview] = {}
         self._forgotten: set[int] = set()
-        super().__init__(setup, mailbox, post)
+        super().__init__(setup, links, post)
 
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
         dst = transfer.program.transfers[transfer.number].dst
         frame = LinkFrame(transfer.run, transfer.number, time.monotonic())
-        self.links.post(dst, frame, contents.numpy().data)
+        self._links.post(dst, frame, contents.numpy().data)
 
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
         with self._lock:
@@ -345,12 +312,12 @@ class OverHost(Transport):
 
 
 # Transports of a CPU worker by name; a CUDA worker has its own.
-OPENERS: dict[str, Callable[[Setup, Mailbox, Post], Transport]] = {SHM: SharedMemory, HOST: OverHost}
+OPENERS: dict[str, Callable[[Setup, Links, Post], Transport]] = {SHM: SharedMemory, HOST: OverHost}
 
 
-def open_transport(setup: Setup, mailbox: Mailbox, post: Post) -> Transport:
+def open_transport(setup: Setup, links: Links, post: Post) -> Transport:
     if setup.transport not in OPENERS:
         raise WorkerError(f"a CPU worker cannot use {setup.transport}", "Use --transport auto.")
     is_beside_gpu = any(device.kind is DeviceKind.CUDA for device in setup.cluster.devices)
     opener = FlaggedMemory if is_beside_gpu and setup.transport == SHM else OPENERS[setup.transport]
-    return opener(setup, mailbox, post)
+    return opener(setup, links, post)

@@ -95,17 +95,9 @@ class CpuWorker(DeviceWorker):
         if progress is None:
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64)
         self._progress = progress.numpy().reshape(-1).data
-        self._transport = open_transport(setup, engine.mailbox, engine.post)
-        links, copier = self._transport.links, PageCopier(torch.device("cpu"))
-        links.pages = self._hear_pages
-        self._pages = PageMover(setup, self._find, copier, links, engine.tell)
-
-    @property
-    def address(self) -> str:
-        return self._transport.address
-
-    def close(self) -> None:
-        self._transport.close()
+        self._transport = open_transport(setup, self._links, engine.post)
+        copier = PageCopier(torch.device("cpu"))
+        self._pages = PageMover(setup, self._find, copier, self._links, engine.tell)
 
     def _handle(self, news: Any) -> None:
         if not isinstance(news, TransferArrived):
@@ -144,9 +136,6 @@ class CpuWorker(DeviceWorker):
             del self._programs_memory[key]
         for home in homes:
             self._memory.homes.pop(home, None)
-
-    def _relink(self, device: int, epoch: int, address: str) -> None:
-        self._transport.relink(device, epoch, address)
 
     def _where(self) -> list[tuple[int, int, int]]:
         """Called by another thread."""

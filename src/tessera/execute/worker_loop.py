@@ -14,6 +14,7 @@ from typing import Any
 
 from tessera.errors import TesseraError
 from tessera.execute.engine_connection import EngineConnection
+from tessera.execute.links import Gone, Links
 from tessera.execute.mailbox import Hangup
 from tessera.execute.messages import (
     Begin,
@@ -34,7 +35,6 @@ from tessera.execute.messages import (
     unpack_lanes,
 )
 from tessera.execute.page_mover import PageMover, PageNews
-from tessera.execute.transport import Gone
 from tessera.ir import Program
 
 
@@ -46,6 +46,8 @@ class DeviceWorker(ABC):
         self.at = (-1, -1, -1)
         # programs[lane]
         self._programs: list[Sequence[Program]] = []
+        self._links = Links(setup, engine.mailbox, engine.post)
+        self._links.pages = self._hear_pages
         # Set by the worker of a kind of device.
         self._pages: PageMover
 
@@ -53,15 +55,10 @@ class DeviceWorker(ABC):
         """Called by another thread."""
         self._engine.post(PageNews(peer, frame, contents))
 
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """Address of its links; empty: it has none."""
-
     def loop(self) -> None:
         """Reports that it is ready, then works until the engine hangs up."""
         self._engine.where = self._where
-        self._engine.tell(WorkerReady(time.monotonic(), os.getpid(), self.address))
+        self._engine.tell(WorkerReady(time.monotonic(), os.getpid(), self._links.address))
         is_idle = False
         while True:
             news = self._engine.take(block=is_idle)
@@ -86,6 +83,7 @@ class DeviceWorker(ABC):
             case LoadLanes(packed):
                 new = unpack_lanes(packed)
                 self._setup = self._setup.extended(new)
+                self._links.load(new.programs)
                 self._load(new)
                 self._pages.retry()
             case DropLanes(lanes, homes):
@@ -96,7 +94,8 @@ class DeviceWorker(ABC):
             case PageNews():
                 self._pages.hear(news)
             case Relink(device, epoch, address):
-                self._relink(device, epoch, address)
+                self._links.relink(device, epoch, address)
+                self._relink(device, epoch)
                 self._pages.reset(device)
             case Gone(device, message, epoch):
                 self._engine.tell(PeerLost(device, message, epoch))
@@ -135,12 +134,12 @@ class DeviceWorker(ABC):
         dropped = set(self._setup.dropped)
         return [p for lane, programs in enumerate(self._programs) if lane not in dropped for p in programs]
 
-    def _relink(self, device: int, epoch: int, address: str) -> None:
-        """Reopens the link to a peer."""
+    def _relink(self, device: int, epoch: int) -> None:
+        """The link to a peer is new."""
 
     @abstractmethod
     def _where(self) -> list[tuple[int, int, int]]:
         """(microbatch, run, position) of every run in progress; called by another thread."""
 
     def close(self) -> None:
-        """Releases memory and connections."""
+        self._links.close()

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tessera.execute import links
-from tessera.execute.links import Links
+from tessera.execute.links import Gone, Links
 from tessera.execute.mailbox import Mailbox, PeerConnection
-from tessera.execute.messages import Cancel, LinkFrame, LinkOpen
+from tessera.execute.messages import Cancel, LinkFrame, LinkOpen, Setup
+from tessera.ir import Cluster, Program, Transfer
 
 KEY = b"k" * 32
 LIMIT = 1 << 20
@@ -29,9 +30,9 @@ class Ear:
         """In order."""
         self.got.append((peer, frame, bytes(contents)))
 
-    def gone(self, peer: int, why: str) -> None:
+    def gone(self, gone: Gone) -> None:
         """With the reason."""
-        self.lost.append((peer, why))
+        self.lost.append((gone.device, gone.message))
 
 
 class Pair:
@@ -49,9 +50,23 @@ class Pair:
         self, device: int, box: Mailbox, epochs: tuple[int, int] = (0, 0), ear: Ear | None = None
     ) -> Links:
         """One that listens."""
-        where = {"folder": str(self.folder), "host": self.host}
-        own, limit = ear or self.ears[device], lambda peer: LIMIT
-        return Links(box, device, epochs, own, limit, secret=KEY if self.host else b"", **where)
+        own, sent = ear or self.ears[device], tuple(Transfer(0, 0, 0, LIMIT, n, 1 - n) for n in (0, 1))
+        program = Program(0, 0, 1, ((), ()), sent, ((), ()), (), ())
+        setup = Setup(
+            device,
+            Cluster((), ()),
+            (),
+            ((program,),),
+            1,
+            epochs=epochs,
+            weights={},
+            folder=str(self.folder),
+            host=self.host,
+            secret=KEY,
+        )
+        made = Links(setup, box, own.gone)
+        made.arrived = own.arrived
+        return made
 
     def stranger(self, secret: bytes) -> tuple[Mailbox, PeerConnection]:
         """A connection to the second worker that no worker made."""

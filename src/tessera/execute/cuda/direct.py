@@ -116,7 +116,7 @@ class Ipc(DirectTransport):
                 driver.mem_ops(self._side.cuda_stream, [MemOp(base + flag, 0)])
         self._side.synchronize()
 
-    def relink(self, device: int, epoch: int, address: str) -> bool:
+    def relink(self, device: int, epoch: int) -> bool:
         if epoch == self._epochs[device]:
             return False
         self._epochs[device] = epoch

@@ -568,9 +568,9 @@ class DeviceGraphs:
         step = self.traces[self._programs[number].step].step
         return step.batch * step.context
 
-    def relink(self, peer: int, epoch: int, address: str) -> None:
-        """Reopens the link to a peer; drops graphs that must be captured again."""
-        if self.transport is None or not self.transport.relink(peer, epoch, address):
+    def relink(self, peer: int, epoch: int) -> None:
+        """The link to a peer is new; drops graphs that must be captured again."""
+        if self.transport is None or not self.transport.relink(peer, epoch):
             return
         mine = self.device.number
         for microbatch, number in list(self._graphs):

@@ -9,7 +9,7 @@ Shared: beside CPU workers of the same machine, graphs use shared memory and fla
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +20,7 @@ from tessera.execute.cuda.transport import GpuTransport, InboxLayout, InboxSpot
 from tessera.execute.driver import MemOp
 from tessera.execute.links import Links
 from tessera.execute.messages import LinkFrame, Setup
-from tessera.execute.transport import WORD, Arenas, Gone
+from tessera.execute.transport import WORD, Arenas
 from tessera.ir import Program, Trace
 
 # Seconds between two looks at the flags of runs in flight.
@@ -101,22 +101,10 @@ class Shared(_Staged):
 
 
 class Host(_Staged):
-    """One worker's end; keeps `links.Receiver`."""
-
-    def __init__(
-        self,
-        device: int,
-        ordinal: int,
-        num_devices: int,
-        microbatches: int,
-        make_links: "Callable[[Host, Callable[[int], int]], Links]",
-        post: Callable[[Gone], None],
-    ) -> None:
+    def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int, links: Links) -> None:
         super().__init__(device, ordinal, num_devices, microbatches)
-        self._post = post
         # mirrors[device][inbox]
         self._mirrors: list[list[_Mirror]] = [[] for _ in range(num_devices)]
-        self._largest: dict[int, int] = {}
         # Run -> (microbatch, program); microbatch -> its last run, whose flagged transfers may still have to
         # be sent.
         self._runs: dict[int, tuple[int, int]] = {}
@@ -129,18 +117,15 @@ class Host(_Staged):
         self._early: dict[int, list[tuple[LinkFrame, memoryview]]] = {}
         self._changed = threading.Condition()
         self._is_closed = False
-        self.links: Links = make_links(self, lambda peer: self._largest.get(peer, 0))
         self._senders: set[int] = set()
+        self._links = links
+        links.arrived = self.arrived
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
         with self._changed:
             super().add(programs, traces)
-        transfers = [t for p in programs for t in p.transfers]
-        for transfer in transfers:
-            if transfer.dst == self._device:
-                known = self._largest.get(transfer.src, 0)
-                self._largest[transfer.src] = max(known, transfer.num_bytes)
-        for dst in {t.dst for t in transfers if t.src == self._device} - self._senders:
+        peers = {t.dst for program in programs for t in program.transfers if t.src == self._device}
+        for dst in peers - self._senders:
             self._senders.add(dst)
             name = f"tessera-send-{dst}"
             threading.Thread(target=self._send_all, args=(dst,), name=name, daemon=True).start()
@@ -184,18 +169,10 @@ class Host(_Staged):
         for device in range(len(self._mirrors)):
             self._fill(microbatch, 0, device)
 
-    def relink(self, device: int, epoch: int, address: str) -> bool:
-        """The links reconnect; graphs name this process's memory only."""
-        self.links.relink(device, epoch, address)
-        return False
-
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self.links.close()
-
-    # Methods of `links.Receiver`.
 
     def arrived(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
         with self._changed:
@@ -222,11 +199,6 @@ class Host(_Staged):
         first = self._inboxes.place(spot, self._device) + transfer.start
         mirror.bytes[first : first + len(contents)] = contents
         mirror.flags[mirror.layout.flag(spot) // WORD] = 1
-
-    def gone(self, peer: int, why: str) -> None:
-        self._post(Gone(peer, why, self.links.epochs[peer]))
-
-    # Sending.
 
     def _send_all(self, dst: int) -> None:
         seen = 0
@@ -257,7 +229,7 @@ class Host(_Staged):
             transfer = self._transfer(spot)
             start = self._inboxes.place(spot, dst) + transfer.start
             frame = LinkFrame(run, number, time.monotonic())
-            self.links.post(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
+            self._links.post(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
         return bool(found.size)
 
     def _fill(self, microbatch: int, value: int, device: int | None = None) -> None:

@@ -21,7 +21,6 @@ import torch
 from tessera.execute import driver
 from tessera.execute.cuda.pace import RECORD_WORDS
 from tessera.execute.driver import MemOp
-from tessera.execute.links import Links
 from tessera.execute.transport import WORD
 from tessera.ir import Program, Trace, Transfer
 
@@ -135,8 +134,6 @@ class GpuTransport(ABC):
 
     # True if a transfer brings its record.
     carries_records = True
-    # Links of this worker; None: it has none.
-    links: Links | None = None
 
     def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int) -> None:
         self._device, self._ordinal = device, ordinal
@@ -222,8 +219,8 @@ class GpuTransport(ABC):
     def _fill(self, microbatch: int, value: int) -> None:
         """Fills all flags of a microbatch here."""
 
-    def relink(self, device: int, epoch: int, address: str) -> bool:
-        """Reopens the link to a peer; True if graphs that send there must be captured again."""
+    def relink(self, device: int, epoch: int) -> bool:
+        """The link to a peer is new; True if graphs that send there must be captured again."""
         return False
 
     def close(self) -> None:

@@ -31,13 +31,12 @@ from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED, link_ho
 from tessera.execute.cuda.pages import GpuCopier
 from tessera.execute.cuda.transport import ALIGN, GpuTransport
 from tessera.execute.engine_connection import EngineConnection
-from tessera.execute.links import Links, Receiver
+from tessera.execute.links import Links
 from tessera.execute.memory import StatePlace, Storage, bytes_of, is_cleared
 from tessera.execute.messages import (
     Begin,
     Done,
     LateInputs,
-    LinkFrame,
     NewLanes,
     PackedTensor,
     PackedTensors,
@@ -46,7 +45,6 @@ from tessera.execute.messages import (
     pack,
 )
 from tessera.execute.page_mover import PageMover
-from tessera.execute.transport import Gone
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
 
@@ -91,14 +89,10 @@ class CudaWorker(DeviceWorker):
             setup.microbatches,
             scale=setup.scale,
             is_profiled=setup.is_profiled,
-            transport=_opener(setup, engine),
+            transport=_opener(setup, engine, self._links),
         )
         self._clock = GpuClock.of(self._graphs.device) if setup.is_profiled else None
-        self._links = _links_of(setup, engine, self._graphs.transport)
-        copier = GpuCopier(self._graphs.device)
-        if self._links is not None:
-            self._links.pages = self._hear_pages
-        hold_s = _hold_s(setup)
+        copier, hold_s = GpuCopier(self._graphs.device), _hold_s(setup)
         self._pages = PageMover(setup, self._find, copier, self._links, engine.tell, hold_s)
         # Oldest first.
         self._running: dict[int, _Running] = {}
@@ -114,10 +108,6 @@ class CudaWorker(DeviceWorker):
         for _ in range(START_GRAPHS):
             self._graphs.capture_next()
 
-    @property
-    def address(self) -> str:
-        return self._links.address if self._links is not None else ""
-
     def _advance(self) -> bool:
         if self._running and not self._end_runs():
             time.sleep(LOOK_S)
@@ -130,8 +120,7 @@ class CudaWorker(DeviceWorker):
         """Releases the weights, which belong to the engine, before the process ends."""
         if self._running:  # a graph that waits for a lost peer never ends
             return
-        if self._links is not None:
-            self._links.close()
+        super().close()
         self._graphs.close()
         self._setup = replace(self._setup, weights={})
 
@@ -155,11 +144,8 @@ class CudaWorker(DeviceWorker):
     def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
         self._graphs.drop([number for lane in lanes for number in self._numbers[lane]], homes)
 
-    def _relink(self, device: int, epoch: int, address: str) -> None:
-        transport = self._graphs.transport
-        if self._links is not None and (transport is None or transport.links is None):
-            self._links.relink(device, epoch, address)
-        self._graphs.relink(device, epoch, address)
+    def _relink(self, device: int, epoch: int) -> None:
+        self._graphs.relink(device, epoch)
 
     def _where(self) -> list[tuple[int, int, int]]:
         """The position is that of the last instruction begun; -1 in a run that is queued behind another."""
@@ -355,7 +341,9 @@ class CudaWorker(DeviceWorker):
                         contents.zero_()
 
 
-def _opener(setup: Setup, engine: EngineConnection) -> "Callable[[GpuDevice], GpuTransport] | None":
+def _opener(
+    setup: Setup, engine: EngineConnection, links: Links
+) -> "Callable[[GpuDevice], GpuTransport] | None":
     """Makes the transport; None with one device."""
     num = len(setup.cluster.devices)
     if num < 2:
@@ -369,38 +357,9 @@ def _opener(setup: Setup, engine: EngineConnection) -> "Callable[[GpuDevice], Gp
             return Nvshmem(*place, engine, setup.epoch)
         if setup.transport == "shm":
             return Shared(setup, device.ordinal)
-        links = lambda receiver, limit: _make_links(setup, engine, receiver, limit)  # noqa: E731
-        return Host(*place, links, engine.post)
+        return Host(*place, links)
 
     return open_transport
-
-
-def _make_links(
-    setup: Setup, engine: EngineConnection, receiver: Receiver, max_bytes: Callable[[int], int]
-) -> Links:
-    where = {"folder": setup.folder, "host": setup.host, "secret": setup.secret}
-    return Links(engine.mailbox, setup.device, setup.epochs, receiver, max_bytes, **where)  # type: ignore[arg-type]
-
-
-class _PagesOnly:
-    """Receiver of links that carry pages alone."""
-
-    def __init__(self, setup: Setup, engine: EngineConnection) -> None:
-        self._post = engine.post
-        self.links = _make_links(setup, engine, self, lambda peer: 0)
-
-    def arrived(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
-        """Transfers of steps take another way."""
-
-    def gone(self, peer: int, why: str) -> None:
-        self._post(Gone(peer, why, self.links.epochs[peer]))
-
-
-def _links_of(setup: Setup, engine: EngineConnection, transport: GpuTransport | None) -> Links | None:
-    """Links for pages: the transport's, or others; None with one device."""
-    if transport is None or transport.links is not None:
-        return None if transport is None else transport.links
-    return _PagesOnly(setup, engine).links
 
 
 def _hold_s(setup: Setup) -> Callable[[int, int], tuple[float, float]]:
