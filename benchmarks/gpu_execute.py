@@ -165,7 +165,7 @@ def overhead(log: Log, args: argparse.Namespace) -> None:
     from tessera.capture.inductor import record_inductor
     from tessera.execute.cuda.measure import UnitOnDevice, whole_plan
     from tessera.execute.offline import rate_per_s, run_offline
-    from tessera.execute.worker_stepper import hidden_main
+    from tessera.execute.processes import hidden_main
     from tessera.flow import UnitRequest, make_unit
 
     workload = build_case(Case("llama-3-8b", "decode", 32, 2048), args.layers)

@@ -30,7 +30,7 @@ from tessera.capture import Workload
 from tessera.capture.record import PORTABLE, record
 from tessera.capture.workload import on_device
 from tessera.execute.cuda.measure import whole_plan
-from tessera.execute.worker_stepper import hidden_main
+from tessera.execute.processes import hidden_main
 from tessera.flow import LoadSteps, make_unit, plan_steps
 from tessera.ir import Cluster, Objective, Plan, Step, Trace
 from tessera.plan import Comparison, Option, PlanConfig, Target

@@ -21,9 +21,10 @@ from tessera.execute.cuda.measure import measure
 from tessera.execute.cuda.pace import TimeScale, choose_scale
 from tessera.execute.link_times import time_transfers
 from tessera.execute.offline import RunResult, rate_per_s, run_offline
+from tessera.execute.processes import FORKSERVER, hidden_main
 from tessera.execute.reference import InOrder, ReferenceStepper, same_bits
 from tessera.execute.stepper import SpanLog
-from tessera.execute.worker_stepper import FORKSERVER, WorkerStepper, hidden_main
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import make_plan
 from tessera.ir import Cluster, Costs, Device, Link, Objective, Plan, Timeline, load, save
 from tessera.profile import estimate, make_cluster, parse_devices

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar, cast
 
 import numpy as np
 
-from tessera.execute.admission import Occupancy, StepCost
+from tessera.execute.admission import StepCost
 from tessera.execute.scheduler import Content, Microbatch, Scheduler
 from tessera.ir import Plan
 
@@ -48,6 +48,17 @@ class RowContent(Content[R], Protocol[R]):
     def can_move(self) -> bool:
         """True if its requests can restart elsewhere at little cost."""
         return False
+
+
+class Occupancy(Protocol):
+    @property
+    def num_used(self) -> int: ...
+
+    @property
+    def num_free(self) -> int: ...
+
+    @property
+    def takes(self) -> bool: ...
 
 
 class OpenPlace(Protocol):

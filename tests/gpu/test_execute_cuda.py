@@ -24,9 +24,10 @@ from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.measure import measure, whole_plan
 from tessera.execute.lower import lower
 from tessera.execute.offline import RunResult, run_offline
+from tessera.execute.processes import FORKSERVER
 from tessera.execute.reference import InOrder, ReferenceStepper, same_bits
 from tessera.execute.stepper import SpanLog
-from tessera.execute.worker_stepper import FORKSERVER, WorkerStepper
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_unit
 from tessera.ir import Cluster, Cost, Costs, Lane, Objective, Placement, Plan, Source, Step, WorkUnit
 from tessera.profile import make_cluster, parse_devices

@@ -16,6 +16,7 @@ import home_factory as made
 from tessera.execute import driver
 from tessera.execute.cuda.direct import MPS_PIPE
 from tessera.execute.lanes import Lanes
+from tessera.execute.processes import FORKSERVER
 from tessera.execute.reference import InOrder, ReferenceStepper, same_bits
 from tessera.execute.stepper import (
     DeviceBack,
@@ -27,7 +28,7 @@ from tessera.execute.stepper import (
     StepDone,
     Stepper,
 )
-from tessera.execute.worker_stepper import FORKSERVER, WorkerStepper
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Plan
 from tessera.kernels import NEWEST, PAGE
 from tessera.profile import make_cluster, parse_devices

@@ -12,7 +12,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from tessera.errors import ServiceBusy
 from tessera.execute.lanes import LoadedLane
@@ -22,17 +22,6 @@ LATEST = 0.1
 T = TypeVar("T")
 # A step may take this many times as long as alone.
 PATIENCE = 2.0
-
-
-class Occupancy(Protocol):
-    @property
-    def num_used(self) -> int: ...
-
-    @property
-    def num_free(self) -> int: ...
-
-    @property
-    def takes(self) -> bool: ...
 
 
 class FairQueue(Generic[T]):

@@ -15,16 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tessera.errors import DISTRIBUTION, MismatchError, TesseraError, WorkerError
+from tessera.execute import messages
 from tessera.execute.mailbox import HANDSHAKE_MS, MAX_HANDSHAKES, Hangup, Mailbox, PeerConnection
-from tessera.execute.messages import (
-    Leave,
-    Message,
-    Progress,
-    StoreGet,
-    StoreSet,
-    StoreValue,
-    Where,
-)
 from tessera.ir.files import FORMAT_VERSION
 
 # Secret of loopback addresses, which only this machine can reach.
@@ -132,20 +124,20 @@ class EngineConnection:
             raise
         self.mailbox.start()
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: messages.Message) -> None:
         """Queues a message; raises OSError if the engine is gone."""
         if not self._connection.send(message):
             raise BrokenPipeError("the engine is gone")
 
     def set(self, key: str, value: bytes) -> None:
-        self.tell(StoreSet(key, value))
+        self.tell(messages.StoreSet(key, value))
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """The value of a key; raises WorkerError after the time, OwnerGone if it will not be set."""
         with self._changed:
             is_known = key in self._values
         if not is_known:
-            self.tell(StoreGet(key))
+            self.tell(messages.StoreGet(key))
         with self._changed:
             self._changed.wait_for(lambda: key in self._values or self._is_over, timeout_s)
             if key not in self._values:
@@ -193,13 +185,13 @@ class EngineConnection:
 
     def _hear(self, connection: PeerConnection, message: Any, contents: memoryview | None) -> None:
         match message:
-            case Where():
-                self._connection.send(Progress(self.where()))
-            case StoreValue(key, value):
+            case messages.Where():
+                self._connection.send(messages.Progress(self.where()))
+            case messages.StoreValue(key, value):
                 with self._changed:
                     self._values[key] = value
                     self._changed.notify_all()
-            case Hangup() | Leave():
+            case Hangup() | messages.Leave():
                 self.end()
             case _:
                 self.post(message)

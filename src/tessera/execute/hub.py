@@ -9,7 +9,6 @@ once, and from the third failure in a row after growing pauses. The stepper deci
 device's earlier worker (epoch) are ignored. Clocks of machines are compared once, when a worker is ready.
 """
 
-import fcntl
 import os
 import queue
 import secrets
@@ -28,25 +27,6 @@ import torch.multiprocessing  # teaches pickle to pass tensors through shared me
 from tessera.errors import TesseraError, WorkerError
 from tessera.execute import messages, worker
 from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
-from tessera.execute.messages import (
-    Configured,
-    DropLanes,
-    Failed,
-    Hello,
-    Leave,
-    LoadLanes,
-    Message,
-    NewLanes,
-    Pieces,
-    Refused,
-    Relink,
-    Setup,
-    StoreGet,
-    StoreSet,
-    Want,
-    Welcome,
-    WorkerReady,
-)
 from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up
 from tessera.execute.rendezvous import MAX_ASKED_BYTES, Board, Rendezvous, WorkerGroup
 from tessera.execute.stepper import DeviceState, DeviceStatus
@@ -96,7 +76,7 @@ class LostWorker:
 class WorkerProcess(Protocol):
     pid: int | None
 
-    def run(self, value: Setup) -> None:
+    def run(self, value: messages.Setup) -> None:
         """Hands over the setup, and returns when the worker is gone."""
 
     def end(self, timeout_s: float) -> str:
@@ -113,11 +93,11 @@ class _Member:
     state: DeviceState = "lost"
     # Counts the workers of this device: the present one, or the next.
     epoch: int = 0
-    setup: Setup | None = None
+    setup: messages.Setup | None = None
     process: WorkerProcess | None = None
     connection: PeerConnection | None = None
     # Remote worker while it is configured.
-    pieces: Pieces | None = None
+    pieces: messages.Pieces | None = None
     num_configured: int = 0
     pid: int | None = None
     address: str = ""
@@ -152,7 +132,7 @@ class Hub:
     def __init__(
         self,
         names: Sequence[str],
-        setups: Sequence[Setup],
+        setups: Sequence[messages.Setup],
         method: str = FORKSERVER,
         *,
         rendezvous: Rendezvous | None = None,
@@ -164,7 +144,7 @@ class Hub:
         self.setups = list(setups)
         self._rendezvous = rendezvous
         self._here = here if rendezvous is not None else frozenset(range(len(names)))
-        self._folder, self._lock = "", -1
+        self._folder = ""
         self._members = [_Member() for _ in names]
         self._mailbox: Mailbox | None = None
         # News of this process's own threads, and of workers: (source, message).
@@ -173,7 +153,7 @@ class Hub:
         # PeerConnection -> (device, epoch); names of local workers that will connect; remote ones that wait.
         self._sources: dict[PeerConnection, tuple[int, int]] = {}
         self._expected: dict[bytes, tuple[int, int]] = {}
-        self._waiting: dict[PeerConnection, Hello] = {}
+        self._waiting: dict[PeerConnection, messages.Hello] = {}
         self._group = WorkerGroup(len(names), digest)
         self._is_woken = False
         self._store = Board(self._tell)
@@ -191,8 +171,6 @@ class Hub:
         """Begins to start all workers and returns. `take` tells when each is up."""
         home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self._folder = tempfile.mkdtemp(prefix=f"tessera-{os.getpid()}-", dir=home)
-        self._lock = os.open(os.path.join(self._folder, worker.LOCK), os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
         host, secret = "", b""
         if self._rendezvous is not None:
             host, secret, address = self._rendezvous.host, self._rendezvous.secret, self._rendezvous.address
@@ -232,7 +210,7 @@ class Hub:
                 return None
             self._mailbox.pump(max(0.0, min(times) - time.monotonic()) if times else None)
 
-    def order(self, device: int, message: Message) -> bool:
+    def order(self, device: int, message: messages.Message) -> bool:
         """Sends to a worker without waiting; False if it is not there."""
         return self.send(device, messages.encode(message))
 
@@ -267,7 +245,7 @@ class Hub:
     def healthy(self, device: int) -> None:
         self._members[device].failures = 0
 
-    def load(self, lanes: Sequence[NewLanes], dropped: Sequence[int] = ()) -> None:
+    def load(self, lanes: Sequence[messages.NewLanes], dropped: Sequence[int] = ()) -> None:
         """Adds and drops lanes, for present and future workers."""
         for device, then in enumerate(self.setups):
             now = then.extended(lanes[device]) if lanes else then
@@ -275,20 +253,20 @@ class Hub:
             if self._members[device].state == "ready":
                 self._tell_lanes(device, then)
 
-    def _tell_lanes(self, device: int, then: Setup) -> None:
+    def _tell_lanes(self, device: int, then: messages.Setup) -> None:
         """Sends the changes since the worker's setup; frees before it allocates."""
         now, num_lanes, num_steps = self.setups[device], len(then.programs), len(then.traces)
         if dropped := now.dropped[len(then.dropped) :]:
             homes = {program.home for lane in dropped for program in now.programs[lane]}
-            self.order(device, DropLanes(list(dropped), sorted(homes - now.homes - {-1})))
+            self.order(device, messages.DropLanes(list(dropped), sorted(homes - now.homes - {-1})))
         if programs := now.programs[num_lanes:]:
-            new = NewLanes(programs, now.traces[num_steps:], now.us[num_steps:])
-            self.order(device, LoadLanes(messages.pack_lanes(new)))
+            new = messages.NewLanes(programs, now.traces[num_steps:], now.us[num_steps:])
+            self.order(device, messages.LoadLanes(new))
 
     def relink(self, device: int, other: int) -> None:
         for one, two in ((device, other), (other, device)):
             peer = self._members[two]
-            self.order(one, Relink(two, peer.epoch, peer.address))
+            self.order(one, messages.Relink(two, peer.epoch, peer.address))
 
     def status(self, device: int) -> DeviceStatus:
         member = self._members[device]
@@ -317,7 +295,7 @@ class Hub:
         self._is_over.set()
         for member in self._members:
             if member.connection is not None:
-                member.connection.send(Leave())
+                member.connection.send(messages.Leave())
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for member in self._members:
             member.due_s = None
@@ -332,7 +310,6 @@ class Hub:
             self._mailbox.close(LEAVE_S)
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
-            os.close(self._lock)
             self._folder = ""
 
     def max_bytes(self) -> int:
@@ -346,7 +323,7 @@ class Hub:
         )
         return self.max_bytes() if is_known else MAX_ASKED_BYTES
 
-    def _launch(self, device: int, setup: Setup) -> WorkerProcess:
+    def _launch(self, device: int, setup: messages.Setup) -> WorkerProcess:
         """Starts a local worker; in a thread of its own."""
         name = f"tessera-{self.names[device]}"
         return LocalProcess(worker.main, (self._folder,), name, self._method)
@@ -380,12 +357,12 @@ class Hub:
         self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
         self._threads[-1].start()
 
-    def _try_start(self, device: int, setup: Setup) -> None:
+    def _try_start(self, device: int, setup: messages.Setup) -> None:
         source = (device, setup.epoch)
         try:
             process = self._launch(device, setup)
         except TesseraError as error:
-            self._post(source, Failed(error.message, error.remedy))
+            self._post(source, messages.Failed(error.message, error.remedy))
             return
         except (OSError, EOFError) as error:  # it died at once, or there is no memory for a process
             self._post(source, Hangup(f"it could not be started ({error})"))
@@ -437,7 +414,7 @@ class Hub:
         if not said and complaints:
             said = f"refused: {complaints[-1]}"
         what = f"nobody connected within {limit_s:.0f} s{f'; {said}' if said else ''}"
-        self._post((device, epoch), Failed(what, "Start one process per device."))
+        self._post((device, epoch), messages.Failed(what, "Start one process per device."))
 
     def _hear(self, connection: PeerConnection, message: Any) -> None:
         """A message of any peer, from `Mailbox.pump`."""
@@ -450,7 +427,7 @@ class Hub:
             self._inbox.append((source, message))
             if isinstance(message, Hangup):
                 del self._sources[connection]
-        elif isinstance(message, Hello):
+        elif isinstance(message, messages.Hello):
             refusal = self._group.refusal(message)
             if refusal is None:
                 self._waiting[connection] = message
@@ -460,9 +437,9 @@ class Hub:
         else:
             self._waiting.pop(connection, None)
             if not isinstance(message, Hangup):
-                self._refuse(connection, Refused("it did not say who it is", ""))
+                self._refuse(connection, messages.Refused("it did not say who it is", ""))
 
-    def _refuse(self, connection: PeerConnection, refusal: Refused) -> None:
+    def _refuse(self, connection: PeerConnection, refusal: messages.Refused) -> None:
         connection.send(refusal)
         connection.close()
         if self._rendezvous is not None:
@@ -482,9 +459,9 @@ class Hub:
             del self._waiting[connection]
             self._absent.discard(device)
             member.connection, member.started_s = connection, time.monotonic()
-            member.pieces = Pieces(member.setup.weights)
+            member.pieces = messages.Pieces(member.setup.weights)
             self._sources[connection] = (device, member.epoch)
-            connection.send(Welcome(messages.pack_config(member.setup)))
+            connection.send(messages.Welcome(messages.pack_config(member.setup)))
 
     def _sort(self, source: Any, message: Any) -> tuple[int, Any] | None:
         """Handles what is the hub's; returns the stepper's news."""
@@ -504,11 +481,11 @@ class Hub:
         if member.pieces is not None:
             return self._configure(device, member, message)
         match message:
-            case StoreSet(key, value):
+            case messages.StoreSet(key, value):
                 self._store.set(key, value)
-            case StoreGet(key):
+            case messages.StoreGet(key):
                 self._store.get(source, key)
-            case WorkerReady() if member.state == "starting":
+            case messages.WorkerReady() if member.state == "starting":
                 return device, self._welcome(device, message)
             case _:
                 return device, message
@@ -519,13 +496,13 @@ class Hub:
         assert member.pieces is not None
         try:
             match message:
-                case Want(name, start):
+                case messages.Want(name, start):
                     piece = member.pieces.piece(name, start)
                     if member.connection is not None:
                         member.connection.send(piece)
                     member.started_s = time.monotonic()
                     return None
-                case Configured():
+                case messages.Configured():
                     member.pieces, member.started_s = None, time.monotonic()
                     return None
                 case Hangup():  # another may connect
@@ -536,15 +513,15 @@ class Hub:
                         self._assign()
                         return None
                     return device, message
-                case Failed(text, remedy):
+                case messages.Failed(text, remedy):
                     error = WorkerError(f"could not start: {text}", remedy)
                 case _:
                     error = WorkerError(f"it sent {type(message).__name__} while it was configured")
         except WorkerError as wrong:
             error = wrong
-        return device, Failed(error.message, error.remedy)
+        return device, messages.Failed(error.message, error.remedy)
 
-    def _welcome(self, device: int, ready: WorkerReady) -> Up:
+    def _welcome(self, device: int, ready: messages.WorkerReady) -> Up:
         """Tells a ready worker, and the others, what changed while it started."""
         member = self._members[device]
         assert member.setup is not None
@@ -557,10 +534,10 @@ class Hub:
             if peer != device and other.state == "ready":
                 self.relink(device, peer)
             elif peer != device and other.epoch != member.setup.epochs[peer]:
-                self.order(device, Relink(peer, other.epoch))
+                self.order(device, messages.Relink(peer, other.epoch))
         return Up(member.epoch)
 
-    def _tell(self, source: tuple[int, int], message: Message) -> None:
+    def _tell(self, source: tuple[int, int], message: messages.Message) -> None:
         device, epoch = source
         if self._members[device].epoch == epoch:
             self.order(device, message)
@@ -570,7 +547,7 @@ class Hub:
         process, connection = member.process, member.connection
         member.process = member.connection = member.pieces = None
         if connection is not None:
-            connection.send(Leave())
+            connection.send(messages.Leave())
             connection.close()
             self._sources.pop(connection, None)
         if process is not None:

@@ -12,8 +12,9 @@ import torch
 
 from tessera.errors import WorkerError
 from tessera.execute import driver
+from tessera.execute.processes import hidden_main
 from tessera.execute.stepper import StepCall, StepDone
-from tessera.execute.worker_stepper import WorkerStepper, hidden_main
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import (
     Access,
     Buffer,

@@ -174,10 +174,25 @@ class Cancelled(_Message, frozen=True):
     run: Whole
 
 
-class LoadLanes(_Message, frozen=True):
-    """Engine to worker: more lanes; see `pack_lanes`."""
+@dataclass(frozen=True, slots=True)
+class NewLanes:
+    """Lanes that are added to a worker, and their steps that it does not have."""
 
-    packed: bytes
+    # programs[lane][index]
+    programs: tuple[tuple[Program, ...], ...]
+    traces: tuple[Trace, ...] = ()
+    # Configuration of the new steps; see `WorkerConfig`.
+    us: tuple[tuple[float, ...], ...] = ()
+
+    def verify(self) -> None:
+        for record in (*self.traces, *(program for lane in self.programs for program in lane)):
+            verify(record)
+
+
+class LoadLanes(_Message, frozen=True):
+    """Engine to worker: more lanes."""
+
+    lanes: NewLanes
 
 
 class DropLanes(_Message, frozen=True):
@@ -356,35 +371,6 @@ def decode(data: bytes | memoryview) -> Message:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TesseraError(f"a message between workers cannot be read: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class NewLanes:
-    """Lanes that are added to a worker, and their steps that it does not have."""
-
-    # programs[lane][index]
-    programs: tuple[tuple[Program, ...], ...]
-    traces: tuple[Trace, ...] = ()
-    # Configuration of the new steps; see `WorkerConfig`.
-    us: tuple[tuple[float, ...], ...] = ()
-
-    def verify(self) -> None:
-        for record in (*self.traces, *(program for lane in self.programs for program in lane)):
-            verify(record)
-
-
-def pack_lanes(lanes: NewLanes) -> bytes:
-    return msgspec.msgpack.encode(lanes)
-
-
-def unpack_lanes(packed: bytes) -> NewLanes:
-    """What was packed, verified; raises TesseraError on anything else."""
-    try:
-        lanes = msgspec.msgpack.decode(packed, type=NewLanes)
-        lanes.verify()
-    except (RuleBroken, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TesseraError(f"lanes cannot be read: {error}") from error
-    return lanes
 
 
 @dataclass(frozen=True, slots=True)

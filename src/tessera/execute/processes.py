@@ -54,10 +54,10 @@ def raise_file_limit() -> int:
     return soft
 
 
-def warm_up() -> None:
+def warm_up(preloaded: list[str] = PRELOADED) -> None:
     """Starts the server process that workers are forked from, unless it runs."""
     raise_file_limit()
-    multiprocessing.get_context(FORKSERVER).set_forkserver_preload(PRELOADED)
+    multiprocessing.get_context(FORKSERVER).set_forkserver_preload(preloaded)
     forkserver.ensure_running()
 
 

@@ -20,21 +20,10 @@ from itertools import zip_longest
 import torch
 
 from tessera.errors import MismatchError, TesseraError
+from tessera.execute import messages
 from tessera.execute.hub import Hub
 from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.memory import named_on
-from tessera.execute.messages import (
-    Begin,
-    Cancel,
-    Clear,
-    Done,
-    LateInputs,
-    Message,
-    PackedTensor,
-    encode,
-    pack,
-    unpack,
-)
 from tessera.execute.stepper import SpanLog, StepCall, StepDone, Tensors
 from tessera.execute.transport import HOST, SHM
 from tessera.ir import BufferKind, DeviceKind, Program, Run, Trace
@@ -121,7 +110,7 @@ class Runs:
         if state is None:
             for device, name in enumerate(self._names):
                 if name in lane.devices:
-                    self._order(microbatch, device, Clear(microbatch, lane.number))
+                    self._order(microbatch, device, messages.Clear(microbatch, lane.number))
 
     def close(self, microbatch: int) -> None:
         """Closes a microbatch that runs nothing."""
@@ -157,13 +146,13 @@ class Runs:
         (step,) = opened.steps
         run, running = next((n, x) for n, x in self.running.items() if x.step is step)
         wanted = self._inputs[opened.lane.number][opened.at]
-        packed = {name: pack(tensor) for name, tensor in inputs.items()}
+        packed = {name: messages.pack(tensor) for name, tensor in inputs.items()}
         for device in sorted(running.missing):
             given = {name: values for name, values in packed.items() if name in wanted[device]}
             if given:
-                self._order(microbatch, device, LateInputs(run, given))
+                self._order(microbatch, device, messages.LateInputs(run, given))
 
-    def collect(self, device: int, done: Done) -> StepDone | str | None:
+    def collect(self, device: int, done: messages.Done) -> StepDone | str | None:
         """Adds a device's share of a run; returns the step if it is complete, or a problem."""
         running = self.running.get(done.run)
         if running is None:  # its microbatch was lost
@@ -177,8 +166,8 @@ class Runs:
         if wrong:
             return wrong
         running.missing.discard(device)
-        step.outputs |= {name: unpack(packed) for name, packed in done.outputs.items()}
-        step.final |= {name: unpack(packed) for name, packed in done.state.items()}
+        step.outputs |= {name: messages.unpack(packed) for name, packed in done.outputs.items()}
+        step.final |= {name: messages.unpack(packed) for name, packed in done.state.items()}
         step.busy_s[self._names[device]] = step.busy_s.get(self._names[device], 0.0) + done.busy_s
         self.busy_s[self._names[device]] += done.busy_s
         for scope, rows in done.experts.items():
@@ -222,7 +211,7 @@ class Runs:
                 continue  # its order was never sent
             for other in running.missing - set(gone):
                 self._ending.setdefault(number, set()).add((run, other))
-                self.hub.order(other, Cancel(run))
+                self.hub.order(other, messages.Cancel(run))
         self._over(lambda run, device: device in gone)
         for number in microbatches:
             del self.opened[number]
@@ -249,7 +238,7 @@ class Runs:
         is_step, call = not step.left, step.call
         wanted = self._inputs[opened.lane.number][index]
         read = frozenset().union(*wanted) if is_step else frozenset[str]()
-        inputs = {name: pack(tensor) for name, tensor in call.inputs.items() if name in read}
+        inputs = {name: messages.pack(tensor) for name, tensor in call.inputs.items() if name in read}
         fresh = self._take_state(opened, program)
         wants_state = is_step and call.wants_state
         devices = participants(program, {*fresh, *(d for _, d in program.homes if wants_state)})
@@ -261,12 +250,12 @@ class Runs:
             given = {name: packed for name, packed in inputs.items() if name in wanted[device]}
             wants = (wants_state, self.spans is not None)
             is_open = is_step and call.is_open and bool(wanted[device] & LATE_INPUTS)
-            order = Begin(*place, given, fresh.get(device, {}), *wants, skips, is_open)
+            order = messages.Begin(*place, given, fresh.get(device, {}), *wants, skips, is_open)
             self._order(opened.number, device, order)
 
-    def _order(self, microbatch: int, device: int, order: Message) -> None:
+    def _order(self, microbatch: int, device: int, order: messages.Message) -> None:
         """Sends an order; holds it back while a cancelled run of the microbatch has not ended everywhere."""
-        data = encode(order)
+        data = messages.encode(order)
         if self._ending.get(microbatch):
             self._held.setdefault(microbatch, []).append((device, data))
         else:
@@ -281,14 +270,16 @@ class Runs:
                 for device, data in self._held.pop(microbatch, []):
                     self.hub.send(device, data)
 
-    def _take_state(self, opened: OpenMicrobatch, program: Program) -> dict[int, dict[str, PackedTensor]]:
+    def _take_state(
+        self, opened: OpenMicrobatch, program: Program
+    ) -> dict[int, dict[str, messages.PackedTensor]]:
         """Device -> its state that this run is the first to use."""
         buffers = self._trace(program).buffers
-        found: dict[int, dict[str, PackedTensor]] = {}
+        found: dict[int, dict[str, messages.PackedTensor]] = {}
         for buffer, device in program.homes:
             name = buffers[buffer].name
             if name in opened.state:
-                found.setdefault(device, {})[name] = pack(opened.state.pop(name))
+                found.setdefault(device, {})[name] = messages.pack(opened.state.pop(name))
         return found
 
 
@@ -315,7 +306,7 @@ def _steps_of(programs: Sequence[Program]) -> dict[int, int]:
 
 
 def problem_of(
-    done: Done,
+    done: messages.Done,
     trace: Trace,
     program: Program,
     device: int,
@@ -342,7 +333,7 @@ def problem_of(
     return ""
 
 
-def _state_problem(done: Done, trace: Trace, program: Program, device: int) -> str:
+def _state_problem(done: messages.Done, trace: Trace, program: Program, device: int) -> str:
     sizes = {
         trace.buffers[b].name: trace.buffers[b].size_bytes for b, home in program.homes if home == device
     }

@@ -31,14 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from tessera.execute.admission import (
-    PATIENCE,
-    FairQueue,
-    Occupancy,
-    StepCost,
-    Turns,
-    costs_of,
-)
+from tessera.execute.admission import PATIENCE, FairQueue, StepCost, Turns, costs_of
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.stepper import (
     DeviceBack,
@@ -55,11 +48,23 @@ from tessera.ir import Plan
 R = TypeVar("R")
 
 
-class Content(Occupancy, Protocol[R]):
+class Content(Protocol[R]):
     """The requests of one open microbatch; the first is added before any step.
 
     Defaults: nothing is kept, moved or looked ahead.
     """
+
+    @property
+    def num_used(self) -> int:
+        """Number of its requests."""
+
+    @property
+    def num_free(self) -> int:
+        """Number of requests that it has room for."""
+
+    @property
+    def takes(self) -> bool:
+        """True if it takes another request."""
 
     @property
     def is_kept(self) -> bool:

@@ -5,7 +5,6 @@ microbatch, and kept; see `memory`. A worker ends when the engine hangs up, so n
 """
 
 import contextlib
-import fcntl
 import gc
 import os
 import shutil
@@ -56,11 +55,8 @@ from tessera.ir import (
 from tessera.ir.host import host_nodes
 
 GROUPED_PART = "tessera.grouped_part.default"
-# File in the session's folder that the engine locks while it lives.
-LOCK = "lock"
-# Linux flag of an exiting process; tries for its lock, and seconds between them.
+# Linux flag of an exiting process.
 PF_EXITING = 0x4
-LEAVING_TRIES, LEAVING_S = 200, 0.05
 
 
 @dataclass
@@ -302,27 +298,15 @@ def _follow(pipe: Pipe, engine: EngineConnection) -> None:
 
 
 def _clean_up(folder: str) -> None:
-    """Removes the session's folder if the engine was killed; a living engine holds the lock."""
-    with contextlib.suppress(OSError), open(os.path.join(folder, LOCK), "rb") as lock:
-        for _ in range(LEAVING_TRIES):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                if not _is_leaving(int(os.path.basename(folder).split("-")[1])):
-                    return
-                time.sleep(LEAVING_S)
-            else:
-                shutil.rmtree(folder, ignore_errors=True)
-                return
-
-
-def _is_leaving(pid: int) -> bool:
-    """True if a process is exiting: it closes its pipes before it releases its locks."""
+    """Removes the session's folder if the engine, whose process its name has, was killed."""
+    pid = os.path.basename(folder).split("-")[1]
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            return bool(int(stat.read().rpartition(")")[2].split()[6]) & PF_EXITING)
+            is_gone = bool(int(stat.read().rpartition(")")[2].split()[6]) & PF_EXITING)
     except OSError:
-        return True
+        is_gone = True
+    if is_gone:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def serve(setup: Setup, engine: EngineConnection) -> None:

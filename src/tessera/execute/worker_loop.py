@@ -13,33 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from tessera.errors import TesseraError
+from tessera.execute import messages
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Gone, Links
 from tessera.execute.mailbox import Hangup
-from tessera.execute.messages import (
-    Begin,
-    Cancel,
-    Cancelled,
-    Clear,
-    DropLanes,
-    LateInputs,
-    LoadLanes,
-    MovePages,
-    NewLanes,
-    PageFrame,
-    PageTaken,
-    PeerLost,
-    Relink,
-    Setup,
-    WorkerReady,
-    unpack_lanes,
-)
 from tessera.execute.page_mover import PageMover, PageNews
 from tessera.ir import Program
 
 
 class DeviceWorker(ABC):
-    def __init__(self, setup: Setup, engine: EngineConnection) -> None:
+    def __init__(self, setup: messages.Setup, engine: EngineConnection) -> None:
         self._setup, self._engine = setup, engine
         engine.leads = True
         # Last instruction issued, as (microbatch, run, position), for the message of an error.
@@ -51,14 +34,16 @@ class DeviceWorker(ABC):
         # Set by the worker of a kind of device.
         self._pages: PageMover
 
-    def _hear_pages(self, peer: int, frame: PageFrame | PageTaken, contents: memoryview) -> None:
+    def _hear_pages(
+        self, peer: int, frame: messages.PageFrame | messages.PageTaken, contents: memoryview
+    ) -> None:
         """Called by another thread."""
         self._engine.post(PageNews(peer, frame, contents))
 
     def loop(self) -> None:
         """Reports that it is ready, then works until the engine hangs up."""
         self._engine.where = self._where
-        self._engine.tell(WorkerReady(time.monotonic(), os.getpid(), self._links.address))
+        self._engine.tell(messages.WorkerReady(time.monotonic(), os.getpid(), self._links.address))
         is_idle = False
         while True:
             news = self._engine.take(block=is_idle)
@@ -70,35 +55,35 @@ class DeviceWorker(ABC):
 
     def _handle(self, news: Any) -> None:
         match news:
-            case Begin():
+            case messages.Begin():
                 self._begin(news)
-            case LateInputs():
+            case messages.LateInputs():
                 self._give(news)
-            case Cancel(run):
+            case messages.Cancel(run):
                 self._pages.cancel(run)
                 self._cancel(run)
-                self._engine.tell(Cancelled(run))
-            case Clear(microbatch, lane):
+                self._engine.tell(messages.Cancelled(run))
+            case messages.Clear(microbatch, lane):
                 self._clear(microbatch, lane)
-            case LoadLanes(packed):
-                new = unpack_lanes(packed)
+            case messages.LoadLanes(new):
+                new.verify()
                 self._setup = self._setup.extended(new)
                 self._links.load(new.programs)
                 self._load(new)
                 self._pages.retry()
-            case DropLanes(lanes, homes):
+            case messages.DropLanes(lanes, homes):
                 self._setup = replace(self._setup, dropped=(*self._setup.dropped, *lanes))
                 self._drop(set(lanes), homes)
-            case MovePages():
+            case messages.MovePages():
                 self._pages.order(news)
             case PageNews():
                 self._pages.hear(news)
-            case Relink(device, epoch, address):
+            case messages.Relink(device, epoch, address):
                 self._links.relink(device, epoch, address)
                 self._relink(device, epoch)
                 self._pages.reset(device)
             case Gone(device, message, epoch):
-                self._engine.tell(PeerLost(device, message, epoch))
+                self._engine.tell(messages.PeerLost(device, message, epoch))
             case _:
                 raise TesseraError(f"a worker was sent {type(news).__name__}")
 
@@ -110,10 +95,10 @@ class DeviceWorker(ABC):
         """Does some of the work that can wait; False if there is none."""
         return False
 
-    def _begin(self, order: Begin) -> None:
+    def _begin(self, order: messages.Begin) -> None:
         """Starts a run, or queues it."""
 
-    def _give(self, late: LateInputs) -> None:
+    def _give(self, late: messages.LateInputs) -> None:
         """Lets an open run go on."""
 
     def _cancel(self, run: int) -> None:
@@ -122,7 +107,7 @@ class DeviceWorker(ABC):
     def _clear(self, microbatch: int, lane: int) -> None:
         """Sets the state of a microbatch to zeros, except pages of its home."""
 
-    def _load(self, new: NewLanes) -> None:
+    def _load(self, new: messages.NewLanes) -> None:
         """Adds lanes and their new steps."""
 
     def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:

@@ -13,25 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
+from tessera.execute import messages
 from tessera.execute.hub import Hub, LostWorker, Up, Wake
 from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.lower import describe
 from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import Footprint, Programs, check_fits, footprints, ready_programs
-from tessera.execute.messages import (
-    Cancelled,
-    Done,
-    Failed,
-    NewLanes,
-    PeerLost,
-    Progress,
-    Setup,
-    Where,
-    make_setups,
-    modelled_us,
-)
 from tessera.execute.moves import Moves, MoveUnderWay
-from tessera.execute.processes import FORKSERVER, hidden_main
+from tessera.execute.processes import FORKSERVER
 from tessera.execute.runs import Runs
 from tessera.execute.stepper import (
     DeviceBack,
@@ -46,10 +35,8 @@ from tessera.execute.stepper import (
 from tessera.execute.transport import AUTO, resolve
 from tessera.ir import BufferKind, Graph, Plan, Program, Recv, Send
 
-__all__ = ["FORKSERVER", "MakeHub", "WorkerStepper", "hidden_main", "make_setups"]
-
 # Makes the hub of workers that are not local processes.
-MakeHub = Callable[[Sequence[Setup]], Hub]
+MakeHub = Callable[[Sequence[messages.Setup]], Hub]
 # Seconds that a worker has to report its position; a separate thread answers.
 ANSWER_S = 3.0
 # Consecutive losses during the start that end it.
@@ -106,7 +93,7 @@ class WorkerStepper(Runs):
         lanes = _numbered(loaded.all, self._lowered)
         chosen = resolve(transport, plans[0].cluster.devices, is_local=hub is None)
         sizes = (self.microbatches, chosen, scale, is_profiled)
-        setups = make_setups(loaded, lanes, weights, *sizes)
+        setups = messages.make_setups(loaded, lanes, weights, *sizes)
         made = hub(setups) if hub is not None else Hub(plans[0].cluster.names, setups, method)
         made.max_failures = max_failures
         super().__init__(loaded, made, timeout_s)
@@ -150,8 +137,8 @@ class WorkerStepper(Runs):
         self.add(lanes)
         self.plans, self.footprints = tuple(plans), needed
         traces = tuple(graph.trace for graph in self.lanes.graphs[num_steps:])
-        us = [modelled_us(self.lanes, device, num_steps) for device in range(len(self._names))]
-        self._drop_lanes([NewLanes(tuple(map(tuple, lanes)), traces, rows) for rows in us])
+        us = [messages.modelled_us(self.lanes, device, num_steps) for device in range(len(self._names))]
+        self._drop_lanes([messages.NewLanes(tuple(map(tuple, lanes)), traces, rows) for rows in us])
 
     def _check_memory(self, plans: Sequence[Plan]) -> tuple[Footprint, ...]:
         """Footprints of lowered plans; raises if a device lacks memory."""
@@ -168,7 +155,7 @@ class WorkerStepper(Runs):
                     message = f"the workers have no weight '{weight.name}' of the {trace.step.kind} step"
                     raise MismatchError(message, "Start the workers with a plan for this model.")
 
-    def _drop_lanes(self, new: Sequence[NewLanes] = ()) -> None:
+    def _drop_lanes(self, new: Sequence[messages.NewLanes] = ()) -> None:
         """Has workers free lanes of replaced plans, and their pages, once nothing uses them; adds others."""
         dropped: list[int] = []
         if self.lanes.replaced:
@@ -255,7 +242,7 @@ class WorkerStepper(Runs):
             match message:
                 case Up():
                     waiting.discard(device)
-                case Failed(text, remedy):
+                case messages.Failed(text, remedy):
                     raise WorkerError(
                         f"could not start: {text}", remedy or "Lower --microbatches, or free memory.", place
                     )
@@ -268,10 +255,10 @@ class WorkerStepper(Runs):
 
     def _hear(self, device: int, message: Any) -> None:
         match message:
-            case Done():
+            case messages.Done():
                 if not self._moves.done(device, message.run):
                     self._collect(device, message)
-            case Cancelled(run):
+            case messages.Cancelled(run):
                 self._moves.cancelled(run, device)
                 self.over(run, device)
                 for stale in self._stale.values():
@@ -281,18 +268,18 @@ class WorkerStepper(Runs):
                 self._events.append(DeviceBack(self._names[device]))
             case Hangup(reason):
                 self._lose(device, reason or "the worker process ended before its work was done")
-            case Failed(text, remedy):
+            case messages.Failed(text, remedy):
                 self._lose(device, text, remedy)
-            case PeerLost(peer, text, epoch) if 0 <= peer < len(self._names) and peer != device:
+            case messages.PeerLost(peer, text, epoch) if 0 <= peer < len(self._names) and peer != device:
                 is_stale = any(at == device for _, at in self._stale.get(_pair(device, peer), ()))
                 if self.hub.is_ready(peer) and self.hub.epoch(peer) == epoch and not is_stale:
                     self._ask(_Inquiry({device, peer}, ends=(device, peer), why=text))
-            case Progress(rows):
+            case messages.Progress(rows):
                 self._note(device, {run: position for _, run, position in rows})
             case _:
                 self._lose(device, f"the worker said {type(message).__name__} out of turn")
 
-    def _collect(self, device: int, done: Done) -> None:
+    def _collect(self, device: int, done: messages.Done) -> None:
         running = self.running.get(done.run)
         found = self.collect(device, done)
         if isinstance(found, str):
@@ -333,7 +320,7 @@ class WorkerStepper(Runs):
     def _ask(self, inquiry: _Inquiry) -> None:
         self._inquiries.append(inquiry)
         for device in inquiry.asked:
-            self.hub.order(device, Where())
+            self.hub.order(device, messages.Where())
 
     def _note(self, device: int, positions: Positions) -> None:
         for inquiry in list(self._inquiries):

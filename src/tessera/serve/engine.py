@@ -8,15 +8,16 @@ keep devices busy; a stop string therefore frees its pages one step late, and th
 A request whose device was lost restarts from its prompt and the tokens so far, with its generators as they
 were: a client sees a pause and no repeat. Every accepted request gets one finish, also if this thread dies.
 The stepper restarts workers of lost devices; a device with `MAX_FAILURES` failures in a row is planned around
-(`adapt.controller`).
+by the controller, for which the engine is the `System`.
 """
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
-from tessera.adapt.controller import Controller
+from tessera.adapt.controller import Controller, Replanned
 from tessera.errors import ServiceClosing, TesseraError
 from tessera.execute.scheduler import Microbatch, SchedulerConfig, Watcher
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone, Stepper
@@ -45,7 +46,7 @@ TIMED = (DeviceKind.CPU, DeviceKind.CUDA)
 
 
 class Engine(Watcher[ActiveRequest]):
-    """`submit`, `cancel`, `post` and `close` are thread-safe; `run` is the thread's body."""
+    """`accept`, `cancel`, `post`, `switch` and `close` are thread-safe; `run` is the thread's body."""
 
     def __init__(
         self,
@@ -82,6 +83,9 @@ class Engine(Watcher[ActiveRequest]):
         config = SchedulerConfig(max_waiting, depth, max_retries=MAX_RETRIES)
         self.scheduler = Router(stepper, policies, shape, make, config, self, prefix_caching)
         self.controller: Controller[ServicePlan] | None = None
+        # Two: a lost device is planned for while an obsolete correction still runs.
+        self._background = ThreadPoolExecutor(2, "tessera-replan")
+        self._begun_s, self._is_running = stepper.now_s(), False
         self._timed = {d.name for d in stepper.plans[0].cluster.devices if d.kind in TIMED}
         self._lock = threading.Lock()
         self._posted: deque[Callable[[], None]] = deque()
@@ -98,7 +102,44 @@ class Engine(Watcher[ActiveRequest]):
         self._settled_s: float | None = None
         self._wake_ups = WakeUps()
 
-    def submit(self, request: ActiveRequest) -> None:
+    # Interface of the controller.
+
+    @property
+    def policy(self) -> str:
+        return self.scheduler.service_plan.policy
+
+    def now_s(self) -> float:
+        """Seconds since the start."""
+        return self.stepper.now_s() - self._begun_s
+
+    def switch(self, policy: str) -> None:
+        """Plan microbatches opened from now on by this policy."""
+
+        def switch() -> None:
+            names = [plan.policy for plan in self.scheduler.policies]
+            if policy in names:
+                self.scheduler.switch(names.index(policy))
+
+        self.post(switch) if self._is_running else switch()
+
+    def load(self, plans: tuple[ServicePlan, ...]) -> None:
+        self.meters.plan_changes += self.scheduler.adopt(plans)
+
+    def switch_s(self) -> float:
+        return self.scheduler.move_s()
+
+    def submit(self, job: Callable[[], Replanned[ServicePlan]]) -> Future[Replanned[ServicePlan]]:
+        assert self.controller is not None, "the controller submits"
+        future = self._background.submit(job)
+        future.add_done_callback(lambda _, poll=self.controller.poll: self.post(poll))  # type: ignore[misc]
+        return future
+
+    def end_planning(self) -> None:
+        self._background.shutdown(wait=True, cancel_futures=True)
+
+    # Requests.
+
+    def accept(self, request: ActiveRequest) -> None:
         if self.controller is not None:
             self.controller.arrived()  # before it can leave; refused requests count as load too
         try:
@@ -131,7 +172,7 @@ class Engine(Watcher[ActiveRequest]):
         self.stepper.wake()
 
     def run(self) -> None:
-        why = FAILED
+        why, self._is_running = FAILED, True
         try:
             while not self._is_over():
                 self.step()

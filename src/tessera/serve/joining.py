@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tessera.errors import CaptureError, MismatchError, TesseraError, WorkerError
-from tessera.execute import worker
+from tessera.execute import messages, worker
 from tessera.execute.engine_connection import (
     EngineAddress,
     EngineConnection,
@@ -31,20 +31,7 @@ from tessera.execute.engine_connection import (
 )
 from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S
 from tessera.execute.mailbox import Hangup
-from tessera.execute.messages import (
-    Configured,
-    Failed,
-    Hello,
-    Refused,
-    Want,
-    WeightBytes,
-    Welcome,
-    WorkerConfig,
-    fetch,
-    setup_of,
-    unpack_config,
-)
-from tessera.execute.processes import FORKSERVER, hidden_main
+from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up
 from tessera.ir import Step
 
 # Step of a trace -> weights of its model; `TesseraError` if it cannot be built here.
@@ -85,46 +72,32 @@ def keep_working(
     """Run sessions until no engine answers; return their number."""
     sessions = 0
     while True:
-        error, code = _session(engine, rank, make, patience_s, again_s if sessions else None)
+        error, ended = _session(engine, rank, make, patience_s, again_s if sessions else None)
         if isinstance(error, WorkerError) and sessions:
             return sessions  # the engine is gone
         if error is not None:
             raise error
         sessions += 1
-        how = "the engine hung up" if code == 0 else f"the worker ended with exit code {code}"
+        how = "the engine hung up" if ended == "exit code 0" else f"the worker ended with {ended}"
         say(f"{how}; connecting again")
 
 
-def _session(*arguments: Any) -> tuple[TesseraError | None, int]:
-    """One process from connection to hang-up: its error and exit code."""
-    context = multiprocessing.get_context(FORKSERVER)
-    context.set_forkserver_preload(PRELOADED)
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(  # type: ignore[attr-defined]
-        target=_session_main, args=(theirs, *arguments), name="tessera-worker", daemon=True
-    )
-    with hidden_main():
-        process.start()
-    theirs.close()
+def _session(*arguments: Any) -> tuple[TesseraError | None, str]:
+    """One process from connection to hang-up: its error, and how it ended."""
+    warm_up(PRELOADED)
+    process = LocalProcess(_session_main, arguments, "tessera-worker", FORKSERVER)
     kind, words = "", []
     try:
-        kind, *words = mine.recv()  # from this process's child
+        kind, *words = process.pipe.recv()  # from this process's child
     except EOFError:
         pass  # it worked until the engine hung up, or was killed
     except KeyboardInterrupt:
-        process.kill()
+        process.end(0.0)
         raise
-    finally:
-        mine.close()
-        process.join(STOP_TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    code = process.exitcode or 0
-    process.close()
+    how = process.end(STOP_TIMEOUT_S)
     if not kind:
-        return None, code
-    return (WorkerError if kind == WorkerError.__name__ else MismatchError)(*words), code
+        return None, how
+    return (WorkerError if kind == WorkerError.__name__ else MismatchError)(*words), how
 
 
 def _session_main(outcome: Pipe, *arguments: Any) -> None:
@@ -160,25 +133,27 @@ def join(
     # A worker in an endless computation does not notice a hang-up.
     engine.ended = lambda: _later(STOP_TIMEOUT_S, lambda: os._exit(1))
     try:
-        engine.tell(Hello(rank, address.digest, own_version()))
+        engine.tell(messages.Hello(rank, address.digest, own_version()))
         answer = engine.take(block=True)  # a spare worker waits here until it is needed
         if isinstance(answer, Hangup):
             return
-        if isinstance(answer, Refused):
+        if isinstance(answer, messages.Refused):
             raise MismatchError(answer.message, answer.remedy, address.place)
-        if not isinstance(answer, Welcome):
+        if not isinstance(answer, messages.Welcome):
             what = f"the engine sent {type(answer).__name__} in place of a configuration"
             raise WorkerError(what, place=address.place)
-        config = unpack_config(answer.config)
+        config = messages.unpack_config(answer.config)
         weights = _weights(config, make_weights, engine, say)
-        setup = setup_of(config, weights, address.secret, address.own_host)
-        engine.tell(Configured())
+        setup = messages.setup_of(config, weights, address.secret, address.own_host)
+        engine.tell(messages.Configured())
         worker.serve(setup, engine)
     except OSError:
         return  # the engine is gone
     except TesseraError as error:
         if not isinstance(error, WorkerError) or not error.place:
-            engine.tell(Failed(error.message, error.remedy))  # the engine must not wait for this worker
+            engine.tell(
+                messages.Failed(error.message, error.remedy)
+            )  # the engine must not wait for this worker
         raise
     finally:
         engine.close()
@@ -191,7 +166,7 @@ def _later(seconds: float, deed: Callable[[], object]) -> None:
 
 
 def _weights(
-    config: WorkerConfig, make: MakeWeights, engine: EngineConnection, say: Say
+    config: messages.WorkerConfig, make: MakeWeights, engine: EngineConnection, say: Say
 ) -> dict[str, torch.Tensor]:
     """Build from as few steps as needed, since steps share weights; request the rest."""
     weights: dict[str, torch.Tensor] = {}
@@ -205,13 +180,13 @@ def _weights(
                 break
 
     def ask(name: str, start: int) -> memoryview:
-        engine.tell(Want(name, start))
+        engine.tell(messages.Want(name, start))
         answer = engine.take(block=True)
         if isinstance(answer, Hangup):
             raise BrokenPipeError("the engine is gone")
-        if not isinstance(answer, WeightBytes):
+        if not isinstance(answer, messages.WeightBytes):
             raise WorkerError(f"the engine sent {type(answer).__name__} in place of weight '{name}'")
         return answer.data
 
     missing = [record for record in config.weight_records if record.name not in weights]
-    return weights | {record.name: fetch(record, ask) for record in missing}
+    return weights | {record.name: messages.fetch(record, ask) for record in missing}

@@ -420,18 +420,15 @@ def _follow(
     spec: ServeSpec,
     advance: Listener,
 ) -> Prepared:
-    """The groups of a plan with captured steps, and what they are expected to reach.
-
-    A lane over several devices is placed as planned where the launches are the same, else searched again.
-    """
+    """The groups of a plan with captured steps, and what they are expected to reach."""
     from tessera import flow
-    from tessera.serve.policies import check_groups, follow_group
+    from tessera.serve.policies import ServicePlanner, check_groups
     from tessera.serve.rehearse import rehearse
 
     if not model.shape.is_paged:
         raise MismatchError(f"{model.model} keeps state by row", "Serve it without --plan.", "--plan")
     begun_s, scale = time.perf_counter(), 1.0
-    captured: dict[tuple[object, ...], tuple[WorkUnit, tuple[Costs, ...]]] = {}
+    captured: dict[tuple[object, ...], ServicePlanner] = {}
     groups = []
     for group in plan.groups:
         key = (group.sequences, group.sizes, group.pool_tokens)
@@ -440,8 +437,10 @@ def _follow(
             advance(f"capturing steps of {', '.join(str(size) for size in group.sizes)} tokens")
             traces = backend.capture(sized, advance)
             unit = flow.make_unit(traces, group.plan.unit.counts)
-            captured[key] = unit, backend.price(unit, sized, advance)
-        made = follow_group(group, plan.policy, sized.shape, *captured[key], cluster, spec.effort)
+            costs = backend.price(unit, sized, advance)
+            given = (model.model, sized.shape, unit, costs, cluster, plan.load, spec.effort)
+            captured[key] = ServicePlanner(*given)
+        made = captured[key].follow(group, plan.policy)
         groups.append(made)
         scale = max(scale, backend.scale(made.plan, sized))
     check_groups(groups)

@@ -156,9 +156,29 @@ class ServicePlanner:
     def _group(self, policy: str, draft: GroupDraft) -> Group:
         if len(draft.devices) == 1:
             return self._on(draft.devices[0], draft.role, draft.microbatches)
-        unit, num = self._counted, draft.microbatches
-        placement = searched(policy, unit, self.costs, self.cluster, num, self.effort)
-        return self._along(policy, placement, num)
+        placement = self._searched(policy, self._counted, draft.microbatches)
+        return self._along(policy, placement, draft.microbatches)
+
+    def _searched(self, policy: str, unit: WorkUnit, microbatches: int) -> Placement:
+        """One placement over several devices by a policy; a rehearsal judges it."""
+        from tessera.plan import search_config
+        from tessera.plan.solve import place
+        from tessera.simulate import SteadyRates
+
+        search = search_config(self.effort)
+        return place(unit, self.costs, self.cluster, policy, microbatches, search, SteadyRates())
+
+    def follow(self, group: Group, policy: str) -> Group:
+        """A planned group over these steps: placed as planned if the launches are the same, else searched."""
+        used, plan = group.plan.used, group.plan
+        if len(used) == 1:
+            return self._on(used[0], group.role, group.microbatches)
+        lanes = plan.lanes
+        if [_kernels(graph) for graph in plan.graphs] != [_kernels(graph) for graph in self.unit.graphs]:
+            placement = self._searched(policy, self.unit, group.microbatches)
+            lanes = (replace(lanes[0], placement=placement),)
+        made = replace(plan, unit=self.unit, costs=self.costs, cluster=self.cluster, lanes=lanes)
+        return replace(group, plan=made)
 
     @cached_property
     def _counted(self) -> WorkUnit:
@@ -175,19 +195,24 @@ class ServicePlanner:
         return replace(self.unit, counts=tuple(max(1, round(num * scale)) for num in runs))
 
     def _on(self, device: int, role: Role, microbatches: int) -> Group:
-        return group_on(device, role, self.shape, self.unit, self.costs, self.cluster, microbatches)
+        """A group on one device; its pages are those of all groups on this device with as many."""
+        placement = Placement(tuple((device,) * len(graph.trace.launches) for graph in self.unit.graphs))
+        home = f"{self.cluster.names[device]} {self.shape.pool_tokens}"
+        return self._group_along(placement, role, microbatches, home)
 
-    def _along(self, name: str, placement: Placement, microbatches: int) -> Group:
+    def _group_along(self, placement: Placement, role: Role, microbatches: int, home: str) -> Group:
         from tessera.plan.solve import lane_plan
 
+        plan = lane_plan(self.unit, self.costs, self.cluster, placement, microbatches, home)
+        return Group(role, plan, self.shape.rows, microbatches)
+
+    def _along(self, name: str, placement: Placement, microbatches: int) -> Group:
         used = sorted({device for step in placement.devices for device in step})
         if len(used) == 1 and not placement.fetched:
             return self._on(used[0], Role.MIXED, max(1, self.shape.microbatches // len(self.cluster.devices)))
         pages = homes_of(self.unit.graphs[-1], placement.devices[-1])
         digest = hashlib.sha256(repr(pages).encode()).hexdigest()[:12]
-        home = f"{name}-{digest}"
-        plan = lane_plan(self.unit, self.costs, self.cluster, placement, microbatches, home)
-        return Group(Role.MIXED, plan, self.shape.rows, microbatches)
+        return self._group_along(placement, Role.MIXED, microbatches, f"{name}-{digest}")
 
     # New plans of a running service; see `adapt.controller`.
 
@@ -200,8 +225,7 @@ class ServicePlanner:
         """Policies for a load, if the first is better there by more than the costs' error; else the same."""
         planner = replace(self, load=load, costs=self._costs_in(policies))
         before = tuple(
-            replace(policy, load=load, expected=rehearse(policy, load, shape=self.shape))
-            for policy in policies
+            replace(policy, load=load, expected=self._rehearse(policy, load)) for policy in policies
         )
         if not self.names or self.is_beside_host:
             return before
@@ -224,12 +248,12 @@ class ServicePlanner:
         return rated(policies, self.shape)
 
     def better(self, old: ServicePlan) -> ServicePlan:
-        old = replace(old, expected=rehearse(old, self.load, shape=self.shape))
+        old = replace(old, expected=self._rehearse(old, self.load))
         if self.is_beside_host:
             return old
         new = self.best(old.policy)
         clients = 1 if old.policy == "latency" else None
-        before, after = (rehearse(plan, self.load, clients, shape=self.shape) for plan in (old, new))
+        before, after = (self._rehearse(plan, self.load, clients) for plan in (old, new))
         return new if after.tokens_per_s >= LEAST_GAIN * before.tokens_per_s else old
 
     def without(self, policies: tuple[ServicePlan, ...], lost: Collection[str]) -> tuple[ServicePlan, ...]:
@@ -241,7 +265,7 @@ class ServicePlanner:
         groups = tuple(self._on(device, Role.MIXED, each) for device in left)
         check_groups(groups)
         around = ServicePlan(self.model, "", self.load, groups)
-        around = replace(around, expected=rehearse(around, self.load, shape=self.shape))
+        around = replace(around, expected=self._rehearse(around, self.load))
         return tuple(
             replace(around, policy=policy.policy)
             if any(name in lost for group in policy.groups for name in group.devices)
@@ -257,61 +281,6 @@ def recosted(policy: ServicePlan, factors: Factors) -> ServicePlan:
         for g in policy.groups
     ]
     return replace(policy, groups=tuple(groups))
-
-
-def searched(
-    policy: str,
-    unit: WorkUnit,
-    costs: tuple[Costs, ...],
-    cluster: Cluster,
-    microbatches: int,
-    effort: str,
-) -> Placement:
-    """One placement over several devices by a policy; a rehearsal judges it."""
-    from tessera.plan import search_config
-    from tessera.plan.solve import place
-    from tessera.simulate import SteadyRates
-
-    return place(unit, costs, cluster, policy, microbatches, search_config(effort), SteadyRates())
-
-
-def group_on(
-    device: int,
-    role: Role,
-    shape: Shape,
-    unit: WorkUnit,
-    costs: tuple[Costs, ...],
-    cluster: Cluster,
-    microbatches: int,
-) -> Group:
-    """A group on one device; its pages are those of all groups on this device with as many."""
-    from tessera.plan.solve import lane_plan
-
-    placement = Placement(tuple((device,) * len(graph.trace.launches) for graph in unit.graphs))
-    home = f"{cluster.names[device]} {shape.pool_tokens}"
-    return Group(
-        role, lane_plan(unit, costs, cluster, placement, microbatches, home), shape.rows, microbatches
-    )
-
-
-def follow_group(
-    group: Group,
-    policy: str,
-    shape: Shape,
-    unit: WorkUnit,
-    costs: tuple[Costs, ...],
-    cluster: Cluster,
-    effort: str,
-) -> Group:
-    """A planned group over captured steps."""
-    used = group.plan.used
-    if len(used) == 1:
-        return group_on(used[0], group.role, shape, unit, costs, cluster, group.microbatches)
-    lanes = group.plan.lanes
-    if [_kernels(graph) for graph in group.plan.graphs] != [_kernels(graph) for graph in unit.graphs]:
-        placement = searched(policy, unit, costs, cluster, group.microbatches, effort)
-        lanes = (replace(lanes[0], placement=placement),)
-    return replace(group, plan=replace(group.plan, unit=unit, costs=costs, cluster=cluster, lanes=lanes))
 
 
 def _kernels(graph: Graph) -> list[str]:

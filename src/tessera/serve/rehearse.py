@@ -11,16 +11,15 @@ devices wait. This is a default, not a measurement: a service shows its own time
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, cycle
 from typing import NamedTuple
 
 from tessera.adapt.capability import Capability, capability_of
-from tessera.adapt.controller import Controller, Replanned
+from tessera.adapt.controller import Controller
 from tessera.adapt.monitor import Monitor
-from tessera.errors import PlanInfeasible, TesseraError
+from tessera.errors import PlanInfeasible
 from tessera.execute.scheduler import Microbatch
 from tessera.execute.stepper import StepDone
 from tessera.ir import Arrivals, Decision, Expected, Load, ServicePlan
@@ -87,7 +86,7 @@ def play(
     rehearsal = _Rehearsal(plans, replace(load, lengths=()), len(lengths), seed, smallest, faults, noise)
     if len(plans) > 1:
         monitor = Monitor(rated(plans, smallest))
-        rehearsal.controller = Controller(_VirtualService(rehearsal), plans, monitor)
+        rehearsal.controller = Controller(rehearsal, plans, monitor)
     return rehearsal.play(list(zip(arrivals.times_s, lengths, strict=True)))
 
 
@@ -159,7 +158,7 @@ class _Rehearsal(Engine):
 
     def play(self, arrivals: Sequence[tuple[float, tuple[int, int]]]) -> Played:
         """Figures from the first arrival to the last end."""
-        start, self._is_closed, most = self._mark(), False, 0
+        start, self._is_closed, self._is_running, most = self._mark(), False, True, 0
         for num, (at_s, lengths) in enumerate(arrivals):
             while self._virtual.now_s() < at_s:
                 self._begin()
@@ -268,32 +267,3 @@ class _Rehearsal(Engine):
 
 def _ms(seconds: Sequence[float], share: float) -> float:
     return 1e3 * (quantile(sorted(seconds), share) or 0.0)
-
-
-class _VirtualService:
-    """A `System` of the controller on a virtual clock; plans stay."""
-
-    def __init__(self, rehearsal: _Rehearsal) -> None:
-        self._engine, self._router = rehearsal, rehearsal.scheduler
-
-    @property
-    def policy(self) -> str:
-        return self._router.service_plan.policy
-
-    def now_s(self) -> float:
-        return self._engine.stepper.now_s()
-
-    def switch(self, policy: str) -> None:
-        number = [plan.policy for plan in self._router.policies].index(policy)
-        self._engine.post(lambda: self._router.switch(number))
-
-    def switch_s(self) -> float:
-        return self._router.move_s()
-
-    def load(self, plans: tuple[ServicePlan, ...]) -> None:
-        self._router.adopt(plans)
-
-    def submit(self, job: Callable[[], Replanned[ServicePlan]]) -> Future[Replanned[ServicePlan]]:
-        raise TesseraError(
-            "a simulated service makes no new plans", "Serve the model, or leave --monitor out."
-        )

@@ -13,11 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 
 from tessera.adapt.capability import Capability
-from tessera.adapt.controller import Controller, Planner, Replanned
+from tessera.adapt.controller import Controller, Planner
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import AskError, UnknownName
 from tessera.execute.stepper import DeviceStatus, Stepper
@@ -88,55 +87,26 @@ class Service:
         if policy not in (AUTO, *names):
             raise UnknownName("policy", policy, (AUTO, *names))
         self._engine = Engine(stepper, policies, shape, max_waiting, meters, sight, prefix_caching)
-        self._begun_s = time.monotonic()
-        # Two: a lost device is planned for while an obsolete correction still runs.
-        self._background = ThreadPoolExecutor(2, "tessera-replan")
-        self._is_started = False
         monitor = None
         if policy != AUTO:
             self.switch(policy)
         elif len(names) > 1 or planner is not None:
             monitor = _monitor(tuple(capabilities) or rated(policies, shape))
-        self._controller = Controller(self, policies, monitor, planner, log)
+        self._controller = Controller(self._engine, policies, monitor, planner, log)
         self._engine.controller = self._controller
         self._thread = threading.Thread(target=self._engine.run, name="tessera-engine", daemon=True)
-
-    def _policies(self) -> tuple[str, ...]:
-        return tuple(policy.policy for policy in self._engine.scheduler.policies)
 
     @property
     def policies(self) -> Policies:
         return self._engine.scheduler.policies
 
-    # Interface of the controller.
-
     @property
     def policy(self) -> str:
-        return self._engine.scheduler.service_plan.policy
-
-    def now_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._begun_s
+        return self._engine.policy
 
     def switch(self, policy: str) -> None:
         """Plan microbatches opened from now on by this policy."""
-
-        def switch() -> None:
-            if policy in self._policies():
-                self._engine.scheduler.switch(self._policies().index(policy))
-
-        self._engine.post(switch) if self._is_started else switch()
-
-    def load(self, plans: Policies) -> None:
-        self._engine.meters.plan_changes += self._engine.scheduler.adopt(plans)
-
-    def switch_s(self) -> float:
-        return self._engine.scheduler.move_s()
-
-    def submit(self, job: Callable[[], Replanned[ServicePlan]]) -> Future[Replanned[ServicePlan]]:
-        future = self._background.submit(job)
-        future.add_done_callback(lambda _: self._engine.post(self._controller.poll))
-        return future
+        self._engine.switch(policy)
 
     def __enter__(self) -> "Service":
         self.start()
@@ -146,7 +116,6 @@ class Service:
         self.stop(GRACE_S if error is None else 0.0)
 
     def start(self) -> None:
-        self._is_started = True
         self._thread.start()
 
     def stop(self, grace_s: float = GRACE_S) -> bool:
@@ -154,7 +123,7 @@ class Service:
         self._engine.close(time.monotonic() + grace_s)
         if self._thread.ident is not None:
             self._thread.join()  # includes the running step, which cannot be cancelled
-        self._background.shutdown(wait=True, cancel_futures=True)
+        self._engine.end_planning()
         return not self._engine.was_cut
 
     @property
@@ -166,7 +135,7 @@ class Service:
         """Pieces and a finish; closing the answer cancels it."""
         self._check(ask)
         request = ActiveRequest(ask, self.text.reader(), self.text.end)
-        self._engine.submit(request)
+        self._engine.accept(request)
         return Answer(request.buffer, lambda: self._engine.cancel(request))
 
     def _check(self, ask: Ask) -> None:
@@ -198,14 +167,14 @@ class Service:
         return Snapshot(
             model=self.model,
             policy=plan.policy,
-            policies=self._policies(),
+            policies=tuple(policy.policy for policy in self.policies),
             devices=self._devices(),
             links=tuple(meters.moved(bytes_per_s)),
             running=sum(microbatch.content.num_used for microbatch in microbatches),
             waiting=len(router.queue),
             groups=router.views(),
             expected=plan.expected,
-            load=self._controller.history.view(self.now_s(), plan.load),
+            load=self._controller.history.view(self._engine.now_s(), plan.load),
             switches=router.counts.switches,
             last_switch_ms=router.counts.last_switch_ms,
             pages_moved=router.counts.pages_moved,
@@ -215,7 +184,7 @@ class Service:
             pages=sum(pool.num_pages - 1 for pool in pools),
             tokens_per_s=meters.tokens_per_s,
             latency=meters.latency,
-            up_s=self.now_s(),
+            up_s=self._engine.now_s(),
             finished=dict(meters.finished),
             experts=dict(meters.experts),
             decisions=tuple(self._controller.decisions),

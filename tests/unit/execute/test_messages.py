@@ -48,9 +48,7 @@ from tessera.execute.messages import (
     decode,
     encode,
     pack,
-    pack_lanes,
     unpack,
-    unpack_lanes,
 )
 
 NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -89,7 +87,7 @@ FIELDS: dict[type, list[st.SearchStrategy[Any]]] = {
     StoreSet: [TEXTS, BYTES],
     StoreGet: [TEXTS],
     StoreValue: [TEXTS, BYTES],
-    LoadLanes: [BYTES],
+    LoadLanes: [st.builds(NewLanes, st.just(((),)), st.just(()), st.just(((1.5,),)))],
     DropLanes: [INDEXES, INDEXES],
     Relink: [NUMBERS, NUMBERS, TEXTS],
     Where: [],
@@ -229,9 +227,15 @@ def test_programs_survive_the_way() -> None:
     """Those of a plan that crosses between devices; anything else is refused."""
     plan = made.plan_of([made.scattered(random.Random(0), [0, 1])], 2)
     lanes = NewLanes(lower(plan), tuple(g.trace for g in plan.graphs), ((1.5, 2.0), ()))
-    data = pack_lanes(lanes)
+    data = encode(LoadLanes(lanes))
 
-    assert lanes == unpack_lanes(data)
-    for wrong in (data[:-1], b"[]]", b"{}", b"[[{}]]", b"\xff", data.replace(b"src\x00", b"src\x09", 1)):
-        with pytest.raises(TesseraError, match="lanes cannot be read"):
-            unpack_lanes(wrong)
+    assert LoadLanes(lanes) == decode(data)
+    plain = msgspec.msgpack.decode(data)
+    wrongs: list[Any] = [[], {}, [[{}]], b"\xff", {"programs": [[{}]]}]
+    for wrong in wrongs:
+        with pytest.raises(TesseraError, match="cannot be read"):
+            decode(msgspec.msgpack.encode(plain | {"lanes": wrong}))
+    broken = decode(data.replace(b"src\x00", b"src\x09", 1))
+    assert isinstance(broken, LoadLanes)
+    with pytest.raises(TesseraError):
+        broken.lanes.verify()

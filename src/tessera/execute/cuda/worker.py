@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from tessera.errors import WorkerError
-from tessera.execute import driver
+from tessera.execute import driver, messages
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.direct import Ipc, Nvshmem, PeerAway
 from tessera.execute.cuda.graphs import DeviceGraphs, MicrobatchBuffers, ShareGraph
@@ -33,17 +33,6 @@ from tessera.execute.cuda.transport import ALIGN, GpuTransport
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links
 from tessera.execute.memory import StatePlace, Storage, bytes_of, is_cleared
-from tessera.execute.messages import (
-    Begin,
-    Done,
-    LateInputs,
-    NewLanes,
-    PackedTensor,
-    PackedTensors,
-    PeerLost,
-    Setup,
-    pack,
-)
 from tessera.execute.page_mover import PageMover
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
@@ -62,7 +51,7 @@ Rows = tuple[list[tuple[int, float, float, float]], list[tuple[int, float, float
 
 @dataclass
 class _Running:
-    order: Begin
+    order: messages.Begin
     program: Program
     graph: ShareGraph | None
     # Events around the graph, and after the copies of its outputs.
@@ -76,7 +65,7 @@ class _Running:
 
 
 class CudaWorker(DeviceWorker):
-    def __init__(self, setup: Setup, engine: EngineConnection) -> None:
+    def __init__(self, setup: messages.Setup, engine: EngineConnection) -> None:
         super().__init__(setup, engine)
         torch.cuda.set_device(setup.cluster.devices[setup.device].ordinal)
         # numbers[lane][index], as `DeviceGraphs` counts programs.
@@ -97,14 +86,14 @@ class CudaWorker(DeviceWorker):
         # Oldest first.
         self._running: dict[int, _Running] = {}
         # Runs not launched because a peer was away.
-        self._refused: dict[int, Begin] = {}
+        self._refused: dict[int, messages.Begin] = {}
         # (lane, index) -> see `_modelled`.
         self._modelled_s: dict[tuple[int, int], float | None] = {}
         # The run that ended last.
         self._last: _Running | None = None
         # (microbatch, step of inputs or name of state) -> pinned memory, with the event after its last copy.
         self._staged: dict[tuple[int, int | str], deque[tuple[torch.Tensor, Any]]] = {}
-        self._load(NewLanes(setup.programs, setup.traces, setup.us))
+        self._load(messages.NewLanes(setup.programs, setup.traces, setup.us))
         for _ in range(START_GRAPHS):
             self._graphs.capture_next()
 
@@ -124,7 +113,7 @@ class CudaWorker(DeviceWorker):
         self._graphs.close()
         self._setup = replace(self._setup, weights={})
 
-    def _load(self, new: NewLanes) -> None:
+    def _load(self, new: messages.NewLanes) -> None:
         self._graphs.add_steps(new.traces, new.us)
         for lane, programs in enumerate(new.programs, len(self._programs)):
             self._numbers.append(self._graphs.add(programs, lane in self._setup.dropped))
@@ -158,7 +147,7 @@ class CudaWorker(DeviceWorker):
 
     # Runs.
 
-    def _begin(self, order: Begin) -> None:
+    def _begin(self, order: messages.Begin) -> None:
         program, number = self._programs[order.lane][order.index], self._numbers[order.lane][order.index]
         self.at = (order.microbatch, order.run, -1)
         room = self._graphs.buffers(order.microbatch)
@@ -166,7 +155,7 @@ class CudaWorker(DeviceWorker):
             graph = self._graphs.graph(order.microbatch, number)
         except PeerAway as error:
             self._refused[order.run] = order
-            self._engine.tell(PeerLost(error.device, error.message))
+            self._engine.tell(messages.PeerLost(error.device, error.message))
             return
         start, stop, done = (torch.cuda.Event(enable_timing=timed) for timed in (True, True, False))
         running = _Running(order, program, graph, start, stop, done)
@@ -184,7 +173,7 @@ class CudaWorker(DeviceWorker):
                 self._finish(room, running)
         self._running[order.run] = running
 
-    def _give(self, late: LateInputs) -> None:
+    def _give(self, late: messages.LateInputs) -> None:
         running = self._running.get(late.run)
         if running is not None:
             room = self._graphs.buffers(running.order.microbatch)
@@ -204,7 +193,11 @@ class CudaWorker(DeviceWorker):
         running.done.record()
 
     def _take_in(
-        self, room: MicrobatchBuffers, program: Program, inputs: PackedTensors, initial: PackedTensors
+        self,
+        room: MicrobatchBuffers,
+        program: Program,
+        inputs: messages.PackedTensors,
+        initial: messages.PackedTensors,
     ) -> None:
         """Copies inputs and initial state in, on the current stream."""
         arena = room.arenas.get(program.step)
@@ -222,7 +215,7 @@ class CudaWorker(DeviceWorker):
         self,
         key: tuple[int, int | str],
         target: torch.Tensor,
-        parts: Sequence[tuple[int, int, PackedTensor, str]],
+        parts: Sequence[tuple[int, int, messages.PackedTensor, str]],
     ) -> None:
         """Copies (offset, bytes, values, name) through pinned memory that no earlier copy still reads.
 
@@ -266,10 +259,10 @@ class CudaWorker(DeviceWorker):
             del self._running[order.run]
             self._over(order.run, is_cancelled=False)
             spans, transfers = self._report(running)
-            outputs = {name: pack(t) for name, t in running.outputs.items()}
-            state = {name: pack(t) for name, t in running.state.items()}
+            outputs = {name: messages.pack(t) for name, t in running.outputs.items()}
+            state = {name: messages.pack(t) for name, t in running.state.items()}
             times = (self._busy_s(running), self._idle_s(running))
-            self._engine.tell(Done(order.run, outputs, state, spans, transfers, *times))
+            self._engine.tell(messages.Done(order.run, outputs, state, spans, transfers, *times))
         return bool(ended)
 
     def _idle_s(self, running: _Running) -> float:
@@ -342,7 +335,7 @@ class CudaWorker(DeviceWorker):
 
 
 def _opener(
-    setup: Setup, engine: EngineConnection, links: Links
+    setup: messages.Setup, engine: EngineConnection, links: Links
 ) -> "Callable[[GpuDevice], GpuTransport] | None":
     """Makes the transport; None with one device."""
     num = len(setup.cluster.devices)
@@ -362,7 +355,7 @@ def _opener(
     return open_transport
 
 
-def _hold_s(setup: Setup) -> Callable[[int, int], tuple[float, float]]:
+def _hold_s(setup: messages.Setup) -> Callable[[int, int], tuple[float, float]]:
     """Modelled seconds of a piece on the wire, and of latency, where a link keeps modelled time."""
     links = throttled_links(setup.cluster)
 
