@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
@@ -202,15 +203,6 @@ def slot_bytes(trace: Trace, program: Program, device: int) -> tuple[int, ...]:
     column = (x.launch for x in program.instructions[device] if isinstance(x, Fetch))
     each = [[trace.buffers[b].size_bytes for b in fetched_by(trace, program, device, n)] for n in column]
     return tuple(map(max, zip_longest(*each, fillvalue=0)))
-
-
-def slots_of(trace: Trace, program: Program, device: int, ring: Sequence[Sequence[Storage]]) -> Slots:
-    """Where the weights of each launch that fetches land: places in turn."""
-    launches = [x.launch for x in program.instructions[device] if isinstance(x, Fetch)]
-    return {
-        launch: dict(zip(fetched_by(trace, program, device, launch), ring[n % len(ring)], strict=False))
-        for n, launch in enumerate(launches)
-    }
 
 
 def _aligned(size_bytes: int) -> int:
@@ -463,34 +455,39 @@ class ProgramMemory:
     late_at: int
 
 
-class WorkerMemory:
-    def __init__(self, device: int) -> None:
-        self._device = device
+class DeviceState:
+    """State on one device: pages once per home, a microbatch's own, and places of fetched weights."""
+
+    def __init__(self, device: int, card: torch.device) -> None:
+        self._device, self._card = device, card
         # By step.
-        self._traces: list[Trace] = []
-        self._weights: list[dict[int, Storage]] = []
-        # (microbatch, name, bytes): plans may have state of different sizes under one name.
-        self._state: dict[tuple[int, str, int], Storage] = {}
+        self.traces: list[Trace] = []
         # homes[home][name]
         self.homes: dict[int, dict[str, Storage]] = defaultdict(dict)
-        # pools[microbatch][bytes]
-        self._pools: dict[int, dict[int, list[Storage]]] = defaultdict(dict)
-        # rings[microbatch][bytes of a place]
-        self._rings: dict[int, dict[tuple[int, ...], list[list[Storage]]]] = defaultdict(dict)
+        # (microbatch, name, bytes): plans may have state of different sizes under one name.
+        self.own: dict[tuple[int, str, int], Storage] = {}
+        # (microbatch, bytes of a place)
+        self.rings: dict[tuple[int, tuple[int, ...]], list[list[Storage]]] = {}
 
-    def add_step(self, trace: Trace, weights: dict[int, Storage]) -> None:
-        """`weights`: those that are here."""
-        self._traces.append(trace)
-        self._weights.append(weights)
+    def buffer(self, microbatch: int, program: Program, index: int) -> Storage:
+        """A state buffer of a microbatch or its home, zeros at first: they are finite and valid indices."""
+        buffer = self.traces[program.step].buffers[index]
+        held: dict[Any, Storage] = self.own
+        key: Any = (microbatch, buffer.name, buffer.size_bytes)
+        if is_shared(program, buffer.name):
+            held, key = self.homes[program.home], buffer.name
+        if key not in held:
+            held[key] = self._zeros(buffer.size_bytes)
+        return held[key]
 
-    def add_homes(self, programs: Iterable[Program]) -> None:
-        """Allocates the pages of homes that are new."""
-        for program in programs:
-            for buffer, device in program.homes:
-                if device == self._device and is_shared(
-                    program, self._traces[program.step].buffers[buffer].name
-                ):
-                    self._state_of(0, program, buffer)
+    def named(self, microbatch: int, program: Program) -> dict[str, torch.Tensor]:
+        """State of a program here by name, as flat bytes."""
+        buffers, found = self.traces[program.step].buffers, dict[str, torch.Tensor]()
+        for index, home in program.homes:
+            if home == self._device:
+                storage = self.buffer(microbatch, program, index)
+                found[buffers[index].name] = bytes_of(storage, 0, storage.nbytes())
+        return found
 
     def find(self, place: StatePlace, name: str, programs: Sequence[Sequence[Program]]) -> Storage | None:
         """State of a home or of a microbatch on a lane of `programs`; None: it is not here."""
@@ -498,38 +495,59 @@ class WorkerMemory:
         if microbatch < 0:
             return self.homes.get(number, {}).get(name)
         for program in programs[number] if 0 <= number < len(programs) else ():
-            for buffer, device in program.homes:
-                if device == self._device and self._traces[program.step].buffers[buffer].name == name:
-                    return self._state_of(microbatch, program, buffer)
+            for index, device in program.homes:
+                if device == self._device and self.traces[program.step].buffers[index].name == name:
+                    return self.buffer(microbatch, program, index)
         return None
 
-    def _state_of(self, microbatch: int, program: Program, index: int) -> Storage:
-        buffer = self._traces[program.step].buffers[index]
-        if is_shared(program, buffer.name):
-            pages = self.homes[program.home]
-            if buffer.name not in pages:  # zeros: numbers in unused places must be finite
-                pages[buffer.name] = torch.zeros(buffer.size_bytes, dtype=torch.uint8).untyped_storage()
-            return pages[buffer.name]
-        key = (microbatch, buffer.name, buffer.size_bytes)
-        if key not in self._state:
-            self._state[key] = allocate(buffer.size_bytes)
-            bytes_of(self._state[key], 0, buffer.size_bytes).zero_()
-        return self._state[key]
+    def slots(self, microbatch: int, program: Program) -> Slots:
+        """Where the weights of each launch that fetches land: places in turn."""
+        trace = self.traces[program.step]
+        sizes = slot_bytes(trace, program, self._device)
+        if (microbatch, sizes) not in self.rings:
+            self.rings[microbatch, sizes] = [[self._zeros(size) for size in sizes] for _ in range(SLOTS)]
+        ring = self.rings[microbatch, sizes]
+        launches = [x.launch for x in program.instructions[self._device] if isinstance(x, Fetch)]
+        weights = [fetched_by(trace, program, self._device, launch) for launch in launches]
+        return {
+            launch: dict(zip(weights[n], ring[n % SLOTS], strict=False)) for n, launch in enumerate(launches)
+        }
+
+    def _zeros(self, size_bytes: int) -> Storage:
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=self._card).untyped_storage()
+
+
+class WorkerMemory(DeviceState):
+    def __init__(self, device: int) -> None:
+        super().__init__(device, torch.device("cpu"))
+        # By step.
+        self._weights: list[dict[int, Storage]] = []
+        # pools[microbatch][bytes]
+        self._pools: dict[int, dict[int, list[Storage]]] = defaultdict(dict)
+
+    def add_step(self, trace: Trace, weights: dict[int, Storage]) -> None:
+        """`weights`: those that are here."""
+        self.traces.append(trace)
+        self._weights.append(weights)
+
+    def add_homes(self, programs: Iterable[Program]) -> None:
+        """Allocates the pages of homes that are new."""
+        for program in programs:
+            for index, device in program.homes:
+                name = self.traces[program.step].buffers[index].name
+                if device == self._device and is_shared(program, name):
+                    self.buffer(0, program, index)
 
     def program_memory(self, microbatch: int, program: Program, us: Sequence[float]) -> ProgramMemory:
         """`us`: modelled time of each launch on this device; empty: unknown."""
-        trace, device = self._traces[program.step], self._device
+        trace, device = self.traces[program.step], self._device
         places = self._places(microbatch, program)
         memory = PlacedMemory(self._weights[program.step], places)
-        rings, sizes = self._rings[microbatch], slot_bytes(trace, program, device)
-        if sizes not in rings:
-            rings[sizes] = [[allocate(size) for size in sizes] for _ in range(SLOTS)]
-        memory.slots = slots_of(trace, program, device, rings[sizes])
+        memory.slots = self.slots(microbatch, program)
         given = {trace.buffers[b].name: b for b in places if trace.buffers[b].kind in GIVEN}
         here = {name for name, holder in program.outputs if holder == device}
         outputs = {name: view for name, view in trace.outputs if name in here}
-        homes = [buffer for buffer, home in program.homes if home == device]
-        state = {trace.buffers[b].name: bytes_of(s := memory.get(b), 0, s.nbytes()) for b in homes}
+        state = self.named(microbatch, program)
         until: Sequence[float] = ()
         if us:
             until = until_wait(
@@ -539,14 +557,14 @@ class WorkerMemory:
         return ProgramMemory(program, memory, given, outputs, state, until, late)
 
     def _places(self, microbatch: int, program: Program) -> dict[int, Storage]:
-        trace, pool = self._traces[program.step], self._pools[microbatch]
+        trace, pool = self.traces[program.step], self._pools[microbatch]
         free = {size: list(held) for size, held in pool.items()}
         places: dict[int, Storage] = {}
         for buffer, is_needed in touched(trace, program, self._device):
             found = trace.buffers[buffer]
             size = found.size_bytes
             if found.kind is BufferKind.STATE:
-                places[buffer] = self._state_of(microbatch, program, buffer)
+                places[buffer] = self.buffer(microbatch, program, buffer)
             elif not is_needed:
                 free.setdefault(size, []).append(places[buffer])
             elif free.get(size):

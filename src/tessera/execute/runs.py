@@ -270,12 +270,10 @@ class Runs:
                 for device, data in self._held.pop(microbatch, []):
                     self.hub.send(device, data)
 
-    def _take_state(
-        self, opened: OpenMicrobatch, program: Program
-    ) -> dict[int, dict[str, messages.PackedTensor]]:
+    def _take_state(self, opened: OpenMicrobatch, program: Program) -> dict[int, messages.PackedTensors]:
         """Device -> its state that this run is the first to use."""
         buffers = self._trace(program).buffers
-        found: dict[int, dict[str, messages.PackedTensor]] = {}
+        found: dict[int, messages.PackedTensors] = {}
         for buffer, device in program.homes:
             name = buffers[buffer].name
             if name in opened.state:

@@ -30,15 +30,9 @@ class DeviceWorker(ABC):
         # programs[lane]
         self._programs: list[Sequence[Program]] = []
         self._links = Links(setup, engine.mailbox, engine.post)
-        self._links.pages = self._hear_pages
+        self._links.pages = lambda *news: engine.post(PageNews(*news))
         # Set by the worker of a kind of device.
         self._pages: PageMover
-
-    def _hear_pages(
-        self, peer: int, frame: messages.PageFrame | messages.PageTaken, contents: memoryview
-    ) -> None:
-        """Called by another thread."""
-        self._engine.post(PageNews(peer, frame, contents))
 
     def loop(self) -> None:
         """Reports that it is ready, then works until the engine hangs up."""

@@ -151,9 +151,7 @@ def join(
         return  # the engine is gone
     except TesseraError as error:
         if not isinstance(error, WorkerError) or not error.place:
-            engine.tell(
-                messages.Failed(error.message, error.remedy)
-            )  # the engine must not wait for this worker
+            engine.tell(messages.Failed(error.message, error.remedy))  # it must not wait for this worker
         raise
     finally:
         engine.close()

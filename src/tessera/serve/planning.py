@@ -5,10 +5,10 @@ captures and prices steps: on this machine's CPU here, on GPUs in `gpu`.
 
 Policies are made and rehearsed by `policies`. Every state has one home in all steps (`WorkUnit.is_served`).
 
-Plans are kept under `$XDG_CACHE_HOME/tessera/plans`, in a folder named by a hash of everything they depend
-on: this package's code, library versions, the model's files, sizes, devices and page memory. Folders with a
-changed byte are replaced; unwritable ones are not used; the newest `MAX_KEPT` stay. A small model's weights
-are kept too, so that it starts without the libraries that build it.
+Plans are kept under `$XDG_CACHE_HOME/tessera/plans`, in a file named by a hash of everything they depend on:
+this package's code, library versions, the model's files, sizes, devices and page memory. A file with a
+changed byte is replaced; the newest `MAX_KEPT` stay. A small model's weights are kept too, so that it starts
+without the libraries that build it.
 """
 
 import contextlib
@@ -16,9 +16,7 @@ import hashlib
 import io
 import os
 import pickle
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,12 +46,11 @@ from tessera.ir import (
     ServicePlan,
     Trace,
     WorkUnit,
-    save,
 )
-from tessera.ir.files import cache_folder, chunks_of, parse
+from tessera.ir.files import cache_folder, chunks_of, parse, write_whole
 from tessera.serve.pages import modest_bytes, steady
 from tessera.serve.records import ServeSpec, Shape, step_name
-from tessera.serve.router import plans_of, shape_of
+from tessera.serve.router import plans_of
 
 if TYPE_CHECKING:
     from tessera.serve.policies import ServicePlanner
@@ -76,7 +73,6 @@ AWAY_BATCH_TOKENS, AWAY_MIN_SIZE = 2048, 64
 MAX_WEIGHT_BYTES = 64 << 20
 # Libraries that captured steps and costs depend on.
 PACKAGES = ("torch", "transformers", "triton", "aiconfigurator-core")
-_MORE, _WEIGHTS = "more.json", "weights.pt"
 _UNREADABLE = (
     OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError, TesseraError,
     msgspec.MsgspecError,
@@ -145,9 +141,11 @@ class StepBackend(Protocol):
 
     def placed(self, model: "ServedModel") -> "ServedModel":
         """The steps with their inputs where they are captured."""
+        return model
 
     def begin(self, model: str) -> None:
         """Starts what can be done for `capture` before the model is built."""
+        return
 
     def capture(self, model: "ServedModel", advance: Listener) -> list[Trace]: ...
 
@@ -155,10 +153,11 @@ class StepBackend(Protocol):
 
     def scale(self, plan: Plan, model: "ServedModel") -> float:
         """Measured time over modelled time."""
+        return 1.0
 
 
 @dataclass(frozen=True)
-class CpuBackend:
+class CpuBackend(StepBackend):
     cluster: Cluster
     microbatches: int
     store: Path | None = None
@@ -188,12 +187,6 @@ class CpuBackend:
             return for_cpu(
                 served(model, spec, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes)
             )
-
-    def placed(self, model: "ServedModel") -> "ServedModel":
-        return model
-
-    def begin(self, model: str) -> None:
-        pass
 
     def capture(self, model: "ServedModel", advance: Listener) -> list[Trace]:
         with blamed_for_run(model.model):
@@ -242,9 +235,6 @@ class CpuBackend:
             for number, launch in enumerate(trace.launches)
             if trace.kernel_of(number).name in JOINS or any(a.buffer in weights for a in launch.accesses)
         )
-
-    def scale(self, plan: Plan, model: "ServedModel") -> float:
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -496,36 +486,35 @@ def key_of(places: Sequence[str], *given: object) -> str:
     return digest.hexdigest()[:32]
 
 
-class _More(msgspec.Struct):
-    # File -> SHA-256; policies in order, then weights.
-    digests: dict[str, str]
+class _Kept(msgspec.Struct):
+    """Contents of a file of kept plans."""
+
+    # As files of artifacts.
+    policies: list[bytes]
     scale: float
-    # Only for a kept model.
-    shape: Shape | None
-    state_bytes: int
+    # Only of a model that is kept.
+    shape: Shape | None = None
+    state_bytes: int = 0
+    weights: bytes = b""
 
 
 def find(key: str, folder: Path, build: Callable[[], "ServedModel"], spec: ServeSpec) -> Prepared | None:
-    own = folder / key
+    path = folder / key
     try:
-        digest, _, body = (own / _MORE).read_bytes().partition(b"\n")
-        if digest.decode() != _digest(body, key):
+        digest, _, body = path.read_bytes().partition(b"\n")
+        if digest.decode() != _digest(key, body):
             return None
-        more = msgspec.json.decode(body, type=_More)
-        files = {name: (own / name).read_bytes() for name in more.digests}
-        if {name: _digest(raw) for name, raw in files.items()} != more.digests:
-            return None
-        raw_weights = files.pop(_WEIGHTS, None)
-        policies = tuple(parse(ServicePlan, raw, name) for name, raw in files.items())
-        kept = None
-        if more.shape is not None and raw_weights is not None:
-            weights = torch.load(io.BytesIO(raw_weights), weights_only=True)
-            kept = KeptModel(more.shape, more.state_bytes, weights)
-        os.utime(own)
+        kept = msgspec.msgpack.decode(body, type=_Kept)
+        policies = tuple(parse(ServicePlan, raw, str(path)) for raw in kept.policies)
+        model: ServedModel | KeptModel | None = None
+        if kept.shape is not None:
+            weights = torch.load(io.BytesIO(kept.weights), weights_only=True)
+            model = KeptModel(kept.shape, kept.state_bytes, weights)
+        os.utime(path)
     except _UNREADABLE:
         return None
-    model = kept or build()
-    return Prepared(model, policies, planner_of(model, policies, spec), more.scale)
+    model = model or build()
+    return Prepared(model, policies, planner_of(model, policies, spec), kept.scale)
 
 
 def planner_of(
@@ -538,50 +527,38 @@ def planner_of(
 
     group = max(policies[0].groups, key=lambda g: (g.role is not Role.PROMPTS, len(g.sizes)))
     plan, shape = group.plan, model.shape
-    if shape_of(group, shape) != replace(shape, microbatches=group.microbatches):
+    if shape.of_group(group) != replace(shape, microbatches=group.microbatches):
         total = sum(group.microbatches for group in policies[0].groups)
-        shape = replace(shape_of(group, shape), microbatches=total)
+        shape = replace(shape.of_group(group), microbatches=total)
     sees = any(graph.trace.step.kind == "encode" for graph in plan.graphs)
     given = (policies[0].model, shape, plan.unit, plan.costs, plan.cluster, policies[0].load)
     return ServicePlanner(*given, spec.effort, sees, spec.policies)
 
 
 def keep(key: str, found: Prepared, folder: Path) -> None:
-    """Keep plans under this name atomically; failures are reported on standard error."""
-    model = KeptModel.of(found.model)
-    kept = (None, 0) if model is None else (model.shape, model.state_bytes)
-    part = None
+    """Keep plans under this name; failures are reported on standard error."""
+    kept, model = (
+        _Kept([b"".join(chunks_of(x)) for x in found.policies], found.scale),
+        KeptModel.of(found.model),
+    )
+    if model is not None:
+        weights = io.BytesIO()
+        torch.save(dict(model.tensors), weights)
+        kept.shape, kept.state_bytes, kept.weights = model.shape, model.state_bytes, weights.getvalue()
+    body = msgspec.msgpack.encode(kept)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
-        for number, policy in enumerate(found.policies):
-            save(policy, part / f"{number}.plan")
-        if model is not None:
-            torch.save(dict(model.tensors), part / _WEIGHTS)
-        names = [*(f"{n}.plan" for n in range(len(found.policies))), *([] if model is None else [_WEIGHTS])]
-        digests = {name: _digest((part / name).read_bytes()) for name in names}
-        body = msgspec.json.encode(_More(digests, found.scale, *kept))
-        (part / _MORE).write_bytes(_digest(body, key).encode() + b"\n" + body)
-        shutil.rmtree(folder / key, ignore_errors=True)
-        part.rename(folder / key)
-    except (OSError, RuntimeError, TesseraError) as error:
-        if part is not None:
-            shutil.rmtree(part, ignore_errors=True)
+        write_whole(folder / key, [_digest(key, body).encode(), b"\n", body])
+        own = [path for path in folder.iterdir() if path.is_file()]
+        for path in sorted(own, key=lambda p: p.stat().st_mtime, reverse=True)[MAX_KEPT:]:
+            path.unlink()
+    except (OSError, TesseraError) as error:
         why = getattr(error, "message", None) or getattr(error, "strerror", None) or error
         print(f"warning: {folder}: {why}; plans are not kept for the next start", file=sys.stderr)
-        return
-    _drop_old(folder)
 
 
-def _digest(raw: bytes, key: str = "") -> str:
-    return hashlib.sha256(key.encode() + raw).hexdigest()
-
-
-def _drop_old(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        own = [path for path in folder.iterdir() if not path.name.startswith(".")]
-        for path in sorted(own, key=lambda p: p.stat().st_mtime, reverse=True)[MAX_KEPT:]:
-            shutil.rmtree(path, ignore_errors=True)
+def _digest(key: str, body: bytes) -> str:
+    return hashlib.sha256(key.encode() + body).hexdigest()
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from tessera.adapt.history import LoadView
-from tessera.ir import MEMORY_SHARE, Cluster, Decision, DeviceKind, Expected, GroupSize, Load, Step
+from tessera.ir import MEMORY_SHARE, Cluster, Decision, DeviceKind, Expected, Group, GroupSize, Load, Step
 from tessera.kernels import PAGE, max_pages
 from tessera.serve.pages import first_seen
 
@@ -54,6 +54,11 @@ class Shape:
     has_rows: bool = False
     # Attention window of each group of layers, the token itself included; 0: none.
     windows: tuple[int, ...] = (0,)
+
+    def of_group(self, group: Group) -> "Shape":
+        """Shape of a group of this model."""
+        sizes = (group.microbatches, group.sequences, self.capacity, group.sizes, group.pool_tokens)
+        return Shape(*sizes, self.vocab_size, self.is_flat, self.has_rows, self.windows)
 
     @property
     def is_paged(self) -> bool:

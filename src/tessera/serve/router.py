@@ -28,7 +28,7 @@ State that is kept by row goes with the last pages. Where steps write all rows, 
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 from tessera.execute.lanes import LoadedLane
@@ -51,17 +51,6 @@ NEWEST_WEIGHT = 0.05
 def plans_of(policies: Sequence[ServicePlan]) -> tuple[Plan, ...]:
     """Plans of all groups, each once."""
     return tuple({id(plan): plan for policy in policies for plan in policy.plans}.values())
-
-
-def shape_of(group: Group, model: Shape) -> Shape:
-    """Shape of a group of a model."""
-    return replace(
-        model,
-        microbatches=group.microbatches,
-        rows=group.sequences,
-        sizes=group.sizes,
-        pool_tokens=group.pool_tokens,
-    )
 
 
 @dataclass(eq=False)
@@ -199,7 +188,7 @@ class Router(Scheduler[ActiveRequest]):
         self.plan = self.service_plan.groups[0].plan
 
     def _routed(self, group: Group, lane: LoadedLane) -> RoutedGroup:
-        costs, shape, steps = self._costs_of(lane), shape_of(group, self._shape), Steps.of(group.plan)
+        costs, shape, steps = self._costs_of(lane), self._shape.of_group(group), Steps.of(group.plan)
         largest = shape.sizes[-1]
         answers = next((size for size in shape.sizes if size >= shape.rows), largest)
         prompt_s = costs[steps.number[largest]].alone_s / largest

@@ -26,7 +26,6 @@ from tessera.serve.engine import MAX_WAITING, Engine
 from tessera.serve.meters import Meters
 from tessera.serve.records import Ask, Counts, DeviceView, Shape, Snapshot
 from tessera.serve.rehearse import rated
-from tessera.serve.router import shape_of
 from tessera.serve.sight import Sight
 from tessera.serve.text import Text
 
@@ -81,7 +80,7 @@ class Service:
     ) -> None:
         self.text, self.model, self.shape, self._stepper = text, model, shape, stepper
         self._most_tokens = min(
-            shape.capacity, *(shape_of(g, shape).max_tokens for policy in policies for g in policy.groups)
+            shape.capacity, *(shape.of_group(g).max_tokens for policy in policies for g in policy.groups)
         )
         names = tuple(policy.policy for policy in policies)
         if policy not in (AUTO, *names):

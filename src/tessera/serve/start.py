@@ -23,7 +23,6 @@ from tessera.serve.background import PlannerProcess
 from tessera.serve.limits import HttpLimits
 from tessera.serve.planning import Prepared, prepare
 from tessera.serve.records import COST_ERROR, ServeSpec
-from tessera.serve.router import shape_of
 from tessera.serve.service import Service, say
 from tessera.serve.text import open_text, sampling_defaults
 
@@ -220,7 +219,7 @@ def _chosen(prepared: Prepared, plan: ServicePlan) -> str:
     groups = "; ".join(_said(group.size) for group in plan.groups)
     homes = {group.plan.home: (group.pool_tokens - PAGE) // len(group.windows) for group in plan.groups}
     pages = " + ".join(f"{tokens:,}" for tokens in homes.values())
-    least = min(shape_of(group, prepared.model.shape).max_tokens for group in plan.groups)
+    least = min(prepared.model.shape.of_group(group).max_tokens for group in plan.groups)
     others = [rival.policy for rival in plan.rivals if rival.policy != "latency"]
     why = ""
     if plan.policy == "data-parallel" and others:

@@ -76,13 +76,7 @@ class ServedModel:
     def resized(self, group: Group) -> "ServedModel":
         """The steps of a group of a plan, over the same weights."""
         last, planned = self.workloads[-1], group.plan.graphs[-1].trace.step
-        shape = replace(
-            self.shape,
-            microbatches=group.microbatches,
-            rows=group.sequences,
-            sizes=group.sizes,
-            pool_tokens=group.pool_tokens,
-        )
+        shape = self.shape.of_group(group)
         first = replace(last.step, reserve=group.pool_tokens, rows=group.sequences, length=planned.length)
         steps = (replace(first, batch=shape.num_sequences(size), context=size) for size in group.sizes)
         return replace(self, shape=shape, workloads=tuple(another(last, step) for step in steps))

@@ -47,23 +47,22 @@ def test_what_was_kept_is_found_again(tmp_path: Path) -> None:
     assert found("other", tmp_path) is None
 
 
-def test_a_changed_byte_in_any_file_means_made_again(tmp_path: Path) -> None:
+def test_a_changed_byte_means_made_again(tmp_path: Path) -> None:
     """Also a file that was cut short, and those of another model."""
     keep("name", FOUND, tmp_path)
     other = replace(FOUND, model=replace(MODEL, tensors={"w": torch.zeros(64)}))
     keep("other", other, tmp_path)
     rng = random.Random(2)
-    for path in sorted((tmp_path / "name").iterdir()):
-        whole = path.read_bytes()
-        at = [0, len(whole) // 2, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(8))]
-        flipped = [whole[:n] + bytes([whole[n] ^ 1 << rng.randrange(8)]) + whole[n + 1 :] for n in at]
-        theirs = (tmp_path / "other" / path.name).read_bytes()
-        for raw in (*flipped, whole[:-10], b"", *([theirs] if theirs != whole else [])):
-            path.write_bytes(raw)
-            assert found("name", tmp_path) is None
-        path.write_bytes(whole)
-        assert is_alike(found("name", tmp_path))
-    shutil.copytree(tmp_path / "other", tmp_path / "third")
+    path = tmp_path / "name"
+    whole, theirs = path.read_bytes(), (tmp_path / "other").read_bytes()
+    at = [0, len(whole) // 2, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(20))]
+    flipped = [whole[:n] + bytes([whole[n] ^ 1 << rng.randrange(8)]) + whole[n + 1 :] for n in at]
+    for raw in (*flipped, whole[:-10], b"", theirs):
+        path.write_bytes(raw)
+        assert found("name", tmp_path) is None
+    path.write_bytes(whole)
+    assert is_alike(found("name", tmp_path))
+    shutil.copy(tmp_path / "other", tmp_path / "third")
     assert found("third", tmp_path) is None
 
 

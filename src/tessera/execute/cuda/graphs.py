@@ -39,9 +39,9 @@ from tessera.execute.cuda.transport import ALIGN, GpuTransport, InboxSpot, Parce
 from tessera.execute.driver import MemOp
 from tessera.execute.launcher import Launchable, Launcher
 from tessera.execute.memory import (
+    DeviceState,
     Footprint,
     Memory,
-    Slots,
     Storage,
     bytes_of,
     check_memory,
@@ -51,7 +51,6 @@ from tessera.execute.memory import (
     is_shared,
     late_at,
     slot_bytes,
-    slots_of,
     storage_of,
     tensor_of,
 )
@@ -89,13 +88,9 @@ class MicrobatchBuffers:
     pool: Any
     # Address of the pinned word with its graph's position.
     mark: int = 0
-    # Own state by (name, bytes).
-    state: dict[tuple[str, int], Storage] = field(default_factory=dict)
     # By step, and by (step, name).
     arenas: dict[int, InputArena] = field(default_factory=dict)
     inputs: dict[tuple[int, str], Storage] = field(default_factory=dict)
-    # Places of fetched weights by their bytes.
-    rings: dict[tuple[int, ...], list[list[Storage]]] = field(default_factory=dict)
 
 
 class ShareGraph:
@@ -105,24 +100,20 @@ class ShareGraph:
         self,
         program: Program,
         number: int,
-        trace: Trace,
-        device: GpuDevice,
         room: MicrobatchBuffers,
         base: Mapping[int, Storage],
-        slots: Slots,
-        launcher: Launcher,
-        clockwork: Clockwork,
-        transport: GpuTransport | None,
+        graphs: "DeviceGraphs",
         is_short: bool = False,
         is_rehearsed: bool = False,
     ) -> None:
-        """`number`: the program's number in the transport. `base`: initial buffers, and weights that are
-        fetched to `slots`."""
+        """`number`: the program's number in the transport. `base`: initial buffers, and weights to fetch."""
+        device, trace = graphs.device, graphs.traces[program.step]
+        slots = graphs.state.slots(room.number, program)
         self._is_rehearsed = is_rehearsed
         self.program, self.trace, self.room = program, trace, room
-        self._number, self._device, self._base, self._launcher = number, device, base, launcher
-        self._transport, self._slots = transport, slots
-        self._clockwork, self._pace = clockwork, clockwork.pace(program)
+        self._number, self._device, self._base, self._slots = number, device, base, slots
+        self._launcher, self._transport = graphs.launchers[program.step], graphs.transport
+        self._clockwork, self._pace = graphs.clockwork, graphs.clockwork.pace(program)
         self._compute = room.compute[is_short]
         column = program.instructions[device.number]
         self._sends = sorted({program.transfers[x.transfer].dst for x in column if isinstance(x, Send)})
@@ -432,10 +423,11 @@ class DeviceGraphs:
         """
         self.device = GpuDevice(cluster.devices, number)
         self.cluster, self.num_microbatches, self._weights = cluster, num_microbatches, weights
+        self.state = DeviceState(number, self.device.card)
         # By step.
-        self.traces: list[Trace] = []
+        self.traces = self.state.traces
         self._us: list[Sequence[float]] = []
-        self._launchers: list[Launcher] = []
+        self.launchers: list[Launcher] = []
         self.add_steps(traces, us, kernels)
         self._resident: dict[object, Storage] = {}
         # Weights in page-locked memory, by address.
@@ -443,7 +435,7 @@ class DeviceGraphs:
         card = self.device.card
         self.transport = transport(self.device) if transport is not None else None
         keeps_links = self.transport is None or self.transport.carries_records
-        self._clockwork = Clockwork(
+        self.clockwork = Clockwork(
             cluster, number, self._us, num_microbatches, scale, is_profiled, card, keeps_links
         )
         self._programs: list[Program] = []
@@ -451,8 +443,6 @@ class DeviceGraphs:
         self._numbers: dict[object, int] = {}
         self._shared: list[int] = []
         self._buffers: list[MicrobatchBuffers] = []
-        # Pages that microbatches share: homes[home][name]
-        self.homes: dict[int, dict[str, Storage]] = {}
         # Position of each microbatch's graph, written by the graph: 1 + the receive it waits at, 2 + the
         # receive it passed.
         self.marks = driver.pinned((num_microbatches,), torch.int32)
@@ -471,7 +461,7 @@ class DeviceGraphs:
             refuse_generators(trace)
             self.traces.append(trace)
             self._us.append(us[step] if us else ())
-            self._launchers.append(Launcher(trace, self.device.card, (kernels or {}).get(step)))
+            self.launchers.append(Launcher(trace, self.device.card, (kernels or {}).get(step)))
 
     def add(self, programs: Sequence[Program], is_dropped: bool = False) -> list[int]:
         """Allocates for the programs of a lane; returns their numbers, which the transport shares.
@@ -510,7 +500,7 @@ class DeviceGraphs:
             room.inputs = {key: held for key, held in room.inputs.items() if key[0] in steps}
             room.arenas = {step: arena for step, arena in room.arenas.items() if step in steps}
         for home in homes:
-            self.homes.pop(home, None)
+            self.state.homes.pop(home, None)
         self._list_missing()
         torch.cuda.empty_cache()
 
@@ -580,8 +570,8 @@ class DeviceGraphs:
         self._list_missing()
 
     def close(self) -> None:
-        self._graphs, self._buffers, self._resident, self._weights, self.homes = {}, [], {}, {}, {}
-        self._locked.clear()
+        self._graphs, self._buffers, self._resident, self._weights, self._locked = {}, [], {}, {}, {}
+        self.state = DeviceState(self.device.number, self.device.card)
         if self.transport is not None:
             self.transport.close()
         self.device.close()
@@ -594,12 +584,10 @@ class DeviceGraphs:
 
     def _capture(self, room: MicrobatchBuffers, number: int) -> ShareGraph:
         program = self._programs[number]
-        step, flags = program.step, (self._is_short(program.step), number in self._rehearsed)
+        flags = (self._is_short(program.step), number in self._rehearsed)
         if self.transport is not None:
             self.transport.meet(number)
-        base, slots = self._base(room, program), self._slots(room, program)
-        place = (self.device, room, base, slots, self._launchers[step])
-        made = ShareGraph(program, number, self.traces[step], *place, self._clockwork, self.transport, *flags)
+        made = ShareGraph(program, number, room, self._base(room, program), self, *flags)
         self._rehearsed.add(number)
         return made
 
@@ -611,11 +599,11 @@ class DeviceGraphs:
     def _base(self, room: MicrobatchBuffers, program: Program) -> dict[int, Storage]:
         number, trace = self.device.number, self.traces[program.step]
         base = {b: self._weight(program.step, b) for b in program.weights[number]}
-        fetched = {b for slot in self._slots(room, program).values() for b in slot}
+        fetched = {b for slot in self.state.slots(room.number, program).values() for b in slot}
         base |= {b: self._pinned(program.step, b) for b in fetched}
         for buffer in trace.buffers_of(BufferKind.INPUT):
             base[buffer] = room.inputs[program.step, trace.buffers[buffer].name]
-        base |= {b: self._state(room, program, b) for b in self._state_buffers(program)}
+        base |= {b: self.state.buffer(room.number, program, b) for b in self._state_buffers(program)}
         for index, found in enumerate(trace.buffers):
             if found.size_bytes == 0 and index not in base:  # never sent, but any launch may name it
                 base[index] = torch.empty(0, dtype=torch.uint8, device=self.device.card).untyped_storage()
@@ -630,25 +618,6 @@ class DeviceGraphs:
                 found.add(transfer.buffer)
         return sorted(found)
 
-    def state(self, room: MicrobatchBuffers, program: Program) -> dict[str, Storage]:
-        """State of a program on this device by name."""
-        buffers = self.traces[program.step].buffers
-        return {buffers[b].name: self._state(room, program, b) for b in self._state_buffers(program)}
-
-    def _state(self, room: MicrobatchBuffers, program: Program, index: int) -> Storage:
-        """One state buffer of its home or of the microbatch, zeros at first: they are valid indices."""
-        buffer = self.traces[program.step].buffers[index]
-
-        if is_shared(program, buffer.name):
-            pages = self.homes.setdefault(program.home, {})
-            if buffer.name not in pages:
-                pages[buffer.name] = _zeros(buffer.size_bytes, self.device.card)
-            return pages[buffer.name]
-        key = (buffer.name, buffer.size_bytes)
-        if key not in room.state:
-            room.state[key] = _zeros(buffer.size_bytes, self.device.card)
-        return room.state[key]
-
     def _weight(self, step: int, index: int) -> Storage:
         buffer, key = self.traces[step].buffers[index], self._weight_key(step, index)
         if key not in self._resident:
@@ -660,14 +629,6 @@ class DeviceGraphs:
                     storage = bytes_of(storage, 0, storage.nbytes()).to(self.device.card).untyped_storage()
                 self._resident[key] = storage
         return self._resident[key]
-
-    def _slots(self, room: MicrobatchBuffers, program: Program) -> Slots:
-        """Places of the weights that a program fetches, zeros at first."""
-        trace, number = self.traces[program.step], self.device.number
-        sizes = slot_bytes(trace, program, number)
-        if sizes not in room.rings:
-            room.rings[sizes] = [[_zeros(size, self.device.card) for size in sizes] for _ in range(SLOTS)]
-        return slots_of(trace, program, number, room.rings[sizes])
 
     def _pinned(self, step: int, index: int) -> Storage:
         """A weight in page-locked memory."""
@@ -697,8 +658,9 @@ class DeviceGraphs:
     def _allocate_for(self, room: MicrobatchBuffers, program: Program) -> None:
         """Allocates zeros, which are valid indices."""
         trace, card = self.traces[program.step], self.device.card
-        self.state(room, program)
-        self._slots(room, program)
+        for index in self._state_buffers(program):
+            self.state.buffer(room.number, program, index)
+        self.state.slots(room.number, program)
         if program.step in room.arenas:
             return
         places: dict[str, tuple[int, int]] = {}
@@ -732,9 +694,9 @@ class DeviceGraphs:
                 name, size = buffers[b].name, buffers[b].size_bytes
                 if not is_shared(program, name):
                     state[name, size] = size
-                elif name not in self.homes.get(program.home, {}):
+                elif name not in self.state.homes.get(program.home, {}):
                     pages[program.home, name] = size
-        known = {*self._buffers[0].state, *self._buffers[0].rings} if self._buffers else set()
+        known = {*(key[1:] for key in self.state.own), *(sizes for _, sizes in self.state.rings)}
         weights = {n: size for n, size in weights.items() if n not in self._resident}
         inbox = self.transport.new_bytes(new, self.traces) if self.transport is not None else 0
         own = (*state.items(), *rings.items())

@@ -110,7 +110,7 @@ class UnitOnDevice:
     def run(self, request: Request) -> list[dict[str, torch.Tensor]]:
         """Runs one request, which fills the memory for timing."""
         room, found = self._graphs.buffers(0), list[dict[str, torch.Tensor]]()
-        state = {name: storage for (name, _), storage in room.state.items()}
+        state = {name: storage for (_, name, _), storage in self._graphs.state.own.items()}
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name, tensor in request.state().items():
                 if name in state:
@@ -128,8 +128,8 @@ class UnitOnDevice:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Flat bytes by name."""
-        held = self._graphs.buffers(0).state
-        return {name: bytes_of(s, 0, s.nbytes()).clone() for (name, _), s in held.items()}
+        held = self._graphs.state.own
+        return {name: bytes_of(s, 0, s.nbytes()).clone() for (_, name, _), s in held.items()}
 
 
 def _put(storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:

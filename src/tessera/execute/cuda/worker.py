@@ -32,7 +32,7 @@ from tessera.execute.cuda.pages import GpuCopier
 from tessera.execute.cuda.transport import ALIGN, GpuTransport
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links
-from tessera.execute.memory import StatePlace, Storage, bytes_of, is_cleared
+from tessera.execute.memory import StatePlace, Storage, is_cleared
 from tessera.execute.page_mover import PageMover
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
@@ -121,14 +121,7 @@ class CudaWorker(DeviceWorker):
         self._graphs.keep_weights()
 
     def _find(self, place: StatePlace, name: str) -> Storage | None:
-        """State of a home or of a microbatch on a lane."""
-        number, microbatch = place
-        if microbatch < 0:
-            return self._graphs.homes.get(number, {}).get(name)
-        room = self._graphs.buffers(microbatch)
-        programs = self._programs[number] if 0 <= number < len(self._programs) else ()
-        states = (self._graphs.state(room, program) for program in programs)
-        return next((state[name] for state in states if name in state), None)
+        return self._graphs.state.find(place, name, self._programs)
 
     def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
         self._graphs.drop([number for lane in lanes for number in self._numbers[lane]], homes)
@@ -189,7 +182,8 @@ class CudaWorker(DeviceWorker):
         running.stop.record()
         running.outputs = {name: _to_host(t) for name, t in made.items() if name not in order.skips}
         if order.wants_state:
-            running.state = {name: _to_host(t) for name, t in self._state_of(room, running.program).items()}
+            state = self._graphs.state.named(room.number, running.program)
+            running.state = {name: _to_host(tensor) for name, tensor in state.items()}
         running.done.record()
 
     def _take_in(
@@ -205,10 +199,10 @@ class CudaWorker(DeviceWorker):
         if arena is not None and given:
             parts = [(*arena.places[name], packed, f"input '{name}'") for name, packed in given.items()]
             self._copy_in((room.number, program.step), arena.contents, parts)
-        state = self._graphs.state(room, program) if initial else {}
+        state = self._graphs.state.named(room.number, program) if initial else {}
         for name, packed in initial.items():
             if name in state:
-                contents = bytes_of(state[name], 0, state[name].nbytes())
+                contents = state[name]
                 self._copy_in((room.number, name), contents, [(0, len(contents), packed, f"state '{name}'")])
 
     def _copy_in(
@@ -243,13 +237,6 @@ class CudaWorker(DeviceWorker):
         for start, stop in ranges:
             target[start:stop].copy_(pinned[start:stop], non_blocking=True)
         is_read.record()
-
-    def _state_of(self, room: MicrobatchBuffers, program: Program) -> dict[str, torch.Tensor]:
-        """State on this device in a program, as flat bytes by name."""
-        buffers = self._setup.traces[program.step].buffers
-        names = [buffers[b].name for b, home in program.homes if home == self._setup.device]
-        state = self._graphs.state(room, program)
-        return {name: bytes_of(state[name], 0, state[name].nbytes()) for name in names}
 
     def _end_runs(self) -> bool:
         """Reports ended runs; True if there were any."""
@@ -329,7 +316,7 @@ class CudaWorker(DeviceWorker):
         room = self._graphs.buffers(microbatch)
         with torch.cuda.stream(room.origin):
             for program in self._programs[lane]:
-                for name, contents in self._state_of(room, program).items():
+                for name, contents in self._graphs.state.named(microbatch, program).items():
                     if is_cleared(program, name):
                         contents.zero_()
 
