@@ -35,7 +35,7 @@ class Links:
     """All links of one worker; `post` hears of those that were cut."""
 
     def __init__(self, setup: Setup, mailbox: Mailbox, post: Callable[[Gone], None]) -> None:
-        # Of every device's worker, this one included; updated by `relink`.
+        # Epoch of every device's worker, this one included; updated by `relink`.
         self.epochs = list(setup.epochs)
         self._mailbox, self._device, self._post = mailbox, setup.device, post
         # Take transfers and frames about pages of a peer, in the thread that pumps the mailbox; the contents
