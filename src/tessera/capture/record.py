@@ -6,7 +6,7 @@ call only sets up, the second and third must agree. Built-in models on fake tens
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from tessera.capture.reads import calls_refused, reads_refused
 from tessera.capture.recorder import Recorder, Scopes, call_operator
 from tessera.capture.rng import entered, seeded_state, without_generators
 from tessera.capture.workload import UNFIT, Tensors, Workload, on_device
-from tessera.errors import CaptureError, TesseraError, UnknownName
+from tessera.errors import CaptureError, UnknownName
 from tessera.ir import GENERATOR, Arg, BufferKind, Launch, Step, Trace, View, verify
 
 # Attention kernels that all GPUs of a mixed set can run.
@@ -98,11 +98,8 @@ def _record_on(device: str, workload: Workload, varying: frozenset[BufferKind] =
 
     def once(seed: int) -> Recorded:
         for is_mild in kinds if seed else ():
-            try:
+            with suppress(*UNFIT):
                 return call(seed, is_mild)
-            except UNFIT as error:
-                if isinstance(error, TesseraError):
-                    raise
         return call(0, True)
 
     return _agreed(workload, once)

@@ -11,6 +11,7 @@ first; `is_mild` keeps such integers.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -19,7 +20,6 @@ import torch
 from tessera.capture.operators import check_tensor, parts
 from tessera.capture.own import own_launches
 from tessera.capture.rng import entered, seeded_state, without_generators
-from tessera.errors import TesseraError
 from tessera.ir import Step, Trace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -90,13 +90,9 @@ class Workload:
         if not self.gives_example:
             return self, "drawn by the model's own maker of inputs"
         for is_mild in (False, True):
-            try:
+            with suppress(*UNFIT):
                 self.run(*self.request(1, is_mild))
-            except UNFIT as error:
-                if isinstance(error, TesseraError):
-                    raise
-                continue
-            return self._fresh_for_all(is_mild), "drawn like the example"
+                return self._fresh_for_all(is_mild), "drawn like the example"
         return self, "the example's own: the model raises on others"
 
     def _fresh_for_all(self, is_mild: bool) -> Self:
