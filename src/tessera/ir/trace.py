@@ -336,6 +336,10 @@ class Trace:
         """Content digest, referenced by costs and plans."""
         return digest(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy: another thread may compute a cached property while this is pickled."""
+        return dict(vars(self))
+
 
 def digest(record: Any) -> str:
     """Content digest: equal records have equal digests."""

@@ -4,10 +4,13 @@ import multiprocessing.forkserver
 import os
 import signal
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
+import engine_factory
 from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up
 
 
@@ -45,3 +48,16 @@ def test_a_child_that_leaves_is_not_killed() -> None:
     child.pipe.send_bytes(b"leave")
 
     assert "exit code 0" == child.end(20.0)
+
+
+def test_a_trace_is_pickled_while_another_thread_computes_with_it() -> None:
+    """As workers are started while the hub asks for the size of their messages."""
+
+    class Asks:
+        def __reduce__(self) -> tuple[type, tuple[int]]:
+            assert trace.handed_over_bytes > 0
+            return int, (7,)
+
+    trace = replace(engine_factory.unit().graphs[0].trace, num_views=Asks())  # type: ignore[arg-type]
+
+    assert 7 == ForkingPickler.loads(bytes(ForkingPickler.dumps(trace))).num_views

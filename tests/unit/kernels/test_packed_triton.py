@@ -72,9 +72,11 @@ def check(weight: Any, rows: int, dtype: torch.dtype, tile: ProductTile, has_bia
     assert_close(out.float(), wanted, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=ATOL[dtype])
 
 
-@pytest.mark.parametrize(
-    ("form", "dtype"), one_of_each([(f, d) for f in BLOCKS for d in ATOL], lambda case: case[0]), ids=str
-)
+PRODUCTS = one_of_each([(form, dtype) for form in BLOCKS for dtype in ATOL], lambda case: case[0])
+TARGETS = one_of_each([(form, arch) for form in BLOCKS for arch in (80, 90)], lambda case: case[0])
+
+
+@pytest.mark.parametrize(("form", "dtype"), PRODUCTS, ids=str)
 def test_a_product_of_a_few_rows(form: str, dtype: torch.dtype) -> None:
     """Outputs and rows need not fill tiles."""
     check(make_weight(form), 3, dtype, SMALL)
@@ -139,9 +141,7 @@ ACCESSES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("form", "arch"), one_of_each([(f, a) for f in BLOCKS for a in (80, 90)], lambda case: case[0])
-)
+@pytest.mark.parametrize(("form", "arch"), TARGETS)
 def test_every_access_is_proved(arch: int, form: str) -> None:
     """What is read, what is written, nothing unknown."""
     codes, scales, zeros, _, block = make_weight(form, 4, 128, 384, zeros=form.startswith("int"))
