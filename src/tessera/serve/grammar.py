@@ -172,7 +172,9 @@ class GrammarCompiler:
             raise AskError(f"its grammar has {len(source):,} characters", f"Use up to {MAX_CHARS:,}.", place)
         matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise AskError(f"it makes no grammar: {_first_line(matcher.get_error())}", "", place)
+            first, *more = matcher.get_error().strip().splitlines()
+            reason = " ".join([first, *(line for line in more if line.startswith("error: "))])  # of a pattern
+            raise AskError(f"it makes no grammar: {reason}", "", place)
         matcher.compute_bitmask()
         if matcher.is_error():
             raise AskError("no text fits it", "A schema must not refer to nothing but itself.", place)

@@ -23,6 +23,8 @@ from tessera.serve.records import Ask, Sampling, Token
 
 # 1 / temperature of a temperature close to 0.
 MAX_SHARPNESS = 1e30
+# A top-p of 0: the most likely token.
+LEAST_TOP_P = 1e-9
 _BANNED = int(np.float32(-np.inf).view(np.int32))
 
 
@@ -111,7 +113,7 @@ class Pick:
         settings = np.zeros(len(Setting), dtype=np.float32)
         settings[Setting.SHARPNESS] = min(1 / x.temperature, MAX_SHARPNESS) if x.temperature else 0.0
         settings[Setting.TOP_P :] = (
-            x.top_p,
+            max(x.top_p, LEAST_TOP_P),
             x.min_p,
             x.presence_penalty,
             x.frequency_penalty,

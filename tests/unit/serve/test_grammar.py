@@ -144,6 +144,7 @@ def test_a_form_survives_lost_devices() -> None:
         ('start: %json {"type": "dog"}', "Invalid type: dog"),
         ('start: %json {"contains": 1}', "Unimplemented keys"),
         ('start: %json {"$ref": "http://example.org"}', "does not fetch"),
+        ('start: %json {"type": "string", "pattern": "(?=a)b"}', "look-around, including look-ahead"),
         ("x" * (MAX_CHARS + 1), "characters"),
         ("nothing", "makes no grammar"),
     ],

@@ -174,6 +174,7 @@ def test_options_reach_the_ask(client: Any, service: Scripted) -> None:
     ask = service.asks[-1]
     assert (ask.sampling.temperature, ask.sampling.top_p, ask.sampling.top_k) == (0.5, 0.9, 5)
     assert (ask.sampling.seed, ask.stop, ask.min_tokens, ask.ignores_end) == (7, ("x",), 2, True)
+    assert client.post("/v1/chat/completions", json=CHAT | {"top_p": 0}).status_code == 200
 
 
 def test_options_that_change_logits_reach_the_ask(client: Any, service: Scripted) -> None:

@@ -98,6 +98,7 @@ def test_tokens_come_as_often_as_their_probability(options: dict[str, Any]) -> N
         ({"top_p": 0.41}, {1, 2}),
         ({"top_p": 0.71}, {1, 2, 3}),
         ({"top_p": 1e-9}, {1}),
+        ({"top_p": 0.0}, {1}),
         # The two that are left have 4/7 and 3/7.
         ({"top_k": 2, "top_p": 0.5}, {1}),
         ({"top_k": 2, "top_p": 0.6}, {1, 2}),

@@ -108,9 +108,9 @@ def _find_layout(model: Any) -> StepLayout:
             errors.append(error)
             continue
         return replace(layout, reason=_first_line(errors[0]) if errors else "")
-    said = _first_line(errors[-1])
+    said = "; ".join(dict.fromkeys(map(_first_line, errors)))
     raise CaptureError(
-        f"a {config.model_type} cannot be served: no way to call it works, at last: {said}",
+        f"a {config.model_type} cannot be served: no way to call it works: {said}",
         "Serve another model, or run this one's prefill and decode by tessera run.",
     ) from errors[-1]
 

@@ -171,7 +171,7 @@ class _GenerationRequest(_Body, kw_only=True):
 
     n: Choices | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Share | None = None
     # -1 and 0: all tokens.
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     min_p: Share | None = None
