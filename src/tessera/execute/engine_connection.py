@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from tessera.errors import DISTRIBUTION, MismatchError, TesseraError, WorkerError
 from tessera.execute import messages
@@ -28,16 +28,6 @@ LINGER_S = 2.0
 
 class OwnerGone(WorkerError):
     """The worker that would have set the value is gone."""
-
-
-class KeyStore(Protocol):
-    """The engine's store, from a worker."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Publishes a value."""
-
-    def get(self, key: str, timeout_s: float) -> bytes:
-        """The value of this key, once it is set."""
 
 
 def key_of(kind: str, device: int, epoch: int) -> str:
@@ -130,6 +120,7 @@ class EngineConnection:
             raise BrokenPipeError("the engine is gone")
 
     def set(self, key: str, value: bytes) -> None:
+        """Publishes a value for other workers, in the engine's store."""
         self.tell(messages.StoreSet(key, value))
 
     def get(self, key: str, timeout_s: float) -> bytes:

@@ -14,7 +14,7 @@ elements on one card need CUDA MPS with `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` set 
 import ctypes
 import functools
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from tessera.execute import driver
 from tessera.execute.cuda.pace import RECORD_WORDS
 from tessera.execute.cuda.transport import GpuTransport, InboxSpot, Parcel
 from tessera.execute.driver import MemOp
-from tessera.execute.engine_connection import KeyStore, OwnerGone, key_of
+from tessera.execute.engine_connection import EngineConnection, OwnerGone, key_of
+from tessera.execute.messages import Setup
 from tessera.execute.transport import WORD
 
 # Seconds to wait for a peer's handle.
@@ -60,8 +61,9 @@ class DirectTransport(GpuTransport):
 
     is_long = False
 
-    def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int) -> None:
-        super().__init__(device, ordinal, num_devices, microbatches)
+    def __init__(self, setup: Setup, ordinal: int, store: EngineConnection) -> None:
+        super().__init__(setup, ordinal)
+        self._store = store
         # Not a stream of the graphs, which wait.
         self._side = driver.new_stream(ordinal)
 
@@ -79,18 +81,10 @@ class DirectTransport(GpuTransport):
 
 
 class Ipc(DirectTransport):
-    def __init__(
-        self,
-        device: int,
-        ordinal: int,
-        num_devices: int,
-        microbatches: int,
-        store: KeyStore,
-        epochs: Sequence[int],
-    ) -> None:
-        """`epochs`: earlier starts of every device's worker."""
-        super().__init__(device, ordinal, num_devices, microbatches)
-        self._store, self._epochs = store, list(epochs)
+    def __init__(self, setup: Setup, ordinal: int, store: EngineConnection) -> None:
+        super().__init__(setup, ordinal, store)
+        # Earlier starts of every device's worker.
+        self._epochs = list(setup.epochs)
 
     def _allocate(self) -> None:
         """Peers' inboxes are opened on first use."""
@@ -191,22 +185,19 @@ def _library() -> Any:
 class Nvshmem(DirectTransport):
     is_long = True
 
-    def __init__(
-        self, device: int, ordinal: int, num_devices: int, microbatches: int, store: KeyStore, epoch: int = 0
-    ) -> None:
-        super().__init__(device, ordinal, num_devices, microbatches)
-        self._num = num_devices
-        self._join(store, f"nvshmem/{epoch}")
+    def __init__(self, setup: Setup, ordinal: int, store: EngineConnection) -> None:
+        super().__init__(setup, ordinal, store)
+        self._join(f"nvshmem/{setup.epoch}")
 
-    def _join(self, store: KeyStore, key: str) -> None:
+    def _join(self, key: str) -> None:
         library = _library()
         name = (ctypes.c_char * ID_BYTES)()
         ctypes.cast(name, ctypes.POINTER(ctypes.c_int))[0] = (1 << 16) + ID_BYTES
         if self._device == 0:
             self._ask(library.nvshmemx_get_uniqueid(name), "make an identifier")
-            store.set(key, bytes(name))
+            self._store.set(key, bytes(name))
         else:
-            found = store.get(key, MEET_S)
+            found = self._store.get(key, MEET_S)
             if len(found) != ID_BYTES:
                 raise WorkerError("the identifier of the NVSHMEM group is broken", "Update both sides.")
             ctypes.memmove(name, found, ID_BYTES)

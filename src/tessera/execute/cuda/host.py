@@ -70,7 +70,7 @@ class Shared(_Staged):
     """Transport `shm` beside CPU workers."""
 
     def __init__(self, setup: Setup, ordinal: int) -> None:
-        super().__init__(setup.device, ordinal, len(setup.cluster.devices), setup.microbatches)
+        super().__init__(setup, ordinal)
         self._arenas = Arenas(setup, driver.pin)
         # Microbatch -> its last run.
         self._last: dict[int, int] = {}
@@ -101,10 +101,10 @@ class Shared(_Staged):
 
 
 class Host(_Staged):
-    def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int, links: Links) -> None:
-        super().__init__(device, ordinal, num_devices, microbatches)
+    def __init__(self, setup: Setup, ordinal: int, links: Links) -> None:
+        super().__init__(setup, ordinal)
         # mirrors[device][inbox]
-        self._mirrors: list[list[_Mirror]] = [[] for _ in range(num_devices)]
+        self._mirrors: list[list[_Mirror]] = [[] for _ in range(self._num)]
         # Run -> (microbatch, program); microbatch -> its last run, whose flagged transfers may still have to
         # be sent.
         self._runs: dict[int, tuple[int, int]] = {}

@@ -21,6 +21,7 @@ import torch
 from tessera.execute import driver
 from tessera.execute.cuda.pace import RECORD_WORDS
 from tessera.execute.driver import MemOp
+from tessera.execute.messages import Setup
 from tessera.execute.transport import WORD
 from tessera.ir import Program, Trace, Transfer
 
@@ -135,9 +136,9 @@ class GpuTransport(ABC):
     # True if a transfer brings its record.
     carries_records = True
 
-    def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int) -> None:
-        self._device, self._ordinal = device, ordinal
-        self._inboxes = Inboxes(num_devices, microbatches)
+    def __init__(self, setup: Setup, ordinal: int) -> None:
+        self._device, self._ordinal, self._num = setup.device, ordinal, len(setup.cluster.devices)
+        self._inboxes = Inboxes(self._num, setup.microbatches)
         # (device, inbox) -> address in this process.
         self._bases: dict[tuple[int, int], int] = {}
 

@@ -325,19 +325,17 @@ def _opener(
     setup: messages.Setup, engine: EngineConnection, links: Links
 ) -> "Callable[[GpuDevice], GpuTransport] | None":
     """Makes the transport; None with one device."""
-    num = len(setup.cluster.devices)
-    if num < 2:
+    if len(setup.cluster.devices) < 2:
         return None
 
     def open_transport(device: GpuDevice) -> GpuTransport:
-        place = (setup.device, device.ordinal, num, setup.microbatches)
         if setup.transport == "ipc":
-            return Ipc(*place, engine, setup.epochs)
+            return Ipc(setup, device.ordinal, engine)
         if setup.transport == "nvshmem":
-            return Nvshmem(*place, engine, setup.epoch)
+            return Nvshmem(setup, device.ordinal, engine)
         if setup.transport == "shm":
             return Shared(setup, device.ordinal)
-        return Host(*place, links)
+        return Host(setup, device.ordinal, links)
 
     return open_transport
 
