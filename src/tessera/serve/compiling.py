@@ -1,26 +1,33 @@
 """CompileProcess: the compiled steps of a model, captured in processes of their own that see no GPU.
 
-    process = CompileProcess(step, properties)       imports compilers and builds the model without weights
-    process.begin(steps)                             one process per step, as many as there are cores
+    process = CompileProcess(make, properties)       imports compilers and builds the model without weights
+    process.begin(steps)                             the steps that are wanted
     traces = process.traces(steps, weights, print)
 
-It works beside the program, which loads the weights meanwhile. Launches are those that Inductor makes for a
-card with these properties. Nothing is timed: the first configuration of a kernel is taken.
+It works beside the program, which loads the weights meanwhile: one process per step, as many as there are
+cores. Launches are those that Inductor makes for a card with these properties. Nothing is timed: the first
+configuration of a kernel is taken.
 """
 
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tessera.errors import CaptureError, TesseraError, extra_module
 from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up
 from tessera.ir import Step, Trace
+
+if TYPE_CHECKING:
+    from tessera.serve.steps import ServedModel
+
+    Make = Callable[[], ServedModel]
 
 # A step that takes longer to capture than this is taken for hung.
 LIMIT_S = 300.0
@@ -30,12 +37,14 @@ REMEDY = "Capture the steps in the process of the service."
 
 
 class CompileProcess:
-    def __init__(self, smallest: Step, card: SimpleNamespace) -> None:
+    """`is_early`: steps of the model are captured at once, before those that are wanted are known."""
+
+    def __init__(self, make: "Make", card: SimpleNamespace, is_early: bool = True) -> None:
         warm_up()
-        self._process = LocalProcess(work, (smallest, card), "tessera-compile", FORKSERVER)
+        self._process = LocalProcess(work, (make, card, is_early), "tessera-compile", FORKSERVER)
 
     def begin(self, steps: Sequence[Step]) -> None:
-        """Starts to capture these steps."""
+        """Captures these steps, unless they are under way."""
         with suppress(OSError):  # `traces` reports it
             self._process.pipe.send(list(steps))
 
@@ -73,36 +82,48 @@ def layouts(weights: Mapping[str, torch.Tensor]) -> dict[str, object]:
     return {name: (tuple(t.shape), t.stride(), t.dtype) for name, t in weights.items()}
 
 
-def work(pipe: Connection, smallest: Step, card: SimpleNamespace) -> None:
+def work(pipe: Connection, make: "Make", card: SimpleNamespace, is_early: bool) -> None:
     """Body of the process: builds the model, reads steps, and sends their traces as they come."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context would take memory, and forbid to fork
+    children: dict[Connection, int] = {}
     with pipe, suppress(OSError, EOFError):
         try:
             import torch._inductor.compile_fx
 
-            from tessera.capture import build
             from tessera.capture.inductor import record_inductor_offline
             from tessera.capture.models import another
 
             # One lock for all processes: a lock that a forked process makes is never removed.
             extra_module("tqdm", "hf").tqdm.get_lock()
             with torch.device("meta"):
-                first = build(smallest)
+                model = make()
+
+            def record(step: Step) -> Trace:
+                return record_inductor_offline(another(model.workloads[-1], step), card)
+
+            begun = [w.step for w in model.workloads] if is_early and model.shape.is_flat else []
+            children = _fork(begun, record)
             steps: list[Step] = pipe.recv()
-            pipe.send(layouts(first.weights()))
-            _fork(pipe, steps, lambda step: record_inductor_offline(another(first, step), card))
+            pipe.send(layouts(model.weights()))
+            if steps != begun:
+                _end(children)
+                children = _fork(steps, record)
+            _pass_on(children, pipe)
         except Exception as error:  # noqa: BLE001 - the program captures by itself
             message = f"its steps cannot be compiled without weights: {type(error).__name__}: {error}"
             pipe.send(CaptureError(message, REMEDY))
+        finally:
+            _end(children)
 
 
-def _fork(pipe: Connection, steps: Sequence[Step], record: Callable[[Step], Trace]) -> None:
-    """Sends (number, trace) of every step; each process records its part one after another."""
+def _fork(steps: Sequence[Step], record: Callable[[Step], Trace]) -> dict[Connection, int]:
+    """Processes that send (number, trace) of every step, each of its part one after another."""
     num = min(len(steps), len(os.sched_getaffinity(0)))
-    readers = []
+    children = {}
     for part in range(num):
         reader, writer = Pipe(duplex=False)
-        if not os.fork():
+        child = os.fork()
+        if not child:
             try:
                 for number in range(part, len(steps), num):
                     try:
@@ -112,10 +133,22 @@ def _fork(pipe: Connection, steps: Sequence[Step], record: Callable[[Step], Trac
             finally:
                 os._exit(0)
         writer.close()
-        readers.append(reader)
+        children[reader] = child
+    return children
+
+
+def _pass_on(children: dict[Connection, int], pipe: Connection) -> None:
+    readers = list(children)
     while readers:
         for reader in [r for r in readers if r in wait(readers)]:
             try:
                 pipe.send(reader.recv())
             except EOFError:
                 readers.remove(reader)
+
+
+def _end(children: dict[Connection, int]) -> None:
+    for child in children.values():
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    children.clear()

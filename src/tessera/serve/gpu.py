@@ -11,7 +11,7 @@ card share them. GPUs beside their host are in `planning`. Not handled: real car
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from tessera.profile.measured import combine
 from tessera.serve.compiling import CompileProcess
 from tessera.serve.pages import steady
 from tessera.serve.records import ServeSpec
-from tessera.serve.steps import ServedModel, served, smallest_step, weight_bytes
+from tessera.serve.steps import ServedModel, served, weight_bytes
 
 # Tokens of the largest and smallest step: smaller ones cost the same, the weight reads.
 MAX_BATCH_TOKENS, MIN_SIZE = 2048, 64
@@ -86,11 +86,8 @@ class GpuBackend:
 
     def build(self, model: str, spec: ServeSpec) -> ServedModel:
         card = str(driver.card(self.cluster.devices[0].ordinal))
-        sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS)
         with made_on(card, model, spec.seed, Path(place_of(model)).is_dir()):
-            plain = served(
-                model, sizes, min_size=MIN_SIZE, room_bytes=self.memory_bytes, pool_bytes=float("inf")
-            )
+            plain = self._served(model, spec)()
         if plain.encode is not None:
             message = "models that see are served on worker processes"
             raise TesseraError(message, "Name cpu or emu: devices.", PLACE)
@@ -98,14 +95,19 @@ class GpuBackend:
         torch.cuda.empty_cache()  # what the build took beside the weights; workers need it
         return placed
 
+    def _served(self, model: str, spec: ServeSpec) -> Callable[[], ServedModel]:
+        sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS)
+        room_bytes, most = tuple(self.memory_bytes), float("inf")
+        return partial(served, model, sizes, min_size=MIN_SIZE, room_bytes=room_bytes, pool_bytes=most)
+
     def placed(self, model: ServedModel) -> ServedModel:
         card = str(driver.card(self.cluster.devices[0].ordinal))
         return replace(model, workloads=tuple(blank(on_device(w, card)) for w in model.workloads))
 
-    def begin(self, model: str) -> None:
+    def begin(self, model: str, is_early: bool) -> None:
         if self.is_compiled:
             card = properties_of(driver.card(self.cluster.devices[0].ordinal).index)
-            self.processes.append(CompileProcess(smallest_step(place_of(model), self.spec), card))
+            self.processes.append(CompileProcess(self._served(model, self.spec), card, is_early))
 
     def capture(self, model: ServedModel, advance: Callable[[str], None]) -> list[Trace]:
         steps = [workload.step for workload in model.workloads]

@@ -143,8 +143,8 @@ class StepBackend(Protocol):
         """The steps with their inputs where they are captured."""
         return model
 
-    def begin(self, model: str) -> None:
-        """Starts what can be done for `capture` before the model is built."""
+    def begin(self, model: str, is_early: bool) -> None:
+        """Starts what can be done for `capture` before the model is built; `is_early`: its own steps too."""
         return
 
     def capture(self, model: "ServedModel", advance: Listener) -> list[Trace]: ...
@@ -337,7 +337,7 @@ def prepare(
     following = spec if plan is None else replace(spec, policies=())
 
     def make() -> Prepared:
-        backend.begin(model)
+        backend.begin(model, is_early=plan is None)
         given = plan or _for_load(model, cluster, spec, advance)
         if given is not None:
             return _follow(build(), given, cluster, backend, following, advance)

@@ -70,10 +70,32 @@ class RunningService:
     title: str
     service: "Service | SingleDeviceService"
     app: "FastAPI"
-    # Three lines for planned models: choice, expected rate, gain of one more device.
+    # Lines for planned models: choice, expected rate, gain of one more device, seconds of the start.
     summary: tuple[str, ...]
     # Facts for `--json`.
     facts: dict[str, Any]
+
+
+class Phases:
+    """Seconds of a start by the first word of each line of its progress, which goes on to `advance`."""
+
+    def __init__(self, advance: Callable[[str], None]) -> None:
+        self._advance, self._name, self._last_s = advance, "opening", time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def __call__(self, what: str) -> None:
+        self._note(what.partition(" ")[0])
+        self._advance(what)
+
+    def line(self) -> str:
+        self._note("")
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._seconds.items())
+        return f"seconds of the start, {sum(self._seconds.values()):.1f} after imports: {parts}"
+
+    def _note(self, following: str) -> None:
+        now_s = time.perf_counter()
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now_s - self._last_s
+        self._name, self._last_s = following, now_s
 
 
 @contextmanager
@@ -96,7 +118,7 @@ def started(
             advance(f"building {model}")
             yield _single_device(model, name, cluster, options, stack)
         else:
-            yield _planned(model, name, cluster, options, stack, hub, advance)
+            yield _planned(model, name, cluster, options, stack, hub, Phases(advance))
 
 
 def _app(endpoint: "Endpoint", metrics: "Metrics", options: ServeOptions, stack: ExitStack) -> "FastAPI":
@@ -117,7 +139,7 @@ def _planned(
     options: ServeOptions,
     stack: ExitStack,
     hub: MakeHub | None,
-    advance: Callable[[str], None],
+    advance: Phases,
 ) -> RunningService:
     from tessera.serve.grammar import open_grammars
     from tessera.serve.metrics import Metrics
@@ -166,8 +188,8 @@ def _planned(
         "pool_tokens": shape.pool_tokens,
         "policy": service.policy,
     }
-    lines = lines_of(prepared)
-    return RunningService(name, service, _app(endpoint, metrics, options, stack), lines, facts)
+    app, lines = _app(endpoint, metrics, options, stack), lines_of(prepared)
+    return RunningService(name, service, app, (*lines, advance.line()), facts)
 
 
 def is_single_device(model: str) -> bool:
