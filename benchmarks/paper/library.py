@@ -19,7 +19,7 @@ from benchmarks.paper.records import Load, Shape
 import tessera
 from tessera.capture import place_of, record_sizes, record_step
 from tessera.errors import CaptureError
-from tessera.flow import ANCHORS, LoadSteps, at_batches, choose_launches
+from tessera.flow import ANCHORS, LoadSteps, at_anchors, choose_launches
 from tessera.ir import Step, Trace, WorkUnit, load, save
 from tessera.kernels import PAGE
 from tessera.planning import served_step
@@ -61,7 +61,7 @@ class Library:
 
     def is_compiled(self, asked: Load) -> bool:
         """Are its launches those of compiled steps? They are where the package has them."""
-        return choose_launches(at_batches(asked.steps, ANCHORS), "")[0]
+        return choose_launches(at_anchors(asked.steps), "")[0]
 
     def is_served(self, asked: Load) -> bool:
         """Whether its requests are planned as a service."""
@@ -71,7 +71,7 @@ class Library:
         """What has to be recorded before a load can be planned for; a service records its own steps."""
         if self.is_compiled(asked) or self.is_served(asked):
             return []
-        return [replace(step, batch=batch) for step in asked.steps for batch in ANCHORS]
+        return [replace(step, batch=batch) for step in asked.steps for batch in ANCHORS[:2]]
 
     def kept(self, key: str, kind: Any) -> Any:
         """What came out of a task when this code did it before; None if it has not."""
@@ -108,7 +108,7 @@ def _is_served(model: str) -> bool:
 
 @lru_cache(maxsize=NUM_KEPT)
 def _steps(library: Library, steps: tuple[Step, ...], counts: tuple[int, ...]) -> LoadSteps:
-    is_compiled, _ = choose_launches(at_batches(steps, ANCHORS), "")
+    is_compiled, _ = choose_launches(at_anchors(steps), "")
     return LoadSteps(steps, counts, is_compiled=is_compiled, record=library.record)
 
 

@@ -1,9 +1,10 @@
 """Combinations of stages that several commands share."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, torch.Tensor]
 
-# Batches at which a step is recorded; others are interpolated.
-ANCHORS = (16, 48)
+# Batches at which a step is recorded; others are interpolated from two neighbours. Sizes far apart may
+# compile to other launches: where the first two differ, the next are taken, which are near one another.
+ANCHORS = (16, 48, 64)
 # Limit for building a model on the CPU to get its inputs.
 MAX_BUILT_BYTES = 4 << 30
 
@@ -139,16 +141,27 @@ class LoadSteps:
     record: Callable[[ir.Step], ir.Trace] = _recorded
 
     def __post_init__(self) -> None:
-        recorded = {batch: self.recorded(batch) for batch in self.anchors}
         # [step, batch]
-        self._graphs = {(n, batch): g for batch, unit in recorded.items() for n, g in enumerate(unit.graphs)}
+        self._graphs: dict[tuple[int, int], ir.Graph] = {}
+        self.families = [self._family(n) for n in range(len(self.steps))]
         self._seen = set(self._graphs)
-        graphs = zip(*(unit.graphs for unit in recorded.values()), strict=True)
-        self._families = [StepFamily(pair[:2]) for pair in graphs] if len(self.anchors) > 1 else []
+        make_unit([graph.trace for graph in self.at(self.anchors[0]).graphs], self.counts)  # checks
 
-    def recorded(self, batch: int) -> ir.WorkUnit:
-        self.advance(f"{'compiling' if self.is_compiled else 'recording'} batch {batch}")
-        return make_unit([self._trace(step, batch) for step in self.steps], self.counts)
+    def _family(self, step: int) -> StepFamily:
+        asked = self.steps[step]
+        first = anchors_of(asked, self.anchors)[0] if self.is_compiled else 0
+        for pair in pairwise(batch for batch in self.anchors if batch >= first):
+            family = StepFamily(tuple(self._recorded(step, batch) for batch in pair))
+            with suppress(MismatchError):  # else the next
+                family.at(replace(asked, batch=sum(pair)))
+                break
+        return family
+
+    def _recorded(self, step: int, batch: int) -> ir.Graph:
+        if (step, batch) not in self._graphs:
+            self.advance(f"{'compiling' if self.is_compiled else 'recording'} batch {batch}")
+            self._graphs[step, batch] = build_graph(self._trace(self.steps[step], batch))
+        return self._graphs[step, batch]
 
     def _trace(self, step: ir.Step, batch: int) -> ir.Trace:
         sized = replace(step, batch=batch)
@@ -161,13 +174,8 @@ class LoadSteps:
     def at(self, batch: int) -> ir.WorkUnit:
         for n in range(len(self.steps)):
             if (n, batch) not in self._graphs:
-                self._graphs[n, batch] = self._written(n, batch)
+                self._graphs[n, batch] = self.families[n].at(replace(self.steps[n], batch=batch))
         return ir.WorkUnit(tuple(self._graphs[n, batch] for n in range(len(self.steps))), tuple(self.counts))
-
-    def _written(self, step: int, batch: int) -> ir.Graph:
-        if self._families:
-            return self._families[step].at(replace(self.steps[step], batch=batch))
-        return build_graph(self._trace(self.steps[step], batch))
 
     def matches_recording(self, unit: ir.WorkUnit) -> bool:
         """True if the unit equals its recordings; else the recordings are used from now on.
@@ -175,7 +183,7 @@ class LoadSteps:
         Compiled launches are not checked.
         """
         is_right = True
-        for n, graph in enumerate(unit.graphs if self._families and not self.is_compiled else ()):
+        for n, graph in enumerate(() if self.is_compiled else unit.graphs):
             batch = graph.trace.step.batch
             if (n, batch) in self._seen:
                 continue
@@ -186,8 +194,15 @@ class LoadSteps:
         return is_right
 
 
-def at_batches(steps: Sequence[ir.Step], batches: Sequence[int]) -> list[ir.Step]:
-    return [replace(step, batch=batch) for step in steps for batch in batches]
+def at_anchors(steps: Sequence[ir.Step]) -> list[ir.Step]:
+    return [replace(step, batch=batch) for step in steps for batch in anchors_of(step)]
+
+
+def anchors_of(step: ir.Step, anchors: Sequence[int] = ANCHORS) -> tuple[int, int]:
+    """Neighbouring anchors at which a step's outline is known; if there are none, the first."""
+    pairs = list(pairwise(anchors))
+    known = (pair for pair in pairs if all(outlines.find(replace(step, batch=batch)) for batch in pair))
+    return next(known, pairs[0])
 
 
 def batch_search(

@@ -15,7 +15,7 @@ from tessera.advise.records import ModelLoad
 from tessera.capture import place_of
 from tessera.capture.models import steps_of_model
 from tessera.errors import CaptureError
-from tessera.flow import ANCHORS, LoadSteps, at_batches, batch_search, choose_launches, plan_steps
+from tessera.flow import ANCHORS, LoadSteps, at_anchors, batch_search, choose_launches, plan_steps
 from tessera.ir import Cluster, Plan, ServicePlan, Step, Trace
 from tessera.plan import QUICK, Comparison, Option, PlanConfig, Target
 from tessera.plan.batches import BATCHES, BatchSearch
@@ -139,7 +139,7 @@ class StepRater:
         is_image = steps[-1].kind != "decode"
         tokens = 1 if is_image else load.output_tokens
         counts = [1] * (len(steps) - 1) + [wanted.image_steps if is_image else max(1, tokens)]
-        is_compiled, note = choose_launches(at_batches(steps, ANCHORS), wanted.launches)
+        is_compiled, note = choose_launches(at_anchors(steps), wanted.launches)
         recorded = LoadSteps(steps, counts, ANCHORS, advance, is_compiled)
         return StepRater(wanted, Target(tokens, load.tpot_ms, load.ttft_ms), recorded, note, advance)
 

@@ -8,7 +8,7 @@ import pytest
 from profile_factories import unary_trace
 from tessera.analyze import build_graph
 from tessera.capture import outlines
-from tessera.flow import ANCHORS, at_batches, choose_launches
+from tessera.flow import ANCHORS, at_anchors, choose_launches
 from tessera.ir import Origin, Step, Trace
 from tessera.ir.graph import StepFamily
 from tessera.profile import works
@@ -42,7 +42,7 @@ def test_the_package_has_the_usual_llama() -> None:
 
 def test_outlines_of_two_batches_give_every_other() -> None:
     """Without code they differ in sizes only; the work of a batch between lies between."""
-    low, high = (build_graph(shipped(replace(DECODE, batch=batch))) for batch in ANCHORS)
+    low, high = (build_graph(shipped(replace(DECODE, batch=batch))) for batch in ANCHORS[:2])
     between = StepFamily((low, high)).at(replace(DECODE, batch=40))
 
     def total(trace: Trace) -> int:
@@ -77,14 +77,14 @@ def test_a_broken_outline_is_made_again(cache: Path) -> None:
 
 def test_compiled_launches_are_taken_where_they_are_known() -> None:
     """Llama at the usual lengths needs no compiler."""
-    assert (True, "") == choose_launches(at_batches([DECODE], ANCHORS), "")
-    assert (False, "") == choose_launches(at_batches([DECODE], ANCHORS), "eager")
+    assert (True, "") == choose_launches(at_anchors([DECODE]), "")
+    assert (False, "") == choose_launches(at_anchors([DECODE]), "eager")
 
 
 def test_without_triton_eager_launches_are_taken_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line with the remedy."""
     monkeypatch.setattr(outlines, "can_compile", lambda: False)
-    is_compiled, why = choose_launches(at_batches([STRANGE], (2, 4)), "compiled")
+    is_compiled, why = choose_launches(at_anchors([STRANGE]), "compiled")
 
     assert not is_compiled
     assert "Triton is not installed" in why
@@ -94,5 +94,5 @@ def test_unknown_steps_are_compiled_where_that_is_asked_for(monkeypatch: pytest.
     """It takes a minute, so it is not done unasked; the line says how."""
     monkeypatch.setattr(outlines, "can_compile", lambda: True)
 
-    assert choose_launches(at_batches([STRANGE], (2, 4)), "compiled")[0]
-    assert "--launches compiled" in choose_launches(at_batches([STRANGE], (2, 4)), "")[1]
+    assert choose_launches(at_anchors([STRANGE]), "compiled")[0]
+    assert "--launches compiled" in choose_launches(at_anchors([STRANGE]), "")[1]

@@ -1,14 +1,15 @@
 """Traces at batches that were not recorded."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kept_traces import recorded
 from tessera.analyze import build_graph
-from tessera.capture import record_sizes
+from tessera.capture import outlines, record_sizes
 from tessera.errors import MismatchError
-from tessera.flow import LoadSteps
+from tessera.flow import LoadSteps, anchors_of
 from tessera.ir import Step, Trace
 from tessera.ir.graph import StepFamily
 from tessera.planning import ServedSteps
@@ -85,3 +86,29 @@ def test_a_size_that_no_recording_varies_is_refused() -> None:
 
     with pytest.raises(MismatchError, match="no recording varies"):
         StepFamily((low, high)).at(replace(low.trace.step, batch=16, context=24))
+
+
+def test_small_sizes_that_compile_otherwise_are_not_interpolated_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Compilers choose other launches for few rows; the next two recordings are alike and serve all sizes."""
+    made = []
+
+    def compiled(step: Step) -> Trace:
+        made.append(step.batch)
+        trace = recorded(step, "fake")
+        return trace if step.batch > 16 else replace(trace, launches=trace.launches[:-1], outputs=())
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("tessera.flow.record_compiled", compiled)
+    asked = Step("tiny-llama", "decode", 1, 20)
+    steps = LoadSteps([asked], [1], is_compiled=True)
+
+    assert [16, 48, 64] == made
+    number = len(steps.at(64).graphs[0].trace.launches)
+    assert number == len(steps.at(32).graphs[0].trace.launches)
+    assert number == len(steps.at(16).graphs[0].trace.launches) + 1
+    (tmp_path / "tessera" / "outlines" / outlines.name_of(replace(asked, batch=16))).unlink()
+    assert (48, 64) == anchors_of(asked)
+    assert number == len(LoadSteps([asked], [1], is_compiled=True).at(16).graphs[0].trace.launches)
+    assert [16, 48, 64] == made

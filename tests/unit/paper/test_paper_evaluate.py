@@ -8,7 +8,10 @@ import pytest
 from benchmarks.paper import QUICK, Library, Scale, chosen, evaluate
 from benchmarks.paper.figures import kept
 from benchmarks.paper.records import Case, Effort, Load, Shape, Wire
+from benchmarks.paper.scale import LOADS
 from benchmarks.paper.summary import summary
+
+from tessera.flow import LoadSteps, at_anchors, choose_launches
 
 TINY = Load("tiny-llama", 32, 8)
 PAIR = ("a100", "l40s")
@@ -127,3 +130,14 @@ def test_a_run_without_time_says_what_is_missing(library: Library, found: dict[s
 
     assert 1 == again["num_missing"]
     assert "throughput" not in again
+
+
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: load.model)
+def test_all_families_are_evaluated_on_compiled_launches(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outlines of two sizes that are alike come with the package, for every step of a request."""
+    monkeypatch.setattr("tessera.flow.record_compiled", lambda step: pytest.fail(f"{step} is not known"))
+    assert (True, "") == choose_launches(at_anchors(load.steps), "")
+
+    steps = LoadSteps(load.steps, load.counts, is_compiled=True)
+
+    assert all(graph.trace.step.batch == 128 for graph in steps.at(128).graphs)

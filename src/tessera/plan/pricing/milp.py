@@ -50,11 +50,7 @@ def best_placement(problem: Problem, microbatches: int = 1) -> tuple[Column, flo
     busy = _rows(_loads(problem, pairs, num_x, scale, size - 1), num + num * num, size)
     found = _solved(
         _placed(nodes, num, size),
-        [
-            (crossing, 1.0),
-            (busy, 0.0),
-            *_within_memory(problem, held, held.pin_node, num_x + num_w, size),
-        ],
+        [(crossing, 1.0), (busy, 0.0), *_within_memory(problem, held, held.pin_node, num_x + num_w, size)],
         Bounds(0.0, upper),
         num_x,
     )
