@@ -364,13 +364,17 @@ class Hub:
         except TesseraError as error:
             self._post(source, messages.Failed(error.message, error.remedy))
             return
-        except (OSError, EOFError) as error:  # it died at once, or there is no memory for a process
-            self._post(source, Hangup(f"it could not be started ({error})"))
+        except Exception as error:  # it died at once, or there is no memory for a process
+            self._post(source, Hangup(f"it could not be started ({type(error).__name__}: {error})"))
             return
         self._post(source, _Started(process))
-        process.run(setup)
+        reason = ""
+        try:
+            process.run(setup)
+        except Exception as error:
+            reason = f"its setup could not be sent ({type(error).__name__}: {error})"
         time.sleep(LEAVE_S)  # its last message may be on the way
-        self._post(source, Hangup())
+        self._post(source, Hangup(reason))
 
     def _times(self) -> list[float | None]:
         times = [m.due_s for m in self._members]

@@ -336,6 +336,23 @@ def test_a_worker_that_cannot_start_says_why() -> None:
         pass
 
 
+class Unsent:
+    """A value that no process can be sent."""
+
+    def __reduce__(self) -> str:
+        raise RuntimeError("changed size")
+
+
+def test_a_setup_that_cannot_be_sent_is_told_at_once() -> None:
+    """Not after the time that a worker has to get ready."""
+    stepper = workers(one_way())
+    stepper.hub.setups[1] = replace(stepper.hub.setups[1], transport=Unsent())  # type: ignore[arg-type]
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=r"device d1: .*RuntimeError: changed size"), stepper:
+        pass
+    assert time.monotonic() - begun < hubs.START_TIMEOUT_S / 3
+
+
 def test_workers_that_always_die_at_the_start_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """After three times."""
     plan = one_way()
