@@ -364,14 +364,14 @@ class Hub:
         except TesseraError as error:
             self._post(source, messages.Failed(error.message, error.remedy))
             return
-        except Exception as error:  # it died at once, or there is no memory for a process
+        except Exception as error:  # noqa: BLE001 - any reason is told; else the start waits for its limit
             self._post(source, Hangup(f"it could not be started ({type(error).__name__}: {error})"))
             return
         self._post(source, _Started(process))
         reason = ""
         try:
             process.run(setup)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             reason = f"its setup could not be sent ({type(error).__name__}: {error})"
         time.sleep(LEAVE_S)  # its last message may be on the way
         self._post(source, Hangup(reason))
