@@ -8,11 +8,12 @@ size from a few recordings: sizes, strides, offsets and extents are linear in th
 that differ otherwise are refused. Interpolated traces are for planning; a trace to run is recorded.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from math import lcm
+from operator import mul
 from typing import Any
 
 from tessera.errors import MismatchError, TesseraError
@@ -178,12 +179,10 @@ class StepFamily:
                 return graph
         first = self.recordings[0].trace.step
         pairs = list(zip(self.fields, self.recordings[1:], strict=True))
+        parts = [getattr(step, name) - getattr(first, name) for name, _ in pairs]
         wholes = [getattr(graph.trace.step, name) - getattr(first, name) for name, graph in pairs]
-        parts = [getattr(step, name) - getattr(first, name) for name in self.fields]
-        whole = lcm(*wholes)
-        factors = [part * (whole // size) for part, size in zip(parts, wholes, strict=True)]
         try:
-            written: Graph = self._write(factors, whole)
+            written: Graph = _Writing(parts, wholes).of(self._shape)
         except _Uneven as error:
             where = ".".join(str(part) for part in reversed(error.args))
             sizes = ", ".join(f"{name} {getattr(step, name)}" for name in self.fields)
@@ -196,47 +195,95 @@ class StepFamily:
         return written
 
     @cached_property
-    def _write(self) -> "_Write":
-        return _writer(self.recordings)
+    def _shape(self) -> "_Shape":
+        return _Reading().of(self.recordings)
 
 
-# (factors, whole) -> value: that of the first recording plus, for every other one, its difference times its
-# factor / whole.
-_Write = Callable[[Sequence[int], int], Any]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shape:
+    """A constant, a number that grows, or a record of such parts.
+
+    Equal shapes are one object, so repeated layers are built once per batch.
+    """
+
+    value: Any = None
+    # Increase of a number in every recording after the first; empty: constant.
+    growth: tuple[int, ...] = ()
+    # Constructor and part names.
+    make: Callable[..., Any] | None = None
+    parts: tuple["_Shape", ...] = ()
+    names: tuple[Any, ...] = ()
 
 
-def _writer(values: Sequence[Any]) -> _Write:
-    """Writes a value at any size, given those of the recordings; raises _Uneven."""
-    one = values[0]
-    if any(type(other) is not type(one) for other in values):
-        raise _Uneven
-    if all(other is one or other == one for other in values):
-        return lambda factors, whole: one
-    if type(one) is int:
-        return partial(_grown, one, [other - one for other in values[1:]])
-    if isinstance(one, tuple) and len({len(value) for value in values}) == 1:
-        return _record_writer(lambda *parts: parts, range(len(one)), zip(*values, strict=True))
-    if names := getattr(type(one), "__match_args__", ()):  # a dataclass or a Struct
-        rows = ([getattr(value, name) for value in values] for name in names)
-        return _record_writer(type(one), names, rows)
-    raise _Uneven
+class _Reading:
+    def __init__(self) -> None:
+        self._known: dict[Any, _Shape] = {}
+
+    def of(self, values: Sequence[Any]) -> _Shape:
+        """Shape of a value in all recordings; raises _Uneven."""
+        one = values[0]
+        if any(type(other) is not type(one) for other in values):
+            raise _Uneven
+        if type(one) is int:
+            growth = tuple(other - one for other in values[1:])
+            return self._kept((int, one, growth), one, growth=growth if any(growth) else ())
+        if isinstance(one, tuple):
+            if len({len(value) for value in values}) > 1:
+                raise _Uneven
+            return self._record(_tuple, range(len(one)), zip(*values, strict=True), one)
+        if names := getattr(type(one), "__match_args__", ()):  # a dataclass or a Struct
+            rows = ([getattr(value, name) for value in values] for name in names)
+            return self._record(type(one), names, rows, one)
+        if any(other is not one and other != one for other in values):
+            raise _Uneven
+        return self._kept((type(one), one), one)
+
+    def _record(self, make: Callable[..., Any], names: Any, rows: Any, value: Any) -> _Shape:
+        parts = []
+        for name, row in zip(names, rows, strict=True):
+            try:
+                parts.append(self.of(row))
+            except _Uneven as error:
+                raise _Uneven(*error.args, name) from None
+        key = (make, tuple(id(part) for part in parts))
+        if not any(part.growth or part.make for part in parts):
+            return self._kept(key, value)
+        return self._kept(key, make=make, parts=tuple(parts), names=tuple(names))
+
+    def _kept(self, key: Any, *args: Any, **named: Any) -> _Shape:
+        return self._known.setdefault(key, _Shape(*args, **named))
 
 
-def _grown(start: int, growth: Sequence[int], factors: Sequence[int], whole: int) -> int:
-    grown, rest = divmod(sum(a * b for a, b in zip(growth, factors, strict=True)), whole)
-    if rest:
-        raise _Uneven
-    return start + grown
+class _Writing:
+    """Builds a recording at `parts` of the way to every recording after the first."""
+
+    def __init__(self, parts: Sequence[int], wholes: Sequence[int]) -> None:
+        self._whole = lcm(*wholes)
+        self._factors = [part * (self._whole // whole) for part, whole in zip(parts, wholes, strict=True)]
+        self._known: dict[_Shape, Any] = {}
+
+    def of(self, shape: _Shape) -> Any:
+        """Value of a shape; raises _Uneven for a fractional number."""
+        if shape.make is None and not shape.growth:
+            return shape.value
+        if shape not in self._known:
+            self._known[shape] = self._made(shape)
+        return self._known[shape]
+
+    def _made(self, shape: _Shape) -> Any:
+        if shape.make is None:
+            grown, rest = divmod(sum(map(mul, shape.growth, self._factors)), self._whole)
+            if rest:
+                raise _Uneven
+            return shape.value + grown
+        values = []
+        for name, part in zip(shape.names, shape.parts, strict=True):
+            try:
+                values.append(self.of(part))
+            except _Uneven as error:
+                raise _Uneven(*error.args, name) from None
+        return shape.make(*values)
 
 
-def _record_writer(make: Callable[..., Any], names: Iterable[Any], rows: Iterable[Sequence[Any]]) -> _Write:
-    writers = [(name, _named(name, _writer, row)) for name, row in zip(names, rows, strict=True)]
-    return lambda factors, whole: make(*(_named(name, write, factors, whole) for name, write in writers))
-
-
-def _named(name: Any, make: Callable[..., Any], *given: Any) -> Any:
-    """A part of a record; an error gets its name."""
-    try:
-        return make(*given)
-    except _Uneven as error:
-        raise _Uneven(*error.args, name) from None
+def _tuple(*values: Any) -> tuple[Any, ...]:
+    return values
