@@ -4,7 +4,8 @@
     python -m scripts.make_outlines --evaluated llama-3-8b       steps that the evaluation plans alone
 
 Sizes are those that others are interpolated from: `planning.ANCHORS`, and two of `flow.ANCHORS` at which a
-step compiles to the same launches.
+step compiles to the same launches. An outline that the package or the cache has is not compiled again: delete
+it first.
 """
 
 import argparse

@@ -22,9 +22,9 @@ PUBLISHED = {
     "heterogeneity": Published(
         "Kernels of one model differ in which of an A100 and an L40S runs them faster (ratio "
         "distribution and bars per kernel).",
-        "The publication measured kernels on the cards; these are compiled launches of Llama and eager "
-        "PyTorch operators of the others, priced from public tables where installed and from fitted models "
-        "elsewhere, so small elementwise kernels are less certain than GEMM and attention.",
+        "The publication measured kernels on the cards; these are compiled launches, priced from public "
+        "tables where installed and from fitted models elsewhere, so small elementwise kernels are less "
+        "certain than GEMM and attention.",
     ),
     "throughput": Published(
         "Up to 2.3 times the throughput of disaggregation baselines, by one placement from a mixed-integer "

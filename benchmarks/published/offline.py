@@ -39,7 +39,7 @@ from tessera.serve.rehearse import rehearse
 CHUNK, LANE_CHUNK = 2048, 512
 DIVIDED = ("attention-ffn", "kernel-level")
 # A placement of blocks is one of launches.
-ALSO = {"kernel_disaggregation": ("attention_ffn",)}
+CONTAINS = {"kernel_disaggregation": ("attention_ffn",)}
 AS_PUBLISHED = replace(QUICK_FLUID, most_sequences=SEQUENCES)
 BANDWIDTHS = (200, 100, 50, 25)
 # Microbatches of the sequences of an engine over both cards.
@@ -165,7 +165,7 @@ def fig6(rated: Mapping[OfflineCase, Rated | None]) -> list[dict[str, Any]]:
 
 
 def best_rated(rated: dict[OfflineCase, Rated | None], policy: str, is_best: bool) -> Rated | None:
-    names = (policy, *ALSO.get(policy, ()))
+    names = (policy, *CONTAINS.get(policy, ()))
     found = [
         r for c, r in rated.items() if c.is_best == is_best and r and (policy == MIX or c.policy in names)
     ]

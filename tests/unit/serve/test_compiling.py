@@ -31,7 +31,7 @@ Make = Callable[[], ServedModel]
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Of a Llama with two layers, which is a folder: both processes read it."""
+    """A folder of a Llama with two layers: both processes read it."""
     folder = tmp_path_factory.mktemp("llama")
     next(model for model in MODELS if model.name == "llama").write(folder)
     return partial(served, str(folder), replace(SPEC, random_weights=True))
