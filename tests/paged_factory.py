@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+import tessera.kernels.paged  # noqa: F401 - registers the operator
 from tessera.kernels import PAGE
 
 

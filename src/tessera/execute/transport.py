@@ -180,11 +180,12 @@ class Arenas:
                     self.place(program, 0, number)
                     self.flags(program, found.src, found.dst, 0)
 
-    def fill(self, microbatch: int, value: int, dst: int | None = None) -> None:
-        """Sets all flags of a microbatch, or those towards a device."""
-        for (kind, _, towards, stride), shared in self._arenas.items():
-            if kind == "flags" and dst in (None, towards):
-                shared.numpy()[microbatch * stride : (microbatch + 1) * stride].view(np.int64)[:] = value
+    def fill(self, microbatch: int, value: int, dst: int | None = None, kind: str = "flags") -> None:
+        """Sets all flags of a microbatch, or those towards a device, or ("arena") the words of transfers."""
+        for (found, _, towards, stride), shared in self._arenas.items():
+            if found == kind and dst in (None, towards):
+                part = shared.numpy()[microbatch * stride : (microbatch + 1) * stride]
+                (part.view(np.int64) if kind == "flags" else part)[:] = value
 
     def _shared(self, kind: str, src: int, dst: int, stride: int) -> torch.Tensor:
         key = kind, src, dst, stride

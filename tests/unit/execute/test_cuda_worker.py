@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -16,6 +16,7 @@ from tessera.errors import WorkerError
 from tessera.execute import driver
 from tessera.execute.cuda.direct import PeerAway
 from tessera.execute.cuda.graphs import DeviceGraphs, ShareGraph, _Issue
+from tessera.execute.cuda.transport import InboxSpot
 from tessera.execute.launcher import Launcher
 from tessera.execute.lower import lower
 from tessera.execute.memory import Memory
@@ -36,6 +37,7 @@ from tessera.ir import (
     Objective,
     Placement,
     Plan,
+    Program,
     Step,
     WorkUnit,
 )
@@ -364,6 +366,36 @@ def test_a_lost_worker_comes_back_and_its_peers_find_its_new_memory() -> None:
         results = run_offline(stepper, [request(n % 2) for n in range(8)], on_done=on_done).results
         assert all(is_right(n % 2, result) for n, result in enumerate(results))
         assert stepper.use().devices[lost].restarts >= 1
+
+
+@pytest.mark.parametrize("name", ["ipc", "host"])
+def test_a_released_graph_reads_zeros_in_place_of_what_has_not_arrived(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places are shared by programs: values of another step there are no valid indices."""
+    found: list[DeviceGraphs] = []
+    plain = DeviceGraphs.add
+
+    def add(self: DeviceGraphs, programs: Sequence[Program], is_dropped: bool = False) -> list[int]:
+        found.append(self)
+        return plain(self, programs, is_dropped)
+
+    monkeypatch.setattr(DeviceGraphs, "add", add)
+    with opened("attention-ffn", transport=name) as stepper:
+        run_offline(stepper, [request(0)])
+        for graphs in found:
+            transport = graphs.transport
+            assert transport is not None
+            here = graphs.device.number
+            arrivals = [
+                driver.bytes_at(transport._ends(InboxSpot(0, 0, number), here)[0], moved.num_bytes, 0)
+                for number, moved in enumerate(graphs._programs[0].transfers)
+                if moved.dst == here
+            ]
+            assert any(place.any() for place in arrivals)
+            transport.release(0)
+            assert not any(place.any() for place in arrivals)
+            transport.reset(0, 0)
 
 
 def test_what_a_peer_sent_before_it_died_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:

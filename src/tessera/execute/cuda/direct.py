@@ -70,6 +70,12 @@ class DirectTransport(GpuTransport):
     def _target(self, program: int, device: int) -> int:
         return self._bases[device, self._inboxes.layout(program, device).number]
 
+    def _zero(self, microbatch: int) -> None:
+        for layout in self._inboxes.layouts[self._device]:
+            first = self._bases[self._device, layout.number] + layout.part(microbatch)
+            with torch.cuda.stream(self._side):
+                driver.bytes_at(first, layout.bytes_each, self._ordinal).zero_()
+
     def _fill(self, microbatch: int, value: int) -> None:
         for layout in self._inboxes.layouts[self._device]:
             start, size = layout.flags(microbatch)

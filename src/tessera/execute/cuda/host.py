@@ -96,6 +96,9 @@ class Shared(_Staged):
     def reset(self, microbatch: int, program: int) -> None:
         self._arenas.fill(microbatch, 0)
 
+    def _zero(self, microbatch: int) -> None:
+        self._arenas.fill(microbatch, 0, self._device, "arena")
+
     def _fill(self, microbatch: int, value: int) -> None:
         self._arenas.fill(microbatch, value, self._device)
 
@@ -231,6 +234,11 @@ class Host(_Staged):
             frame = LinkFrame(run, number, time.monotonic())
             self._links.post(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
         return bool(found.size)
+
+    def _zero(self, microbatch: int) -> None:
+        for mirror in self._mirrors[self._device]:
+            start = mirror.layout.part(microbatch)
+            mirror.tensor[start : start + mirror.layout.bytes_each] = 0
 
     def _fill(self, microbatch: int, value: int, device: int | None = None) -> None:
         for mirror in self._mirrors[self._device if device is None else device]:

@@ -4,8 +4,9 @@ What `put` and `wait` issue during a capture becomes part of the graph. A flag s
 arrived; the receiver's graph waits for it and clears it. Nothing is overwritten before it was read
 (`execute.overlap`). Implemented by `direct` (ipc, nvshmem) and `host` (shm, host).
 
-When a peer is lost, a graph may wait for ever: `release` sets the flags of a microbatch from the CPU, so that
-the graph ends with contents that are discarded; `reset` clears them.
+When a peer is lost, a graph may wait for ever: `release` zeroes what may not have arrived, since zeros are
+valid indices, and sets the flags of a microbatch from the CPU, so that the graph ends with contents that are
+discarded; `reset` clears them.
 
 Inboxes are laid out alike by every worker. Each microbatch has, per transfer of a program, a flag, a record
 of when it was due (`pace`), and a place as large as its buffer; its programs share them. Programs added later
@@ -207,7 +208,8 @@ class GpuTransport(ABC):
         """A run has ended on this device; transfers of a cancelled one are dropped."""
 
     def release(self, microbatch: int) -> None:
-        """Sets all flags of a microbatch from the CPU."""
+        """Zeroes arrivals of a microbatch and sets all its flags, from the CPU."""
+        self._zero(microbatch)
         self._fill(microbatch, 1)
 
     def reset(self, microbatch: int, program: int) -> None:
@@ -215,6 +217,10 @@ class GpuTransport(ABC):
         graph.
         """
         self._fill(microbatch, 0)
+
+    @abstractmethod
+    def _zero(self, microbatch: int) -> None:
+        """Zeroes what graphs of a microbatch read here after a wait."""
 
     @abstractmethod
     def _fill(self, microbatch: int, value: int) -> None:
