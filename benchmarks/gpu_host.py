@@ -92,7 +92,11 @@ def own(args: argparse.Namespace, log: Log) -> None:
             busy = {device.name: round(device.utilisation, 3) for device in service.snapshot().devices}
             found = {"tokens/s": rate, "expected": expected.tokens_per_s, "ms a token": gap_ms}
             found["of expected"] = rate / expected.tokens_per_s
-            log.put(f"own {batch}", found | {"expected ms": expected.tpot_ms, "busy": busy})
+            wanted = dict(zip(busy, expected.busy, strict=True))
+            log.put(
+                f"own {batch}",
+                found | {"expected ms": expected.tpot_ms, "busy": busy, "expected busy": wanted},
+            )
 
 
 def measured_link(log: Log) -> tuple[float, float, float]:
