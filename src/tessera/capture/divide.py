@@ -8,7 +8,7 @@ joined from the last to the first, so that the last ones can be joined on anothe
 Weights of a part are buffers of their own, named by their bytes in the undivided weight
 (`execute.memory.part_of`).
 
-Not handled: packed weights, and weights that another launch reads as well.
+Not handled: plain products with packed weights, and weights that another launch reads as well.
 """
 
 from collections import Counter
@@ -22,12 +22,19 @@ from msgspec import structs
 from tessera.capture.operators import argument_accesses, byte_region
 from tessera.ir import Access, Buffer, BufferKind, Cluster, Kernel, Launch, Origin, Trace, View, verify
 from tessera.ir.trace import Arg, item_bytes
-from tessera.kernels import grouped  # noqa: F401 - registers the operators
+from tessera.kernels import PARTS, grouped, packed  # noqa: F401 - registers the operators
 
 # Share of a card's memory for weights, and part of it from which a plain product is divided.
 USABLE, LARGE = 0.8, 8
 JOINS = ("tessera.grouped_join.default", "aten.cat.default")
-GROUPED, PLAIN = "aten._grouped_mm.default", ("aten.mm.default", "aten.addmm.default")
+PLAIN = ("aten.mm.default", "aten.addmm.default")
+# Arguments of a product of packed experts.
+PACKED = 7
+# Product of experts -> that of some of them.
+GROUPED = {
+    "aten._grouped_mm.default": torch.ops.tessera.grouped_part.default,
+    "tessera.packed_grouped.default": torch.ops.tessera.packed_part.default,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +80,9 @@ def experts_of(trace: Trace) -> dict[int, tuple[str, int, int]]:
     """Launch of a part -> scope, first expert, number of experts."""
     found = {}
     for number, launch in enumerate(trace.launches):
-        if trace.kernels[launch.kernel].name == "tessera.grouped_part.default":
-            weight, first = launch.args[1], launch.args[3]
+        place = PARTS.get(trace.kernels[launch.kernel].name)
+        if place is not None:
+            weight, first = launch.args[1], launch.args[place + 1]
             assert isinstance(weight, View)
             assert isinstance(first, int)
             found[number] = launch.scope, first, weight.shape[0]
@@ -95,15 +103,15 @@ class _Writer:
 
     def add(self, number: int, launch: Launch) -> None:
         name, ends = self._trace.kernels[launch.kernel].name, list[int]()
-        if name == GROUPED:
+        if name in GROUPED:
             ends = self._expert_ends(launch)
         elif name in PLAIN:
             ends = self._column_ends(launch)
         if not ends:
             self._launches.append(launch)
             self._origin.append(number)
-        elif name == GROUPED:
-            self._divide_experts(launch, ends)
+        elif name in GROUPED:
+            self._divide_experts(launch, GROUPED[name], ends)
         else:
             self._divide_columns(launch, ends)
 
@@ -123,16 +131,15 @@ class _Writer:
 
     def _expert_ends(self, launch: Launch) -> list[int]:
         """Where parts end, in experts; none: not divided."""
-        x, weight, offsets = (*launch.args[:3], None, None)[:3]
-        more = (*launch.args[3:], *(value for key, value in launch.kwargs if key != "offs"))
-        offsets = dict(launch.kwargs).get("offs", offsets)
-        if not (isinstance(x, View) and isinstance(weight, View) and isinstance(offsets, View)):
+        x, *weights, offsets = _mixture(launch)
+        views = [view for view in weights if isinstance(view, View)]
+        if not (isinstance(x, View) and isinstance(offsets, View) and len(x.shape) == 2 and views):
             return []
-        num = weight.shape[0]
-        is_outer = len(weight.shape) == 3 and weight.stride[0] == weight.shape[1] * weight.shape[2]
-        if any(m is not None for m in more) or not is_outer or not self._is_own(weight) or len(x.shape) != 2:
-            return []
-        return _ends(num, self._config.num_parts)
+        for view in views:
+            is_outer = len(view.shape) == 3 and view.stride[0] == view.shape[1] * view.shape[2]
+            if not is_outer or not self._is_own(view) or view.shape[0] != views[0].shape[0]:
+                return []
+        return _ends(views[0].shape[0], self._config.num_parts)
 
     def _column_ends(self, launch: Launch) -> list[int]:
         weight, made = launch.args[-1], launch.outputs[0]
@@ -147,30 +154,34 @@ class _Writer:
             return []
         return _ends(weight.shape[1], self._config.num_parts)
 
-    def _divide_experts(self, launch: Launch, ends: Sequence[int]) -> None:
-        x, weight = launch.args[:2]
-        offsets = launch.args[2] if len(launch.args) > 2 else dict(launch.kwargs)["offs"]
-        assert isinstance(weight, View)
-        each, firsts, made = weight.stride[0] * item_bytes(weight.dtype), [0, *ends[:-1]], launch.outputs[0]
+    def _divide_experts(self, launch: Launch, product: Any, ends: Sequence[int]) -> None:
+        x, *weights, offsets = _mixture(launch)
+        made, parts, first = launch.outputs[0], list[View](), 0
         assert made is not None
-        total, (_, depth, width), stride, turned = each * weight.shape[0], weight.shape, weight.stride, ""
-        # A CPU reads rows of outputs faster: 57 against 40 GB/s of bfloat16 on 15 cores.
-        if stride[1:] == (width, 1) and item_bytes(weight.dtype) == 2 and depth % 8 == 0:
-            stride, turned = (stride[0], 1, depth), f",{depth}x{width}"
-        parts = []
-        for first, last in zip(firsts, ends, strict=True):
-            buffer = self._part(weight.buffer, first * each, last * each, total, turned)
-            shape = (last - first, *weight.shape[1:])
-            own = structs.replace(weight, buffer=buffer, shape=shape, stride=stride)
-            share = self._share(launch.scope, first, last, weight.shape[0])
-            given = (x, own, offsets, first, share)
-            part = torch.ops.tessera.grouped_part.default
-            parts.append(self._append(part, given, self._temporary(made), launch.scope))
+        assert isinstance(weights[0], View)
+        num, form = weights[0].shape[0], launch.args[5:]  # of a packed weight
+        for last in ends:
+            own = (self._experts(weight, first, last, not form) for weight in weights)
+            given = (x, *own, offsets, first, self._share(launch.scope, first, last, num), *form)
+            parts.append(self._append(product, given, self._temporary(made), launch.scope))
+            first = last
         joined = parts[-1]
         for number in reversed(range(len(parts) - 1)):
-            args = ((parts[number], joined), offsets, firsts[number + 1])
+            args = ((parts[number], joined), offsets, ends[number])
             into = made if number == 0 else self._temporary(made)
             joined = self._append(torch.ops.tessera.grouped_join.default, args, into, launch.scope)
+
+    def _experts(self, weight: Arg, first: int, last: int, may_turn: bool) -> Arg:
+        """Some experts of a weight, in a buffer of their own."""
+        if not isinstance(weight, View):  # a packed weight without zeros
+            return weight
+        (num, depth, width), stride, turned = weight.shape, weight.stride, ""
+        # A CPU reads rows of outputs faster: 57 against 40 GB/s of bfloat16 on 15 cores.
+        if may_turn and stride[1:] == (width, 1) and item_bytes(weight.dtype) == 2 and depth % 8 == 0:
+            stride, turned = (stride[0], 1, depth), f",{depth}x{width}"
+        each = stride[0] * item_bytes(weight.dtype)
+        buffer = self._part(weight.buffer, first * each, last * each, num * each, turned)
+        return structs.replace(weight, buffer=buffer, shape=(last - first, depth, width), stride=stride)
 
     def _divide_columns(self, launch: Launch, ends: Sequence[int]) -> None:
         *before, x, weight = launch.args
@@ -235,6 +246,15 @@ class _Writer:
         self._launches.append(Launch(self._operators[func], args, (), (made,), tuple(accesses), scope))
         self._origin.append(None)
         return made
+
+
+def _mixture(launch: Launch) -> tuple[Arg, ...]:
+    """Rows, weight (packed: codes, scales and zeros) and offsets; nothing of products with more than that."""
+    given = dict(launch.kwargs)
+    if len(launch.args) == PACKED:
+        return launch.args[:5]
+    args = (*launch.args, *([given.pop("offs")] if "offs" in given else ()))
+    return args[:3] if all(value is None for value in (*args[3:], *given.values())) else (None,) * 3
 
 
 def _ends(num: int, parts: int) -> list[int]:

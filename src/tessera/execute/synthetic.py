@@ -25,6 +25,7 @@ GROUPED = (
     "_scaled_grouped_mm",
     "grouped_mm",
     "packed_grouped",
+    "packed_part",
     "grouped_part",
     "grouped_join",
 )
@@ -60,13 +61,13 @@ def _filled(kernel: Kernel, launch: Launch, view: View, size_bytes: int, chance:
     typed = flat[: count * dtype.itemsize].view(dtype)
     if dtype is torch.bool:
         typed.random_(0, 2, generator=chance)
-    elif dtype.is_floating_point or dtype.is_complex:
-        if dtype.itemsize == 1:  # 8-bit floats have no generator; these bytes are small numbers
-            typed.view(torch.uint8).random_(32, 48, generator=chance)
+    elif dtype.itemsize == 1 or dtype.is_floating_point or dtype.is_complex:
+        if dtype.itemsize == 1:  # codes, or 8-bit floats, which have no generator; these are small numbers
+            typed.view(torch.uint8)[:BLOCK].random_(32, 48, generator=chance)
         else:
             typed[:BLOCK].normal_(generator=chance)
-            for start in range(BLOCK, count, BLOCK):  # a generator is slow on a CPU
-                typed[start : start + BLOCK] = typed[: min(BLOCK, count - start)]
+        for start in range(BLOCK, count, BLOCK):  # a generator is slow on a CPU
+            typed[start : start + BLOCK] = typed[: min(BLOCK, count - start)]
     else:
         typed.copy_(_integers(kernel, launch, view, count, chance))
     return flat.untyped_storage()

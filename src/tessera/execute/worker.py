@@ -53,8 +53,8 @@ from tessera.ir import (
     View,
 )
 from tessera.ir.host import host_nodes
+from tessera.kernels import PARTS
 
-GROUPED_PART = "tessera.grouped_part.default"
 # Linux flag of an exiting process.
 PF_EXITING = 0x4
 
@@ -264,7 +264,8 @@ def mixtures_of(trace: Trace) -> dict[int, tuple[str, View]]:
     """Part of a mixture of experts -> its scope, and the ends of its experts' rows."""
     found = {}
     for number, launch in enumerate(trace.launches):
-        if trace.kernel_of(number).name == GROUPED_PART and isinstance(ends := launch.args[2], View):
+        place = PARTS.get(trace.kernel_of(number).name)
+        if place is not None and isinstance(ends := launch.args[place], View):
             found[number] = launch.scope, ends
     return found
 

@@ -12,6 +12,7 @@ MODULES = {
     "choose": "tessera.kernels.choose",
     "packed_linear": "tessera.kernels.packed",
     "packed_grouped": "tessera.kernels.packed",
+    "packed_part": "tessera.kernels.packed",
     "lora": "tessera.kernels.lora",
     "grouped_part": "tessera.kernels.grouped",
     "grouped_join": "tessera.kernels.grouped",
@@ -20,6 +21,8 @@ MODULES = {
     "selective_scan": "tessera.kernels.recurrent",
     "delta_scan": "tessera.kernels.recurrent",
 }
+# Part of a mixture of experts -> place of its offsets, before its first expert and its share.
+PARTS = {"tessera.grouped_part.default": 2, "tessera.packed_part.default": 4}
 
 # Positions per page of keys and values.
 PAGE = 16

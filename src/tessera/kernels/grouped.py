@@ -8,7 +8,7 @@ in the part: planning prices by it.
 A CPU reads the weights of experts with rows only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -17,31 +17,50 @@ from tessera.kernels.register import register
 PART = "(Tensor x, Tensor weight, Tensor offsets, int first, float share) -> Tensor"
 
 
+def chosen(offsets: torch.Tensor, first: int, num: int) -> Iterator[tuple[int, slice]]:
+    """Experts of a part that have rows, counted from its first, and their rows; for a CPU."""
+    ends = offsets[max(0, first - 1) : first + num].tolist()
+    begin = ends.pop(0) if first else 0
+    for expert, end in enumerate(ends):
+        if begin < end:
+            yield expert, slice(begin, end)
+        begin = end
+
+
+def rotated(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    first: int,
+    num: int,
+) -> torch.Tensor:
+    """A part by a product of rows that begin with its experts'; reads nothing on the host."""
+    ends = offsets[first : first + num]
+    if not first:
+        return product(x, ends)
+    begin, rows = offsets[first - 1], torch.arange(x.shape[0], device=x.device)
+    moved = product(x[(rows + begin) % x.shape[0]], ends - begin)
+    return moved[(rows - begin) % x.shape[0]]
+
+
 def _part_on_cpu(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, first: int, share: float
 ) -> torch.Tensor:
     out = x.new_zeros(x.shape[0], weight.shape[2])
-    ends = offsets[max(0, first - 1) : first + weight.shape[0]].tolist()
-    begin = ends.pop(0) if first else 0
-    for expert, end in enumerate(ends):
-        if begin < end:
-            torch.mm(x[begin:end], weight[expert], out=out[begin:end])
-        begin = end
+    for expert, rows in chosen(offsets, first, weight.shape[0]):
+        torch.mm(x[rows], weight[expert], out=out[rows])
     return out
 
 
 def _part_on_cuda(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, first: int, share: float
 ) -> torch.Tensor:
-    ends, rows = offsets[first : first + weight.shape[0]], torch.arange(x.shape[0], device=x.device)
+    num = weight.shape[0]
     if x.dtype is not torch.bfloat16:  # the library would read the offsets on the host
-        expert = torch.searchsorted(ends, rows.to(ends.dtype), right=True).clamp(max=weight.shape[0] - 1)
+        ends, rows = offsets[first : first + num], torch.arange(x.shape[0], device=x.device)
+        expert = torch.searchsorted(ends, rows.to(ends.dtype), right=True).clamp(max=num - 1)
         return torch.bmm(x[:, None], weight[expert])[:, 0]
-    if not first:
-        return torch._grouped_mm(x, weight, offs=ends)
-    begin = offsets[first - 1]
-    moved = torch._grouped_mm(x[(rows + begin) % x.shape[0]], weight, offs=ends - begin)
-    return moved[(rows - begin) % x.shape[0]]
+    return rotated(lambda rows, ends: torch._grouped_mm(rows, weight, offs=ends), x, offsets, first, num)
 
 
 def _part_shaped(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:

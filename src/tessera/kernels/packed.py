@@ -1,4 +1,5 @@
-"""Products with packed weights (`packing`): tessera::packed_linear, and tessera::packed_grouped for experts.
+"""Products with packed weights (`packing`): tessera::packed_linear, tessera::packed_grouped for experts, and
+tessera::packed_part for some of them (`grouped`).
 
 On a CPU the product is `linear` of the dequantised weight, so it has the bits of the dequantised model's.
 GPUs run `packed_triton`.
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from tessera.kernels.grouped import chosen
 from tessera.kernels.packing import dequantise
 from tessera.kernels.register import register
 
@@ -22,15 +24,12 @@ def _linear_on_cpu(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.T
 
 def _grouped_on_cpu(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.Tensor:
     """Rows of x are sorted by expert; those of expert e end at offsets[e]."""
-    scales, zeros, offsets, weight_format, block = given
+    scales, zeros, offsets, *part, weight_format, block = given
     out = x.new_zeros(x.shape[0], codes.shape[1])
-    begin = 0
-    for expert, end in enumerate(offsets.tolist()):
-        if begin < end:
-            parts = (codes[expert], scales[expert], None if zeros is None else zeros[expert])
-            weight = dequantise(*parts, None, weight_format, block, x.dtype)
-            out[begin:end] = linear(x[begin:end], weight)
-        begin = end
+    for expert, rows in chosen(offsets, part[0] if part else 0, codes.shape[0]):
+        parts = (codes[expert], scales[expert], None if zeros is None else zeros[expert])
+        weight = dequantise(*parts, None, weight_format, block, x.dtype)
+        out[rows] = linear(x[rows], weight)
     return out
 
 
@@ -41,6 +40,7 @@ def _shaped(x: torch.Tensor, codes: torch.Tensor, *_: object) -> torch.Tensor:
 for _name, _more, _on_cpu in (
     ("packed_linear", "Tensor? order, Tensor? bias", _linear_on_cpu),
     ("packed_grouped", "Tensor offsets", _grouped_on_cpu),
+    ("packed_part", "Tensor offsets, int first, float share", _grouped_on_cpu),
 ):
     _schema = f"({_WEIGHT}, {_more}, str format, int[] block) -> Tensor"
     register(_name, _schema, _shaped, _on_cpu, "tessera.kernels.packed_triton")

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import linear
 
+from tessera.kernels.grouped import rotated
 from tessera.kernels.packing import BITS, MIDDLE, dequantise, num_columns
 
 # Rows, of each expert, from which a weight is written out; most bytes of one with experts.
@@ -78,6 +79,15 @@ def packed_linear(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.Te
 def packed_grouped(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.Tensor:
     scales, zeros, offsets, weight_format, block = given
     return multiply(x, codes, scales, zeros, None, offsets, weight_format, block)
+
+
+def packed_part(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.Tensor:
+    scales, zeros, offsets, first, _, *form = given
+
+    def product(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return multiply(rows, codes, scales, zeros, None, ends, *form)
+
+    return rotated(product, x, offsets, first, codes.shape[0])
 
 
 def multiply(

@@ -15,6 +15,7 @@ from importlib.resources import files
 
 from tessera.ir import Kernel, Launch, Origin, View, arg_views
 from tessera.ir.trace import item_bytes
+from tessera.kernels import PARTS
 from tessera.profile.overheads import Overhead, attention_overhead, copies_first, fused_overhead, overhead_of
 
 # Attention with at most this many queries per sequence is bound by the KV cache.
@@ -75,6 +76,8 @@ class Work:
     shape: tuple[int, ...] = ()
     # Amounts by term; see `overheads.py`.
     overhead: Overhead = ()
+    # Numbers of packed weights, which a CPU writes out and reads again.
+    unpacked_bytes: int = 0
 
 
 def work_of(kernel: Kernel, launch: Launch) -> Work:
@@ -82,8 +85,8 @@ def work_of(kernel: Kernel, launch: Launch) -> Work:
     views = _inputs(launch)
     if op is OpClass.PREFILL:
         return _attention(kernel, launch, views)
-    if _base(kernel.name) == "grouped_part":
-        return _grouped_part(launch, views)
+    if kernel.name in PARTS:
+        return _grouped_part(launch, views, PARTS[kernel.name] + 2)
     flops = 0.0
     shape: tuple[int, ...] = ()
     if op in (OpClass.GEMM, OpClass.GROUPED):
@@ -92,7 +95,8 @@ def work_of(kernel: Kernel, launch: Launch) -> Work:
         flops = _conv_flops(launch, views)
     num_bytes = _bytes(op, kernel, launch, views)
     overhead = _overhead(op, kernel, launch, views, num_bytes)
-    return Work(op, _dtype(launch, views), flops, num_bytes, shape, overhead)
+    unpacked = _unpacked(views) if _base(kernel.name).startswith("packed_") else 0
+    return Work(op, _dtype(launch, views), flops, num_bytes, shape, overhead, unpacked)
 
 
 def _overhead(
@@ -202,16 +206,25 @@ def _idle_experts(views: tuple[View, ...]) -> int:
     return size * max(0, groups - rows.shape[0]) // groups
 
 
-def _grouped_part(launch: Launch, views: tuple[View, ...]) -> Work:
-    """Its expected share of the rows, and the experts that these are expected to choose."""
-    x, weight, share = views[0], views[1], launch.args[4]
+def _grouped_part(launch: Launch, views: tuple[View, ...], place: int) -> Work:
+    """Its expected share of the rows, which is argument `place`, and the experts that these may choose."""
+    x, weights, share = views[0], [v for v in views[1:] if len(v.shape) == 3], launch.args[place]
     assert isinstance(share, float)
-    (all_rows, k), (groups, _, n) = x.shape, weight.shape
+    (all_rows, k), groups, n = x.shape, weights[0].shape[0], _outputs(launch)[0].shape[1]
     rows = max(1, round(all_rows * share))
     chosen = groups * (1.0 - (1.0 - min(1.0, share / groups)) ** all_rows)
-    num_bytes = round(_size(weight) * chosen / groups) + rows * (k + n) * item_bytes(x.dtype)
-    shape = (max(1, round(chosen)), rows, n, k)
-    return Work(OpClass.GROUPED, x.dtype, 2.0 * rows * n * k, num_bytes, shape)
+    num_bytes = round(sum(map(_size, weights)) * chosen / groups) + rows * (k + n) * item_bytes(x.dtype)
+    is_packed, each = len(weights) > 1, n * k * item_bytes(x.dtype)
+    shape = () if is_packed else (max(1, round(chosen)), rows, n, k)
+    unpacked = round(chosen * each) if is_packed else 0
+    return Work(OpClass.GROUPED, x.dtype, 2.0 * rows * n * k, num_bytes, shape, unpacked_bytes=unpacked)
+
+
+def _unpacked(views: tuple[View, ...]) -> int:
+    """Bytes of the numbers of a packed weight; of experts, of those that rows visit."""
+    x, codes = views[:2]
+    experts = min(codes.shape[0], x.shape[0]) if len(codes.shape) == 3 else 1
+    return experts * codes.shape[-2] * x.shape[-1] * item_bytes(x.dtype)
 
 
 def _idle_rows(views: tuple[View, ...]) -> int:

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from tessera.errors import CannotTime, DeviceGone
 from tessera.ir import AWAY, Cost, Costs, Device, DeviceKind, Kernel, Launch, Origin, Source, Trace, verify
+from tessera.kernels import PARTS
 from tessera.profile.counts import OpClass, class_of, is_zero_size, work_of
 from tessera.profile.estimate import modelled, signature, works
 from tessera.profile.gpus import gpu
@@ -42,7 +43,6 @@ USEFUL_CACHE = 0.5
 YARDSTICK = "a100"
 # Minimum number of ratios for a class.
 MIN_RATIOS = 3
-PART = "tessera.grouped_part.default"
 Advance = Callable[[str], None]
 
 
@@ -309,9 +309,10 @@ def _kernel_name(kernel: Kernel) -> str:
 
 
 def _key(kernel: str, launch: Launch, cold: frozenset[int]) -> str:
-    if kernel == PART and isinstance(first := launch.args[3], int):
+    place = 1 + PARTS.get(kernel, -1)
+    if place and isinstance(first := launch.args[place], int):
         # Parts of a mixture after the first differ in their experts only.
-        launch = replace(launch, args=(*launch.args[:3], min(1, first), *launch.args[4:]))
+        launch = replace(launch, args=(*launch.args[:place], min(1, first), *launch.args[place + 1 :]))
     return hashlib.sha256(json.dumps([kernel, *signature(launch, cold)]).encode()).hexdigest()[:32]
 
 

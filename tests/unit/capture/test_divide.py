@@ -1,16 +1,19 @@
 """Divided products: same values, weights of parts, and when a model is divided."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from packed_factory import write_folder
 from tessera.capture import build, record
 from tessera.capture.divide import DivideConfig, divide, division_for, experts_of
 from tessera.execute.memory import copied, part_of, whole_of
 from tessera.execute.reference import InOrder
 from tessera.ir import BufferKind, Step, Trace, View
 from tessera.profile import cap_memory, make_cluster, parse_devices, works
+from tessera.profile.cpus import CPUS, price_on_cpu
 
 
 def run(trace: Trace, step: Step) -> dict[str, torch.Tensor]:
@@ -79,6 +82,21 @@ def test_16_bit_experts_are_kept_by_rows_of_outputs() -> None:
         torch.testing.assert_close(own[name], tensor, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize(("method", "family"), [("mxfp4", "gpt_oss"), ("gptq", "qwen3_moe")])
+def test_packed_experts_divided_give_the_same_bits(method: str, family: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, method, family)
+    step = Step(str(tmp_path), "call", 2, 8)
+    trace = record(build(step))
+    divided = divide(trace, DivideConfig(3)).trace
+    names = [divided.kernel_of(number).name for number in experts_of(divided)]
+    assert names == ["tessera.packed_part.default"] * (3 * 2 * 2)
+    assert {num for _, _, num in experts_of(divided).values()} == {1, 2}
+    whole, own = run(trace, step), run(divided, step)
+    assert all(torch.equal(whole[name], own[name]) for name in whole)
+    sizes = [sum(b.size_bytes for b in t.buffers if b.kind is BufferKind.WEIGHT) for t in (trace, divided)]
+    assert sizes[0] == sizes[1], "every weight is in one part"
+
+
 def test_prices_follow_the_expected_rows_and_experts() -> None:
     trace = record(build(Step("tiny-gpt-oss", "call", 1, 1)))
     often = {x.scope: [7, 1, 0, 0, 0, 0, 0, 0] for x in trace.launches}
@@ -87,6 +105,21 @@ def test_prices_follow_the_expected_rows_and_experts() -> None:
     assert len({works(even)[n].num_bytes for n in parts}) == 1
     sizes = [works(hot)[n].num_bytes for n in parts]
     assert sizes[0] > works(even)[parts[0]].num_bytes > sizes[1] == sizes[2]
+
+
+def test_packed_parts_are_priced_by_the_codes_of_chosen_experts(tmp_path: Path) -> None:
+    """A CPU also pays for the numbers that it writes out."""
+    write_folder(tmp_path, "mxfp4", "gpt_oss")
+    trace = divide(record(build(Step(str(tmp_path), "call", 1, 1))), DivideConfig(2)).trace
+    number = next(iter(experts_of(trace)))
+    work, part = works(trace)[number], trace.launches[number]
+    codes = part.args[1]
+    assert isinstance(codes, View)
+    # Two tokens' choices, evenly: of two experts each is chosen in 1 - (3/4)^2.
+    assert 2 * 7 / 16 * codes.num_elements / 2 < work.num_bytes < 1.2 * codes.num_elements
+    assert work.unpacked_bytes > 4 * work.num_bytes
+    spec = CPUS["cpu-xeon-8480"]
+    assert price_on_cpu(work, spec).us > price_on_cpu(replace(work, unpacked_bytes=0), spec).us
 
 
 def test_a_model_is_divided_only_beside_a_host_and_where_it_does_not_fit() -> None:

@@ -16,7 +16,15 @@ from sampling import one_of_each
 from tessera import flow  # hands the interpreter to capture
 from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
-from tessera.kernels.packed_triton import ProductTile, multiply, packed_product, tile_for, unpack
+from tessera.kernels.packed_triton import (
+    ProductTile,
+    multiply,
+    packed_grouped,
+    packed_part,
+    packed_product,
+    tile_for,
+    unpack,
+)
 from tessera.kernels.packing import BITS, dequantise
 from tessera_ptx import analyze
 
@@ -98,6 +106,20 @@ def test_experts_read_their_own_rows(form: str, splits: int) -> None:
     spread = torch.repeat_interleave(numbers(weight, torch.float32), torch.tensor([2, 0, 19, 2]), 0)
 
     assert_close(out.float(), torch.einsum("mk,mnk->mn", x.float(), spread), rtol=1e-2, atol=0.15)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_part_has_some_experts(first: int) -> None:
+    """Its rows are those of the whole product."""
+    codes, scales, zeros, form, block = make_weight("mxfp4", experts=4)
+    offsets, x = torch.tensor([2, 2, 21, 23], dtype=torch.int32), torch.randn(23, 192).bfloat16()
+    own = slice(first, first + 2)
+    out = packed_part(x, codes[own], scales[own], zeros, offsets, first, 0.5, form, block)
+    whole = packed_grouped(x, codes, scales, zeros, offsets, form, block)
+    begin = 0 if first == 0 else int(offsets[first - 1])
+    rows = slice(begin, int(offsets[first + 1]))
+
+    assert_close(out[rows], whole[rows], rtol=1e-2, atol=0.05)
 
 
 def test_experts_with_many_rows_are_written_out() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from packed_factory import generated, write_folder
 from serving_factory import GREEDY, read, wait_for
 from tessera.capture.divide import experts_of
 from tessera.errors import PlanInfeasible
@@ -151,3 +152,20 @@ def test_another_load_keeps_the_placement_of_a_full_gpu(
     monkeypatch.delattr(ServicePlanner, "plans")
     learned = planner.learned(made.policies, Load(8, 80))
     assert [policy.load for policy in learned] == [Load(8, 80)] * len(made.policies)
+
+
+def test_packed_experts_are_on_both_devices_and_answer_as_dequantised(
+    asks: list[Ask], tmp_path: Path
+) -> None:
+    model = write_folder(tmp_path, "mxfp4", "gpt_oss", intermediate=512)
+    cluster = wire(cap_memory(parse_devices(f"{CARD},{HOST}"), [f"{CARD}=0.7MB"]))
+    made = prepare(str(tmp_path), cluster, SPEC)
+    plan = made.policies[0].plans[0]
+    placed = plan.lanes[0].placement.devices[-1]
+    assert {0, 1} == {placed[launch] for launch in experts_of(plan.graphs[-1].trace)}
+    with made.workers() as stepper, Service(stepper, made.policies, made.model.shape, ByteText()) as running:
+        found = [wait_for(read(running, ask)).numbers for ask in asks[:2]]
+        told = running.snapshot()
+    assert [generated(model, list(ask.prompt), ask.max_tokens) for ask in asks[:2]] == found
+    assert all(device.utilisation > 0 for device in told.devices)
+    assert told.experts
