@@ -1,7 +1,8 @@
 """Timers: how long each launch of a trace takes on one device, and the whole step.
 
 `LaunchTimer` is the protocol of `profile`, with what CPUs and GPUs share. `CpuTimer` reads a clock around
-each launch, with a worker's threads; `cuda.timing.CudaTimer` uses CUDA events around graphs.
+each launch, with a worker's threads, and beside a process that polls as the worker of its GPU does if there
+are several; `cuda.timing.CudaTimer` uses CUDA events around graphs.
 
 `run` brings the step up to a launch, which works on copies of what it writes. Buffers that a real step finds
 outside the cache are several copies in turn; before each round a larger piece of memory is read to evict
@@ -12,7 +13,10 @@ Not handled: other work on this machine, which shows in the spread of the sample
 
 import os
 import platform
+import subprocess
+import sys
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +44,8 @@ MAX_COPIES = 16
 # Default where the system does not say.
 CPU_CACHE_BYTES = 32 << 20
 WARMUPS = 2
+# Seconds between two looks of a GPU's worker.
+POLL_S = 20e-6
 
 
 def first_line(error: BaseException) -> str:
@@ -200,13 +206,16 @@ class CpuTimer(LaunchTimer):
         super().__init__(trace, torch.device("cpu"), own)
         self._num_threads = num_threads
         self.cache_bytes = _cache_bytes()
+        if num_threads > 1:
+            weakref.finalize(self, _end, _neighbour())
 
     @cached_property
     def _scratch(self) -> torch.Tensor:
         return torch.zeros(2 * self.cache_bytes // 4)
 
     def identity(self) -> dict[str, str]:
-        return {"device": _cpu_name(), "torch": torch.__version__, "threads": str(self._num_threads)}
+        threads = f"{self._num_threads} beside one" if self._num_threads > 1 else "1"
+        return {"device": _cpu_name(), "torch": torch.__version__, "threads": threads}
 
     def clock_mhz(self) -> float | None:
         """Only where the system fixes it."""
@@ -253,6 +262,17 @@ class CpuTimer(LaunchTimer):
             return [_elapsed_us(partial(self._launcher.run, launch, memory)) for memory in copies]
 
         return repeat(sample, enough)
+
+
+def _neighbour() -> subprocess.Popen[bytes]:
+    """A process that polls until its parent ends."""
+    code = f"import os, time\nwhile os.getppid() == {os.getpid()}: time.sleep({POLL_S})"
+    return subprocess.Popen([sys.executable, "-S", "-c", code])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 def _elapsed_us(work: Callable[[], None]) -> float:

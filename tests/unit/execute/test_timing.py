@@ -1,6 +1,8 @@
 """Timers: what is fed to a launch, what timing leaves unchanged, and what is told apart."""
 
 import functools
+import gc
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +14,7 @@ from profile_factories import TraceMaker
 from tessera.capture import Workload, build, record
 from tessera.capture.record import capture
 from tessera.errors import CannotTime, DeviceGone
+from tessera.execute import timing
 from tessera.execute.cuda.timing import CudaTimer
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import tensor_of
@@ -84,6 +87,27 @@ def test_without_the_models_tensors_launches_get_made_up_ones() -> None:
         assert min(timer.time(launch, WARM, once)) > 0
 
     assert ("tensors were made up",) == timer.remarks
+
+
+def test_several_threads_are_timed_beside_a_process_that_ends_with_the_timer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker of a GPU polls beside a host's threads; times without it are kept apart."""
+    started, plain = list[subprocess.Popen[bytes]](), timing._neighbour
+
+    def neighbour() -> subprocess.Popen[bytes]:
+        started.append(plain())
+        return started[-1]
+
+    monkeypatch.setattr(timing, "_neighbour", neighbour)
+    one, two = CpuTimer(step()[1], own()), CpuTimer(step()[1], own(), 2)
+
+    assert one.identity() != two.identity()
+    (process,) = started
+    assert process.poll() is None
+    del two
+    gc.collect()
+    assert process.poll() is not None
 
 
 def test_a_whole_step_needs_the_models_tensors() -> None:
