@@ -42,7 +42,7 @@ from tessera.execute.cuda.timing import CudaTimer
 from tessera.ir import Device, DeviceKind, Trace
 from tessera.profile import works
 from tessera.profile.measured import Measured, distinct, measure
-from tessera.profile.store import Clocks, Machine, Store, until
+from tessera.profile.store import Machine, Store, until
 
 LAYERS = 8
 # Seconds one launch may take to be timed, and after which nothing new is begun.
@@ -153,7 +153,7 @@ def timed(
     timer = CudaTimer(trace, 0, lambda: (given, ()), stream, num_sms)
 
     def opened(machine: Machine) -> Store:
-        return Store(store, machine, Clocks.ANY)  # the clock of every step is in its row
+        return Store(store, machine, any_clock=True)  # the clock of every step is in its row
 
     found = measure(trace, device_of(num_sms), timer, opened, enough=until(LAUNCH_CAP_S))
     return found, timer.cache_bytes

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tessera.errors import CannotTime, DeviceGone
 from tessera.ir import Device, DeviceKind
-from tessera.profile.store import Clocks, Enough, Machine, Store
+from tessera.profile.store import Enough, Machine, Store
 
 H200 = Device("cuda:0", DeviceKind.CUDA, "h200", 141_000_000_000)
 CPU = Device("cpu", DeviceKind.CPU, "", 1 << 34)
@@ -59,6 +59,6 @@ class FakeTimer:
         return [self._whole_us] * 10
 
 
-def opener(path: Path, clocks: Clocks = Clocks.SAME) -> Callable[[Machine], Store]:
+def opener(path: Path) -> Callable[[Machine], Store]:
     """Opens the store at a path for whatever machine asks."""
-    return lambda machine: Store(path, machine, clocks)
+    return lambda machine: Store(path, machine)

@@ -42,9 +42,9 @@ from tessera.kernels.choose import choose
 from tessera.serve import grammar, sequences
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.grammar import prepare_masks
+from tessera.serve.groups import plans_of
 from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Sampling, Shape, Token
 from tessera.serve.rehearse import rated
-from tessera.serve.router import plans_of
 from tessera.serve.sampling import Choice, ChoiceInputs, Pick, read_tokens
 from tessera.serve.service import Service
 from tessera.serve.text import END, ByteText

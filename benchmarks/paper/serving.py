@@ -5,7 +5,7 @@ Policies that a monitor switches between run the same steps, so both are of one 
 Both plans are for the same devices and costs, as a monitor needs them. What a process has made it keeps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from benchmarks.paper.compare import sources_of
@@ -50,7 +50,7 @@ class Served:
         asked = make_arrivals(path, num, 0, self.lengths)
         own_per_s = len(asked.times_s) / max(asked.times_s[-1], 1e-9)
         speed = share * self.best_per_s / own_per_s
-        return Scenario(make_arrivals(path, num, 0, self.lengths, speed))
+        return Scenario(replace(asked, times_s=tuple(t / speed for t in asked.times_s)))
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,5 @@
 """`tessera profile` on devices of this machine, as a user runs it."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -57,29 +56,6 @@ def test_measured_costs_can_be_planned_with(folder: Path, capsys: pytest.Capture
 
     assert 0 == code, err
     assert ("cpu", "emu:a100") == load(Plan, folder / "d.plan").cluster.names
-
-
-def test_a_store_of_other_clocks_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line with both clocks and the options."""
-    rows = [json.loads(line) for line in (folder / "store.jsonl").read_text().splitlines()]
-    changed = [row | ({"clock_mhz": 4321.0} if row["kind"] == "session" else {}) for row in rows]
-    other = folder / "other.jsonl"
-    other.write_text("".join(json.dumps(row) + "\n" for row in changed))
-    code, _, err = call("profile", folder / "d.trace", "--devices", "cpu", "--store", other, capsys=capsys)
-
-    assert 2 == code
-    assert "measured at 4321 MHz" in err
-    assert "--clocks any" in err
-
-
-def test_a_wrong_choice_of_clocks_answers_with_the_right_ones(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No guess."""
-    words = ("--devices", "emu:a100", "--clocks", "fast")
-    code, _, err = call("profile", folder / "d.trace", *words, capsys=capsys)
-
-    assert (2, True) == (code, "'same', 'any', 'now'" in err)
 
 
 def test_a_picture_compares_two_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

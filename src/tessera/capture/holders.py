@@ -5,10 +5,8 @@ plain objects and containers. Each has a holder in which it can be replaced for 
 closure's variable, a tuple) can be read but not changed. Optimisers come last, so that modules name
 parameters. Not searched: objects deeper than `MAX_DEPTH`, __slots__, globals of other files.
 
-`python_state` finds values kept between calls, such as counters, growing lists or random generators, which a
-recording does not see: a value that every call changes is refused with its line. Searched: attributes of
-modules, their classes and objects, closures and globals of methods, generators of `random` and NumPy. Not
-searched: memory of extensions, files, other processes.
+`python_state` finds values kept between calls, such as counters, growing lists or random generators: a value
+that every call changes is refused with its line. Not searched: memory of extensions, files, other processes.
 """
 
 import dataclasses

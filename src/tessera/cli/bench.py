@@ -165,9 +165,6 @@ class SentRequests:
     arrivals: Annotated[
         str | None, option(ARRIVALS_HELP, is_eager=True, callback=excludes("rate", TWICE))
     ] = None
-    speed: Annotated[
-        float, option("Speed-up of the arrivals.", callback=needs("arrivals"), min=1e-6, max=1e6)
-    ] = 1.0
     prompt_tokens: Annotated[
         int | None, option("Tokens per prompt, about; with a log: at most.", default="64", min=1)
     ] = None
@@ -196,7 +193,7 @@ class SentRequests:
         from tessera.serve.load import LoadOptions
         from tessera.simulate.arrivals import make_arrivals
 
-        log = self.arrivals and make_arrivals(self.arrivals, self.requests, self.seed, speed=self.speed)
+        log = self.arrivals and make_arrivals(self.arrivals, self.requests, self.seed)
         return LoadOptions(
             num_requests=self.requests or NUM_REQUESTS,
             concurrency=self.concurrency,

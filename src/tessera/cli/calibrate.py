@@ -15,7 +15,6 @@ from tessera.profile import Work, corrections, parse_devices, sureness_of, works
 from tessera.profile.corrections import MeasuredWork
 from tessera.profile.estimate import price_works
 from tessera.profile.measured import needs_measuring
-from tessera.profile.store import Clocks
 
 # (kind of step, batch, context) that are measured, and the model they are of where none is named.
 STEPS = (("decode", 32, 1024), ("prefill", 2, 1024))
@@ -62,7 +61,7 @@ def calibrate(
     found = parse_devices(device)
     if len(found) != 1 or not needs_measuring(found[0]) or found[0].num_sms:
         raise TesseraError(f"'{device}' is no whole device of this machine", "Name cuda:0 or cpu.", "DEVICE")
-    return _calibrated(found[0], model, num, keeping(store, Clocks.ANY))
+    return _calibrated(found[0], model, num, keeping(store, any_clock=True))
 
 
 def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> CalibrationReport:

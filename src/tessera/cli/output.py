@@ -38,9 +38,9 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from tessera.cli.render import render, shown
+from tessera.cli.render import render
 from tessera.errors import TesseraError
-from tessera.ir.timeline import HIDDEN
+from tessera.ir.timeline import HIDDEN, shown
 
 __all__ = [
     "FILE", "HIDDEN", "PER_TOKEN", "TO_FIRST", "Illustrated", "JsonOption", "Record", "console", "excludes",

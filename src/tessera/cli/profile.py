@@ -5,7 +5,7 @@ them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +28,6 @@ from tessera.profile.measured import (
 )
 from tessera.profile.store import (
     SIZES,
-    Clocks,
     LinkFit,
     Machine,
     Store,
@@ -76,25 +75,10 @@ class MeasuredDevice(Record, frozen=True):
     missed: tuple[Missed, ...]
 
 
-class LinkLine(Record, frozen=True):
-    """One direction between two devices (measured)."""
-
-    src: Annotated[str, shown("from")]
-    dst: Annotated[str, shown("to")]
-    via: str
-    latency_us: float
-    gbps: float
-    both_gbps: Annotated[float, shown("GB/s, both ways")]
-    rel_error: Annotated[float, shown("fit", "error")]
-    samples: Annotated[tuple[tuple[int, float], ...], HIDDEN]
-    note: Annotated[str, HIDDEN]
-    fetch_gbps: Annotated[float, HIDDEN] = 0.0
-
-
 class ProfileReport(Record, frozen=True):
     """Prices of a trace's launches, and measured links."""
 
-    links: Annotated[tuple[LinkLine, ...], shown("links (measured)")] = ()
+    links: Annotated[tuple[LinkFit, ...], shown("links (measured)")] = ()
     headline: str = ""
     output: str | None = None
     devices: Annotated[tuple[str, ...], HIDDEN] = ()
@@ -118,10 +102,6 @@ def profile(
             "Where measurements are kept between commands.", default="$XDG_CACHE_HOME/tessera/measured.jsonl"
         ),
     ] = None,
-    clocks: Annotated[
-        Clocks,
-        option("Stored times of other clocks: same (refuse them), any (use them), now (redo)."),
-    ] = Clocks.SAME,
     links: Annotated[
         bool, option("Measure what joins the devices; the plan's --link measured.", "--links")
     ] = False,
@@ -135,11 +115,12 @@ def profile(
     if trace is None and not links:
         raise TesseraError("no trace was given", "Name one, or measure the links alone with --links.")
     parsed = parse_devices(devices)
-    kept = keeping(store, clocks)
+    kept = keeping(store)
     rows = measure_links(parsed, kept.path, transport) if links else ()
     report = ProfileReport() if trace is None else _price(trace, parsed, output, kept, plot)
-    notes = (*report.notes, *(row.note for row in rows if row.note))
-    return msgspec.structs.replace(report, links=rows, notes=notes)
+    return msgspec.structs.replace(
+        report, links=rows, notes=(*report.notes, *filter(None, map(remark, rows)))
+    )
 
 
 def _price(
@@ -237,7 +218,7 @@ def _check_plot(devices: tuple[Device, ...]) -> None:
     check_matplotlib()
 
 
-def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tuple[LinkLine, ...]:
+def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tuple[LinkFit, ...]:
     """Measures every two devices and keeps the links in the store."""
     _check(devices)
     fits: list[LinkFit] = []
@@ -253,7 +234,7 @@ def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tupl
                 for x, y in ((a, b), (b, a))
             ]
             keep_links(path, fits[-2:])
-    return tuple(LinkLine(**asdict(fit), note=remark(fit)) for fit in fits)
+    return tuple(fits)
 
 
 def _check(devices: Sequence[Device]) -> None:
@@ -274,16 +255,16 @@ class Keeping:
     """Where measurements are stored, and whether those at other clocks are used."""
 
     path: Path
-    clocks: Clocks
+    any_clock: bool
     # Default store only: gets the reason if it cannot be used.
     spare: Callable[[str], None] | None = None
 
     def open(self, machine: Machine) -> Store:
-        return Store(self.path, machine, self.clocks, self.spare)
+        return Store(self.path, machine, self.any_clock, self.spare)
 
 
-def keeping(store: Path | None, clocks: Clocks) -> Keeping:
-    return Keeping(store or default_store(), clocks, warning() if store is None else None)
+def keeping(store: Path | None, any_clock: bool = False) -> Keeping:
+    return Keeping(store or default_store(), any_clock, warning() if store is None else None)
 
 
 def measure_devices(trace: Trace, devices: Sequence[Device], kept: Keeping) -> dict[str, Measured]:

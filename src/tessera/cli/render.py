@@ -56,11 +56,6 @@ UNITS: dict[str, Callable[[float], str]] = {
 }
 
 
-def shown(label: str = "", unit: str = "") -> msgspec.Meta:
-    """Metadata of a field: its label for people, and a unit (a key of `UNITS`)."""
-    return msgspec.Meta(extra={"label": label, "unit": unit})
-
-
 def number(value: float) -> str:
     """Four significant digits, thousands separated, never an exponent."""
     if isinstance(value, int) or abs(value) >= 1000:

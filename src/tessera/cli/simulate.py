@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -30,7 +30,6 @@ ARRIVALS_HELP = (
     "batch:N."
 )
 LENGTHS_HELP = "Prompt and answer tokens: fixed:P,O, geometric:P,O or lognormal:P,O,SIGMA."
-RELATIVE: dict[str, Any] = {"callback": ONLINE, "min": 0.0, "max": 0.99}
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,7 @@ class PlayedRequests:
         bool, option("Let a monitor choose between two plans.", "--monitor", callback=ONLINE)
     ] = False
     lengths: Annotated[str | None, option(LENGTHS_HELP, callback=ONLINE)] = None
-    speed: Annotated[float, option("Factor on the speed of arrivals.", callback=ONLINE)] = 1.0
     seed: Annotated[int, option("Random seed.", min=0)] = 0
-    noise: Annotated[float, option("Relative error of every kernel type's cost.", **RELATIVE)] = 0.0
-    jitter: Annotated[float, option("Relative variation of every run's time.", **RELATIVE)] = 0.0
     lose: Annotated[
         list[str] | None,
         option("Lose a device: DEVICE@SECONDS[-SECONDS when it is back].", callback=ONLINE),
@@ -59,16 +55,12 @@ class PlayedRequests:
 
     def arrived(self) -> Arrivals | None:
         """None: all requests wait at the start."""
-        given = (self.requests, self.seed, self.lengths, self.speed)
+        given = (self.requests, self.seed, self.lengths)
         return None if self.arrivals is None else make_arrivals(self.arrivals, *given)
 
     def faults(self) -> Faults:
-        return Faults(
-            seed=self.seed,
-            jitter=self.jitter,
-            losses=tuple(_read_loss(word) for word in self.lose or ()),
-            slowdowns=tuple(_read_slowdown(word) for word in self.slow or ()),
-        )
+        losses = tuple(_read_loss(word) for word in self.lose or ())
+        return Faults(losses=losses, slowdowns=tuple(_read_slowdown(word) for word in self.slow or ()))
 
 
 def _read_loss(word: str) -> Loss:
@@ -164,7 +156,7 @@ def simulate(
         with progress(f"reading {plan.name}") as advance:
             plans = [load(ServicePlan, path) for path in (plan, other) if path is not None]
             advance("simulating")
-            return simulate_service(plans, options.arrived(), options.seed, options.faults(), options.noise)
+            return simulate_service(plans, options.arrived(), options.seed, options.faults())
     if options.arrivals is not None:
         raise TesseraError(
             "requests over time need a service plan",
@@ -182,7 +174,6 @@ def simulate_service(
     arrivals: Arrivals | None = None,
     seed: int = 0,
     faults: Faults = NO_FAULTS,
-    noise: float = 0.0,
 ) -> SimulatedService:
     """The service of a plan under its own load, or of one or two plans under arrivals."""
     from tessera.serve.rehearse import Played, play, rehearse
@@ -194,7 +185,7 @@ def simulate_service(
         clients = plan.expected.clients if plan.expected else None
         played = Played(rehearse(plan, plan.load, clients, seed), plan.policy)
     else:
-        played = play(plans, arrivals, seed, faults, noise)
+        played = play(plans, arrivals, seed, faults)
     expected = played.expected
     planned = None if arrivals else plan.expected
     return SimulatedService.of(

@@ -4,11 +4,9 @@ Rule: the lane furthest below its share of the open microbatches, counting the n
 plan's lane table gives the shares (entry i is the lane of microbatch i), else the lanes' rates.
 
 Lanes of all plans ever loaded are numbered consecutively, so that a microbatch can finish on a lane of a
-replaced plan. Plans may have different steps: the steps of all plans are numbered too, equal ones once.
-
-A home is a set of pages: microbatches on lanes of the same home share them. Plans name their home; plans of
-one name must have the same pages on the same devices. A lane of replaced plans that nothing uses any more is
-dropped (`drop`), and with the last one its home. Imports no torch.
+replaced plan; steps are numbered too, equal ones once. A home is a set of pages that microbatches on its
+lanes share; plans of one name of a home must have the same pages on the same devices. A lane of replaced
+plans that nothing uses any more is dropped (`drop`), and with the last one its home. Imports no torch.
 """
 
 from collections import Counter

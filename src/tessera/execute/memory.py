@@ -7,14 +7,12 @@ The footprint is computed before anything is allocated:
     one microbatch = its lane's own state there + the peak of inputs, received values, temporaries and
                      outputs of a program there, each counted until its `Free`, + places of fetched weights
 
-It counts multiples of `ALIGN`. A CPU worker may take somewhat more: freed memory serves buffers of the same
-size only. Weights of several plans over one model are counted once by name, constants once per step. Not
-counted: scratch memory inside a launch, and the shared memory of transfers (`landing`).
+It counts multiples of `ALIGN`. Weights of several plans over one model are counted once by name. Not counted:
+scratch memory inside a launch, and the shared memory of transfers (`landing`).
 
 `Memory` is what a launcher runs on. `PlacedMemory` gives every buffer a fixed place, so that launches can be
 bound to it. `ProgramMemory` is one program in one microbatch on one device, reused by every run.
-`WorkerMemory` is the memory under all of them: weights once; pages once per home; per microbatch its own
-state by name, and one pool for everything else, since it runs one program at a time.
+`WorkerMemory` is the memory under all of them.
 """
 
 import re

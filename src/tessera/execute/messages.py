@@ -1,20 +1,17 @@
 """Messages between the engine, its workers and worker pairs, and the configuration a worker starts with.
 
-Messages are MessagePack, decoded into the records below and nothing else. Every field is checked by type
-before a record is made, so a remote worker can at worst send wrong numbers: integers have 64 bits, numbers
-are finite, rows have a fixed width, a tensor has a dtype torch knows and as many bytes as its shape says.
-Unknown, missing and surplus fields are refused. The receiver checks whether a run, microbatch, launch or
-transfer exists. Programs and configurations travel as MessagePack of
-their records.
+Messages are MessagePack, decoded into the records below and nothing else: integers have 64 bits, numbers are
+finite, a tensor has a dtype torch knows and as many bytes as its shape says; unknown, missing and surplus
+fields are refused. So a remote worker can at worst send wrong numbers. The receiver checks whether a run,
+microbatch, launch or transfer exists.
 
 Tensor bytes are copied into a message and out of it, no more: `pack` is a view of the tensor until the
 message is encoded, a decoded tensor is a view of the message.
 
 A local worker inherits its `Setup`, weights in shared memory included. A remote worker receives the
 `WorkerConfig` and builds the weights from the model the traces name; it requests weights it cannot build in
-pieces of bounded size (`Want`). Either way it compares a fingerprint of each weight with the engine's. A
-fingerprint covers dtype, shape and up to 4,096 values: it tells checkpoints apart, not two that differ in a
-few values.
+pieces (`Want`). Either way it compares a fingerprint of each weight with the engine's: dtype, shape and up to
+4,096 values, which tells checkpoints apart, not two that differ in a few values.
 """
 
 import hashlib

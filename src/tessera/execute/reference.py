@@ -1,23 +1,18 @@
 """One device, launches in order: the definition of correct.
 
-`TraceRunner` is the one in-order runner of a trace: the reference and replays use it.
-
-`ReferenceStepper` is a stepper without workers. A step is a function `run(step, inputs, state) -> outputs`
-that changes the state in place: the model's own code, or a trace's launches (`InOrder`); steps of all plans
-are numbered as in `Lanes.graphs`. Steps and moves run while `take` is called, in the order they were asked
-for. Placements are not followed. Microbatches of one home share pages.
+`TraceRunner` is the one in-order runner of a trace: the reference and replays use it. `ReferenceStepper` is a
+stepper whose step is a function `run(step, inputs, state) -> outputs` that changes the state in place: the
+model's own code, or a trace's launches (`InOrder`). Placements are not followed. Microbatches of one home
+share pages.
 
 `Replay` runs the launches of one trace in any order and compares the results bit by bit (`tessera verify`):
-  shared   one storage per buffer, as on one device. An order is correct iff it keeps every RAW, WAR and WAW
-           edge: this proves `Graph.edges`.
+  shared   one storage per buffer. An order is correct iff it keeps every RAW, WAR and WAW edge: this proves
+           `Graph.edges`.
   renamed  one storage per version of a buffer, as when versions are sent between devices. An order is correct
-           iff every version is made before it is read: this proves `Graph.values`, and that WAR and WAW need
-           no edge.
+           iff every version is made before it is read: this proves `Graph.values`.
 
-Unwritten memory, also that of `empty`, holds a fixed pattern: huge as a float, out of range as an index. So a
-launch that runs too early always gives a wrong result or raises.
-
-Not handled: launches that are not operators, or that this machine's CPU cannot run.
+Unwritten memory, also that of `empty`, holds a fixed pattern, so a launch that runs too early gives a wrong
+result or raises. Not handled: launches that are not operators, or that this machine's CPU cannot run.
 """
 
 import queue

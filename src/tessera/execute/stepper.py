@@ -4,19 +4,13 @@
     VirtualStepper    computes nothing; a virtual clock and modelled costs (`simulate.stepper`)
     ReferenceStepper  one device, in program order: the definition of correct (`reference`)
 
-A stepper has plans loaded. A microbatch is opened on one lane of one of them, with its own state, and runs
-one step at a time: `start` begins it, `take` reports its end. Where `can_queue` allows, the next step is
-queued behind the running one, which hides this process. The scheduler chooses the lane, from `lanes`.
-Inputs that depend on the running step (grammar masks) follow with `give` when it has ended: the queued step
-waits for them where it first reads them, at its end.
+A microbatch is opened on one lane of a loaded plan, with its own state, and runs one step at a time: `start`
+begins it, `take` reports its end. Where `can_queue` allows, the next step is queued behind the running one.
+Inputs that depend on the running step (grammar masks) follow with `give`: the queued step waits for them
+where it first reads them. Microbatches of one home (`lanes`) share pages; `move` copies pages between homes.
 
-Microbatches of one home (`lanes`) share pages; `move` copies pages from one home to another.
-
-A lost device closes the microbatches of its lanes; `take` reports it. The stepper restarts the device in the
-background and reports that too.
-
-`SpanLog` collects launches and transfers that workers report, by the stepper's clock. With a log in its
-attribute `spans`, a stepper over workers asks for spans with every order.
+A lost device closes the microbatches of its lanes; the stepper restarts it in the background. `take` reports
+both. With a `SpanLog` in its attribute `spans`, a stepper over workers collects launches and transfers.
 
 Imports no torch: tensors pass through.
 """

@@ -16,6 +16,11 @@ HIDDEN = msgspec.Meta(extra={"hidden": True})
 LINK_ARROW = " -> "
 
 
+def shown(label: str = "", unit: str = "") -> msgspec.Meta:
+    """Metadata of a field: its label for people, and a unit (a key of `cli.render.UNITS`)."""
+    return msgspec.Meta(extra={"label": label, "unit": unit})
+
+
 class Clock(StrEnum):
     """Clock of the spans."""
 

@@ -7,7 +7,6 @@ microbatches may peak at once.
 Not counted: workspace inside kernels, fragmentation, copies in flight, driver memory.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera import ir
-from tessera.errors import MismatchError, PlanInfeasible, RuleBroken
+from tessera.errors import MismatchError, PlanInfeasible
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -109,19 +108,6 @@ def wires(cluster: ir.Cluster) -> tuple[Floats, Floats]:
         ends = place[link.src], place[link.dst]
         us_per_byte[ends], latency[ends] = link.wire_us(1), link.latency_us
     return us_per_byte, latency
-
-
-def link_rows(cluster: ir.Cluster) -> Ints:
-    """[source x devices + destination] -> row of busy time; a bus has one row."""
-    num = len(cluster.devices)
-    place = {name: index for index, name in enumerate(cluster.names)}
-    rows = np.arange(num * num)
-    first: dict[str, int] = {}
-    for link in cluster.links:
-        if link.group:
-            own = place[link.src] * num + place[link.dst]
-            rows[own] = first.setdefault(link.group, own)
-    return rows
 
 
 def values_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Values:
@@ -270,7 +256,6 @@ def temporaries_of(graph: ir.Graph, node_of: Ints) -> Temporaries:
 
 
 def check(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -> None:
-    _check_links(cluster)
     ir.verify(cluster)
     ir.verify(unit)
     if unit.num_launches == 0:
@@ -279,22 +264,6 @@ def check(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -
         raise MismatchError(f"{len(unit.graphs)} steps but {len(costs)} price lists", "Give one per step.")
     for step, (graph, listed) in enumerate(zip(unit.graphs, costs, strict=True)):
         _check_costs(f"costs of step {step} ({graph.trace.step.kind})", graph.trace, listed, cluster)
-
-
-def _check_links(cluster: ir.Cluster) -> None:
-    for link in cluster.links:
-        if not (math.isfinite(link.gbps) and link.gbps > 0):
-            message = f"the link from {link.src} to {link.dst} carries {link.gbps} GB/s"
-            raise RuleBroken(message, "A link has a positive bandwidth; name one with --link.")
-        if not (math.isfinite(link.latency_us) and link.latency_us >= 0):
-            message = f"the link from {link.src} to {link.dst} has a latency of {link.latency_us} us"
-            raise RuleBroken(message, "A latency is finite and not negative; name a link with --link.")
-    joined = {(link.src, link.dst) for link in cluster.links}
-    for src in cluster.names:
-        for dst in cluster.names:
-            if src != dst and (src, dst) not in joined:
-                message = f"no link leads from {src} to {dst}"
-                raise RuleBroken(message, "Every two devices are joined in both directions.")
 
 
 def _check_costs(place: str, trace: ir.Trace, costs: ir.Costs, cluster: ir.Cluster) -> None:
@@ -307,15 +276,7 @@ def _check_costs(place: str, trace: ir.Trace, costs: ir.Costs, cluster: ir.Clust
     if len(costs.costs) != len(trace.launches):
         message = f"{len(costs.costs)} launches are priced; the trace has {len(trace.launches)}"
         raise MismatchError(message, remedy, place)
-    for launch, row in enumerate(costs.costs):
-        if len(row) != len(costs.devices):
-            raise MismatchError(f"launch {launch} is not priced on every device", remedy, place)
-        for device, cost in zip(cluster.names, row, strict=True):
-            if not cost.is_sane:
-                name = trace.kernel_of(launch).name
-                message = f"launch {launch} ({name}) costs {cost.us} us on {device}"
-                limits = "A cost is finite, not negative and at most a day."
-                raise RuleBroken(message, f"{limits} {remedy}", place)
+    ir.verify(costs)
 
 
 def check_load(load: npt.NDArray[np.float64], cluster: ir.Cluster) -> None:

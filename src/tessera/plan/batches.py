@@ -1,16 +1,13 @@
 """BatchSearch: the best batch for steps that no service runs.
 
-These are decodes or prefills alone, images, encoders, and models whose state is kept by row. A work unit is
-the steps of a batch of requests. Batches are planned with little effort until memory is exhausted, then ever
-nearer to the best one, for every number of microbatches in flight; the best point within the limits is
-planned in full. Each coarse policy is searched for its own best point in the same way. Copies of the model
-(`single`, `data-parallel`) get a batch of their own on every device.
+These are decodes or prefills alone, images, encoders, and models whose state is kept by row. Batches are
+planned with little effort until memory is exhausted, then ever nearer to the best one, for every number of
+microbatches in flight; the best point within the limits is planned in full. Each coarse policy is searched
+for its own best point; copies of the model (`single`, `data-parallel`) get a batch of their own on every
+device. Times follow Little's law: n microbatches at r work units per second take n / r each.
 
-Times follow Little's law: n microbatches at r work units per second take n / r each. Steps before the decodes
-are the time to the first token.
-
-Equal cells (one H20 and one L40S of eight each) are searched as one cell, whose plan is copied: every policy
-uses all cells. If a cell is too small, the whole cluster is searched.
+Equal cells (one H20 and one L40S of eight each) are searched as one cell, whose plan is copied. If a cell is
+too small, the whole cluster is searched.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -2,17 +2,14 @@
 
 A request reads P prompt tokens and then needs A = G - 1 steps for its other answer tokens. A mixed device
 whose steps have T tokens finishes T / (P + A) requests per step if the steps are full: n = T A / (P + A)
-answers and T - n prompt tokens. A prompts device reads T prompt tokens per step. An answers device advances
-all its sequences by a token per step. With prompts devices, a share of the mixed devices' steps has prompt
-tokens: the share at which as many prompts are read as answers end. Time per token is the mean time of a step
-of the slowest group, which stands for the median of its requests.
+answers and T - n prompt tokens. With prompts devices, a share of the mixed devices' steps has prompt tokens:
+the share at which as many prompts are read as answers end. Time per token is the mean time of a step of the
+slowest group.
 
 Drafts are candidates: the rehearsal of a service decides. `bound_per_s` is an upper bound of every policy: a
 relaxation that divides the launches of a request among the devices at will, each at its cheapest step size,
-without transfers.
-
-Not modelled: waits between devices of one lane (`efficiency` stands for them), padding, and lengths other
-than their mean.
+without transfers. Not modelled: waits between devices of one lane (`efficiency` stands for them), padding,
+and lengths other than their mean.
 """
 
 import math

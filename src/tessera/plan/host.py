@@ -1,17 +1,14 @@
 """Placements on a GPU and its host, where the GPU cannot hold the weights.
 
 Everything runs on the GPU, except launches whose weights stay on a host: those with the least time there per
-byte of weights that the GPU need not hold. Launches that share a weight go together, so that no weight is
-held twice; launches that touch state, and code that only a GPU runs, stay. Launches of equal price are taken
-evenly over the step, of divided products the last parts first, so that GPU and host work at the same time. As
-many are moved as memory needs. What joins values of the host runs there too, so that less crosses.
+byte of weights, as many as memory needs. Launches that share a weight go together; launches that touch state,
+and code that only a GPU runs, stay. Launches of equal price are taken evenly over the step, of divided
+products the last parts first, so that both work at the same time. What joins values of the host runs there.
 
 Other launches may fetch their weights over the link each time they run, into places that count as the GPU's
-memory: those that would take longest on the host per byte, or that only a GPU runs, evenly over the step. The
-link works while the devices compute, so a step takes the longer of both. Small weights are fetched, for small
-places. Placements with several shares of fetched weights are returned, for a simulation to choose.
-
-Not handled: several GPUs, which take the mixed-integer program.
+memory: those that would take longest on the host per byte, evenly over the step. The link works while the
+devices compute, so a step takes the longer of both. Placements with several shares of fetched weights are
+returned, for a simulation to choose. Not handled: several GPUs, which take the mixed-integer program.
 """
 
 from collections import Counter

@@ -10,10 +10,9 @@ calibrate` writes rows to `$XDG_CACHE_HOME/tessera/calibrations`, one file per G
 
     us = (t0 + sqrt((base - t0)^2 + overhead^2)) * factors + floors
 
-Other GPUs scale cycles by SMs and clock, with a wider error. Tables use FlashAttention 3 from Hopper on and
-FlashAttention 2 before, which is PyTorch's `flash`; so `flash` has a factor on new GPUs only.
-
-Attention kernels stream keys and values through one block per sequence and KV head:
+Other GPUs scale cycles by SMs and clock, with a wider error. Tables use FlashAttention 3 from Hopper on; so
+PyTorch's `flash` has a factor on new GPUs only. Attention kernels stream keys and values through one block
+per sequence and KV head:
 
     us = floor * t0 + sqrt(M^2 + S^2) + tail * row_us * blocks
     M  = bytes / (bandwidth * em * reach)

@@ -1,15 +1,13 @@
 """Measures the distinct launches of a trace and the whole step on one device, and combines them with models.
 
 Launches are visited in program order: one missing from the store is timed, stored, and run once to produce
-inputs of later ones. A launch that cannot be timed is stored with its reason and priced by the next source.
+inputs of later ones. One that cannot be timed is stored with its reason and priced by the next source.
 Measured launches are scaled by the ratio of the measured step to their sum, which is part of their error.
 
 Launches are equal if they run the same code on tensors of the same types, shapes, strides and alignment, with
 the same plain arguments, memory sharing and cached buffers. A buffer is cached if earlier launches touched
-half of the bytes read within the last half cache size. Not handled: other replacement than by age.
-
-Other launches take the model of the device's GPU. A CPU or unknown card takes that of `YARDSTICK`, scaled by
-the median ratio of measured to modelled.
+half of the bytes read within the last half cache size. A CPU or unknown card takes the model of `YARDSTICK`,
+scaled by the median ratio of measured to modelled.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Store of measurements: one JSON document per line, append-only.
 
 A row belongs to a session: one device (model, SMs, driver, torch version) at one clock. Rows of other devices
-are ignored; rows at another clock are refused by default (`Clocks`). A half line, left by a killed command,
-is dropped; other damage is an error with its line. With `spare`, an unusable store is ignored.
+are ignored, and rows at another clock unless `any_clock`. A half line, left by a killed command, is dropped;
+other damage is an error with its line. With `spare`, an unusable store is ignored.
 
 A timing is a median with a 95 % interval from order statistics. Sampling stops when half the interval is
 within 2 % of the median, or time is up.
@@ -16,10 +16,9 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
@@ -27,6 +26,7 @@ import numpy as np
 from tessera.errors import ArtifactError, TesseraError
 from tessera.ir import Link
 from tessera.ir.files import cache_folder
+from tessera.ir.timeline import HIDDEN, shown
 
 FORMAT = 1
 # Relative clock difference that counts as equal.
@@ -63,12 +63,6 @@ class Timing:
         return self.half_us / self.us if self.us > 0 else 1.0
 
 
-class Clocks(StrEnum):
-    SAME = "same"  # refuse
-    ANY = "any"  # use
-    NOW = "now"  # ignore and measure again
-
-
 @dataclass(frozen=True, slots=True)
 class Machine:
     # Model, SMs, driver, torch.
@@ -96,7 +90,7 @@ class Store:
         self,
         path: Path,
         machine: Machine,
-        clocks: Clocks = Clocks.SAME,
+        any_clock: bool = False,
         spare: Callable[[str], None] | None = None,
     ) -> None:
         self._path, self._machine = path, machine
@@ -104,7 +98,8 @@ class Store:
         self._spare = spare
         self._rows: StoredRows = {}
         for clock_mhz, rows in self._known():
-            self._take(clock_mhz, rows, clocks)
+            if any_clock or not _differ(clock_mhz, machine.clock_mhz):
+                self._rows |= rows
         self._session = os.urandom(6).hex()
         self._announced = False
 
@@ -138,19 +133,6 @@ class Store:
                 raise
             self._spare(f"{self._path} {error.message}")
             return []
-
-    def _take(self, clock_mhz: float | None, rows: StoredRows, clocks: Clocks) -> None:
-        if clocks is Clocks.ANY or not _differ(clock_mhz, self._machine.clock_mhz):
-            self._rows |= rows
-        elif clocks is Clocks.SAME and any(kind != "failed" for kind, _ in rows):
-            num = sum(kind == "launch" for kind, _ in rows)
-            raise TesseraError(
-                f"this store holds {num} launches measured at {_mhz(clock_mhz)}; "
-                f"the device runs at {_mhz(self._machine.clock_mhz)} now",
-                "Choose --clocks any to use them all the same, --clocks now to measure again, "
-                "or another --store.",
-                str(self._path),
-            )
 
     def _append(self, row: dict[str, Any]) -> None:
         lines = [{"session": self._session, **row}]
@@ -230,10 +212,6 @@ def _differ(a: float | None, b: float | None) -> bool:
     return abs(a - b) > CLOCK_TOLERANCE * max(a, b)
 
 
-def _mhz(clock: float | None) -> str:
-    return "an unknown clock" if clock is None else f"{clock:.0f} MHz"
-
-
 def timing(samples: Sequence[float]) -> Timing:
     """Median with its interval; negative medians are noise around zero."""
     ordered = sorted(samples)
@@ -258,20 +236,22 @@ def until(cap_s: float = CAP_S, error: float = TARGET_ERROR) -> Enough:
 
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    src: str
-    dst: str
+    """One direction between two devices (measured)."""
+
+    src: Annotated[str, shown("from")]
+    dst: Annotated[str, shown("to")]
     # Transport.
     via: str
     latency_us: float
     gbps: float
     # Median relative error on the fitted transfers.
-    rel_error: float
+    rel_error: Annotated[float, shown("fit", "error")]
     # Bandwidth with the other direction busy.
-    both_gbps: float
+    both_gbps: Annotated[float, shown("GB/s, both ways")]
     # (bytes, median microseconds)
-    samples: tuple[tuple[int, float], ...]
+    samples: Annotated[tuple[tuple[int, float], ...], HIDDEN]
     # GB/s of weights that a GPU fetches from the host's memory; 0: not measured.
-    fetch_gbps: float = 0.0
+    fetch_gbps: Annotated[float, HIDDEN] = 0.0
 
     @property
     def link(self) -> Link:

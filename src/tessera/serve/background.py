@@ -19,7 +19,7 @@ from tessera.adapt.drift import Factors
 from tessera.errors import TesseraError
 from tessera.execute.processes import FORKSERVER, LocalProcess
 from tessera.ir import Load, ServicePlan
-from tessera.serve.router import plans_of
+from tessera.serve.groups import plans_of
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -1,14 +1,13 @@
 """Engine: owns every request from admission to its last token, on one thread.
 
 Each round runs posted actions, lets the scheduler start steps, delivers the tokens of the last step, and
-waits for the next event. The next step starts before tokens of the last one are searched for stop strings, to
-keep devices busy; a stop string therefore frees its pages one step late, and that step's token is dropped.
-`settle` chooses tokens and frees pages of ended answers; `deliver` gives them to readers, who make text.
+waits for the next event. The next step starts before tokens of the last one are searched for stop strings; a
+stop string therefore frees its pages one step late, and that step's token is dropped. `settle` chooses tokens
+and frees pages of ended answers; `deliver` gives them to readers, who make text.
 
 A request whose device was lost restarts from its prompt and the tokens so far, with its generators as they
-were: a client sees a pause and no repeat. Every accepted request gets one finish, also if this thread dies.
-The stepper restarts workers of lost devices; a device with `MAX_FAILURES` failures in a row is planned around
-by the controller, for which the engine is the `System`.
+were. Every accepted request gets one finish, also if this thread dies. A device with `MAX_FAILURES` failures
+in a row is planned around by the controller, for which the engine is the `System`.
 """
 
 import threading
@@ -23,10 +22,11 @@ from tessera.execute.scheduler import Microbatch, SchedulerConfig, Watcher
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone, Stepper
 from tessera.ir import DeviceKind, ServicePlan
 from tessera.serve.answer import ActiveRequest, WakeUps
+from tessera.serve.groups import Evict, RoutedGroup
 from tessera.serve.meters import LOOK_S, Meters
 from tessera.serve.pages import PagePool
 from tessera.serve.records import Finish, Reason, Shape, Token
-from tessera.serve.router import Evict, RoutedGroup, Router
+from tessera.serve.router import Router
 from tessera.serve.sampling import noted, read_tokens
 from tessera.serve.sequences import SequenceBatch
 from tessera.serve.sight import Sight
@@ -81,7 +81,7 @@ class Engine(Watcher[ActiveRequest]):
 
         depth = getattr(stepper, "microbatches", None)
         config = SchedulerConfig(max_waiting, depth, max_retries=MAX_RETRIES)
-        self.scheduler = Router(stepper, policies, shape, make, config, self, prefix_caching)
+        self.scheduler = Router(stepper, policies, shape, make, config, self, self.meters, prefix_caching)
         self.controller: Controller[ServicePlan] | None = None
         # Two: a lost device is planned for while an obsolete correction still runs.
         self._background = ThreadPoolExecutor(2, "tessera-replan")

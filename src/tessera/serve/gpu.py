@@ -32,7 +32,7 @@ from tessera.profile.measured import combine
 from tessera.serve.compiling import CompileProcess
 from tessera.serve.pages import steady
 from tessera.serve.records import ServeSpec
-from tessera.serve.steps import ServedModel, served, weight_bytes
+from tessera.serve.steps import ServedModel, refuse_sight, served, weight_bytes
 
 # Tokens of the largest and smallest step: smaller ones cost the same, the weight reads.
 MAX_BATCH_TOKENS, MIN_SIZE = 2048, 64
@@ -88,9 +88,7 @@ class GpuBackend:
         card = str(driver.card(self.cluster.devices[0].ordinal))
         with made_on(card, model, spec.seed, Path(place_of(model)).is_dir()):
             plain = self._served(model, spec)()
-        if plain.encode is not None:
-            message = "models that see are served on worker processes"
-            raise TesseraError(message, "Name cpu or emu: devices.", PLACE)
+        refuse_sight(plain)
         placed = self.placed(plain)
         torch.cuda.empty_cache()  # what the build took beside the weights; workers need it
         return placed

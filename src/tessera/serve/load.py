@@ -1,17 +1,15 @@
 """Load generator: `measure` sends requests to a server; `figures` are named as in `vllm bench serve`.
 
 The server reports its model and context length. Without a tokenizer, two short requests measure the tokens of
-its template and of a word; words have five letters. Reported prompt lengths are the server's.
-
-Verification sends a few distinct prompts alone first; under load each greedy answer must be the same text. At
-most `concurrency` requests are in flight; the delay of each is recorded.
+its template and of a word. Verification sends a few distinct prompts alone first; under load each greedy
+answer must be the same text. At most `concurrency` requests are in flight; the delay of each is recorded.
 
     ttfb  sending to the first byte of the body
     ttft  to the first text                       tpot  (end - first text) / (tokens - 1)
     itl   between two events with text            e2el  to the end
 
-Times are measured by the client, over answered requests: streams that reach `[DONE]` with a finish reason.
-Everything else is a `LoadError`. Not handled: redirects, proxies and HTTP/2.
+Times are the client's, over answered requests: streams that reach `[DONE]` with a finish reason. Everything
+else is a `LoadError`. Not handled: redirects, proxies and HTTP/2.
 """
 
 import asyncio

@@ -1,17 +1,13 @@
 """PagePool: the KV cache pages of a home, with prefix caching.
 
 A page holds keys and values of `PAGE` positions. Its key covers its tokens and all tokens before them
-(`page_key`), so sequences with a common prefix share pages, while they run and afterwards. Unused pages stay
-findable until pages run out, then the least recently used is reused. Page 0 is never handed out: padding
-writes there, and in a page table it stands for a page behind the window.
+(`page_key`), so sequences with a common prefix share pages, while they run and afterwards, until pages run
+out and the least recently used is reused. Page 0 is never handed out: padding writes there, and in a page
+table it stands for a page behind the window. Groups of layers (`windows`) have page tables of their own; a
+prefix is found as far as every group has what the next token sees of it.
 
-Groups of layers (`windows`) have page tables of their own, with pages of the same pool. A prefix is found as
-far as every group has what the next token sees of it.
-
-Microbatches that share a home run their steps in any order. A page that a planned step fills is found by the
-microbatch of that step only, until the step has ended.
-
-Not handled: a shared prefix that does not fill a page.
+A page that a planned step fills is found by the microbatch of that step only, until the step has ended. Not
+handled: a shared prefix that does not fill a page.
 """
 
 import os

@@ -1,9 +1,7 @@
 """prepare: plans for serving a model on devices: captured, priced, planned and checked, not started.
 
-Imports that capture and plan are local: a start from kept plans needs none of them. A `StepBackend` builds,
-captures and prices steps: on this machine's CPU here, on GPUs in `gpu`.
-
-Policies are made and rehearsed by `policies`. Every state has one home in all steps (`WorkUnit.is_served`).
+A `StepBackend` builds, captures and prices steps: on this machine's CPU here, on GPUs in `gpu`; `policies`
+makes and rehearses policies. Imports that capture and plan are local: a start from kept plans needs none.
 
 Plans are kept under `$XDG_CACHE_HOME/tessera/plans`, in a file named by a hash of everything they depend on:
 this package's code, library versions, the model's files, sizes, devices and page memory. A file with a
@@ -48,9 +46,9 @@ from tessera.ir import (
     WorkUnit,
 )
 from tessera.ir.files import cache_folder, chunks_of, parse, write_whole
+from tessera.serve.groups import plans_of
 from tessera.serve.pages import modest_bytes, steady
 from tessera.serve.records import ServeSpec, Shape, step_name
-from tessera.serve.router import plans_of
 
 if TYPE_CHECKING:
     from tessera.serve.policies import ServicePlanner
@@ -203,13 +201,13 @@ class CpuBackend(StepBackend):
     def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]:
         from tessera import flow
         from tessera.profile.measured import combine, measure, needs_measuring
-        from tessera.profile.store import Clocks, Store, default_store, until
+        from tessera.profile.store import Store, default_store, until
 
         @cache
         def warn(what: str) -> None:
             print(f"warning: {what}; measurements are not kept for the next start", file=sys.stderr)
 
-        store = partial(Store, self.store or default_store(), clocks=Clocks.ANY, spare=warn)
+        store = partial(Store, self.store or default_store(), any_clock=True, spare=warn)
 
         def price(trace: Trace) -> Costs:
             measured = {}
@@ -248,16 +246,14 @@ class HostBackend(CpuBackend):
     def build(self, model: str, spec: ServeSpec) -> "ServedModel":
         from tessera.capture.workload import on_device
         from tessera.serve.gpu import made_on
-        from tessera.serve.steps import for_host, served
+        from tessera.serve.steps import for_host, refuse_sight, served
 
         card = next(d for d in self.cluster.devices if d.kind is DeviceKind.CUDA)
         (pool_bytes,) = self.memory_bytes
         with made_on(f"cuda:{card.ordinal}", model, spec.seed):
             sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or HOST_BATCH_TOKENS)
             plain = for_host(served(model, sizes, min_size=1, pool_bytes=pool_bytes))
-        if plain.encode is not None:
-            message = "models that see are served on worker processes"
-            raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
+        refuse_sight(plain)
         return replace(plain, workloads=tuple(on_device(w, "cpu") for w in plain.workloads))
 
 
@@ -288,9 +284,9 @@ class AwayBackend(CpuBackend):
             )
 
     def capture(self, model: "ServedModel", advance: Listener) -> list[Trace]:
-        if model.encode is not None:
-            message = "models that see are served on worker processes"
-            raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
+        from tessera.serve.steps import refuse_sight
+
+        refuse_sight(model)
         return record_sizes([workload.step for workload in model.workloads])
 
 

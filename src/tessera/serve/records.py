@@ -267,6 +267,12 @@ class Counts:
     retried: int = 0
     # Changes of plans.
     plan_changes: int = 0
+    # Changes of policy; milliseconds of the last, until no sequence was left in a group of the one before.
+    switches: int = 0
+    last_switch_ms: float | None = None
+    pages_moved: int = 0
+    # Sequences moved in place of preemption.
+    evictions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,12 +301,6 @@ class Snapshot(Counts):
     expected: Expected | None = None
     # Lengths and arrivals of the latest requests.
     load: LoadView = field(default_factory=LoadView)
-    # Changes of policy; milliseconds of the last, until no sequence was left in a group of the one before.
-    switches: int = 0
-    last_switch_ms: float | None = None
-    pages_moved: int = 0
-    # Sequences moved in place of preemption.
-    evictions: int = 0
     # Mixture of experts -> rows by expert, of mixtures that have parts on a CPU.
     experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     # Mean milliseconds of the host from the end of a step until the next is ordered.

@@ -26,14 +26,14 @@ from tessera.ir import Arrivals, Decision, Expected, Load, ServicePlan
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.engine import Engine
+from tessera.serve.groups import plans_of
 from tessera.serve.meters import quantile
 from tessera.serve.records import Ask, Sampling, Shape
-from tessera.serve.router import plans_of
 from tessera.serve.sequences import SequenceBatch
 from tessera.serve.step_inputs import OutputRows
 from tessera.serve.text import ByteText
 from tessera.simulate.arrivals import lengths_of
-from tessera.simulate.stepper import NO_FAULTS, Faults, Truth, VirtualStepper
+from tessera.simulate.stepper import NO_FAULTS, Faults, VirtualStepper
 
 # Shares of the most requests at which policies are compared, beside one request.
 COMPARED = (0.25, 1.0)
@@ -68,22 +68,15 @@ class Played(NamedTuple):
 
 
 def play(
-    plans: Sequence[ServicePlan],
-    arrivals: Arrivals,
-    seed: int = 0,
-    faults: Faults = NO_FAULTS,
-    noise: float = 0.0,
+    plans: Sequence[ServicePlan], arrivals: Arrivals, seed: int = 0, faults: Faults = NO_FAULTS
 ) -> Played:
-    """Figures of requests that arrive over time; those without lengths are of the first plan's load.
-
-    `noise`: kernel types take exp(noise * normal) times their modelled time, by device.
-    """
+    """Figures of requests that arrive over time; those without lengths are of the first plan's load."""
     load = plans[0].load
     lengths = list(zip(arrivals.prompts, arrivals.outputs, strict=True))
     lengths = lengths or lengths_of(load, len(arrivals.times_s), seed)
     shapes = [shape_for(plan) for plan in plans]
     smallest = min(shapes, key=lambda shape: shape.pool_tokens)
-    rehearsal = _Rehearsal(plans, replace(load, lengths=()), len(lengths), seed, smallest, faults, noise)
+    rehearsal = _Rehearsal(plans, replace(load, lengths=()), len(lengths), seed, smallest, faults)
     if len(plans) > 1:
         monitor = Monitor(rated(plans, smallest))
         rehearsal.controller = Controller(rehearsal, plans, monitor)
@@ -128,10 +121,8 @@ class _Rehearsal(Engine):
         seed: int,
         shape: Shape,
         faults: Faults = NO_FAULTS,
-        noise: float = 0.0,
     ) -> None:
-        steps = plans_of(plans)
-        self._virtual = VirtualStepper(steps, Truth(steps[0], noise, seed), faults, host_us=HOST_US)
+        self._virtual = VirtualStepper(plans_of(plans), faults=faults, host_us=HOST_US)
         super().__init__(self._virtual, plans, shape, 2 * clients + 1, prefix_caching=False, is_filled=False)
         self._clients, self._counted = clients, max(COUNTED * clients, MIN_COUNTED)
         self._lengths = cycle(lengths_of(load, clients + self._counted, seed))
@@ -210,8 +201,9 @@ class _Rehearsal(Engine):
         self.scheduler.begin()
 
     def _mark(self) -> _Mark:
-        busy_us, moved = list(self._virtual.busy_us), self.scheduler.counts.pages_moved
-        return _Mark(self._virtual.now_s(), self.meters.output_tokens, busy_us, moved)
+        meters = self.meters
+        busy_us = list(self._virtual.busy_us)
+        return _Mark(self._virtual.now_s(), meters.output_tokens, busy_us, meters.pages_moved)
 
     def _ask(self, length: int, tokens: int, is_first: bool = False) -> None:
         tokens = min(tokens, self.shape.max_tokens - 1)

@@ -2,33 +2,28 @@
 
 A request is a sequence of tokens (prompt and answer so far) of which the model has read a part; when all are
 read, the next token is due. Chunked prompts, answers, and answers resumed after preemption or a lost device
-are the same thing.
+are the same thing. A step holds some tokens of some sequences, in one of a few sizes: decoding sequences
+first, one token each, then prompt chunks in arrival order. In sizes up to `rows` every sequence has one
+token.
 
-A step holds some tokens of some sequences, in one of a few sizes. Decoding sequences come first, one token
-each; prompt chunks fill the step in arrival order, so no answer waits longer than the largest step takes. In
-sizes up to `rows` every sequence has one token.
-
-Sequences hold pages of a pool (`pages`), which microbatches of one home share. A sequence begins when there
-are pages for all its tokens, after cached prefix pages, including those the same step fills. When pages run
-out, the newest sequence of the microbatch moves to another home that has room (`evict`), or is preempted; its
-pages stay findable. A preempted sequence needs more pages than it gave back, so it begins again only after
-another has ended. In a group of layers with a window (`Shape.windows`), a sequence begins with pages for the
-window and a step, takes others as it reads, and releases pages behind the window once the next token does not
-see them: steps of a microbatch run in order, so a new owner writes later.
+Sequences hold pages of a pool (`pages`). One begins when there are pages for all its tokens, after cached
+prefix pages. When pages run out, the newest sequence moves to another home (`evict`) or is preempted; it
+needs more pages than it gave back, so it begins again only after another has ended. In a group of layers with
+a window, a sequence takes pages as it reads and releases those behind the window: steps of a microbatch run
+in order, so a new owner writes later.
 
 Where recurrent layers keep a state by row (`has_rows`), a sequence keeps its row and shares no pages. Where
-tokens cannot be packed (`is_flat` is False), it also reads one token per step, and a step overwrites rows
-without a token: all sequences take part; one that cannot is preempted, or the step waits.
+tokens cannot be packed (`is_flat` is False), a step overwrites rows without a token: all sequences take part;
+one that cannot is preempted, or the step waits.
 
 A sequence may read its prompt here and answer elsewhere (`stop`): it then waits for its pages to be moved
-(`serve.router`) and begins there behind them, with all but its newest token read (`arrive`).
+(`serve.router`) and begins there behind them (`arrive`).
 
-While a step runs, the next one can be planned (`can_look_ahead`): an unknown token is named by its row in
-the running step's outputs, and the model finds it there. An answer that turns out to have ended has read one
-token too many; that output is dropped. Masks of grammars, which need the unknown token, are given when it is
-known, while the step runs (`late_inputs`); a sequence whose mask is not ready then reads its token again in
-another step. A sequence that needs more of the running step's outputs, or whose masks take long, sits the
-step out; if many do, no step is planned ahead.
+While a step runs, the next one can be planned (`can_look_ahead`): an unknown token is named by its row in the
+running step's outputs. An answer that turns out to have ended has read one token too many; that output is
+dropped. Masks of grammars are given when the unknown token is known (`late_inputs`); a sequence whose mask is
+not ready then reads its token again. One that needs more of the running step's outputs, or whose masks take
+long, sits the step out; if many do, no step is planned ahead.
 """
 
 from bisect import insort

@@ -1,17 +1,13 @@
 """Models on one device: encoders for embeddings, and diffusers pipelines for images.
 
-    with SingleDeviceService(Encoder.open(folder), name) as service:
-        vectors = await service.compute(inputs)
+They run on the first device, on a thread of this process, without plans and workers. An encoder pools the
+last hidden states as the folder's sentence-transformers files (modules.json) say; the default is the mean.
+Waiting inputs of all clients are batched, those of one request by length. A pipeline is any text-to-image
+pipeline of diffusers, built from safetensors and library classes, never from code in the folder. Requests run
+one after another; a client that disconnects stops its image at the next step.
 
-They run on the first device, on a thread of this process, without plans and workers.
-
-An encoder pools the last hidden states as the folder's sentence-transformers files (modules.json) say; the
-default is the mean. Waiting inputs of all clients are batched, those of one request by length. Not handled:
-modules after pooling other than Normalize, and generating models as encoders.
-
-A pipeline is any text-to-image pipeline of diffusers, built from safetensors and library classes, never from
-code in the folder. Requests run one after another; a client that disconnects stops its image at the next
-step. `tessera run` places a denoiser on several devices. Not handled: image editing, video and sound.
+Not handled: modules after pooling other than Normalize, generating models as encoders, image editing, video
+and sound.
 """
 
 import asyncio

@@ -276,6 +276,12 @@ def _sees(config: object, model: str) -> bool:
     return bool(family == "qwen2_5_vl")
 
 
+def refuse_sight(model: ServedModel) -> None:
+    if model.encode is not None:
+        message = "models that see are served on worker processes"
+        raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
+
+
 def servable_models() -> list[str]:
     """Built-in models that can be served by steps."""
     return [name for name, steps in known_models().items() if "decode" in steps]

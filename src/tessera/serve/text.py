@@ -5,13 +5,10 @@
     open_text(model)              text of a folder, or bytes for a built-in model
 
 Built-in models have no tokenizer: their tokens are the 256 bytes, begin (256) and end (257); other tokens
-show as their number.
-
-A folder's tokenizer and chat template are read with transformers, from local files only, without running its
-code. A client's text cannot become a special token: words such as "<|im_end|>" are tokenised as plain text.
-Special tokens do not show in an answer. Of byte-level tokenizers every token has its bytes. With others a
-token's text can depend on those before it, so a window of the newest tokens is decoded; text that may still
-change is held back (at most three U+FFFD, the beginning of a character).
+show as their number. A folder's tokenizer and chat template are read with transformers, from local files
+only, without running its code. A client's text cannot become a special token; special tokens do not show in
+an answer. With tokenizers that are not byte-level a token's text can depend on those before it, so a window
+of the newest tokens is decoded; text that may still change is held back.
 """
 
 import codecs

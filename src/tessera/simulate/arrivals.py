@@ -45,11 +45,7 @@ SIGMA = 0.7
 LENGTHS = ("fixed", "uniform", "geometric", "lognormal")
 
 
-def make_arrivals(
-    text: str, num: int | None = None, seed: int = 0, lengths: str | None = None, speed: float = 1.0
-) -> Arrivals:
-    if not speed > 0.0:
-        raise ArrivalsError(f"must be above zero, got {speed:g}", place="--speed")
+def make_arrivals(text: str, num: int | None = None, seed: int = 0, lengths: str | None = None) -> Arrivals:
     kind, colon, rest = text.partition(":")
     if colon and kind in FORMULAS:
         found = Arrivals(text, tuple(FORMULAS[kind](_numbers(text, rest), num, seed).tolist()))
@@ -63,7 +59,6 @@ def make_arrivals(
     if lengths is not None:
         prompts, outputs = make_lengths(lengths, len(found.times_s), seed)
         found = replace(found, prompts=prompts, outputs=outputs)
-    found = replace(found, times_s=tuple(t / speed for t in found.times_s)) if speed != 1.0 else found
     verify(found)
     return found
 

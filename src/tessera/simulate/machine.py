@@ -3,7 +3,7 @@
 The caller begins a microbatch's next run before the loop goes on. What happens until the next end depends
 only on the state of devices and links and the runs begun, so transitions are kept with their duration and
 busy times: a busy server repeats itself, and a hundred thousand requests take seconds. Times between ends are
-rounded, so that equal states compare equal. With jitter nothing is kept.
+rounded, so that equal states compare equal.
 """
 
 import heapq

@@ -1,13 +1,13 @@
 """SteadyRates: the rate of a plan with all microbatches full, from a short simulation.
 
 The same loop as `simulate`, without a timeline, over a window (`Window`). Microbatches start at spread
-phases, so the system is full at once and a short window sees every phase. Work is counted as fractions of a
-request: a segment's share of its request's busy time, times the request's work units.
+phases, so a short window sees every phase. Work is counted as fractions of a request: a segment's share of
+its request's busy time, times the request's work units.
 
-Full checks simulate every launch, of fewer requests for long programs. Quick checks of long programs, and any
-check of very long ones, use samples (`Fluid`): while every microbatch stays in its step, its pace is steady.
-After settling, each pace is measured, then all microbatches skip ahead at their paces to just before the
-first end of a step, which is always simulated. Not handled: variation along a program beyond the samples.
+Quick checks of long programs, and any check of very long ones, use samples (`Fluid`): while every microbatch
+stays in its step, its pace is steady; after settling it is measured, then all microbatches skip ahead to just
+before the first end of a step, which is always simulated. Not handled: variation along a program beyond the
+samples.
 """
 
 import math

@@ -2,9 +2,9 @@
 
 Devices, links and queues are those of `machine`. `take` moves the clock to the next end of a step, loss or
 return of a device, or by its timeout. A step takes the true costs of its launches and transfers, times its
-`scale` and jitter. State that an earlier step left elsewhere moves before the later step, in proportion to
-the earlier scale; state of joining rows never moves back. Moves of pages take their links one after the
-other and no device's time. Deterministic by seed.
+`scale`. State that an earlier step left elsewhere moves before the later step, in proportion to the earlier
+scale; state of joining rows never moves back. Moves of pages take their links one after the other and no
+device's time.
 
 True costs (`Truth`) are independent of the costs that plans were made with. Not handled: counts of bytes that
 steps transfer, moves and steps that compete for a link, and memory.
@@ -12,13 +12,10 @@ steps transfer, moves and steps that compete for a link, and memory.
 
 import heapq
 import math
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-
-import numpy as np
 
 from tessera.adapt.drift import scaled_costs
 from tessera.execute.lanes import Lanes, LoadedLane
@@ -43,11 +40,9 @@ from tessera.simulate.machine import VirtualMachine
 
 @dataclass(frozen=True)
 class Truth:
-    """True costs: those of a plan times factors by kernel type (drawn from the seed) and by device."""
+    """True costs: those of a plan times factors by device."""
 
     plan: Plan
-    noise: float = 0.0
-    seed: int = 0
     # (device, factor) of slower devices.
     slow: tuple[tuple[str, float], ...] = ()
 
@@ -56,12 +51,8 @@ class Truth:
         return self.plan.cluster
 
     def factor(self, kernel: str, device: str) -> float:
-        """True over modelled time of a kernel type on a device; log-normal."""
-        found = math.prod(factor for name, factor in self.slow if name == device)
-        if not self.noise:
-            return found
-        words = [self.seed, zlib.crc32(kernel.encode()), zlib.crc32(device.encode())]
-        return found * math.exp(self.noise * float(np.random.default_rng(words).standard_normal()))
+        """True over modelled time of a kernel type on a device."""
+        return math.prod(factor for name, factor in self.slow if name == device)
 
     def scripts(self, plan: Plan) -> Scripts:
         """Scripts with true costs; steps that the plan does not have cost what their own plan says."""
@@ -80,9 +71,6 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    seed: int = 0
-    # Each step takes exp(jitter * normal) times as long.
-    jitter: float = 0.0
     losses: tuple[Loss, ...] = ()
     # (device, second, factor)
     slowdowns: tuple[tuple[str, float, float], ...] = ()
@@ -136,7 +124,7 @@ class VirtualStepper:
         self._scripts: dict[tuple[int, ...], Scripts] = {}
         self._wires = Wires(self._truth.cluster)
         num_devices, num_buses = len(self._names), len(self._wires.buses)
-        self.machine = VirtualMachine(num_devices, num_buses, not faults.jitter)
+        self.machine = VirtualMachine(num_devices, num_buses)
         self._open: dict[int, _Open] = {}
         # Moves under way, until when moves occupy each bus, and the bytes they have moved.
         self._moves: dict[int, _VirtualMove] = {}
@@ -145,7 +133,6 @@ class VirtualStepper:
         # (lane, step before, its scale, step, scale) -> runs.
         self._known: dict[tuple[int, int, float, int, float], tuple[Work, ...]] = {}
         self._busy_s: dict[Work, dict[str, float]] = {}
-        self._random = np.random.default_rng([faults.seed, 7])
         self._agenda: list[tuple[float, int, Callable[[], Event | None]]] = []
         self._order = count()
         for loss in faults.losses:
@@ -290,8 +277,7 @@ class VirtualStepper:
             busy_s = {
                 name: us * scale * 1e-6 for name, us in zip(self._names, script.device_us, strict=True) if us
             }
-            if not self._faults.jitter:
-                self._busy_s[work] = busy_s
+            self._busy_s[work] = busy_s
         outputs = self._outputs(call) if self._outputs is not None else {}
         seconds = (self.machine.now_us - here.since_us) * 1e-6
         here.is_running = False
@@ -313,10 +299,7 @@ class VirtualStepper:
             moves = [(move, moved) for n in between for move in steps[n][0]]
             found = (*moves, (steps[call.step][1], call.scale))
             self._known[key] = found
-        if not self._faults.jitter:
-            return found
-        factor = float(np.exp(self._faults.jitter * self._random.standard_normal()))
-        return tuple((script, scale * factor) for script, scale in found)
+        return found
 
     def _scripts_of(self, lane: LoadedLane) -> Scripts:
         if lane.steps not in self._scripts:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tessera.errors import ArtifactError, TesseraError
-from tessera.profile.store import Clocks, Machine, Store, Timing
+from tessera.profile.store import Machine, Store, Timing
 
 TIMING = Timing(12.5, 0.1, 20)
 
@@ -46,32 +46,22 @@ def test_rows_of_another_machine_are_not_used(tmp_path: Path, change: dict[str, 
     assert Store(tmp_path / "s", machine(change=change)).launch("k1") is None
 
 
-def test_other_clocks_are_refused_with_both_and_the_choices(tmp_path: Path) -> None:
-    """The message says what differs and which options there are."""
-    filled(tmp_path / "s", 1500.0)
-
-    with pytest.raises(
-        TesseraError, match=r"1 launches measured at 1500 MHz; .* 1980 MHz now. Choose --clocks"
-    ):
-        Store(tmp_path / "s", machine(1980.0))
-
-
 def test_other_clocks_can_be_used_by_choice(tmp_path: Path) -> None:
-    """`--clocks any`."""
+    """As a service does, which measures once."""
     filled(tmp_path / "s", 1500.0)
 
-    assert TIMING == Store(tmp_path / "s", machine(1980.0), Clocks.ANY).launch("k1")
+    assert TIMING == Store(tmp_path / "s", machine(1980.0), any_clock=True).launch("k1")
 
 
-def test_other_clocks_can_be_left_unused_by_choice(tmp_path: Path) -> None:
-    """`--clocks now` measures again and keeps both."""
+def test_rows_at_another_clock_are_measured_again_and_both_kept(tmp_path: Path) -> None:
+    """Each is found at its own clock."""
     filled(tmp_path / "s", 1500.0)
-    store = Store(tmp_path / "s", machine(1980.0), Clocks.NOW)
+    store = Store(tmp_path / "s", machine(1980.0))
 
     assert store.launch("k1") is None
     store.add_launch("k1", "aten.mm.default", Timing(9.0, 0.1, 9), 1980.0)
-    assert 9.0 == _us(Store(tmp_path / "s", machine(1980.0), Clocks.NOW))
-    assert 12.5 == _us(Store(tmp_path / "s", machine(1500.0), Clocks.NOW))
+    assert 9.0 == _us(Store(tmp_path / "s", machine(1980.0)))
+    assert 12.5 == _us(Store(tmp_path / "s", machine(1500.0)))
 
 
 def _us(store: Store) -> float:

@@ -289,7 +289,6 @@ def test_command_with_failures_ends_as_an_error(capsys: pytest.CaptureFixture[st
         ["--endpoint", "x"],
         ["--burstiness", "2"],
         ["--distinct", "5"],
-        ["--speed", "2"],
         ["--api-key", "@/nowhere"],
     ],
 )

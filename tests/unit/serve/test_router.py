@@ -29,9 +29,10 @@ from serving_factory import (
 )
 from tessera.ir import Role, ServicePlan
 from tessera.kernels import PAGE
+from tessera.serve.groups import batch_of
 from tessera.serve.pages import listed
 from tessera.serve.records import Ask, Shape
-from tessera.serve.router import Router, batch_of
+from tessera.serve.router import Router
 from tessera.serve.sequences import SequenceBatch
 from tessera.serve.service import Service
 

@@ -60,13 +60,6 @@ def test_a_batch_comes_at_once() -> None:
     assert float("inf") == arrivals.rate_per_s
 
 
-def test_speed_compresses_time() -> None:
-    """Twice as fast, the same requests in half the time."""
-    one, two = (make_arrivals("poisson:5", 50, speed=speed) for speed in (1.0, 2.0))
-
-    assert two.times_s == pytest.approx([t / 2 for t in one.times_s])
-
-
 def test_lengths_have_the_means_that_were_asked_for() -> None:
     """Geometric and lognormal lengths are at least one and have the given means."""
     for text in ("geometric:300,50", "lognormal:300,50,0.7"):

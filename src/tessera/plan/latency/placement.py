@@ -1,15 +1,12 @@
 """Latency: one placement with minimal makespan for one request.
 
 Clock: devices run launches in trace order, one at a time; a value arrives latency + bytes / bandwidth after
-its producer; links do not queue. Runs of a step follow one another; state that moves between them costs one
-latency and its bytes per link.
+its producer; links do not queue. State that moves between steps costs one latency and its bytes per link.
 
 Each step is placed by a Pareto front (`frontier`), which also proves a bound. Steps are joined with free,
 priced or expensive state moves. `solve` takes the best of these, of single devices and of other starts,
-improved by local search, which helps where memory is short.
-
-The bound sums the steps' bounds and the minimum cost of moving state. It ignores memory and other launch
-orders.
+improved by local search. The bound sums the steps' bounds and the minimum cost of moving state; it ignores
+memory and other launch orders.
 
 State in the bound: a request waits for at least one of the links that move state into a step, here the one
 used most when every step is at its best. The time of state g on that link is split between two steps: the

@@ -1,11 +1,9 @@
 """Local search: the placement of every microbatch, from the linear program's optima.
 
-A team assigns microbatches to placements of any batch. Microbatches keep their placement, so devices stay
-balanced at any moment. Starts are optima of the linear program at several depths. Moves from the best team:
-
-  another placement for one microbatch; one microbatch more or less;
-  last, segments: consecutive launches of one microbatch move to a neighbour's device, so that microbatches do
-  not all wait for the same long launches.
+A team assigns microbatches to placements of any batch. Starts are optima of the linear program at several
+depths. Moves from the best team: another placement for one microbatch; one microbatch more or less; last,
+segments: consecutive launches of one microbatch move to a neighbour's device, so that microbatches do not all
+wait for the same long launches.
 
 Two estimates order the moves (equal slow-down until the bottleneck keeps up; balanced shares), and a quick
 simulation rates them. Microbatches that stay on one device fill idle time, which neither estimate sees: those
