@@ -8,13 +8,10 @@ would show. New plans take effect after `replan_s` (modelled) and are compared b
 costs: latency plans by one request alone, others by capacity.
 """
 
-import math
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-import numpy as np
 from benchmarks.row_service.metrics import (
     LatencyLimit,
     ServingReport,
@@ -162,19 +159,6 @@ def replanner(make: MakePlan, requests: RequestLoad) -> Replanner:
 
 
 @dataclass(frozen=True)
-class NoisyTruth(Truth):
-    """Kernel types take exp(noise * normal) times their modelled time, by device; drawn from the seed."""
-
-    noise: float = 0.0
-    seed: int = 0
-
-    def factor(self, kernel: str, device: str) -> float:
-        words = [self.seed, zlib.crc32(kernel.encode()), zlib.crc32(device.encode())]
-        drawn = self.noise * float(np.random.default_rng(words).standard_normal()) if self.noise else 0.0
-        return super().factor(kernel, device) * math.exp(drawn)
-
-
-@dataclass(frozen=True)
 class Scenario:
     arrivals: Arrivals
     faults: Faults = NO_FAULTS
@@ -191,7 +175,7 @@ class Scenario:
         return load_of(plan.unit, self.arrivals, self.rows)
 
     def truth(self, plan: Plan) -> Truth:
-        return NoisyTruth(plan, noise=self.noise, seed=self.seed)
+        return Truth(plan, self.noise, self.seed)
 
     def check(self, plan: Plan) -> None:
         lost = ((loss.device, loss.at_s) for loss in self.faults.losses)

@@ -146,6 +146,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--pin", "mm=emu:h100"], "unknown device 'emu:h100'"),
     (["--pin", "mm=emu:a100", "--pin", "mlp=emu:l40s"], "contradicts --pin mm=emu:a100"),
     (["--link", "emu:a100-emu:h100=nvlink"], "is not a pair of devices"),
+    (["--bus", "emu:a100"], "at least two devices"),
     (["--objective", "joy"], "--objective"),
 ]
 

@@ -61,8 +61,8 @@ def test_a_monitor_chooses_on_a_recorded_log(folder: Path, capsys: pytest.Captur
 
 
 def test_the_same_seed_prints_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Byte for byte, and another seed does not."""
-    words = (folder / "single.plan", *USUAL, "--json")
+    """Byte for byte, and another seed does not; noise is drawn from it too."""
+    words = (folder / "single.plan", *USUAL, "--noise", "0.1", "--json")
     first, second = (call(*words, "--seed", "4", capsys=capsys)[1] for _ in range(2))
 
     assert first == second
@@ -104,6 +104,7 @@ MISTAKES = [
     (["--arrivals", "poisson:5", "--lose", "d1@9-3"], "Write DEVICE@SECONDS-SECONDS"),
     (["--arrivals", "poisson:5", "--slow", "d1@1"], "Write DEVICE@SECONDSxFACTOR"),
     (["--arrivals", "poisson:5", "--slow", "d1@1x0"], "must be above zero"),
+    (["--arrivals", "poisson:5", "--noise", "7"], "0.99"),
     (["--arrivals", "poisson:5", "--trace", "x.json"], "--trace: makes no timeline with --arrivals"),
     (["--arrivals", "poisson:5", "--monitor"], "a monitor chooses between two service plans"),
     (["--monitor"], "--monitor: needs --arrivals"),

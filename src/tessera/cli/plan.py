@@ -45,16 +45,24 @@ class PricedDevices:
     costs: Annotated[list[Path] | None, option("Costs, one per trace in any order.", callback=TRACES)] = None
     devices: Annotated[str | None, option("Devices to price, in place of --costs: emu:a100,emu:l40s.")] = None
     link: Annotated[list[str] | None, option(LINK_HELP, default="pcie4")] = None
+    bus: Annotated[list[str] | None, option("Devices whose links share one wire: emu:l40s,emu:l40s#1.")] = (
+        None
+    )
     memory: MemoryOption = None
     price: PriceOption = None
 
     def cluster(self) -> Cluster:
-        from tessera.profile import parse_devices, wire
+        from tessera.profile import parse_devices
 
         if self.devices is None:
             remedy = "Name them: --devices emu:a100,emu:l40s; for traces, --costs does too."
             raise TesseraError("no devices were named", remedy, "--devices")
-        return wire(self._changed(parse_devices(self.devices)), self.link or [])
+        return self._wired(self._changed(parse_devices(self.devices)))
+
+    def _wired(self, devices: tuple[Device, ...]) -> Cluster:
+        from tessera.profile import wire
+
+        return wire(devices, self.link or [], self.bus or [])
 
     def _changed(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
         from tessera.profile import cap_memory
@@ -64,7 +72,6 @@ class PricedDevices:
 
     def of(self, unit: WorkUnit) -> tuple[Cluster, tuple[Costs, ...]]:
         from tessera.flow import price
-        from tessera.profile import wire
 
         if not self.costs:
             cluster = self.cluster()
@@ -86,7 +93,7 @@ class PricedDevices:
         if missing := [kind for digest, kind in steps.items() if digest not in by_trace]:
             raise MismatchError(f"no costs for {', '.join(missing)}", "Give --costs once for every trace.")
         costs = tuple(by_trace[graph.trace.digest] for graph in unit.graphs)
-        return wire(costs[0].devices, self.link or []), costs
+        return self._wired(costs[0].devices), costs
 
 
 def plan(

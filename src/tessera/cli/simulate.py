@@ -45,6 +45,9 @@ class PlayedRequests:
     ] = False
     lengths: Annotated[str | None, option(LENGTHS_HELP, callback=ONLINE)] = None
     seed: Annotated[int, option("Random seed.", min=0)] = 0
+    noise: Annotated[
+        float, option("Relative error of every kernel type's cost.", callback=ONLINE, min=0.0, max=0.99)
+    ] = 0.0
     lose: Annotated[
         list[str] | None,
         option("Lose a device: DEVICE@SECONDS[-SECONDS when it is back].", callback=ONLINE),
@@ -156,7 +159,7 @@ def simulate(
         with progress(f"reading {plan.name}") as advance:
             plans = [load(ServicePlan, path) for path in (plan, other) if path is not None]
             advance("simulating")
-            return simulate_service(plans, options.arrived(), options.seed, options.faults())
+            return simulate_service(plans, options.arrived(), options.seed, options.faults(), options.noise)
     if options.arrivals is not None:
         raise TesseraError(
             "requests over time need a service plan",
@@ -174,6 +177,7 @@ def simulate_service(
     arrivals: Arrivals | None = None,
     seed: int = 0,
     faults: Faults = NO_FAULTS,
+    noise: float = 0.0,
 ) -> SimulatedService:
     """The service of a plan under its own load, or of one or two plans under arrivals."""
     from tessera.serve.rehearse import Played, play, rehearse
@@ -185,7 +189,7 @@ def simulate_service(
         clients = plan.expected.clients if plan.expected else None
         played = Played(rehearse(plan, plan.load, clients, seed), plan.policy)
     else:
-        played = play(plans, arrivals, seed, faults)
+        played = play(plans, arrivals, seed, faults, noise)
     expected = played.expected
     planned = None if arrivals else plan.expected
     return SimulatedService.of(

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.multiprocessing  # teaches pickle to pass tensors through shared memory
@@ -73,19 +73,9 @@ class LostWorker:
     retry_s: float | None
 
 
-class WorkerProcess(Protocol):
-    pid: int | None
-
-    def run(self, value: messages.Setup) -> None:
-        """Hands over the setup, and returns when the worker is gone."""
-
-    def end(self, timeout_s: float) -> str:
-        """Makes sure the worker is gone; returns how it ended."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Started:
-    process: WorkerProcess
+    process: LocalProcess
 
 
 @dataclass(slots=True)
@@ -94,7 +84,7 @@ class _Member:
     # Counts the workers of this device: the present one, or the next.
     epoch: int = 0
     setup: messages.Setup | None = None
-    process: WorkerProcess | None = None
+    process: LocalProcess | None = None
     connection: PeerConnection | None = None
     # Remote worker while it is configured.
     pieces: messages.Pieces | None = None
@@ -323,7 +313,7 @@ class Hub:
         )
         return self.max_bytes() if is_known else MAX_ASKED_BYTES
 
-    def _launch(self, device: int, setup: messages.Setup) -> WorkerProcess:
+    def _launch(self, device: int, setup: messages.Setup) -> LocalProcess:
         """Starts a local worker; in a thread of its own."""
         name = f"tessera-{self.names[device]}"
         return LocalProcess(worker.main, (self._folder,), name, self._method)

@@ -62,6 +62,8 @@ class Link:
     latency_us: float
     # 1e9 bytes per second.
     gbps: float
+    # Links of one group share a bus and carry one message at a time. Empty: no sharing.
+    group: str = ""
     # GB/s of weights that a device fetches from page-locked memory; 0: as other messages.
     fetch_gbps: float = 0.0
 

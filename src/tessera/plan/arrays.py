@@ -110,6 +110,19 @@ def wires(cluster: ir.Cluster) -> tuple[Floats, Floats]:
     return us_per_byte, latency
 
 
+def link_rows(cluster: ir.Cluster) -> Ints:
+    """[source x devices + destination] -> row of busy time; a bus has one row."""
+    num = len(cluster.devices)
+    place = {name: index for index, name in enumerate(cluster.names)}
+    rows = np.arange(num * num)
+    first: dict[str, int] = {}
+    for link in cluster.links:
+        if link.group:
+            own = place[link.src] * num + place[link.dst]
+            rows[own] = first.setdefault(link.group, own)
+    return rows
+
+
 def values_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Values:
     """Values inside the steps, and state between them."""
     producer: list[int] = []

@@ -3,11 +3,12 @@
 A node is a set of launches that share a device: one launch, a group with shared state, or all immovable
 launches. load_us[n, d] is the busy time of node n on device d per request. A value is a hyperedge from a node
 to its readers, paid once per (value, destination) and run. State shared by consecutive steps is a value paid
-once per request. A device holds its weights once, and per microbatch its state and the temporaries of the
-largest step. Step inputs and outputs are free.
+once per request. Links of a bus share a row of busy time. A device holds its weights once, and per microbatch
+its state and the temporaries of the largest step. Step inputs and outputs are free.
 
 Devices are alike if costs, memory, constraints and links are equal. Swapping them preserves rates, so some
-optimum loads them equally, and the linear program over one device per kind has the same optimum.
+optimum loads them equally, and the linear program over one device per kind has the same optimum. Not handled:
+buses; there every device is its own kind.
 
 Plans for fewer devices can be copied side by side ("cells", see `partitions`).
 """
@@ -140,6 +141,11 @@ class Problem:
         return np.asarray(votes.argmax(axis=1), dtype=np.int64)
 
     @cached_property
+    def link_row(self) -> Ints:
+        """[source x devices + destination] -> row of busy time."""
+        return arrays.link_rows(self.cluster)
+
+    @cached_property
     def wire_us(self) -> Floats:
         """[value, source, destination]: link busy time per request."""
         return self._per_message(np.full_like(self.latency_us, MESSAGE_US))
@@ -160,7 +166,8 @@ class Problem:
         nodes = np.arange(self.num_nodes)
         own = self.load_us[nodes, labels]
         value, src, dst = self.crossings(labels)
-        links = np.bincount(src * num + dst, weights=self.wire_us[value, src, dst], minlength=num * num)
+        rows = self.link_row[src * num + dst]
+        links = np.bincount(rows, weights=self.wire_us[value, src, dst], minlength=num * num)
         busy = np.concatenate([np.bincount(labels, weights=own, minlength=num), links])
         path = float(own.sum() + self.transfer_us[value, src, dst].sum())
         return Column(labels, busy, path, float(self.values.runs[value].sum()))
@@ -442,9 +449,9 @@ class Kinds:
 
 
 def kinds_of(problem: Problem) -> Kinds | None:
-    """Kinds of devices; None if all differ."""
+    """Kinds of devices; None if all differ, or links share a bus."""
     num = problem.num_devices
-    if num < 3:
+    if num < 3 or (problem.link_row != np.arange(num * num)).any():
         return None
     members: list[list[int]] = []
     for device in range(num):

@@ -15,7 +15,8 @@ Repeated devices get a suffix: `emu:a100#1`. Devices of one card or node share i
 GPU if its name contains every word of that GPU's key.
 
 A link spec names a link for all pairs ("pcie4") or for one: "emu:a100-emu:l40s=nvlink" both ways,
-"emu:a100>emu:l40s=ib100" one way; `measured` takes measured links.
+"emu:a100>emu:l40s=ib100" one way; `measured` takes measured links. A bus spec lists devices whose links carry
+one message at a time.
 """
 
 import re
@@ -295,7 +296,7 @@ def _measured_links(pairs: Iterable[tuple[Device, Device]]) -> list[Link]:
     return links
 
 
-def wire(devices: tuple[Device, ...], words: Sequence[str] = ()) -> Cluster:
+def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence[str] = ()) -> Cluster:
     plain = [word for word in words if "=" not in word or word in LINKS]
     if len(plain) > 1:
         remedy = "Give one for all pairs, and the others as emu:a100-emu:l40s=nvlink."
@@ -305,6 +306,8 @@ def wire(devices: tuple[Device, ...], words: Sequence[str] = ()) -> Cluster:
     for word in words:
         if word not in plain:
             _join(links, word, cluster.names)
+    for bus in buses:
+        _share(links, bus, cluster.names)
     wired = Cluster(devices, tuple(links.values()))
     verify(wired)
     return wired
@@ -322,3 +325,20 @@ def _join(links: dict[tuple[str, str], Link], word: str, names: tuple[str, ...])
         raise TesseraError(f"'{ends}' is not a pair of devices", remedy, "--link")
     for src, dst in pairs:
         links[src, dst] = Link(src, dst, preset.name, preset.latency_us, preset.gbps)
+
+
+def _share(links: dict[tuple[str, str], Link], bus: str, names: tuple[str, ...]) -> None:
+    ends = [word.strip() for word in bus.split(",")]
+    for end in ends:
+        if end not in names:
+            raise UnknownName("device", end, names)
+    if len(set(ends)) < 2:
+        raise TesseraError(
+            f"at least two devices needed, got '{bus}'", "Name the devices on the bus.", "--bus"
+        )
+    for pair, link in links.items():
+        if pair[0] in ends and pair[1] in ends:
+            if link.group:
+                message = f"the link from {pair[0]} to {pair[1]} is on two buses"
+                raise TesseraError(message, "Name each pair once.", "--bus")
+            links[pair] = replace(link, group=bus)

@@ -371,16 +371,7 @@ def _layer(plan: Plan) -> dict[str, Any]:
     from tessera.report import layer_picture, main_lane
 
     step = max(range(len(plan.unit.counts)), key=plan.unit.counts.__getitem__)
-    picture = layer_picture(plan, main_lane(plan), step)
-    return {
-        "subject": picture.subject,
-        "step": picture.step,
-        "lane": picture.lane,
-        "columns": list(picture.devices),
-        "hidden_after": picture.hidden_after,
-        "num_hidden": picture.num_hidden,
-        "rows": [asdict(row) for row in picture.rows],
-    }
+    return asdict(layer_picture(plan, main_lane(plan), step))
 
 
 def _steps(plan: Plan, lane: Lane, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from tessera.serve.sequences import SequenceBatch
 from tessera.serve.step_inputs import OutputRows
 from tessera.serve.text import ByteText
 from tessera.simulate.arrivals import lengths_of
-from tessera.simulate.stepper import NO_FAULTS, Faults, VirtualStepper
+from tessera.simulate.stepper import NO_FAULTS, Faults, Truth, VirtualStepper
 
 # Shares of the most requests at which policies are compared, beside one request.
 COMPARED = (0.25, 1.0)
@@ -68,15 +68,22 @@ class Played(NamedTuple):
 
 
 def play(
-    plans: Sequence[ServicePlan], arrivals: Arrivals, seed: int = 0, faults: Faults = NO_FAULTS
+    plans: Sequence[ServicePlan],
+    arrivals: Arrivals,
+    seed: int = 0,
+    faults: Faults = NO_FAULTS,
+    noise: float = 0.0,
 ) -> Played:
-    """Figures of requests that arrive over time; those without lengths are of the first plan's load."""
+    """Figures of requests that arrive over time; those without lengths are of the first plan's load.
+
+    `noise`: kernel types take exp(noise * normal) times their modelled time, by device.
+    """
     load = plans[0].load
     lengths = list(zip(arrivals.prompts, arrivals.outputs, strict=True))
     lengths = lengths or lengths_of(load, len(arrivals.times_s), seed)
     shapes = [shape_for(plan) for plan in plans]
     smallest = min(shapes, key=lambda shape: shape.pool_tokens)
-    rehearsal = _Rehearsal(plans, replace(load, lengths=()), len(lengths), seed, smallest, faults)
+    rehearsal = _Rehearsal(plans, replace(load, lengths=()), len(lengths), seed, smallest, faults, noise)
     if len(plans) > 1:
         monitor = Monitor(rated(plans, smallest))
         rehearsal.controller = Controller(rehearsal, plans, monitor)
@@ -121,8 +128,10 @@ class _Rehearsal(Engine):
         seed: int,
         shape: Shape,
         faults: Faults = NO_FAULTS,
+        noise: float = 0.0,
     ) -> None:
-        self._virtual = VirtualStepper(plans_of(plans), faults=faults, host_us=HOST_US)
+        steps = plans_of(plans)
+        self._virtual = VirtualStepper(steps, Truth(steps[0], noise, seed), faults, host_us=HOST_US)
         super().__init__(self._virtual, plans, shape, 2 * clients + 1, prefix_caching=False, is_filled=False)
         self._clients, self._counted = clients, max(COUNTED * clients, MIN_COUNTED)
         self._lengths = cycle(lengths_of(load, clients + self._counted, seed))

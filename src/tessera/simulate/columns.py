@@ -106,7 +106,7 @@ class Wires:
 
 
 def _bus(link: Link) -> str:
-    return f"{link.src} -> {link.dst}"
+    return link.group or f"{link.src} -> {link.dst}"
 
 
 @dataclass

@@ -4,7 +4,7 @@ Devices, links and queues are those of `machine`. `take` moves the clock to the 
 return of a device, or by its timeout. A step takes the true costs of its launches and transfers, times its
 `scale`. State that an earlier step left elsewhere moves before the later step, in proportion to the earlier
 scale; state of joining rows never moves back. Moves of pages take their links one after the other and no
-device's time.
+device's time. Deterministic by seed.
 
 True costs (`Truth`) are independent of the costs that plans were made with. Not handled: counts of bytes that
 steps transfer, moves and steps that compete for a link, and memory.
@@ -12,10 +12,13 @@ steps transfer, moves and steps that compete for a link, and memory.
 
 import heapq
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+
+import numpy as np
 
 from tessera.adapt.drift import scaled_costs
 from tessera.execute.lanes import Lanes, LoadedLane
@@ -40,9 +43,11 @@ from tessera.simulate.machine import VirtualMachine
 
 @dataclass(frozen=True)
 class Truth:
-    """True costs: those of a plan times factors by device."""
+    """True costs: those of a plan times factors by kernel type (drawn from the seed) and by device."""
 
     plan: Plan
+    noise: float = 0.0
+    seed: int = 0
     # (device, factor) of slower devices.
     slow: tuple[tuple[str, float], ...] = ()
 
@@ -51,8 +56,12 @@ class Truth:
         return self.plan.cluster
 
     def factor(self, kernel: str, device: str) -> float:
-        """True over modelled time of a kernel type on a device."""
-        return math.prod(factor for name, factor in self.slow if name == device)
+        """True over modelled time of a kernel type on a device; log-normal."""
+        found = math.prod(factor for name, factor in self.slow if name == device)
+        if not self.noise:
+            return found
+        words = [self.seed, zlib.crc32(kernel.encode()), zlib.crc32(device.encode())]
+        return found * math.exp(self.noise * float(np.random.default_rng(words).standard_normal()))
 
     def scripts(self, plan: Plan) -> Scripts:
         """Scripts with true costs; steps that the plan does not have cost what their own plan says."""

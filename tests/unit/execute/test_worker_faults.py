@@ -22,10 +22,10 @@ import stepper_factory as factory
 from sampling import some_of
 from tessera.errors import WorkerError
 from tessera.execute import hub as hubs
-from tessera.execute.hub import Hub, WorkerProcess, pause_s
+from tessera.execute.hub import Hub, pause_s
 from tessera.execute.mailbox import TOO_LONG, Hangup, Mailbox
 from tessera.execute.messages import Clear, Setup, StoreGet, Where, encode
-from tessera.execute.processes import FORKSERVER
+from tessera.execute.processes import FORKSERVER, LocalProcess
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone
 from tessera.execute.worker_stepper import Verdict, WorkerStepper, judge
 from tessera.ir import Plan, Program, Recv, Run, Send, Transfer
@@ -49,7 +49,7 @@ class Killing(Hub):
         self.deeds, self.num_opened = deeds, 0
         self.deed = signal.SIGKILL
 
-    def _launch(self, device: int, setup: Setup) -> WorkerProcess:
+    def _launch(self, device: int, setup: Setup) -> LocalProcess:
         line = super()._launch(device, setup)
         self.num_opened += 1
         delay_s = self.deeds.pop((device, setup.epoch), None)

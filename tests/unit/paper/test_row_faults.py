@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from benchmarks.row_service.metrics import LatencyLimit
 from benchmarks.row_service.server import RequestLoad, SimulatedRun, SimulatedServer, load_of
-from benchmarks.row_service.study import NoisyTruth, Scenario, checked, compare
+from benchmarks.row_service.study import Scenario, checked, compare
 
 from factories import make_chain, make_cluster, make_plan, make_trace
 from online_factory import RUN_US, alone_plan, at_us, both_plans, serve, split_plan
 from tessera.errors import ArrivalsError, MismatchError
 from tessera.ir import BufferKind, Plan
 from tessera.simulate.arrivals import make_arrivals, poisson
-from tessera.simulate.stepper import Faults, Loss
+from tessera.simulate.stepper import Faults, Loss, Truth
 
 STATE_BYTES = 64_000
 
@@ -100,11 +100,11 @@ def test_a_slow_device_takes_longer_from_then_on() -> None:
 
 def test_noise_misprices_a_kernel_type_alike_everywhere() -> None:
     """The factor depends on seed, kernel and device, and on nothing else."""
-    truth, other = (NoisyTruth(plan, noise=0.2, seed=3) for plan in (alone_plan(), split_plan()))
+    truth = Truth(alone_plan(), 0.2, 3)
 
-    assert truth.factor("gemm", "d0") == other.factor("gemm", "d0")
+    assert truth.factor("gemm", "d0") == Truth(split_plan(), 0.2, 3).factor("gemm", "d0")
     assert truth.factor("gemm", "d0") != truth.factor("gemm", "d1")
-    assert 1.0 == NoisyTruth(alone_plan()).factor("gemm", "d0")
+    assert 1.0 == Truth(alone_plan()).factor("gemm", "d0")
 
 
 def test_a_load_past_saturation_is_called_so() -> None:

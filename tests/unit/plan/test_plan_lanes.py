@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from plan_factories import layered_case
+from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit
 from tessera import ir
 from tessera.execute.lanes import LaneShares, shares_of
 from tessera.plan import PlanConfig, solve
@@ -94,3 +94,21 @@ def test_plan_carries_its_table() -> None:
 
     assert set(plan.lane_table) == set(range(len(plan.lanes)))
     assert 0.0 <= plan.rounding_loss < 0.05
+
+
+def test_shared_bus_counts_both_directions_in_one_row() -> None:
+    """Links of one group have one row of busy time; the plan is no faster than with wires of their own."""
+    unit = make_unit(chain(4, 450_000))
+    wires = make_cluster(gbps=5.0)
+    bus = ir.Cluster(
+        wires.devices, tuple(ir.Link(x.src, x.dst, x.name, x.latency_us, x.gbps, "bus") for x in wires.links)
+    )
+    rows = [[[300.0, 100.0], [100.0, 300.0], [300.0, 100.0], [100.0, 300.0]]]
+    costs = make_costs(unit, bus, rows)
+    shared = build(unit, costs, bus).column(np.array([1, 0, 1, 0]))
+    apart = build(unit, costs, wires).column(np.array([1, 0, 1, 0]))
+    plans = [solve(unit, costs, c, PlanConfig(ir.Objective.THROUGHPUT)) for c in (bus, wires)]
+
+    assert shared.busy_us[2:].max() == pytest.approx(apart.busy_us[2:].sum())
+    assert plans[0].throughput_per_s < plans[1].throughput_per_s
+    assert plans[0].throughput_per_s <= plans[0].bound_per_s < plans[1].bound_per_s

@@ -1,4 +1,4 @@
-"""Links between unlike pairs."""
+"""Links between unlike pairs, and links that share a bus."""
 
 import pytest
 
@@ -9,9 +9,9 @@ PAIR = parse_devices("emu:a100,emu:l40s")
 THREE = parse_devices("emu:a100,emu:a100-pcie,emu:l40s")
 
 
-def names(words: list[str]) -> dict[tuple[str, str], str]:
+def names(words: list[str], buses: list[str] | None = None) -> dict[tuple[str, str], str]:
     """(source, destination) -> name of the link."""
-    return {(x.src, x.dst): x.name for x in wire(THREE, words).links}
+    return {(x.src, x.dst): x.name for x in wire(THREE, words, buses or []).links}
 
 
 def test_default_is_pcie4() -> None:
@@ -43,16 +43,27 @@ def test_one_direction_can_have_a_link_of_its_own() -> None:
     assert "pcie4" == found["emu:l40s", "emu:a100"]
 
 
+def test_bus_groups_the_links_among_its_devices() -> None:
+    """Both directions share; links to others do not."""
+    groups = {(x.src, x.dst): x.group for x in wire(THREE, [], ["emu:a100,emu:l40s"]).links}
+
+    assert groups["emu:a100", "emu:l40s"] == groups["emu:l40s", "emu:a100"] != ""
+    assert "" == groups["emu:a100", "emu:a100-pcie"]
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "buses", "message"),
     [
-        (["rope"], "unknown link 'rope'"),
-        (["emu:a100-emu:l40s=rope"], "unknown link 'rope'"),
-        (["emu:a100-emu:h100=nvlink"], "'emu:a100-emu:h100' is not a pair"),
-        (["pcie4", "pcie5"], "more than one link for all pairs"),
+        (["rope"], [], "unknown link 'rope'"),
+        (["emu:a100-emu:l40s=rope"], [], "unknown link 'rope'"),
+        (["emu:a100-emu:h100=nvlink"], [], "'emu:a100-emu:h100' is not a pair"),
+        (["pcie4", "pcie5"], [], "more than one link for all pairs"),
+        ([], ["emu:a100,emu:h100"], "unknown device 'emu:h100'"),
+        ([], ["emu:a100"], "at least two devices"),
+        ([], ["emu:a100,emu:l40s", "emu:l40s,emu:a100"], "on two buses"),
     ],
 )
-def test_wiring_that_is_not_understood_is_refused(words: list[str], message: str) -> None:
+def test_wiring_that_is_not_understood_is_refused(words: list[str], buses: list[str], message: str) -> None:
     """One line each, with what would be right."""
     with pytest.raises((TesseraError, UnknownName), match=message):
-        wire(PAIR, words)
+        wire(PAIR, words, buses)

@@ -160,7 +160,12 @@ class Clockwork:
         # Until when the device is taken, and a word per waiting microbatch.
         self.queue = _words(1 + num_microbatches, card) if self._is_dilated else None
         # Destination -> until when its link is taken.
-        self.wires = {dst: _words(1, card) for src, dst in self._links if src == device}
+        self.wires: dict[int, torch.Tensor] = {}
+        groups: dict[str, torch.Tensor] = {}
+        for (src, dst), link in self._links.items():
+            if src == device:
+                word = groups.get(link.group) if link.group else None
+                self.wires[dst] = groups[link.group] = _words(1, card) if word is None else word
 
     def pace(self, program: Program) -> Pace:
         return Pace(self._launches(program), self._transfers(program))

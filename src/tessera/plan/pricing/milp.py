@@ -168,7 +168,7 @@ def _loads(
     for d in range(num):
         entries.append((np.full(len(nodes), d), nodes * num + d, problem.load_us[:, d] / scale))
     for at, (src, dst) in enumerate(pairs):
-        row = num + src * num + dst
+        row = num + int(problem.link_row[src * num + dst])
         wire = problem.wire_us[:, src, dst] / scale
         entries.append((np.full(len(values), row), num_x + values * len(pairs) + at, wire))
     return entries

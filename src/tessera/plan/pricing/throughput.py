@@ -287,7 +287,8 @@ def _within_memory(pool: Pool, depth: float | None, capacity: Floats) -> Floats:
 def _prices(pool: Pool, duals: Floats) -> Prices:
     """Duals of devices and links, then path."""
     num = pool.problem.num_devices
-    return Prices(duals[:num], duals[num:-1].reshape(num, num), float(duals[-1]))
+    on_links = duals[num:-1][pool.problem.link_row].reshape(num, num)
+    return Prices(duals[:num], on_links, float(duals[-1]))
 
 
 def master(
