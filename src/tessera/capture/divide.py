@@ -1,6 +1,6 @@
 """Divides products of a trace, so that a model larger than a device can be spread over several.
 
-A grouped product (experts) becomes parts with some experts each, and joins that take every row from its part:
+A grouped product (experts) becomes parts with some experts each, and joins that copy rows from their part:
 the values are those of the undivided product, but that 16-bit experts are kept by rows of outputs, which a
 library may round differently. A plain product becomes parts of its output columns, which are
 concatenated: the values are those of narrower products, which a library may round differently. Parts are
@@ -156,20 +156,22 @@ class _Writer:
 
     def _divide_experts(self, launch: Launch, product: Any, ends: Sequence[int]) -> None:
         x, *weights, offsets = _mixture(launch)
-        made, parts, first = launch.outputs[0], list[View](), 0
+        made, parts, first = launch.outputs[0], list[tuple[int, int, float, Arg]](), 0
         assert made is not None
         assert isinstance(weights[0], View)
         num, form = weights[0].shape[0], launch.args[5:]  # of a packed weight
         for last in ends:
             own = (self._experts(weight, first, last, not form) for weight in weights)
-            given = (x, *own, offsets, first, self._share(launch.scope, first, last, num), *form)
-            parts.append(self._append(product, given, self._temporary(made), launch.scope))
+            share = self._share(launch.scope, first, last, num)
+            given, into = (
+                (x, *own, offsets, first, share, *form),
+                made if last == num else self._temporary(made),
+            )
+            parts.append((first, last, share, self._append(product, given, into, launch.scope)))
             first = last
-        joined = parts[-1]
-        for number in reversed(range(len(parts) - 1)):
-            args = ((parts[number], joined), offsets, ends[number])
-            into = made if number == 0 else self._temporary(made)
-            joined = self._append(torch.ops.tessera.grouped_join.default, args, into, launch.scope)
+        for begin, last, share, part in reversed(parts[:-1]):
+            args = (made, part, offsets, begin, last, share)
+            self._append(torch.ops.tessera.grouped_join.default, args, made, launch.scope, is_new=False)
 
     def _experts(self, weight: Arg, first: int, last: int, may_turn: bool) -> Arg:
         """Some experts of a weight, in a buffer of their own."""
@@ -235,15 +237,16 @@ class _Writer:
         self._buffers.append(Buffer(f"t{len(self._buffers)}", BufferKind.TEMPORARY, size))
         return View(len(self._buffers) - 1, like.dtype, shape, (shape[1], 1))
 
-    def _append(self, func: Any, args: tuple[Arg, ...], made: View, scope: str) -> View:
+    def _append(self, func: Any, args: tuple[Arg, ...], made: View, scope: str, is_new: bool = True) -> View:
+        """`is_new`: `made` is the result, not an argument that is changed."""
         if func not in self._operators:
             self._kernels.append(Kernel(str(func), Origin.ATEN, str(func._schema)))
             self._operators[func] = len(self._kernels) - 1
         accesses = argument_accesses(func._schema, args, {})
-        touched = byte_region(made)
-        if touched is not None:
+        if is_new and (touched := byte_region(made)) is not None:
             accesses.append(Access(made.buffer, touched, write=True))
-        self._launches.append(Launch(self._operators[func], args, (), (made,), tuple(accesses), scope))
+        outputs = (made,) if is_new else ()
+        self._launches.append(Launch(self._operators[func], args, (), outputs, tuple(accesses), scope))
         self._origin.append(None)
         return made
 

@@ -1,20 +1,24 @@
 """Products of some experts of a mixture: tessera::grouped_part, and tessera::grouped_join of two.
 
 Rows of x are sorted by expert; those of expert e end at offsets[e]. A part has the experts from `first` on
-and gives a result of all rows; those of other experts have no meaning. A join takes every row from the part
-that computed it, so nothing is added and no value changes. `share` is the expected share of the rows that are
+and gives a result of all rows; those of other experts have no meaning. A join copies the rows of a part into
+another's result, so nothing is added and no value changes. `share` is the expected share of the rows that are
 in the part: planning prices by it.
 
 A CPU reads the weights of experts with rows only.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from tessera.kernels.register import register
 
 PART = "(Tensor x, Tensor weight, Tensor offsets, int first, float share) -> Tensor"
+
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def chosen(offsets: torch.Tensor, first: int, num: int) -> Iterator[tuple[int, slice]]:
@@ -27,13 +31,14 @@ def chosen(offsets: torch.Tensor, first: int, num: int) -> Iterator[tuple[int, s
         begin = end
 
 
-def rotated(
-    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    x: torch.Tensor,
-    offsets: torch.Tensor,
-    first: int,
-    num: int,
-) -> torch.Tensor:
+def empty_part(x: torch.Tensor, width: int, offsets: torch.Tensor) -> torch.Tensor:
+    """A result without values, but of rows without an expert, which are 0."""
+    out = x.new_empty(x.shape[0], width)
+    out[int(offsets[-1]) :] = 0
+    return out
+
+
+def rotated(product: Product, x: torch.Tensor, offsets: torch.Tensor, first: int, num: int) -> torch.Tensor:
     """A part by a product of rows that begin with its experts'; reads nothing on the host."""
     ends = offsets[first : first + num]
     if not first:
@@ -46,7 +51,7 @@ def rotated(
 def _part_on_cpu(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, first: int, share: float
 ) -> torch.Tensor:
-    out = x.new_zeros(x.shape[0], weight.shape[2])
+    out = empty_part(x, weight.shape[2], offsets)
     for expert, rows in chosen(offsets, first, weight.shape[0]):
         torch.mm(x[rows], weight[expert], out=out[rows])
     return out
@@ -55,9 +60,9 @@ def _part_on_cpu(
 def _part_on_cuda(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, first: int, share: float
 ) -> torch.Tensor:
-    num = weight.shape[0]
+    num, rows = weight.shape[0], torch.arange(x.shape[0], device=x.device)
     if x.dtype is not torch.bfloat16:  # the library would read the offsets on the host
-        ends, rows = offsets[first : first + num], torch.arange(x.shape[0], device=x.device)
+        ends = offsets[first : first + num]
         expert = torch.searchsorted(ends, rows.to(ends.dtype), right=True).clamp(max=num - 1)
         return torch.bmm(x[:, None], weight[expert])[:, 0]
     return rotated(lambda rows, ends: torch._grouped_mm(rows, weight, offs=ends), x, offsets, first, num)
@@ -67,13 +72,19 @@ def _part_shaped(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Ten
     return x.new_empty((x.shape[0], weight.shape[2]))
 
 
-def _join(parts: Sequence[torch.Tensor], offsets: torch.Tensor, first: int) -> torch.Tensor:
-    """Rows before the experts from `first` on are those of the first tensor."""
-    rows = torch.arange(parts[0].shape[0], device=offsets.device)[:, None]
-    before, after = parts
-    return torch.where(rows < offsets[first - 1], before, after)
+def _join_on_cpu(into: torch.Tensor, part: torch.Tensor, offsets: torch.Tensor, *given: Any) -> None:
+    first, last, _ = given
+    rows = slice(int(offsets[first - 1]) if first else 0, int(offsets[last - 1]))
+    into[rows] = part[rows]
 
 
-JOIN = "(Tensor[] parts, Tensor offsets, int first) -> Tensor"
+def _join_on_cuda(into: torch.Tensor, part: torch.Tensor, offsets: torch.Tensor, *given: Any) -> None:
+    first, last, _ = given
+    rows = torch.arange(into.shape[0], device=into.device)[:, None]
+    begin = offsets[first - 1] if first else 0
+    torch.where((rows >= begin) & (rows < offsets[last - 1]), part, into, out=into)
+
+
+JOIN = "(Tensor(a!) into, Tensor part, Tensor offsets, int first, int last, float share) -> ()"
 register("grouped_part", PART, _part_shaped, _part_on_cpu, _part_on_cuda)
-register("grouped_join", JOIN, _join, _join, _join)
+register("grouped_join", JOIN, lambda *_: None, _join_on_cpu, _join_on_cuda)

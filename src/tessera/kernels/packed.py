@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from tessera.kernels.grouped import chosen
+from tessera.kernels.grouped import chosen, empty_part
 from tessera.kernels.packing import dequantise
 from tessera.kernels.register import register
 
@@ -25,7 +25,7 @@ def _linear_on_cpu(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.T
 def _grouped_on_cpu(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.Tensor:
     """Rows of x are sorted by expert; those of expert e end at offsets[e]."""
     scales, zeros, offsets, *part, weight_format, block = given
-    out = x.new_zeros(x.shape[0], codes.shape[1])
+    out = empty_part(x, codes.shape[1], offsets)
     for expert, rows in chosen(offsets, part[0] if part else 0, codes.shape[0]):
         parts = (codes[expert], scales[expert], None if zeros is None else zeros[expert])
         weight = dequantise(*parts, None, weight_format, block, x.dtype)

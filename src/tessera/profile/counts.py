@@ -22,6 +22,8 @@ from tessera.profile.overheads import Overhead, attention_overhead, copies_first
 MAX_DECODE_QUERIES = 8
 # Operators that update some rows of a state: their last tensors are the state, starts and rows.
 RECURRENT = frozenset({"causal_conv", "ssd_scan", "selective_scan", "delta_scan"})
+# Time of a CPU to unpack a weight, in readings of its numbers.
+UNPACKING = 4
 # Operator -> class.
 OPERATORS = {
     name: op
@@ -76,8 +78,8 @@ class Work:
     shape: tuple[int, ...] = ()
     # Amounts by term; see `overheads.py`.
     overhead: Overhead = ()
-    # Numbers of packed weights, which a CPU writes out and reads again.
-    unpacked_bytes: int = 0
+    # Bytes that a CPU moves beside these, or fewer: it writes packed weights out, and joins rows in place.
+    cpu_bytes: int = 0
 
 
 def work_of(kernel: Kernel, launch: Launch) -> Work:
@@ -95,8 +97,10 @@ def work_of(kernel: Kernel, launch: Launch) -> Work:
         flops = _conv_flops(launch, views)
     num_bytes = _bytes(op, kernel, launch, views)
     overhead = _overhead(op, kernel, launch, views, num_bytes)
-    unpacked = _unpacked(views) if _base(kernel.name).startswith("packed_") else 0
-    return Work(op, _dtype(launch, views), flops, num_bytes, shape, overhead, unpacked)
+    more = UNPACKING * _unpacked(views) if _base(kernel.name).startswith("packed_") else 0
+    if _base(kernel.name) == "grouped_join" and isinstance(share := launch.args[-1], float):
+        more = round(2.0 * share * _size(views[1])) - num_bytes
+    return Work(op, _dtype(launch, views), flops, num_bytes, shape, overhead, more)
 
 
 def _overhead(
@@ -216,8 +220,8 @@ def _grouped_part(launch: Launch, views: tuple[View, ...], place: int) -> Work:
     num_bytes = round(sum(map(_size, weights)) * chosen / groups) + rows * (k + n) * item_bytes(x.dtype)
     is_packed, each = len(weights) > 1, n * k * item_bytes(x.dtype)
     shape = () if is_packed else (max(1, round(chosen)), rows, n, k)
-    unpacked = round(chosen * each) if is_packed else 0
-    return Work(OpClass.GROUPED, x.dtype, 2.0 * rows * n * k, num_bytes, shape, unpacked_bytes=unpacked)
+    more = UNPACKING * round(chosen * each) if is_packed else 0
+    return Work(OpClass.GROUPED, x.dtype, 2.0 * rows * n * k, num_bytes, shape, cpu_bytes=more)
 
 
 def _unpacked(views: tuple[View, ...]) -> int:

@@ -19,8 +19,6 @@ BYTES_SHARE, AMX_SHARE, VECTOR_SHARE = 0.6, 0.15, 0.5
 # Dispatch of an operator and start of its threads.
 LAUNCH_US = 5.0
 REL_ERROR = 0.5
-# Time to unpack a weight, in readings of its numbers.
-UNPACKING = 4.0
 PREFIX = "cpu-"
 
 
@@ -62,6 +60,6 @@ def price_on_cpu(work: Work, spec: Cpu) -> Cost:
     is_matrix = work.op in (OpClass.GEMM, OpClass.GROUPED) and "16" in work.dtype
     share = AMX_SHARE if is_matrix and spec.instructions == "AMX" else VECTOR_SHARE
     peak = spec.bf16_tflops if is_matrix else spec.fp32_tflops
-    bytes_us = (work.num_bytes + UNPACKING * work.unpacked_bytes) / (BYTES_SHARE * spec.memory_gbps * 1e3)
+    bytes_us = (work.num_bytes + work.cpu_bytes) / (BYTES_SHARE * spec.memory_gbps * 1e3)
     us = LAUNCH_US + max(bytes_us, work.flops / (share * peak * 1e6))
     return Cost(us, Source.CLASS, REL_ERROR, f"{spec.full_name} by its data sheet")

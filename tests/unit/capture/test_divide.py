@@ -8,7 +8,7 @@ import torch
 
 from packed_factory import write_folder
 from tessera.capture import build, record
-from tessera.capture.divide import DivideConfig, divide, division_for, experts_of
+from tessera.capture.divide import JOINS, DivideConfig, divide, division_for, experts_of
 from tessera.execute.memory import copied, part_of, whole_of
 from tessera.execute.reference import InOrder
 from tessera.ir import BufferKind, Step, Trace, View
@@ -107,6 +107,19 @@ def test_prices_follow_the_expected_rows_and_experts() -> None:
     assert sizes[0] > works(even)[parts[0]].num_bytes > sizes[1] == sizes[2]
 
 
+def test_a_join_moves_the_rows_of_its_part() -> None:
+    """On a CPU; its result is the last part's own."""
+    trace = divide(record(build(Step("tiny-gpt-oss", "call", 2, 8))), DivideConfig(4)).trace
+    names = [kernel.name for kernel in trace.kernels]
+    joins = [n for n in range(len(trace.launches)) if names[trace.launches[n].kernel] == JOINS[0]]
+    work, (into, part, *_) = works(trace)[joins[0]], trace.launches[joins[0]].args
+    assert isinstance(into, View)
+    assert isinstance(part, View)
+    size = trace.buffers[part.buffer].size_bytes
+    assert work.num_bytes + work.cpu_bytes == 2 * size // 4
+    assert {a.buffer for a in trace.launches[joins[0]].accesses if a.write} == {into.buffer}
+
+
 def test_packed_parts_are_priced_by_the_codes_of_chosen_experts(tmp_path: Path) -> None:
     """A CPU also pays for the numbers that it writes out."""
     write_folder(tmp_path, "mxfp4", "gpt_oss")
@@ -117,9 +130,9 @@ def test_packed_parts_are_priced_by_the_codes_of_chosen_experts(tmp_path: Path) 
     assert isinstance(codes, View)
     # Two tokens' choices, evenly: of two experts each is chosen in 1 - (3/4)^2.
     assert 2 * 7 / 16 * codes.num_elements / 2 < work.num_bytes < 1.2 * codes.num_elements
-    assert work.unpacked_bytes > 4 * work.num_bytes
+    assert work.cpu_bytes > 4 * work.num_bytes
     spec = CPUS["cpu-xeon-8480"]
-    assert price_on_cpu(work, spec).us > price_on_cpu(replace(work, unpacked_bytes=0), spec).us
+    assert price_on_cpu(work, spec).us > price_on_cpu(replace(work, cpu_bytes=0), spec).us
 
 
 def test_a_model_is_divided_only_beside_a_host_and_where_it_does_not_fit() -> None:
