@@ -67,11 +67,13 @@ def _one_parser() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _in_short(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where plans are only used, steps are not recorded again."""
+    """Where plans are only used, models are not built and steps are not recorded again."""
     with pytest.MonkeyPatch.context() as patch:
         if not sampling.is_whole() and any(part in request.node.nodeid for part in PLANNED):
+            from kept_models import built
             from kept_traces import recorded, recorded_sizes, recorded_workload
 
+            patch.setattr("tessera.capture.models.hf._workload", built)
             for module in ("tessera.flow", "tessera.capture"):
                 patch.setattr(importlib.import_module(module), "record_step", recorded)
             for module in ("tessera.planning", "tessera.capture"):
