@@ -2,7 +2,6 @@
 
 import ast
 import builtins
-import io
 import re
 import tokenize
 from collections.abc import Iterator
@@ -27,17 +26,24 @@ FILE = re.compile(r"[\w.-][\w/.-]*\.(py|md|json|toml|sh|yml)")
 
 
 @cache
+def tokens(path: Path) -> tuple[tuple[int, str], ...]:
+    """Kind and text of each token."""
+    with path.open(encoding="utf-8") as text:
+        return tuple((token.type, token.string) for token in tokenize.generate_tokens(text.readline))
+
+
+@cache
 def words() -> frozenset[str]:
     """Every name and every word of a string in source, tests, benchmarks and scripts."""
     names = set(dir(builtins))
     for folder in ("src", "tests", "benchmarks", "scripts", "examples"):
         for path in (ROOT / folder).rglob("*.py"):
             names.add(path.stem)
-            for token in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline):
-                if token.type == tokenize.NAME:
-                    names.add(token.string)
-                elif token.type == tokenize.STRING and "`" not in token.string:
-                    names |= set(re.findall(r"\w+", token.string))
+            for kind, string in tokens(path):
+                if kind == tokenize.NAME:
+                    names.add(string)
+                elif kind == tokenize.STRING and "`" not in string:
+                    names |= set(re.findall(r"\w+", string))
     for path in [ROOT / "pyproject.toml", *(path for form in TEXTS for path in ROOT.glob(form))]:
         names |= set(re.findall(r"\w+", path.read_text("utf-8"))) | {path.stem}
     return frozenset(names)
@@ -57,9 +63,7 @@ def _prose(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.string
+    yield from (string for kind, string in tokens(path) if kind == tokenize.COMMENT)
 
 
 def unknown(path: Path) -> list[str]:

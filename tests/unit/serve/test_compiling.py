@@ -18,7 +18,7 @@ from tessera.capture.inductor import record_inductor_offline
 from tessera.capture.models import another
 from tessera.capture.offline import PROPERTIES
 from tessera.errors import CaptureError
-from tessera.ir import BufferKind, Step
+from tessera.ir import BufferKind, Step, Trace
 from tessera.kernels.choice import LATE_INPUTS
 from tessera.serve import compiling
 from tessera.serve.compiling import CompileProcess
@@ -68,17 +68,28 @@ def test_traces_are_those_of_one_process(make: Make) -> None:
     ("method", "family"),
     some_of([("gptq-ordered", "llama"), ("mxfp4", "gpt_oss")], [("gptq-ordered", "llama")]),
 )
-def test_packed_folders_are_captured_as_plain_ones(method: str, family: str, tmp_path: Path) -> None:
-    """From their headers, beside the build; the trace is that of the loaded model, also of other steps."""
+def test_packed_folders_are_captured_as_plain_ones(
+    method: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From their headers; layouts and trace are those of the loaded model, also of other steps."""
     write_folder(tmp_path, method, family)
     make = partial(served, str(tmp_path), SPEC)
-    with closing(CompileProcess(make, PROPERTIES)) as process:
-        loaded = make().workloads[0]
-        step = replace(loaded.step, reserve=512)
-        process.begin([step])
-        (trace,) = process.traces([step], loaded.weights(), lambda what: None)
+    loaded = make().workloads[0]
+    step = replace(loaded.step, reserve=512)
+    traces = list[Trace]()
+    here, there = Pipe()
 
-    assert record_inductor_offline(another(loaded, step)) == trace
+    def fork(steps: Sequence[Step], record: Callable[[Step], Trace]) -> dict[object, int]:
+        traces.extend(map(record, steps))
+        return {}
+
+    monkeypatch.setattr(compiling, "_fork", fork)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    here.send([step])
+    compiling.work(there, make, PROPERTIES, False)
+
+    assert compiling.layouts(loaded.weights()) == here.recv()
+    assert [record_inductor_offline(another(loaded, step))] == traces
 
 
 def test_steps_are_captured_before_they_are_asked_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
