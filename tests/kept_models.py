@@ -8,10 +8,10 @@ import torch
 from torch._guards import detect_fake_mode
 
 from tessera.capture import Workload
-from tessera.capture.models import hf, paged
+from tessera.capture.models import hf
 from tessera.ir import Step
 
-_made: dict[tuple[Any, ...], tuple[Any, paged.StepLayout | None]] = {}
+_made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 _build = hf._workload
 
 
@@ -21,6 +21,8 @@ def built(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> W
     is_kept = step.model.startswith("tiny-") and folder is None and not step.adapters
     if not is_kept or device not in ("cpu", "meta") or detect_fake_mode() is not None:
         return _build(config, step, dtype, folder)
+    from tessera.capture.models import paged
+
     key = (config.to_json_string(), step.kind, step.seed, step.joined_products, dtype, device)
     if key not in _made:
         workload = _build(config, step, dtype, folder)

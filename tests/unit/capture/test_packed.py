@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from packed_factory import METHODS, write_folder
+from sampling import one_of_each
 from tessera.capture import build, record
 from tessera.capture.models import checkpoint
 from tessera.capture.models.packed import PackedWeight
@@ -27,6 +28,10 @@ FOLDERS = [
     *((method, "llama") for method in METHODS if method != "mxfp4"),
     ("mxfp4", "gpt_oss"), ("fp8-blocks", "qwen3"), ("gptq", "qwen3_moe"), ("fp8-blocks", "qwen3_moe"),
 ]  # fmt: skip
+
+
+def quantised_by(method: str) -> str:
+    return str(METHODS[method][0].get("quant_method"))
 
 
 @pytest.mark.parametrize(
@@ -71,18 +76,27 @@ def test_a_served_step_keeps_weights_packed(
 
 @pytest.mark.parametrize(("method", "family"), FOLDERS)
 def test_a_folder_is_built_without_its_weights(method: str, family: str, tmp_path: Path) -> None:
-    """Headers, zeros and groups tell what each weight consists of: the same parts, the same products."""
+    """Headers, zeros and groups tell what each weight consists of: the same parts."""
     write_folder(tmp_path, method, family)
     step = smallest_step(str(tmp_path), ServeSpec())
-    real, kinds = build(step), ("packed_linear", "packed_grouped")
+    real = build(step).weights()
     with torch.device("meta"):
-        outline = build(step)
-    traces = record(real), record_step(step, "fake")
+        outline = build(step).weights()
+
+    assert layouts(real) == layouts(outline)
+    assert list(real) == list(outline)
+
+
+@pytest.mark.parametrize(
+    ("method", "family"), one_of_each(FOLDERS, lambda pair: (quantised_by(pair[0]), pair[1]))
+)
+def test_a_step_without_weights_has_the_same_products(method: str, family: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, method, family)
+    step, kinds = smallest_step(str(tmp_path), ServeSpec()), ("packed_linear", "packed_grouped")
+    traces = record(build(step)), record_step(step, "fake")
     found = [[trace.kernel_of(i).name for i in range(len(trace.launches))] for trace in traces]
     products = [[name for name in names if any(kind in name for kind in kinds)] for names in found]
 
-    assert layouts(real.weights()) == layouts(outline.weights())
-    assert list(real.weights()) == list(outline.weights())
     assert products[0] == products[1] != []
 
 
