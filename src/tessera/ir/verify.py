@@ -335,13 +335,19 @@ PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 }
 # Place of the violation; None if the rule names it.
 PLACES: dict[type, Callable[[Any], str]] = {Costs: _bad_cost, Trace: _bad_view}
+# Key in the attributes of a record that passed.
+PASSED = "_has_passed"
 
 
 def verify(record: Any) -> None:
-    """Raises RuleBroken for the first broken rule."""
+    """Raises RuleBroken for the first broken rule. Records are frozen: one that passed is not read again."""
+    passed: dict[str, Any] = getattr(record, "__dict__", {})
+    if PASSED in passed:
+        return
     for part in PARTS.get(type(record), lambda _: ())(record):
         verify(part)
     for sentence, holds in RULES[type(record)]:
         if not holds(record):
             where = PLACES.get(type(record), lambda _: "")(record)
             raise RuleBroken(f"{type(record).__name__.lower()} breaks the rule: {sentence}{where}")
+    passed[PASSED] = True

@@ -1,5 +1,7 @@
 """Verifiers: each rule is a sentence, and breaking it names that sentence."""
 
+import importlib
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -8,7 +10,20 @@ from factories import make_chain, make_cluster, make_plan, make_trace
 from tessera.analyze import build_graph
 from tessera.errors import RuleBroken
 from tessera.execute import lower
-from tessera.ir import BufferKind, Cost, Edge, Hazard, Lane, Link, Placement, Region, Send, Source, verify
+from tessera.ir import (
+    BufferKind,
+    Cost,
+    Edge,
+    Hazard,
+    Lane,
+    Link,
+    Placement,
+    Region,
+    Send,
+    Source,
+    Trace,
+    verify,
+)
 
 
 def test_an_access_outside_its_buffer_is_refused() -> None:
@@ -95,3 +110,18 @@ def test_a_transfer_without_a_sender_is_refused() -> None:
 
     with pytest.raises(RuleBroken, match="one sender and one receiver"):
         verify(replace(program, instructions=silent))
+
+
+def test_a_record_that_passed_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of one model share its traces; a copy with other fields is read."""
+    trace = make_trace([[(0, 0, 64, "w")]])
+    read: list[Trace] = []
+    rules = [("a trace is read", lambda t: read.append(t) is None)]
+    monkeypatch.setitem(importlib.import_module("tessera.ir.verify").RULES, Trace, rules)
+    verify(trace)
+    verify(trace)
+    other = replace(trace, aliases=())
+    verify(other)
+
+    assert [id(trace), id(other)] == [id(t) for t in read]
+    assert pickle.loads(pickle.dumps(trace)) == trace
