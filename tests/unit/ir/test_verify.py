@@ -116,7 +116,12 @@ def test_a_record_that_passed_is_not_read_again(monkeypatch: pytest.MonkeyPatch)
     """Plans of one model share its traces; a copy with other fields is read."""
     trace = make_trace([[(0, 0, 64, "w")]])
     read: list[Trace] = []
-    rules = [("a trace is read", lambda t: read.append(t) is None)]
+
+    def note(given: Trace) -> bool:
+        read.append(given)
+        return True
+
+    rules = [("a trace is read", note)]
     monkeypatch.setitem(importlib.import_module("tessera.ir.verify").RULES, Trace, rules)
     verify(trace)
     verify(trace)
