@@ -1,16 +1,16 @@
 """Stands in for a GPU where there is none: the workers' own code runs, on the CPU, one thing after the other.
 
-Streams and events do nothing, a "graph" issues its share of the program again, fetches in a thread, and the
-pace kernel writes records from the CPU's clock without waiting. Memory, flags and waits are real: a graph's
-wait holds up the worker that issues it, and only that one, for each is a thread of the test's process. So
-what is tested is memory, placement, transports, messages and bookkeeping; time and graphs only on a GPU.
+Streams and events do nothing, a "graph" issues its share of the program again, and the pace kernel writes
+records from the CPU's clock without waiting. Memory, flags and waits are real: a graph's wait holds up the
+worker that issues it, and only that one, for each is a thread of the test's process. So what is tested is
+memory, placement, transports, messages and bookkeeping; time and graphs only on a GPU.
 """
 
 import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -98,7 +98,7 @@ class IpcMemory:
         self.made[self.handle] = memory
 
 
-def mem_ops(stream: int, ops: Sequence[MemOp]) -> None:
+def _mem_ops(stream: int, ops: Sequence[MemOp]) -> None:
     for op in ops:
         word = (ctypes.c_uint64 if op.is_long else ctypes.c_uint32).from_address(op.address)
         until = time.monotonic() + WAIT_S
@@ -134,24 +134,6 @@ def _capture(self: Any) -> list[Any]:
     return [Again(part) for part in self._parts]
 
 
-def _capture_on(self: Any, stream: Any, issue: Callable[[], None]) -> Any:
-    """Runs beside launches, as its stream does."""
-
-    class Beside:
-        def replay(beside) -> None:
-            before: threading.Thread | None = getattr(stream, "last", None)
-
-            def run() -> None:
-                if before is not None:
-                    before.join()
-                issue()
-
-            stream.last = threading.Thread(target=run, daemon=True)
-            stream.last.start()
-
-    return Beside()
-
-
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """One GPU, until the test ends."""
     patch = monkeypatch.setattr
@@ -166,7 +148,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "close_shared": lambda address: None,
         "bytes_at": _bytes_at,
         "pin": lambda tensor: None,
-        "mem_ops": mem_ops,
+        "mem_ops": _mem_ops,
         "copy": lambda stream, target, source, num: ctypes.memmove(target, source, num),
     }.items():
         patch(driver, name, what)
@@ -176,7 +158,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(device, "PaceKernel", PaceKernel)
     patch(device, "cut", lambda ordinal, sizes: [Part(n) for n in sizes])
     patch(graphs.ShareGraph, "_capture", _capture)
-    patch(graphs.ShareGraph, "_capture_on", _capture_on)
     for name, value in {"REPEATS": 2, "BESIDE": 2, "PAUSE_US": 0.0}.items():
         patch(measure, name, value)  # what is measured here means nothing
     for name, what in {

@@ -466,7 +466,6 @@ class DeviceState:
         self.own: dict[tuple[int, str, int], Storage] = {}
         # (microbatch, bytes of a place)
         self.rings: dict[tuple[int, tuple[int, ...]], list[list[Storage]]] = {}
-        self._flags: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
 
     def buffer(self, microbatch: int, program: Program, index: int) -> Storage:
         """A state buffer of a microbatch or its home, zeros at first: they are finite and valid indices."""
@@ -511,14 +510,6 @@ class DeviceState:
         return {
             launch: dict(zip(weights[n], ring[n % SLOTS], strict=False)) for n, launch in enumerate(launches)
         }
-
-    def flags(self, microbatch: int, program: Program) -> list[tuple[int, int]]:
-        """Addresses of each place's flags: it is full, it is free. At first all are free."""
-        key = microbatch, slot_bytes(self.traces[program.step], program, self._device)
-        if key not in self._flags:
-            self._flags[key] = torch.tensor([[0, 1]] * SLOTS, device=self._card)
-        first, size = self._flags[key].data_ptr(), self._flags[key].itemsize
-        return [(first + 2 * n * size, first + (2 * n + 1) * size) for n in range(SLOTS)]
 
     def _zeros(self, size_bytes: int) -> Storage:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=self._card).untyped_storage()

@@ -9,10 +9,8 @@ stream per destination.
     a send waits for the launches issued before it, its producer among them;
     a receive makes the compute stream wait for the flag, right before the first launch that reads it;
     a launch waits for the sends whose bytes it overwrites;
-    weights that are fetched are copied from page-locked memory by a graph of their own, so that copies go on
-    while launches wait for a peer, and those of the next run begin in this one: a copy waits for the flag of
-    a place that is free and sets that of a place that is full, their launch waits for the latter and sets
-    the former.
+    weights that are fetched are copied from page-locked memory by a stream of their own, which waits for the
+    launch that used their place before; their launch waits for them.
 
 Memory that a send reads is kept until the whole program is issued. The launches of a program run once before
 its first capture, without transfers, so that libraries and kernels initialise. This rehearsal has separate,
@@ -28,8 +26,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -58,7 +54,7 @@ from tessera.execute.memory import (
     storage_of,
     tensor_of,
 )
-from tessera.ir import SLOTS, BufferKind, Cluster, Free, Program, Recv, Region, Run, Send, Trace
+from tessera.ir import SLOTS, BufferKind, Cluster, Fetch, Free, Program, Recv, Region, Run, Send, Trace
 
 Tensors = Mapping[str, torch.Tensor]
 # Bytes of a copy of fetched weights.
@@ -119,9 +115,6 @@ class ShareGraph:
         self._launcher, self._transport = graphs.launchers[program.step], graphs.transport
         self._clockwork, self._pace = graphs.clockwork, graphs.clockwork.pace(program)
         self._compute = room.compute[is_short]
-        # Launch -> flags of its place: it is full, it is free.
-        flags = graphs.state.flags(room.number, program) if slots else ()
-        self.turns = dict(zip(slots, cycle(flags), strict=False))
         column = program.instructions[device.number]
         self._sends = sorted({program.transfers[x.transfer].dst for x in column if isinstance(x, Send)})
         # A row per launch, then per transfer; only timed ones are written.
@@ -136,7 +129,6 @@ class ShareGraph:
         # Positions of its parts' instructions.
         self._parts = [range(late), range(late, len(column))] if is_cut else [range(len(column))]
         self._graphs = self._capture()
-        self._fetches = self._capture_on(room.fetching, self._fetch) if slots else None
 
     def replay(self) -> dict[str, torch.Tensor]:
         """Launches everything; outputs and state are overwritten."""
@@ -144,10 +136,7 @@ class ShareGraph:
         return self.finish()
 
     def begin(self) -> None:
-        """Launches fetches, and what reads no late input."""
-        if self._fetches is not None:
-            with torch.cuda.stream(self.room.fetching):
-                self._fetches.replay()
+        """Launches what reads no late input."""
         for graph in self._graphs[:-1]:
             graph.replay()
 
@@ -163,37 +152,25 @@ class ShareGraph:
         self._device.synchronize()
         issue = _Issue(self, is_rehearsal=False)
         with torch.no_grad(), own_workspaces():
-            graphs = [self._capture_on(self.room.origin, partial(issue.run, part)) for part in self._parts]
+            graphs = [self._capture_part(issue, part) for part in self._parts]
         self.outputs = issue.outputs()
         return graphs
 
-    def _capture_on(self, stream: Any, issue: Callable[[], None]) -> Any:
+    def _capture_part(self, issue: "_Issue", part: range) -> Any:
         graph = torch.cuda.CUDAGraph()
         failure: Exception | None = None
         try:
             with torch.cuda.graph(
-                graph, pool=self.room.pool, stream=stream, capture_error_mode="thread_local"
+                graph, pool=self.room.pool, stream=self.room.origin, capture_error_mode="thread_local"
             ):
                 try:
-                    issue()
+                    issue.run(part)
                 except Exception as error:
                     failure = error
                     raise
         except RuntimeError as error:
             raise failure or error from None  # the end of a failed capture hides why it failed
         return graph
-
-    def _fetch(self) -> None:
-        """Copies in pieces, so that values that arrive meanwhile wait for one piece at most."""
-        stream = _handle(self.room.fetching)
-        for launch, (full, free) in self.turns.items():
-            driver.mem_ops(stream, [MemOp(free, 1, is_wait=True), MemOp(free, 0)])
-            for buffer, place in self._slots[launch].items():
-                source = self._base[buffer]
-                for start in range(0, source.nbytes(), PIECE_BYTES):
-                    ends = place.data_ptr() + start, source.data_ptr() + start
-                    driver.copy(stream, *ends, min(PIECE_BYTES, source.nbytes() - start))
-            driver.mem_ops(stream, [MemOp(full, 1)])
 
     def issue(self, is_rehearsal: bool = False) -> dict[str, torch.Tensor]:
         """Issues everything once; a rehearsal has no sends, waits or times."""
@@ -211,7 +188,7 @@ class _Issue:
         self._memory = Memory(share._base, fresh(share.trace, share._device.card, fill))
         self._memory.slots = share._slots
         self._compute = share._compute
-        self._turns = {} if is_rehearsal else share.turns
+        self._fetched: dict[int, Any] = {}  # launch -> mark of its weights
         self._links = {dst: share.room.sends[dst] for dst in share._sends}
         self._leaving: dict[int, Any] = {}  # transfer -> mark of its send
         self._kept: list[Storage] = []
@@ -227,7 +204,8 @@ class _Issue:
     def run(self, part: range) -> None:
         """Forks from the microbatch's stream, issues the instructions at these positions, joins."""
         start = _mark(self._room.origin)
-        for stream in (self._compute, *self._links.values()):
+        fetching = [self._room.fetching] if self._share._slots else []
+        for stream in (self._compute, *self._links.values(), *fetching):
             stream.wait_event(start)
         if self._share._transport is not None and not self._is_rehearsal and not part.start:
             driver.mem_ops(_handle(self._compute), [MemOp(self._room.mark, 0)])
@@ -240,10 +218,12 @@ class _Issue:
                     self._send(number)
                 case Recv(number):
                     self._receive(number, position)
+                case Fetch(launch) if not self._is_rehearsal:
+                    self._fetch(launch)
                 case Free(buffer):
                     self._memory.free(buffer)
         self._settle()
-        for stream in (self._compute, *self._links.values()):
+        for stream in (self._compute, *self._links.values(), *fetching):
             self._room.origin.wait_event(_mark(stream))
 
     def outputs(self) -> dict[str, torch.Tensor]:
@@ -258,9 +238,8 @@ class _Issue:
     def _run(self, launch: int) -> None:
         for number in self._overwritten(launch):
             self._compute.wait_event(self._leaving.pop(number))
-        full, free = self._turns.get(launch, (0, 0))
-        if full:
-            driver.mem_ops(_handle(self._compute), [MemOp(full, 1, is_wait=True), MemOp(full, 0)])
+        if launch in self._fetched:
+            self._compute.wait_event(self._fetched.pop(launch))
         self._memory.use_slot(launch)
         with torch.cuda.stream(self._compute):
             self._enter(launch)
@@ -269,8 +248,17 @@ class _Issue:
                 self._share._launcher.run(launch, self._memory)
             for buffer in zeroed:
                 self._memory.free(buffer)
-        if free:
-            driver.mem_ops(_handle(self._compute), [MemOp(free, 1)])
+
+    def _fetch(self, launch: int) -> None:
+        """Copies in pieces, so that values that arrive meanwhile wait for one piece at most."""
+        stream = self._room.fetching
+        stream.wait_event(_mark(self._compute))
+        for buffer, place in self._memory.slots[launch].items():
+            source = self._share._base[buffer]
+            for start in range(0, source.nbytes(), PIECE_BYTES):
+                ends = place.data_ptr() + start, source.data_ptr() + start
+                driver.copy(_handle(stream), *ends, min(PIECE_BYTES, source.nbytes() - start))
+        self._fetched[launch] = _mark(stream)
 
     def _put_zero_state(self, launch: int) -> list[int]:
         """Replaces the state that a launch names by zeros."""
