@@ -21,8 +21,6 @@ _WAIT_32, _WRITE_32, _WAIT_64, _WRITE_64 = 1, 2, 4, 5  # CUstreamBatchMemOpType
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-# Values that a kernel reads from the host.
-SMALL_BYTES = 1 << 20
 IPC_HANDLE_BYTES = 64
 # SMs per group where the driver does not say: valid on every architecture, the smallest on Hopper.
 _LEAST_GROUP = 8
@@ -232,16 +230,6 @@ class _Bytes:
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
         }  # fmt: skip
-
-
-def read_host(target: torch.Tensor, source: int, ordinal: int) -> None:
-    """Fills GPU memory from the host's, by a kernel if it is small: a copy waits behind those of weights."""
-    if target.nbytes > SMALL_BYTES:
-        copy(torch.cuda.current_stream().cuda_stream, target.data_ptr(), source, target.nbytes)
-        return
-    is_aligned = not (source | target.data_ptr() | target.nbytes) % 8
-    kind = torch.int64 if is_aligned else torch.uint8
-    torch.add(bytes_at(source, target.nbytes, ordinal).view(kind), 0, out=target.view(kind))
 
 
 def bytes_at(address: int, num_bytes: int, ordinal: int) -> torch.Tensor:

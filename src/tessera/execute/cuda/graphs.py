@@ -57,8 +57,8 @@ from tessera.execute.memory import (
 from tessera.ir import SLOTS, BufferKind, Cluster, Fetch, Free, Program, Recv, Region, Run, Send, Trace
 
 Tensors = Mapping[str, torch.Tensor]
-# Bytes of a copy of fetched weights.
-PIECE_BYTES = 4 << 20
+# Bytes of a copy of fetched weights. Copies of 4 MB hold up values of other streams until all are done.
+PIECE_BYTES = 1 << 20
 # Step -> compiled objects by kernel.
 Kernels = Mapping[int, Mapping[int, Launchable]]
 

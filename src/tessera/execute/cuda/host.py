@@ -63,7 +63,7 @@ class _Staged(GpuTransport):
         super().wait(spot, stream, marks)
         transfer, (source, _) = self._transfer(spot), self._ends(spot, self._device)
         place = self._base(spot.program) + self._inboxes.place(spot, self._device) + transfer.start
-        driver.read_host(driver.bytes_at(place, transfer.num_bytes, self._ordinal), source, self._ordinal)
+        driver.copy(stream, place, source, transfer.num_bytes)
 
 
 class Shared(_Staged):

@@ -234,13 +234,8 @@ class CudaWorker(DeviceWorker):
             is_next = is_whole and start == -(-ranges[-1][1] // ALIGN) * ALIGN
             ranges = [*ranges[:-1], (ranges[-1][0], stop)] if is_next else [*ranges, (start, stop)]
             is_whole = len(data) == size
-        is_fetching = any(sizes for _, sizes in self._graphs.state.rings)
         for start, stop in ranges:
-            if is_fetching:
-                ordinal = self._graphs.device.ordinal
-                driver.read_host(target[start:stop], pinned.data_ptr() + start, ordinal)
-            else:
-                target[start:stop].copy_(pinned[start:stop], non_blocking=True)
+            target[start:stop].copy_(pinned[start:stop], non_blocking=True)
         is_read.record()
 
     def _end_runs(self) -> bool:
