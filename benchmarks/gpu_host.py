@@ -10,6 +10,8 @@ Parts, each in a process of its own, on the same random bf16 weights in number a
   accelerate  Hugging Face `generate` with accelerate's offload (`dispatch_model`) at the same cap
   fetch       `generate` with the layers that do not fit in pinned memory; each is copied to the GPU while the
               layer before it computes ("fetch all that does not fit")
+  copies      how long a small value from the host takes beside fetched weights, by the size of their pieces,
+              and how fast the CPU reads weights meanwhile
 `tokens/s` of the service: greedy answer tokens of as many clients, each asking again at once, in the time in
 which all of them are past their first answer, which is shorter for some: as a plan expects it, prompts
 included. Baselines: tokens after the first, of transformers' defaults (attention, experts), for
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its sibli
 from benchmarks.gpu_common import Log, about
 
 PARTS = ("own", "accelerate", "fetch")
+PIECES = (1 << 20, 4 << 20, 16 << 20)
 # Memory that a cap leaves free for activations and the cache of `fetch`.
 SPARE = 2e9
 PROMPT = 32
@@ -226,6 +230,64 @@ def fetch(args: argparse.Namespace, log: Log) -> None:
     generated(model, args, log, "fetch")
 
 
+def copies(args: argparse.Namespace, log: Log) -> None:
+    """Small copies and products beside a stream of large copies."""
+    import os
+    import threading
+
+    import torch
+
+    from tessera.execute import driver
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)) - 1)
+    source, place = torch.zeros(1 << 30, dtype=torch.uint8).pin_memory(), torch.zeros(1 << 30).byte().cuda()
+    value, landing = torch.zeros(1 << 20).byte().pin_memory(), torch.zeros(1 << 20).byte().cuda()
+    weights = [torch.full((5760, 2880), 0.01, dtype=torch.bfloat16) for _ in range(200)]
+    large, small = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def fetch_all(piece: int) -> None:
+        for at in itertools.chain.from_iterable(itertools.repeat(range(0, 1 << 30, piece), 6)):
+            driver.copy(large.cuda_stream, place.data_ptr() + at, source.data_ptr() + at, piece)
+
+    def copied_us(num_bytes: int) -> list[float]:
+        found = []
+        for _ in range(40):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record(small)
+            driver.copy(small.cuda_stream, landing.data_ptr(), value.data_ptr(), num_bytes)
+            last.record(small)
+            last.synchronize()
+            found.append(first.elapsed_time(last) * 1e3)
+            time.sleep(2e-4)
+        return [round(statistics.median(found)), round(max(found))]
+
+    def read_gbps(rows: int) -> float:
+        x, start = torch.ones(rows, 2880, dtype=torch.bfloat16), time.perf_counter()
+        for weight in weights:
+            torch.nn.functional.linear(x, weight)
+        return round(sum(w.nbytes for w in weights) / (time.perf_counter() - start) / 1e9, 1)
+
+    def beside(piece: int, work: Any) -> Any:
+        thread = threading.Thread(target=fetch_all, args=(piece,))
+        thread.start()
+        time.sleep(0.01)
+        found = work()
+        thread.join()
+        large.synchronize()
+        return found
+
+    for num_bytes in (8 << 10, 128 << 10, 1 << 20):
+        copied_us(num_bytes)
+        times = {f"beside pieces of {p >> 20} MB": beside(p, partial(copied_us, num_bytes)) for p in PIECES}
+        log.put(
+            f"us of a copy of {num_bytes} bytes, median and most", {"alone": copied_us(num_bytes)} | times
+        )
+    for rows in (1, 8, 16):
+        read_gbps(rows)
+        found = {"alone": read_gbps(rows), "beside": beside(PIECES[0], partial(read_gbps, rows))}
+        log.put(f"GB/s of weights that the CPU reads at {rows} rows", found)
+
+
 def size_of(text: str) -> int:
     from tessera.profile import cap_memory, parse_devices
 
@@ -259,7 +321,8 @@ def main() -> None:
     if len(parts) == 1:
         log = Log(args.out / f"{args.name}_{args.model}_{parts[0]}.json")
         log.put("about", about() | {"command": " ".join(sys.argv)})
-        log.attempt(parts[0], {"own": own, "accelerate": accelerate, "fetch": fetch}[parts[0]], args, log)
+        made = {"own": own, "accelerate": accelerate, "fetch": fetch, "copies": copies}
+        log.attempt(parts[0], made[parts[0]], args, log)
         return
     found = {}
     for part in parts:
