@@ -54,7 +54,7 @@ def test_cheapest_set_that_carries_the_rate(tmp_path: Path, capsys: pytest.Captu
     assert plan["service"]["groups"]
     assert 0 < choice["cost_error"] < 1
     assert choice["ttft_ms"] > 0
-    memory = {m["capacity_bytes"]: m["weight_bytes"] + m["state_bytes"] for m in plan["memory"]}
+    memory = {m["capacity"]: m["weights"] + m["state"] for m in plan["memory"].values()}
     assert all(held <= 0.9 * capacity for capacity, held in memory.items())
     assert load(ServicePlan, tmp_path / "choice.plan").policy == choice["policy"]
     assert "first token after" in found["headline"]

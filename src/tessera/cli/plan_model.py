@@ -129,6 +129,15 @@ class PolicyFigures(Record, frozen=True):
     groups: Annotated[tuple[ir.GroupSize, ...], HIDDEN] = ()
 
 
+class MemoryFigures(Record, frozen=True):
+    """Memory of one device."""
+
+    weights: Annotated[int, shown(unit="bytes")]
+    state: Annotated[int, shown(unit="bytes")]
+    temporaries: Annotated[int, shown(unit="bytes")]
+    capacity: Annotated[int, shown("of", "bytes")]
+
+
 class ServiceFigures(Record, frozen=True):
     """The groups of a service, and what it gives under the load."""
 
@@ -161,7 +170,7 @@ class ModelPlanFigures(Record, frozen=True):
     ratio_to_data_parallel: float | None
     ratio_to_bound: float | None
     costs: Annotated[CostFigures, HIDDEN]
-    memory: Annotated[tuple[DeviceMemory, ...], shown("memory (modelled)")]
+    memory: Annotated[dict[str, MemoryFigures], shown("memory (modelled)")]
     # Device -> module -> numbers of its experts there; empty if experts are not divided.
     experts: Annotated[dict[str, dict[str, tuple[int, ...]]], HIDDEN] = msgspec.field(default_factory=dict)
     # Device -> weights that it fetches from its host's memory in every step.
@@ -261,7 +270,7 @@ def _own_figures(plan: ir.ServicePlan | ir.Plan) -> dict[str, Any]:
             "ratio_to_bound": plan.simulated_per_s / plan.bound_per_s,
             "service": None,
             "costs": sure(plan),
-            "memory": explain(plan, is_brief=True).memory,
+            "memory": memory_figures(explain(plan, is_brief=True).memory),
         }
     from tessera.planning import experts_by_device, fetched_by_device, service_memory
 
@@ -274,9 +283,21 @@ def _own_figures(plan: ir.ServicePlan | ir.Plan) -> dict[str, Any]:
         "ratio_to_bound": plan.bound_per_s and plan.expected.tokens_per_s / plan.bound_per_s,
         "service": ServiceFigures(groups=tuple(g.size for g in plan.groups), expected=plan.expected),
         "costs": max((sure(group.plan) for group in plan.groups), key=lambda c: c.rel_error),
-        "memory": service_memory(plan),
+        "memory": memory_figures(service_memory(plan)),
         "experts": experts_by_device(plan),
         "fetched": fetched_by_device(plan),
+    }
+
+
+def memory_figures(memory: Sequence[DeviceMemory]) -> dict[str, MemoryFigures]:
+    return {
+        one.device: MemoryFigures(
+            weights=one.weight_bytes,
+            state=one.state_bytes,
+            temporaries=one.temporary_bytes,
+            capacity=one.capacity_bytes,
+        )
+        for one in memory
     }
 
 
