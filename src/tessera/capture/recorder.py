@@ -115,6 +115,8 @@ class Ledger:
         if buffer is None:
             size = tensor.untyped_storage().nbytes()
             buffer = self._add(tensor, Buffer(f"t{len(self.buffers)}", BufferKind.TEMPORARY, size))
+        elif tensor.untyped_storage().nbytes() > self.buffers[buffer].size_bytes:
+            fail("a tensor's memory grows (resize_, or out= of another shape)", "Make a new tensor instead.")
         return operators.view_of(tensor, buffer)
 
     def _add(self, tensor: torch.Tensor, buffer: Buffer) -> int:

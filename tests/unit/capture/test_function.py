@@ -241,6 +241,15 @@ def test_resizing_an_argument_is_refused() -> None:
         tessera.capture(lambda x: x.unsqueeze_(0) + 1, torch.ones(2))
 
 
+@pytest.mark.parametrize(
+    "use", [lambda y, x: y.resize_(x.shape).copy_(x), lambda y, x: torch.add(x, 1, out=y)]
+)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_memory_that_grows_is_refused(use: Any) -> None:
+    with pytest.raises(CaptureError, match=r"test_function\.py:\d+: a tensor's memory grows.*new tensor"):
+        tessera.capture(lambda x: use(torch.empty(1), x), torch.randn(4, 4))
+
+
 def test_a_sparse_argument_is_refused_by_name() -> None:
     """Only dense memory can be placed."""
     with pytest.raises(CaptureError, match="'x' is a sparse_coo tensor"):

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -377,22 +378,53 @@ def test_layers_that_count_their_tokens_have_positions(tmp_path: Path) -> None:
     check_answers(workload)
 
 
-def test_layers_that_count_their_tokens_are_refused_by_rows(tmp_path: Path) -> None:
+def test_layers_that_count_their_tokens_are_refused_by_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Below a number of tokens they would get the right answers."""
     sizes = {**BY_NAME["llama"].sizes, **LLAMA4, "no_rope_layers": [1, 0], "floor_scale": 8192}
     Model("llama4_text", "Llama4ForCausalLM", sizes).write(tmp_path)
+    monkeypatch.setattr("tessera.capture.models.pages.chunk_of", lambda config: 0)
     with pytest.raises(CaptureError, match=r"masks hide more.*; its layers count the tokens before a row"):
         build(step_of(str(tmp_path)))
 
 
+LATENT = BY_NAME["deepseek_v3"].sizes
+INDEXED = {**LATENT, "index_topk": 64, "index_n_heads": 2, "index_head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "sizes"),
+    [
+        ("llama4_text", "Llama4", {**LLAMA4, "no_rope_layers": [1, 0], "attention_chunk_size": 64}),
+        ("deepseek_v32", "DeepseekV32", INDEXED),
+        ("glm_moe_dsa", "GlmMoeDsa", INDEXED),
+    ],
+)
+def test_chunks_and_selected_keys_are_served_up_to_the_length_at_which_attention_is_full(
+    family: str, kind: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """A sequence is one chunk at most, or no longer than the number of keys that an indexer selects."""
+    given = {**BY_NAME["llama"].sizes, **sizes}
+    workload = folder_step(Model(family, f"{kind}ForCausalLM", given), tmp_path, FLAT)
+
+    assert (FLAT, 64) == (layout_of(workload.module).kind, max_positions(workload.module))
+    check_answers(workload)
+
+
 def test_a_rule_that_is_no_window_is_refused() -> None:
-    """Chunks hide tokens that a window would show."""
+    """Chunks hide tokens that a window would show; without a limit of positions they are refused."""
 
     def chunked(_: Any, __: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (k <= q) & (q // 8 == k // 8)
 
-    with pytest.raises(ValueError, match="hide more"):
-        _ = PageMask(mask_function=chunked, local_size=8).window
+    def told(size: int) -> SimpleNamespace:
+        return SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=size)
+
+    for config in (None, told(16)):
+        with pytest.raises(ValueError, match="hide more"):
+            _ = PageMask(mask_function=chunked, local_size=8, config=config).window
+    assert not PageMask(mask_function=chunked, local_size=8, config=told(8)).window
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mamba2"])

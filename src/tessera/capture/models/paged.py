@@ -39,8 +39,10 @@ from tessera.capture.models.pages import (
     PackedCache,
     PagedCache,
     PageTables,
+    chunk_of,
     clear_rows,
     exchanged_attention,
+    is_indexer,
     places_ago,
 )
 from tessera.capture.models.recurrent import PackedStates, exchanged_recurrence
@@ -303,8 +305,11 @@ def num_dense(model: Any, step: Step) -> int:
 
 
 def max_positions(model: Any) -> int:
+    """Positions of a sequence, up to which attention in chunks or to selected keys is full attention."""
     config = model.config.get_text_config(decoder=True)
     limits = [n for name in LIMITS if (n := getattr(config, name, None))][:1]
+    limits += [module.index_topk for module in model.modules() if is_indexer(module)]
+    limits += [chunk] if (chunk := chunk_of(config)) else []
     rotary = getattr(config, "rope_parameters", None) or {}
     for found in (rotary, *(x for x in rotary.values() if isinstance(x, dict))):
         if found.get("rope_type") == "longrope":  # longer sequences have other frequencies

@@ -11,7 +11,7 @@ gathered, newest last.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -162,7 +162,13 @@ class PagedCache(StaticCache):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config, max_cache_len=PAGE)
-        self.layers = Layers(in_place_of(x, PagedLayer, is_sliding(x)) for x in self.layers)
+        # Keys of an indexer are not kept: it selects all.
+        self.layers = Layers(
+            PagedLayer(is_sliding=False)
+            if hasattr(x, "indexer_keys")
+            else in_place_of(x, PagedLayer, is_sliding(x))
+            for x in self.layers
+        )
         # Current call on packed tokens: states of recurrent layers.
         self.states: Any = None
 
@@ -257,6 +263,7 @@ class PageMask:
 
     def __init__(self, **given: Any) -> None:
         self._rule, self._window = given["mask_function"], given.get("local_size") or 0
+        self._chunk = chunk_of(given.get("config"))
 
     @cached_property
     def window(self) -> int:
@@ -272,9 +279,14 @@ class PageMask:
             q, k = torch.tensor(pairs, device="cpu").t()
             zero = torch.zeros((), dtype=torch.long, device="cpu")
             visible = self._rule(zero, zero, q, k).tolist()
+        if window == self._chunk > 0 and visible == [q // window == k // window and k <= q for q, k in pairs]:
+            return 0  # a sequence has one chunk at most, see `paged.max_positions`
         if visible != [0 <= q - k and (not window or q - k < window) for q, k in pairs]:
             raise ValueError("its masks hide more than later tokens and those before a window")
         return window
+
+    def __getitem__(self, _: Any) -> "PageMask":
+        return self
 
 
 def attend_pages(
@@ -352,11 +364,25 @@ def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: boo
         return _dense_mask(tables, mask_function, dtype)
 
     make_mask = dense_mask if is_dense else PageMask
-    with (
-        patch.dict(masks._local_mapping, dict.fromkeys(masks, make_mask)),
-        nullcontext() if is_dense else attention_of(attend, latent),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(masks._local_mapping, dict.fromkeys(masks, make_mask)))
+        if not is_dense:
+            stack.enter_context(attention_of(attend, latent))
+            for module in filter(is_indexer, model.modules()):
+                # It selects all positions of a sequence: there are no more, see `paged.max_positions`.
+                stack.enter_context(patch.object(module, "forward", lambda *_, **__: True))
         yield
+
+
+def chunk_of(config: Any) -> int:
+    """Positions of a chunk of attention; 0: there are none."""
+    is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    return config.attention_chunk_size if is_chunked else 0
+
+
+def is_indexer(module: torch.nn.Module) -> bool:
+    """True for what selects the keys of sparse attention."""
+    return type(module).__name__.endswith("Indexer") and hasattr(module, "index_topk")
 
 
 def _dense_mask(tables: PageTables, rule: Any, dtype: torch.dtype) -> torch.Tensor:
