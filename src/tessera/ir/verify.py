@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, permutations
+from operator import mul
 from typing import Any
 
 from tessera.errors import RuleBroken
@@ -96,10 +97,11 @@ def _bad_view(t: Trace) -> str:
 
 
 def _lies_inside(view: View, size_bytes: int) -> bool:
-    if min((view.offset, *view.shape, *view.stride)) < 0 or view.num_elements > MAX_BYTES:
+    num = math.prod(view.shape)
+    if min(view.offset, *view.shape, *view.stride, 0) < 0 or num > MAX_BYTES:
         return False
-    last = view.offset + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride, strict=False))
-    return not view.num_elements or (last + 1) * item_bytes(view.dtype) <= size_bytes
+    last = view.offset + sum(map(mul, view.shape, view.stride)) - sum(view.stride)
+    return not num or (last + 1) * item_bytes(view.dtype) <= size_bytes
 
 
 def _short(value: object) -> str:
@@ -125,7 +127,10 @@ TRACE_RULES: list[Rule] = [
         f"every buffer has 0 to {MAX_BYTES:,} bytes",
         lambda t: all(0 <= b.size_bytes <= MAX_BYTES for b in t.buffers),
     ),
-    ("every view lies inside its buffer", lambda t: not _bad_view(t)),
+    (
+        "every view lies inside its buffer",
+        lambda t: all(_lies_inside(v, t.buffers[v.buffer].size_bytes) for v in set(_views(t))),
+    ),
     (
         "every region has a positive size, with positive counts and strides",
         lambda t: all(
