@@ -6,7 +6,7 @@ measured corrections apply. Launches with empty results cost the floor of their 
 kernel (allocations, views) cost nothing.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from tessera.errors import TesseraError
@@ -32,18 +32,24 @@ def estimate(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = 
     """
     for device in devices:
         _check(device)
-    columns = {name: modelled(trace, name, tables) for name in dict.fromkeys(d.gpu for d in devices)}
+    columns = modelled(trace, (d.gpu for d in devices), tables)
     rows = zip(*(columns[device.gpu] for device in devices), strict=True)
     costs = Costs(trace.digest, devices, tuple(rows))
     verify(costs)
     return costs
 
 
-def modelled(trace: Trace, gpu_name: str, tables: Tables | bool = True) -> tuple[Cost, ...]:
+def modelled(
+    trace: Trace, gpu_names: Iterable[str], tables: Tables | bool = True
+) -> dict[str, tuple[Cost, ...]]:
+    """Costs of the launches by GPU."""
     counted = works(trace)
     distinct = list(dict.fromkeys(counted))
-    priced = dict(zip(distinct, price_works(distinct, gpu_name, _resolved(tables)), strict=True))
-    return tuple(priced[work] for work in counted)
+    columns = {}
+    for name in dict.fromkeys(gpu_names):
+        priced = dict(zip(distinct, price_works(distinct, name, _resolved(tables)), strict=True))
+        columns[name] = tuple(priced[work] for work in counted)
+    return columns
 
 
 def price_works(

@@ -325,12 +325,13 @@ def combine(
 ) -> tuple[Costs, dict[str, Reconciled]]:
     columns: list[tuple[Cost, ...]] = []
     reconciled: dict[str, Reconciled] = {}
+    by_gpu = modelled(trace, (d.gpu for d in devices if d.gpu))
     for device in devices:
         measured = found.get(device.name)
         if measured is None:
-            columns.append(_modelled(trace, device))
+            columns.append(_modelled(by_gpu, device))
             continue
-        others = _modelled(trace, device) if device.gpu else _by_ratio(trace, measured)
+        others = _modelled(by_gpu, device) if device.gpu else _by_ratio(trace, measured)
         reconciled[device.name] = reconcile(measured, others)
         columns.append(reconciled[device.name].costs)
     costs = Costs(trace.digest, devices, tuple(zip(*columns, strict=True)))
@@ -338,11 +339,11 @@ def combine(
     return costs, reconciled
 
 
-def _modelled(trace: Trace, device: Device) -> tuple[Cost, ...]:
+def _modelled(by_gpu: Mapping[str, tuple[Cost, ...]], device: Device) -> tuple[Cost, ...]:
     if not device.gpu:
         remedy = "Run the command where it can be measured."
         raise CannotTime(f"{device.name} was not measured, and no model knows it", remedy)
-    return _partial(modelled(trace, device.gpu), device)
+    return _partial(by_gpu[device.gpu], device)
 
 
 def _partial(costs: tuple[Cost, ...], device: Device) -> tuple[Cost, ...]:
@@ -353,7 +354,7 @@ def _partial(costs: tuple[Cost, ...], device: Device) -> tuple[Cost, ...]:
 
 
 def _by_ratio(trace: Trace, measured: Measured) -> tuple[Cost, ...]:
-    yardstick = modelled(trace, YARDSTICK)
+    yardstick = modelled(trace, [YARDSTICK])[YARDSTICK]
     classes = [work.op for work in works(trace)]
     ratios: dict[OpClass | None, list[float]] = {None: []}
     for op, timed, cost in zip(classes, measured.timings, yardstick, strict=True):

@@ -1,10 +1,12 @@
 """Modelled prices agree with what is measured in public, and say how sure they are; no tables are asked."""
 
+import importlib
 import math
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ from tessera.ir import Arg, Costs, Device, DeviceKind, Source, Trace, View, veri
 from tessera.profile import Gpu, OpClass, coverage, estimate, known_gpus, notes
 from tessera.profile.counts import Work
 from tessera.profile.fitted import fits, left_out, price_many
+from tessera.profile.measured import combine
 
 PAIR = emulated("a100", "l40s")
 
@@ -273,3 +276,18 @@ def test_ten_thousand_launches_take_a_second() -> None:
 
     assert 9_900 == len(costs.costs)
     assert time.process_time() - start < 1
+
+
+def test_launches_are_counted_once_for_all_cards_and_priced_once_a_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Equal cards have equal columns."""
+    module = importlib.import_module("tessera.profile.estimate")
+    counted = Mock(wraps=module.works)
+    priced = Mock(wraps=module.price_works)
+    monkeypatch.setattr(module, "works", counted)
+    monkeypatch.setattr(module, "price_works", priced)
+    costs, _ = combine(gemm_trace(64, 64, 64), emulated("a100", "l40s", "a100", "l40s"), {})
+
+    assert (1, 2) == (counted.call_count, priced.call_count)
+    assert all(row[:2] == row[2:] for row in costs.costs)
