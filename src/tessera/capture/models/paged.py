@@ -378,9 +378,12 @@ class PagedSteps:
         kind, has_rows = self._layout.kind, bool(self._layout.rows)
         inputs = _make_inputs(self._model, self._step, kind, parts, seed, has_rows)
         firsts = accumulate((new for _, new in parts), initial=0)
-        for number, ((length, new), first) in enumerate(zip(parts, firsts, strict=False)):
-            if new == 1 < length and number % SHARE_OF_KNOWN:
-                inputs["tokens"][first] = -1 - number
+        unknown = {
+            first: -1 - number
+            for number, ((length, new), first) in enumerate(zip(parts, firsts, strict=False))
+            if new == 1 < length and number % SHARE_OF_KNOWN
+        }
+        inputs["tokens"][list(unknown)] = inputs["tokens"].new_tensor(list(unknown.values()))
         return inputs
 
     def _state(self, seed: int) -> dict[str, torch.Tensor]:
