@@ -48,13 +48,19 @@ def make_ask(seed: int, *places: int) -> Ask:
     return Ask(tuple(prompt), NUM, GREEDY, ignores_end=True, pictures=tuple(pictures))
 
 
-ASKS = [make_ask(1, 1), make_ask(2), make_ask(3, 5), make_ask(4, 12), make_ask(5), make_ask(6, 1, 9)]
+# Seeds of questions, and places of their pictures.
+QUESTIONS = ((1, 1), (2,), (3, 5), (4, 12), (5,), (6, 1, 9))
+
+
+@cache
+def asks() -> list[Ask]:
+    return [make_ask(*question) for question in QUESTIONS]
 
 
 @cache
 def expected(number: int) -> list[int]:
     """Answer to one of the questions."""
-    return own_answer(ASKS[number])
+    return own_answer(asks()[number])
 
 
 @torch.inference_mode()
@@ -115,19 +121,19 @@ async def tokens_of(service: Service, ask: Ask) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", range(len(ASKS)))
+@pytest.mark.parametrize("number", range(len(QUESTIONS)))
 def test_answers_equal_the_librarys(service: Service, number: int) -> None:
     """Pictures anywhere in the prompt, across steps, or none: the tokens are Hugging Face's."""
-    assert expected(number) == asyncio.run(tokens_of(service, ASKS[number]))
+    assert expected(number) == asyncio.run(tokens_of(service, asks()[number]))
 
 
 def test_answers_in_a_crowd_are_those_given_alone(service: Service) -> None:
     """Sequences with and without pictures share steps, and each keeps its own."""
 
     async def together() -> list[list[int]]:
-        return list(await asyncio.gather(*(tokens_of(service, ask) for ask in ASKS * 2)))
+        return list(await asyncio.gather(*(tokens_of(service, ask) for ask in asks() * 2)))
 
-    assert [expected(i) for i in range(len(ASKS))] * 2 == asyncio.run(together())
+    assert [expected(i) for i in range(len(QUESTIONS))] * 2 == asyncio.run(together())
 
 
 def test_the_picture_matters() -> None:
@@ -193,7 +199,7 @@ def test_a_picture_is_encoded_again_after_a_loss() -> None:
         with Service(
             stepper, policies_of(stepper, made.shape), made.shape, ByteText(), sight=made.sight
         ) as running:
-            found = asyncio.run(tokens_of(running, ASKS[2]))
+            found = asyncio.run(tokens_of(running, asks()[2]))
 
     assert expected(2) == found
     assert 2 == stepper.encodes
