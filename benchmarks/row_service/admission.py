@@ -15,12 +15,13 @@ requests and is reopened when its last request has left.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 from tessera.execute.admission import StepCost
 from tessera.execute.scheduler import Content, Microbatch, Scheduler
+from tessera.execute.stepper import Event
 from tessera.ir import Plan
 
 R = TypeVar("R")
@@ -39,6 +40,10 @@ class RowContent(Content[R], Protocol[R]):
 
     # Places.
     rows: int
+
+    @property
+    def num_free(self) -> int:
+        """Number of requests that it has room for."""
 
     def overlap(self, request: R) -> int:
         """Tokens of a request that it already holds."""
@@ -171,12 +176,29 @@ class RowScheduler(Scheduler[R]):
     _width: int
     _slowdown: Callable[[int], float]
 
+    def load(self, plans: Sequence[Plan]) -> None:
+        """Loads other plans; the policy of the same name stays current, else the first."""
+        name = self.plan.policy
+        self.stepper.load(plans)
+        names = [plan.policy for plan in self.stepper.plans]
+        self.policy = names.index(name) if name in names else 0
+        self._renew()
+        self._judge()
+
+    def round(self, timeout_s: float | None) -> Event | None:
+        """Seats, starts, waits and settles; returns the event, None after the timeout or a wake.
+
+        Without a timeout it does not wait when idle.
+        """
+        self.begin()
+        return None if timeout_s is None and self.is_idle else self.wait(timeout_s)
+
     def _measure(self) -> None:
         super()._measure()
         self._width, self._slowdown = width_of(self.plan), slowdown_of(self.plan)
 
     def _seat_next(self) -> bool:
-        places = tuple(self.microbatches.values())
+        places: tuple[Any, ...] = tuple(self.microbatches.values())
         can_open, wanted = len(places) < self._depth, self.queue.peek()
 
         def overlap(place: Microbatch[R]) -> int:
@@ -207,7 +229,7 @@ class RowScheduler(Scheduler[R]):
     def _has_places(self, old: Microbatch[R]) -> bool:
         """True if all its requests can begin in other microbatches of the current policy."""
         places = self.microbatches.values()
-        free = sum(place.content.num_free for place in places if not place.is_old)
+        free = sum(_rows(place).num_free for place in places if not place.is_old)
         more = max(0, self._depth + 1 - len(places)) if self.stepper.lanes.open(self.policy) else 0
         return 0 < old.content.num_used <= free + more * _rows(old).rows
 

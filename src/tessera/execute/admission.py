@@ -10,7 +10,7 @@ Imports no torch.
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -41,11 +41,6 @@ class FairQueue(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._returned) + self._num
-
-    def __iter__(self) -> Iterator[T]:
-        with self._lock:
-            items = [*self._returned, *(item for own in self._by_client.values() for item in own)]
-        return iter(items)
 
     def push(self, client: str, item: T) -> None:
         """Raises ServiceBusy when too many wait."""

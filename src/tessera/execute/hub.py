@@ -235,7 +235,7 @@ class Hub:
     def healthy(self, device: int) -> None:
         self._members[device].failures = 0
 
-    def load(self, lanes: Sequence[messages.NewLanes], dropped: Sequence[int] = ()) -> None:
+    def load(self, lanes: Sequence[messages.LoadLanes], dropped: Sequence[int] = ()) -> None:
         """Adds and drops lanes, for present and future workers."""
         for device, then in enumerate(self.setups):
             now = then.extended(lanes[device]) if lanes else then
@@ -250,8 +250,7 @@ class Hub:
             homes = {program.home for lane in dropped for program in now.programs[lane]}
             self.order(device, messages.DropLanes(list(dropped), sorted(homes - now.homes - {-1})))
         if programs := now.programs[num_lanes:]:
-            new = messages.NewLanes(programs, now.traces[num_steps:], now.us[num_steps:])
-            self.order(device, messages.LoadLanes(new))
+            self.order(device, messages.LoadLanes(programs, now.traces[num_steps:], now.us[num_steps:]))
 
     def relink(self, device: int, other: int) -> None:
         for one, two in ((device, other), (other, device)):

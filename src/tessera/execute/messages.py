@@ -171,9 +171,8 @@ class Cancelled(_Message, frozen=True):
     run: Whole
 
 
-@dataclass(frozen=True, slots=True)
-class NewLanes:
-    """Lanes that are added to a worker, and their steps that it does not have."""
+class LoadLanes(_Message, frozen=True):
+    """Engine to worker: more lanes, and their steps that it does not have."""
 
     # programs[lane][index]
     programs: tuple[tuple[Program, ...], ...]
@@ -184,12 +183,6 @@ class NewLanes:
     def verify(self) -> None:
         for record in (*self.traces, *(program for lane in self.programs for program in lane)):
             verify(record)
-
-
-class LoadLanes(_Message, frozen=True):
-    """Engine to worker: more lanes."""
-
-    lanes: NewLanes
 
 
 class DropLanes(_Message, frozen=True):
@@ -311,13 +304,10 @@ class Done(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """Worker to engine: it cannot go on, at this instruction of this microbatch or at none."""
+    """Worker to engine: it cannot go on."""
 
     message: str
     remedy: str
-    microbatch: Whole = -1
-    run: Whole = -1
-    position: Whole = -1
 
 
 class PeerLost(_Message, frozen=True):
@@ -406,7 +396,7 @@ class WorkerConfig:
     # Remote workers: the weights that the device reads.
     weight_records: tuple[WeightRecord, ...] = ()
 
-    def extended(self, lanes: NewLanes) -> Self:
+    def extended(self, lanes: LoadLanes) -> Self:
         traces, programs = (*self.traces, *lanes.traces), (*self.programs, *lanes.programs)
         return replace(self, traces=traces, programs=programs, us=(*self.us, *lanes.us))
 

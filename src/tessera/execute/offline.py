@@ -172,10 +172,6 @@ class _One(Content[int]):
         return int(self._held is not None)
 
     @property
-    def num_free(self) -> int:
-        return 0
-
-    @property
     def takes(self) -> bool:
         return False
 

@@ -2,7 +2,7 @@
 
     scheduler = Scheduler(stepper, make)            # make(number, lane) -> Content of a microbatch
     scheduler.push(request, client)                 # any thread
-    while ...: scheduler.round(timeout_s)           # begin() + wait(); one thread
+    while ...: scheduler.begin(), scheduler.wait(timeout_s)           # one thread
 
 Each round opens microbatches for waiting requests, starts the next step of every idle microbatch (`Turns` may
 hold it back), waits for the next event and settles it. A microbatch's `Content` knows its requests and its
@@ -57,10 +57,6 @@ class Content(Protocol[R]):
     @property
     def num_used(self) -> int:
         """Number of its requests."""
-
-    @property
-    def num_free(self) -> int:
-        """Number of requests that it has room for."""
 
     @property
     def takes(self) -> bool:
@@ -192,11 +188,6 @@ class Scheduler(Generic[R]):
         self._measure()
 
     @property
-    def num_requests(self) -> int:
-        """Number of requests, waiting or seated."""
-        return len(self.queue) + sum(m.content.num_used for m in self.microbatches.values())
-
-    @property
     def is_idle(self) -> bool:
         """True if nothing waits and nothing is open but kept microbatches."""
         return not self.queue and all(m.is_idle for m in self.microbatches.values())
@@ -215,27 +206,10 @@ class Scheduler(Generic[R]):
         self.policy = policy
         self._renew()
 
-    def load(self, plans: Sequence[Plan]) -> None:
-        """Loads other plans; the policy of the same name stays current, else the first."""
-        name = self.plan.policy
-        self.stepper.load(plans)
-        names = [plan.policy for plan in self.stepper.plans]
-        self.policy = names.index(name) if name in names else 0
-        self._renew()
-        self._judge()
-
     def close_idle(self) -> None:
         for microbatch in self.microbatches.values():
             microbatch.is_old |= microbatch.is_idle
         self._close_old()
-
-    def round(self, timeout_s: float | None) -> Event | None:
-        """Seats, starts, waits and settles; returns the event, None after the timeout or a wake.
-
-        Without a timeout it does not wait when idle.
-        """
-        self.begin()
-        return None if timeout_s is None and self.is_idle else self.wait(timeout_s)
 
     def begin(self) -> None:
         while True:

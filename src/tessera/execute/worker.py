@@ -32,7 +32,7 @@ from tessera.execute.memory import (
     is_cleared,
     tensor_of,
 )
-from tessera.execute.messages import Begin, Done, Failed, LateInputs, NewLanes, Setup, pack, unpack
+from tessera.execute.messages import Begin, Done, Failed, LateInputs, LoadLanes, Setup, pack, unpack
 from tessera.execute.page_mover import PageCopier, PageMover
 from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
@@ -86,7 +86,7 @@ class CpuWorker(DeviceWorker):
         self._memory = WorkerMemory(setup.device)
         # (microbatch, lane, index)
         self._programs_memory: dict[tuple[int, int, int], ProgramMemory] = {}
-        self._add(NewLanes(setup.programs, setup.traces))
+        self._add(LoadLanes(setup.programs, setup.traces))
         progress = setup.progress
         if progress is None:
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64)
@@ -111,11 +111,11 @@ class CpuWorker(DeviceWorker):
             self._go_on(job)
         return job is not None or arrived is not None
 
-    def _load(self, new: NewLanes) -> None:
+    def _load(self, new: LoadLanes) -> None:
         self._add(new)
         self._transport.load(new.programs)
 
-    def _add(self, new: NewLanes) -> None:
+    def _add(self, new: LoadLanes) -> None:
         for trace in new.traces:
             self._mixtures |= {(len(self._launchers), n): found for n, found in mixtures_of(trace).items()}
             self._launchers.append(Launcher(trace, torch.device("cpu")))
@@ -156,7 +156,6 @@ class CpuWorker(DeviceWorker):
 
     def _note(self, order: Begin, position: int) -> None:
         """Records the last issued instruction; -1: none yet."""
-        self.at = (order.microbatch, order.run, position)
         # This order never shows an old run at a new position.
         self._progress[2 * order.microbatch + 1] = position
         self._progress[2 * order.microbatch] = order.run
@@ -321,9 +320,9 @@ def serve(setup: Setup, engine: EngineConnection) -> None:
     except (BrokenPipeError, ConnectionResetError):
         pass  # the engine is gone
     except TesseraError as error:
-        _tell_failure(engine, backend, error.message, error.remedy)
+        _tell_failure(engine, error.message, error.remedy)
     except Exception as error:  # noqa: BLE001 - a process boundary: the engine must hear of anything
-        _tell_failure(engine, backend, f"{type(error).__name__}: {error}", "")
+        _tell_failure(engine, f"{type(error).__name__}: {error}", "")
     finally:
         if backend is not None:
             with contextlib.suppress(TesseraError, RuntimeError, OSError):  # the device has failed
@@ -355,6 +354,6 @@ def _backend(setup: Setup, engine: EngineConnection) -> DeviceWorker:
     return CpuWorker(setup, engine)
 
 
-def _tell_failure(engine: EngineConnection, backend: DeviceWorker | None, message: str, remedy: str) -> None:
+def _tell_failure(engine: EngineConnection, message: str, remedy: str) -> None:
     with contextlib.suppress(OSError):  # the engine is gone
-        engine.tell(Failed(message, remedy, *(backend.at if backend is not None else (-1, -1, -1))))
+        engine.tell(Failed(message, remedy))

@@ -25,8 +25,6 @@ class DeviceWorker(ABC):
     def __init__(self, setup: messages.Setup, engine: EngineConnection) -> None:
         self._setup, self._engine = setup, engine
         engine.leads = True
-        # Last instruction issued, as (microbatch, run, position), for the message of an error.
-        self.at = (-1, -1, -1)
         # programs[lane]
         self._programs: list[Sequence[Program]] = []
         self._links = Links(setup, engine.mailbox, engine.post)
@@ -59,11 +57,11 @@ class DeviceWorker(ABC):
                 self._engine.tell(messages.Cancelled(run))
             case messages.Clear(microbatch, lane):
                 self._clear(microbatch, lane)
-            case messages.LoadLanes(new):
-                new.verify()
-                self._setup = self._setup.extended(new)
-                self._links.load(new.programs)
-                self._load(new)
+            case messages.LoadLanes():
+                news.verify()
+                self._setup = self._setup.extended(news)
+                self._links.load(news.programs)
+                self._load(news)
                 self._pages.retry()
             case messages.DropLanes(lanes, homes):
                 self._setup = replace(self._setup, dropped=(*self._setup.dropped, *lanes))
@@ -101,7 +99,7 @@ class DeviceWorker(ABC):
     def _clear(self, microbatch: int, lane: int) -> None:
         """Sets the state of a microbatch to zeros, except pages of its home."""
 
-    def _load(self, new: messages.NewLanes) -> None:
+    def _load(self, new: messages.LoadLanes) -> None:
         """Adds lanes and their new steps."""
 
     def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:

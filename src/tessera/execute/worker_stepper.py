@@ -138,7 +138,7 @@ class WorkerStepper(Runs):
         self.plans, self.footprints = tuple(plans), needed
         traces = tuple(graph.trace for graph in self.lanes.graphs[num_steps:])
         us = [messages.modelled_us(self.lanes, device, num_steps) for device in range(len(self._names))]
-        self._drop_lanes([messages.NewLanes(tuple(map(tuple, lanes)), traces, rows) for rows in us])
+        self._drop_lanes([messages.LoadLanes(tuple(map(tuple, lanes)), traces, rows) for rows in us])
 
     def _check_memory(self, plans: Sequence[Plan]) -> tuple[Footprint, ...]:
         """Footprints of lowered plans; raises if a device lacks memory."""
@@ -155,7 +155,7 @@ class WorkerStepper(Runs):
                     message = f"the workers have no weight '{weight.name}' of the {trace.step.kind} step"
                     raise MismatchError(message, "Start the workers with a plan for this model.")
 
-    def _drop_lanes(self, new: Sequence[messages.NewLanes] = ()) -> None:
+    def _drop_lanes(self, new: Sequence[messages.LoadLanes] = ()) -> None:
         """Has workers free lanes of replaced plans, and their pages, once nothing uses them; adds others."""
         dropped: list[int] = []
         if self.lanes.replaced:

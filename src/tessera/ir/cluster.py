@@ -75,10 +75,6 @@ class Link:
         """Time the wire is busy with one message."""
         return num_bytes / (self.gbps * 1e3)
 
-    def transfer_us(self, num_bytes: int) -> float:
-        """Start of the send to arrival of the last byte."""
-        return self.latency_us + self.wire_us(num_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class Cluster:

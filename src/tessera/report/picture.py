@@ -125,7 +125,6 @@ class Layer:
     scope: str
     launches: tuple[int, ...]
     num_alike: int
-    num_items: int
 
 
 def layer_of(trace: Trace) -> Layer | None:
@@ -140,7 +139,7 @@ def layer_of(trace: Trace) -> Layer | None:
         middle = alike[len(alike) // 2]
         if len(alike) < 2 or len(items[middle]) < MIN_LAUNCHES or (best and best[0] >= covered):
             continue
-        best = covered, Layer(_item(prefix, middle), tuple(items[middle]), len(alike), len(items))
+        best = covered, Layer(_item(prefix, middle), tuple(items[middle]), len(alike))
     return best[1] if best else None
 
 

@@ -46,6 +46,7 @@ from tessera.serve.limits import (
     while_connected,
 )
 from tessera.serve.metrics import CONTENT_TYPE, Metrics
+from tessera.serve.openai import read
 from tessera.serve.openai.bodies import (
     ChatRequest,
     CompletionRequest,
@@ -65,7 +66,7 @@ from tessera.serve.openai.write import (
     send_document,
     stream,
 )
-from tessera.serve.reading import Reading
+from tessera.serve.reading import Read, Reading
 from tessera.serve.records import ImageDraft, Snapshot, step_name
 
 # Kind of model -> error for other requests.
@@ -101,10 +102,10 @@ STREAMS: dict[int | str, dict[str, Any]] = {
 
 
 class BodyRoute(NamedTuple):
-    """A path with a body: its reader (`reading.READERS`), and the kinds of model it is for."""
+    """A path with a body: its reader, and the kinds of model it is for."""
 
     path: str
-    kind: str
+    read: Read
     body: type[msgspec.Struct]
     makes: tuple[str, ...]
     about: str
@@ -112,26 +113,26 @@ class BodyRoute(NamedTuple):
 
 ROUTES = (
     BodyRoute(
-        "/v1/chat/completions", "chat", ChatRequest, ("text",),
+        "/v1/chat/completions", read.read_chat, ChatRequest, ("text",),
         "Answers a conversation, as one document or a stream.",
     ),
     BodyRoute(
-        "/v1/completions", "completion", CompletionRequest, ("text",),
+        "/v1/completions", read.read_completion, CompletionRequest, ("text",),
         "Continues one or more prompts, as one document or a stream.",
     ),
     BodyRoute(
-        "/v1/embeddings", "embedding", EmbeddingRequest, ("vectors",),
+        "/v1/embeddings", read.read_embedding, EmbeddingRequest, ("vectors",),
         "Embeddings of texts, if the model is an encoder.",
     ),
     BodyRoute(
-        "/v1/images/generations", "image", ImageRequest, ("pictures",),
+        "/v1/images/generations", read.read_image, ImageRequest, ("pictures",),
         "Pictures from a text, if the model is a picture pipeline.",
     ),
     BodyRoute(
-        "/tokenize", "tokenize", TokenizeRequest, ("text", "vectors"),
+        "/tokenize", read.tokenize, TokenizeRequest, ("text", "vectors"),
         "The tokens of a prompt or a conversation.",
     ),
-    BodyRoute("/detokenize", "detokenize", DetokenizeRequest, ("text", "vectors"), "The text of tokens."),
+    BodyRoute("/detokenize", read.detokenize, DetokenizeRequest, ("text", "vectors"), "The text of tokens."),
 )  # fmt: skip
 
 
@@ -182,7 +183,7 @@ class BodyResponse(Response):
             message = f"'{endpoint.card.model}' {DOES[endpoint.card.makes]}"
             raise ApiError(400, message, "model", "unsupported_model")
         client = str(scope.get(CLIENT, ""))
-        draft = await self._state.reading.read(self._route.kind, body.raw, client)
+        draft = await self._state.reading.read(self._route.read, body.raw, client)
         body.drop()
         if isinstance(draft, bytes):
             document = draft
@@ -230,7 +231,7 @@ def _add_route(app: FastAPI, route: BodyRoute, response: BodyResponse) -> None:
         route.path,
         respond,
         methods=["POST"],
-        name=route.kind,
+        name=route.path.rpartition("/")[2],
         description=route.about,
         tags=["OpenAI" if route.path.startswith("/v1/") else "tokens"],
         responses=(STREAMS if route.makes == ("text",) else {}) | ERRORS,

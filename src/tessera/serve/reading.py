@@ -15,17 +15,7 @@ from typing import Generic, TypeVar
 
 from tessera.execute.admission import FairQueue
 from tessera.serve.openai.errors import ApiError
-from tessera.serve.openai.read import (
-    Draft,
-    EmbeddingDraft,
-    ModelCard,
-    detokenize,
-    read_chat,
-    read_completion,
-    read_embedding,
-    read_image,
-    tokenize,
-)
+from tessera.serve.openai.read import Draft, EmbeddingDraft, ModelCard
 from tessera.serve.records import ImageDraft
 
 # A body of this size takes about 0.2 s to read.
@@ -34,14 +24,7 @@ SMALL_THREADS, LARGE_THREADS = 4, 1
 
 # A draft for the engine, or the answer itself.
 ReadBody = Draft | EmbeddingDraft | ImageDraft | bytes
-READERS: dict[str, Callable[[bytes, ModelCard], ReadBody]] = {
-    "chat": read_chat,
-    "completion": read_completion,
-    "embedding": read_embedding,
-    "image": read_image,
-    "tokenize": tokenize,
-    "detokenize": detokenize,
-}
+Read = Callable[[bytes, ModelCard], ReadBody]
 
 Result = TypeVar("Result")
 # What the client awaits, the result behind it, and the job.
@@ -84,10 +67,10 @@ class Reading:
         self._small: FairPool[ReadBody] = FairPool(SMALL_THREADS, "tessera-reading")
         self._large: FairPool[ReadBody] = FairPool(LARGE_THREADS, "tessera-reading-large")
 
-    async def read(self, kind: str, raw: bytes, client: str = "") -> ReadBody:
+    async def read(self, read: Read, raw: bytes, client: str = "") -> ReadBody:
         pool = self._small if len(raw) <= SMALL_BYTES else self._large
         try:
-            return await pool.run(client, partial(READERS[kind], raw, self._card))
+            return await pool.run(client, partial(read, raw, self._card))
         except RecursionError:
             raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
 

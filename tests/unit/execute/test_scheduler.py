@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from clocked_stepper import LONG, SHORT, ClockedStepper, Diary, Job, Jobs, plan_of
 from tessera.errors import ServiceBusy
-from tessera.execute.scheduler import Scheduler, SchedulerConfig
+from tessera.execute.scheduler import SchedulerConfig
 from tessera.ir import Plan
 
 ONE = SchedulerConfig(patience=math.inf)
@@ -18,13 +18,13 @@ ONE = SchedulerConfig(patience=math.inf)
 
 def made(
     stepper: ClockedStepper, config: SchedulerConfig = ONE, rows: int = 1
-) -> tuple[Scheduler[Job], Diary]:
+) -> tuple[RowScheduler[Job], Diary]:
     """A scheduler of jobs, and what it tells."""
     diary = Diary()
     return RowScheduler(stepper, lambda number, lane: Jobs(number, lane, rows), config, diary), diary
 
 
-def run(scheduler: Scheduler[Job], *jobs: Job) -> None:
+def run(scheduler: RowScheduler[Job], *jobs: Job) -> None:
     """Until all are done."""
     for job in jobs:
         scheduler.push(job)
@@ -58,7 +58,7 @@ def test_rows_are_filled_before_another_is_opened() -> None:
     assert 2 == len(stepper.starts)
 
 
-def kept(stepper: ClockedStepper) -> tuple[Scheduler[Job], Diary]:
+def kept(stepper: ClockedStepper) -> tuple[RowScheduler[Job], Diary]:
     """A scheduler whose microbatches are worth keeping."""
     diary = Diary()
     return RowScheduler(stepper, lambda n, lane: Jobs(n, lane, is_kept=True), ONE, diary), diary

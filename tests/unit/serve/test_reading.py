@@ -27,8 +27,12 @@ from tessera.serve.openai.read import (  # noqa: E402
     Draft,
     Endpoint,
     ModelCard,
+    detokenize,
+    read_chat,
+    read_completion,
+    tokenize,
 )
-from tessera.serve.reading import SMALL_BYTES, FairPool, ReadBody, Reading  # noqa: E402
+from tessera.serve.reading import SMALL_BYTES, FairPool, Read, ReadBody, Reading  # noqa: E402
 from tessera.serve.text import (  # noqa: E402
     ByteText,
     Text,
@@ -67,6 +71,14 @@ for thread in threads:
 WORDS = "Sphinx of black quartz, judge my vow. "
 
 
+READERS: dict[str, Read] = {
+    "chat": read_chat,
+    "completion": read_completion,
+    "tokenize": tokenize,
+    "detokenize": detokenize,
+}
+
+
 def text_of(path: Path, template: str = TEMPLATE) -> Text:
     """The text of a folder with this template."""
     make_text_folder(path, template)
@@ -78,7 +90,7 @@ def read(text: Text, kind: str, body: dict[str, Any], num_padded: int) -> ReadBo
     raw = json.dumps(body).encode()
     found = Reading(ModelCard(MODEL, text, CAPACITY, 512))
     try:
-        return asyncio.run(found.read(kind, raw + b" " * num_padded))
+        return asyncio.run(found.read(READERS[kind], raw + b" " * num_padded))
     finally:
         found.close()
 

@@ -93,7 +93,7 @@ class CudaWorker(DeviceWorker):
         self._last: _Running | None = None
         # (microbatch, step of inputs or name of state) -> pinned memory, with the event after its last copy.
         self._staged: dict[tuple[int, int | str], deque[tuple[torch.Tensor, Any]]] = {}
-        self._load(messages.NewLanes(setup.programs, setup.traces, setup.us))
+        self._load(messages.LoadLanes(setup.programs, setup.traces, setup.us))
         for _ in range(START_GRAPHS):
             self._graphs.capture_next()
 
@@ -113,7 +113,7 @@ class CudaWorker(DeviceWorker):
         self._graphs.close()
         self._setup = replace(self._setup, weights={})
 
-    def _load(self, new: messages.NewLanes) -> None:
+    def _load(self, new: messages.LoadLanes) -> None:
         self._graphs.add_steps(new.traces, new.us)
         for lane, programs in enumerate(new.programs, len(self._programs)):
             self._numbers.append(self._graphs.add(programs, lane in self._setup.dropped))
@@ -142,7 +142,6 @@ class CudaWorker(DeviceWorker):
 
     def _begin(self, order: messages.Begin) -> None:
         program, number = self._programs[order.lane][order.index], self._numbers[order.lane][order.index]
-        self.at = (order.microbatch, order.run, -1)
         room = self._graphs.buffers(order.microbatch)
         try:
             graph = self._graphs.graph(order.microbatch, number)
