@@ -311,7 +311,6 @@ def _touch(
 
 
 def _is_given(trace: Trace, buffer: int) -> bool:
-    """True if the buffer has contents before the first launch."""
     return trace.buffers[buffer].kind in (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)
 
 

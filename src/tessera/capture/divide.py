@@ -1,11 +1,10 @@
 """Divides products of a trace, so that a model larger than a device can be spread over several.
 
-A grouped product (experts) becomes parts with some experts each, and joins that copy rows from their part:
-the values are those of the undivided product, but that 16-bit experts are kept by rows of outputs, which a
-library may round differently. A plain product becomes parts of its output columns, which are
-concatenated: the values are those of narrower products, which a library may round differently. Parts are
-joined from the last to the first, so that the last ones can be joined on another device and cross as one.
-Weights of a part are buffers of their own, named by their bytes in the undivided weight
+A grouped product becomes parts with some experts each, and joins that copy rows from their part; a plain
+product becomes parts of its output columns, which are concatenated. Values are those of the undivided
+product, but for a library's rounding of narrower products and of 16-bit experts, which are kept by rows of
+outputs. Parts are joined from the last to the first, so that the last ones can be joined on another device
+and cross as one. Weights of a part are buffers of their own, named by their bytes in the undivided weight
 (`execute.memory.part_of`).
 
 Not handled: plain products with packed weights, and weights that another launch reads as well.
@@ -121,7 +120,6 @@ class _Writer:
         return Divided(trace, tuple(self._origin))
 
     def _is_own(self, view: Arg) -> bool:
-        """True for a weight that is read here only, as a whole."""
         if not isinstance(view, View) or view.offset:
             return False
         buffer = self._trace.buffers[view.buffer]

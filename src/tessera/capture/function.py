@@ -9,9 +9,8 @@ A first call finds what is changed; every storage is saved before its first writ
 share memory are one buffer (see `blocks`). Other values are fixed in the trace. Calls run under `no_grad`
 unless they reach an optimiser or differentiate.
 
-Refused by name: replacing or adding held tensors instead of changing them in place (as the first step of most
-optimisers does), resizing an argument, changing a tensor held by a closure alone, and changing an optimiser's
-settings on the host.
+Refused by name: replacing or adding held tensors (as the first step of most optimisers does), resizing an
+argument, changing a tensor held by a closure alone, and changing an optimiser's settings on the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

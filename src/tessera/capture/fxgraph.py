@@ -140,6 +140,5 @@ def _is_weight(node: torch.fx.Node, example: Any) -> bool:
 
 
 def _has_parts(graph: torch.fx.GraphModule) -> bool:
-    """True if the graph holds tensors or modules."""
     tensors = (graph._parameters, graph._buffers, graph._modules)
     return any(tensors) or any(isinstance(v, torch.Tensor) for v in vars(graph).values())

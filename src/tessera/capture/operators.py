@@ -300,7 +300,6 @@ def _sizes_by_value(func: Any) -> bool:
 
 @functools.cache
 def _answers_the_host(func: Any) -> bool:
-    """True if an operator returns something, but no tensor."""
     if func.namespace in ("prim", "profiler"):  # metadata, not values
         return False
     returns = func._schema.returns

@@ -394,7 +394,6 @@ class Recorder(TorchDispatchMode):
         self._add_launch(launch)
 
     def _add_launch(self, launch: Launch) -> None:
-        """Add a launch; results of varying buffers vary."""
         if any(a.read and a.buffer in self._varying for a in launch.accesses):
             self._varying.update(a.buffer for a in launch.accesses if a.write or a.atomic)
         self._ledger.launch(launch)

@@ -148,7 +148,6 @@ def _model(requests: Iterable[dict[str, Any]], path: Path) -> str:
 
 
 def _answers(client: ApiClient, requests: list[dict[str, Any]], at_once: int) -> Iterator[dict[str, Any]]:
-    """Lines of the output as they are complete."""
     waiting = iter(requests)
     with progress("answering", len(requests)) as advance, ThreadPoolExecutor(at_once) as threads:
         pending: set[Future[dict[str, Any]]] = set()

@@ -63,7 +63,6 @@ class ApiClient:
             raise LoadError("connection", f"the answer ended early: {error}", place=self.url) from None
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Chunks of an answer."""
         try:
             with self.open(path, body | {"stream": True}) as response:
                 for line in response:

@@ -97,7 +97,6 @@ class DemoRun(Record, frozen=True):
     seconds: float
 
     def problem(self) -> TesseraError | None:
-        """A difference to the reference run."""
         if self.verified:
             return None
         return TesseraError("the divided run differs from the reference run", "Please report this.")

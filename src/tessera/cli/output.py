@@ -259,7 +259,6 @@ class _Lines:
         self._timer.cancel()
 
     def _begin(self) -> None:
-        """Start printing: the job takes long."""
         with self._lock:
             self._is_late = True
             self._say()

@@ -95,7 +95,6 @@ class PlanFigures(Record, frozen=True):
 
 
 def sure(made: Plan) -> CostFigures:
-    """How sure the plan's costs are."""
     from tessera.profile import sureness
 
     return CostFigures.of(sureness(made))
@@ -107,7 +106,6 @@ def plan_figures(
     output: Path | None = None,
     seconds: float | None = None,
 ) -> PlanFigures:
-    """The record of a plan."""
     from tessera.plan import explain, latency_bound_us
 
     names, costs = made.cluster.names, sure(made)

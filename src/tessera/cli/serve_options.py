@@ -199,7 +199,6 @@ class ServeConfig(MeetingOptions):
 
     @property
     def tls(self) -> tuple[str, str] | None:
-        """Files of certificate and key."""
         return (str(self.tls_cert), str(self.tls_key)) if self.tls_cert and self.tls_key else None
 
     def check(self) -> None:

@@ -410,7 +410,6 @@ class Hub:
         self._post((device, epoch), messages.Failed(what, "Start one process per device."))
 
     def _hear(self, connection: PeerConnection, message: Any) -> None:
-        """A message of any peer, from `Mailbox.pump`."""
         source = self._sources.get(connection) or self._expected.pop(connection.name, None)
         if source is not None:
             if connection not in self._sources:
@@ -536,7 +535,6 @@ class Hub:
             self.order(device, message)
 
     def _end(self, member: _Member, timeout_s: float) -> str:
-        """Ends the present worker; returns how it ended."""
         process, connection = member.process, member.connection
         member.process = member.connection = member.pieces = None
         if connection is not None:

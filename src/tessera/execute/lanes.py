@@ -164,7 +164,6 @@ class Lanes:
 
     @property
     def replaced(self) -> tuple[Plan, ...]:
-        """Replaced plans that are not dropped."""
         return tuple({id(lane.plan): lane.plan for lane in self._old.values()}.values())
 
     def _add_homes(self, plans: Sequence[Plan]) -> None:

@@ -98,7 +98,6 @@ class Links:
             self.post(peer, frame, None if contents is None else memoryview(contents))
 
     def close(self) -> None:
-        """Closes all links without news."""
         self._is_closed = True
         with self._lock:
             outs, self._outs, self._ins = self._outs, {}, {}

@@ -4,9 +4,9 @@ Each lane becomes a list of programs in running order: every step once with its 
 whose state lives on different devices a program that only moves the state. Within a program every device
 keeps trace order; `ir.plan` says why that cannot deadlock.
 
-`StepLowering` decides which values cross between devices, and where. Programs of workers (`lower`) and
-scripts of the simulator (`simulate.columns`) both come from its `LoweredRun`, so the simulator times what
-workers run. Its cost grows with the transfers, not the launches: the planner lowers thousands of placements.
+Programs of workers (`lower`) and scripts of the simulator (`simulate.columns`) both come from the
+`LoweredRun` of `StepLowering`, so the simulator times what workers run. Its cost grows with the transfers,
+not the launches: the planner lowers thousands of placements.
 
 `check_programs` proves a program right before it runs. The rules, beyond those of `ir.verify`:
   - every launch of the step runs once, on one device
@@ -15,8 +15,8 @@ workers run. Its cost grows with the transfers, not the launches: the planner lo
   - nothing is used after it is freed
   - weights are fetched in the order of their launches, and into places whose launch has run
   - every output and state is present, in its last version, at the end of the step
-One order of the instructions stands for all: a device's list runs in order and transfers copy, so what a
-device holds at a position of its list does not depend on timing.
+One order stands for all: lists run in order and transfers copy, so what a device holds at a position of its
+list does not depend on timing.
 """
 
 from collections import defaultdict, deque

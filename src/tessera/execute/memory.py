@@ -1,18 +1,17 @@
 """Memory: what a device must hold for some plans, where its buffers are, and tensors as views of them.
 
-The footprint is computed before anything is allocated:
+The footprint is computed before anything is allocated, in multiples of `ALIGN`:
 
     peak = weights that some lane reads there + pages of its homes
            + microbatches x the most that one microbatch needs
     one microbatch = its lane's own state there + the peak of inputs, received values, temporaries and
                      outputs of a program there, each counted until its `Free`, + places of fetched weights
 
-It counts multiples of `ALIGN`. Weights of several plans over one model are counted once by name. Not counted:
-scratch memory inside a launch, and the shared memory of transfers (`landing`).
+Weights of several plans over one model are counted once by name. Not counted: scratch memory inside a launch,
+and the shared memory of transfers (`landing`).
 
-`Memory` is what a launcher runs on. `PlacedMemory` gives every buffer a fixed place, so that launches can be
-bound to it. `ProgramMemory` is one program in one microbatch on one device, reused by every run.
-`WorkerMemory` is the memory under all of them.
+`Memory` is what a launcher runs on; `PlacedMemory` gives every buffer a fixed place; `ProgramMemory` is one
+program in one microbatch on one device; `WorkerMemory` is the memory under all of them.
 """
 
 import re
@@ -165,7 +164,6 @@ def late_at(trace: Trace, program: Program, device: int) -> int:
 
 
 def _named(trace: Trace, program: Program, instruction: Instruction) -> Iterator[int]:
-    """Buffers of an instruction."""
     if isinstance(instruction, Run):
         launch = trace.launches[instruction.launch]
         yield from (view.buffer for view in launch.views)
@@ -397,7 +395,6 @@ class Memory:
         self._own.update(self.slots.get(launch, ()))
 
     def is_fixed(self, buffer: int) -> bool:
-        """True if the buffer never moves."""
         return False
 
     def before(self, launch: int) -> None:

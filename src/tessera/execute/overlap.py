@@ -1,8 +1,7 @@
 """Overlap: whether a step may be queued behind the running one of its microbatch, on several devices.
 
-Each device begins its share of the next step when its share of the running one has ended. Transfers land in
-the same places in every step, so before a device sends in the next step, the receiver must have used what it
-received in the last one. A lane queues only if its transfers assure this:
+Transfers land in the same places in every step, so before a device sends in the next step, the receiver must
+have used what it received in the last one. A lane queues only if its transfers assure this:
 
     the sender has heard, in the last step, from behind that use (directly or by way of others), or
     it has heard, in the next step, from a device that knew of it when its share of the last one ended.

@@ -216,7 +216,6 @@ class PageMover:
         way.free, way.sent = list(range(SLOTS)), {}
 
     def _rows(self, place: StatePlace, name: str, page_bytes: int) -> torch.Tensor:
-        """Pages of a state buffer as rows of words."""
         storage = self._find(place, name)
         assert storage is not None, "a move names state of its place"
         return bytes_of(storage, 0, storage.nbytes()).view(torch.int64).view(-1, page_bytes // WORD)

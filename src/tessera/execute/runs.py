@@ -98,7 +98,6 @@ class Runs:
         return self.lanes.graphs[program.step].trace
 
     def new_run(self) -> int:
-        """Number of a run or move."""
         self._num_runs += 1
         return self._num_runs
 
@@ -111,7 +110,6 @@ class Runs:
                     self._order(microbatch, device, messages.Clear(microbatch, lane.number))
 
     def close(self, microbatch: int) -> None:
-        """Closes a microbatch that runs nothing."""
         if microbatch in self.dead:
             return
         if self.opened[microbatch].steps:

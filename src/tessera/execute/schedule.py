@@ -99,7 +99,6 @@ class Queue:
         return job
 
     def release(self, ticket: int) -> None:
-        """Opens the gate of a job."""
         job = self._awake[ticket] = self._jobs[ticket]
         job.gate = -1
 

@@ -4,22 +4,21 @@
     scheduler.push(request, client)                 # any thread
     while ...: scheduler.begin(), scheduler.wait(timeout_s)           # one thread
 
-Each round opens microbatches for waiting requests, starts the next step of every idle microbatch (`Turns` may
-hold it back), waits for the next event and settles it. A microbatch's `Content` knows its requests and its
-next step; the scheduler knows nothing of prompts, rows or tokens.
+Each round opens microbatches for waiting requests, starts the next step of every idle one (`Turns` may hold
+it back), and settles the next event. `Content` knows the requests of a microbatch and its next step; the
+scheduler knows nothing of prompts, rows or tokens.
 
-Between two steps of a microbatch its devices wait for this loop. Other microbatches fill that gap; where
-there are no more of them than devices, the next step is queued while one runs, if the content
-(`can_look_ahead`) and the stepper allow.
+Between two steps of a microbatch its devices wait for this loop. Where there are no more microbatches than
+devices to fill that gap, the next step is queued while one runs, if the content (`can_look_ahead`) and the
+stepper allow.
 
-A microbatch is opened on a lane of the current policy when a request needs one, and closed when its content
-has no next step, unless it is worth keeping (`is_kept`). A switch of policy, new plans and a returned device
-renew microbatches one by one. Where requests go is decided by a few methods that a subclass replaces:
-`serve.router` does, for groups of microbatches whose sequences move with their pages.
+A microbatch is closed when its content has no next step, unless it is worth keeping (`is_kept`). A switch of
+policy, new plans and a returned device renew microbatches one by one. Where requests go is decided by a few
+methods that `serve.router` replaces.
 
-A lost device closes its microbatches. Their requests go to the front of the queue and restart from what they
-have on any open lane; a request fails after `max_retries` losses, not counting losses blamed without proof.
-While no lane is open, requests wait as long as a lost device is retried; else all fail with one message.
+Requests of a lost device go to the front of the queue and restart from what they have on any open lane; a
+request fails after `max_retries` losses, not counting losses blamed without proof. While no lane is open,
+requests wait as long as a lost device is retried; else all fail with one message.
 
 Imports no torch.
 """
@@ -263,7 +262,6 @@ class Scheduler(Generic[R]):
     # Seats.
 
     def _seat_next(self) -> bool:
-        """Opens a microbatch for the next request."""
         lane = self.stepper.lanes.take(self.policy) if len(self.microbatches) < self._depth else None
         if lane is None:  # all are open, or wait for a device
             return False
@@ -305,7 +303,6 @@ class Scheduler(Generic[R]):
         return self._costs[lane.number]
 
     def _close(self, microbatch: Microbatch[R]) -> None:
-        """The stepper has closed it."""
         number = microbatch.number
         del self.microbatches[number]
         heapq.heappush(self._unused, number)
@@ -388,7 +385,6 @@ class Scheduler(Generic[R]):
             self._run(microbatch, call)
 
     def _count(self, microbatch: Microbatch[R], call: StepCall) -> None:
-        """Registers a started step."""
         if self._turns is not None:
             cost = microbatch.costs[call.step]
             self._turns.start(microbatch.number, cost, call.scale, self.stepper.now_s())
@@ -418,7 +414,6 @@ class Scheduler(Generic[R]):
     # Policies and plans.
 
     def _measure(self) -> None:
-        """Reads microbatch figures of the current plan."""
         self.plan = self.stepper.plans[self.policy]
         depth = self._config.depth
         self._depth = self.plan.microbatches if depth is None else depth
@@ -431,7 +426,6 @@ class Scheduler(Generic[R]):
         self._may_seat = True
 
     def _close_old(self) -> None:
-        """Closes idle microbatches that must be renewed."""
         idle = [m for m in self.microbatches.values() if m.is_idle and not m.content.num_used]
         for microbatch in [m for m in idle if m.is_old and self._can_close(m)]:
             self.stepper.close(microbatch.number)

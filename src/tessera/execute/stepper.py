@@ -5,12 +5,12 @@
     ReferenceStepper  one device, in program order: the definition of correct (`reference`)
 
 A microbatch is opened on one lane of a loaded plan, with its own state, and runs one step at a time: `start`
-begins it, `take` reports its end. Where `can_queue` allows, the next step is queued behind the running one.
-Inputs that depend on the running step (grammar masks) follow with `give`: the queued step waits for them
-where it first reads them. Microbatches of one home (`lanes`) share pages; `move` copies pages between homes.
+begins it, `take` reports its end. Where `can_queue` allows, the next step is queued behind the running one,
+and waits for inputs that depend on that (`give`) where it first reads them. Microbatches of one home
+(`lanes`) share pages; `move` copies pages between homes.
 
-A lost device closes the microbatches of its lanes; the stepper restarts it in the background. `take` reports
-both. With a `SpanLog` in its attribute `spans`, a stepper over workers collects launches and transfers.
+A lost device closes the microbatches of its lanes and is restarted in the background; `take` reports both.
+With a `SpanLog` in `spans`, a stepper over workers collects launches and transfers.
 
 Imports no torch: tensors pass through.
 """

@@ -287,7 +287,6 @@ def copies_needed(trace: Trace, cold: frozenset[int], cache_bytes: int, most: in
 
 
 def _arguments(trace: Trace, launch: Launch) -> set[int]:
-    """Buffers that a launch is given, including its generator."""
     generator = generator_buffer(trace, launch)
     return {v.buffer for v in launch.given} | ({generator} if generator is not None else set())
 

@@ -147,7 +147,6 @@ class WorkerStepper(Runs):
         return needed
 
     def _check_weights(self, plans: Sequence[Plan]) -> None:
-        """Raises if a step reads weights that the workers do not have."""
         shared = self.hub.setups[0].weights
         for trace in (graph.trace for plan in plans for graph in plan.graphs):
             for weight in (trace.buffers[b] for b in trace.buffers_of(BufferKind.WEIGHT)):

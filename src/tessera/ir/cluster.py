@@ -47,7 +47,6 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """True for CPUs, here or modelled."""
         return self.kind is DeviceKind.CPU or self.gpu.startswith("cpu-")
 
 
@@ -68,7 +67,6 @@ class Link:
     fetch_gbps: float = 0.0
 
     def fetch_us(self, num_bytes: float) -> float:
-        """Time of a fetch of weights."""
         return num_bytes / ((self.fetch_gbps or self.gbps) * 1e3)
 
     def wire_us(self, num_bytes: int) -> float:

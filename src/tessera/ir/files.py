@@ -51,19 +51,16 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def save(record: Any, path: str | Path) -> None:
-    """Writes one artifact atomically."""
     write_whole(path, chunks_of(record), "Choose a place that can be written with -o.")
 
 
 def chunks_of(record: Any) -> list[bytes]:
-    """Contents of an artifact file."""
     body = msgspec.msgpack.encode(record, enc_hook=_scalar)
     header = Header(_kind(type(record)), FORMAT_VERSION, len(body), hashlib.sha256(body).hexdigest())
     return [msgspec.json.encode(header), b"\n", body]
 
 
 def _scalar(value: Any) -> Any:
-    """Converts a NumPy scalar left in a record."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} has no form in an artifact")

@@ -144,7 +144,6 @@ class Plan:
 
     @property
     def rows_per_s(self) -> float:
-        """Rows per second, simulated."""
         return self.batch * self.simulated_per_s
 
     @property

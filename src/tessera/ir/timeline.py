@@ -55,7 +55,6 @@ class Timeline:
         return max((stop for _, _, stop in self.requests), default=0.0)
 
     def busy_us(self) -> dict[str, float]:
-        """Busy time by track."""
         busy: dict[str, float] = {}
         for span in self.spans:
             busy[span.track] = busy.get(span.track, 0.0) + span.stop_us - span.start_us
@@ -77,7 +76,6 @@ class Timeline:
 
 
 def _join(intervals: list[tuple[float, float]], start: float, stop: float) -> None:
-    """Appends an interval, merging it with the last one if they overlap."""
     if intervals and start <= intervals[-1][1]:
         intervals[-1] = (intervals[-1][0], max(intervals[-1][1], stop))
     else:
@@ -85,7 +83,6 @@ def _join(intervals: list[tuple[float, float]], start: float, stop: float) -> No
 
 
 def _shared(intervals: list[tuple[float, float]], start: float, stop: float) -> float:
-    """Overlap of [start, stop) with disjoint intervals."""
     found = 0.0
     index = max(0, bisect_right(intervals, (start, float("inf"))) - 1)
     while index < len(intervals) and intervals[index][0] < stop:

@@ -216,7 +216,6 @@ class Buffer:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element."""
     return ITEM_BYTES.get(dtype, 1)
 
 

@@ -21,7 +21,6 @@ MAX_BYTES, MAX_COUNT = 2**48, 2**32
 
 
 def _name(numbers: Iterable[int], items: Sequence[Any]) -> bool:
-    """True if every number is a valid index."""
     return all(0 <= number < len(items) for number in numbers)
 
 
@@ -237,7 +236,6 @@ def _is_error(cost: Cost) -> bool:
 
 
 def _bad_cost(costs: Costs) -> str:
-    """First launch and device with invalid figures."""
     for launch, row in enumerate(costs.costs):
         for device, cost in zip(costs.devices, row, strict=False):
             if not (cost.is_sane and _is_error(cost)):
@@ -289,7 +287,6 @@ TIMELINE_RULES: list[Rule] = [
 
 
 def _is_whole(plan: ServicePlan) -> bool:
-    """True if some group reads prompts and some group produces answers."""
     roles = {group.role for group in plan.groups}
     return Role.MIXED in roles or roles == {Role.PROMPTS, Role.ANSWERS}
 

@@ -46,7 +46,6 @@ class Number(IntEnum):
 
 
 def num_words(vocab: int) -> int:
-    """Words of a mask."""
     return -(-vocab // 32)
 
 

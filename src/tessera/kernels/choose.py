@@ -119,7 +119,6 @@ def _edited(
     edits: torch.Tensor,
     masks: torch.Tensor,
 ) -> torch.Tensor:
-    """A row after biases, bans, mask and penalties."""
     edited = logits.clone()
     entries = edits[numbers[Number.EDITS_BEGIN] : numbers[Number.EDITS_END]].long()
     token, count, bits = entries[entries[:, 0] < len(logits)].unbind(1)

@@ -241,7 +241,6 @@ def packed_product(
 
 @triton.jit
 def _store(out, parts, bias, total, m, n, part_row, is_row, is_output, N: tl.constexpr, SPLITS: tl.constexpr):
-    """Writes the sums of a tile: results, or parts of them."""
     is_inside = is_row[:, None] & is_output[None, :]
     if SPLITS == 1:
         if bias is not None:

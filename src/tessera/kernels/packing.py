@@ -52,7 +52,6 @@ def dequantise(
     block: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The weight's numbers [..., N, K]."""
     if weight_format == "mxfp4":
         return _dequantise_mxfp4(codes, scales, dtype)
     if BITS[weight_format] == 4:

@@ -233,7 +233,6 @@ def conv_tokens(
 def conv_keep(
     x, state, starts, rows, C: tl.constexpr, WIDTH: tl.constexpr, X_ROW: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """Last inputs of one sequence."""
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     first, count, row, goes_on = _sequence(starts, rows, tl.program_id(1))
     if count == 0:

@@ -178,7 +178,6 @@ def transits_of(unit: ir.WorkUnit) -> Iterator[Transit]:
 
 
 def _migrations(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
-    """State passed to the next step that uses it, part by part."""
     for transit in transits_of(unit):
         before, home = (int(node_of[step][launch]) for step, launch in (transit.source, transit.target))
         if before != home:

@@ -99,7 +99,6 @@ def _alone(problem: Problem) -> list[Column]:
 
 
 def _best(pool: Pool, columns: Iterable[Column], keep: int) -> tuple[Mix, ...] | None:
-    """The fastest columns that fit, each as its own mix."""
     fitting = [mix for c in columns if (mix := pool.held_by((c,))) is not None]
     fitting.sort(key=lambda m: -throughput.upper_bound_per_s(m, pool.microbatches))
     return tuple(fitting[:keep]) or None

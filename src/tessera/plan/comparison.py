@@ -29,7 +29,6 @@ class Option:
         return None if self.usd_per_hour is None else self.usd_per_hour * 1e6 / 3600 / self.tokens_per_s
 
     def figure(self, objective: Objective) -> float:
-        """The objective's figure; higher is better."""
         if objective is Objective.COST:
             return 1.0 / self.usd_per_million_tokens if self.usd_per_million_tokens else 0.0
         if objective is Objective.ENERGY:

@@ -266,7 +266,6 @@ class FluidModel:
         return GroupDraft(Role.MIXED, devices, sequences, sizes, microbatches, pool, self.length)
 
     def _answering(self, tokens: int) -> float:
-        """Answers in a step of so many tokens on average."""
         return tokens * self.answers / (self.answers + self.load.prompt_tokens)
 
     def _times(
@@ -536,7 +535,6 @@ class CapturedModel(FluidModel):
 
     @property
     def _each(self) -> int:
-        """Microbatches of a device among all."""
         return max(1, self.microbatches // len(self.used))
 
     @property
@@ -577,7 +575,6 @@ class CapturedModel(FluidModel):
 
 
 def _together_us(price: StepPrice, devices: Sequence[int]) -> float:
-    """Time of a step that devices divide by their speed."""
     return 1.0 / sum(1.0 / price.total_us(d) for d in devices)
 
 

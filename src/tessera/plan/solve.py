@@ -332,7 +332,6 @@ def side_by_side(problem: Problem, parts: Sequence[tuple[ir.Plan, Cells]]) -> ir
 
 
 def _policy(plans: Sequence[ir.Plan]) -> str:
-    """The common policy; data-parallel if every lane has one device."""
     used = [{d for step in lane.placement.devices for d in step} for plan in plans for lane in plan.lanes]
     if len(used) > 1 and all(len(devices) == 1 for devices in used):
         return "data-parallel"

@@ -10,13 +10,12 @@ A device list is comma-separated:
   cuda:N/as=GPU  that GPU, each launch dilated to its time on another one
   away:GPU[:N]   N GPUs of other machines, the first that each worker sees
 
-Repeated devices get a suffix: `emu:a100#1`. Devices of one card or node share its memory and cores evenly.
-`emu:l40s=20GB` caps memory. A card is a known
-GPU if its name contains every word of that GPU's key.
+Repeated devices get a suffix (`emu:a100#1`) and share a card or node evenly. `emu:l40s=20GB` caps memory. A
+card is a known GPU if its name contains every word of that GPU's key.
 
 A link spec names a link for all pairs ("pcie4") or for one: "emu:a100-emu:l40s=nvlink" both ways,
-"emu:a100>emu:l40s=ib100" one way; `measured` takes measured links. A bus spec lists devices whose links carry
-one message at a time.
+"emu:a100>emu:l40s=ib100" one way; `measured` takes measured links. Links of a bus carry one message at a
+time.
 """
 
 import re

@@ -108,7 +108,6 @@ def known_gpus() -> tuple[Gpu, ...]:
 
 
 def gpu(name: str) -> Gpu:
-    """GPU of a key; UnknownName otherwise."""
     if name not in _table():
         raise UnknownName("GPU", name, _table())
     return _table()[name]

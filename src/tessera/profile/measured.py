@@ -1,13 +1,13 @@
 """Measures the distinct launches of a trace and the whole step on one device, and combines them with models.
 
-Launches are visited in program order: one missing from the store is timed, stored, and run once to produce
+Launches are visited in program order: one missing from the store is timed, stored, and run once for the
 inputs of later ones. One that cannot be timed is stored with its reason and priced by the next source.
 Measured launches are scaled by the ratio of the measured step to their sum, which is part of their error.
 
 Launches are equal if they run the same code on tensors of the same types, shapes, strides and alignment, with
-the same plain arguments, memory sharing and cached buffers. A buffer is cached if earlier launches touched
-half of the bytes read within the last half cache size. A CPU or unknown card takes the model of `YARDSTICK`,
-scaled by the median ratio of measured to modelled.
+the same plain arguments, memory sharing and cached buffers (touched by earlier launches within the last half
+cache size, at least half of their bytes). A CPU or unknown card takes the model of `YARDSTICK`, scaled by the
+median ratio of measured to modelled.
 """
 
 import hashlib
@@ -284,7 +284,6 @@ def cold_buffers(trace: Trace, cache_bytes: int) -> list[frozenset[int]]:
 
 
 def _recent(history: deque[tuple[float, int]], since: float) -> int:
-    """Bytes touched since then; older entries are dropped."""
     while history and history[0][0] <= since:
         history.popleft()
     return sum(n for _, n in history)

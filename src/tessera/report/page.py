@@ -147,7 +147,6 @@ def layers(plan: Plan) -> list[Picture]:
 
 
 def _lanes(plan: Plan) -> list[dict[str, Any]]:
-    """The largest lanes, with the busy time of each device in every step."""
     order = sorted(enumerate(figures.shares(plan)), key=lambda lane: -lane[1])[:MAX_LANES]
     kinds = [graph.trace.step.kind for graph in plan.graphs[:MAX_STEPS]]
     return [

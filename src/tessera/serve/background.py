@@ -90,7 +90,6 @@ class PlannerProcess:
         return result
 
     def _taken(self) -> LocalProcess:
-        """A process without a job; a new one if there is none."""
         with self._lock:
             if self._is_closed:
                 raise TesseraError("the service is stopping")

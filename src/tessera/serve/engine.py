@@ -109,7 +109,6 @@ class Engine(Watcher[ActiveRequest]):
         return self.scheduler.service_plan.policy
 
     def now_s(self) -> float:
-        """Seconds since the start."""
         return self.stepper.now_s() - self._begun_s
 
     def switch(self, policy: str) -> None:

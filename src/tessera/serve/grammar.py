@@ -138,7 +138,6 @@ def _threads() -> ThreadPoolExecutor:
 
 @cache
 def _executor() -> "LLExecutor":
-    """Threads that compute the masks of a step together."""
     executor: LLExecutor = extra_module("llguidance", "grammar").LLExecutor()
     return executor
 

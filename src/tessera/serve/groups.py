@@ -23,7 +23,6 @@ from tessera.serve.step_inputs import Steps
 
 
 def plans_of(policies: Sequence[ServicePlan]) -> tuple[Plan, ...]:
-    """Plans of all groups, each once."""
     return tuple({id(plan): plan for policy in policies for plan in policy.plans}.values())
 
 
@@ -140,11 +139,9 @@ class GroupScheduler(Scheduler[ActiveRequest]):
 
     @property
     def groups(self) -> list[RoutedGroup]:
-        """Groups of the current policy."""
         return self._groups[self.policy]
 
     def _measure(self) -> None:
-        """Loads the groups of all policies once."""
         if not self._groups:
             lanes = {id(lane.plan): lane for lane in self.stepper.lanes.all}
             self._groups = [[self._routed(g, lanes[id(g.plan)]) for g in p.groups] for p in self.policies]
@@ -188,7 +185,6 @@ class GroupScheduler(Scheduler[ActiveRequest]):
         return sum(pool.num_used * self._page_s(home) for home, pool in list(self.pools.items()))
 
     def _page_s(self, home: int) -> float:
-        """Predicted seconds to move a page over the slowest link."""
         buffers = next((h.buffers for h in list(self.stepper.lanes.homes.values()) if h.number == home), {})
         links = self.stepper.plans[0].cluster.links
         slowest = min((link.gbps for link in links), default=math.inf)
@@ -310,13 +306,11 @@ class GroupScheduler(Scheduler[ActiveRequest]):
         self._note_switched()
 
     def _work_s(self, group: RoutedGroup) -> float:
-        """Predicted seconds of work left in a group."""
         batches = [batch_of(microbatch) for microbatch in self.open_of(group)]
         unread, unanswered = sum(x.num_unread for x in batches), sum(x.num_unanswered for x in batches)
         return unread * group.prompt_s + unanswered * group.answer_s
 
     def _found(self, request: ActiveRequest, group: RoutedGroup) -> int:
-        """Tokens of a request that are in pages of a group's home."""
         pool = None if group.home is None else self.pools.get(group.home)
         if not self._is_caching or pool is None or request.wants_prompt:
             return 0

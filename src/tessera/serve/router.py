@@ -9,13 +9,11 @@ Roles are planned, work is pulled:
 
 Without a usable prompts group, or with nothing but prompts groups, every group is mixed.
 
-When a request is placed in a prompts group, a row and pages for its prompt and one page more are reserved at
-its destination, or it waits in the queue. Full pages are sent after each step, the rest with the first token;
-then the sequence goes on there, and the source gives its pages back. Nothing waits for room while it holds a
-reservation, so there is no deadlock. Pages found at the destination are not sent. If the destination is lost
-or a move fails, the sequence answers where it is; if the source is lost, it restarts. Pages of a move are
-given back when the move has ended, not before. State that is kept by row goes with the last pages; where
-steps write all rows, both microbatches pause.
+A request is placed in a prompts group when a row and pages for its prompt and one page more are reserved at
+its destination, so nothing waits for room while it holds some. Full pages that the destination lacks are sent
+after each step, the rest and state by row with the first token; then the sequence goes on there. If the
+destination is lost or a move fails, it answers where it is; if the source is lost, it restarts. Pages of a
+move are given back when the move has ended, not before. Where steps write all rows, both microbatches pause.
 
 A switch of policy hands sequences over: in place where the new policy has a group with the same home, else by
 moving their pages, else they answer where they are, or restart if their prompt is not read.
@@ -108,7 +106,6 @@ class Router(GroupScheduler):
         return False
 
     def drop(self, request: ActiveRequest) -> None:
-        """A request has ended."""
         transit = self._transits.get(request)
         if transit is not None:
             self._end_transit(transit)
@@ -235,7 +232,6 @@ class Router(GroupScheduler):
             self._arrive(transit, read)
 
     def _pause(self, transit: MovingSequence, change: int) -> None:
-        """Pauses both microbatches of a transit, or lets them go on."""
         transit.is_pausing = change > 0
         for microbatch in (transit.source, transit.destination):
             self._pauses[microbatch] += change
@@ -251,7 +247,6 @@ class Router(GroupScheduler):
         return any(m.running or m.held is not None for m in (transit.source, transit.destination))
 
     def _arrive(self, transit: MovingSequence, read: int, row: int | None = None) -> None:
-        """The sequence goes on at its destination."""
         request, source = transit.request, batch_of(transit.source)
         del self._transits[request]
         if transit.pool is None:
@@ -297,7 +292,6 @@ class Router(GroupScheduler):
                 self._awake(self.microbatches[end])
 
     def _can_close(self, microbatch: RoutedMicrobatch) -> bool:
-        """False while pages move from or to it."""
         return not any(microbatch.number in move.ends for move in self._moves.values())
 
     def _stay(self, transit: MovingSequence) -> None:
@@ -322,7 +316,6 @@ class Router(GroupScheduler):
         self.awake_waiting()
 
     def _cancel(self, transit: MovingSequence) -> None:
-        """Ends its reservation of a row, and its pause."""
         if transit.is_pausing:
             self._pause(transit, -1)
         if self.microbatches.get(transit.destination.number) is transit.destination:

@@ -63,12 +63,10 @@ class Edits:
         return self._entries[: self._num]
 
     def add(self, number: int) -> None:
-        """Count a token of the answer."""
         entry = self._entry(number)
         entry[1] = max(0, int(entry[1])) + 1
 
     def ban(self, numbers: tuple[int, ...]) -> None:
-        """Ban these tokens and no others."""
         if numbers == self._banned:
             return
         for number in self._banned:

@@ -1,29 +1,26 @@
 """SequenceBatch: the sequences of one microbatch, and the tokens its next step reads.
 
 A request is a sequence of tokens (prompt and answer so far) of which the model has read a part; when all are
-read, the next token is due. Chunked prompts, answers, and answers resumed after preemption or a lost device
-are the same thing. A step holds some tokens of some sequences, in one of a few sizes: decoding sequences
-first, one token each, then prompt chunks in arrival order. In sizes up to `rows` every sequence has one
-token.
+read, the next token is due. Chunked prompts, answers and resumed answers are the same thing. A step, of one
+of a few sizes, holds decoding sequences first, one token each, then prompt chunks in arrival order. In sizes
+up to `rows` every sequence has one token.
 
-Sequences hold pages of a pool (`pages`). One begins when there are pages for all its tokens, after cached
-prefix pages. When pages run out, the newest sequence moves to another home (`evict`) or is preempted; it
-needs more pages than it gave back, so it begins again only after another has ended. In a group of layers with
-a window, a sequence takes pages as it reads and releases those behind the window: steps of a microbatch run
-in order, so a new owner writes later.
+A sequence begins when there are pages (`pages`) for all its tokens, after cached prefix pages. When pages run
+out, the newest one moves to another home (`evict`) or is preempted; it needs more pages than it gave back, so
+it begins again only after another has ended. In a group of layers with a window, a sequence takes pages as it
+reads and releases those behind the window.
 
 Where recurrent layers keep a state by row (`has_rows`), a sequence keeps its row and shares no pages. Where
 tokens cannot be packed (`is_flat` is False), a step overwrites rows without a token: all sequences take part;
 one that cannot is preempted, or the step waits.
 
-A sequence may read its prompt here and answer elsewhere (`stop`): it then waits for its pages to be moved
-(`serve.router`) and begins there behind them (`arrive`).
+A sequence may read its prompt here and answer elsewhere (`stop`, `arrive`; `serve.router` moves its pages).
 
 While a step runs, the next one can be planned (`can_look_ahead`): an unknown token is named by its row in the
-running step's outputs. An answer that turns out to have ended has read one token too many; that output is
-dropped. Masks of grammars are given when the unknown token is known (`late_inputs`); a sequence whose mask is
-not ready then reads its token again. One that needs more of the running step's outputs, or whose masks take
-long, sits the step out; if many do, no step is planned ahead.
+running step's outputs. An answer that has ended has read one token too many, which is dropped. Masks of
+grammars follow when the token is known (`late_inputs`); without its mask in time, a sequence reads its token
+again. One that needs more of the running step's outputs, or whose masks take long, sits the step out; if many
+do, no step is planned ahead.
 """
 
 from bisect import insort
@@ -133,7 +130,6 @@ class SequenceBatch:
         return self._num_reading > 0 or bool(self._aside)
 
     def _count_work(self, sequence: SeatedSequence, unread: int, unanswered: int) -> None:
-        """What is left of a sequence."""
         self.num_unread += unread - sequence.unread
         self.num_unanswered += unanswered - sequence.unanswered
         sequence.unread, sequence.unanswered = unread, unanswered
@@ -522,7 +518,6 @@ class SequenceBatch:
         return True
 
     def _pass_by(self, sequence: SeatedSequence) -> None:
-        """Release pages behind windows."""
         tables = [table for table in sequence.tables if table.window]
         for table in tables:
             if passed := table.pass_by(sequence.read):

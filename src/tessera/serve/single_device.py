@@ -134,7 +134,6 @@ class SingleDeviceService:
                 one.future.set_result(output)
 
     def _next(self) -> list[WaitingInput]:
-        """Next batch, without inputs of clients that have gone."""
         batch: list[WaitingInput] = []
         with self._lock:
             while self._waiting and self.model.fits([one.value for one in (*batch, self._waiting[0])]):
@@ -221,7 +220,6 @@ class Pooling:
 
 
 def _modules(folder: Path) -> list[PoolingModule]:
-    """Modules of a folder; a plain encoder has only itself."""
     path = folder / "modules.json"
     if not path.exists():
         return [PoolingModule("Transformer", "")]

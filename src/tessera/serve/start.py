@@ -193,7 +193,6 @@ def _planned(
 
 
 def is_single_device(model: str) -> bool:
-    """True for encoders and pipelines."""
     from tessera.serve.single_device import embeds, makes_images
 
     return makes_images(model) or embeds(model)

@@ -174,7 +174,6 @@ def _rows(first: Workload, spec: ServeSpec, room: float, windows: Sequence[int],
 
 
 def _length(model: str, asked: int | None, positions: int | None) -> int:
-    """Maximum tokens of a prompt and its answer."""
     if asked is not None and positions and asked > positions:
         message = f"a length of {asked} is beyond the {positions} positions of {model}"
         raise CaptureError(message, f"Use at most {positions}.")
@@ -201,7 +200,6 @@ def sizes_of(rows: int, max_batch_tokens: int, is_flat: bool, min_size: int = MI
 
 
 def _power(size: int) -> int:
-    """The largest power of two that is no larger."""
     return 1 << (size.bit_length() - 1) if size else 0
 
 

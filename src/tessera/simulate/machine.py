@@ -231,7 +231,6 @@ class VirtualMachine:
         return loop.now_us
 
     def _catch_up(self) -> list[int]:
-        """Advance the loop to the current time; return the microbatches of its flights."""
         self._begin()
         self._loop.run(self.now_us - self._since_us)
         assert not self._loop.ended, "no run ends before the next place"

@@ -228,7 +228,6 @@ class VirtualStepper:
         self._at(until_us * 1e-6, lambda: self._moved_all(move))
 
     def _moved_all(self, move: PageMove) -> Moved | None:
-        """The end of a move, unless it has failed before."""
         found = self._moves.get(move.number)
         if found is None or found.move is not move:
             return None

@@ -328,7 +328,6 @@ def _whole(module: torch.nn.Module, weights: Tensors) -> Tensors:
 
 
 def _folded_linear(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A linear layer as one matrix product over all rows."""
     if x.dim() < 3:
         return linear(x, *args, **kwargs)
     return linear(x.reshape(-1, x.shape[-1]), *args, **kwargs).view(*x.shape[:-1], -1)

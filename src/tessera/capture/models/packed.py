@@ -369,7 +369,6 @@ def _checked(
     name: str, types: Sequence[torch.dtype], read: Callable[..., PackedWeight], weight: torch.Tensor,
     parts: Mapping[str, torch.Tensor],
 ) -> PackedWeight:  # fmt: skip
-    """A weight whose parts fit one another."""
     if weight.dtype not in types or weight.dim() < 2:
         raise CaptureError(f"{name} is packed as {tuple(weight.shape)} of {weight.dtype}", AGAIN)
     try:
@@ -404,7 +403,6 @@ def _read(
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
-    """The bytes of rows of 32-bit words, lowest first."""
     return words.contiguous().view(torch.uint8)
 
 
@@ -442,7 +440,6 @@ def _integers(
 
 
 def _columns(columns: int, groups: int, packing: Packing) -> int:
-    """Columns of a group."""
     is_told = packing.group and -(-columns // packing.group) == groups
     return packing.group if is_told else columns // groups
 

@@ -141,7 +141,6 @@ class ShareGraph:
             graph.replay()
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """Launches the rest."""
         self._graphs[-1].replay()
         return self.outputs
 
@@ -505,7 +504,6 @@ class DeviceGraphs:
         torch.cuda.empty_cache()
 
     def keep_weights(self) -> None:
-        """Frees weights that no program reads."""
         kept: set[object] = set()
         for program in (self._programs[n] for n in self._live()):
             kept |= {self._weight_key(program.step, b) for b in program.weights[self.device.number]}

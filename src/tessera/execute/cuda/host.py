@@ -189,7 +189,6 @@ class Host(_Staged):
         self._land(frame, contents)
 
     def _land(self, frame: LinkFrame, contents: memoryview) -> None:
-        """Copies a transfer to pinned memory and sets its flag."""
         with self._changed:
             microbatch, program = self._runs.get(frame.run, (-1, -1))
         transfers = self._inboxes.programs[program].transfers if microbatch >= 0 else ()

@@ -98,7 +98,6 @@ class Inboxes:
         return self._used[device][program][0]
 
     def place(self, spot: InboxSpot, device: int) -> int:
-        """Offset of a transfer's buffer."""
         layout, offsets = self._used[device][spot.program]
         return layout.part(spot.microbatch) + offsets[spot.transfer]
 

@@ -238,7 +238,6 @@ class CudaWorker(DeviceWorker):
         is_read.record()
 
     def _end_runs(self) -> bool:
-        """Reports ended runs; True if there were any."""
         ended = [x for x in self._running.values() if not x.is_open and x.done.query()]
         for running in ended:
             order = running.order
@@ -354,7 +353,6 @@ def _hold_s(setup: messages.Setup) -> Callable[[int, int], tuple[float, float]]:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Starts a copy to the host on the current stream."""
     return driver.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
 

@@ -110,7 +110,6 @@ def _first(course: Course) -> Floats:
 
 
 def _last(course: Course, rows: Floats) -> Floats:
-    """End of everything that the step's end waits for."""
     return np.asarray(rows[course.layout.moves[-1].reads[1:]].max(axis=0).min(axis=0))
 
 

@@ -6,10 +6,8 @@
 
 `best_placement` minimises T, the busy time of the bottleneck per request, within memory: the published
 program, for comparison and small problems. `roomiest` minimises the fullest device's shortage; above zero it
-proves that nothing fits. Temporaries are not counted. HiGHS returns its best at a small gap or after so much
-work, counted in matrix entries and nodes, never by time: a slow machine finds the same placement.
-
-Shortage messages follow from sums or from `roomiest`.
+proves that nothing fits. Temporaries are not counted. HiGHS stops at a small gap or after so much work,
+counted in matrix entries and nodes, never by time: a slow machine finds the same placement.
 """
 
 import numpy as np
@@ -107,13 +105,11 @@ def _solved(placed: coo_array, rows: list[Limited], bounds: Bounds, num_x: int) 
 
 
 def _rows(entries: list[Entries], num_rows: int, size: int) -> coo_array:
-    """Sparse matrix of (row, column, number)."""
     row, col, number = (np.concatenate([e[i] for e in entries]) for i in range(3))
     return coo_array((number, (row, col)), shape=(num_rows, size))
 
 
 def _placed(nodes: int, num: int, size: int) -> coo_array:
-    """Every node is placed once."""
     every = np.arange(nodes)
     return _rows([(every, every * num + d, np.ones(nodes)) for d in range(num)], nodes, size)
 
@@ -208,7 +204,6 @@ def _together(problem: Problem) -> PlanInfeasible | None:
 
 
 def _node(problem: Problem) -> PlanInfeasible | None:
-    """Launches that share a device, with their buffers."""
     need = np.zeros(problem.num_nodes)
     for held in (problem.weights, problem.states):
         np.add.at(need, held.pin_node, held.num_bytes[held.pin_item])

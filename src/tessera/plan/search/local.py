@@ -137,7 +137,6 @@ class Search:
             yield team - Counter([column]) + Counter([other])
 
     def _look_at_team(self, team: Counter[Column]) -> float:
-        """`look` at a team; known and unusable ones are skipped."""
         columns, key = tuple(team), (frozenset((c.key, n) for c, n in team.items()), False)
         if key in self._seen:
             return 0.0

@@ -301,7 +301,6 @@ def _wrong(number: int, what: str, code: str = "unsupported_value") -> ApiError:
 
 
 def _call(call: ToolCall, number: int) -> dict[str, Any]:
-    """Call for templates, with its arguments as an object."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):

@@ -129,7 +129,6 @@ class FoundCalls:
         return parts + self._release(len(self._held) - overlap(self._held, OPEN))
 
     def _release(self, end: int) -> list[OutputPart]:
-        """Release held text up to `end`, unless it is only spaces before a call."""
         self._is_blank = self._is_blank and not self._held[:end].strip()
         if self._is_blank:
             return []

@@ -243,7 +243,6 @@ async def answer_whole(service: AnswerService, batch: AskBatch, writer: Writer) 
 
 
 def _num_listed(batch: AskBatch) -> int:
-    """Logprobs per token."""
     asked = (batch.asks[0].sampling.logprobs, batch.asks[0].prompt_logprobs)
     return max(0 if number is None else 1 + number for number in asked)
 
