@@ -37,7 +37,7 @@ PLACE = "--devices"
 SPARE_CORES = 1
 UNITS = {"": 1} | {
     f"{letter}{i}": (1024 if i else 1000) ** power
-    for power, letter in enumerate("kMGT", 1)
+    for power, letter in enumerate("KMGT", 1)
     for i in ("", "i")
 }
 OTHER_MACHINE = "away"
@@ -120,11 +120,12 @@ def cap_memory(devices: tuple[Device, ...], words: Sequence[str]) -> tuple[Devic
 def _cap(word: str) -> tuple[str, int]:
     # At the last separator: cpu/node=1 is a device name.
     name, _, size = word.rpartition("=")
-    number = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]i?)?B?", size)
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", size, re.IGNORECASE)
     if not name or number is None or not float(number[1]):
         message = f"--memory must be DEVICE=SIZE, got '{word}'"
-        raise TesseraError(message, "Write --memory cuda:0=22GB.", "--memory")
-    return name, int(float(number[1]) * UNITS[number[2] or ""])
+        remedy = "Write --memory cuda:0=22GB: a number above zero, in KB, MB, GB, TB, KiB, MiB, GiB or TiB."
+        raise TesseraError(message, remedy, "--memory")
+    return name, int(float(number[1]) * UNITS[(number[2] or "").capitalize()])
 
 
 def _numbered(devices: Iterable[Device]) -> Iterable[Device]:
