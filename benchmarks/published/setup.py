@@ -120,7 +120,7 @@ class MxSteps(ServedSteps):
         key = tokens, sequences, length
         if key not in self._prices:
             plain = super().price(*key)
-            family, counts = self._kinds
+            family, counts, _ = self._kinds
             step = self.step(tokens, sequences, self.anchors[0].reserve, length)
             changed = packed_us(family.at(step).trace, self.cluster)
             us = plain.us.copy()

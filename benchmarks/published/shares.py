@@ -42,7 +42,7 @@ def _served_points(name: str) -> tuple[list[Point], list[Point]]:
     """One point a kind of launch: of a request, and of a step of one token."""
     model = MODELS[name]
     steps = served(model, cluster(PAIRS[PAIR]))
-    family, counts = steps._kinds  # one launch of each kind
+    family, counts, _ = steps._kinds  # one launch of each kind
     phases = {
         "prefill": (model.prompt, 1, model.prompt, 1.0),
         "decode": (SEQUENCES, SEQUENCES, model.prompt + model.output // 2, model.output / SEQUENCES),

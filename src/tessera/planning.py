@@ -31,11 +31,11 @@ from tessera.ir.graph import StepFamily
 from tessera.kernels import PAGE
 from tessera.plan import FULL, QUICK, DeviceMemory, SearchConfig, fluid
 from tessera.plan.arrays import Floats, holdings_of, temporaries_of
-from tessera.plan.constraints import compiled_launches
+from tessera.plan.constraints import attention_launches, compiled_launches
 from tessera.plan.problem import cluster_of, costs_on
 from tessera.plan.search import objectives
 from tessera.plan.service import Rehearse, drafted, plan_service
-from tessera.plan.solve import lane_plan, place
+from tessera.plan.solve import lane_plan, place, steps_alone
 from tessera.profile import works
 from tessera.profile.measured import combine
 from tessera.simulate import SteadyRates
@@ -50,6 +50,8 @@ ANCHORS = (
     (512, 64, 65_536, 2048),
 )
 CHECKED = (1536, 96, 98_304, 1536)
+# Steps that are full, as mixed ones nearly always are, for one of each smaller size.
+FULL_STEPS = 32
 # Sets of devices that are rehearsed under the objectives cost and energy.
 MAX_SETS = 4
 
@@ -129,12 +131,19 @@ class ServedSteps:
         return self.family.recordings[0].trace.step.windows
 
     @cached_property
-    def _kinds(self) -> tuple[StepFamily, Floats]:
-        """One launch of each kind at every anchor, and the number of launches of each kind."""
+    def _attention(self) -> list[bool]:
+        """Launches in attention; none if it is not apart."""
+        graph = self.family.recordings[0]
+        marks = attention_launches(ir.WorkUnit((graph,), (1,)))
+        return [False] * len(graph.trace.launches) if marks is None else marks[0].tolist()
+
+    @cached_property
+    def _kinds(self) -> tuple[StepFamily, Floats, tuple[bool, ...]]:
+        """One launch of each kind at every anchor; how many each kind has, and if it is in attention."""
         traces = [graph.trace for graph in self.family.recordings]
         first: dict[object, int] = {}
         counts: dict[int, int] = {}
-        for number, key in enumerate(zip(*map(works, traces), strict=True)):
+        for number, key in enumerate(zip(self._attention, *map(works, traces), strict=True)):
             kept = first.setdefault(key, number)
             counts[kept] = counts.get(kept, 0) + 1
         reduced = (
@@ -142,7 +151,8 @@ class ServedSteps:
             for trace in traces
         )
         family = StepFamily(tuple(ir.Graph(trace, (), (), ()) for trace in reduced))
-        return family, np.array(list(counts.values()), dtype=np.float64)
+        inside = tuple(self._attention[n] for n in counts)
+        return family, np.array(list(counts.values()), dtype=np.float64), inside
 
     @cached_property
     def _live(self) -> Floats:
@@ -158,12 +168,16 @@ class ServedSteps:
             sum(b.size_bytes for b in t.buffers if b.kind is ir.BufferKind.STATE) for t in (first, more)
         ]
         each = (states[1] - states[0]) / (more.step.reserve - first.step.reserve)
-        return fluid.ModelBytes(weights, each, windows=self.windows or (0,))
+        read = {a.buffer for n, x in enumerate(first.launches) if self._attention[n] for a in x.accesses}
+        inside = sum(
+            first.buffers[b].size_bytes for b in read if first.buffers[b].kind is ir.BufferKind.WEIGHT
+        )
+        return fluid.ModelBytes(weights, each, self.windows or (0,), self._kinds[2], inside)
 
     def price(self, tokens: int, sequences: int, length: int) -> fluid.StepPrice:
         key = tokens, sequences, length
         if key not in self._prices:
-            family, counts = self._kinds
+            family, counts, _ = self._kinds
             step = self.step(tokens, sequences, ANCHORS[0][2], length)
             kinds = [(d.kind, d.gpu, d.num_sms) for d in self.cluster.devices]
             times = self._us.setdefault(key, {})
@@ -185,8 +199,7 @@ class ServedSteps:
     def unit(self, group: fluid.GroupDraft) -> tuple[ir.WorkUnit, tuple[ir.Costs, ...]]:
         sizes = [self.step(size, group.sequences, group.pool_tokens, group.length) for size in group.sizes]
         graphs = tuple(self.family.at(step) for step in sizes)
-        # Mixed steps are nearly always full.
-        unit = ir.WorkUnit(graphs, tuple(1 if n < len(graphs) - 1 else 8 for n in range(len(graphs))))
+        unit = ir.WorkUnit(graphs, (1,) * (len(graphs) - 1) + (FULL_STEPS,))
         return unit, flow.price(unit, self.cluster)
 
 
@@ -303,6 +316,11 @@ def make_group(
         placement = found.renumbered(draft.devices)
     home = "+".join(steps.cluster.names[device] for device in draft.devices)
     plan = lane_plan(unit, costs, steps.cluster, placement, draft.microbatches, home)
+    if len(draft.devices) > 1:
+        times = [
+            num / SteadyRates()(alone) for num, alone in zip(unit.counts, steps_alone(plan), strict=True)
+        ]
+        plan = replace(plan, simulated_per_s=min(plan.simulated_per_s, 1.0 / sum(times)))
     return ir.Group(draft.role, plan, draft.sequences, draft.microbatches)
 
 

@@ -8,15 +8,17 @@ slowest group.
 
 Drafts are candidates: the rehearsal of a service decides. `bound_per_s` is an upper bound of every policy: a
 relaxation that divides the launches of a request among the devices at will, each at its cheapest step size,
-without transfers. Not modelled: waits between devices of one lane (`efficiency` stands for them), padding,
-and lengths other than their mean.
+without transfers. A lane over several devices holds pages where their layers or all attention run: more
+sequences read weights less often, but leave less choice of where. Its time is the least within memory of
+either. Not modelled: waits between devices of one lane (`waits` stands for them), padding, and lengths other
+than their mean.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import permutations, product
 
 import numpy as np
 
@@ -29,7 +31,8 @@ from tessera.plan.problem import spread_us
 # Policies whose groups have one device each, and those with a lane over all devices.
 SINGLE, DATA_PARALLEL = "single", "data-parallel"
 PREFILL_DECODE, FRACTIONAL = "prefill-decode", "prefill-decode-fractional"
-DIVIDED = ("layer-pipeline", "attention-ffn", "kernel-level")
+LAYER_PIPELINE, ATTENTION_FFN = "layer-pipeline", "attention-ffn"
+DIVIDED = (LAYER_PIPELINE, ATTENTION_FFN, "kernel-level")
 # Rounds of prices for the bound: within 0.01 % of the optimum on up to four devices.
 BOUND_ROUNDS = 400
 POLICIES = (SINGLE, DATA_PARALLEL, PREFILL_DECODE, FRACTIONAL, *DIVIDED)
@@ -58,8 +61,8 @@ class FluidConfig:
     memory_share: float = MEMORY_SHARE
     # Standard deviation of the tokens that a sequence holds, relative to the mean, times two.
     spread: float = 0.7
-    # Microbatches of a lane over several devices, and the share of the time that its devices compute.
-    microbatches: int = 3
+    # Share of the time that devices of a lane wait with a microbatch each; that they compute beside a host.
+    waits: float = 0.1
     efficiency: float = 0.8
     # For captured steps: microbatches of a prompts group (one reads while the other settles), and fewest of
     # a lane over several devices.
@@ -101,6 +104,9 @@ class ModelBytes:
     token: float
     # Attention window of each page table; 0: none.
     windows: tuple[int, ...] = (0,)
+    # Kinds of launches in attention, where attention is apart, and their weights.
+    attention: tuple[bool, ...] = ()
+    attention_weights: int = 0
 
     def held(self, tokens: int) -> int:
         """Positions in pages of an answering sequence of so many tokens, in all tables."""
@@ -133,6 +139,10 @@ class ServiceDraft:
     @property
     def pool_tokens(self) -> int:
         return sum(group.pool_tokens for group in self.groups)
+
+    @property
+    def microbatches(self) -> int:
+        return sum(group.microbatches for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +237,19 @@ class FluidModel:
 
     # Drafts.
 
-    def drafts(self, policy: str, slack: float = 1.0, pool_tokens: float = math.inf) -> list[ServiceDraft]:
-        """The best drafts of a policy within the limits times `slack` and with smaller pools, best first."""
-        found = self._drafts(policy)
+    def depths(self, policy: str) -> list[int]:
+        """Numbers of microbatches of a policy's drafts, that of the best draft first."""
+        drafts = sorted(self._drafts(policy), key=lambda d: -d.tokens_per_s)
+        return list(dict.fromkeys(draft.microbatches for draft in drafts))
+
+    def drafts(
+        self, policy: str, slack: float = 1.0, pool_tokens: float = math.inf, depth: int | None = None
+    ) -> list[ServiceDraft]:
+        """The best drafts of a policy within the limits times `slack` and with smaller pools, best first.
+
+        `depth`: those with so many microbatches.
+        """
+        found = [d for d in self._drafts(policy) if depth in (None, d.microbatches)]
         tpot, ttft = self.load.tpot_ms or math.inf, self.load.ttft_ms or math.inf
         kept = [d for d in found if d.tpot_ms <= slack * tpot and d.ttft_ms <= slack * ttft]
         kept = [d for d in kept if d.pool_tokens < pool_tokens]
@@ -422,23 +442,42 @@ class FluidModel:
         return chunk * self.load.prompt_tokens / (self.load.prompt_tokens + chunk / 2)
 
     def _divided(self, policy: str) -> Iterator[ServiceDraft]:
-        """One mixed group over all devices, its work divided by their speed."""
-        devices, config = self.used, self.config
-        if len(devices) < 2:
+        """One mixed group over all devices, with a few numbers of microbatches."""
+        num, config = len(self.used), self.config
+        if num < 2:
             return
-        memory = sum(self.cluster.devices[d].memory_bytes for d in devices)
-        room = config.memory_share * memory - self.model.weights
         # A host reads its weights again for every microbatch.
-        deep = (max(config.microbatches, len(devices)),)
-        for in_flight, tokens in product((1, 2) if self.has_host else deep, self.step_tokens):
-            group = self._mixed(devices, tokens, in_flight)
-            price = self.price(tokens, group.sequences, group.length)
-            needed = group.pool_tokens * self.model.token + in_flight * price.temporary_bytes
-            if group.sequences > config.most_sequences or needed > room:
+        depths = (1, 2) if self.has_host else (num, num + 1, 2 * num)
+        for in_flight, tokens in product(depths, self.step_tokens):
+            group = self._mixed(self.used, tokens, in_flight)
+            if group.sequences > config.most_sequences:
                 continue
-            step_us = self._lane_us(price, needed, in_flight, policy == FETCH)
-            if step_us is not None:
+            price = self.price(tokens, group.sequences, group.length)
+            times = (self._host_us if self.has_host else self._lane_us)(policy, price, group)
+            if (step_us := min(times, default=None)) is not None:
                 yield self._draft(policy, [group], *self._times(group, tokens, step_us))
+
+    def _lane_us(self, policy: str, price: StepPrice, group: GroupDraft) -> Iterator[float]:
+        """Times of a step by ways to divide it that fit."""
+        model, num = self.model, len(self.used)
+        memory = np.array([self.cluster.devices[d].memory_bytes for d in self.used])
+        rooms = self.config.memory_share * memory - group.microbatches * price.temporary_bytes
+        pages, us = group.pool_tokens * model.token, price.us[:, list(self.used)]
+        busy = 1.0 - self.config.waits * num / group.microbatches
+        if policy != ATTENTION_FFN:
+            yield from _filled_us(np.zeros(num), us.sum(axis=0), rooms / (model.weights + pages), busy)
+        if policy == LAYER_PIPELINE or not any(model.attention):
+            return
+        inside = np.array(model.attention)
+        attention, rest = us[inside].sum(axis=0), us[~inside].sum(axis=0)
+        for at, other in permutations(range(num), 2):
+            here = np.arange(num) == at
+            caps = (rooms - here * (model.attention_weights + pages)) / (
+                model.weights - model.attention_weights
+            )
+            if caps[at] >= 0.0:
+                caps = caps * (np.arange(num) == other) if policy == ATTENTION_FFN else caps
+                yield from _filled_us(here * attention, rest, caps, busy)
 
     # A GPU and its host.
 
@@ -462,26 +501,21 @@ class FluidModel:
         """True if GPUs beside a host cannot hold the weights."""
         return self.has_host and self._outside(0.0) != 0.0
 
-    def _lane_us(
-        self, price: StepPrice, needed: float, in_flight: int, is_fetching: bool = False
-    ) -> float | None:
-        """Time of a step divided by speed. Beside a host, GPUs have the pages and run what they can hold; of
-        the rest the host runs a share, and the GPUs fetch the others while both compute."""
-        if not self.has_host:
-            return _together_us(price, self.used) / self.config.efficiency
-        outside = self._outside(needed)
+    def _host_us(self, policy: str, price: StepPrice, group: GroupDraft) -> Iterator[float]:
+        """Times of a step beside a host: GPUs have the pages and run what they can hold; of the rest the host
+        runs a share, and the GPUs fetch the others while both compute."""
+        in_flight = group.microbatches
+        outside = self._outside(group.pool_tokens * self.model.token + in_flight * price.temporary_bytes)
         if outside is None:
-            return None
+            return
         cards = [d for d in self.used if d not in self.hosts]
         links = [self.cluster.link(self.hosts[0], card) for card in cards]
         link_us = outside * self.model.weights / sum(1.0 / x.fetch_us(1.0) for x in links if x is not None)
-        found = []
-        for fetched in (1.0,) if is_fetching else np.linspace(0.0, 1.0, 9).tolist():
+        for fetched in (1.0,) if policy == FETCH else np.linspace(0.0, 1.0, 9).tolist():
             there = outside * (1.0 - fetched)
             times = (1.0 - there) * _together_us(price, cards), there * _together_us(price, self.hosts)
             busy_us = sum(times) if in_flight == 1 else max(times) / self.config.efficiency
-            found.append(max(busy_us, fetched * link_us))
-        return min(found)
+            yield max(busy_us, fetched * link_us)
 
     # Bound.
 
@@ -527,8 +561,11 @@ class CapturedModel(FluidModel):
         """All devices: memory is counted when a draft is made."""
         return self.alike
 
-    def drafts(self, policy: str, slack: float = 1.0, pool_tokens: float = math.inf) -> list[ServiceDraft]:
-        return sorted(self._drafts(policy), key=lambda d: -d.tokens_per_s)
+    def drafts(
+        self, policy: str, slack: float = 1.0, pool_tokens: float = math.inf, depth: int | None = None
+    ) -> list[ServiceDraft]:
+        found = (d for d in self._drafts(policy) if depth in (None, d.microbatches))
+        return sorted(found, key=lambda d: -d.tokens_per_s)
 
     def _group(self, role: Role, devices: tuple[int, ...], microbatches: int) -> GroupDraft:
         return GroupDraft(role, devices, self.sequences, self.sizes, microbatches, 0, self.length)
@@ -576,6 +613,19 @@ class CapturedModel(FluidModel):
 
 def _together_us(price: StepPrice, devices: Sequence[int]) -> float:
     return 1.0 / sum(1.0 / price.total_us(d) for d in devices)
+
+
+def _filled_us(fixed: Floats, us: Floats, caps: Floats, busy: float) -> Iterator[float]:
+    """Least time in which devices with some work do one more, divided at will, each up to its cap; none: the
+    caps are too small. They work for a share `busy` of the time."""
+    if caps.clip(0.0, 1.0).sum() < 1.0:
+        return
+    low, high = float(fixed.max()), float((fixed + us).max())
+    for _ in range(30):
+        middle = (low + high) / 2
+        shares = np.minimum((middle - fixed) / us, caps).clip(0.0)
+        low, high = (low, middle) if shares.sum() >= 1.0 else (middle, high)
+    yield high / busy
 
 
 def _alike(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:

@@ -9,7 +9,7 @@ coarsest policy within `TIE` of the best; the others are its rivals.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tessera.errors import DeviceMemoryError, PlanInfeasible
 from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Rival, ServicePlan
@@ -165,27 +165,80 @@ def _tried(
     fluid: FluidModel, policy: str, make: MakePlan, rehearse: Rehearse, most: float
 ) -> list[Rehearsed]:
     tried: list[Rehearsed] = []
-    seen: set[ServiceDraft] = set()
-    slack = gain = 1.0
-    pool_tokens = math.inf
-    while len(tried) < fluid.config.num_rehearsed and len(seen) - len(tried) <= MAX_MISFITS:
-        drafts = fluid.drafts(policy, slack, pool_tokens)
-        draft = next((draft for draft in drafts if draft not in seen), None)
+    made = _Made(fluid, policy, make)
+    slack = 1.0
+    while len(tried) < fluid.config.num_rehearsed:
         best = max((r.expected.tokens_per_s for r in tried if r.is_within), default=0.0)
-        if draft is None or (best and gain * draft.tokens_per_s < max(BEHIND * most, (1.0 + TIE) * best)):
+        found = made.best(slack, max(BEHIND * most, (1.0 + TIE) * best) if best else 0.0)
+        if found is None:
             break
-        seen.add(draft)
-        try:
-            plan = make(draft)
-        except (PlanInfeasible, DeviceMemoryError):  # one of its devices holds more than its part
-            pool_tokens = SMALLER * draft.pool_tokens
-            continue
+        draft, plan = found
         expected = _rehearsed(plan, fluid.load, rehearse)
         tried.append(Rehearsed(plan, expected, expected.is_within(fluid.load)))
         slack = _slack(fluid.load, draft, expected, slack)
-        if policy in DIVIDED:  # waits of a lane over several devices are hardly known before
-            gain = expected.tokens_per_s / draft.tokens_per_s
     return tried
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """Drafts of a policy and their plans, so far."""
+
+    fluid: FluidModel
+    policy: str
+    make: MakePlan
+    # None: one of its devices holds more than its part.
+    plans: dict[ServiceDraft, ServicePlan | None] = field(default_factory=dict)
+    given: set[ServiceDraft] = field(default_factory=set)
+
+    def best(self, slack: float, least: float) -> tuple[ServiceDraft, ServicePlan] | None:
+        """The best draft that was not given before and its plan, if it promises at least this rate.
+
+        Lanes over several devices promise what their steps do by simulation, so they are made first, with
+        each number of microbatches; waits are hardly known before.
+        """
+        found: list[tuple[bool, float, ServiceDraft, ServicePlan]] = []
+        limit_ms, waits = slack * (self.fluid.load.tpot_ms or math.inf), self.fluid.config.waits
+        for depth in self.fluid.depths(self.policy):
+            known = max((rate for is_within, rate, *_ in found if is_within), default=least)
+            made = self._fitting(slack, depth, max(least, (1.0 - waits) * known))
+            if made is not None:
+                ratio = _simulated(*made)
+                rate, is_within = made[0].tokens_per_s / ratio, ratio * made[0].tpot_ms <= limit_ms
+                found += [(is_within, rate, *made)] if rate >= least else []
+        if not found:
+            return None
+        *_, draft, plan = max(found, key=lambda row: row[:2])
+        self.given.add(draft)
+        return draft, plan
+
+    def _fitting(self, slack: float, depth: int, least: float) -> tuple[ServiceDraft, ServicePlan] | None:
+        """The best draft with so many microbatches that fits; of lanes over several devices no second one."""
+        pool_tokens, skipped = math.inf, set(() if self.policy in DIVIDED else self.given)
+        while sum(plan is None for plan in self.plans.values()) <= MAX_MISFITS:
+            drafts = self.fluid.drafts(self.policy, slack, pool_tokens, depth)
+            draft = next((draft for draft in drafts if draft not in skipped), None)
+            if draft is None or draft.tokens_per_s < least:
+                return None
+            if draft not in self.plans:
+                try:
+                    self.plans[draft] = self.make(draft)
+                except (PlanInfeasible, DeviceMemoryError):
+                    self.plans[draft] = None
+            plan = self.plans[draft]
+            if plan is not None:
+                return None if draft in self.given else (draft, plan)
+            skipped.add(draft)
+            pool_tokens = SMALLER * draft.pool_tokens
+        return None
+
+
+def _simulated(draft: ServiceDraft, plan: ServicePlan) -> float:
+    """Simulated time of a step over its drafted time, of a lane over several devices."""
+    if len(draft.groups[0].devices) == 1 or not plan.groups:
+        return 1.0
+    lane = plan.groups[0].plan
+    steps_per_s = lane.simulated_per_s * sum(lane.unit.counts)
+    return 1e3 * draft.microbatches / steps_per_s / draft.tpot_ms
 
 
 def _rehearsed(plan: ServicePlan, load: Load, rehearse: Rehearse) -> Expected:

@@ -31,8 +31,8 @@ from tessera.plan.search.planners import PLANNERS, planner_named
 from tessera.plan.search.task import Simulator, Task
 from tessera.plan.spread import Spread
 
-# The planner of one placement kernel by kernel, and of one whose devices alternate; see `spread`.
-SINGLE_PLACEMENT, INTERLEAVED = "single-placement", "attention-ffn"
+# The planner of one placement kernel by kernel, and those that cross devices rarely; see `spread`.
+SINGLE_PLACEMENT, FEW_CROSSINGS = "single-placement", ("layer-pipeline", "attention-ffn")
 # Policies of services whose planner has another name.
 SERVED_PLANNERS = {"kernel-level": SINGLE_PLACEMENT}
 # Least gain of fetched weights; less is within the error of costs.
@@ -134,31 +134,39 @@ def place(
         rates = [rate(lane_plan(unit, costs, cluster, x, microbatches, "")) for x in tried]
         return tried[0 if FETCH_GAIN * rates[0] >= max(rates) else rates.index(max(rates))]
 
-    def found_by(name: str) -> list[ir.Placement]:
-        task = Task(problem, microbatches, is_served=True, policy=name, config=config)
-        mixes = [
-            mix
-            for mix in planner_named(name)(task) or ()
-            if len(mix.columns) == 1 and (memory_share is None or task.num_microbatches(mix) == microbatches)
-        ]
-        return [task.draft(max(mixes, key=task.upper_bound_per_s)).lanes[0].placement] if mixes else []
+    fewest = 1 if memory_share is None else microbatches
+    task = Task(problem, microbatches, is_served=True, policy=planner, config=config, fewest=fewest)
 
-    found = found_by(planner)
+    def found_by(names: Sequence[str]) -> list[ir.Placement]:
+        listed = [[m for m in planner_named(x)(task) or () if len(m.columns) == 1] for x in names]
+        best = [max(mixes, key=task.upper_bound_per_s) for mixes in listed if mixes]
+        return [task.draft(mix).lanes[0].placement for mix in best]
+
+    is_judged = planner == SINGLE_PLACEMENT and rate is not None
+    found = (is_judged and found_by(FEW_CROSSINGS)) or found_by([planner])
     if not found:
         raise PlanInfeasible(f"the policy '{policy}' does not apply to this work or does not fit")
     if planner != SINGLE_PLACEMENT or rate is None:
         return found[0]
 
-    alone = [
-        lane_plan(ir.WorkUnit((graph,), (1,)), (cost,), cluster, ir.Placement((place,)), microbatches, "")
-        for graph, cost, place in zip(unit.graphs, costs, found[0].devices, strict=True)
-    ]
+    alone = steps_alone(lane_plan(unit, costs, cluster, found[0], microbatches, ""))
 
     def step_rate(step: int, devices: tuple[int, ...]) -> float:
         plan = alone[step]
         return rate(replace(plan, lanes=(replace(plan.lanes[0], placement=ir.Placement((devices,))),)))
 
-    return Spread(unit, costs, step_rate).best_of([*found, *found_by(INTERLEAVED)])
+    def fits(placement: ir.Placement) -> bool:
+        return task.pool.fits((problem.column(problem.labels(placement)),), fewest)
+
+    return Spread(unit, costs, step_rate, fits).best_of(found)
+
+
+def steps_alone(plan: ir.Plan) -> list[ir.Plan]:
+    """Each step of a lane by itself."""
+    lane = plan.lanes[0]
+    each = zip(plan.graphs, plan.costs, lane.placement.devices, strict=True)
+    lanes = [(graph, cost, (replace(lane, placement=ir.Placement((x,))),)) for graph, cost, x in each]
+    return [replace(plan, unit=ir.WorkUnit((g,), (1,)), costs=(c,), lanes=x) for g, c, x in lanes]
 
 
 def lane_plan(

@@ -17,6 +17,7 @@ from tessera.ir import BufferKind, Costs, Graph, Placement, WorkUnit
 Place = tuple[int, ...]
 # Rate of one step of the work at a placement, per second.
 StepRate = Callable[[int, Place], float]
+Fits = Callable[[Placement], bool]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Spread:
     unit: WorkUnit
     costs: tuple[Costs, ...]
     rate: StepRate
+    fits: Fits = lambda placement: True
 
     def best_of(self, placements: Iterable[Placement]) -> Placement:
         """The placement, or its variant by moved segments, with the least time for the work."""
@@ -31,19 +33,24 @@ class Spread:
         def seconds(steps: list[tuple[float, Place]]) -> float:
             return sum(num / rate for num, (rate, _) in zip(self.unit.counts, steps, strict=True))
 
-        found = [[self._best(step, place) for step, place in enumerate(p.devices)] for p in placements]
-        best = min(found, key=seconds)
-        return Placement(tuple(place for _, place in best))
+        found = []
+        for start in placements:
+            best = [self._best(step, start) for step in range(len(start.devices))]
+            if not self.fits(Placement(tuple(place for _, place in best))):  # weights that are held twice
+                best = [(self.rate(step, place), place) for step, place in enumerate(start.devices)]
+            found.append(best)
+        return Placement(tuple(place for _, place in min(found, key=seconds)))
 
-    def _best(self, step: int, place: Place) -> tuple[float, Place]:
-        busy_us = self.costs[step].busy_us
+    def _best(self, step: int, start: Placement) -> tuple[float, Place]:
+        busy_us, place = self.costs[step].busy_us, start.devices[step]
         variants = [place, *variants_of(self.unit.graphs[step], place, busy_us(place))]
         bounds = [(1e6 / max(busy_us(variant)), variant) for variant in variants]
         best = 0.0, place
         for bound, variant in sorted(bounds, reverse=True):
             if bound <= best[0]:
                 break
-            best = max(best, (self.rate(step, variant), variant))
+            if self.fits(Placement((*start.devices[:step], variant, *start.devices[step + 1 :]))):
+                best = max(best, (self.rate(step, variant), variant))
         return best
 
 

@@ -201,3 +201,18 @@ def test_step_kinds_are_those_of_the_trace() -> None:
     """The made-up decoder has the phases that the policies look for."""
     assert ["prefill", "decode"] == [g.trace.step.kind for g in layered(2).graphs]
     assert isinstance(layered(2), ir.WorkUnit)
+
+
+def test_a_faster_placement_with_fewer_requests_in_flight_does_not_hide_one_that_holds_all() -> None:
+    """Where all must be held, the best cuts are among those that hold them."""
+    case = layered_case(8)
+    free = build(*case)
+    column = mixes_of(Task(free, 4), "layer-pipeline")[0].columns[0]
+    weights, each = free.footprint((column,))
+    # The balanced cut holds three; a cut nearer the roomy card holds four.
+    memory = [int((weights + 3.5 * each)[0]), 1 << 40]
+    problem = build(*layered_case(8, memory=memory))
+    some, every = (mixes_of(Task(problem, 4, fewest=n), "layer-pipeline") for n in (1, 4))
+
+    assert all(sum(mix.microbatches) == 3 for mix in some)
+    assert all(not mix.microbatches for mix in every)

@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from factories import make_chain, make_plan
 from tessera.errors import PlanInfeasible
-from tessera.ir import Cluster, Expected, Load, Role, ServicePlan
-from tessera.plan.fluid import FluidModel, ModelBytes, ServiceDraft, StepPrice
+from tessera.ir import Cluster, Expected, Group, Load, Role, ServicePlan
+from tessera.plan.fluid import DIVIDED, FluidModel, ModelBytes, ServiceDraft, StepPrice
 from tessera.plan.service import Rehearse, plan_service
 from tessera.profile import make_cluster, parse_devices
 
@@ -136,3 +137,57 @@ def test_drafts_may_be_limited_to_some_devices() -> None:
 def test_what_cannot_be_kept_is_said_in_a_line(load: Load, token_bytes: int, message: str) -> None:
     with pytest.raises(PlanInfeasible, match=message):
         plan_service([fluid("emu:h20,emu:l40s", load, token_bytes)], no_plan, rehearsed())
+
+
+def divided(devices: str, token_bytes: int = 131_072) -> FluidModel:
+    """With attention apart, which has an eighth of the weights."""
+    found = fluid(devices, Load(1024, 256), token_bytes)
+    return replace(found, model=replace(found.model, attention=(False, True), attention_weights=WEIGHTS >> 3))
+
+
+def test_more_sequences_leave_a_lane_over_devices_less_choice() -> None:
+    """Pages that fill both cards divide layers by memory, not by speed."""
+    found = divided("emu:h20,emu:l40s", token_bytes=1 << 19)
+    for policy in ("layer-pipeline", "kernel-level"):
+        drafts = sorted(found._drafts(policy), key=lambda draft: draft.pool_tokens)
+        best, largest = found.drafts(policy)[0], drafts[-1]
+
+        assert best.tokens_per_s > 1.1 * largest.tokens_per_s
+        assert best.pool_tokens < largest.pool_tokens
+
+
+def test_attention_is_drafted_where_its_pages_fit() -> None:
+    """The card that reads fast has attention; pages that fill it leave no draft on the smaller card."""
+    found = divided("emu:h20,emu:l40s")
+    rates = {policy: found.drafts(policy)[0].tokens_per_s for policy in DIVIDED}
+    (group,) = found.drafts("attention-ffn")[0].groups
+    held = group.pool_tokens * 131_072 + (WEIGHTS >> 3)
+
+    assert rates["kernel-level"] >= max(rates.values())
+    assert held <= 0.9 * found.cluster.devices[0].memory_bytes
+    assert not fluid("emu:h20,emu:l40s", Load(1024, 256)).drafts("attention-ffn")
+
+
+def test_microbatches_of_a_lane_are_chosen_by_simulated_steps() -> None:
+    """Two wait for one another twice as long as drafted; each number is made once, the best is rehearsed."""
+    found = divided("emu:h20,emu:l40s")
+    chain, made = make_chain(2), list[int]()
+    step = replace(chain, step=replace(chain.step, kind="tokens"))
+    played: list[int] = []
+
+    def make(draft: ServiceDraft) -> ServicePlan:
+        made.append(draft.microbatches)
+        steps_per_s = 1e3 * draft.microbatches / draft.tpot_ms * (0.5 if draft.microbatches == 2 else 1.0)
+        lane = replace(make_plan([step], [[(0, 1)]]), simulated_per_s=steps_per_s)
+        group = Group(Role.MIXED, lane, draft.groups[0].sequences, draft.microbatches)
+        return replace(no_plan(draft), groups=(group,))
+
+    def rehearse(plan: ServicePlan, load: Load, clients: int | None) -> Expected:
+        played.append(plan.groups[0].microbatches)
+        return rehearsed()(plan, load, clients)
+
+    plan = plan_service([found], make, rehearse, policies=("layer-pipeline",))
+
+    assert {2, 3, 4} == set(made)
+    assert len(made) == 3
+    assert [plan.groups[0].microbatches] == played != [2]

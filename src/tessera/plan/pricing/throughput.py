@@ -59,8 +59,12 @@ class Rates:
 class Pool:
     """Distinct placements; each fits memory with one request in flight."""
 
-    def __init__(self, problem: Problem, microbatches: int, config: SearchConfig = FULL) -> None:
+    def __init__(
+        self, problem: Problem, microbatches: int, config: SearchConfig = FULL, fewest: int = 1
+    ) -> None:
         self.problem, self.microbatches, self.config = problem, microbatches, config
+        # Requests in flight, at least, of a mix.
+        self.fewest = fewest
         self.columns: list[Column] = []
         self.pricer = Pricer(problem, config)
         # Whether coarse policies and memory have proposed columns.
@@ -112,11 +116,11 @@ class Pool:
         return self.fits((column,), 1)
 
     def held_by(self, columns: Sequence[Column], shares: Sequence[float] = (1.0,)) -> Mix | None:
-        """A mix with as many requests in flight as memory allows; None if less than one per column."""
+        """A mix with as many requests in flight as memory allows; None below `fewest` or one a column."""
         mix = Mix(tuple(columns), tuple(shares))
         if self.fits(mix.columns, microbatch_counts(mix, self.microbatches)):
             return mix
-        for microbatches in range(self.microbatches - 1, len(mix.columns) - 1, -1):
+        for microbatches in range(self.microbatches - 1, max(self.fewest, len(mix.columns)) - 1, -1):
             counts = microbatch_counts(mix, microbatches)
             if self.problem.fits(mix.columns, counts):
                 return replace(mix, microbatches=counts)

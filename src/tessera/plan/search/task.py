@@ -37,6 +37,8 @@ class Task:
     objective: ir.Objective = ir.Objective.THROUGHPUT
     policy: str = ir.Objective.THROUGHPUT.value
     config: SearchConfig = FULL
+    # Requests in flight, at least.
+    fewest: int = 1
     _spans: dict[bytes, float] = field(default_factory=dict)
 
     @property
@@ -46,7 +48,7 @@ class Task:
 
     @cached_property
     def pool(self) -> throughput.Pool:
-        return throughput.Pool(self.problem, self.microbatches, self.config)
+        return throughput.Pool(self.problem, self.microbatches, self.config, self.fewest)
 
     @cached_property
     def coarse(self) -> dict[str, tuple[Mix, ...] | None]:
