@@ -151,7 +151,7 @@ def test_a_policy_past_its_capacity_is_left_soon() -> None:
     far = make_plan([chain], [[(*launches[:6], 1)]], cluster=cluster, microbatches=4)
     plans = [("near", replace(near, objective=Objective.LATENCY)), ("far", far)]
     load = 1.104 * ROWS / (7 * LAUNCH_US * 1e-6) / TOKENS
-    wanted = setting(f"poisson:{load}", 4000)
+    wanted = setting(f"poisson:{load}", examples(4000, 2000))
     adaptive, capabilities = adapt(plans, wanted)
     switches = [d.at_s for d in adaptive.decisions if d.kind is DecisionKind.SWITCH]
 
