@@ -4,7 +4,8 @@ Drafts of every policy (`fluid`) are made into service plans and rehearsed by th
 a virtual clock. Rehearsed times per token exceed drafted ones; where a limit is missed, the policy is drafted
 again for a limit that is lower by as much. Every policy gets its own best configuration within the same
 memory and limits. Data-parallel is the plan unless another policy is better by more than `ERROR`, else the
-coarsest policy within `TIE` of the best; the others are its rivals.
+coarsest policy within `TIE` of the best; one within `ERROR` of the best with much less time per token comes
+before it. The others are its rivals.
 """
 
 import math
@@ -20,6 +21,8 @@ from tessera.plan.search.objectives import IDLE_SHARE
 
 # Rates this close are equal; a gain over data-parallel this small is within the error of modelled costs.
 TIE, ERROR = 0.005, 0.03
+# Times per token that are much less, where rates are equal.
+QUICKER = 2.0
 # Share of the best rate below which drafts are not tried twice.
 BEHIND = 0.9
 # Drafts that do not fit, at most, and the share of its pages that the next one may have.
@@ -96,10 +99,19 @@ def plan_service(
         chosen = within[DATA_PARALLEL]
     else:
         chosen = next(within[name] for name, figure in figures.items() if figure >= (1.0 - TIE) * most)
+    chosen = _quicker(chosen, [within[name] for name in figures if figures[name] * (1.0 + ERROR) >= most])
     rivals = tuple(found.rival for found in within.values())
     rivals += tuple(found.rival for found in fetching)
     bound = fluids[0].bound_per_s if is_strict else None
     return replace(chosen.plan, expected=chosen.expected, rivals=rivals, bound_per_s=bound)
+
+
+def _quicker(chosen: Rehearsed, near: Sequence[Rehearsed]) -> Rehearsed:
+    """Of equal rates, the least time per token if that is much less, with no later first token."""
+    known = chosen.expected
+    soon = [r for r in near if r.expected.ttft_ms <= known.ttft_ms]
+    quickest = min(soon, key=lambda r: r.expected.tpot_ms, default=chosen)
+    return quickest if QUICKER * quickest.expected.tpot_ms <= known.tpot_ms else chosen
 
 
 def compared(plan: ServicePlan, objective: Objective = Objective.THROUGHPUT) -> Comparison:

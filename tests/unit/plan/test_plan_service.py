@@ -191,3 +191,22 @@ def test_microbatches_of_a_lane_are_chosen_by_simulated_steps() -> None:
     assert {2, 3, 4} == set(made)
     assert len(made) == 3
     assert [plan.groups[0].microbatches] == played != [2]
+
+
+@pytest.mark.parametrize(
+    ("tpot_ms", "ttft_ms", "policy"),
+    [(40.0, 900.0, "prefill-decode"), (60.0, 900.0, "data-parallel"), (40.0, 1100.0, "data-parallel")],
+)
+def test_of_equal_rates_a_much_shorter_time_per_token_decides(
+    tpot_ms: float, ttft_ms: float, policy: str
+) -> None:
+    """Half the time per token, and no later first token."""
+
+    def rehearse(plan: ServicePlan, load: Load, clients: int | None) -> Expected:
+        is_split = plan.policy == "prefill-decode"
+        times = (tpot_ms, 0.0, ttft_ms, 0.0) if is_split else (100.0, 0.0, 1000.0, 0.0)
+        return Expected(980.0 if is_split else 1000.0, *times, (1.0, 1.0), (), 1)
+
+    names = ("data-parallel", "prefill-decode")
+    found = plan_service([fluid("emu:h20,emu:l40s", Load(1024, 256))], no_plan, rehearse, policies=names)
+    assert policy == found.policy
