@@ -107,7 +107,7 @@ def plan_service(
 
 
 def _quicker(chosen: Rehearsed, near: Sequence[Rehearsed]) -> Rehearsed:
-    """Of equal rates, the least time per token if that is much less, with no later first token."""
+    """The least time per token among equal rates if that is much less, with no later first token."""
     known = chosen.expected
     soon = [r for r in near if r.expected.ttft_ms <= known.ttft_ms]
     quickest = min(soon, key=lambda r: r.expected.tpot_ms, default=chosen)
