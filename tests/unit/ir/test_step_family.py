@@ -65,7 +65,6 @@ def test_a_planned_batch_that_is_recorded_otherwise_is_planned_again_as_it_is_re
     [
         "tiny-llama",
         pytest.param("tiny-gpt-oss", marks=pytest.mark.slow),
-        pytest.param("tiny-deepseek-v3", marks=pytest.mark.slow),
     ],
 )
 def test_a_served_step_is_known_at_every_size(model: str) -> None:
