@@ -291,7 +291,7 @@ def _refusal(fluid: FluidModel, missed: Sequence[Rehearsed], policies: Sequence[
         tpot_ms, ttft_ms = fastest.tpot_ms, fastest.ttft_ms
     else:
         drafts = [draft for policy in policies if (draft := fluid.fastest(policy)) is not None]
-        if not drafts:
+        if not drafts or (fluid.load.tpot_ms, fluid.load.ttft_ms) == (None, None):
             need = (fluid.model.weights + fluid.model.token * 2 * fluid.length) / 1e9
             return PlanInfeasible(
                 f"the model and one request need {need:.1f} GB, more than these devices have",
