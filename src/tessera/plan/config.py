@@ -57,8 +57,9 @@ class SearchConfig:
     look_launches: int = 24_000
     # Shares of the work of one microbatch.
     shares: tuple[float, ...] = (0.125, 0.25, 0.375, 0.5)
-    # Moves per team and estimate.
+    # Moves per team and estimate, and single placements to start from.
     num_moves: int = 3
+    num_single: int = 3
     # Mixes simulated in full: small units, large units, and launches that make a unit large.
     num_finalists: tuple[int, int] = (6, 2)
     large_launches: int = 4_500

@@ -82,6 +82,15 @@ def test_no_more_is_simulated_than_the_budget_allows() -> None:
     assert len(seen) <= FULL.max_looks + FULL.max_segments
 
 
+def test_a_single_placement_is_among_the_starts() -> None:
+    """The one with the least busy time of all that the linear program made is simulated alone."""
+    _, seen = climbed()
+    made = [column for mix in seen for column in mix.columns]
+    least = min(float(column.busy_us.max()) for column in made)
+
+    assert any(len(m.columns) == 1 and float(m.columns[0].busy_us.max()) <= least for m in seen)
+
+
 def test_teams_have_no_more_microbatches_than_microbatches() -> None:
     """Microbatches are at most."""
     _, seen = climbed()

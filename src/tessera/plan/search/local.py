@@ -1,9 +1,9 @@
 """Local search: the placement of every microbatch, from the linear program's optima.
 
 A team assigns microbatches to placements of any batch. Starts are optima of the linear program at several
-depths. Moves from the best team: another placement for one microbatch; one microbatch more or less; last,
-segments: consecutive launches of one microbatch move to a neighbour's device, so that microbatches do not all
-wait for the same long launches.
+depths, and single placements. Moves from the best team: another placement for one microbatch; one microbatch
+more or less; last, segments: consecutive launches of one microbatch move to a neighbour's device, so that
+microbatches do not all wait for the same long launches.
 
 Two estimates order the moves (equal slow-down until the bottleneck keeps up; balanced shares), and a quick
 simulation rates them. Microbatches that stay on one device fill idle time, which neither estimate sees: those
@@ -100,6 +100,7 @@ class Search:
 
     def climb(self) -> None:
         """Moves from the best unexpanded team, within the budget."""
+        self._look_at_singles()
         moved: set[TeamKey] = set()
         while self._left > 0:
             teams = ((figure, self._team(mix)) for figure, mix in self.found)
@@ -144,6 +145,14 @@ class Search:
             self._seen.add(key)
             return 0.0
         return self.look(self._mix(team))
+
+    def _look_at_singles(self) -> None:
+        columns = self.task.pool.columns
+        for key in (lambda c: float(c.busy_us.max()), lambda c: c.path_us):
+            for column in sorted(columns, key=key)[: self.task.config.num_single]:
+                held = self.task.pool.held_by((column,))
+                if held is not None and self._left > 0:
+                    self.look(held)
 
     def _team(self, mix: Mix) -> Counter[Column]:
         """The lanes with most requests, at most one per microbatch."""
