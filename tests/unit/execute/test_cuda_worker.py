@@ -398,6 +398,7 @@ def test_a_released_graph_reads_zeros_in_place_of_what_has_not_arrived(
             transport.reset(0, 0)
 
 
+@pytest.mark.rerun("a lost worker is a thread here, which may go on and send")
 def test_what_a_peer_sent_before_it_died_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that could not be launched here, after its peer had sent for it: those flags are cleared."""
     refused: list[int] = []
