@@ -7,8 +7,8 @@
     model = torch.compile(model, backend="tessera", options={...})      # see tessera.compile
     scale = tessera.CudaKernel(source, "scale")                         # a CUDA kernel of one's own
 
-`tessera.capture`, `tessera.plan` and `tessera.serve` are packages that can be called. Everything is loaded,
-and torch with it, on first use.
+`tessera.capture`, `tessera.plan` and `tessera.serve` are packages that can be called. Torch is loaded on
+first use.
 """
 
 import importlib
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> its module; a name that is also a package makes the package callable.
+# A name that is also a package makes the package callable.
 PUBLIC = {
     "CudaKernel": "tessera.capture.cuda_kernel",
     "Load": "tessera.ir",
@@ -43,7 +43,7 @@ PACKAGES = ("capture", "plan", "serve")
 
 
 class CallablePackage(types.ModuleType):
-    """A package callable as the public function of its name: `tessera.capture(fn, *args)`."""
+    """`tessera.capture(fn, *args)`."""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         name = self.__name__.rpartition(".")[2]

@@ -11,8 +11,8 @@
     with serve("tiny-llama", devices="emu:a100,emu:l40s") as server:
         print(server.url)
 
-The functions do what the commands of the same names do and return the same records, which notebooks show as
-tables. Options of services are those of `tessera serve`, with `_` for `-`.
+Functions return the records of the commands of the same names; notebooks show them as tables. Options of
+services are those of `tessera serve`, with `_` for `-`.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "Completion", "ModelPlan", "SamplingParams", "Server", "plan", "serve"]
 
 DEFAULT_LOAD = Load(prompt_tokens=1024, output_tokens=256)
-# Requests of a batch in the engine at once; the rest wait here.
+# Requests in the engine at once; the rest wait here.
 MAX_AT_ONCE = 512
 
 Self = TypeVar("Self", bound="_Closing")
@@ -78,13 +78,13 @@ def plan(
 
     Args:
         model: Built-in name, folder with a `config.json`, or name in the local Hugging Face cache.
-        devices: Devices by name, as "emu:h20,emu:l40s" or "cuda:0,cuda:1".
+        devices: "emu:h20,emu:l40s" or "cuda:0,cuda:1".
         load: `Load`, or tokens of prompt and answer.
-        link: Links between devices, as "pcie5" or "emu:h20-emu:l40s=nvlink".
+        link: "pcie5" or "emu:h20-emu:l40s=nvlink".
         objective: "throughput", "cost" (tokens per dollar) or "energy" (tokens per joule).
         effort: "full", or "quick" for a rougher plan sooner.
         random_weights: Do not look for weights.
-        launches: "compiled" or "eager"; by default compiled where outlines are kept.
+        launches: "compiled" or "eager"; default: compiled where outlines are kept.
     """
     from tessera.profile import parse_devices, wire
 
@@ -187,12 +187,11 @@ class Completion(msgspec.Struct, frozen=True):
     finish_reason: str
     prompt_tokens: int
     output_tokens: int
-    # OpenAI's document.
     document: dict[str, Any]
 
 
 class _Closing:
-    """Holds resources until `close`, the end of a `with` or the end of the program."""
+    """Holds resources until `close`, the end of a `with` or of the program."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._close = weakref.finalize(self, stack.close)
@@ -211,24 +210,21 @@ class _Closing:
 
 
 class LLM(_Closing):
-    """A model with its workers in this process, for batches of prompts.
-
-    Prompts are answered as a service answers them: same plans, same batching, same defaults.
-    """
+    """A model with its workers in this process, for batches of prompts. They are answered as by a service."""
 
     def __init__(self, model: str, devices: str | None = None, **options: Any) -> None:
         """Plan, start one worker per device and load the weights.
 
         Args:
             model: Built-in name, folder with a checkpoint, or name in the local Hugging Face cache.
-            devices: Devices by name; default: this machine's GPUs, or its CPU.
+            devices: Default: this machine's GPUs, or its CPU.
             options: Further options of `tessera serve`, such as `max_model_len=4096`.
         """
         config = serve_config(devices=devices, **options)
         with ExitStack() as stack:
             service, _ = stack.enter_context(running(model, config))
             self._app, self._at_once = service.app, min(MAX_AT_ONCE, config.max_waiting)
-            # Its own thread: the caller may be in an event loop, as in a notebook.
+            # The caller may be in an event loop, as in a notebook.
             self._thread = stack.enter_context(ThreadPoolExecutor(1, "tessera-llm"))
             super().__init__(stack.pop_all())
 
@@ -238,7 +234,7 @@ class LLM(_Closing):
         params: SamplingParams | None = None,
         **sampling: Any,
     ) -> list[Completion]:
-        """Continue prompts, texts or lists of tokens, all at once.
+        """Continue prompts, all at once.
 
         Args:
             prompts: One text, or a list of texts or of lists of tokens.
@@ -288,7 +284,7 @@ def _completion(prompt: Any, document: dict[str, Any]) -> Completion:
 async def _posted(
     app: "FastAPI", path: str, bodies: Sequence[dict[str, Any]], at_once: int
 ) -> list[dict[str, Any]]:
-    """Answers of the application, in order; the first refusal is raised."""
+    """In order; the first refusal is raised."""
     turns = asyncio.Semaphore(at_once)
 
     async def one(body: dict[str, Any]) -> dict[str, Any]:
@@ -299,7 +295,7 @@ async def _posted(
 
 
 async def _post(app: "FastAPI", path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """One request by ASGI, without a socket."""
+    """By ASGI, without a socket."""
     events = [{"type": "http.request", "body": msgspec.json.encode(body)}]
     status, answer = 0, bytearray()
 
@@ -343,8 +339,8 @@ def serve(model: str, devices: str | None = None, *, port: int = 8000, **options
 
     Args:
         model: Built-in name, folder with a checkpoint, or name in the local Hugging Face cache.
-        devices: Devices by name; default: this machine's GPUs, or its CPU.
-        port: Port to listen on; 0: a free one, see `Server.url`.
+        devices: Default: this machine's GPUs, or its CPU.
+        port: 0: a free one, see `Server.url`.
         options: Further options of `tessera serve`, such as `api_key=["..."]`.
     """
     return Server(model, serve_config(devices=devices, port=port, **options))
@@ -355,7 +351,7 @@ def serve_config(**options: Any) -> ServeConfig:
 
 
 def _made(record: type[Made], what: str, given: Mapping[str, Any]) -> Made:
-    """A record of options; names that it does not have are refused."""
+    """Refuses names that the record does not have."""
     names = [field.name for field in fields(record)]
     for name in given:
         if name not in names:

@@ -15,10 +15,8 @@ Options (defaults in parentheses):
 
 Results equal those of the model on one CPU thread bit for bit. Changes in place (caches, buffers) reach the
 caller. Weights move to shared memory, so workers see in-place changes. A graph with dynamic shapes is
-captured once per set of shapes. The `MAX_ENGINES` last used graphs keep their workers, which end with the
-model, with `torch._dynamo.reset()`, or with the program.
-
-A graph runs eagerly, with one warning that says why, if it cannot be captured or if gradients are needed.
+captured once per set of shapes. A graph that cannot be captured or needs gradients runs eagerly, with one
+warning that says why. Workers end with the model, with `torch._dynamo.reset()`, or with the program.
 """
 
 import threading
@@ -49,12 +47,12 @@ from tessera.ir import BufferKind, Cluster, Objective, Origin, Plan, Trace
 from tessera.plan import PLANNERS, search_config
 from tessera.profile import make_cluster, parse_devices
 
-# Graphs that keep their workers; the least recently used one stops its workers and restarts them on use.
+# Graphs that keep their workers; the least recently used one restarts them on use.
 MAX_ENGINES = 8
 # Consecutive failures of a worker before its device is given up.
 MAX_FAILURES = 3
 Tensors = Mapping[str, torch.Tensor]
-# Operators that every worker has; others are registered by code that it does not import.
+# Workers do not import the code that registers others.
 TORCH_OPERATORS = ("aten.", "prims.")
 # Calls that draw random numbers take turns: each continues the generator.
 _TURN = threading.Lock()
@@ -72,7 +70,6 @@ class Options:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Options":
-        """Checks options; errors name the choices."""
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
@@ -112,17 +109,16 @@ class Call:
         return self.given_inputs
 
 
-# A call that waits for its turn or has ended.
 Waiting = tuple[Call, Future[RunResult]]
 
 
 class Workers:
     """A stepper that starts on first use and ends with this object.
 
-    Calls that arrive from several threads while others run are run together, `microbatches` in flight.
+    Calls that arrive from several threads while others run are run together.
     """
 
-    # Started ones, least recently used first.
+    # Least recently used first.
     live: ClassVar["OrderedDict[int, weakref.ref[Workers]]"] = OrderedDict()
     live_lock = threading.RLock()
 
@@ -196,7 +192,7 @@ def _stop(stepper: WorkerStepper, key: int, live: "OrderedDict[int, weakref.ref[
 
 
 def close_all() -> None:
-    """Stops the workers of all graphs; a later call starts new ones."""
+    """A later call starts new workers."""
     for known in list(Workers.live.values()):
         workers = known()
         if workers is not None:
@@ -233,7 +229,7 @@ class Compiled:
             self._warn("gradients are wanted of it. Call it under torch.no_grad() or torch.inference_mode()")
 
     def __call__(self, *args: Any) -> Any:
-        # Read here and not in `backend`, whose errors Dynamo would wrap.
+        # Dynamo would wrap errors of `backend`.
         options = Options.read(self._given_options)
         cluster = options.cluster()
         if not self._is_eager:
@@ -259,7 +255,7 @@ class Compiled:
     def _bind(
         self, args: Sequence[Any], inputs: Mapping[str, Any], options: Options, cluster: Cluster
     ) -> "tuple[Session, Given] | None":
-        """The session that fits the arguments, created if needed; None if the graph must run eagerly."""
+        """None if the graph must run eagerly."""
         for session in self._sessions:
             given = session.bind(inputs)
             if given is not None:
@@ -278,7 +274,7 @@ class Compiled:
         return session, function.bind((), dict(inputs))
 
     def _capture(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[FunctionCall, Trace | None]:
-        """The graph as a step and its trace; no trace if it launches nothing."""
+        """No trace if the graph launches nothing."""
         foreign = {a.device.type for a in args if isinstance(a, torch.Tensor)} - {"cpu"}
         if foreign:
             message = (
@@ -322,8 +318,6 @@ def make_plan(trace: Trace, cluster: Cluster, options: Options) -> Plan:
 
 
 class Session:
-    """A step with its plan, bound to one set of weights."""
-
     def __init__(self, function: FunctionCall, plan: Plan) -> None:
         self.function = function
         weights = function.weights()
@@ -332,7 +326,7 @@ class Session:
         self.workers = Workers(plan, weights)
 
     def bind(self, inputs: Mapping[str, Any]) -> Given | None:
-        """The tensors of a call if this session fits: same structure, same weights."""
+        """None unless structure and weights are this session's."""
         held = {name: storage_key(tensor) for name, tensor in self.function.weights().items()}
         if held != self._storages:
             return None
@@ -342,7 +336,6 @@ class Session:
             return None
 
     def check(self, given: Given, result: RunResult) -> None:
-        """Raises unless the step, run here on one thread, gives the workers' results."""
         state = {name: tensor.clone() for name, tensor in given.state.items()}
         with flow.one_thread(), torch.no_grad(), rng.entered(state), own_launches():
             outputs = self.function.call(given.inputs, rng.without_generators(state))
@@ -375,7 +368,7 @@ def _wants_grad(value: Any) -> bool:
 
 
 def _returns_grads(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> bool:
-    """True if a result of the graph needs gradients; Dynamo recompiles when that changes."""
+    """Dynamo recompiles when the answer changes."""
     output = next(node for node in graph.graph.nodes if node.op == "output")
     made = [node for node in output.all_input_nodes if node.op != "placeholder"]
     if all("example_value" in node.meta for node in made):

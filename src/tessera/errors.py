@@ -1,14 +1,13 @@
 """User errors: one message with its place and remedy.
 
-Fields pass through `super().__init__`, so errors survive pickling between processes. Any other exception that
-reaches the command line is a bug and keeps its traceback.
+Fields pass through `super().__init__`, so errors survive pickling. Any other exception that reaches the
+command line is a bug and keeps its traceback.
 """
 
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-# PyPI name; the import name is `tessera`.
 DISTRIBUTION = "tessera-gpu"
 
 
@@ -25,7 +24,7 @@ class TesseraError(Exception):
 
 
 class UnknownName(TesseraError):
-    """Unknown name; the message lists the valid ones."""
+    """The message lists the valid names."""
 
     def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
         self.what, self.name, self.known = what, name, tuple(sorted(known))
@@ -53,7 +52,6 @@ class MissingExtra(TesseraError):
 
 
 def extra_module(name: str, extra: str, package: str = "") -> Any:
-    """Imports a module of an extra, or raises MissingExtra."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -69,19 +67,19 @@ class MismatchError(TesseraError):
 
 
 class RuleBroken(TesseraError):
-    """A record that breaks a rule of its verifier."""
+    """A record breaks a rule of its verifier."""
 
 
 class CaptureError(TesseraError):
-    """A workload that cannot be recorded."""
+    """A workload cannot be recorded."""
 
 
 class CannotTime(TesseraError):
-    """A launch that cannot be timed on a device; the next source prices it."""
+    """A launch cannot be timed on a device; the next source prices it."""
 
 
 class DeviceGone(TesseraError):
-    """A device that stopped while being measured; earlier measurements are kept."""
+    """A device stopped while being measured; earlier measurements are kept."""
 
 
 class ArrivalsError(TesseraError):
@@ -89,7 +87,7 @@ class ArrivalsError(TesseraError):
 
 
 class LoadError(TesseraError):
-    """A failed request to a server; `kind` is a short name for counting."""
+    """A failed request to a server; `kind` is for counting."""
 
     def __init__(self, kind: str, message: str, remedy: str = "", place: str = "") -> None:
         TesseraError.__init__(self, message, remedy, place)
@@ -108,7 +106,7 @@ class DeviceMemoryError(TesseraError):
 
 
 class AskError(TesseraError):
-    """An invalid request: too long, empty, a wrong token; `place` is its field."""
+    """An invalid request; `place` is its field."""
 
 
 class ServiceBusy(TesseraError):
@@ -116,7 +114,7 @@ class ServiceBusy(TesseraError):
 
 
 class ServiceClosing(TesseraError):
-    """The service is draining and accepts no requests."""
+    """The service is draining."""
 
 
 class WorkerError(TesseraError):

@@ -26,17 +26,16 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, torch.Tensor]
 
 # Batches at which a step is recorded; others are interpolated from two neighbours. Sizes far apart may
-# compile to other launches: where the first two differ, the next are taken, which are near one another.
+# compile to other launches: where the first two differ, the next two are taken.
 ANCHORS = (16, 48, 64)
 # Limit for building a model on the CPU to get its inputs.
 MAX_BUILT_BYTES = 4 << 30
 
 
 def make_unit(traces: Sequence[ir.Trace], counts: Sequence[int] | None = None) -> ir.WorkUnit:
-    """Joins the traces of one request; missing counts are from `default_counts`."""
     check_steps(traces)
     if counts:
-        check_counts(counts, len(traces))  # before building anything that grows with them
+        check_counts(counts, len(traces))
     graphs = tuple(build_graph(trace) for trace in traces)
     unit = ir.WorkUnit(graphs, tuple(counts) if counts else default_counts(graphs))
     check_counts(unit.counts, len(graphs))
@@ -46,7 +45,7 @@ def make_unit(traces: Sequence[ir.Trace], counts: Sequence[int] | None = None) -
 
 
 def default_counts(graphs: Sequence[ir.Graph]) -> tuple[int, ...]:
-    """One run per step; a decode runs once per token that its prefill reserved."""
+    """A decode runs once per token that its prefill reserved."""
     reserve = max((g.trace.step.reserve for g in graphs if g.trace.step.kind == "prefill"), default=0)
     return tuple(max(1, reserve) if g.trace.step.kind == "decode" else 1 for g in graphs)
 
@@ -71,7 +70,6 @@ def price(unit: ir.WorkUnit, cluster: ir.Cluster) -> tuple[ir.Costs, ...]:
 
 
 def check_modelled(cluster: ir.Cluster) -> None:
-    """Refuses devices without a cost model."""
     for device in cluster.devices:
         if needs_measuring(device):
             remedy = "Measure it with `tessera profile TRACE --devices ...`, and plan with --costs."
@@ -89,16 +87,15 @@ def make_plan(
     is_served: bool = False,
     search: SearchConfig = FULL,
 ) -> ir.Plan:
-    """A plan for one objective (or by one named policy), its figures checked by simulation."""
     config = PlanConfig(objective, microbatches, policy, constraints, is_served, search=search)
     return solve(unit, tuple(costs), cluster, config, SteadyRates(search.long_window))
 
 
 def record_compiled(step: ir.Step) -> ir.Trace:
-    """Launches of Inductor for a step, as far as known without a GPU."""
+    """Launches of Inductor, as far as known without a GPU."""
     from tessera.capture.inductor import record_inductor_offline
 
-    with torch.device("meta"):  # only shapes and types matter: no memory for weights
+    with torch.device("meta"):  # no memory for weights
         workload = build(step)
     return record_inductor_offline(workload)
 
@@ -131,13 +128,12 @@ class LoadSteps:
     """The steps of a request at any batch: recorded at some, interpolated at others."""
 
     steps: Sequence[ir.Step]
-    # Runs of each step in a request.
+    # Runs per request.
     counts: Sequence[int]
     anchors: Sequence[int] = ANCHORS
     advance: Callable[[str], None] = lambda text: None
     # Launches of Inductor (outlines), else eager.
     is_compiled: bool = False
-    # Records an eager step.
     record: Callable[[ir.Step], ir.Trace] = _recorded
 
     def __post_init__(self) -> None:
@@ -167,7 +163,7 @@ class LoadSteps:
         sized = replace(step, batch=batch)
         if self.is_compiled:
             return outlines.find_or_make(sized, record_compiled)
-        if self.record is _recorded and batch != self.anchors[0]:  # it is compared with the first
+        if self.record is _recorded and batch != self.anchors[0]:  # compared with the first
             return record_step(sized, "fake", is_compared=True)
         return self.record(sized)
 
@@ -178,9 +174,8 @@ class LoadSteps:
         return ir.WorkUnit(tuple(self._graphs[n, batch] for n in range(len(self.steps))), tuple(self.counts))
 
     def matches_recording(self, unit: ir.WorkUnit) -> bool:
-        """True if the unit equals its recordings; else the recordings are used from now on.
-
-        Compiled launches are not checked.
+        """True if the unit equals its recordings; else the recordings are used from now on. Compiled launches
+        are not checked.
         """
         is_right = True
         for n, graph in enumerate(() if self.is_compiled else unit.graphs):
@@ -199,7 +194,7 @@ def at_anchors(steps: Sequence[ir.Step]) -> list[ir.Step]:
 
 
 def anchors_of(step: ir.Step, anchors: Sequence[int] = ANCHORS) -> tuple[int, int]:
-    """Neighbouring anchors at which a step's outline is known; if there are none, the first."""
+    """Neighbouring anchors with outlines, else the first two."""
     pairs = list(pairwise(anchors))
     known = (pair for pair in pairs if all(outlines.find(replace(step, batch=batch)) for batch in pair))
     return next(known, pairs[0])
@@ -212,7 +207,6 @@ def batch_search(
     config: PlanConfig,
     advance: Callable[[str], None] = lambda text: None,
 ) -> BatchSearch:
-    """A search for the best batch of recorded steps, rated by simulation."""
     units: dict[int, PricedUnit] = {}
 
     def unit_at(batch: int) -> PricedUnit:
@@ -242,7 +236,6 @@ def plan_steps(
 
 
 def workload_of(trace: ir.Trace) -> Workload:
-    """The step of a trace, rebuilt from its record, with its generators."""
     try:
         return build(trace.step).drawing(trace)
     except UnknownName as error:
@@ -256,14 +249,14 @@ def workload_of(trace: ir.Trace) -> Workload:
 
 @dataclass(frozen=True)
 class UnitRequest:
-    """One request of a work unit: its first inputs; later inputs follow from the last outputs."""
+    """Inputs after the first follow from the last outputs."""
 
     workloads: Sequence[Workload]
     first: Tensors
     seed: int
 
     def state(self) -> Tensors:
-        """State of all steps; the first step's value where several share a name."""
+        """Where several steps share a name, the first step's value holds."""
         return {
             name: tensor
             for workload in reversed(self.workloads)
@@ -276,8 +269,6 @@ class UnitRequest:
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests for a plan, built from the records of its steps."""
-
     weights: Tensors
     work: Sequence[UnitRequest]
     # Source of input values, for people.
@@ -286,7 +277,7 @@ class Requests:
 
 def requests_of(plan: ir.Plan, num: int, is_fresh: bool = False) -> Requests:
     """`is_fresh`: requests after the first get random values even if the model has an example."""
-    steps = [workload_of(graph.trace) for graph in plan.unit.graphs]  # of one model: they share weights
+    steps = [workload_of(graph.trace) for graph in plan.unit.graphs]  # one model: they share weights
     weights, inputs = steps[0].weights(), "as the model makes them"
     if is_fresh:
         varied = [workload.varied() for workload in steps]
@@ -297,7 +288,7 @@ def requests_of(plan: ir.Plan, num: int, is_fresh: bool = False) -> Requests:
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """Results of the model's own code for a request, in one process."""
+    """Results of the model's own code, in one process."""
 
     outputs: list[dict[str, torch.Tensor]]
     state: dict[str, torch.Tensor]
@@ -305,7 +296,6 @@ class ReferenceRun:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As in workers."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -315,7 +305,7 @@ def one_thread() -> Iterator[None]:
 
 
 def run_reference(unit: ir.WorkUnit, request: UnitRequest) -> ReferenceRun:
-    """Runs the model's own code on one thread, as workers do."""
+    """The model's own code on one thread, as in workers."""
     torch.set_num_threads(1)
     state = {name: tensor.clone() for name, tensor in request.state().items()}
     outputs: list[dict[str, torch.Tensor]] = []
@@ -327,8 +317,6 @@ def run_reference(unit: ir.WorkUnit, request: UnitRequest) -> ReferenceRun:
 
 
 def make_timer(trace: ir.Trace, device: ir.Device, stream: Any = None) -> Timer:
-    """A timer of a trace on one device, with the model's own tensors where it can be built."""
-
     def own() -> tuple[Tensors | None, tuple[str, ...]]:
         return _own_tensors(trace, device)
 
@@ -342,7 +330,7 @@ def make_timer(trace: ir.Trace, device: ir.Device, stream: Any = None) -> Timer:
 
 
 def _own_tensors(trace: ir.Trace, device: ir.Device) -> tuple[Tensors | None, tuple[str, ...]]:
-    """Weights, inputs and state of the step on a device; None and the reason if it cannot be built."""
+    """None and the reason if the model cannot be built there."""
     kinds = (ir.BufferKind.WEIGHT, ir.BufferKind.STATE)
     size = sum(b.size_bytes for b in trace.buffers if b.kind in kinds)
     where = "cpu" if device.kind is ir.DeviceKind.CPU else f"cuda:{device.ordinal}"
@@ -385,7 +373,6 @@ def fetch_gbps(src: ir.Device, dst: ir.Device) -> float:
 def time_link(
     a: ir.Device, b: ir.Device, sizes: Sequence[int], transport: str
 ) -> tuple[str, "TransferTimes"]:
-    """The transport between two devices of this machine, and its times for these sizes."""
     from tessera.execute.link_times import time_transfers
     from tessera.execute.transport import resolve
 

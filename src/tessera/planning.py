@@ -1,9 +1,8 @@
-"""Plans of services from a model's name: its served steps at any size, priced, and groups made of drafts.
+"""Service plans from a model's name: its served step at any size, priced, and groups made of drafts.
 
-The step that a service runs, some tokens of some sequences over pages, is recorded without weights at a few
-sizes (`ANCHORS`) and interpolated at others: everything is linear in tokens, sequences, pages and expected
-length. Anchors do not depend on the load, so outlines of compiled steps serve every load. One more recording
-checks that nothing else grows.
+The served step, some tokens of some sequences over pages, is recorded without weights at a few sizes
+(`ANCHORS`) and interpolated at others: everything is linear in tokens, sequences, pages and expected length.
+Anchors do not depend on the load, so outlines serve every load. One more recording checks linearity.
 
 Not handled: models whose state is kept by row, which read prompts in steps of their own.
 """
@@ -40,8 +39,8 @@ from tessera.profile import works
 from tessera.profile.measured import combine
 from tessera.simulate import SteadyRates
 
-# Tokens, sequences, positions in pages and expected length of the recordings: each after the first differs in
-# one of them, the last in all.
+# Tokens, sequences, positions in pages and expected length. Each recording after the first differs in one of
+# them.
 ANCHORS = (
     (512, 64, 65_536, 1024),
     (1024, 64, 65_536, 1024),
@@ -50,9 +49,9 @@ ANCHORS = (
     (512, 64, 65_536, 2048),
 )
 CHECKED = (1536, 96, 98_304, 1536)
-# Steps that are full, as mixed ones nearly always are, for one of each smaller size.
+# Full steps for one of each smaller size; mixed steps nearly always are full.
 FULL_STEPS = 32
-# Sets of devices that are rehearsed under the objectives cost and energy.
+# Sets of devices rehearsed under the objectives cost and energy.
 MAX_SETS = 4
 
 # Tokens, sequences, mean length.
@@ -70,8 +69,6 @@ def served_step(
 
 @dataclass(eq=False)
 class ServedSteps:
-    """The served step of a model at any size, priced on a cluster."""
-
     model: str
     cluster: ir.Cluster
     random_weights: bool = False
@@ -88,11 +85,10 @@ class ServedSteps:
         return replace(self._asked((tokens, sequences, pool_tokens, length)), windows=self.windows)
 
     def _asked(self, sizes: tuple[int, int, int, int]) -> ir.Step:
-        """A step as it is asked for; recorded, it has the model's windows."""
+        """Without the model's windows, which a recording adds."""
         return served_step(place_of(self.model), *sizes, self.random_weights)
 
     def on(self, cluster: ir.Cluster) -> "ServedSteps":
-        """The same recordings on other devices."""
         _ = self._kinds, self._live
         other = copy(self)
         other.cluster, other._prices = cluster, {}
@@ -132,14 +128,14 @@ class ServedSteps:
 
     @cached_property
     def _attention(self) -> list[bool]:
-        """Launches in attention; none if it is not apart."""
+        """No launch if attention is not apart."""
         graph = self.family.recordings[0]
         marks = attention_launches(ir.WorkUnit((graph,), (1,)))
         return [False] * len(graph.trace.launches) if marks is None else marks[0].tolist()
 
     @cached_property
     def _kinds(self) -> tuple[StepFamily, Floats, tuple[bool, ...]]:
-        """One launch of each kind at every anchor; how many each kind has, and if it is in attention."""
+        """One launch of each kind at every anchor, the size of each kind, and whether it is in attention."""
         traces = [graph.trace for graph in self.family.recordings]
         first: dict[object, int] = {}
         counts: dict[int, int] = {}
@@ -204,7 +200,7 @@ class ServedSteps:
 
 
 def service_memory(plan: ir.ServicePlan) -> tuple[DeviceMemory, ...]:
-    """Memory of every device: weights, pages once per home, temporaries of every microbatch."""
+    """Pages count once per home, temporaries once per microbatch."""
     num, each = len(plan.cluster.devices), []
     # Kind, home of state, name -> bytes on every device.
     held: dict[tuple[ir.BufferKind, str, str], Floats] = {}
@@ -238,7 +234,7 @@ def service_memory(plan: ir.ServicePlan) -> tuple[DeviceMemory, ...]:
 
 
 def experts_by_device(plan: ir.ServicePlan) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Device -> module of a mixture -> experts that run there; empty if none is divided."""
+    """Device -> module of a mixture -> experts that run there."""
     found: dict[str, dict[str, set[int]]] = {}
     for graph, devices in zip(plan.plans[0].graphs, plan.plans[0].lanes[0].placement.devices, strict=True):
         for launch, (scope, first, num) in experts_of(graph.trace).items():
@@ -264,7 +260,7 @@ def fetched_by_device(plan: ir.ServicePlan) -> dict[str, tuple[str, ...]]:
 
 
 def read_frequencies(path: Path) -> dict[str, list[float]]:
-    """How often each expert of every mixture is chosen, by module."""
+    """Module -> how often each expert is chosen."""
     try:
         found = msgspec.json.decode(path.read_bytes())
         if isinstance(found, dict) and isinstance(found.get("experts"), dict):  # a service's /v1/state
@@ -276,7 +272,7 @@ def read_frequencies(path: Path) -> dict[str, list[float]]:
 
 
 def compiled(steps: Sequence[ir.Step]) -> list[ir.Trace]:
-    """Outlines of one model's steps, compiled where they are not kept; the model is built once."""
+    """The model is built once."""
     from tessera.capture.inductor import record_inductor_offline
 
     built: list[Workload] = []
@@ -291,7 +287,6 @@ def compiled(steps: Sequence[ir.Step]) -> list[ir.Trace]:
 
 
 def is_served(model: str) -> bool:
-    """True if a service runs the model's tokens in steps over pages."""
     return "decode" in steps_of_model(model)
 
 
@@ -302,7 +297,6 @@ def make_group(
     search: SearchConfig = FULL,
     memory_share: float = ir.MEMORY_SHARE,
 ) -> ir.Group:
-    """The group of a draft: its placement is one device, or found by a policy."""
     unit, costs = steps.unit(draft)
     if len(draft.devices) == 1:
         devices = tuple(draft.devices * len(graph.trace.launches) for graph in unit.graphs)
@@ -334,7 +328,7 @@ def make_service_plan(
     policies: Sequence[str] = fluid.POLICIES,
     config: fluid.FluidConfig | None = None,
 ) -> ir.ServicePlan:
-    """The best service by an objective within the limits of a load."""
+    """The best service within the limits of a load."""
     flow.check_modelled(steps.cluster)
     config = replace(
         config or (fluid.QUICK_FLUID if search is QUICK else fluid.FLUID), memory_share=memory_share
@@ -354,7 +348,7 @@ def make_service_plan(
 def _worthwhile(
     whole: fluid.FluidModel, objective: ir.Objective, policies: Sequence[str]
 ) -> list[fluid.FluidModel]:
-    """The model on all devices, and on the sets of devices with the best drafts by an objective."""
+    """The model on all devices, and on the sets of devices with the best drafts."""
     devices = tuple(range(len(whole.cluster.devices)))
     if objective is ir.Objective.COST:
         objectives.usd_per_hour(whole.cluster, devices)

@@ -1,8 +1,8 @@
 """Memory blocks behind the tensors of a call, and names for these tensors.
 
-Tensors that share a storage are one block. A step gets a block as one tensor: the tensor itself if it is
-dense and all others equal it, else the covered bytes. Positions in a block are kept modulo `ALIGN`, since
-results of some kernels depend on alignment.
+Tensors that share a storage are one block, passed as one tensor: the tensor itself if it is dense and all
+others equal it, else the covered bytes. Positions are kept modulo `ALIGN`, since results of some kernels
+depend on alignment.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """One tensor in its storage; it covers bytes `start` to `stop`."""
+    """One tensor in its storage, bytes `start` to `stop`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class BlockPart:
 
     @property
     def is_dense(self) -> bool:
-        """True if the elements are row-major without gaps."""
+        """Row-major without gaps."""
         size = self.dtype.itemsize
         for n, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if n != 1 and stride * self.dtype.itemsize != size:
@@ -41,7 +41,7 @@ class BlockPart:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBlock:
-    """One storage, the numbers of the tensors in it, and the bytes passed to the step."""
+    """One storage, its tensors by number, and the bytes passed to the step."""
 
     parts: tuple[tuple[int, BlockPart], ...]
     start: int
@@ -49,7 +49,6 @@ class MemoryBlock:
 
     @property
     def is_tensor(self) -> bool:
-        """True if all tensors of the block are equal, so that one can be passed."""
         first = self.parts[0][1]
         is_one = all(part == first for _, part in self.parts)
         return is_one and first.is_dense and first.start % ALIGN == 0
@@ -87,7 +86,6 @@ def handed(block: MemoryBlock, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def spread(block: MemoryBlock, whole: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """The block's tensors by number, as views of what was passed."""
     if block.is_tensor:
         return [(number, whole) for number, _ in block.parts]
     return [(number, _view(whole, part, block.start)) for number, part in block.parts]
@@ -99,7 +97,7 @@ def _view(whole: torch.Tensor, part: BlockPart, origin: int) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Bytes [start, stop) of a tensor's storage, in place."""
+    """Bytes [start, stop) of a storage, in place."""
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
 

@@ -3,9 +3,9 @@
     scale = tessera.CudaKernel(source, "scale")
     scale[grid, block](y, x, 2.0, n)
 
-`source` is PTX, or CUDA C++ with `extern "C"` entries, compiled by NVRTC or nvcc. Grid and block have one to
-three sizes. Arguments are tensors for pointers, numbers, or a list of tensors for a table of addresses. CPU
-launches run in the PTX interpreter; a capture records accesses proved from the code.
+`source` is PTX, or CUDA C++ with `extern "C"` entries. Grid and block have one to three sizes. Arguments are
+tensors for pointers, numbers, or a list of tensors for a table of addresses. CPU launches run in the PTX
+interpreter; a capture records accesses proved from the code.
 
 Not handled: struct parameters and textures.
 """
@@ -27,7 +27,7 @@ from tessera.errors import CaptureError
 from tessera.ir import Kernel, Origin
 from tessera.kernels.launch import Grid
 
-# Compute capability to compile for: every GPU since Ampere loads it.
+# Every GPU since Ampere loads it.
 ARCH = 80
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)", re.DOTALL)
@@ -111,7 +111,7 @@ def _three(sizes: Any) -> Grid:
 
 
 def _scalar(kind: str, value: Any) -> str:
-    """Type of a number for `Kernel.signature`; untyped bits take the Python type."""
+    """Untyped bits take the Python type."""
     width = kind[1:]
     letter = "fp" if kind[0] == "f" or (kind[0] == "b" and isinstance(value, float)) else kind[0]
     return f"{ {'s': 'i', 'b': 'i'}.get(letter, letter) }{width}"

@@ -1,11 +1,10 @@
 """Divides products of a trace, so that a model larger than a device can be spread over several.
 
-A grouped product becomes parts with some experts each, and joins that copy rows from their part; a plain
-product becomes parts of its output columns, which are concatenated. Values are those of the undivided
-product, but for a library's rounding of narrower products and of 16-bit experts, which are kept by rows of
-outputs. Parts are joined from the last to the first, so that the last ones can be joined on another device
-and cross as one. Weights of a part are buffers of their own, named by their bytes in the undivided weight
-(`execute.memory.part_of`).
+A grouped product becomes parts with some experts each, and joins that copy rows; a plain product becomes
+parts of its output columns, which are concatenated. Values are those of the undivided product, but for a
+library's rounding of narrower products and of 16-bit experts, which are kept by rows of outputs. Parts are
+joined from the last to the first, so that the last ones can be joined on another device and cross as one.
+Weights of a part are named by their bytes in the undivided weight (`execute.memory.part_of`).
 
 Not handled: plain products with packed weights, and weights that another launch reads as well.
 """
@@ -29,7 +28,6 @@ JOINS = ("tessera.grouped_join.default", "aten.cat.default")
 PLAIN = ("aten.mm.default", "aten.addmm.default")
 # Arguments of a product of packed experts.
 PACKED = 7
-# Product of experts -> that of some of them.
 GROUPED = {
     "aten._grouped_mm.default": torch.ops.tessera.grouped_part.default,
     "tessera.packed_grouped.default": torch.ops.tessera.packed_part.default,
@@ -38,14 +36,13 @@ GROUPED = {
 
 @dataclass(frozen=True, slots=True)
 class DivideConfig:
-    # Parts of a product.
     num_parts: int = 4
-    # Plain products are divided if their weight has at least so many bytes; None: never.
+    # Least weight bytes of a divided plain product; None: never.
     plain_bytes: int | None = None
 
 
 def division_for(cluster: Cluster, traces: Sequence[Trace]) -> DivideConfig | None:
-    """How to divide a model for GPUs beside their host that cannot hold it; None: not at all."""
+    """None unless GPUs beside their host cannot hold the model."""
     cards = [d.memory_bytes for d in cluster.devices if not d.is_cpu]
     weights = sum(b.size_bytes for b in traces[-1].buffers if b.kind is BufferKind.WEIGHT)
     if len(cards) == len(cluster.devices) or not cards or weights <= USABLE * min(cards):
@@ -56,17 +53,14 @@ def division_for(cluster: Cluster, traces: Sequence[Trace]) -> DivideConfig | No
 @dataclass(frozen=True)
 class Divided:
     trace: Trace
-    # Launch -> launch of the undivided trace; None: a part or a join.
+    # Launch of the undivided trace; None: a part or a join.
     origin: tuple[int | None, ...]
 
 
 def divide(
     trace: Trace, config: DivideConfig, frequencies: Mapping[str, Sequence[float]] | None = None
 ) -> Divided:
-    """The trace with its large products divided.
-
-    `frequencies`: scope of a mixture -> how often each expert is chosen, in any unit.
-    """
+    """`frequencies`: scope of a mixture -> how often each expert is chosen, in any unit."""
     writer = _Writer(trace, config, frequencies or {})
     for number, launch in enumerate(trace.launches):
         writer.add(number, launch)
@@ -128,7 +122,7 @@ class _Writer:
         return is_weight and size == buffer.size_bytes and self._readers[view.buffer] == 1
 
     def _expert_ends(self, launch: Launch) -> list[int]:
-        """Where parts end, in experts; none: not divided."""
+        """In experts; none: not divided."""
         x, *weights, offsets = _mixture(launch)
         views = [view for view in weights if isinstance(view, View)]
         if not (isinstance(x, View) and isinstance(offsets, View) and len(x.shape) == 2 and views):
@@ -172,7 +166,6 @@ class _Writer:
             self._append(torch.ops.tessera.grouped_join.default, args, made, launch.scope, is_new=False)
 
     def _experts(self, weight: Arg, first: int, last: int, may_turn: bool) -> Arg:
-        """Some experts of a weight, in a buffer of their own."""
         if not isinstance(weight, View):  # a packed weight without zeros
             return weight
         (num, depth, width), stride, turned = weight.shape, weight.stride, ""
@@ -219,7 +212,7 @@ class _Writer:
         return sum(often[first:last]) / sum(often)
 
     def _part(self, whole: int, first: int, last: int, width: int, turned: str = "") -> int:
-        """Buffer of some bytes of each `width` bytes of a weight; the first part has the weight's number."""
+        """Some bytes of each `width` bytes of a weight; the first part has the weight's number."""
         buffer = self._trace.buffers[whole]
         size = buffer.size_bytes // width * (last - first)
         part = Buffer(f"{buffer.name}[{first}:{last}/{width}{turned}]", BufferKind.WEIGHT, size)
@@ -250,7 +243,7 @@ class _Writer:
 
 
 def _mixture(launch: Launch) -> tuple[Arg, ...]:
-    """Rows, weight (packed: codes, scales and zeros) and offsets; nothing of products with more than that."""
+    """Rows, weight (packed: codes, scales and zeros) and offsets; empty for products with more."""
     given = dict(launch.kwargs)
     if len(launch.args) == PACKED:
         return launch.args[:5]

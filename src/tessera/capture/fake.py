@@ -1,8 +1,7 @@
 """A fake GPU: records a step without a GPU and without weights.
 
-Inside `machine`, tensors are torch's fake CUDA tensors. Torch switches devices through a c10 guard, which a
-CPU build lacks: a dummy whose methods return zero stands in for the one call that creates torch's
-replacement.
+Torch switches devices through a c10 guard, which a CPU build lacks: a dummy whose methods return zero stands
+in for the one call that creates torch's replacement.
 
 `F.scaled_dot_product_attention` becomes the operator that a CUDA build picks for compute capability 8.0 and
 above: flash, memory-efficient or the formula; cuDNN for few queries under a mask, where the memory-efficient
@@ -36,12 +35,12 @@ _REMEDY = "Install a CUDA build of torch (it needs no GPU), or capture with --de
 
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-# Stride alignment of a mask for the memory-efficient kernel (all but the last).
+# Strides of a mask for the memory-efficient kernel (all but the last).
 MASK_ALIGNMENT = 8
 # Widest head of the flash kernel; heads are padded to a multiple of 8.
 MAX_FLASH_HEAD = 256
 FLASH_ALIGNMENT = 8
-# Limits of cuDNN's kernel under a mask on every GPU: queries, head width.
+# Limits of cuDNN's kernel under a mask on every GPU.
 FEW_QUERIES = range(2, 9)
 MAX_CUDNN_HEAD = 128
 # Least capable GPU that the trace must run on.
@@ -87,8 +86,6 @@ def _registry() -> "ctypes.Array[ctypes.c_void_p]":
 
 
 class InPlaceOf(TorchFunctionMode):
-    """While entered, replaces a function of torch."""
-
     def __init__(self, function: Callable[..., Any], other: Callable[..., Any]) -> None:
         super().__init__()
         self._function, self._other = function, other
@@ -100,7 +97,6 @@ class InPlaceOf(TorchFunctionMode):
 
 
 def target_attention() -> InPlaceOf:
-    """While entered, attention on CUDA tensors becomes the target's operator."""
     return InPlaceOf(scaled_dot_product_attention, _attend)
 
 
@@ -118,7 +114,7 @@ def _attend(
     if kind == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if kind == "cudnn" and attn_mask is not None:
-        # Request the softmax sums: without them the operator returns None there on a GPU only.
+        # Without the softmax sums the operator returns None there on a GPU only.
         results = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, _additive(attn_mask, query), True, dropout_p, is_causal, False, scale=scale
         )
@@ -141,7 +137,6 @@ def choose(
     mask: torch.Tensor | None = None,
     enable_gqa: bool = False,
 ) -> str:
-    """flash, cudnn, efficient or math, for compute capability 8.0 and above."""
     alike = query.dim() == key.dim() == value.dim() == 4 and query.dtype == key.dtype == value.dtype
     if query.device.type != "cuda" or not alike or any(n == 0 for n in (*query.shape, *key.shape)):
         return "math"
@@ -190,7 +185,7 @@ def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _prepare_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """An additive mask with valid strides, as wide as the scores."""
+    """Additive, with valid strides, as wide as the scores."""
     mask = _additive(mask, query)
     missing = -mask.shape[-1] % MASK_ALIGNMENT
     is_aligned = mask.stride(-1) == 1 and all(s % MASK_ALIGNMENT == 0 for s in mask.stride()[:-1])
@@ -201,7 +196,7 @@ def _prepare_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) ->
 
 @contextmanager
 def machine() -> Iterator[Run]:
-    """While entered, new tensors are fake and CUDA appears available; yields the operator runner."""
+    """New tensors are fake and CUDA appears available; yields the operator runner."""
     ensure_cuda_guard()
     capability = patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
     with capability, FakeTensorMode(), target_attention():
@@ -209,7 +204,7 @@ def machine() -> Iterator[Run]:
 
 
 def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors on the fake GPU; call inside a fake mode."""
+    """Call inside a fake mode."""
     return {
         name: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cuda")
         for name, t in tensors.items()
@@ -217,7 +212,7 @@ def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on fake tensors, corrected where torch's fake differs from the real one."""
+    """Corrected where torch's fake differs from the real operator."""
     if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
         return _grouped_product(func, args, kwargs)
     result = func(*args, **kwargs)
@@ -244,7 +239,7 @@ def _as_viewed(made: torch.Tensor, source: torch.Tensor, shape: Any) -> torch.Te
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable the cyclic collector: callbacks and finalizers of others are no part of the step."""
+    """Callbacks and finalizers of others are no part of the step."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,13 +1,12 @@
 """Capture of any callable over tensors: `tessera.capture(fn, *args, **kwargs)`.
 
   inputs   tensors in the arguments, named by parameter and path ("cache.0.keys"), else `arg0`, `arg1`, ...
-  weights  tensors that the callable holds (see `holders`), by their names there
+  weights  tensors that the callable holds (see `holders`)
   state    those of both that the call changes in place
   outputs  returned tensors, except those in memory that was passed in
 
-A first call finds what is changed; every storage is saved before its first write and restored. Tensors that
-share memory are one buffer (see `blocks`). Other values are fixed in the trace. Calls run under `no_grad`
-unless they reach an optimiser or differentiate.
+A first call finds what is changed; every storage is saved before its first write and restored. Other values
+are fixed in the trace. Calls run under `no_grad` unless they reach an optimiser or differentiate.
 
 Refused by name: replacing or adding held tensors (as the first step of most optimisers does), resizing an
 argument, changing a tensor held by a closure alone, and changing an optimiser's settings on the host.
@@ -34,7 +33,6 @@ from tessera.capture.workload import Tensors, Workload, fresh_tensor
 from tessera.errors import CaptureError, MismatchError
 from tessera.ir import Step
 
-# Placeholder of a tensor among a call's fixed values.
 TENSOR = object()
 # Torch's error when gradients are needed and none are kept.
 NO_GRAD = "does not require grad"
@@ -52,7 +50,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A result in new memory: storage number, storage bytes, place."""
+    """A result in new memory."""
 
     name: str
     storage: int
@@ -105,7 +103,7 @@ class FunctionCall:
             self._learn(named, tensors)
 
     def _learn(self, named: list[tuple[str, Any]], tensors: list[torch.Tensor]) -> None:
-        """Run the call once to see what it touches, changes and returns."""
+        """One call shows what is touched, changed and returned."""
         keys = [blocks.storage_key(tensors[block.parts[0][0]]) for block in self.blocks]
         parts = [blocks.part_of(tensor) for tensor in tensors]
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
@@ -138,9 +136,8 @@ class FunctionCall:
         keys: list[int],
         touched: set[int],
     ) -> None:
-        """Refuse a call that replaces tensors instead of changing them.
-
-        A gradient may be replaced if the call has not read the old one.
+        """Refuses a call that replaces tensors. A gradient may be replaced if the call has not read the old
+        one.
         """
         grads = [h for h in self._held if h.is_grad]
         replaceable = {h.name for h in grads if blocks.storage_key(h.tensor) not in touched}
@@ -176,7 +173,7 @@ class FunctionCall:
         return line_that_changes(PyValue(name, lambda: held.current), lambda: self.fn(*args, **kwargs))
 
     def _sort(self, watch: Watch) -> None:
-        """Sort blocks into inputs, state and weights; skip untouched module tensors."""
+        """Untouched module tensors are skipped."""
         self._inputs, self._state, self._weights = [], [], []
         for index, block in enumerate(self.blocks):
             is_given = block.parts[0][0] < self._num_args
@@ -199,7 +196,7 @@ class FunctionCall:
 
     @contextmanager
     def mode(self) -> Iterator[None]:
-        """While entered, gradients are enabled as the call needs; leftover gradients are dropped."""
+        """Gradients are enabled as the call needs; leftover gradients are dropped."""
         before = [(leaf, leaf.grad) for leaf in self._leaves.values()]
         try:
             with torch.set_grad_enabled(self.trains):
@@ -244,7 +241,7 @@ class FunctionCall:
         return {self._names[i]: self._first[i] for i in (*self._inputs, *self._state)}
 
     def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
-        """New values for the tensors in the step's blocks, with the same layout."""
+        """The same layout with new values."""
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         for index in (*self._inputs, *self._state):
             name = self._names[index]
@@ -253,7 +250,7 @@ class FunctionCall:
         return copies
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Bind the tensors of another call, in place; MismatchError if the structure differs."""
+        """Binds another call's tensors in place; MismatchError if the structure differs."""
         return self.at_its_turn(self.given(args, kwargs))
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
@@ -281,7 +278,7 @@ class FunctionCall:
         return [*(leaves[i] for i in self._places), *(held.current for held in self._held)]
 
     def call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        """Run the call on bound tensors or copies; changes state in place."""
+        """Changes state in place."""
         given = {**inputs, **state}
         numbered = dict(
             pair
@@ -310,7 +307,7 @@ class FunctionCall:
 
     @contextmanager
     def _exchanged(self, numbered: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """While entered, modules hold the step's tensors.
+        """Modules hold the step's tensors.
 
         In training, a parameter keeps its identity (for the optimiser) and takes the step's memory.
         """
@@ -338,7 +335,7 @@ class FunctionCall:
                 held.holder[held.key] = before
 
     def finish(self, given: Given, outputs: Tensors, state: Tensors) -> Any:
-        """Result of the call from a run elsewhere; writes state back to its tensors."""
+        """Writes state back to its tensors."""
         for name in self._generators:
             rng.set_state(name, state[name])
         with torch.no_grad():
@@ -369,17 +366,16 @@ class FunctionCall:
 
     @property
     def draws(self) -> bool:
-        """True if the call draws random numbers, which orders calls."""
+        """Draws order calls."""
         return bool(self._generators)
 
     @property
     def changes_state(self) -> bool:
-        """True if the call changes a tensor passed or held."""
         return bool(self._state)
 
 
 def _alike(leaf: Any, fixed: Any) -> bool:
-    """True if an argument may replace the captured one: any tensor, or an equal fixed value."""
+    """Any tensor, or an equal fixed value, may replace the captured one."""
     if fixed is TENSOR:
         return isinstance(leaf, torch.Tensor)
     is_plain = isinstance(fixed, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
@@ -394,7 +390,7 @@ def _output_name(keys: Sequence[Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionWorkload(Workload):
-    """A call as a step; every seed gives the call's own values."""
+    """Every seed gives the call's own values."""
 
     function: "FunctionCall"
 
@@ -420,7 +416,7 @@ def workload(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> FunctionWo
 def module_workload(
     step: Step, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> FunctionWorkload:
-    """A module's call as a step; each request has a generator of its own."""
+    """Each request has a generator of its own."""
     function = FunctionCall(module, args, kwargs)
     return replace(_as_step(function, function.given(args, kwargs)), step=step)
 

@@ -16,7 +16,7 @@ import torch
 from tessera.capture.blocks import unique
 from tessera.errors import CaptureError
 
-# One step of a Dynamo path such as L['self']._modules['layers'][0].weight
+# L['self']._modules['layers'][0].weight
 _STEP = re.compile(r"\['([^']*)'\]|\[(-?\d+)\]|\.(\w+)")
 _PLUMBING = frozenset({"_modules", "_parameters", "_buffers"})
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
@@ -51,7 +51,7 @@ class GraphStep(torch.nn.Module):
 
     @contextmanager
     def holding(self, args: Sequence[Any]) -> Iterator[dict[str, Any]]:
-        """While entered, holds the weights among the arguments; yields the others by name."""
+        """Holds the weights among the arguments; yields the others by name."""
         try:
             for number, (holder, key) in self._held.items():
                 holder[key] = args[number].detach()
@@ -86,8 +86,6 @@ class GraphStep(torch.nn.Module):
 
 
 class _Nodes(torch.fx.Interpreter):
-    """Runs each node inside its module; a refusal names the model's line."""
-
     def __init__(self, graph: torch.fx.GraphModule, places: dict[torch.fx.Node, torch.nn.Module]) -> None:
         super().__init__(graph)
         self.extra_traceback = False
@@ -132,7 +130,7 @@ def _words(text: str) -> Path:
 
 
 def _is_weight(node: torch.fx.Node, example: Any) -> bool:
-    """True for parameters and tensors that Dynamo attributes to a module."""
+    """Parameters, and tensors that Dynamo attributes to a module."""
     if not isinstance(example, torch.Tensor):
         return False
     marks = node.meta.get("tensor_dict") or {}

@@ -5,8 +5,8 @@ plain objects and containers. Each has a holder in which it can be replaced for 
 closure's variable, a tuple) can be read but not changed. Optimisers come last, so that modules name
 parameters. Not searched: objects deeper than `MAX_DEPTH`, __slots__, globals of other files.
 
-`python_state` finds values kept between calls, such as counters, growing lists or random generators: a value
-that every call changes is refused with its line. Not searched: memory of extensions, files, other processes.
+`python_state` finds values kept between calls: one that every call changes is refused with its line. Not
+searched: memory of extensions, files, other processes.
 """
 
 import dataclasses
@@ -32,19 +32,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tessera.capture.operators import fail, is_program, is_users, is_wrapper, parts
 
 MAX_DEPTH = 6
-# Maximum number of values searched in one program.
 MAX_VALUES = 200_000
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
-# Packages whose objects are not searched inside.
 _CLOSED = ("torch", "logging", "threading", "weakref", "concurrent", "asyncio", "re", "typing")
 _MISSING = object()
-# Attributes that torch keeps on every module.
 _TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A named tensor and its place `holder[key]`; the holder is None if it cannot be replaced."""
+    """A tensor at `holder[key]`; without a holder it cannot be replaced."""
 
     name: str
     tensor: torch.Tensor
@@ -60,7 +57,7 @@ class Held:
         return self.tensor if self.holder is None else self.holder[self.key]
 
     def put_back(self) -> None:
-        """Undo a replacement; a shortened list keeps its contents."""
+        """A shortened list keeps its contents."""
         if self.holder is None or (isinstance(self.holder, list) and self.key >= len(self.holder)):
             return
         self.holder[self.key] = self.tensor
@@ -139,7 +136,6 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, kinds)
 
 
-# (name, value, holder, key)
 Item = tuple[str, Any, Any, Any]
 
 
@@ -168,7 +164,7 @@ def items_of(value: Any) -> Iterator[Item]:
 
 
 def variables(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Closure and global variables of a function, with their readers."""
+    """Closure and global variables with their readers."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield name, partial(_contents, cell)
     for name in sorted(globals_of(function.__code__)):
@@ -176,7 +172,7 @@ def variables(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], 
 
 
 def is_foreign(value: Any, function: types.FunctionType) -> bool:
-    """True for functions of other files, which are not searched."""
+    """Functions of other files are not searched."""
     return isinstance(value, types.FunctionType) and value.__module__ != function.__module__
 
 
@@ -213,8 +209,6 @@ def find(fn: Callable[..., Any], named: Sequence[tuple[str, Any]]) -> Finder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PyValue:
-    """One named value that a program can change, and its reader."""
-
     name: str
     read: Callable[[], Any]
     # Belongs to the process, not the program.
@@ -223,8 +217,6 @@ class PyValue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PyState:
-    """Changeable Python values and arrays of a program, by name."""
-
     values: list[PyValue]
     arrays: list[tuple[str, np.ndarray[Any, Any]]]
 
@@ -233,7 +225,7 @@ class PyState:
         return [v for v in self.values if not v.is_global and not isinstance(v.read(), torch.Tensor)]
 
     def refuse_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse an array over a varying tensor's memory: its reads are invisible."""
+        """Reads through an array over a varying tensor's memory are invisible."""
         bounds = {name: _bounds(tensor) for name, tensor in tensors.items()}
         for name, array in self.arrays:
             start, stop = np.lib.array_utils.byte_bounds(array)
@@ -247,7 +239,6 @@ class PyState:
 
 
 def python_state(*roots: Any) -> PyState:
-    """Python state that the roots (modules, callables) hold."""
     search = _PySearch()
     for root in roots:
         search.look("", root, 0)
@@ -275,7 +266,7 @@ class Before:
 
 
 def refuse_change(value: PyValue, call: Callable[[], object]) -> None:
-    """Refuse a value that every call changes; one more call finds the line."""
+    """One more call finds the line that changes the value."""
     before = value.read()
     place = line_that_changes(value, call)
     after = value.read()
@@ -289,7 +280,6 @@ def refuse_change(value: PyValue, call: Callable[[], object]) -> None:
 
 
 def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
-    """Run a call line by line; return the line that changed the value."""
     before, last, place = seen(value.read()), [""], [""]
 
     def look(frame: types.FrameType, event: str, arg: Any) -> Any:
@@ -311,7 +301,7 @@ def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
 
 
 class _Same:
-    """An object compared by identity, kept so that its id is not reused."""
+    """Compared by identity, kept so that its id is not reused."""
 
     __slots__ = ("value",)
 
@@ -355,7 +345,7 @@ def seen(value: Any, depth: int = 0) -> Any:
 
 
 def _place_in(iterator: Iterator[Any]) -> str:
-    """Position of a built-in iterator; newer Pythons do not tell."""
+    """Newer Pythons do not tell the position of a built-in iterator."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -430,7 +420,6 @@ class _PySearch:
                 self._add(f"{kind.__name__}.{key}", vars(kind), key)
 
     def _look_function(self, name: str, function: types.FunctionType, depth: int) -> None:
-        """Search closure and globals; objects of other files are skipped."""
         for word, read in variables(function):
             self._look_variable(word, read, function, depth)
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
@@ -470,7 +459,7 @@ class _PySearch:
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # unassigned
+    except ValueError:
         return _MISSING
 
 
@@ -485,7 +474,6 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """True for plain values, nests of them, arrays and generators."""
     kinds = (list, tuple, dict, set, frozenset, deque, bytearray, random.Random, itertools.count)
     numpy = (np.ndarray, np.generic, np.random.Generator, np.random.RandomState)
     return isinstance(value, (*_PLAIN, float, complex, torch.Tensor, *kinds, *numpy, Iterator))

@@ -1,9 +1,4 @@
-"""Inductor without a GPU: the same launches, on fake tensors, with kernels compiled but not loaded.
-
-    with offline() as mode: ...      Inductor and Triton see one H100, or a card with given properties
-
-Compiled code runs on fake tensors: allocations and extern calls are fake, Triton kernels are compiled to PTX
-and their launches observed.
+"""Inductor without a GPU: the same launches on fake tensors, with kernels compiled to PTX but not loaded.
 
 Not known: decisions Inductor makes by timing. The autotuner's first configuration is taken; constant folding
 and padding of matrix products by trial are off.
@@ -23,12 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tessera.capture.fake import ensure_cuda_guard
 from tessera.errors import extra_module
 
-# Device properties of the simulated GPU.
 PROPERTIES = SimpleNamespace(**json.loads(files("tessera.capture").joinpath("h100.json").read_bytes()))
 
 
 def properties_of(ordinal: int) -> SimpleNamespace:
-    """Properties of a GPU of this machine that compilers ask for; those torch lacks are an H100's."""
+    """Properties that torch lacks are an H100's."""
     real = torch.cuda.get_device_properties(ordinal)
     return SimpleNamespace(**{name: getattr(real, name, value) for name, value in vars(PROPERTIES).items()})
 
@@ -39,7 +33,7 @@ CONFIG: dict[str, Any] = {"joint_graph_constant_folding": False, "shape_padding"
 
 @contextlib.contextmanager
 def offline(card: SimpleNamespace = PROPERTIES) -> Iterator[FakeTensorMode]:
-    """While active, code compiles for an absent GPU with these properties and runs on fakes."""
+    """Code compiles for an absent GPU and runs on fakes."""
     ensure_cuda_guard()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
@@ -54,13 +48,13 @@ def offline(card: SimpleNamespace = PROPERTIES) -> Iterator[FakeTensorMode]:
 
 @contextlib.contextmanager
 def compiling_for(arch: int) -> Iterator[None]:
-    """While active, Triton compiles for a compute capability and loads nothing."""
+    """Triton compiles for a compute capability and loads nothing."""
     extra_module("triton", "gpu")
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime import driver
 
-    # Triton's driver lookup fails without a GPU: replace it.
+    # Triton's driver lookup fails without a GPU.
     compiler = _driver(GPUTarget("cuda", arch, 32))
     with (
         unittest.mock.patch.object(driver, "_active", compiler, create=True),
@@ -91,10 +85,8 @@ def _driver(target: Any) -> Any:
 
 @contextlib.contextmanager
 def _asked_anew() -> Iterator[None]:
-    """Clear what torch caches about Triton, the GPU and compiled kernels, before and after.
-
-    A kernel compiled here has no handle: a later compilation of the same source for a GPU
-    must not find it.
+    """Clears what torch caches about Triton, the GPU and compiled kernels, before and after. A kernel
+    compiled here has no handle: a later compilation of the same source for a GPU must not find it.
     """
     from torch._inductor.async_compile import CompiledTritonKernels
     from torch._inductor.codecache import PyCodeCache
@@ -136,7 +128,6 @@ def _nothing(_: Any) -> None:
 
 
 def _replacements(card: SimpleNamespace) -> list[tuple[Any, str, Any]]:
-    """(object, attribute, replacement)"""
     from torch._inductor.runtime import triton_helpers, triton_heuristics
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -4,8 +4,6 @@ An argument that the schema marks as written is also read, unless overwritten: c
 
 A tensor subclass that wraps others (such as torchao's quantised weights) has no memory of its own. Capture
 names its parts ("proj.weight.qdata") and records the operators on them.
-
-`fail` refuses with the program's line and a remedy.
 """
 
 import functools
@@ -28,11 +26,9 @@ from tessera.capture.blocks import raw
 from tessera.errors import CaptureError
 from tessera.ir import Access, Arg, Buffer, BufferKind, Launch, Region, Symbol, View, arg_views, region
 
-# Maximum bytes of a constant in the trace.
+# Larger constants are refused.
 MAX_CONSTANT_BYTES = 1 << 16
-# Operators that overwrite their first argument.
 OVERWRITERS = frozenset({"aten::copy_", "aten::zero_", "aten::fill_"})
-# Positional and named arguments of a launch; the operator's result.
 Recorded = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
 Results = tuple[Any, ...] | list[Any]
 _PACKAGES = f"site-packages{os.sep}"
@@ -58,9 +54,8 @@ _BRANCHES = "Compute with plain operators: torch.where in place of torch.cond, a
 
 
 def split(func: Any, recorded: Recorded, results: Results) -> Iterator[tuple[Recorded, Results]]:
-    """A call as launches: an operator over lists of tensors (optimisers) becomes one per tensor.
-
-    Each parameter can then be updated on its device.
+    """An operator over lists of tensors (optimisers) becomes one launch per tensor, so that each parameter
+    can be updated on its device.
     """
     args, kwargs = recorded
     first = args[0] if args else None
@@ -83,7 +78,6 @@ def view_of(tensor: torch.Tensor, buffer: int) -> View:
 
 
 def byte_region(view: View) -> Region | None:
-    """Bytes a view covers; None if empty."""
     size = getattr(torch, view.dtype).itemsize
     dims = tuple((n, s * size) for n, s in zip(view.shape, view.stride, strict=True))
     return region(view.offset * size, size, dims)
@@ -97,7 +91,7 @@ def symbol_of(value: Any) -> Symbol | None:
 
 
 def contents(tensor: torch.Tensor) -> str:
-    """A constant's bytes in hexadecimal; empty for a fake of unknown value."""
+    """Empty for a fake of unknown value."""
     value = tensor.constant if isinstance(tensor, FakeTensor) else tensor
     if value is None:
         return ""
@@ -106,13 +100,13 @@ def contents(tensor: torch.Tensor) -> str:
 
 
 def given(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Value of one argument, default included; None if there is no such argument."""
+    """Default included; None if there is no such argument."""
     found = (value for argument, value, _ in arguments(func._schema, args, kwargs) if argument.name == name)
     return next(found, None)
 
 
 def arguments(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any, bool]]:
-    """Each argument of an operator, its value, and whether it is written."""
+    """Each argument, its value, and whether it is written."""
     for place, argument in enumerate(schema.arguments):
         value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
         yield argument, value, argument.alias_info is not None and argument.alias_info.is_write
@@ -130,9 +124,8 @@ def argument_accesses(schema: Any, args: tuple[Arg, ...], kwargs: dict[str, Arg]
 
 
 def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) -> tuple[Access, ...]:
-    """Accesses of an unproved launch: all of every buffer.
-
-    Weights are written only where `mutated`, the compiler's declaration, says so.
+    """An unproved launch accesses all of every buffer. Weights are written only where `mutated`, the
+    compiler's declaration, says so.
     """
     accesses: dict[int, Access] = {}
     for place, arg in enumerate(launch.args):
@@ -150,12 +143,12 @@ def is_wrapper(tensor: Any) -> bool:
 
 
 def has_wrappers(types: Any) -> bool:
-    """True if an operator must be left to a wrapper class among its arguments."""
+    """An operator with a wrapper class among its arguments is left to that class."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Plain tensors behind a tensor, by name; the tensor itself if plain."""
+    """Plain tensors behind a tensor, by name."""
     if not is_wrapper(tensor):
         return [(name, tensor)]
     attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -177,7 +170,7 @@ def _folder(file: str | None) -> str:
     return str(Path(file or "").parent) + os.sep
 
 
-# Folders whose frames are not the program's: torch, Python, and Tessera except capture's models.
+# Frames of torch, Python, and Tessera except capture's models are not the program's.
 _TORCH, _NUMPY, _PYTHON = (_folder(module.__file__) for module in (torch, np, os))
 _HERE = str(Path(__file__).parents[1]) + os.sep
 _MODELS = f"{_folder(__file__)}models{os.sep}"
@@ -193,14 +186,14 @@ _said = _Said()
 
 
 def fail(message: str, remedy: str, place: str | None = None) -> NoReturn:
-    """Raise with the innermost line of the program."""
+    """Names the innermost line of the program."""
     _said.error = CaptureError(message, remedy, program_line() if place is None else place)
     raise _said.error
 
 
 @contextmanager
 def insisting() -> Iterator[None]:
-    """While entered, a refusal stands even if the program catches it."""
+    """A refusal stands even if the program catches it."""
     before, _said.error = _said.error, None
     try:
         yield
@@ -228,7 +221,6 @@ def refuse_read(what: str) -> NoReturn:
 
 
 def program_line() -> str:
-    """file:line of the program's innermost running line, or ""."""
     return next(_program_lines(walk_stack(sys._getframe())), "")
 
 
@@ -240,7 +232,6 @@ def _program_lines(frames: Iterator[tuple[FrameType, int]]) -> Iterator[str]:
 
 @functools.cache
 def is_program(filename: str) -> bool:
-    """True unless the file is torch's, Python's or the recorder's."""
     if filename.startswith(("<", _TORCH, _NUMPY)):
         return False
     if filename.startswith(_HERE):
@@ -253,14 +244,14 @@ def is_python(filename: str) -> bool:
 
 
 def is_users(filename: str) -> bool:
-    """True for a program file outside installed packages."""
+    """A program file outside installed packages."""
     return is_program(filename) and _PACKAGES not in filename
 
 
 def check_operator(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], varies: Callable[[Any], bool]
 ) -> None:
-    """Refuse host reads of varying values, and writes that no schema declares."""
+    """Refuses host reads of varying values, and writes that no schema declares."""
     is_silent = func._schema.name in SILENT_WRITERS and given(func, "training", args, kwargs)
     if is_silent and given(func, "running_mean", args, kwargs) is not None:
         fail(
@@ -284,7 +275,6 @@ def _deciding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Items of nested lists, tuples and dicts."""
     items = value.values() if isinstance(value, dict) else value
     if isinstance(value, tuple | list | dict):
         for item in items:
@@ -307,14 +297,14 @@ def _answers_the_host(func: Any) -> bool:
 
 
 def check_tensor(tensor: torch.Tensor, name: str = "a value") -> None:
-    """Refuse memory that is not one dense, strided storage."""
+    """Refuses memory that is not one dense, strided storage."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         fail(f"{name} is a {what} tensor", "Use dense, unquantized tensors: .to_dense(), .dequantize().")
 
 
 def explain(func: Any, error: Exception) -> NoReturn:
-    """Refusal for an operator that failed while recorded: cause, line, remedy."""
+    """An operator failed while recorded."""
     kind = type(error).__name__
     if kind in ("DynamicOutputShapeException", "DataDependentOutputException"):
         remedy = f"{BATCHED}, or capture on real tensors with --device cpu or cuda:0."

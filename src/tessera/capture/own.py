@@ -6,8 +6,7 @@
 
 A launch runs on a GPU, in the PTX interpreter on a CPU, and not at all on fake tensors. Kernels launched by
 an operator belong to it (`inside_operator`). Without a GPU, Triton compiles for `TARGET` and an autotuner
-takes its first configuration. Arguments are those of the PTX entry; constexpr values are the kernel's
-constants.
+takes its first configuration.
 
 Pointer tables are tensors of addresses. `read_table` replaces each entry by the tensor it points into, so a
 recorded launch names buffers, and each run writes a table with its own addresses.
@@ -45,7 +44,7 @@ Relaunch = Callable[[Grid, Sequence[Any]], None]
 
 _REQNTID = re.compile(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
 _PLAIN = (bool, int, float, str, type(None))
-# Compute capability for Triton without a GPU: every GPU since Ampere runs its PTX.
+# Every GPU since Ampere runs this PTX.
 TARGET = 80
 # Smallest possible address of a tensor.
 _FAR = 1 << 40
@@ -55,16 +54,15 @@ _ENTRY_BYTES = 8
 @dataclass(frozen=True)
 class OwnLaunch:
     kernel: Kernel
-    # Tensors and numbers of the PTX entry; a tuple is a pointer table.
+    # A tuple is a pointer table.
     args: tuple[Any, ...]
     grid: Grid
     block: Grid
-    # Indices in `args` that the compiler declares as written, if it declares any.
+    # Indices in `args` that the compiler declares as written.
     mutated: frozenset[int] = frozenset()
     # Tensors passed as tables, by index; and why some could not be read.
     tables: tuple[tuple[int, torch.Tensor], ...] = ()
     unread: str = ""
-    # Launches a compiled Triton kernel again.
     relaunch: Relaunch | None = None
 
     @property
@@ -74,7 +72,6 @@ class OwnLaunch:
 
 @contextlib.contextmanager
 def inductor_launches(see: Callable[[OwnLaunch], None]) -> Iterator[None]:
-    """While active, `see` gets every launch of an Inductor-made kernel."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     original: Any = CachingAutotuner.run
@@ -111,7 +108,6 @@ def _from_autotuner(tuner: Any, args: tuple[Any, ...]) -> OwnLaunch:
 def from_jit(
     function: Any, compiled: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], grid: Any
 ) -> OwnLaunch:
-    """The program's launch of a kernel, from Triton's function and compiled kernel."""
     names = function.arg_names
     mine = {k: v for k, v in kwargs.items() if k in names}
     bound = inspect.signature(function.fn).bind(*args, **mine)
@@ -178,7 +174,7 @@ def _kernel(
 
 
 def block_of(kernel: Kernel) -> Grid:
-    """Threads per block: required by the PTX, else from the warps."""
+    """Required by the PTX, else from the warps."""
     required = _REQNTID.search(kernel.ptx)
     if required is None:
         return 32 * kernel.num_warps, 1, 1
@@ -199,7 +195,7 @@ def tensors_in(arg: Any) -> list[torch.Tensor]:
 
 
 def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
-    """Show a launch to the recorder and run it; `native` launches it on a GPU."""
+    """`native` launches the kernel on a GPU."""
     see = _seeing[-1] if _seeing else None
     tensors = seen.tensors
     if see is not None or not any(t.is_cuda for t in tensors):
@@ -229,7 +225,7 @@ def _with_tables(seen: OwnLaunch) -> OwnLaunch:
 
 
 def unchanged(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-    """Check to run after an unproved launch: read-only memory is unchanged."""
+    """Checks after an unproved launch that read-only memory is unchanged."""
     if any(isinstance(t, FakeTensor) for t in tensors):
         return None
     with no_dispatch():
@@ -246,7 +242,6 @@ def unchanged(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] 
 
 @contextlib.contextmanager
 def own_launches(see: See | None = None) -> Iterator[None]:
-    """While entered, the program's kernel launches are shown to `see` and run on any device."""
     with contextlib.ExitStack() as stack:
         if "triton" in sys.modules:  # a program with Triton kernels has imported it
             stack.enter_context(triton_anywhere())
@@ -267,7 +262,6 @@ def _shown_to(see: See | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def triton_anywhere() -> Iterator[None]:
-    """While entered, the program's Triton launches go through `launch`."""
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
@@ -311,14 +305,14 @@ def triton_anywhere() -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside_operator() -> Iterator[None]:
-    """While entered, an operator's code runs: its launches and reads belong to it."""
+    """Launches and reads of an operator's code belong to it."""
     with _shown_to(None), reads_allowed():
         yield
 
 
 @contextlib.contextmanager
 def _unknown_refused() -> Iterator[None]:
-    """Refuse kernels that torch compiled by NVRTC: their accesses are unknown."""
+    """Accesses of kernels that torch compiled by NVRTC are unknown."""
     from torch.cuda import _utils
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -332,13 +326,13 @@ def _unknown_refused() -> Iterator[None]:
         yield
 
 
-# Tensors temporarily replaced: (original, replacement).
+# (original, replacement).
 _standing: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
 @contextlib.contextmanager
 def standing_for(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """While entered, an address in the first of a pair means the same place in the second."""
+    """An address in the first of a pair means the same place in the second."""
     _standing.extend(pairs)
     try:
         yield

@@ -9,9 +9,8 @@ read of a tensor that depends on the request is refused with its line:
   clocks     time, datetime, os.urandom: different in every call
 
 Methods of torch's classes are replaced while a thread records; Python's profiling hook sees clocks and
-methods saved earlier. docs/capture.md shows what each defence alone refuses.
-
-Transformers reads masks and checks inputs by value unless traced, so `traced` says that it is.
+methods saved earlier. docs/capture.md shows what each defence alone refuses. Transformers reads masks and
+checks inputs by value unless `traced`.
 """
 
 import datetime
@@ -80,7 +79,7 @@ class _Way:
     owner: Any
     name: str
     does: str = VALUE
-    # Index of the first argument read on the host.
+    # First argument read on the host.
     first: int = 0
 
     @property
@@ -109,8 +108,6 @@ _METHODS = {way.name: way for way in _WAYS if not way.first and isinstance(way.o
 
 
 class _Seeing(threading.local):
-    """This thread's check: does a tensor depend on the request?"""
-
     varies: Varies | None = None
 
 
@@ -122,7 +119,6 @@ _users: list[Varies] = []
 
 @contextmanager
 def reads_refused(varies: Varies) -> Iterator[None]:
-    """While entered, this thread's host reads of varying tensors and storages are refused."""
     with _lock:
         _users.append(varies)
         if len(_users) == 1:
@@ -139,7 +135,7 @@ def reads_refused(varies: Varies) -> Iterator[None]:
 
 
 def reads_allowed() -> AbstractContextManager[None]:
-    """While entered, this thread may read: the code is part of one launch."""
+    """The code is part of one launch."""
     return _asking(None)
 
 
@@ -153,7 +149,7 @@ def _asking(varies: Varies | None) -> Iterator[None]:
 
 
 def _exchange(way: _Way) -> Callable[[], None]:
-    """Replace a function by a checking one; returns the undo."""
+    """Returns the undo."""
     attribute = vars(way.owner).get(way.name)
     held = getattr(way.owner, way.name)
     original: Any = held.fget if isinstance(held, property) else held
@@ -172,7 +168,7 @@ def _exchange(way: _Way) -> Callable[[], None]:
 
 @contextmanager
 def calls_refused() -> Iterator[None]:
-    """While entered, refuses clocks and tensor methods saved earlier."""
+    """Refuses clocks and tensor methods saved earlier."""
     before: Any = sys.getprofile()
     sys.setprofile(_see_call)
     try:

@@ -37,19 +37,13 @@ VARYING = frozenset({BufferKind.INPUT, BufferKind.STATE})
 
 
 def record(workload: Workload, varying: frozenset[BufferKind] = VARYING) -> Trace:
-    """Run the step on real tensors and return the verified trace.
-
-    `varying`: kinds of buffer that the program must not read on the host.
-    """
+    """`varying`: kinds of buffer that the program must not read on the host."""
     devices = {str(t.device) for t in workload.make_inputs(0).values()} or {"cpu"}
     return _record_on(max(devices), workload, varying)
 
 
 def record_step(step: Step, device: str = "cpu", is_compared: bool = False) -> Trace:
-    """Build the step's model on a device (cpu, fake or cuda:N) and record it.
-
-    `is_compared`: the caller compares recordings, so one call on fake tensors is enough.
-    """
+    """`is_compared`: the caller compares recordings, so one call on fake tensors is enough."""
     check_device(device)
     if device == "cpu":
         return record(build(step))
@@ -62,10 +56,7 @@ def record_step(step: Step, device: str = "cpu", is_compared: bool = False) -> T
 
 
 def record_sizes(steps: Sequence[Step], advance: Callable[[int], None] = lambda num: None) -> list[Trace]:
-    """Record one model's step at several sizes on fake tensors; the model is built once.
-
-    `advance` gets the number of steps that are recorded.
-    """
+    """One model's step at several sizes on fake tensors. `advance` gets the number of recorded steps."""
     traces: list[Trace] = []
     with _machine("fake") as run:
         with torch.device("cuda"):
@@ -86,9 +77,8 @@ def _record_fake(workload: Workload, run: Run, is_compared: bool) -> Trace:
 
 
 def _record_on(device: str, workload: Workload, varying: frozenset[BufferKind] = VARYING) -> Trace:
-    """Record with fresh values; if those fail, with milder ones, then the example's.
-
-    A GPU starts with mild ones: an index out of range ends the process.
+    """Fresh values first, then milder ones, then the example's. A GPU starts with mild ones: an index out of
+    range ends the process.
     """
     kinds = (False, True) if device == "cpu" else (True,)
 
@@ -106,7 +96,7 @@ def _record_on(device: str, workload: Workload, varying: frozenset[BufferKind] =
 
 
 def _agreed(workload: Workload, once: Callable[[int], Recorded]) -> Trace:
-    """Launches that every call makes; refuses a step that changes between calls."""
+    """Refuses a step that changes between calls."""
     first, _ = once(0)
     held = python_state(*workload.roots)
     held.refuse_shared(workload.changing())
@@ -132,7 +122,6 @@ def _agreed(workload: Workload, once: Callable[[int], Recorded]) -> Trace:
 
 
 def check_device(device: str) -> None:
-    """Raise unless a step can be recorded on this device here."""
     kind, _, index = device.partition(":")
     if device in ("cpu", "fake"):
         return
@@ -156,7 +145,7 @@ def _machine(device: str) -> Iterator[Run]:
 
 
 def _generators(state: Tensors, device: str, seed: int) -> dict[str, torch.Tensor]:
-    """Initial generator states: copies from the state, else seeded by the request."""
+    """Copies from the state, else seeded by the request."""
     if device == "fake":
         return {}
     names = [f"{GENERATOR}cpu", *([f"{GENERATOR}{device}"] if device.startswith("cuda:") else [])]

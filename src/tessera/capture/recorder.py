@@ -9,8 +9,6 @@ host reads are refused (see `operators` and `reads`).
 
 A launch belongs to the running module's path; a backward launch to its forward's, by torch's sequence
 numbers.
-
-`Watch` also saves what a call changes. `Ledger` holds launches and the buffer of each storage.
 """
 
 from collections import Counter
@@ -61,7 +59,7 @@ class Ledger:
         self._filled: set[int] = set()
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """Buffer of a tensor; None if its storage is new."""
+        """None if the storage is new."""
         entry = self.storages.get(tensor.untyped_storage()._cdata)
         return None if entry is None else entry[1]
 
@@ -73,7 +71,7 @@ class Ledger:
         self.storages[storage._cdata] = (StorageWeakRef(storage), buffer)
 
     def declare(self, kind: BufferKind, tensors: Mapping[str, torch.Tensor]) -> range:
-        """Declare storages that exist before the step; returns their buffers."""
+        """Storages that exist before the step."""
         first = len(self.buffers)
         for name, tensor in tensors.items():
             if self.find(tensor) is not None:
@@ -85,7 +83,7 @@ class Ledger:
         return range(first, len(self.buffers))
 
     def declare_constant(self, tensor: torch.Tensor) -> None:
-        """Declare a tensor outside weights, inputs and state: the trace carries its bytes."""
+        """The trace carries the bytes of a tensor outside weights, inputs and state."""
         if self.find(tensor) is not None:
             return
         size = tensor.untyped_storage().nbytes()
@@ -98,7 +96,6 @@ class Ledger:
         self._fill(self._add(tensor, Buffer(name, BufferKind.WEIGHT, size, operators.contents(tensor))))
 
     def generator(self, name: str) -> int:
-        """Buffer of a generator's state (see `tessera.capture.rng`), declared if new."""
         for index, buffer in enumerate(self.buffers):
             if buffer.name == name:
                 return index
@@ -110,7 +107,7 @@ class Ledger:
         return set(range(len(self.buffers))) - self._filled
 
     def view(self, tensor: torch.Tensor) -> View:
-        """A tensor as a view of its buffer; a new storage becomes a temporary."""
+        """A new storage becomes a temporary."""
         buffer = self.find(tensor)
         if buffer is None:
             size = tensor.untyped_storage().nbytes()
@@ -130,7 +127,7 @@ class Ledger:
         return buffer
 
     def arg(self, value: Any, view: Callable[[torch.Tensor], View] | None = None) -> Arg:
-        """An argument as the trace holds it; `view` converts tensors (default `self.view`)."""
+        """`view` converts tensors (default `self.view`)."""
         if isinstance(value, torch.Tensor):
             return (view or self.view)(value)
         if value is None or isinstance(value, bool | int | float | str):
@@ -143,16 +140,12 @@ class Ledger:
         fail(f"an argument of type {type(value).__name__} cannot be recorded", "Pass it as a tensor.")
 
     def kernel(self, kernel: Kernel) -> int:
-        """Index of a kernel in the trace; equal kernels share one."""
         return self._kernels.setdefault(kernel, len(self._kernels))
 
     def operator(
         self, func: Any, recorded: Recorded, results: Results, generator: str = "", scope: str = ""
     ) -> Launch:
-        """Add an executed operator as a launch: schema accesses, and writes to new memory.
-
-        `generator`: the one it drew from.
-        """
+        """Accesses are the schema's, and writes to new memory; `generator`: the one it drew from."""
         args, kwargs = recorded
         fresh = {id(t) for t in results if isinstance(t, torch.Tensor) and self.find(t) is None}
         outputs = tuple(self.view(t) if isinstance(t, torch.Tensor) else None for t in results)
@@ -171,7 +164,7 @@ class Ledger:
     def kernel_launch(
         self, seen: OwnLaunch, view: Callable[[torch.Tensor], View] | None = None, scope: str = ""
     ) -> Launch:
-        """Add a PTX kernel with proved accesses; unproved, it may touch all its buffers."""
+        """Unproved, a PTX kernel may touch all its buffers."""
         args = tuple(self.arg(a, view) for a in seen.args)
         kernel = self.kernel(seen.kernel)
         launch = Launch(kernel, args, (), (), (), scope, grid=seen.grid, block=seen.block)
@@ -214,7 +207,7 @@ class Scopes:
 
     @property
     def current(self) -> str:
-        """Path of the innermost running submodule, or ""."""
+        """Innermost running submodule."""
         return self._stack[-1] if self._stack else ""
 
     def of_launch(self) -> str:
@@ -245,7 +238,7 @@ _earlier: dict[int, StorageWeakRef] = {}
 
 
 def keep_apart(storages: Mapping[int, StorageWeakRef]) -> None:
-    """Mark storages that later recordings must not treat as constants."""
+    """Later recordings must not treat these storages as constants."""
     for key in [key for key, held in _earlier.items() if held.expired()]:
         del _earlier[key]
     _earlier.update((key, held) for key, held in storages.items() if not held.expired())
@@ -271,9 +264,8 @@ class Recorder(TorchDispatchMode):
         recorded_on: str = "cpu",
         varying: frozenset[BufferKind] = frozenset({BufferKind.INPUT, BufferKind.STATE}),
     ) -> None:
-        """`run` executes an operator; `recorded_on` is cpu, cuda:N or fake.
-
-        `varying`: kinds of buffer whose values differ between calls.
+        """`run` executes an operator; `recorded_on` is cpu, cuda:N or fake; `varying`: kinds of buffer whose
+        values differ between calls.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._scopes, self._run, self._ledger = scopes, run, Ledger(recorded_on)
@@ -295,7 +287,7 @@ class Recorder(TorchDispatchMode):
             self._varying.update(declared)
 
     def varies(self, value: Any) -> bool:
-        """True if values of a tensor or storage depend on the request."""
+        """Values depend on the request."""
         if isinstance(value, torch.Tensor):
             return value.layout is torch.strided and self._ledger.find(value) in self._varying
         if isinstance(value, torch.UntypedStorage):
@@ -347,7 +339,7 @@ class Recorder(TorchDispatchMode):
         return run_operator(self._run, func, args, kwargs)
 
     def _carries_constant(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
-        """True if a constant only changed device or became fake."""
+        """A constant only changed device or became fake."""
         if func._schema.name not in CARRIERS or len(given) != 1 or self._ledger.find(made[0]) is not None:
             return False
         source = self._ledger.buffers[self._ledger.index(given[0])]
@@ -361,7 +353,7 @@ class Recorder(TorchDispatchMode):
                 return
 
     def own_launch(self, seen: OwnLaunch) -> Callable[[], None] | None:
-        """Record the program's kernel launch; returns a check to run afterwards."""
+        """Returns a check to run afterwards."""
         self._check_tables(seen)
         launch = self._ledger.kernel_launch(seen, self._argument, self._scopes.current)
         self._add_launch(launch)
@@ -468,7 +460,7 @@ class Watch(Recorder):
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of a tensor's storage; none for a fake."""
+    """None for a fake."""
     if isinstance(tensor, fake_tensor.FakeTensor):
         return torch.empty(0, dtype=torch.uint8)
     with no_dispatch():

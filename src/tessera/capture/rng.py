@@ -22,12 +22,11 @@ from tessera.ir import GENERATOR
 
 Tensors = Mapping[str, torch.Tensor]
 
-# A CUDA generator's state: seed and offset.
+# Seed and offset.
 CUDA_STATE_BYTES = 16
 
 
 def generator_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Buffer name of the generator that a call draws from, or ""."""
     if not _may_draw(func):
         return ""
     if given(func, "dropout_p", args, kwargs) == 0.0:  # attention without dropout
@@ -66,7 +65,7 @@ def seeded_state(name: str, seed: int) -> torch.Tensor:
 
 @contextmanager
 def entered(state: Tensors) -> Iterator[None]:
-    """While entered, torch's generators use the states in `state`, updated in place."""
+    """Torch's generators use the states in `state`, updated in place."""
     names = [name for name in state if name.startswith(GENERATOR) and not isinstance(state[name], FakeTensor)]
     before = {name: state_now(name) for name in names}
     for name in names:
@@ -90,8 +89,6 @@ def without_generators(state: Tensors) -> dict[str, torch.Tensor]:
 
 
 class Draws:
-    """Generators drawn from while recording; checks that nothing else changes them."""
-
     def __init__(self, is_fake: bool) -> None:
         self._is_fake = is_fake
         self._known: dict[str, torch.Tensor] = {} if is_fake else {"rng:cpu": state_now("rng:cpu")}

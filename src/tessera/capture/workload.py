@@ -1,6 +1,4 @@
-"""Workload: a callable step with named inputs, state and outputs.
-
-A workload is built from a `Step` record alone, so a plan can be run from its file.
+"""Workload: a callable step with named inputs, state and outputs, built from a `Step` record alone.
 
 `fresh` draws new values like those of an example:
   floats     between its minimum and maximum; non-finite values stay
@@ -43,7 +41,7 @@ class Workload:
     follow: Callable[[Tensors, int, Tensors], dict[str, torch.Tensor]]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name; a tied weight once, by its first name."""
+        """A tied weight once, by its first name."""
         held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         named = dict(part for name, tensor in held.items() for part in parts(name, tensor))
         for tensor in named.values():
@@ -64,7 +62,7 @@ class Workload:
         return {}
 
     def request(self, seed: int, is_mild: bool = False) -> tuple[dict[str, torch.Tensor], ...]:
-        """Inputs and state of one request; fresh values if the maker always gives its example."""
+        """Fresh values if the maker always gives its example."""
         inputs, state = self.make_inputs(seed), self.make_state(seed)
         if seed and self.gives_example:
             return self.fresh(inputs, seed, is_mild), self.fresh(state, seed + 1, is_mild)
@@ -72,7 +70,6 @@ class Workload:
 
     @property
     def gives_example(self) -> bool:
-        """True if every request has the same values."""
         first, other = (
             self.make_inputs(seed) or without_generators(self.make_state(seed)) for seed in (0, 1)
         )
@@ -83,9 +80,8 @@ class Workload:
         return {**tensors, **fresh(given, seed, is_mild)}
 
     def varied(self) -> "tuple[Self, str]":
-        """The workload with different values per request, and their origin.
-
-        A program that raises on fresh values gets milder ones, then its example.
+        """Values that differ by request, and their origin. A program that raises on fresh values gets milder
+        ones, then its example.
         """
         if not self.gives_example:
             return self, "drawn by the model's own maker of inputs"
@@ -107,7 +103,7 @@ class Workload:
             return self.call(inputs, without_generators(state))
 
     def drawing(self, trace: Trace) -> Self:
-        """The workload with its trace's generators in the state; see `rng`."""
+        """The trace's generators are added to the state; see `rng`."""
         names = [b.name for b in trace.buffers if b.is_generator]
         if not names or set(names) <= set(self.make_state(0)):
             return self
@@ -119,7 +115,7 @@ class Workload:
 
 
 def on_device(workload: Workload, device: str) -> Workload:
-    """The step with weights, inputs and state on a device; moves the module itself."""
+    """Moves the module itself."""
     workload.module.to(device)
 
     def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -133,7 +129,6 @@ def on_device(workload: Workload, device: str) -> Workload:
 
 
 def fresh(example: Mapping[str, torch.Tensor], seed: int, is_mild: bool = False) -> dict[str, torch.Tensor]:
-    """New tensors with the example's shapes and types, determined by the seed."""
     return {
         name: fresh_tensor(tensor, seed * 1_000 + place, is_mild)
         for place, (name, tensor) in enumerate(example.items())

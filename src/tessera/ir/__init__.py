@@ -1,4 +1,4 @@
-"""Typed, frozen records shared by all stages; depends on the standard library and msgspec only.
+"""Frozen records shared by all stages; imports the standard library and msgspec only.
 
 Suffixes: _us microseconds, _bytes bytes, _gbps gigabytes per second, _per_s per second. Counts start with
 num_. Byte ranges are half-open. Equality and hashing are by value.

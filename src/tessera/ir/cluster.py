@@ -6,15 +6,12 @@ from enum import StrEnum
 
 # Ordinal of a GPU of another machine.
 AWAY = -1
-# Share of a device's memory for weights and state (pages); the rest is for temporaries, driver and allocator.
+# Share of memory for weights and pages; the rest is for temporaries, driver and allocator.
 MEMORY_SHARE = 0.9
-# One day.
 MAX_COST_US = 24 * 3600 * 1e6
 
 
 class DeviceKind(StrEnum):
-    """How a device computes and keeps time."""
-
     CPU = "cpu"  # a NUMA node of this machine, real time
     EMU = "emu"  # this machine's CPU, virtual clock of a GPU or another CPU
     CUDA = "cuda"  # GPU of this machine: whole, a part, or dilated
@@ -32,17 +29,16 @@ class Device:
     gpu: str
     # Share of the card's memory, or its cap.
     memory_bytes: int
-    # Rent, or None.
     usd_per_hour: float | None = None
-    # Board power of the data sheet, or None.
+    # Board power of the data sheet.
     tdp_w: float | None = None
-    # CUDA ordinal or NUMA node in this machine; AWAY: first GPU of a worker on another machine.
+    # CUDA ordinal or NUMA node; AWAY: first GPU of a worker on another machine.
     ordinal: int = 0
-    # SMs of a partial card; 0: all.
+    # 0: all.
     num_sms: int = 0
-    # True if launches run on the card and are dilated to the times of `gpu`.
+    # Launches run on the card and are dilated to the times of `gpu`.
     is_dilated: bool = False
-    # Cores of a CPU worker; 0: one.
+    # 0: one.
     num_cores: int = 0
 
     @property
@@ -56,21 +52,19 @@ class Link:
 
     src: str
     dst: str
-    # "pcie4", "nvlink", ...
     name: str
     latency_us: float
     # 1e9 bytes per second.
     gbps: float
-    # Links of one group share a bus and carry one message at a time. Empty: no sharing.
+    # Links of one group carry one message at a time. Empty: no sharing.
     group: str = ""
-    # GB/s of weights that a device fetches from page-locked memory; 0: as other messages.
+    # GB/s of weights fetched from page-locked memory; 0: `gbps`.
     fetch_gbps: float = 0.0
 
     def fetch_us(self, num_bytes: float) -> float:
         return num_bytes / ((self.fetch_gbps or self.gbps) * 1e3)
 
     def wire_us(self, num_bytes: int) -> float:
-        """Time the wire is busy with one message."""
         return num_bytes / (self.gbps * 1e3)
 
 
@@ -80,7 +74,6 @@ class Cluster:
     links: tuple[Link, ...]
 
     def link(self, src: int, dst: int) -> Link | None:
-        """Link from device `src` to device `dst`, or None."""
         ends = (self.devices[src].name, self.devices[dst].name)
         return next((x for x in self.links if (x.src, x.dst) == ends), None)
 
@@ -100,26 +93,19 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Time of one launch on one device."""
-
     us: float
     source: Source
-    # Expected relative error.
     rel_error: float
-    # Table and distance to its nearest point; corrections applied.
+    # Table, distance to its nearest point, corrections.
     detail: str = ""
 
     @property
     def is_sane(self) -> bool:
-        """Finite, not negative, at most a day."""
         return 0 <= self.us <= MAX_COST_US
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one trace."""
-
-    # Digest of the trace; checked when planning.
     trace_digest: str
     devices: tuple[Device, ...]
     costs: tuple[tuple[Cost, ...], ...]
@@ -128,7 +114,6 @@ class Costs:
         return self.costs[launch][device].us
 
     def busy_us(self, devices: Sequence[int]) -> list[float]:
-        """Busy time of each device if launches run on `devices`."""
         busy = [0.0] * len(self.devices)
         for launch, device in enumerate(devices):
             busy[device] += self.us(launch, device)

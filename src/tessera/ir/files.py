@@ -1,7 +1,7 @@
-"""Saves and loads artifacts, one file each.
+"""Artifact files.
 
 The first line is a JSON header (kind, format version, length and SHA-256 of the body); the body is
-MessagePack. Files are written beside the target and renamed. Loaded records are verified.
+MessagePack. Loaded records are verified.
 """
 
 import hashlib
@@ -24,10 +24,9 @@ from tessera.ir.verify import verify
 # Increase when a field is added, removed or changes meaning.
 FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 4096
-# Limit of quoted text in errors.
 MAX_CHARS = 500
 
-# Kind -> record, and the command that makes it.
+# Kind -> record and the command that makes it.
 KINDS: dict[str, tuple[type, str]] = {
     "trace": (Trace, "tessera capture"),
     "graph": (Graph, "tessera analyze"),
@@ -69,9 +68,8 @@ def _scalar(value: Any) -> Any:
 def write_whole(
     path: str | Path, chunks: Iterable[bytes], remedy: str = "Choose a place that can be written."
 ) -> None:
-    """Writes to a temporary file beside `path` and renames it.
-
-    Symlinks are followed. A special file (/dev/null, a pipe) is written in place.
+    """Renames a temporary file beside `path`. Symlinks are followed; a special file (/dev/null, a pipe) is
+    written in place.
     """
     is_file = Path(path).is_file() or not Path(path).exists()
     target = Path(os.path.realpath(path))
@@ -92,7 +90,6 @@ def cache_folder(name: str = "") -> Path:
 
 
 def load(cls: type[T], path: str | Path) -> T:
-    """Reads and verifies one artifact of the given kind."""
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
@@ -101,7 +98,6 @@ def load(cls: type[T], path: str | Path) -> T:
 
 
 def parse(cls: type[T], raw: bytes, place: str) -> T:
-    """Verified artifact in a file's contents."""
     wanted = _kind(cls)
     head, _, body = raw.partition(b"\n")
     if problem := _header_problem(_header(head), body, wanted):
@@ -117,7 +113,6 @@ def parse(cls: type[T], raw: bytes, place: str) -> T:
 
 
 def kind_of(path: str | Path) -> str | None:
-    """Kind of artifact in a file, or None."""
     try:
         with open(path, "rb") as file:
             header = _header(file.readline(MAX_HEADER_BYTES))

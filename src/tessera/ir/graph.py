@@ -1,11 +1,11 @@
 """Dependencies of a trace, values, and work units.
 
-Edges order launches; values are what a placement moves. A value is one version of a buffer, so an overwritten
-temporary makes no edge between readers of the old version and the next writer.
+A value is one version of a buffer, so an overwritten temporary makes no edge between readers of the old
+version and the next writer. Placements move values.
 
-`check_steps` and `check_counts` validate the steps of one request. `StepFamily` interpolates a step at any
-size from a few recordings: sizes, strides, offsets and extents are linear in the step's sizes, and recordings
-that differ otherwise are refused. Interpolated traces are for planning; a trace to run is recorded.
+`StepFamily` interpolates a step at any size from a few recordings: sizes, strides, offsets and extents are
+linear in the step's sizes, and recordings that differ otherwise are refused. Interpolated traces are for
+planning; a trace to run is recorded.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,11 @@ from tessera.errors import MismatchError, TesseraError
 from tessera.ir.trace import BufferKind, Step, Trace
 
 PLACE = "--counts"
-# Requests are simulated run by run for every candidate: a thousand runs of a small step take seconds.
+# Requests are simulated run by run: a thousand runs of a small step take seconds.
 MAX_RUNS = 1 << 15
 
 
 class Hazard(StrEnum):
-    """Kind of dependency."""
-
     RAW = "raw"
     WAR = "war"
     WAW = "waw"
@@ -34,7 +32,7 @@ class Hazard(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Launch `dst` waits for the earlier launch `src` because of one buffer."""
+    """Launch `dst` waits for the earlier launch `src`."""
 
     src: int
     dst: int
@@ -47,14 +45,14 @@ class Value:
     """One version of one buffer."""
 
     buffer: int
-    # Producing launch; None if present at the start.
+    # None: present at the start.
     producer: int | None
-    # Reading launches, ascending, including in-place updates.
+    # Ascending, including in-place updates.
     readers: tuple[int, ...]
     # Half-open byte range needed by the readers.
     start: int
     stop: int
-    # True if returned by the step or kept as state.
+    # Returned by the step or kept as state.
     is_final: bool = False
 
     @property
@@ -64,8 +62,6 @@ class Value:
 
 @dataclass(frozen=True)
 class Graph:
-    """A trace with its dependencies."""
-
     trace: Trace
     # Transitively reduced, sorted by (dst, src).
     edges: tuple[Edge, ...]
@@ -75,7 +71,6 @@ class Graph:
 
     @cached_property
     def state_groups(self) -> dict[str, int]:
-        """State buffer name -> index of its group."""
         owner = {launch: g for g, group in enumerate(self.groups) for launch in group}
         found: dict[str, int] = {}
         for index, launch in enumerate(self.trace.launches):
@@ -88,12 +83,11 @@ class Graph:
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Steps of an average request with counts, joined by state of the same name."""
+    """Steps of an average request, joined by state of the same name."""
 
     graphs: tuple[Graph, ...]
     # Runs per request: (1, 32) for one prefill and 32 decodes.
     counts: tuple[int, ...]
-    # Batch rows that belong to one request.
     name: str = ""
 
     @property
@@ -102,18 +96,17 @@ class WorkUnit:
 
     @property
     def batch(self) -> int:
-        """Rows of one request, by its decodes if any."""
+        """Rows of the decodes, if any."""
         batches = {g.trace.step.kind: g.trace.step.batch for g in self.graphs}
         return batches.get("decode", self.graphs[0].trace.step.batch)
 
     @property
     def is_served(self) -> bool:
-        """True if a service runs the steps in any order, so state has one home."""
+        """A service runs the steps in any order, so state has one home."""
         return any(g.trace.step.kind == "tokens" for g in self.graphs)
 
 
 def check_counts(counts: Sequence[int], num_steps: int) -> None:
-    """Checks one count per step, at least 1, within the simulation limit."""
     if len(counts) != num_steps:
         raise TesseraError(f"{len(counts)} counts for {num_steps} traces", "Give one per trace.", PLACE)
     if min(counts, default=1) < 1:
@@ -125,7 +118,6 @@ def check_counts(counts: Sequence[int], num_steps: int) -> None:
 
 
 def check_steps(traces: Sequence[Trace]) -> None:
-    """Checks that the traces can follow one another in one request."""
     kinds = [trace.step.kind for trace in traces]
     models = {_origin(trace.step.model): trace.step.model for trace in traces}
     if len(models) > 1:
@@ -142,7 +134,6 @@ def check_steps(traces: Sequence[Trace]) -> None:
 
 
 def _origin(model: str) -> str:
-    """Module of a module:callable, else model name or folder."""
     return model.partition(":")[0]
 
 
@@ -152,7 +143,7 @@ class _Uneven(Exception):
 
 @dataclass(frozen=True, eq=False)
 class StepFamily:
-    """A step with its dependencies at any size, from recordings at a few.
+    """A step at any size, from recordings at a few.
 
     Every recording after the first differs from it in one size: a field of the step, or several that grow
     together.
@@ -162,7 +153,7 @@ class StepFamily:
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """The step's field that each recording after the first varies."""
+        """The field that each recording after the first varies."""
         first = self.recordings[0].trace.step
         steps = [graph.trace.step for graph in self.recordings[1:]]
         names = [
@@ -173,7 +164,7 @@ class StepFamily:
         return tuple(changed[0] for changed in names)
 
     def at(self, step: Step) -> Graph:
-        """The step at other sizes; raises MismatchError for unlike recordings."""
+        """Raises MismatchError for unlike recordings."""
         for graph in self.recordings:
             if graph.trace.step == step:
                 return graph
@@ -203,13 +194,12 @@ class StepFamily:
 class _Shape:
     """A constant, a number that grows, or a record of such parts.
 
-    Equal shapes are one object, so repeated layers are built once per batch.
+    Equal shapes are one object, so repeated layers are built once.
     """
 
     value: Any = None
-    # Increase of a number in every recording after the first; empty: constant.
+    # In every recording after the first.
     growth: tuple[int, ...] = ()
-    # Constructor and part names.
     make: Callable[..., Any] | None = None
     parts: tuple["_Shape", ...] = ()
     names: tuple[Any, ...] = ()
@@ -220,7 +210,6 @@ class _Reading:
         self._known: dict[Any, _Shape] = {}
 
     def of(self, values: Sequence[Any]) -> _Shape:
-        """Shape of a value in all recordings; raises _Uneven."""
         one = values[0]
         if any(type(other) is not type(one) for other in values):
             raise _Uneven
@@ -255,7 +244,7 @@ class _Reading:
 
 
 class _Writing:
-    """Builds a recording at `parts` of the way to every recording after the first."""
+    """A recording at `parts` of the way to each other one."""
 
     def __init__(self, parts: Sequence[int], wholes: Sequence[int]) -> None:
         self._whole = lcm(*wholes)
@@ -263,7 +252,7 @@ class _Writing:
         self._known: dict[_Shape, Any] = {}
 
     def of(self, shape: _Shape) -> Any:
-        """Value of a shape; raises _Uneven for a fractional number."""
+        """Raises _Uneven for a fractional number."""
         if shape.make is None and not shape.growth:
             return shape.value
         if shape not in self._known:

@@ -1,4 +1,4 @@
-"""The CPU of this machine: NUMA nodes with their cores and memory, and vector instructions."""
+"""NUMA nodes, their cores and memory, and vector instructions of this machine."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ from pathlib import Path
 
 NODES = Path("/sys/devices/system/node")
 CPUINFO = Path("/proc/cpuinfo")
-# Flag in /proc/cpuinfo -> its usual name, best first.
+# Flag in /proc/cpuinfo, best first.
 FLAGS = {
     "amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2",
     "sve": "SVE", "asimd": "NEON",
@@ -16,8 +16,6 @@ FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class HostNode:
-    """A NUMA node."""
-
     number: int
     # Cores that this process may use.
     cores: tuple[int, ...]
@@ -25,12 +23,12 @@ class HostNode:
 
 
 def host_nodes() -> tuple[HostNode, ...]:
-    """NUMA nodes with usable cores; one node where the system does not say."""
+    """Nodes with usable cores; one node where the system does not say."""
     usable, sizes = os.sched_getaffinity(0), dict[Path, int]()
     for path in sorted(NODES.glob("node[0-9]*")):
         words = _text(path / "meminfo").split()
         sizes[path] = int(words[words.index("MemTotal:") + 1]) if "MemTotal:" in words else 0
-    # Nodes may not count memory that was added to a running machine: they have shares of its total.
+    # Nodes may not count memory that was added to a running machine: they get shares of its total.
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     nodes = []
     for path, size in sizes.items():
@@ -42,7 +40,6 @@ def host_nodes() -> tuple[HostNode, ...]:
 
 
 def instructions() -> tuple[str, ...]:
-    """Vector instructions of the CPU, best first."""
     lines = _text(CPUINFO).splitlines()
     flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
     return tuple(name for flag, name in FLAGS.items() if flag in flags) or (platform.machine(),)

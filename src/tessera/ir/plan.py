@@ -1,11 +1,11 @@
-"""Plans and programs. A placement maps every launch of a work unit to a device. A plan is a mix of
-placements, its lanes, each with a share of the requests. All figures are modelled.
+"""Plans and programs. A plan is a mix of placements, its lanes, each with a share of the requests. All
+figures are modelled.
 
-A program is one lane lowered to an instruction list per device, in trace order. A send follows its
-producer and a receive precedes its first reader, so devices cannot deadlock. A value is sent once per
-destination. Sends copy into transport memory. Buffers are freed after their last use. Weights that a device
-does not hold are fetched from a host's memory into one of `SLOTS` places: the first before the step, each
-other one after the launch that used its place before.
+A program is one lane lowered to an instruction list per device, in trace order. A send follows its producer
+and a receive precedes its first reader, so devices cannot deadlock. A value is sent once per destination.
+Sends copy into transport memory. Buffers are freed after their last use. Weights that a device does not hold
+are fetched from a host's memory into one of `SLOTS` places: the first before the step, each other one after
+the launch that used its place before.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,11 @@ import msgspec
 from tessera.ir.cluster import Cluster, Costs
 from tessera.ir.graph import Graph, WorkUnit
 
-# Launches whose fetched weights a device holds at once; each has a place of its own.
+# Launches whose fetched weights a device holds at once.
 SLOTS = 3
 
 
 class Objective(StrEnum):
-    """Optimization target."""
-
     THROUGHPUT = "throughput"
     LATENCY = "latency"
     COST = "cost"  # work per dollar
@@ -33,23 +31,19 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Device of every launch in every step."""
-
     # devices[step][launch] indexes the cluster's devices.
     devices: tuple[tuple[int, ...], ...]
-    # (weight, host that keeps it): launches on other devices fetch it each time they run.
+    # (weight, host that keeps it): launches on other devices fetch it in every run.
     fetched: tuple[tuple[str, int], ...] = ()
 
     def renumbered(self, numbers: Sequence[int]) -> "Placement":
-        """The placement where device d is numbers[d]."""
+        """Device d becomes numbers[d]."""
         devices = tuple(tuple([numbers[d] for d in step]) for step in self.devices)
         return Placement(devices, tuple((name, numbers[host]) for name, host in self.fetched))
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A placement and its share of the work."""
-
     placement: Placement
     # Work units per second at full load.
     rate_per_s: float
@@ -68,17 +62,14 @@ def lane_sequence(shares: Sequence[float]) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Result of a coarser policy under the same costs."""
+    """A coarser policy under the same costs; None: not applicable or unknown."""
 
     name: str
-    # Work units per second; None if not applicable.
     throughput_per_s: float | None
-    # Latency of a single request; None if not applicable.
     latency_us: float | None
-    # Rent per thousand work units and energy per unit; None also if unknown.
     usd_per_1k_units: float | None = None
     joules_per_unit: float | None = None
-    # Requests in flight, where they were counted.
+    # Requests in flight.
     microbatches: int | None = None
 
 
@@ -91,46 +82,41 @@ class Robust:
     p10_per_s: float
     p50_per_s: float
     p90_per_s: float
-    # Mean share of the best candidate's rate per sample.
+    # Mean share of the best candidate's rate.
     regret: float
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Placement of every launch, expected figures and baselines."""
-
     unit: WorkUnit
     cluster: Cluster
-    # One per step.
     costs: tuple[Costs, ...]
     objective: Objective
-    # Policy: "throughput", "latency", "data-parallel", ...
     policy: str
     lanes: tuple[Lane, ...]
     # Requests in flight assumed below.
     microbatches: int
-    # Work units per second by busy time, and simulated with `microbatches` in flight.
+    # Work units per second, by busy time and simulated.
     throughput_per_s: float
     simulated_per_s: float
     # Upper bound of any mix of placements under the same costs.
     bound_per_s: float
-    # Latency of a single request.
     latency_us: float
     baselines: tuple[Baseline, ...] = ()
     # Lane of each microbatch, repeated. Empty: by the lanes' rates.
     lane_table: tuple[int, ...] = ()
     # Share of the simulated rate lost to whole microbatches.
     rounding_loss: float = 0.0
-    # (requests in flight, simulated work units per second) of these lanes.
+    # (requests in flight, simulated work units per second).
     by_microbatches: tuple[tuple[int, float], ...] = ()
-    # Limit of requests in flight by memory; None: unlimited.
+    # Limit by memory; None: unlimited.
     max_microbatches: int | None = None
     robust: Robust | None = None
-    # Energy of one work unit at the simulated rate, unused devices off; None: unknown.
+    # At the simulated rate, unused devices off; None: unknown.
     joules_per_unit: float | None = None
-    # User constraints: "--pin attention=emu:a100".
+    # "--pin attention=emu:a100".
     constraints: tuple[str, ...] = ()
-    # Pages that its microbatches share, also with those of other plans; empty: each has its own state.
+    # Pages that its microbatches share, also with other plans; empty: each has its own state.
     home: str = ""
 
     @property
@@ -139,7 +125,6 @@ class Plan:
 
     @property
     def batch(self) -> int:
-        """Rows of a work unit."""
         return self.unit.batch
 
     @property
@@ -148,12 +133,11 @@ class Plan:
 
     @property
     def used(self) -> tuple[int, ...]:
-        """Devices used by any lane, ascending."""
         return tuple(sorted({d for x in self.lanes for step in x.placement.devices for d in step}))
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Rent of the used devices; None if one has no price."""
+        """None if a used device has no price."""
         prices = [self.cluster.devices[d].usd_per_hour for d in self.used]
         known = [p for p in prices if p is not None]
         return sum(known) if len(known) == len(prices) else None
@@ -186,13 +170,11 @@ class Recv(msgspec.Struct, frozen=True, tag=True):
 
 
 class Free(msgspec.Struct, frozen=True, tag=True):
-    """Releases a buffer on this device."""
-
     buffer: int
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
-    """Starts copying the weights of a launch that its device does not hold; the launch waits for them."""
+    """Starts copying weights that the device does not hold; the launch waits for them."""
 
     launch: int
 
@@ -202,7 +184,7 @@ Instruction = Run | Send | Recv | Free | Fetch
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes [start, stop) of one buffer version from one device to another."""
+    """Bytes [start, stop) of one buffer version."""
 
     value: int
     buffer: int
@@ -223,11 +205,11 @@ class Program:
     lane: int
     # Index into `Plan.graphs`; in a stepper over workers, into the steps of all its plans.
     step: int
-    # Runs of this step per request.
+    # Runs per request.
     count: int
     instructions: tuple[tuple[Instruction, ...], ...]
     transfers: tuple[Transfer, ...]
-    # weights[device]: weight buffers held there.
+    # Weight buffers held by each device.
     weights: tuple[tuple[int, ...], ...]
     # (state buffer, device at the start of the step).
     homes: tuple[tuple[int, int], ...]

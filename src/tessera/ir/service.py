@@ -9,8 +9,8 @@ produce answers, or both. Sequences go from a prompts group to an answers or mix
     layer-pipeline, attention-ffn, kernel-level   one mixed group whose lane covers several devices
     single                      one mixed group on one device
 
-Shares of the groups are not planned: work is pulled. Expected figures are of the service's own scheduler on a
-virtual clock, under the load.
+Groups pull work, so their shares are not planned. Expected figures come from the service's own scheduler on a
+virtual clock.
 """
 
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ class Role(StrEnum):
 class Load:
     """Requests of a service: lengths and limits."""
 
-    # Mean tokens of a prompt and of an answer.
+    # Mean tokens.
     prompt_tokens: int
     output_tokens: int
-    # Distribution of both, as `simulate.arrivals` draws it: fixed, uniform, geometric, lognormal.
+    # As `simulate.arrivals` draws them: fixed, uniform, geometric, lognormal.
     spread: str = "uniform"
-    # Observed (prompt, answer) tokens, used in place of the distribution.
+    # Observed (prompt, answer) tokens, in place of the distribution.
     lengths: tuple[tuple[int, int], ...] = ()
     # Limits. Time per answer token (TPOT): the median over the requests of each group, so that half of the
     # requests keep it on every card. Time to the first token: the median over all requests.
@@ -45,16 +45,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Figures of a service on a virtual clock, at full load."""
+    """Figures on a virtual clock, at full load."""
 
     tokens_per_s: float
-    # Time per token: median over the requests of the slowest group, and 99th percentile over all requests.
+    # Median over the requests of the slowest group, and 99th percentile over all.
     tpot_ms: float
     tpot_p99_ms: float
-    # Time to the first token: median and 99th percentile over all requests.
+    # Median and 99th percentile over all requests.
     ttft_ms: float
     ttft_p99_ms: float
-    # Share of the time that each device computes, in the order of the cluster.
+    # Share of the time that each device computes.
     busy: tuple[float, ...]
     # Runs of each step, by group and step of its plan.
     steps: tuple[tuple[int, ...], ...]
@@ -63,7 +63,6 @@ class Expected:
     pages_moved: int = 0
 
     def is_within(self, load: Load) -> bool:
-        """True if the limits of a load are kept."""
         return not (
             (load.tpot_ms is not None and self.tpot_ms > load.tpot_ms)
             or (load.ttft_ms is not None and self.ttft_ms > load.ttft_ms)
@@ -72,8 +71,6 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """A group in figures."""
-
     role: Role
     devices: tuple[str, ...]
     sequences: int
@@ -84,28 +81,25 @@ class GroupSize:
 
 @dataclass(frozen=True)
 class Group:
-    """Microbatches with one role, one lane and one size."""
-
     role: Role
-    # A plan of one lane; the steps of its unit are the group's step sizes.
+    # One lane; the steps of its unit are the group's step sizes.
     plan: Plan
-    # Sequences of a microbatch.
+    # Per microbatch.
     sequences: int
     microbatches: int
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of each step."""
         return tuple(g.trace.step.context for g in self.plan.graphs if g.trace.step.kind == "tokens")
 
     @property
     def pool_tokens(self) -> int:
-        """Positions in its pages, with the unused page 0."""
+        """Includes the unused page 0."""
         return self.plan.graphs[-1].trace.step.reserve
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Attention window of each of its page tables; 0: none."""
+        """0: no window."""
         return self.plan.graphs[-1].trace.step.windows or (0,)
 
     @property
@@ -119,7 +113,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """Another policy at its own best configuration for the same load."""
+    """Another policy at its best for the same load."""
 
     policy: str
     groups: tuple[GroupSize, ...]
@@ -128,8 +122,6 @@ class Rival:
 
 @dataclass(frozen=True)
 class ServicePlan:
-    """Configuration of a service for a load."""
-
     model: str
     policy: str
     load: Load
@@ -150,6 +142,6 @@ class ServicePlan:
 
     @property
     def clients(self) -> int:
-        """Sequences that can be present at once. One in a prompts group has a place where it will answer."""
+        """Sequences present at once. One in a prompts group has a place where it will answer."""
         answering = [group for group in self.groups if group.role is not Role.PROMPTS]
         return sum(group.sequences * group.microbatches for group in answering)

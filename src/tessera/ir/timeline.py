@@ -1,7 +1,4 @@
-"""Timelines of runs, request arrivals and decisions.
-
-Arrival times are seconds from the start. `clock` states whether times are simulated or measured.
-"""
+"""Timelines of runs, request arrivals and decisions."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -10,20 +7,17 @@ from itertools import pairwise
 
 import msgspec
 
-# How commands show a field: only in the JSON.
+# Shown only in the JSON.
 HIDDEN = msgspec.Meta(extra={"hidden": True})
-# Separator of source and destination in a link's track.
 LINK_ARROW = " -> "
 
 
 def shown(label: str = "", unit: str = "") -> msgspec.Meta:
-    """Metadata of a field: its label for people, and a unit (a key of `cli.render.UNITS`)."""
+    """Label for people, and a unit (a key of `cli.render.UNITS`)."""
     return msgspec.Meta(extra={"label": label, "unit": unit})
 
 
 class Clock(StrEnum):
-    """Clock of the spans."""
-
     SIMULATED = "simulated"
     MEASURED = "measured"
 
@@ -93,18 +87,16 @@ def _shared(intervals: list[tuple[float, float]], start: float, stop: float) -> 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Requests in order of arrival."""
-
     # "poisson:20", or a file.
     name: str
     times_s: tuple[float, ...]
-    # Prompt and output tokens per request; empty: one average work unit each.
+    # Tokens per request; empty: one average work unit each.
     prompts: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
 
     @property
     def rate_per_s(self) -> float:
-        """Requests per second from first to last; infinite if simultaneous."""
+        """Infinite if simultaneous."""
         if not self.times_s:
             return 0.0
         span = self.times_s[-1] - self.times_s[0]
@@ -121,8 +113,6 @@ class DecisionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision with a one-line reason."""
-
     at_s: float
     kind: DecisionKind
     # Policy from here on.

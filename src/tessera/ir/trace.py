@@ -1,12 +1,11 @@
-"""Recorded program: kernels, buffers, views, launches, steps.
+"""Recorded program: one step of a workload as launches in program order.
 
-A trace is one step of a workload: launches in program order and the buffers they touch. Views are arguments,
-not launches. Buffers are logical storages: memory that an allocator reuses is two buffers.
+Views are arguments, not launches. Buffers are logical storages: memory that an allocator reuses is two
+buffers.
 
 A region is a strided set of bytes of one buffer: `item_bytes` bytes at `start + sum(i_d * stride_d)` for
-every index tuple. Ranges are half-open. Overlap is decided one dimension at a time, largest stride first,
-once per distance at which rows can meet. Beyond MAX_STEPS comparisons regions count as overlapping: False is
-a proof, True is not.
+every index tuple. Ranges are half-open. Beyond MAX_STEPS comparisons regions count as overlapping: False is a
+proof, True is not.
 """
 
 import hashlib
@@ -18,12 +17,9 @@ from typing import Any
 
 import msgspec
 
-# Limit of row comparisons before assuming overlap.
 MAX_STEPS = 20_000
-# State buffer of a random generator: prefix and device, "rng:cpu". A launch that draws reads and writes all
-# of it.
+# Prefix of a random generator's state buffer ("rng:cpu"). A launch that draws reads and writes all of it.
 GENERATOR = "rng:"
-# Element sizes other than 1.
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "uint64": 8,
     "float32": 4, "int32": 4, "uint32": 4, "complex32": 4,
@@ -35,7 +31,7 @@ Dims = tuple[tuple[int, int], ...]
 
 
 class Origin(StrEnum):
-    """Origin of a kernel's code, which decides how accesses are proved."""
+    """Origin of a kernel's code; decides how accesses are proved."""
 
     ATEN = "aten"  # library operator, proved from its schema
     TRITON = "triton"  # proved from PTX, rebuilt from source per device
@@ -46,19 +42,17 @@ class Origin(StrEnum):
 class Kernel:
     """An ATen overload or a PTX entry."""
 
-    # "aten.mm.default", or the PTX entry.
     name: str
     origin: Origin
-    # Operator schema with alias annotations; empty for PTX.
+    # With alias annotations; empty for PTX.
     schema: str = ""
     # Empty for operators.
     ptx: str = ""
-    # Source of a Triton kernel for other architectures; else empty.
+    # Triton source, for other architectures.
     source: str = ""
-    # (name, type) of every argument. "constexpr" arguments are compiled in; the others are PTX parameters and
-    # launch arguments, in order.
+    # (name, type) of every argument. "constexpr" arguments are compiled in; the others are launch arguments,
+    # in order.
     signature: tuple[tuple[str, str], ...] = ()
-    # Values of constexpr arguments by name.
     constants: tuple[tuple[str, bool | int | float | str | None], ...] = ()
     num_warps: int = 0
     num_stages: int = 0
@@ -82,7 +76,6 @@ class Region:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes touched, counted once per index."""
         size = self.item_bytes
         for n, _ in self.dims:
             size *= n
@@ -90,7 +83,6 @@ class Region:
 
     @property
     def is_dense(self) -> bool:
-        """True if all bytes from start to stop are touched."""
         return not self.dims
 
     def overlaps(self, other: "Region") -> bool:
@@ -109,7 +101,7 @@ class Region:
 
 
 def region(start: int, item_bytes: int, dims: tuple[tuple[int, int], ...]) -> Region | None:
-    """Normal form of a strided set, or None if empty. Dimensions are (count, byte stride)."""
+    """Normal form of a strided set of (count, byte stride), or None if empty."""
     if any(n == 0 for n, _ in dims) or item_bytes == 0:
         return None
     for n, stride in dims:  # a negative stride touches the same bytes
@@ -120,7 +112,6 @@ def region(start: int, item_bytes: int, dims: tuple[tuple[int, int], ...]) -> Re
         if not merged and stride <= item_bytes:
             item_bytes += (n - 1) * stride
         elif merged and stride % merged[-1][1] == 0 and stride // merged[-1][1] <= merged[-1][0]:
-            # Adjacent rows without a gap are one longer row.
             count, inner = merged[-1]
             merged[-1] = (count + (n - 1) * (stride // inner), inner)
         else:
@@ -129,15 +120,14 @@ def region(start: int, item_bytes: int, dims: tuple[tuple[int, int], ...]) -> Re
 
 
 def _extent(dims: Dims, item_bytes: int) -> int:
-    """Distance from the first to the last touched byte, inclusive."""
     return sum((n - 1) * stride for n, stride in dims) + item_bytes
 
 
 def _meet(a: int, a_dims: Dims, a_item: int, b: int, b_dims: Dims, b_item: int) -> bool:
     """False only if the strided sets at `a` and `b` provably share no byte.
 
-    Removes the largest stride S. Rows of the two sets are (j - i) * S apart; only distances at which their
-    intervals meet are compared.
+    Rows of the largest stride S are (j - i) * S apart; only distances at which their intervals meet are
+    compared.
     """
     todo = [(a, a_dims, b, b_dims)]
     for _ in range(MAX_STEPS):
@@ -164,12 +154,10 @@ def _meet(a: int, a_dims: Dims, a_item: int, b: int, b_dims: Dims, b_item: int) 
 
 
 def _rows(dims: Dims, stride: int) -> tuple[int, Dims]:
-    """Number of rows of this stride, and one row."""
     return (dims[0][0], dims[1:]) if dims and dims[0][1] == stride else (1, dims)
 
 
 def _contains(outer: Region, inner: Region) -> bool:
-    """True only if every byte of `inner` is in `outer`, row by row."""
     (num_rows, stride), rest = outer.dims[0], outer.dims[1:]
     count, step, inner_rest = 1, stride, inner.dims
     if inner.dims and inner.dims[0][1] % stride == 0:
@@ -183,8 +171,6 @@ def _contains(outer: Region, inner: Region) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One region touched by a launch."""
-
     buffer: int
     region: Region
     read: bool = False
@@ -193,8 +179,6 @@ class Access:
 
 
 class BufferKind(StrEnum):
-    """Owner of a buffer's contents."""
-
     WEIGHT = "weight"  # model, read only
     INPUT = "input"  # request, new for each step
     STATE = "state"  # request, mutated and kept for the next step
@@ -207,7 +191,7 @@ class Buffer:
     name: str
     kind: BufferKind
     size_bytes: int
-    # Hexadecimal contents of a small constant; else empty.
+    # Contents of a small constant.
     constant_hex: str = ""
 
     @property
@@ -234,15 +218,14 @@ class View(msgspec.Struct, frozen=True, tag=True):
 
 
 class Symbol(msgspec.Struct, frozen=True, tag=True):
-    """Torch constant: kind is dtype, device, layout or memory_format."""
+    """Torch constant: dtype, device, layout or memory_format."""
 
     kind: str
     name: str
 
 
 Item = View | Symbol | bool | int | float | str | None
-# Argument: tensor, torch constant, plain value, or tuples nested at most twice (msgspec decodes by this type
-# and has no recursive unions).
+# Tuples nest at most twice: msgspec has no recursive unions.
 Arg = Item | tuple[Item | tuple[Item, ...], ...]
 
 
@@ -251,14 +234,14 @@ class Launch:
     kernel: int
     args: tuple[Arg, ...]
     kwargs: tuple[tuple[str, Arg], ...]
-    # Results in order; None for one that is not a tensor.
+    # None for a result that is not a tensor.
     outputs: tuple[View | None, ...]
     accesses: tuple[Access, ...]
-    # Launching module ("model.layers.0.mlp"); empty outside modules.
+    # Module path, "model.layers.0.mlp".
     scope: str = ""
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
-    # Reason why the launch is pinned; empty if it can run on any device.
+    # Why the launch is pinned; empty if it can run on any device.
     immovable: str = ""
 
     @property
@@ -282,38 +265,32 @@ class Step:
     # Tokens per row in the state. For kind=prefill and kind=tokens: tokens read by the step.
     context: int
     seed: int = 0
-    # Positions beyond `context` that decodes may fill. For kind=tokens: positions in all pages.
+    # Positions beyond `context` for decodes. For kind=tokens: positions in all pages.
     reserve: int = 0
-    # Random weights from the seed instead of the checkpoint's.
+    # Weights from the seed, not the checkpoint.
     random_weights: bool = False
-    # File with input tensors by name; empty for generated inputs.
+    # File with input tensors by name; empty: generated.
     inputs: str = ""
     # For kind=tokens: sequences in the state, if more than `batch`.
     rows: int = 0
     # For kind=tokens: expected tokens per sequence; 0: an even share of the pages.
     length: int = 0
-    # GEMMs of the same input are fused, with concatenated weights.
+    # GEMMs of the same input are fused.
     joined_products: bool = False
-    # Folders of LoRA adapters.
     adapters: tuple[str, ...] = ()
-    # For kind=tokens: attention window of each page table, 0: all positions; set by the model. Empty: one
-    # table, no window.
+    # For kind=tokens: attention window of each page table, 0: none. Empty: one table, no window.
     windows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Launches of one step in program order."""
-
     step: Step
     kernels: tuple[Kernel, ...]
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
-    # Results by name.
     outputs: tuple[tuple[str, View], ...]
-    # View operations, which need no launch.
     num_views: int = 0
-    # (operator, count) that returned old memory without declaring it in the schema, by name.
+    # (operator, count) that returned old memory without declaring it.
     aliases: tuple[tuple[str, int], ...] = ()
     # cpu, cuda:N or fake. Only what ran on the CPU is sure to run there again.
     recorded_on: str = "cpu"
@@ -326,13 +303,11 @@ class Trace:
 
     @cached_property
     def handed_over_bytes(self) -> int:
-        """Most bytes of outputs and state that one run returns."""
         state = sum(self.buffers[b].size_bytes for b in self.buffers_of(BufferKind.STATE))
         return state + sum(self.buffers[view.buffer].size_bytes for _, view in self.outputs)
 
     @cached_property
     def digest(self) -> str:
-        """Content digest, referenced by costs and plans."""
         return digest(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -341,12 +316,10 @@ class Trace:
 
 
 def digest(record: Any) -> str:
-    """Content digest: equal records have equal digests."""
     return hashlib.sha256(msgspec.msgpack.encode(record)).hexdigest()
 
 
 def arg_views(arg: Arg) -> tuple[View, ...]:
-    """Tensors inside an argument, depth first."""
     if isinstance(arg, View):
         return (arg,)
     if isinstance(arg, tuple):

@@ -14,9 +14,7 @@ from tessera.ir.service import Role, ServicePlan
 from tessera.ir.timeline import ARRIVALS_RULES, Arrivals, Timeline
 from tessera.ir.trace import Access, BufferKind, Trace, View, item_bytes
 
-# (sentence, check)
 Rule = tuple[str, Callable[[Any], bool]]
-# Limit of buffer bytes, view elements and counts.
 MAX_BYTES, MAX_COUNT = 2**48, 2**32
 
 
@@ -255,7 +253,6 @@ UNIT_RULES: list[Rule] = [
 
 
 def _ends(program: Program, kind: type[Send] | type[Recv]) -> list[tuple[int, int]]:
-    """Sorted (transfer, device) of all instructions of one kind."""
     columns = enumerate(program.instructions)
     return sorted((i.transfer, d) for d, column in columns for i in column if isinstance(i, kind))
 
@@ -335,9 +332,7 @@ PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     ServicePlan: lambda s: s.plans,
     Plan: lambda p: (p.cluster, p.unit, *p.costs),
 }
-# Place of the violation; None if the rule names it.
 PLACES: dict[type, Callable[[Any], str]] = {Costs: _bad_cost, Trace: _bad_view}
-# Key in the attributes of a record that passed.
 PASSED = "_has_passed"
 
 

@@ -1,12 +1,10 @@
-"""Operators of the project and their kernels; accesses of PTX kernels (`ptx`) and their launch (`launch`).
+"""Operators of the project and their kernels; accesses (`ptx`) and launch (`launch`) of PTX kernels.
 
-`paged`, `choose`, `packed`, `grouped`, `lora` and `recurrent` register operators with torch; import the
-module of an operator (`MODULES`) before running a trace that has it.
+Import the module of an operator (`MODULES`) before running a trace that has it.
 """
 
 from collections.abc import Sequence
 
-# Operator -> module that registers it.
 MODULES = {
     "paged_attention": "tessera.kernels.paged",
     "choose": "tessera.kernels.choose",
@@ -21,31 +19,28 @@ MODULES = {
     "selective_scan": "tessera.kernels.recurrent",
     "delta_scan": "tessera.kernels.recurrent",
 }
-# Part of a mixture of experts -> place of its offsets, before its first expert and its share.
+# Part of a mixture of experts -> index of its offsets; its first expert and its share follow.
 PARTS = {"tessera.grouped_part.default": 2, "tessera.packed_part.default": 4}
 
-# Positions per page of keys and values.
+# Positions per page.
 PAGE = 16
-# Groups of layers with page tables of their own, at most where there are two windows.
+# Most page tables where there are two windows.
 MAX_GROUPS = 8
-# Added to the square sum of a vector before the root of its length (`recurrent`).
+# Added to a vector's square sum (`recurrent`).
 NORM_EPSILON = 1e-6
-# State of a microbatch that is not in pages: the tokens its last step chose, and, by the start of its name,
-# what is kept by row.
+# State that is not in pages: the tokens chosen last, and, by prefix, what is kept by row.
 NEWEST = "newest"
 BY_ROW = "row "
 
 
 def of_group(name: str, group: int) -> str:
-    """Name of a step's input for one group of layers."""
     return f"{name}_{group}" if group else name
 
 
 def max_pages(tokens: int, windows: Sequence[int], step: int) -> int:
-    """Most pages of a sequence of so many tokens, read in steps of at most `step`, by windows of groups."""
+    """Most pages of a sequence read in steps of at most `step` tokens, with one window per group."""
     return sum(-(-(min(tokens, window + step + PAGE) if window else tokens) // PAGE) for window in windows)
 
 
 def is_paged(state: str) -> bool:
-    """True if the state of this name is in pages."""
     return state != NEWEST and not state.startswith(BY_ROW)

@@ -1,14 +1,13 @@
-"""Inputs of tessera::choose: the columns of its tables, and the limits that its implementations share."""
+"""Inputs of tessera::choose: columns of its tables and shared limits."""
 
 from enum import IntEnum
 
-# Names of the operator's arguments among the inputs of a step, in order.
+# Arguments among the inputs of a step, in order.
 INPUTS = ("settings", "numbers", "edits", "masks")
-# Those that a step may be ordered without; they follow while it runs.
+# A step may be ordered without these; they follow while it runs.
 LATE_INPUTS = frozenset({"masks"})
-# Alternatives that logprobs can have.
+# Most alternatives of logprobs.
 MAX_TOP = 20
-# Words per entry of the edits.
 EDIT_FIELDS = 3
 # A token with a lower scaled logit than this below the largest cannot win: -log(E) is in -2.82 : 22.88.
 OUT_OF_REACH = -26.0
@@ -19,7 +18,7 @@ SMALL_DRAW = 1.0 / 16.0
 class Setting(IntEnum):
     # 1 / temperature; 0: greedy.
     SHARPNESS = 0
-    # Shares: 1 keeps all for top-p, 0 for min-p.
+    # 1 keeps all for top-p, 0 for min-p.
     TOP_P = 1
     MIN_P = 2
     PRESENCE = 3
@@ -29,7 +28,7 @@ class Setting(IntEnum):
 
 class Number(IntEnum):
     SEED = 0
-    # Position of the new token in its sequence.
+    # Position of the new token.
     POSITION = 1
     # 0: all tokens.
     TOP_K = 2
@@ -37,9 +36,9 @@ class Number(IntEnum):
     EDITS_END = 4
     # Row of `masks` + 1; 0: any token.
     MASK = 5
-    # 1: the token just read is part of the answer, and its count does not include it yet.
+    # 1: the token just read is part of the answer and not yet counted.
     COUNTS_LAST = 6
-    # Token + 1 that is to be chosen whatever the logits say, for its logprob; 0: none.
+    # Token + 1 to choose whatever the logits say, for its logprob; 0: none.
     FORCED = 7
     # Alternatives to report + 1; 0: no logprobs.
     NUM_TOP = 8
@@ -50,5 +49,5 @@ def num_words(vocab: int) -> int:
 
 
 def max_edits(rows: int, vocab: int) -> int:
-    """Entries of the edits of a step, linear in rows: enough for one row that edits every token."""
+    """Linear in rows, and enough for one row that edits every token."""
     return vocab + 256 * rows

@@ -4,7 +4,7 @@
     last      [R]       the token that each row has just read
     settings  [R, 6]    float32, see `choice.Setting`; a row of zeros in both tables is greedy
     numbers   [R, 9]    int64, see `choice.Number`
-    edits     [E, 3]    int32: token, its count, its bias as bits of a float32. A count is the token's
+    edits     [E, 3]    int32: token, count, bias as bits of a float32. A count is the token's
                         occurrences in the answer, 0 for a token of the prompt alone, -1 for neither. A row
                         has EDITS_BEGIN : EDITS_END, each token once; a bias of minus infinity bans;
                         tokens beyond the vocabulary are ignored
@@ -12,17 +12,14 @@
     -> tokens [R], logprobs [R, 1 + 20] of the chosen and the likeliest tokens, top [R, 20]
 
 The order is vLLM's: biases, bans, masks, penalties, temperature, min-p, top-k, top-p. A token of -1 means
-that no logit is finite. Logprobs are of the unmodified logits, zeros unless NUM_TOP asks for them. The token
-that is read in the step need not be in the edits (`choice.Number.COUNTS_LAST`): a step can be prepared before
-it is known.
+that no logit is finite. Logprobs are of the unmodified logits, zeros unless NUM_TOP asks for them.
 
 A draw is an exponential race: token i gets an exponential variable E and the score z - log(E), where z is its
-scaled logit; the highest score wins. E comes from Philox 4x32-10 with the request's seed as key and (token,
-position) as counter, so a choice depends on nothing but its logits, seed and position. Limits are thresholds
-of z: equal logits stay or go together. Given the same logits, devices differ by the rounding of exp, log and
-the sums of top-p alone.
+scaled logit. E comes from Philox 4x32-10 with the request's seed as key and (token, position) as counter, so
+a choice depends on nothing but its logits, seed and position. Limits are thresholds of z: equal logits stay
+or go together. Given the same logits, devices differ by the rounding of exp, log and the sums of top-p alone.
 
-CPUs run the torch code here, the reference; GPUs the kernel of `choose_triton`.
+The torch code here, for CPUs, is the reference.
 """
 
 import math
@@ -35,7 +32,6 @@ import torch
 from tessera.kernels.choice import INPUTS, MAX_TOP, OUT_OF_REACH, SMALL_DRAW, Number, Setting
 from tessera.kernels.register import register
 
-# Rounds of Philox.
 PHILOX_ROUNDS = 10
 _WORD = 0xFFFFFFFF
 SCHEMA = (
@@ -94,7 +90,7 @@ def _on_cpu(
 
 
 def _draw(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], numbers: torch.Tensor) -> torch.Tensor:
-    """The winner of each row's race, all rows at once; row -> tokens and their scaled logits."""
+    """Row -> tokens and their scaled logits."""
     counts = [len(tokens) for tokens, _ in kept.values()]
     own = numbers[list(kept)].repeat_interleave(torch.tensor(counts), 0)
     tokens, scaled = (torch.cat(parts) for parts in zip(*kept.values(), strict=True))
@@ -104,7 +100,7 @@ def _draw(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], numbers: torch.Ten
 
 
 def _likeliest(logs: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and tokens, equal ones in order of tokens."""
+    """Equal ones in order of tokens."""
     least = logs.topk(num).values[-1:] if num else logs.new_full((1,), torch.inf)
     tokens = (logs >= least).nonzero()[:, 0]
     values, order = logs[tokens].sort(descending=True, stable=True)
@@ -146,7 +142,7 @@ def _edited(
 
 
 def _limit(scaled: torch.Tensor, settings: list[float], numbers: list[int]) -> float:
-    """The least scaled logit that min-p, top-k and top-p keep."""
+    """The least scaled logit kept."""
     limit = OUT_OF_REACH
     if settings[Setting.MIN_P] > 0:
         limit = max(limit, float(torch.tensor(settings[Setting.MIN_P]).log()))
@@ -174,9 +170,8 @@ def _exponential(tokens: torch.Tensor, seeds: torch.Tensor, positions: torch.Ten
 
 
 def philox(counter: torch.Tensor, position: torch.Tensor, seed: torch.Tensor) -> npt.NDArray[np.int64]:
-    """[4, N] 32-bit words (as int64): Philox 4x32-10 of (counter, position, 0, 0), with one key each.
-
-    By numpy, whose small operators take a fraction of torch's time.
+    """[4, N] 32-bit words (as int64): Philox 4x32-10 of (counter, position, 0, 0). Small operators of numpy
+    take a fraction of torch's time.
     """
     key = seed.numpy()
     high, low = (key >> 32) & _WORD, key & _WORD
@@ -194,5 +189,4 @@ register("choose", SCHEMA, results, _on_cpu, "tessera.kernels.choose_triton")
 
 
 def choose(logits: torch.Tensor, last: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, ...]:
-    """The operator on the inputs of a step, see `choice.INPUTS`."""
     return torch.ops.tessera.choose(logits, last, *(inputs[name] for name in INPUTS))  # type: ignore[no-any-return]

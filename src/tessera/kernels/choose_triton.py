@@ -2,17 +2,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The next token of each sequence on a GPU: the CUDA implementation of `tessera::choose`.
 
-  largest    program (row, segment of the vocabulary): edited logits of the segment, in scratch memory if the
-             row has edits or a mask; its largest logit
+  largest    program (row, segment of the vocabulary): edited logits, in scratch memory if the row has edits
+             or a mask; the largest logit
   narrow     (row, segment), several times: weights above some pivots between two bounds of the threshold of
-             top-k or top-p; the next call sums them up and goes on between two neighbouring pivots
+             top-k or top-p; the next call goes on between two neighbouring pivots
   limit      (row): the threshold, by bisection if the last bounds have different logits between them
-  race       (row, segment): the highest score of the segment
+  race       (row, segment): the highest score
   token      (row): the winner, and logprobs, whose alternatives take a pass over the row each
 
-Greedy rows leave all kernels but the first and the last at once. Nothing is read on the host, so a step can
-be part of a CUDA graph. Sums of weights are in float32, in an order that depends on the vocabulary's
-size.
+Greedy rows run only the first and the last. Nothing is read on the host, so a step can be part of a CUDA
+graph. Sums of weights are in float32, in an order that depends on the vocabulary's size.
 """
 
 import torch
@@ -23,15 +22,14 @@ from tessera.kernels.choice import MAX_TOP, OUT_OF_REACH, SMALL_DRAW, Number, Se
 from tessera.kernels.choose import results
 
 _MAX_BLOCK, _MAX_WARPS = 4096, 16
-# Programs that keep a large card busy: rows are divided into segments up to this number.
+# Programs that keep a large card busy; rows are divided into segments up to this number.
 _BUSY = 264
-# Calls of `choose_narrow`, and pivots of each, of which the first is the lower bound.
+# Calls of `choose_narrow`, and pivots of each; the first pivot is the lower bound.
 _ROUNDS, _SLOTS = 5, tl.constexpr(8)
 # Pivots, the upper bound, and the wanted weight.
 _BOUNDS = tl.constexpr(_SLOTS.value + 2)
 _LEAST = tl.constexpr(-3.4e38)
 _BANNED = tl.constexpr(float("-inf"))
-# Above every scaled logit.
 _ABOVE_ALL = tl.constexpr(0.01)
 _OUT_OF_REACH = tl.constexpr(OUT_OF_REACH)
 _SMALL_DRAW = tl.constexpr(SMALL_DRAW)
@@ -79,7 +77,6 @@ def choose(
     )  # fmt: skip
     given = (logits, settings, numbers, scratch, bests)
     for number in range(_ROUNDS):
-        # The first round reads no sums of an earlier one.
         before = max(0, number - 1)
         choose_narrow[rows, segments](
             *given, sums[before], bounds[before], sums[number], bounds[number], lows, highs,
@@ -192,7 +189,6 @@ def _load(logits, scratch, is_edited, token, VOCAB: tl.constexpr):
 
 @triton.jit
 def _base(settings):
-    """The least scaled logit that min-p keeps and that can win."""
     min_p = tl.load(settings + _MIN_P)
     return tl.maximum(tl.where(min_p > 0, tl.log(min_p), _OUT_OF_REACH), _OUT_OF_REACH)
 
@@ -272,7 +268,6 @@ def _item(pivots, place: tl.constexpr):
 
 @triton.jit
 def _top_k(numbers, VOCAB: tl.constexpr):
-    """0: all tokens."""
     top_k = tl.load(numbers + _TOP_K)
     return tl.where(top_k < VOCAB, top_k, 0)
 
@@ -289,7 +284,7 @@ def choose_limit(
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """The least scaled logit that min-p, top-k and top-p keep; `sums` are the first, `bounds` the last."""
+    """The least scaled logit kept; `sums` are the first, `bounds` the last."""
     row = tl.program_id(0).to(tl.int64)
     settings += row * _NUM_SETTINGS
     numbers += row * _NUM_NUMBERS
@@ -376,7 +371,6 @@ def choose_race(
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """The token with the highest score in a segment, among those from the limit on."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     settings += row * _NUM_SETTINGS
     numbers += row * _NUM_NUMBERS
@@ -409,7 +403,6 @@ def choose_token(
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """The best of a row's segments, and its logprobs."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * LOGITS_ROW
     numbers += row * _NUM_NUMBERS
@@ -443,7 +436,7 @@ def choose_token(
 
 @triton.jit
 def _next_largest(logits, below, after, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit and its first token, behind (`below`, `after`) in descending order."""
+    """The largest logit behind (`below`, `after`) in descending order, and its first token."""
     best, place = tl.full([BLOCK], _BANNED, tl.float32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, VOCAB, BLOCK):
         token = start + tl.arange(0, BLOCK)

@@ -1,9 +1,8 @@
 """Products of some experts of a mixture: tessera::grouped_part, and tessera::grouped_join of two.
 
 Rows of x are sorted by expert; those of expert e end at offsets[e]. A part has the experts from `first` on
-and gives a result of all rows; those of other experts have no meaning. A join copies the rows of a part into
-another's result, so nothing is added and no value changes. `share` is the expected share of the rows that are
-in the part: planning prices by it.
+and gives a result of all rows; those of other experts have no meaning. A join copies rows, so no value
+changes. `share` is the expected share of the rows in the part, for pricing.
 
 A CPU reads the weights of experts with rows only.
 """
@@ -22,7 +21,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def chosen(offsets: torch.Tensor, first: int, num: int) -> Iterator[tuple[int, slice]]:
-    """Experts of a part that have rows, counted from its first, and their rows; for a CPU."""
+    """Experts of a part that have rows, counted from its first, and their rows."""
     ends = offsets[max(0, first - 1) : first + num].tolist()
     begin = ends.pop(0) if first else 0
     for expert, end in enumerate(ends):
@@ -32,14 +31,14 @@ def chosen(offsets: torch.Tensor, first: int, num: int) -> Iterator[tuple[int, s
 
 
 def empty_part(x: torch.Tensor, width: int, offsets: torch.Tensor) -> torch.Tensor:
-    """A result without values, but of rows without an expert, which are 0."""
+    """Rows without an expert are 0; the others have no values."""
     out = x.new_empty(x.shape[0], width)
     out[int(offsets[-1]) :] = 0
     return out
 
 
 def rotated(product: Product, x: torch.Tensor, offsets: torch.Tensor, first: int, num: int) -> torch.Tensor:
-    """A part by a product of rows that begin with its experts'; reads nothing on the host."""
+    """The part's rows are rotated to the front, without a read on the host."""
     ends = offsets[first : first + num]
     if not first:
         return product(x, ends)

@@ -1,9 +1,8 @@
-"""One launch of a PTX kernel, on a GPU or a CPU.
+"""One launch of a PTX kernel, on a GPU by the driver (`PtxKernel`) or on a CPU by the interpreter, exactly
+and slowly.
 
-On a GPU the driver runs it (`PtxKernel`), on torch's current stream. Parameters are passed by their declared
-types, a list of tensors as the address of a table of pointers; pointers behind the launch's arguments
-(Triton's scratch memory, which `capture` has proved unused) are null. On a CPU the interpreter of
-`tessera_ptx` runs it, exactly and slowly.
+A list of tensors is passed as the address of a table of pointers. Pointers behind the launch's arguments
+(Triton's scratch memory, which `capture` has proved unused) are null.
 """
 
 import ctypes
@@ -60,7 +59,7 @@ def _interpret(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> 
     arrays: dict[int, Any] = {}
 
     def pointer(arg: Any) -> Any:
-        """A tensor as an offset into its storage's bytes; one array per storage."""
+        """An offset into the storage's bytes; one array per storage."""
         if isinstance(arg, list | tuple):
             entries = [pointer(x) if isinstance(x, torch.Tensor) else np.int64(x) for x in arg]
             return ByPointer(Packed({8 * k: x for k, x in enumerate(entries)}, max(8 * len(entries), 8)))
@@ -105,7 +104,7 @@ class PtxKernel:
             status = cuda.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, self._shared)
             self._ask(status, "give shared memory to")
         self._sizes = self._param_sizes()
-        # Tables of addresses by contents; kept, since graphs read them again.
+        # By contents; kept, since graphs read them again.
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
 
     def __call__(self, grid: tuple[int, int, int], args: Sequence[Any]) -> None:

@@ -1,12 +1,10 @@
 """tessera::lora: adds low-rank adapters to a product; rows of a step may have different ones.
 
-    y         [..., N]   the product of the base weight
-    x         [..., K]   its input
-    down, up  [A, R, K], [A, N, R]   adapters one behind the other, scales included
-    adapters  [T]        adapter of each row of x, from 1; 0: none
-    -> y + x @ down.T @ up.T
-
-CPUs multiply adapter by adapter, GPUs row by row (`lora_triton`).
+y         [..., N]   the product of the base weight
+x         [..., K]   its input
+down, up  [A, R, K], [A, N, R]   adapters one behind the other, scales included
+adapters  [T]        adapter of each row of x, from 1; 0: none
+-> y + x @ down.T @ up.T
 """
 
 import torch

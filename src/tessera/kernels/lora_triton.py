@@ -2,9 +2,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Low-rank adapters on a GPU: the CUDA implementation of `tessera::lora`.
 
-`lora_down` has one program per row, which multiplies by its adapter's first matrix; `lora_up` one per row and
-tile of outputs, which adds the second product. Sums are in float32. Which adapter a row has is read on the
-GPU, so a step can be part of a CUDA graph.
+`lora_down` has one program per row, `lora_up` one per row and tile of outputs. Sums are in float32. Adapter
+numbers are read on the GPU, so a step can be part of a CUDA graph.
 """
 
 import torch
@@ -36,7 +35,6 @@ def lora(
 def lora_down(
     x, down, adapters, low, K: tl.constexpr, DEPTH: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr
 ):
-    """Inputs of one row times its adapter's first matrix."""
     row = tl.program_id(0).to(tl.int64)
     adapter = tl.load(adapters + row).to(tl.int64)
     if adapter == 0:
@@ -57,7 +55,7 @@ def lora_up(
     y, low, up, adapters, out, Y_ROW: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
     RANK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the second product to a tile of one row; a row without an adapter is copied."""
+    """Copies a row without an adapter."""
     row = tl.program_id(1).to(tl.int64)
     n, rank = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK)
     is_output = n < N

@@ -1,8 +1,7 @@
-"""Products with packed weights (`packing`): tessera::packed_linear, tessera::packed_grouped for experts, and
-tessera::packed_part for some of them (`grouped`).
+"""Products with packed weights (`packing`): tessera::packed_linear, and for experts tessera::packed_grouped
+and tessera::packed_part.
 
 On a CPU the product is `linear` of the dequantised weight, so it has the bits of the dequantised model's.
-GPUs run `packed_triton`.
 """
 
 from typing import Any
@@ -23,7 +22,6 @@ def _linear_on_cpu(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.T
 
 
 def _grouped_on_cpu(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.Tensor:
-    """Rows of x are sorted by expert; those of expert e end at offsets[e]."""
     scales, zeros, offsets, *part, weight_format, block = given
     out = empty_part(x, codes.shape[1], offsets)
     for expert, rows in chosen(offsets, part[0] if part else 0, codes.shape[0]):

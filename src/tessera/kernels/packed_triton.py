@@ -3,16 +3,15 @@
 """Products with packed weights on a GPU: the CUDA implementation of the operators of `packed`.
 
   few rows, experts  `packed_product`: one program per (tile of outputs, expert, split of inputs). It turns
-                     codes into numbers of the input's type, in registers, and multiplies them by inputs;
-                     scales multiply the sums of a group, in float32. `packed_join` adds several splits up.
-  many rows          `packed_unpack` writes the weight out, of few experts too, and the library multiplies.
+                     codes into numbers in registers; scales multiply the sums of a group, in float32.
+                     `packed_join` adds several splits up.
+  many rows          `packed_unpack` writes the weight out, and the library multiplies.
 
 Codes become floats by their bits: a small integer is the mantissa of 128 (bfloat16) or 1024 (float16), and a
 small float keeps its exponent and mantissa, multiplied by the difference of the biases. Codes are read as
 16-bit words, so that one instruction turns two of them. Scales are loaded an iteration ahead.
 
-Tiles and splits depend on shapes alone, so results do not depend on the card. Without atomics, results repeat
-bit for bit.
+Tiles and splits depend on shapes alone, and there are no atomics: results repeat bit for bit on any card.
 """
 
 from collections.abc import Sequence
@@ -29,14 +28,13 @@ from tessera.kernels.packing import BITS, MIDDLE, dequantise, num_columns
 
 # Rows, of each expert, from which a weight is written out; most bytes of one with experts.
 MANY_ROWS, MANY_EACH, MAX_EXPERTS_BYTES = 256, 128, 2 << 30
-# Inputs per iteration, at most; a group of one scale has at least the lower number.
+# Inputs per iteration; a group of one scale has at least the lower number.
 MAX_DEPTH, MIN_DEPTH = 128, 32
 # Programs that keep a large card's memory busy, and the least iterations of one.
 _BUSY, _LEAST = 200, 4
 _MAX_SPLITS = 8
 # Bytes written and read again per output, row and split.
 _JOINED = 8
-# Outputs and warps of a tile, and the depth of its pipeline.
 _COLUMNS, _WARPS, _STAGES = 128, 4, 4
 
 
@@ -50,7 +48,7 @@ class ProductTile:
 
 
 def tile_for(rows: int, experts: int, outputs: int, iterations: int, line: int) -> ProductTile:
-    """The division of a product; `iterations`: groups of inputs; `line`: bytes of an output's codes."""
+    """`iterations`: groups of inputs; `line`: bytes of an output's codes."""
     each = rows if experts == 1 else -(-2 * rows // experts)
     tile_rows = min(max(16, triton.next_power_of_2(each)), 64)
     programs = -(-outputs // _COLUMNS) * min(experts, rows)
@@ -61,7 +59,7 @@ def tile_for(rows: int, experts: int, outputs: int, iterations: int, line: int) 
 
 
 def depth_of(columns: int, group: int) -> int:
-    """Inputs per iteration: a power of two that divides the group of a scale; 0 if there is none."""
+    """A power of two that divides the group of a scale; 0 if there is none."""
     if group >= columns:
         return MAX_DEPTH
     depth = min(group & -group, MAX_DEPTH)
@@ -101,7 +99,7 @@ def multiply(
     block: Sequence[int],
     tile: ProductTile | None = None,
 ) -> torch.Tensor:
-    """x [M, K] times weights [E, N, K]; without `offsets` there is one."""
+    """x [M, K] times weights [E, N, K]; without `offsets` there is one weight."""
     rows, columns = x.shape
     experts, outputs = codes.shape[:2]
     depth = depth_of(columns, block[1])
@@ -136,7 +134,7 @@ def unpack(
     block: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The numbers [E, N, K] of packed weights, as on a CPU."""
+    """The numbers [E, N, K], as on a CPU."""
     (experts, outputs), columns = codes.shape[:2], num_columns(codes, weight_format)
     if columns % MIN_DEPTH or not depth_of(columns, block[1]):
         return dequantise(codes, scales, zeros, None, weight_format, block, dtype)
@@ -158,7 +156,7 @@ def _items(
 ) -> tuple[int, int, torch.Tensor]:
     """Codes per item, inputs per iteration, and items: 16-bit words if a product has enough, else bytes.
 
-    MXFP4's groups are short: with words, an iteration has several, in bfloat16.
+    MXFP4's groups are short: with words, an iteration has several.
     """
     each = 8 // BITS[weight_format]
     if weight_format == "mxfp4" and dtype is torch.bfloat16 and codes.shape[-1] % 2 == 0:
@@ -191,7 +189,7 @@ def packed_product(
     BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, EACH: tl.constexpr,
     DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Rows times a tile of outputs of one expert, over a share of the inputs; `EACH`: codes per item."""
+    """One expert, over a share of the inputs; `EACH`: codes per item."""
     expert, split = tl.program_id(1), tl.program_id(2)
     begin, end = 0, rows
     if offsets is not None:
@@ -213,7 +211,6 @@ def packed_product(
         scale = _scales(scales, scale_at, split * SHARE, is_output, SCALE_COLUMNS, BLOCK_K, GROUPS)
         zero = scale if zeros is None else tl.load(zeros + at, mask=is_output, other=0)
         for first in range(split * SHARE, tl.minimum(split * SHARE + SHARE, K), DEPTH):
-            # Those of the next iteration, so that none waits for them.
             later = tl.minimum(first + DEPTH, K - 1)
             at = scale_at + later // BLOCK_K
             next_scale = _scales(scales, scale_at, later, is_output, SCALE_COLUMNS, BLOCK_K, GROUPS)
@@ -256,7 +253,7 @@ def _product(
     given, code, less, part, EACH: tl.constexpr, FORMAT: tl.constexpr, NIBBLES: tl.constexpr,
     MIDDLE: tl.constexpr,
 ):  # fmt: skip
-    """Adds inputs times codes without their scales: words of four or two codes, bytes of two or one."""
+    """Adds inputs times codes without their scales; an item has four, two or one."""
     ROWS: tl.constexpr = given.shape[0]
     DEPTH: tl.constexpr = given.shape[1]
     if EACH == 4:
@@ -285,7 +282,7 @@ def _product(
 
 @triton.jit
 def _multiplied(x, word, zero, total, J: tl.constexpr, FORMAT: tl.constexpr, MIDDLE: tl.constexpr):
-    """Adds the product of inputs with code J of every 16-bit word, of which 32 bits hold two.
+    """Adds inputs times code J of every 16-bit word, two words at once.
 
     `zero`: of each output; for mxfp4 the factors of the words.
     """
@@ -317,7 +314,7 @@ def _two_codes(form, place, is_brain):
         magic, one = ("0x43004300", "0x3F803F80") if is_brain else ("0x64006400", "0x3C003C00")
         body = f"shr.u32 t, $1, {4 * place}; lop3.b32 t, t, 0x000F000F, {magic}, 0xEA; mov.b32 s, {one};"
         return f"{{ .reg .b32 s, t; {body} {fma} $0, t, s, $2; }}"
-    # Exponent and mantissa go up by some bits, or down; the sign goes to the top.
+    # Exponent and mantissa shift; the sign goes to the top.
     if form == "fp8":
         keep, up, sign = ("0x07F007F0", 4, 8) if is_brain else ("0x3F803F80", 7, 8)
         up, sign = up - 8 * place, sign - 8 * place
@@ -333,7 +330,7 @@ def _two_codes(form, place, is_brain):
 def _scales(
     scales, at, first, is_output, NUM: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Stored scales of the outputs, of one group of inputs or [outputs, groups]."""
+    """[outputs], or [outputs, groups] of several groups."""
     if GROUPS == 1:
         found = tl.load(scales + at + first // BLOCK_K, mask=is_output, other=0)
     else:
@@ -362,7 +359,7 @@ def _factor(scale, FORMAT: tl.constexpr):
 
 @triton.jit
 def _numbers(code, zero, DTYPE: tl.constexpr, FORMAT: tl.constexpr, MIDDLE: tl.constexpr):
-    """Codes less zeros as numbers of a type; no rounding."""
+    """Exact."""
     IS_BRAIN: tl.constexpr = DTYPE == tl.bfloat16
     SHORT: tl.constexpr = tl.bfloat16 if IS_BRAIN else tl.float16
     if FORMAT == "int4":
@@ -406,7 +403,6 @@ def packed_unpack(
     MIDDLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of a weight's numbers."""
     expert, first = tl.program_id(2), tl.program_id(1) * DEPTH
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_output = n < N

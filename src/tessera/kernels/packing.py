@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits as codes and scales: the formats, and what their numbers are.
+"""Weights of 4 or 8 bits as codes and scales.
 
 A packed weight of N rows and K columns:
 
@@ -20,11 +20,8 @@ from collections.abc import Sequence
 
 import torch
 
-# Format -> bits of a code.
 BITS = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4}
-# Zero of a format without zeros.
 MIDDLE = {"int4": 8}
-# Values of the 4-bit floats.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT_BIAS = 127
 
@@ -72,8 +69,8 @@ def dequantise(
 
 
 def _dequantise_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Both numbers of a byte by one look-up, in words of two numbers."""
-    # A type in which products with these powers of two are exact.
+    """One look-up for both numbers of a byte."""
+    # Products with these powers of two are exact in this type.
     exact = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     values = torch.tensor(E2M1, dtype=exact, device=codes.device)
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)

@@ -1,22 +1,21 @@
 """tessera::paged_attention: causal attention of tokens of several sequences over paged keys and values.
 
     query         [T, Hq, D]          new tokens, sequence after sequence; their keys are in pages already
-    keys, values  [P, 16, Hkv, D|Dv]  pages of 16 positions each; Dv may differ from D
+    keys, values  [P, 16, Hkv, D|Dv]  pages of 16 positions each
     pages         [W]                 page numbers: those of sequence s begin at pages[page_starts[s]]
     page_starts   [S]                 negative where pages behind a window are not listed
-    lengths       [S]                 tokens that a sequence has in pages, the new ones included; 0: unused
+    lengths       [S]                 tokens in pages, the new ones included; 0: unused
     query_starts  [S + 1]             new tokens of sequence s: query_starts[s] : query_starts[s + 1]
     -> [T, Hq, Dv]                    zeros for padding tokens
 
-A token sees its own sequence up to itself; with a `window`, itself and the window - 1 before. Scores are
-multiplied by `scale`, bounded by `soft_cap` unless that is 0, and joined by a head's `sinks` score, which has
-no value. Query heads share key heads in groups. `query_tail` and `key_tail` are further elements of queries
-and, for all heads, of keys: latent attention has its rotated keys there, and its values are its keys.
-`expected_length`, the average length of a sequence, is for cost models. `one_each` promises at most one token
-per sequence: it selects the kernel.
+With a `window`, a token sees itself and the window - 1 before. Scores are multiplied by `scale`, bounded by
+`soft_cap` unless that is 0, and joined by a head's `sinks` score, which has no value. Query heads share key
+heads in groups. `query_tail` and `key_tail` are further elements of queries and, for all heads, of keys:
+latent attention has its rotated keys there, and its values are its keys. `expected_length`, the average
+length of a sequence, is for cost models. `one_each` promises at most one token per sequence: it selects the
+kernel.
 
-CPUs run torch code that batches similar sequences, GPUs the kernel of `paged_triton`. Lengths are read inside
-the operator, so a program that calls it reads nothing on the host.
+Lengths are read inside the operator, so a program that calls it reads nothing on the host.
 """
 
 from collections import defaultdict
@@ -41,11 +40,11 @@ SCHEMA = (
 
 @dataclass(frozen=True)
 class _QueryRows:
-    """New tokens of one sequence: rows first : first + count of the query."""
+    """New tokens of one sequence."""
 
     first: int
     count: int
-    position: int  # of the first token
+    position: int
     # First page read: its index in `pages`, the position of its first key; and the number of pages.
     page: int
     begin: int
@@ -120,9 +119,8 @@ def _attend(
     soft_cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of [parts, queries, heads, width] over [parts, keys, heads, width].
-
-    Query heads that share a key head become further queries.
+    """[parts, queries, heads, width] over [parts, keys, heads, width]. Query heads that share a key head
+    become further queries.
     """
     parts, count, heads, width = query.shape
     kv_heads = keys.shape[2]
@@ -144,7 +142,7 @@ def _scores(rows: torch.Tensor, keys: torch.Tensor, scale: float, soft_cap: floa
 
 
 def _mix(scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Values weighted by the softmax of [parts, heads, queries, keys] with each head's sink."""
+    """Softmax of [parts, heads, queries, keys] with each head's sink."""
     parts, heads, count, held = scores.shape
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(parts, heads, count, 1)

@@ -11,8 +11,7 @@
 Lengths and page tables are read on the GPU alone, so a step can be part of a CUDA graph. Grids, blocks and
 splits depend on shapes and types (`tiles_for`); the pipeline's depth, which changes no bit, on the card.
 
-Softmax is online, in float32 and powers of two. Products of 16-bit numbers are summed in float32; those of
-float32 are not rounded to TF32.
+Softmax is online, in float32 and powers of two. Sums are float32, without TF32.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ _NEVER = tl.constexpr(-1.0e30)
 
 # Decode programs that keep a large card's memory busy; below half of it keys are split.
 _BUSY = 512
-# Least keys per split of the longest sequence that the table can hold.
+# Least keys per split of the longest sequence.
 _SPLIT_KEYS = 256
 # Up to this many programs do not keep a card's memory busy.
 _FEW = 256
@@ -42,13 +41,12 @@ _SHARED_BYTES, _OTHER_BYTES = 99 << 10, 2 << 10
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    # Rows of its products: query heads, or tokens times query heads of one key head.
+    # Query heads, or tokens times query heads of one key head.
     rows: int
-    # Keys per iteration.
     keys: int
     warps: int
     stages: int
-    # Most registers per thread; None: unlimited.
+    # Most per thread; None: unlimited.
     registers: int | None = None
 
 
@@ -56,7 +54,7 @@ class Tile:
 class Tiles:
     decode: Tile
     prefill: Tile
-    # Programs that share the keys of one sequence and key head in `paged_decode`.
+    # Programs that share the keys of one sequence and key head.
     splits: int
 
 
@@ -69,9 +67,7 @@ def tiles_for(
     table: int,
     shared_bytes: int = _SHARED_BYTES,
 ) -> Tiles:
-    """The division of a step.
-
-    `heads`: query heads and key heads; `sizes`: head sizes of keys and values; `table`: length of the page
+    """`heads`: query heads and key heads; `sizes`: head sizes of keys and values; `table`: length of the page
     list. Only the depth of the pipelines depends on `shared_bytes`.
     """
     group = heads[0] // heads[1]
@@ -94,7 +90,6 @@ def tiles_for(
 
 
 def _splits(programs: int, table: int) -> int:
-    """A power of two; 1 if there are enough sequences and heads."""
     if 2 * programs >= _BUSY:
         return 1
     wanted, worthwhile = -(-_BUSY // programs), max(table * PAGE // _SPLIT_KEYS, 1)
@@ -130,7 +125,6 @@ def _meta(
     query_tail: torch.Tensor | None,
     key_tail: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Strides, sizes, and powers of two that hold them."""
     tail = 0 if query_tail is None else query_tail.shape[2]
     size, value_size = query.shape[2], values.shape[3]
     return {
@@ -161,11 +155,7 @@ def attend(
     tiles: Tiles | None = None,
     tails: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Attention output [tokens, query heads, value size].
-
-    `step`: the first seven arguments of the operator; `tiles`: a division chosen by the caller; `tails`:
-    further elements of queries and keys.
-    """
+    """`step`: the first seven arguments of the operator; `tails`: further elements of queries and keys."""
     query, keys, values, pages, page_starts, lengths, query_starts = step
     tiles = tiles or _tiles_of(query, values, pages, lengths)
     is_shared = keys.data_ptr() == values.data_ptr() and keys.shape == values.shape
@@ -218,7 +208,7 @@ def paged_decode(
     VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Sequences with one new token: one split of the keys of one key head. Writes the zeros of padding."""
+    """One split of the keys of one key head. Also writes the zeros of padding."""
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query_heads = tl.num_programs(0) * GROUP
     member, d, dv = tl.arange(0, ROWS), tl.arange(0, SIZE_PAD), tl.arange(0, VALUE_PAD)
@@ -301,7 +291,7 @@ def paged_prefill(
     VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SEQUENCES_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sequences with several new tokens: a tile of tokens, all query heads of one key head."""
+    """A tile of tokens, all query heads of one key head."""
     TOKENS: tl.constexpr = ROWS // GROUP
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later tokens see more: start them first
@@ -362,7 +352,7 @@ def _load_rows(given, rows, is_row, d, SIZE: tl.constexpr):
 
 @triton.jit
 def _nothing_seen(sinks, heads, has_sink, ROWS: tl.constexpr, VALUE_PAD: tl.constexpr):
-    """Initial state of rows: weighted values, highest logit, sum of weights."""
+    """Weighted values, highest logit, sum of weights."""
     top, total = tl.full([ROWS], _NEVER, tl.float32), tl.zeros([ROWS], tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=has_sink, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Accesses of PTX kernels: what a launch reads and writes, by analysis of its code with the launch's numbers.
+"""Accesses of a PTX launch, by analysis of its code with the launch's numbers.
 
 Argument i of the launch is parameter i of the entry; scratch pointers that Triton adds must not be touched.
 Where the code alone does not tell pointers from numbers, the launch's arguments do. Intervals are clamped to
@@ -25,7 +25,7 @@ from tessera_ptx import (
     reports_for,
 )
 
-# An access of more separate runs than this is widened to their hull.
+# An access of more separate runs is widened to their hull.
 MAX_REGIONS = 16
 
 # No buffer has an address below this.
@@ -35,7 +35,7 @@ _FAR = 1 << 40
 def triton_accesses(
     kernel: Kernel, launch: Launch, buffers: Sequence[Buffer], empty: Set[int] = frozenset()
 ) -> tuple[tuple[Access, ...], str]:
-    """The accesses of a launch, or the reason why they cannot be proved."""
+    """The accesses, or why they cannot be proved."""
     report = _report(kernel)
     why = report if isinstance(report, str) else _against(report, launch)
     if why and not isinstance(report, str):
@@ -61,7 +61,7 @@ def tables_of(kernel: Kernel) -> tuple[int, ...]:
 
 
 def _behind(item: IndirectReport, tables: Sequence[Arg], buffers: Sequence[Buffer]) -> list[Access]:
-    """Possible accesses to buffers behind tables; untouched bytes count as read."""
+    """Untouched bytes count as read."""
     written = any(effect == "w" for _, effect in item.lines)
     found = {view.buffer for table in tables for view in arg_views(table)}
     return [
@@ -81,7 +81,7 @@ def _report(kernel: Kernel) -> KernelReport | str:
 
 
 def _against(report: KernelReport, launch: Launch) -> str:
-    """Why the report does not settle this launch; empty if it does."""
+    """Why the report does not settle this launch."""
     if not report.movable and not all(isinstance(_arg(launch, i), tuple) for i in report.tables or (-1,)):
         return "; ".join(report.why)
     if len(report.params) < len(launch.args):
@@ -132,10 +132,7 @@ def _accesses(
 
 
 def _regions(spans: list[tuple[int, int]]) -> tuple[list[Region], bool]:
-    """The runs as regions, and whether bytes between them were included.
-
-    One strided region if they are regular, one each if they are few, else their hull.
-    """
+    """One strided region if the runs are regular, one each if few, else their hull; True for a hull."""
     if len(spans) <= 1:
         return [Region(a, b - a) for a, b in spans], False
     (first, end), step = spans[0], spans[1][0] - spans[0][0]

@@ -14,8 +14,7 @@ Common arguments, beside inputs of T tokens, sequence after sequence:
 Results of padding tokens, those after starts[S], are zeros. As many tokens as sequences mean at most one
 each. States and sums are float32, a convolution's state has the type of its inputs.
 
-CPUs run the torch code here, the reference, which computes sequences of equal length together; GPUs run the
-kernels of `recurrent_triton`.
+The torch code here, for CPUs, is the reference. It computes sequences of equal length together.
 """
 
 from collections import defaultdict
@@ -45,7 +44,7 @@ SCHEMAS = {
 
 @dataclass(frozen=True)
 class _Alike:
-    """Sequences with equally many tokens: their tokens [n, count], state rows [n], and which begin."""
+    """Sequences of one length: tokens [n, count], state rows [n], and which begin."""
 
     tokens: torch.Tensor
     rows: torch.Tensor
@@ -187,8 +186,8 @@ def _delta_on_cpu(
 ) -> torch.Tensor:
     """value [T, H, V], query and key [T, H, K], g [T, H, 1 or K], beta [T, H], state [R, H, K, V].
 
-    A head's state decays by exp(g), then gains key * beta * (value - key @ state); the result is
-    query @ state / sqrt(K). `is_normed`: queries and keys have their lengths divided out first.
+    A head's state decays by exp(g), then gains key * beta * (value - key @ state); the result is query @
+    state / sqrt(K). `is_normed`: queries and keys are normed first.
     """
     out = value.new_zeros(value.shape)
     for part in _alike(starts, rows):

@@ -4,18 +4,16 @@
 
   causal_conv      `conv_tokens` computes tiles of tokens and channels, then `conv_keep` replaces each state
                    by its sequence's last inputs. One token per sequence: `conv_update` does both.
-  ssd_scan         `ssd_update` for sequences with one token: one program per (heads' rows, sequence), which
-                   reads and writes its state once. `ssd_chunks` for others: a program goes through the chunks
-                   of one sequence and head with the state in registers; products of 16-bit inputs are summed
-                   in float32, those of float32 are not rounded to TF32.
-  selective_scan   `selective_tokens`: a program goes through the chunks of one sequence for some channels;
-                   states within a chunk are a prefix scan. Chunks are one token where sequences have one.
+  ssd_scan         `ssd_update` for sequences with one token reads and writes the state once. `ssd_chunks` for
+                   others goes through the chunks of one sequence and head with the state in registers.
+  selective_scan   `selective_tokens` goes through the chunks of one sequence for some channels; states
+                   within a chunk are a prefix scan. Chunks are one token where sequences have one.
   delta_scan       `delta_tokens`: token by token, for some values of one head. With one decay per head,
                    sequences of several tokens are read by chunk (`delta_chunks`): what each token changes in
                    the state solves a triangular system, whose inverse is a product of a few powers.
 
-Programs of all sequences share the zeros of padding tokens. Starts and rows are read on the GPU,
-so a step can be part of a CUDA graph.
+Sums are float32, without TF32. Programs of all sequences share the zeros of padding tokens. Starts and rows
+are read on the GPU, so a step can be part of a CUDA graph.
 """
 
 import torch
@@ -25,7 +23,6 @@ import triton.language as tl
 from tessera.kernels import NORM_EPSILON
 
 _EPSILON = tl.constexpr(NORM_EPSILON)
-# Tokens and channels of a program of the convolution.
 _CONV_TOKENS, _CONV_CHANNELS = 16, 128
 # State elements of a program that goes token by token.
 _STATE_ELEMENTS = 4096
@@ -134,7 +131,7 @@ def _softplus(x):
 
 @triton.jit
 def _sequence(starts, rows, sequence):
-    """First token and count of a sequence, its state row, and whether it goes on."""
+    """First token, count, state row, and whether the sequence goes on."""
     first = tl.load(starts + sequence)
     count = tl.load(starts + sequence + 1) - first
     row = tl.load(rows + sequence)
@@ -143,7 +140,7 @@ def _sequence(starts, rows, sequence):
 
 @triton.jit
 def _clear_padding(place, inside, starts, tokens, ROW: tl.constexpr, SIZE: tl.constexpr):
-    """Zeros for a share of the padding tokens, at these places of each."""
+    """Zeros for a share of the padding tokens."""
     step = tl.num_programs(1)
     for padding in range(tl.load(starts + step) + tl.program_id(1), tokens, step):
         zeros = tl.zeros([SIZE], place.dtype.element_ty)
@@ -162,7 +159,6 @@ def conv_update(
     x, weight, bias, state, starts, rows, out, tokens, C: tl.constexpr, WIDTH: tl.constexpr,
     X_ROW: tl.constexpr, CHANNELS: tl.constexpr, HAS_SILU: tl.constexpr,
 ):  # fmt: skip
-    """One token of one sequence, and its state."""
     sequence = tl.program_id(1)
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < C
@@ -194,7 +190,6 @@ def conv_tokens(
     X_ROW: tl.constexpr, CHANNELS: tl.constexpr, HAS_SILU: tl.constexpr, TOKENS: tl.constexpr,
     SEQUENCES_PAD: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens of any sequences; zeros for padding."""
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     # The number of sequences that end at or before a token is its sequence's.
@@ -265,7 +260,6 @@ def ssd_update(
     B_ITEM: tl.constexpr, C_ROW: tl.constexpr, C_ITEM: tl.constexpr, HAS_SOFTPLUS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some state rows of one head, for a sequence with one token."""
     BLOCKS: tl.constexpr = (P + ROWS - 1) // ROWS
     head, sequence = tl.program_id(0) // BLOCKS, tl.program_id(1)
     p, n = tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS), tl.arange(0, N_PAD)
@@ -299,7 +293,6 @@ def ssd_chunks(
     B_ITEM: tl.constexpr, C_ROW: tl.constexpr, C_ITEM: tl.constexpr, HAS_SOFTPLUS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Some state rows of one head, for a sequence with several tokens."""
     BLOCKS: tl.constexpr = (P + ROWS - 1) // ROWS
     head = tl.program_id(0) // BLOCKS
     first, count, row, goes_on = _sequence(starts, rows, tl.program_id(1))
@@ -361,7 +354,6 @@ def selective_tokens(
     B_ROW: tl.constexpr, B_ITEM: tl.constexpr, C_ROW: tl.constexpr, C_ITEM: tl.constexpr,
     Z_ROW: tl.constexpr, Z_ITEM: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of one sequence, for some channels."""
     sequence, t = tl.program_id(1), tl.arange(0, TOKENS)
     k, n = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, N_PAD)
     is_channel, is_state = k < D, n < N
@@ -410,7 +402,7 @@ def delta_tokens(
     K_ROW: tl.constexpr, K_ITEM: tl.constexpr, G_ROW: tl.constexpr, G_ITEM: tl.constexpr,
     G_KEY: tl.constexpr, BETA_ROW: tl.constexpr, BETA_ITEM: tl.constexpr, IS_ONE_EACH: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of one sequence (or none, unless it is one), for some values of one head."""
+    """`IS_ONE_EACH`: sequences of several tokens are left to `delta_chunks`."""
     BLOCKS: tl.constexpr = (V + VALUES - 1) // VALUES
     head, sequence = tl.program_id(0) // BLOCKS, tl.program_id(1)
     v, k = tl.program_id(0) % BLOCKS * VALUES + tl.arange(0, VALUES), tl.arange(0, K_PAD)
@@ -448,7 +440,6 @@ def delta_chunks(
     Q_ITEM: tl.constexpr, K_ROW: tl.constexpr, K_ITEM: tl.constexpr, G_ROW: tl.constexpr,
     G_ITEM: tl.constexpr, BETA_ROW: tl.constexpr, BETA_ITEM: tl.constexpr,
 ):  # fmt: skip
-    """Some values of one head, for a sequence with several tokens and one decay per head."""
     BLOCKS: tl.constexpr = (V + VALUES - 1) // VALUES
     head = tl.program_id(0) // BLOCKS
     first, count, row, goes_on = _sequence(starts, rows, tl.program_id(1))
@@ -493,7 +484,6 @@ def delta_chunks(
 
 @triton.jit
 def _inverse_norm(x, IS_NORMED: tl.constexpr):
-    """One for each row, 1 / its norm if it is to be normed."""
     x = x.to(tl.float32)
     total = tl.sum(x * x, 1)
     return tl.rsqrt(total + _EPSILON) if IS_NORMED else tl.full(total.shape, 1.0, tl.float32)

@@ -1,9 +1,8 @@
 """record_inductor: Workload -> Trace of the launches of its Inductor-compiled code.
 
-The step is compiled, called once to finish autotuning, and observed in a second call: Triton kernels with
-PTX, grid, block and arguments, and dispatched operators (`ExternCalls`). Accesses of Triton launches are
-proved from PTX; an unproved launch is immovable, with the reason, and may touch all its buffers. Inductor's
-allocations appear at their first use.
+The step is compiled, called once to finish autotuning, and observed in a second call. Accesses of Triton
+launches are proved from PTX; an unproved launch is immovable, with the reason, and may touch all its buffers.
+Inductor's allocations appear at their first use.
 
 Compiled code has no module calls, so a launch's scope (`scoped`) is the module of a weight that only it
 reads, else the previous launch's.
@@ -40,18 +39,13 @@ ALLOCATORS = frozenset(
 
 @dataclass(frozen=True)
 class Recording:
-    """A trace, and what this process needs to run it."""
-
     trace: Trace
-    # Kernel index -> compiled Triton kernel.
     relaunch: Mapping[int, Relaunch]
     code: CompiledStep
 
 
 def record_inductor(workload: Workload, portable: bool = True, **changes: Any) -> Recording:
-    """Compile the step, run it on its device and return the verified trace.
-
-    `portable`: attention for every GPU, else torch's choice here. `changes`: Inductor settings that differ
+    """`portable`: attention for every GPU, else torch's choice here. `changes`: Inductor settings that differ
     from `compile.CONFIG`.
     """
     weights, inputs, state = workload.weights(), workload.make_inputs(0), workload.make_state(0)
@@ -66,10 +60,7 @@ def record_inductor(workload: Workload, portable: bool = True, **changes: Any) -
 
 
 def record_inductor_offline(workload: Workload, card: SimpleNamespace = PROPERTIES) -> Trace:
-    """Predict without a GPU the trace that `record_inductor` gives on an H100, or another card.
-
-    Only shapes and types of the workload's tensors matter.
-    """
+    """Predicts without a GPU what `record_inductor` gives. Only shapes and types matter."""
     weights = workload.weights()
     with offline(card) as mode, warnings.catch_warnings():
         # Compiled code checks input alignment; fakes are always aligned.
@@ -124,7 +115,7 @@ class ExternCalls(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # fake tensor metadata
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         check_operator(func, args, kwargs, lambda value: isinstance(value, torch.Tensor))
         if func._schema.name in ALLOCATORS:

@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class GraphRegion:
-    """A run of operators as a graph. Values are numbered over the whole step."""
+    """A run of operators. Values are numbered over the whole step."""
 
     module: torch.fx.GraphModule
     takes: tuple[int, ...]
@@ -64,21 +64,17 @@ class GraphRegion:
 
 @dataclass(frozen=True)
 class Traced:
-    """A step as a graph; its arguments are the given tensors in order."""
-
     graph: torch.fx.Graph
-    # Tensors the step holds, by graph attribute.
+    # By graph attribute.
     constants: dict[str, torch.Tensor]
-    # Result of each node.
     values: dict[torch.fx.Node, Any]
     # Node indices where a block of the model begins or ends.
     borders: tuple[int, ...]
-    # Result nodes by name.
     outputs: dict[str, torch.fx.Node]
 
 
 def cut(traced: Traced) -> tuple[list[GraphRegion], dict[str, int]]:
-    """Regions of a step in order, and the numbers of its results."""
+    """Regions in order, and the numbers of the step's results."""
     nodes = [n for n in traced.graph.nodes if n.op != "output"]
     places = {node: place for place, node in enumerate(nodes)}
     last = {node: max((places.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
@@ -104,7 +100,7 @@ def alike(args: Sequence[torch.Tensor]) -> Any:
 
 
 def _cuts(traced: Traced, nodes: list[Node], first: int) -> list[int]:
-    """Cut indices: for each border the first behind a library call that may be cut."""
+    """For each border the first cut behind a library call that may be made."""
     bound = {p for start, stop in _bound(traced, nodes) for p in range(start + 1, stop + 1)}
     cuts = set()
     libraries = [place + 1 for place, node in enumerate(nodes) if _is_library(node)]
@@ -192,14 +188,13 @@ def _key(traced: Traced, nodes: list[Node], num_takes: int, gives: list[Node]) -
 
 
 def _contents(node: Node, tensor: torch.Tensor) -> Any:
-    """A constant by its bytes if only copied from, else by identity."""
+    """By its bytes if only copied from, else by identity."""
     is_copied = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
     if not is_copied or tensor.numel() > 1024:
         return id(tensor)
     return tensor.dtype, tuple(tensor.shape), str(tensor.tolist())
 
 
-# Called with the tensors that code holds.
 RegionContext = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
 
 
@@ -220,7 +215,7 @@ class CompiledStep:
     def run(
         self, weights: Tensors, inputs: Tensors, state: Tensors, enter: RegionContext = contextlib.nullcontext
     ) -> dict[str, torch.Tensor]:
-        """Run the step; `enter(constants)` is entered for each call of compiled code."""
+        """`enter(constants)` is entered for each call of compiled code."""
         groups = zip(self._names, (weights, inputs, state), strict=True)
         values = dict(enumerate(tensors[name] for names, tensors in groups for name in names))
         with torch.no_grad():
@@ -240,7 +235,7 @@ class CompiledStep:
 
 
 def inductor_config(**changes: Any) -> AbstractContextManager[Any]:
-    """Inductor's settings for a recording, with changes; skips names this version lacks."""
+    """Skips names that this version of Inductor lacks."""
     from torch._inductor import config
 
     settings: Any = config._config  # type: ignore[attr-defined]
@@ -257,7 +252,7 @@ def compile_step(
     portable: bool = True,
     **changes: Any,
 ) -> CompiledStep:
-    """Compile a step for the shapes, types and device of its tensors; `mode` traces it."""
+    """`mode` traces the step."""
     fakes = [{name: mode.from_tensor(t) for name, t in tensors.items()} for tensors in given]
     traced = trace_step(workload, fakes, mode, portable)
     return CompiledStep([list(tensors) for tensors in given], *cut(traced), changes)
@@ -293,7 +288,7 @@ def _check_views(region: GraphRegion, args: Sequence[torch.Tensor], made: Sequen
 def trace_step(
     workload: Workload, given: Sequence[Tensors], mode: FakeTensorMode, portable: bool = True
 ) -> Traced:
-    """Trace a step on `given`: fake weights, inputs and state of `mode`."""
+    """`given`: fake weights, inputs and state of `mode`."""
     tracer = _Tracer()
     for tensors in given:
         for name, tensor in tensors.items():
@@ -320,7 +315,7 @@ def trace_step(
 
 
 def _whole(module: torch.nn.Module, weights: Tensors) -> Tensors:
-    """Weights by parameter; a parameter that wraps others is made of its parts."""
+    """A parameter that wraps others is made of its parts."""
     wrappers = {name: tensor for name, tensor in module.named_parameters() if operators.is_wrapper(tensor)}
     inner = {part for name, tensor in wrappers.items() for part, _ in operators.parts(name, tensor)}
     plain = {name: tensor for name, tensor in weights.items() if name not in inner}
@@ -334,7 +329,7 @@ def _folded_linear(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 class _Step(torch.nn.Module):
-    """The step as a module, so that weights can be passed in."""
+    """A module, so that weights can be passed in."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -357,7 +352,7 @@ class _Tracer(TorchDispatchMode):
         self._know(self.graph.placeholder(name.replace(".", "_").replace(":", "_")), tensor)
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
-        """Node of a tensor; one not passed in is a constant."""
+        """A tensor not passed in is a constant."""
         node = self._nodes.get(id(tensor))
         if node is not None:
             return node
@@ -374,7 +369,7 @@ class _Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # fake tensor metadata
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         if operators.has_wrappers(types):  # traced from the inside
             return NotImplemented
@@ -408,7 +403,7 @@ class _Tracer(TorchDispatchMode):
 
 
 def _is_unknown(value: Any) -> bool:
-    """True for a tensor without values; one made from Python numbers has them."""
+    """A tensor made from Python numbers has values."""
     return isinstance(value, FakeTensor) and value.constant is None
 
 

@@ -1,7 +1,6 @@
 """Models of steps: a built-in name, a folder with a Hugging Face config.json, or module:callable.
 
-A name such as org/model means its folder in Hugging Face's local cache. `build` needs only the step, so a
-plan can be run from its file. New models go into `catalog`.
+A name such as org/model means its folder in Hugging Face's local cache.
 
 The callable of module:callable gets the Step and returns a `Workload`, or an nn.Module with example inputs, a
 dict or tuple (see `function`). Its module is imported with the current folder on the path.
@@ -47,7 +46,7 @@ def known_models() -> dict[str, tuple[str, ...]]:
 
 
 def steps_of_model(model: str) -> tuple[str, ...]:
-    """Step kinds of a model; a user's callable decides itself."""
+    """A user's callable decides itself."""
     if model in BUILDERS:
         return BUILDERS[model][1]
     folder = Path(place_of(model))
@@ -57,7 +56,7 @@ def steps_of_model(model: str) -> tuple[str, ...]:
 
 
 def build(step: Step) -> Workload:
-    """Build a step's workload. Equal records give equal weights."""
+    """Equal records give equal weights."""
     if step.batch < 1 or step.context < 1 or step.reserve < 0:
         raise CaptureError(
             "batch and context must be at least 1, reserve at least 0, "

@@ -1,6 +1,6 @@
 """Built-in models: published configurations in bfloat16, and tiny ones in float32 for laptops.
 
-`catalog.json` has them. Tiny vocabularies are the bytes plus a begin and an end token.
+Tiny vocabularies are the bytes plus a begin and an end token.
 """
 
 import json
@@ -11,12 +11,12 @@ import torch
 
 _DOCUMENT = json.loads(files("tessera.capture.models").joinpath("catalog.json").read_bytes())
 
-# name -> (transformers model_type, configuration, dtype)
+# Family, configuration, dtype.
 LANGUAGE: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     name: (model["family"], model["sizes"], getattr(torch, model["dtype"]))
     for name, model in _DOCUMENT["language"].items()
 }
-# name -> (diffusers class, configuration, text tokens, dtype)
+# Class of diffusers, configuration, text tokens, dtype.
 DENOISERS: dict[str, tuple[str, dict[str, Any], int, torch.dtype]] = {
     name: (model["class"], model["sizes"], model["text_tokens"], getattr(torch, model["dtype"]))
     for name, model in _DOCUMENT["denoisers"].items()

@@ -1,11 +1,5 @@
 """Checkpoint folders, checked before use: configuration, weights, memory.
 
-    cached(name)           folder of "org/name" in Hugging Face's local cache
-    read_json(path)        a JSON object of bounded size
-    read_settings(folder)  config.json without names of code, kernels or other files; numbers are checked
-    read_weights(folder)   tensors of its safetensors files, by name
-    load(folder, ...)      a model with these weights, or random ones
-
 Weights come from *.safetensors inside the folder; links may lead only to Hugging Face's cache. A model is
 measured on the meta device before memory is taken. Nothing is downloaded. Library errors become one line with
 the folder. Not handled: files that change while read.
@@ -42,7 +36,7 @@ POSITIVE = frozenset({
     "head_dim", "intermediate_size", "d_model", "n_embd", "n_layer", "n_layers", "n_head", "n_heads",
     "num_heads",
 })  # fmt: skip
-# Maximum tensors of one model, and seconds to create it on the meta device.
+# Limits of one model, and seconds to create it on the meta device.
 MAX_TENSORS, MAX_SECONDS = 100_000, 60.0
 # Maximum ratio of model size to file size (files may hold 4 bits for 32).
 MAX_GROWTH = 16
@@ -56,7 +50,7 @@ IGNORED = frozenset({
 })  # fmt: skip
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 REVISION = re.compile(r"[0-9a-f]{40}")
-# Weight files in order of preference.
+# In order of preference.
 STEMS = ("model", "diffusion_pytorch_model")
 AGAIN = "Download the model again."
 CODE_FILES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -68,8 +62,6 @@ Tensors = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Filled:
-    """A module with weights, and what these did not cover."""
-
     module: Any
     # Parameters without a tensor.
     missing: tuple[str, ...] = ()
@@ -78,7 +70,6 @@ class Filled:
 
 
 def cached(name: str) -> Path | None:
-    """Folder of "org/name" in Hugging Face's local cache, at its main revision."""
     if not REPOSITORY.fullmatch(name) or "--" in name:
         return None
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
@@ -93,7 +84,6 @@ def cached(name: str) -> Path | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or a one-line error."""
     try:
         if not path.is_file():
             raise CaptureError("is no file", AGAIN, str(path))
@@ -120,7 +110,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _checked(value: Any, name: str, path: Path) -> Any:
-    """A setting without ignored parts; impossible numbers are refused by name."""
+    """Impossible numbers are refused by name."""
     if isinstance(value, dict) and value.get("__float__") in SPECIAL_FLOATS:
         return float(value["__float__"])
     if isinstance(value, dict):
@@ -200,7 +190,7 @@ def _listed(folder: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Path of a weight file, which must lie in the folder or its cache."""
+    """A weight file must lie in the folder or its cache."""
     path = folder / name
     if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
         remedy = (
@@ -241,7 +231,7 @@ def load(
     random_weights: bool = False,
     is_packed: bool = False,
 ) -> Any:
-    """Model of a folder: `make` creates it without weights, `give` with them.
+    """`make` creates the model without weights, `give` with them.
 
     Without values (fake tensors, meta device) no weights are read. `is_packed`: weights take the files' size,
     and `give` fills in what they consist of without values too.
@@ -286,9 +276,8 @@ def _no_weights(folder: Path) -> CaptureError:
 
 
 def give_transformers(build: Callable[..., Any], folder: Path | None, tensors: Tensors) -> Filled:
-    """The `give` of a transformers class; `build` is its from_pretrained.
-
-    Quantised weights are read from `folder`, else None.
+    """The `give` of a transformers class; `build` is its from_pretrained. Quantised weights are read from
+    `folder`.
     """
     module, told = build(
         folder,
@@ -354,7 +343,6 @@ def memory_bytes() -> int:
 
 @contextmanager
 def blamed(folder: Path, what: str = "a model cannot be built from it") -> Iterator[None]:
-    """Turn library errors into one line about the folder."""
     try:
         with _alone():
             yield
@@ -369,7 +357,7 @@ def blamed(folder: Path, what: str = "a model cannot be built from it") -> Itera
 
 
 def blamed_for_run(model: str) -> AbstractContextManager[None]:
-    """`blamed` for runs of a folder's model: its sizes may not fit."""
+    """A folder's sizes may not fit."""
     return blamed(Path(model), "its step cannot be run") if Path(model).is_dir() else nullcontext()
 
 

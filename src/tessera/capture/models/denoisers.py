@@ -2,9 +2,8 @@
 
 The step `denoise` predicts once and moves the latents (state) from one noise level to the next; `sigmas`
 holds both levels, so one trace serves the whole schedule. `context` is the number of patches per picture
-(smallest pixels for a UNet); a video has `FRAMES` frames. Other inputs are random, named by the forward's
-parameters and sized by the configuration; unknown required ones are refused. Built-in models use
-classifier-free guidance: each row runs twice.
+(smallest pixels for a UNet). Other inputs are random, sized by the configuration; unknown required ones are
+refused. Built-in models use classifier-free guidance: each row runs twice.
 """
 
 import inspect
@@ -37,7 +36,6 @@ NUM_STEPS, SHIFT, GUIDANCE = 28, 3.0, 4.5
 
 
 def built_in(name: str, sizes: dict[str, Any], num_words: int, dtype: torch.dtype, step: Step) -> Workload:
-    """A diffusers class at given sizes, with random weights and guidance."""
     kind = getattr(extra_module("diffusers", "diffusers"), name)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # fake parameters cannot be converted later
@@ -126,7 +124,7 @@ def _register(module: torch.nn.Module) -> None:
 
 
 class Denoiser:
-    """One denoiser with example inputs; with `guidance`, each row runs with and without text."""
+    """With `guidance`, each row runs with and without text."""
 
     def __init__(self, module: Any, step: Step, num_words: int = 0, guidance: float = 0.0) -> None:
         self._module, self._step, self._guidance = module, step, guidance
@@ -250,7 +248,7 @@ class Denoiser:
 
     @property
     def _noise_sizes(self) -> dict[str, tuple[Any, ...]]:
-        """Sizes of random inputs; None: the configuration has no such size."""
+        """None: the configuration has no such size."""
         config, batch = self._config, self._num_rows
         width = next((config[name] for name in WIDTHS if config.get(name)), None)
         width = width[0] if isinstance(width, list | tuple) else width
@@ -271,7 +269,7 @@ class Denoiser:
         return sizes
 
     def _constants(self) -> dict[str, torch.Tensor]:
-        """Inputs with the same values for all requests: positions, masks, sizes of pictures."""
+        """Equal for all requests."""
         batch, words = self._num_rows, self._num_words
         axes = len(self._config.get("axes_dims_rope") or (0, 0, 0))
         patch = torch.arange(self._num_patches)

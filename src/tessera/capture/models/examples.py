@@ -1,7 +1,5 @@
-"""Example inputs of a model, generated or read from a file.
-
-Names come from the forward, sizes from the configuration, values are random. `--inputs` gives others: named
-tensors in safetensors, npz or json. No format that can run code is read.
+"""Example inputs of a model, random or read from `--inputs`: named tensors in safetensors, npz or json. No
+format that can run code is read.
 """
 
 import inspect
@@ -101,7 +99,7 @@ def _pixels(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
 
 
 def _features(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
-    """Spectrogram: mel bins by frames (Whisper), or frames by bins."""
+    """Mel bins by frames (Whisper), or frames by bins."""
     bins = _setting(config, ("num_mel_bins", "input_feat_per_channel", "feature_size"), 80)
     frames = getattr(config, "max_source_positions", None)
     if config.model_type == "whisper" or (getattr(config, "num_mel_bins", None) and frames):

@@ -5,8 +5,8 @@
     encode   encoder of an encoder-decoder, over `context` tokens (or the model's audio length)
     call     the plain forward, without a cache
 
-State of prefill and decode is the model's cache (`rows`, else what the model returns); reading a few tokens
-finds it. If a decode changes its cache's shapes, cache tensors are inputs and outputs at one context instead.
+State of prefill and decode is the model's cache (`rows`, else what the model returns). If a decode changes
+its cache's shapes, cache tensors are inputs and outputs at one context instead.
 
 Prefill rows may be shorter than the step: `last` is each row's last token if every layer keeps keys by
 position; recurrent models align rows at the end with a `mask`; models with both read full rows.
@@ -125,9 +125,8 @@ def flatten(made: Any) -> dict[str, torch.Tensor]:
 def attributes_kept(
     model: torch.nn.Module, given: Tensors | None = None
 ) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
-    """Restore tensors that a call leaves in attributes.
-
-    Starts from those of an earlier call (`given`); yields a function returning the current ones.
+    """Restores tensors that a call leaves in attributes. The call starts from those in `given`; yields a
+    function returning the current ones.
     """
     parts = dict(model.named_modules())
     before = {path: dict(vars(part)) for path, part in parts.items()}
@@ -171,10 +170,7 @@ def forward(
     is_pair: bool = False,
     **given: Any,
 ) -> Any:
-    """Call a model's forward on a cache (name, value), for every decoder step.
-
-    `pick` selects the hidden states for the head.
-    """
+    """`cache`: name and value; `pick` selects the hidden states for the head."""
     prefix, positions = "decoder_" if is_pair else "", inputs.get("positions")
     if "rotary" in inputs:
         given |= {"inputs_embeds": embedded(model, inputs), "position_ids": inputs["rotary"]}
@@ -207,7 +203,7 @@ def embedded(model: Any, inputs: Tensors) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """State between calls: the cache, and tensors in submodule attributes."""
+    """State between calls."""
 
     cache: Any
     attributes: dict[str, torch.Tensor]
@@ -220,7 +216,7 @@ def learn_memory(
     first: Tensors,
     following: Tensors,
 ) -> tuple[Any, ModelMemory, ModelMemory]:
-    """Call a model twice; returns the last result, and the memory after each call."""
+    """The last result, and the memory after each of two calls."""
     with apart(model), NoReads():  # type: ignore[no-untyped-call]
         _, left = call(empty, first)
         copied = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
@@ -245,7 +241,6 @@ class CachedSteps:
         self._learn()
 
     def _taken(self, *names: str) -> str:
-        """The first parameter that the model has, or ""."""
         return next((name for name in names if takes(self._model, name)), "")
 
     def workload(self) -> Workload:
@@ -258,7 +253,7 @@ class CachedSteps:
         return encoded
 
     def _count_seen(self) -> int:
-        """Picture tokens per row; 0 without pictures."""
+        """0 without pictures."""
         self._picture = examples.picture_token(self._model.config) if takes(self._model, PIXELS) else None
         if self._picture is None:
             return 0
@@ -277,7 +272,7 @@ class CachedSteps:
         return count
 
     def _learn(self) -> None:
-        """Read a few tokens and one more to learn the memory's structure.
+        """Reading a few tokens and one more shows the memory's structure.
 
         Tried in turn: our cache, without and with a mask that hides nothing (some models otherwise read the
         length on the host), then the model's own.
@@ -341,7 +336,7 @@ class CachedSteps:
         return result, ModelMemory(cache, attributes)
 
     def _forward(self, inputs: Tensors, cache: Any) -> Any:
-        """The model's forward on a cache; only each row's newest token passes the head."""
+        """Only each row's newest token passes the head."""
         from tessera.capture.models.rows import row_latents, row_masks
 
         last = inputs.get("last")
@@ -383,7 +378,7 @@ class CachedSteps:
         return results
 
     def _following(self, inputs: Tensors, last: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Outputs for each row's next position; an encoder-decoder's first inputs may come from encode."""
+        """An encoder-decoder's first inputs may come from encode."""
         has_next = self._is_pair and self._has_positions
         return {NEXT: newest(inputs["positions"][:, :, None], last) + 1} if has_next else {}
 
@@ -484,7 +479,7 @@ def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) -> Iterator[bool]:
-    """While entered, the head reads picked states; yields False without a head module."""
+    """The head reads picked states; yields False without a head module."""
     head = model.get_output_embeddings()
     if pick is None or not isinstance(head, torch.nn.Module):
         yield False
@@ -497,7 +492,7 @@ def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) 
 
 
 class NoReads(TorchDispatchMode):
-    """While entered, host reads of tensors are errors."""
+    """Host reads of tensors are errors."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -509,10 +504,7 @@ class NoReads(TorchDispatchMode):
 
 
 def call_on_meta(model: Any) -> None:
-    """Run a text model on two rows of three tokens on the meta device.
-
-    Fast, but fails with tensors outside parameters and buffers.
-    """
+    """Two rows of three tokens. Fast, but fails with tensors outside parameters and buffers."""
     _call_on(model, {name: t.to("meta") for name, t in _held(model).items()}, torch.device("meta"))
 
 
@@ -561,7 +553,7 @@ def _short(path: tuple[str, ...]) -> str:
 
 
 def tensors_of(cache: Any) -> list[tuple[str, torch.Tensor]]:
-    """Tensors by name, each once."""
+    """Each tensor once."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, leaf in _leaves(cache):
         if isinstance(leaf, torch.Tensor):

@@ -1,7 +1,5 @@
 """Models of transformers: from a configuration with random weights, or a checkpoint folder.
 
-The configuration names the class. Steps are those of `generic`; qwen2_5_vl has `vision`, serving has `paged`.
-
 `attend` reads the key/value cache once. Hugging Face repeats keys and values for every query head, which
 copies the cache several times per decode; here query heads that share a key head are rows of one attention
 call. Attention sinks (`s_aux`) and `softcap` have no torch kernel: the formula is written out.
@@ -29,7 +27,7 @@ CAUSAL_STEPS = ("prefill", "decode")
 STEPS = {"qwen2_5_vl": ("encode", "prefill", "decode")}
 # Step kinds for serving (see `paged`), and those built without a call.
 SERVED_STEPS = ("tokens", "call")
-# Auto classes to search if a configuration names none, in order.
+# Searched in order if a configuration names no class.
 _AUTO = (
     "AutoModelForSeq2SeqLM",
     "AutoModelForSpeechSeq2Seq",
@@ -61,7 +59,7 @@ def from_folder(step: Step) -> Workload:
 
 
 def config_of(folder: Path) -> Any:
-    """Configuration of a folder; runs none of its code."""
+    """Runs none of the folder's code."""
     settings = checkpoint.read_settings(folder)
     if packing_of(folder, settings) is not None:  # transformers' own readers are not used
         settings = {name: value for name, value in settings.items() if name not in PACKINGS}
@@ -79,7 +77,6 @@ def config_of(folder: Path) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """Class that a configuration names, else transformers' class for its type."""
     library = _transformers()
     for name in config.architectures or ():
         kind = getattr(library, name, None)
@@ -106,7 +103,7 @@ def steps_of(config: Any) -> tuple[str, ...]:
 
 
 def attention_of(kind: Any) -> str:
-    """Attention implementation of a class: ours if it is selectable."""
+    """Ours if it is selectable."""
 
     if kind._supports_attention_backend:
         return ATTENTION
@@ -144,7 +141,7 @@ def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) 
 
 
 def _moved(model: Any) -> Any:
-    """The model on the default GPU, if there is one: its layout is found by running it."""
+    """A model's layout is found by running it, on the default GPU if there is one."""
     device = torch.get_default_device()
     return model.to(device) if device.type == "cuda" and checkpoint.has_values() else model
 
@@ -194,7 +191,7 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
                 is_packed=packing is not None,
             )
     if model._can_set_experts_implementation():
-        # Experts as grouped products: the eager path reads the routing on the host.
+        # The eager path of experts reads the routing on the host.
         model.set_experts_implementation("grouped_mm")
     return model.eval()
 
@@ -241,7 +238,7 @@ def attend(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for transformers: heads first in, positions first out."""
+    """Heads first in, positions first out."""
     batch, heads, num, _width = query.shape
     groups = heads // key.shape[1]
     causal = num > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)

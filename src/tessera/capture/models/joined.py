@@ -1,8 +1,8 @@
 """Joined products: linear layers that read the same tensor become one.
 
-`join_products` runs an example. Layers called with the same tensor (query, key and value; gate and up) form a
-group: the first called multiplies by the concatenated weights, and each gets its columns. A layer called with
-another tensor uses its own rows. Similar uncalled modules (unused experts) are joined likewise.
+Layers that an example calls with the same tensor (query, key and value; gate and up) form a group: the first
+called multiplies by the concatenated weights, and each gets its columns. A layer called with another tensor
+uses its own rows. Similar uncalled modules (unused experts) are joined likewise.
 
 Not joined: subclasses of Linear; layers with hooks, called twice, or with shared weights; layers that differ
 in type, device or bias; columns not aligned to 16 bytes; and kinds with which the example fails.
@@ -23,14 +23,13 @@ from tessera.capture.blocks import storage_key
 from tessera.capture.models.packed import PackedWeight
 from tessera.capture.workload import UNFIT
 
-# Weight classes that can be joined; fake mode gives parameters its own class.
+# Fake mode gives parameters its own class.
 PLAIN = (torch.nn.Parameter, FakeTensor, PackedWeight)
-# Column alignment in bytes.
 ALIGNED_BYTES = 16
 
 
 class JoinedLinear(torch.nn.Module):
-    """First layer of a group: holds all weights and multiplies for all."""
+    """First layer of a group: multiplies for all."""
 
     def __init__(self, layers: Sequence[torch.nn.Linear]) -> None:
         super().__init__()
@@ -50,7 +49,7 @@ class JoinedLinear(torch.nn.Module):
         return columns[0]
 
     def take(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Columns of another layer, multiplied now if this input is new."""
+        """Multiplied now if this input is new."""
         waiting = self._waiting.get(x, {})
         columns = waiting.pop(number, None)
         if not waiting:
@@ -102,12 +101,11 @@ class _Kind:
     paths: tuple[str, ...]
 
 
-# Owner path and kind.
 _Group = tuple[str, _Kind]
 
 
 def join_products(model: torch.nn.Module, *calls: Callable[[], object]) -> int:
-    """Join layers that share inputs in the first example that runs; returns the number of products."""
+    """Uses the first example that runs; returns the number of products."""
     joinable = _joinable(model)
     for call in calls:
         with suppress(*UNFIT), _called(joinable) as inputs:
@@ -140,7 +138,7 @@ def _joinable(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 
 @contextmanager
 def _called(layers: dict[str, torch.nn.Linear]) -> Iterator[list[tuple[str, torch.Tensor, int]]]:
-    """While entered, notes layer calls: path, input, input version."""
+    """Path, input and input version of layer calls."""
     inputs: list[tuple[str, torch.Tensor, int]] = []
 
     def note(path: str) -> Callable[[torch.nn.Module, Any], None]:
@@ -196,7 +194,7 @@ def _group(model: torch.nn.Module, members: Sequence[str]) -> _Group:
 
 
 def _fitting(model: torch.nn.Module, first_of: dict[_Kind, str], call: Callable[[], object]) -> list[_Kind]:
-    """Kinds with which the example runs: tried together, else one by one."""
+    """Kinds are tried together, else one by one."""
     kinds = list(first_of)
     if _runs(model, [(first_of[kind], kind) for kind in kinds], call):
         return kinds

@@ -1,9 +1,8 @@
 """LoRA adapters beside their base model: rows of one step may use different ones, or none.
 
-`add_adapters` reads peft folders (adapter_config.json, adapter_model.safetensors) and replaces each adapted
-linear layer by an `AdaptedLinear`, which holds the matrices of all adapters, padded to the largest rank. The
-base layer may be joined (`joined`) or packed (`packed`). `using_adapters` tells the layers which adapter each
-token of a call has.
+`add_adapters` reads peft folders (adapter_config.json, adapter_model.safetensors). An `AdaptedLinear` holds
+the matrices of all adapters, padded to the largest rank. The base layer may be joined (`joined`) or packed
+(`packed`).
 
 Refused by name: other kinds of adapters, DoRA, trained biases, modules saved whole, adapted embeddings, heads
 and experts.
@@ -36,7 +35,7 @@ MERGE = "Merge it into its base model (peft: merge_and_unload), and serve that f
 
 
 class AdapterChoice:
-    """Adapter of each token of the current call; None outside of calls and without adapters."""
+    """Adapter of each token of the current call."""
 
     def __init__(self, num: int) -> None:
         self.num = num
@@ -44,8 +43,6 @@ class AdapterChoice:
 
 
 class AdaptedLinear(torch.nn.Module):
-    """A linear layer with adapters."""
-
     def __init__(self, base: Any, choice: AdapterChoice, down: torch.Tensor, up: torch.Tensor) -> None:
         super().__init__()
         self.base = base
@@ -77,7 +74,7 @@ def num_adapters(model: Any) -> int:
 
 @contextmanager
 def using_adapters(model: Any, rows: torch.Tensor | None) -> Iterator[None]:
-    """While entered, token t of a call has adapter rows[t]; 0: none."""
+    """Token t of a call has adapter rows[t]; 0: none."""
     choice = getattr(model, "adapter_choice", None)
     if choice is None:
         yield
@@ -90,7 +87,7 @@ def using_adapters(model: Any, rows: torch.Tensor | None) -> Iterator[None]:
 
 
 def add_adapters(model: Any, folders: Sequence[str]) -> None:
-    """Replace the layers that any of the adapters changes; adapter i is number i + 1."""
+    """Adapter i is number i + 1."""
     adapters = [_read(Path(folder)) for folder in folders]
     paths = dict.fromkeys(path for adapter in adapters for path in adapter)
     choice = model.adapter_choice = AdapterChoice(len(adapters))
@@ -135,7 +132,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _read(folder: Path) -> dict[str, Pair]:
-    """Matrices by path of their layer; the second includes the scale."""
+    """Layer -> matrices; the second includes the scale."""
     config = checkpoint.read_json(folder / "adapter_config.json")
     for name, values in PLAIN_SETTINGS.items():
         if config.get(name, values[0]) not in values:

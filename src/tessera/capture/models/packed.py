@@ -1,7 +1,6 @@
 """Quantised checkpoints as published: weights stay packed in memory, products are one operator.
 
-`packing_of` reads quantization_config and refuses a format that is not handled by its name. `packed_tensors`
-groups a folder's tensors into `PackedWeight`s, by these suffixes:
+`packed_tensors` groups a folder's tensors into `PackedWeight`s, by these suffixes:
 
     method                       weight            beside it
     gptq (4, 8 bits)             .qweight          .scales .qzeros .g_idx      int32, packed along inputs
@@ -11,11 +10,11 @@ groups a folder's tensors into `PackedWeight`s, by these suffixes:
       fbgemm_fp8, modelopt       (or no suffix)    one scale per tensor, row, group or block
     mxfp4                        _blocks           _scales
 
-A `PackedWeight` is a parameter like another: transformers renames, stacks and joins it as it does plain
-weights, so no model needs code of its own. `linear` and grouped products of it call `kernels.packed`.
+A `PackedWeight` is a parameter like another: transformers renames, stacks and joins it, so no model needs
+code of its own.
 
 Not handled: quantised activations and caches (products are weight-only), 2 and 3 bits, experts in GPTQ's
-activation order. torchao's weights are read by transformers and stay what they are.
+activation order. torchao's weights are read by transformers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,16 +31,14 @@ from tessera.capture.models.checkpoint import AGAIN, CONVERT, Tensors, first_lin
 from tessera.errors import CaptureError
 from tessera.kernels.packing import MIDDLE, num_columns, pack_nibbles, unpack_nibbles
 
-# quant_method -> name; handled methods are keys of `_METHODS`.
+# Handled methods are keys of `_METHODS`.
 UNSUPPORTED = {
     "bitsandbytes": "bitsandbytes", "gguf": "GGUF", "exl2": "EXL2", "exl3": "EXL3", "quanto": "quanto",
     "hqq": "HQQ", "aqlm": "AQLM", "vptq": "VPTQ", "spqr": "SpQR", "eetq": "EETQ", "higgs": "HIGGS",
     "bitnet": "BitNet", "quark": "Quark", "fp_quant": "FP-Quant", "auto-round": "AutoRound",
     "quip": "QuIP", "marlin": "Marlin", "sinq": "SINQ", "nvfp4": "NVFP4",
 }  # fmt: skip
-# Settings that describe packed weights.
 PACKINGS = ("quantization_config", "compression_config")
-# Read by transformers itself.
 ELSEWHERE = ("torchao",)
 # Columns of AWQ's eight codes in 32 bits, by code.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -50,7 +47,7 @@ MXFP4_BLOCK = 32
 
 @dataclass(frozen=True)
 class Packing:
-    """How a checkpoint packs its weights; a block of 0 rows or columns covers all."""
+    """A block of 0 rows or columns covers all."""
 
     method: str
     bits: int
@@ -144,15 +141,13 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
 
 @dataclass(frozen=True)
 class Code:
-    """What a packed weight's tensors mean: format, block, and whether rows and columns are exchanged."""
-
     format: str
     block: tuple[int, int]
     is_turned: bool = False
 
 
 class PackedWeight(torch.Tensor):
-    """A weight as codes and scales; its shape and type are those of the numbers."""
+    """Shape and type are those of the numbers."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -255,7 +250,7 @@ def _copied(tensor: PackedWeight, **options: Any) -> PackedWeight:
 
 
 def _joined(tensors: Sequence[PackedWeight], dim: int = 0, *, is_new: bool = False) -> PackedWeight:
-    """Weights as one, along rows or a dimension before them (`is_new`: one of its own)."""
+    """Along rows or a dimension before them (`is_new`: one of its own)."""
     first, rank = tensors[0], tensors[0].dim() + is_new
     dim %= rank
     is_alike = len({t.code for t in tensors}) == 1 and all(t.order is None for t in tensors)
@@ -297,7 +292,7 @@ _CHANGES: dict[Any, Callable[..., Any]] = {
 
 
 class Unread:
-    """A tensor in its files: what transformers takes for a tensor, read when it is copied."""
+    """What transformers takes for a tensor, read when it is copied."""
 
     # transformers goes on after an error and names other tensors.
     error: CaptureError | None = None
@@ -321,13 +316,13 @@ class Unread:
 
 
 def outline(tensor: Any) -> torch.Tensor:
-    """A tensor of a file without its bytes, from the file's header."""
+    """From the file's header, without bytes."""
     shape = tensor.get_shape()
     return torch.empty(shape, dtype=tensor[slice(0) if shape else ...].dtype, device="meta")
 
 
 def put_packed(model: torch.nn.Module, source: torch.nn.Module) -> torch.nn.Module:
-    """The model with the packed weights of another, without values, on the default device."""
+    """Packed weights of `source`, without values, on the default device."""
 
     def empty(part: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(part.size(), part.stride(), dtype=part.dtype)
@@ -343,9 +338,7 @@ def packed_tensors(
     tensors: Tensors, packing: Packing, dtype: torch.dtype, shapes: Mapping[str, Sequence[int]],
     is_outline: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """The tensors of a folder with packed weights in place of their parts.
-
-    `shapes`: the model's parameters; a weight of the exchanged shape is exchanged. `is_outline`: none has
+    """`shapes`: the model's parameters; a weight of the exchanged shape is exchanged. `is_outline`: none has
     values, and only zeros and groups are read, which decide what a weight consists of.
     """
     suffix, renamed, beside, types, read = _READERS[packing.method]
@@ -407,7 +400,7 @@ def _bytes(words: torch.Tensor) -> torch.Tensor:
 
 
 def _small(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packed bytes -> one small number each, as a zero is stored."""
+    """One number per code, as a zero is stored."""
     return unpack_nibbles(codes) if bits == 4 else codes
 
 
@@ -415,7 +408,7 @@ def _integers(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, packing: Packing,
     dtype: torch.dtype, groups: torch.Tensor | None = None,
 ) -> PackedWeight:  # fmt: skip
-    """A weight of packed codes [N, bytes], scales [N, G] and unsigned zeros [N, G]."""
+    """Codes [N, bytes], scales [N, G] and unsigned zeros [N, G]."""
     bits = packing.bits
     columns = codes.shape[1] * 8 // bits
     size = _columns(columns, scales.shape[1], packing)
@@ -474,7 +467,7 @@ def _pack(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.d
 
 
 def _scaled(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
-    """8-bit numbers with a scale per tensor, row, group or block."""
+    """A scale per tensor, row, group or block."""
     scales, zeros = parts.get("_scale_inv", parts.get("_scale")), parts.get("_zero_point")
     scales = scales.float() if scales.dtype is torch.float8_e8m0fnu else scales
     rows, columns = weight.shape[-2:]
@@ -502,7 +495,7 @@ def _mxfp4(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.
 
 _WORDS = (torch.int32,)
 _BYTES = (torch.int8, torch.float8_e4m3fn)
-# Method -> suffix of packed weights, that of the weight, suffixes beside it, their types, how to read them.
+# Suffix of packed weights, that of the weight, suffixes beside it, types, reader.
 _READERS: dict[str, tuple[str, str, tuple[str, ...], Sequence[torch.dtype], Callable[..., PackedWeight]]] = {
     "gptq": (".qweight", ".weight", (".scales", ".qzeros", ".g_idx"), _WORDS, _gptq),
     "awq": (".qweight", ".weight", (".scales", ".qzeros"), _WORDS, _awq),

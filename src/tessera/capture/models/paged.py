@@ -10,10 +10,10 @@ all in the same pages. The first layout that works is used:
            is set
     dense  as rows, for models with their own attention: keys and values are gathered from pages and masked
 
-Outputs are logits of each sequence's newest token and the next one, chosen by tessera::choose, whose tables
-are inputs; unused sequences get arbitrary finite numbers. A negative token refers to the previous step's
-choice (-1: first sequence), kept in the state `newest`, so steps need not wait for the host. Models with
-pictures take `rotary`, `image` and `is_image`, those with LoRA adapters each token's (`adapters`).
+Outputs are logits of each sequence's newest token and the next one, chosen by tessera::choose; unused
+sequences get arbitrary finite numbers. A negative token refers to the previous step's choice (-1: first
+sequence), kept in the state `newest`, so steps need not wait for the host. Models with pictures take
+`rotary`, `image` and `is_image`, those with LoRA adapters each token's (`adapters`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,6 @@ MAX_ERROR = 3e-4
 HALF_TYPES = (torch.bfloat16, torch.float16)
 # Distinct pages of an example state; others repeat them.
 NUM_USED_PAGES = 64
-# Configuration names of the number of positions.
 LIMITS = ("max_position_embeddings", "max_seq_len")
 
 
@@ -76,10 +75,10 @@ class StepLayout:
     kind: str
     # Memory after a first call; later calls replace its tensors.
     memory: ModelMemory
-    # name -> shape of one page or row; and dtype.
+    # Shape of one page or row, and dtype.
     pages: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    # Window in positions of each group of paged layers; 0: none.
+    # Positions, for each group of paged layers; 0: none.
     windows: tuple[int, ...] = ()
     # Why tokens cannot be packed.
     reason: str = ""
@@ -143,7 +142,7 @@ def _cache_name(model: Any) -> str:
 
 
 def _try(model: Any, kind: str) -> StepLayout:
-    """Call the model twice on a few tokens; raises if the layout does not fit."""
+    """Raises if the layout does not fit."""
     cache = (PackedCache if kind == FLAT else PagedCache)(model.config)
     has_positions = generic.takes(model, "position_ids")
     if kind != DENSE and cache.paged and not has_positions:
@@ -167,10 +166,10 @@ def _try(model: Any, kind: str) -> StepLayout:
 
 
 def _check_logits(model: Any, layout: StepLayout) -> None:
-    """Raise unless a few tokens, one by one, get the plain forward's logits.
+    """Raises unless a few tokens, one by one, get the plain forward's logits.
 
-    A model's own attention may treat masks and lengths in any way, its recurrence may have another form.
-    Both are computed with 32-bit numbers: many layers amplify the rounding of 16-bit ones to any error.
+    A model's own attention may treat masks and lengths in any way, its recurrence may have another form. Both
+    are computed with 32-bit numbers: many layers amplify the rounding of 16-bit ones to any error.
     """
     step = Step("", "tokens", NUM_TRIED, NUM_TRIED, reserve=TRIED_POSITIONS, windows=layout.windows)
     workload = PagedSteps(model, step, layout).workload()
@@ -269,7 +268,7 @@ def _table(model: Any, kind: str, step: Step, inputs: Tensors, group: int) -> Pa
 
 
 def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache) -> torch.Tensor:
-    """Logits of each sequence's newest token; only these pass the head."""
+    """Only each sequence's newest token passes the head."""
     by_row = kind != FLAT
     given = {name: inputs[name] for name in ("tokens", "positions", "is_image", "image") if name in inputs}
     given = {name: tensor[:, None] if by_row else tensor[None] for name, tensor in given.items()}
@@ -294,18 +293,18 @@ def expected_length(step: Step) -> int:
 
 
 def num_entries(step: Step) -> int:
-    """Page list entries: twice the pages, since sequences may share them."""
+    """Twice the pages, since sequences may share them."""
     return 2 * (step.reserve // PAGE)
 
 
 def num_dense(model: Any, step: Step) -> int:
-    """Positions per row with gathered keys and values: twice its share of all pages."""
+    """Positions per row: twice its share of all pages."""
     share = num_entries(step) // num_rows(step) * PAGE
     return min(share, max_positions(model) or share)
 
 
 def max_positions(model: Any) -> int:
-    """Positions of a sequence, up to which attention in chunks or to selected keys is full attention."""
+    """Positions up to which attention in chunks or to selected keys is full attention."""
     config = model.config.get_text_config(decoder=True)
     limits = [n for name in LIMITS if (n := getattr(config, name, None))][:1]
     limits += [module.index_topk for module in model.modules() if is_indexer(module)]
@@ -400,7 +399,7 @@ class PagedSteps:
         return {NEWEST: make_tokens(self._model.config, (num_rows(self._step),), random), **used}
 
     def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
-        """Tokens of other sequences; answers continue with chosen tokens, pictures with encoded ones."""
+        """Answers continue with chosen tokens, pictures with encoded ones."""
         seed = int(first["tokens"].sum()) if "tokens" in first else 0
         inputs = self._inputs(seed + run)
         chosen = last.get("next_tokens")
@@ -467,7 +466,6 @@ def _vocab_size(model: Any) -> int:
 
 
 def greedy_choices(model: Any, step: Step) -> dict[str, torch.Tensor]:
-    """Inputs of tessera::choose with which every row is greedy."""
     rows, vocab = step.batch, _vocab_size(model)
     tables = (
         torch.zeros(rows, len(Setting)),
@@ -500,10 +498,7 @@ def _padded(parts: Sequence[tuple[int, int]], num: int) -> list[tuple[int, int]]
 
 
 def lay_out(step: Step, parts: Sequence[tuple[int, int]], free: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Positions, slots and tables for (length, new tokens) pairs, in the first free pages.
-
-    Groups have the same pages where there are too few.
-    """
+    """`parts`: (length, new tokens) pairs. Groups have the same pages where there are too few."""
     positions: list[int] = []
     places: list[tuple[int, int]] = []
     starts, firsts = [0], [0]

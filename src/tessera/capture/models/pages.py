@@ -1,9 +1,8 @@
 """A transformers cache with paged keys and values, and attention over it.
 
-The cache is the configuration's `StaticCache` with paged layers for keys and values; other layers stay. A
-layer's pages hold all positions that its window covers. Layers with the same window form a group with a page
-table of its own (`join_layers`). Layers of different groups share tensors: a page belongs to one group of one
-sequence at a time, so pages behind a window are free for any group.
+A layer's pages hold all positions that its window covers. Layers with the same window form a group with a
+page table of its own (`join_layers`). Layers of different groups share tensors: a page belongs to one group
+of one sequence at a time, so pages behind a window are free for any group.
 
 During a call every registered attention function is the paged operator, and a mask is the model's visibility
 rule (`PageMask`), which must be a window. For a model with its own attention, each row's keys and values are
@@ -33,7 +32,6 @@ from tessera.capture.models.rows import (
 )
 from tessera.kernels import MAX_GROUPS, PAGE
 
-# Initial pages of a layer.
 NUM_FIRST_PAGES = 8
 # Query heads per program for latents, which all heads share.
 MAX_LATENT_GROUP = 16
@@ -59,7 +57,7 @@ class PageTables:
 
 
 class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer: [pages, page positions, heads, width]."""
+    """[pages, page positions, heads, width]."""
 
     is_compileable = True
     is_sliding = False
@@ -67,7 +65,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, is_sliding: bool) -> None:
         super().__init__()
         self.is_sliding = is_sliding
-        # Group of layers, and widest window of attention over its pages; 0: all positions, None: unknown.
+        # Group of layers, and widest window over its pages; 0: all positions, None: unknown.
         self.group = 0
         self.window: int | None = None
         # Current call: tables, whether new keys await attention, stored keys.
@@ -110,11 +108,10 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.is_unread, self.stored = False, (key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of keys and their first position."""
         return self._num_dense or query_length, 0
 
     def get_seq_length(self) -> int:
-        """Preceding tokens: dense rows count as full."""
+        """Dense rows count as full."""
         return max(0, self._num_dense - 1)
 
     def get_max_length(self) -> int:
@@ -127,9 +124,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
 
 class Layers(list[Any]):
-    """Layers of a cache; recurrent state is reset when a layer is first used.
-
-    So zeros are written where the state is read next, and fuse with it.
+    """Recurrent state is reset when a layer is first used: zeros are written where the state is read next,
+    and fuse with it.
     """
 
     def __init__(self, layers: Iterable[Any]) -> None:
@@ -138,7 +134,7 @@ class Layers(list[Any]):
         self._waiting: set[int] = set()
 
     def begin(self, fresh: torch.Tensor | None) -> None:
-        """Begin a call; `fresh` marks rows to reset."""
+        """`fresh` marks rows to reset."""
         self.fresh = fresh
         self._waiting = set() if fresh is None else set(range(len(self)))
 
@@ -169,7 +165,6 @@ class PagedCache(StaticCache):  # type: ignore[misc]
             else in_place_of(x, PagedLayer, is_sliding(x))
             for x in self.layers
         )
-        # Current call on packed tokens: states of recurrent layers.
         self.states: Any = None
 
     @property
@@ -177,7 +172,7 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Preceding tokens; to a layer, which counts its tokens from there, those before each of them."""
+        """A layer gets the number of tokens before each of its own."""
         tables = None if layer_idx is None else getattr(self.layers[layer_idx], "tables", None)
         if tables is None:
             return super().get_seq_length()
@@ -194,14 +189,14 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         fresh: torch.Tensor | None = None,
         states: PackedStates | None = None,
     ) -> None:
-        """Begin a call: tables by group, rows to reset or states of packed sequences; no tables end it."""
+        """Tables by group, rows to reset or states of packed sequences; no tables end a call."""
         self.layers.begin(fresh)
         self.states = states
         for layer in self.paged:
             layer.begin(tables[layer.group] if tables else None)
 
     def join_layers(self) -> tuple[int, ...]:
-        """Put layers into groups that share tensors; returns the window of each group, full ones first.
+        """Returns the window of each group, full ones first.
 
         The n-th tensor has layers of all groups that are near one another, at most one of each. Layers with
         pages of different sizes share nothing.
@@ -224,9 +219,8 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         return tuple(windows)
 
     def attended(self, key: torch.Tensor, value: torch.Tensor) -> PagedLayer:
-        """Layer whose pages hold these keys and values; stores new ones.
-
-        Pages thus hold what attention reads: keys and values by head, or latents (`absorbed`).
+        """Stores keys and values in the pages of their layer, so pages hold what attention reads: keys and
+        values by head, or latents (`absorbed`).
         """
         for layer in self.paged:
             if layer.is_unread:
@@ -259,15 +253,13 @@ class PackedCache(PagedCache):
 
 
 class PageMask:
-    """A visibility rule in place of a transformers mask."""
-
     def __init__(self, **given: Any) -> None:
         self._rule, self._window = given["mask_function"], given.get("local_size") or 0
         self._chunk = chunk_of(given.get("config"))
 
     @cached_property
     def window(self) -> int:
-        """Window of the rule, 0 for all earlier positions; other rules are refused.
+        """0 for all earlier positions; rules that are no window are refused.
 
         The rule is a function of two positions, sampled where rules differ.
         """
@@ -302,10 +294,7 @@ def attend_pages(
     query_tail: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for transformers over a layer's pages; positions first out.
-
-    With `query_tail`, keys and values are latents and rotated keys.
-    """
+    """Positions first out. With `query_tail`, keys and values are latents and rotated keys."""
     strange = [n for n, v in others.items() if isinstance(v, torch.Tensor) and n not in HARMLESS]
     if isinstance(attention_mask, torch.Tensor) or strange:
         raise ValueError(f"its attention takes a {strange[0] if strange else 'mask'} of its own")
@@ -341,7 +330,7 @@ def attend_pages(
 
 @contextmanager
 def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: bool) -> Iterator[None]:
-    """While entered, attention reads pages and masks are rules (tensors for dense rows)."""
+    """Attention reads pages and masks are rules (tensors for dense rows)."""
     latent = [] if is_dense else latent_modules(model)
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -375,13 +364,13 @@ def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: boo
 
 
 def chunk_of(config: Any) -> int:
-    """Positions of a chunk of attention; 0: there are none."""
+    """0: there are no chunks."""
     is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     return config.attention_chunk_size if is_chunked else 0
 
 
 def is_indexer(module: torch.nn.Module) -> bool:
-    """True for what selects the keys of sparse attention."""
+    """An indexer selects the keys of sparse attention."""
     return type(module).__name__.endswith("Indexer") and hasattr(module, "index_topk")
 
 

@@ -1,8 +1,8 @@
 """Recurrent layers of transformers models over packed tokens, by the operators of `kernels.recurrent`.
 
-Models call their convolutions and scans as functions of their own module, by a few names (`FUNCTIONS`).
-During a call on packed tokens those functions are operators that find each sequence's state (`PackedStates`).
-A model always takes its path for several tokens, because the cache reports no earlier state.
+Models call their convolutions and scans as functions of their own module, by a few names (`FUNCTIONS`), which
+a call exchanges. A model always takes its path for several tokens, because the cache reports no earlier
+state.
 
 A model whose recurrence has another name, or that changes its state itself, raises ValueError.
 """
@@ -20,7 +20,7 @@ import tessera.kernels.recurrent  # noqa: F401 - registers the operators
 
 
 class PackedStates:
-    """States of recurrent layers in a call on packed tokens: the layer in use, and each sequence's row."""
+    """The layer in use, and each sequence's row."""
 
     def __init__(self, starts: torch.Tensor, rows: torch.Tensor) -> None:
         self.starts, self.rows = starts, rows
@@ -38,7 +38,7 @@ class PackedStates:
         self._is_unread = True
 
     def update(self, layer: Any, state: torch.Tensor, number: int) -> torch.Tensor:
-        """A layer's new state, which must be the one that was updated in place."""
+        """The new state must be the one that was updated in place."""
         held: torch.Tensor | None = layer.recurrent_states[number]
         if held is None or state is not held:
             raise ValueError("its recurrence is none of the known functions")
@@ -147,7 +147,6 @@ def _delta(
     return out[None], state
 
 
-# Functions of transformers' modules -> what they are on packed tokens.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _conv,
     "mamba2_chunk_scan": _ssd,
@@ -159,7 +158,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def exchanged_recurrence(model: torch.nn.Module, states: PackedStates) -> Iterator[None]:
-    """While entered, recurrent layers of the model read packed tokens."""
     modules = {sys.modules[type(part).__module__] for part in model.modules()}
     with ExitStack() as stack:
         for module in modules:

@@ -1,9 +1,9 @@
 """Transformers caches with a fixed capacity and a position per row.
 
-The cache is the configuration's `StaticCache` with `RowLayer` for keys and values. Full attention keeps every
-position; a window of w keeps the last w in a ring (position p in slot p % w). A prefill attends to its own
-keys and leaves each row's last w in the ring. Other layers (convolutions, recurrences) stay. Masks apply the
-model's rule to row positions (`row_mask`). Latent attention (MLA) decodes over latents (`row_latents`).
+Full attention keeps every position; a window of w keeps the last w in a ring (position p in slot p % w). A
+prefill attends to its own keys and leaves each row's last w in the ring. Other layers (convolutions,
+recurrences) stay. Masks apply the model's rule to row positions (`row_mask`). Latent attention (MLA) decodes
+over latents (`row_latents`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def begin(
         self, rows: torch.Tensor | None, positions: torch.Tensor | None, last: torch.Tensor | None
     ) -> None:
-        """Begin a call at `positions`; `last` is each row's last token in a prefill."""
+        """`last` is each row's last token in a prefill."""
         self.rows, self.positions, self.last = rows, positions, last
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -47,7 +47,7 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys and values; returns those to attend to."""
+        """Returns the keys and values to attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, slots = self.rows, self.positions
@@ -67,7 +67,6 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of keys and their first position."""
         return (query_length if self.is_sliding and self.last is not None else self.slots), 0
 
     def get_seq_length(self) -> Any:
@@ -100,7 +99,7 @@ def recurrent(kind: Any) -> Any:
 
 
 def in_place_of(layer: Any, kind: Any, *args: Any) -> Any:
-    """Our layer for a static one of transformers; others unchanged."""
+    """Layers that are not static stay."""
     if type(layer) in (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer):
         return kind(*args)
     is_recurrent = isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
@@ -125,7 +124,7 @@ class RowCache(StaticCache):  # type: ignore[misc]
 
     @property
     def has_rows(self) -> bool:
-        """True if every layer keeps keys by position: rows may have unequal lengths."""
+        """Rows may have unequal lengths."""
         return all(type(layer) is RowLayer for layer in self.layers)
 
     @property
@@ -133,7 +132,7 @@ class RowCache(StaticCache):  # type: ignore[misc]
         return any(isinstance(layer, RowLayer) for layer in self.layers)
 
     def begin(self, positions: torch.Tensor | None, last: torch.Tensor | None) -> None:
-        """Begin a call at `positions`; None ends it."""
+        """None ends a call."""
         if not self.has_positions:
             return
         rows = positions if positions is None else torch.arange(len(positions), device=positions.device)
@@ -149,7 +148,7 @@ class RowCache(StaticCache):  # type: ignore[misc]
 
 
 class CrossLayer(RowLayer):
-    """Keys and values of an encoder's result: a prefill writes them."""
+    """A prefill writes the encoder's keys and values."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -250,7 +249,7 @@ def _is_plain(product: Any) -> bool:
 def absorbed(
     module: Any, query: torch.Tensor, attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Attention of a module whose keys and values are products of latents (MLA), over the latents.
+    """Attention over latents of which keys and values are products (MLA).
 
     The product with a head's keys is part of its queries, that with its values part of the result. `attend`:
     queries of latents and of rotated keys -> mixed latents, positions first.
@@ -264,7 +263,7 @@ def absorbed(
 
 @contextmanager
 def attention_of(attend: Callable[..., Any], latent: Sequence[Any]) -> Iterator[None]:
-    """While entered, every attention function is `attend`; the latents of these modules are not expanded."""
+    """Every attention function is `attend`; the latents of these modules are not expanded."""
     functions = modeling_utils.ALL_ATTENTION_FUNCTIONS
     with ExitStack() as stack:
         stack.enter_context(patch.dict(functions._local_mapping, dict.fromkeys(functions, attend)))
@@ -275,7 +274,7 @@ def attention_of(attend: Callable[..., Any], latent: Sequence[Any]) -> Iterator[
 
 @contextmanager
 def row_latents(model: Any) -> Iterator[None]:
-    """While entered, one token of each row attends to latents, where the model has them."""
+    """One token of each row attends to latents, where the model has them."""
     functions, name = modeling_utils.ALL_ATTENTION_FUNCTIONS, model.config._attn_implementation
     latent = latent_modules(model) if name in functions else []
     plain = functions[name] if latent else None

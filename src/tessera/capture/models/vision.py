@@ -1,8 +1,8 @@
 """Qwen2.5-VL in three steps: encode an image, prefill with it, decode.
 
 encode returns `context` embeddings per row. prefill reads `context` tokens per row; half are image
-placeholders whose embeddings are an input. Positions are in time, height and width (multimodal rotary
-embedding). Prefill and decode return where each row continues.
+placeholders whose embeddings are an input. Positions are in time, height and width. Prefill and decode return
+where each row continues.
 
 Window boundaries depend on the image size alone and are plain numbers: the vision tower would read them from
 the device.
@@ -29,13 +29,13 @@ def vision_workload(model: Any, step: Step) -> Workload:
 
 
 def grid_of(num_tokens: int) -> tuple[int, int]:
-    """Height and width in merged patches, as square as possible."""
+    """In merged patches, as square as possible."""
     height = next(n for n in range(int(num_tokens**0.5), 0, -1) if num_tokens % n == 0)
     return height, num_tokens // height
 
 
 class _Boundaries(list[int]):
-    """Sequence boundaries with the two operations of the tower: subtract and list."""
+    """The two operations of the tower: subtract and list."""
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
@@ -135,12 +135,12 @@ class PictureSteps(CachedSteps):
 
 
 def num_image_tokens(step: Step) -> int:
-    """Image tokens of a prefill: the result of an encode at that context."""
+    """As an encode at that context returns."""
     return step.context // 2 if step.kind == "prefill" else 0
 
 
 def rotary_positions(width: int, num_image: int) -> torch.Tensor:
-    """Time, height and width of each token: text advances all three, the image spans its grid."""
+    """Text advances all three, the image spans its grid."""
     text = torch.arange(width)
     positions = torch.stack([text, text, text])
     if num_image:

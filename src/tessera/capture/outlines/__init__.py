@@ -1,8 +1,7 @@
-"""Outlines: compiled steps without code, for planning.
+"""Outlines: compiled steps without PTX, source and grids, for planning.
 
-Compiling takes tens of seconds, but a plan needs launches, buffers and dependencies only: an outline omits
-PTX, source and grids. Outlines are cached per user; those of common built-in models ship with the package
-(scripts/make_outlines.py).
+Compiling takes tens of seconds. Outlines are cached per user; those of common built-in models ship with the
+package (scripts/make_outlines.py).
 """
 
 import gzip
@@ -33,7 +32,7 @@ def outlined(trace: Trace) -> Trace:
 
 
 def name_of(step: Step) -> str:
-    """File name of a step's outline; default fields and what the model sets do not change it."""
+    """Default fields and what the model sets do not change it."""
     plain = Step(step.model, step.kind, step.batch, step.context, windows=step.windows)
     said = [(f.name, getattr(step, f.name)) for f in fields(step)]
     others = [(name, value) for name, value in said if value != getattr(plain, name)]
@@ -51,7 +50,6 @@ def find(step: Step) -> Trace | None:
 
 
 def find_or_make(step: Step, compiled: Callable[[Step], Trace]) -> Trace:
-    """The outline of a step, compiled and cached if new."""
     outline = find(step)
     if outline is None:
         outline = outlined(compiled(step))
