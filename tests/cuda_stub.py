@@ -188,6 +188,10 @@ class Part(device.Partition):
         return Stream()
 
 
+class _Killed(BaseException):
+    """Raised in the thread of a worker that is killed."""
+
+
 class _Thread:
     """A worker that is a thread."""
 
@@ -195,20 +199,29 @@ class _Thread:
 
     def __init__(self) -> None:
         self.engine: EngineConnection | None = None
+        self._ident = 0
         self._is_over = threading.Event()
 
     def run(self, value: Setup) -> None:
-        """Until its connection is closed."""
-        self.engine = EngineConnection(value.engine, value.secret, value.name)
-        worker.serve(value, self.engine)
-        self._is_over.set()
+        """Until its connection is closed, or it is killed."""
+        self._ident = threading.get_ident()
+        try:
+            self.engine = EngineConnection(value.engine, value.secret, value.name)
+            worker.serve(value, self.engine)
+        except _Killed:
+            pass
+        finally:
+            self._is_over.set()
 
     def end(self, timeout_s: float) -> str:
-        """It leaves when its connection is closed."""
+        """It leaves when its connection is closed, else it is killed: it does nothing after this."""
         if self.engine is not None:
             self.engine.end()
-        self._is_over.wait(timeout_s)
-        return "its thread was let go"
+        if self._is_over.wait(timeout_s):
+            return "its thread has ended"
+        while self._ident and not self._is_over.wait(0.05):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._ident), ctypes.py_object(_Killed))
+        return "its thread was killed"
 
 
 def cut_off(stepper: WorkerStepper, number: int) -> None:

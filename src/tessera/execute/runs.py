@@ -11,7 +11,7 @@ or returns another shape is lost, with the reason. Wrong values in the right sha
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -79,8 +79,8 @@ class Runs:
         self.dead: set[int] = set()
         self.running: dict[int, Running] = {}
         self._num_runs = 0
-        # Microbatch -> (run, device) cancelled and not ended; orders that wait for it.
-        self._ending: dict[int, set[tuple[int, int]]] = {}
+        # Microbatch -> (run, device) cancelled -> ends that the device has still to report; orders that wait.
+        self._ending: dict[int, Counter[tuple[int, int]]] = {}
         self._held: dict[int, list[tuple[int, bytes]]] = {}
         # If set, workers report every launch and transfer.
         self.spans: SpanLog | None = None
@@ -195,7 +195,10 @@ class Runs:
 
     def over(self, run: int, device: int) -> None:
         """A cancelled run has ended on a device."""
-        self._over(lambda of, at: (of, at) == (run, device))
+        for ending in self._ending.values():
+            if ending[run, device]:
+                ending[run, device] -= 1
+        self._send_held()
 
     def end(self, microbatches: Collection[int], gone: Collection[int]) -> None:
         """Closes microbatches and cancels their runs."""
@@ -205,10 +208,14 @@ class Runs:
             number = running.microbatch.number
             if number in held:
                 continue  # its order was never sent
-            for other in running.missing - set(gone):
-                self._ending.setdefault(number, set()).add((run, other))
-                self.hub.order(other, messages.Cancel(run))
-        self._over(lambda run, device: device in gone)
+            self._cancel(number, [(run, other) for other in running.missing - set(gone)])
+        for number, ending in self._ending.items():
+            late = {run for (run, device), num in ending.items() if num and device in gone}
+            for pair in [pair for pair in ending if pair[1] in gone]:
+                del ending[pair]
+            # A lost device may have sent after the others had cleared the run.
+            self._cancel(number, [pair for pair in ending if pair[0] in late])
+        self._send_held()
         for number in microbatches:
             del self.opened[number]
         self.dead.update(microbatches)
@@ -257,14 +264,17 @@ class Runs:
         else:
             self.hub.send(device, data)  # a lost worker is reported as a hang-up
 
-    def _over(self, is_over: Callable[[int, int], bool]) -> None:
-        """Ends cancelled runs by (run, device); sends orders that waited for the last one."""
-        for microbatch, ending in list(self._ending.items()):
-            ending -= {pair for pair in ending if is_over(*pair)}
-            if not ending:
-                del self._ending[microbatch]
-                for device, data in self._held.pop(microbatch, []):
-                    self.hub.send(device, data)
+    def _cancel(self, microbatch: int, pairs: Collection[tuple[int, int]]) -> None:
+        for run, device in pairs:
+            self._ending.setdefault(microbatch, Counter())[run, device] += 1
+            self.hub.order(device, messages.Cancel(run))
+
+    def _send_held(self) -> None:
+        """Sends orders that waited for cancelled runs which have ended everywhere."""
+        for microbatch in [m for m, ending in self._ending.items() if not any(ending.values())]:
+            del self._ending[microbatch]
+            for device, data in self._held.pop(microbatch, []):
+                self.hub.send(device, data)
 
     def _take_state(self, opened: OpenMicrobatch, program: Program) -> dict[int, messages.PackedTensors]:
         """Device -> its state that this run is the first to use."""

@@ -1,8 +1,10 @@
 """GPU workers with a stand-in for the GPU: bits, lanes, transports, faults; see `cuda_stub`."""
 
+import ctypes
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -13,16 +15,17 @@ import cuda_stub
 from sampling import one_of_each
 from tessera.capture import Workload, build, record
 from tessera.errors import WorkerError
-from tessera.execute import driver
-from tessera.execute.cuda.direct import PeerAway
+from tessera.execute import driver, messages
+from tessera.execute.cuda.direct import Ipc, PeerAway
 from tessera.execute.cuda.graphs import DeviceGraphs, ShareGraph, _Issue
-from tessera.execute.cuda.transport import InboxSpot
+from tessera.execute.cuda.transport import GpuTransport, InboxSpot
+from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher
 from tessera.execute.lower import lower
 from tessera.execute.memory import Memory
 from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.reference import same_bits
-from tessera.execute.stepper import SpanLog, StepCall, StepDone, Tensors
+from tessera.execute.stepper import DeviceBack, DeviceLost, SpanLog, StepCall, StepDone, Tensors
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_plan, make_unit, run_reference
 from tessera.ir import (
@@ -398,7 +401,6 @@ def test_a_released_graph_reads_zeros_in_place_of_what_has_not_arrived(
             transport.reset(0, 0)
 
 
-@pytest.mark.rerun("a lost worker is a thread here, which may go on and send")
 def test_what_a_peer_sent_before_it_died_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that could not be launched here, after its peer had sent for it: those flags are cleared."""
     refused: list[int] = []
@@ -433,6 +435,96 @@ def test_what_a_peer_sent_before_it_died_is_nobody_elses(monkeypatch: pytest.Mon
         assert [0] == refused
         assert result.restarts in (1, 2)  # two if it is begun anew before the peer is cut off
         assert is_right(0, result)
+
+
+def flags(transport: GpuTransport) -> list[int]:
+    """Flags of what device 0 receives in the first program of microbatch 0."""
+    moved = transport._inboxes.programs[0].transfers
+    here = [transport._ends(InboxSpot(0, 0, n), 0)[1] for n, x in enumerate(moved) if x.dst == 0]
+    return [ctypes.c_uint32.from_address(address).value for address in here]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Waits for it, and not for ever."""
+    limit = time.monotonic() + 20.0
+    while not is_so() and time.monotonic() < limit:
+        time.sleep(1e-3)
+
+
+def test_flags_are_cleared_where_a_cancelled_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end and the order to cancel it may cross."""
+    found: list[GpuTransport] = []
+    plain = Ipc.__init__
+
+    def open_ipc(self: Ipc, setup: messages.Setup, ordinal: int, store: EngineConnection) -> None:
+        plain(self, setup, ordinal, store)
+        found.extend([self] if setup.device == 0 else [])
+
+    monkeypatch.setattr(Ipc, "__init__", open_ipc)
+    with opened("attention-ffn") as stepper:
+        run_offline(stepper, [request(0)])
+        for run in range(1, stepper.new_run()):
+            found[0].release(0)
+            stepper.hub.order(0, messages.Cancel(run))
+        until(lambda: 1 not in flags(found[0]))
+        assert {0} == set(flags(found[0]))
+
+
+def test_what_a_peer_sent_for_a_run_that_was_cleared_here_is_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It sends after this worker has cancelled the run, and dies before it has cancelled it itself."""
+    phase, cleared = "usual", threading.Event()
+    plain, plain_reset = DeviceGraphs.graph, Ipc.reset
+    found: dict[str, list[int]] = {"late": [], "next": []}
+
+    def graph(self: DeviceGraphs, microbatch: int, number: int) -> ShareGraph | None:
+        nonlocal phase
+        if (microbatch, number) == (0, 0) and self.transport is not None and self.device.number == 0:
+            if phase == "cut":
+                receivers.append(self.transport)
+                raise PeerAway("its memory is gone", 1)
+            found["next"] = flags(self.transport) if phase == "next" else found["next"]
+            phase = "over" if phase == "next" else phase
+        elif (microbatch, number) == (0, 0) and phase in ("cut", "next"):
+            until(cleared.is_set if phase == "cut" else lambda: phase == "over")
+        return plain(self, microbatch, number)
+
+    def reset(self: Ipc, microbatch: int, program: int) -> None:
+        plain_reset(self, microbatch, program)
+        if self in receivers:
+            cleared.set()
+
+    def run(seed: int) -> StepDone | DeviceLost:
+        lane = stepper.lanes.take(0)
+        assert lane is not None
+        stepper.open(0, lane.number, workloads()[0].make_state(seed))
+        stepper.start(StepCall(0, 0, request(seed).inputs(0, 0, {})))
+        event = stepper.take(30.0)
+        assert isinstance(event, StepDone | DeviceLost)
+        return event
+
+    receivers: list[GpuTransport] = []
+    monkeypatch.setattr(DeviceGraphs, "graph", graph)
+    monkeypatch.setattr(Ipc, "reset", reset)
+    with opened("attention-ffn") as stepper:
+        run_offline(stepper, [request(2)])
+        phase = "cut"
+        assert isinstance(run(1), DeviceLost)  # of the link: both workers live
+        assert isinstance(stepper.take(30.0), DeviceBack)
+        until(lambda: 1 in flags(receivers[0]))
+        found["late"] = flags(receivers[0])
+        cuda_stub.cut_off(stepper, 1)
+        phase = "usual"
+        assert isinstance(stepper.take(30.0), DeviceLost)
+        assert isinstance(stepper.take(30.0), DeviceBack)
+        phase = "next"
+        done = run(0)
+    assert 1 in found["late"]
+    assert {0} == set(found["next"])
+    assert isinstance(done, StepDone)
+    wanted = run_reference(unit(), request(0)).outputs[0]
+    assert all(same_bits(value, done.outputs[name]) for name, value in wanted.items())
 
 
 def test_plans_that_come_while_a_request_runs_leave_its_state_alone() -> None:

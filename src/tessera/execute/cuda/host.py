@@ -72,8 +72,6 @@ class Shared(_Staged):
     def __init__(self, setup: Setup, ordinal: int) -> None:
         super().__init__(setup, ordinal)
         self._arenas = Arenas(setup, driver.pin)
-        # Microbatch -> its last run.
-        self._last: dict[int, int] = {}
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
         super().add(programs, traces)
@@ -84,14 +82,6 @@ class Shared(_Staged):
         place = self._arenas.place(program, spot.microbatch, spot.transfer)
         flags = self._arenas.flags(program, transfer.src, transfer.dst, spot.microbatch)
         return place.data_ptr(), flags.ctypes.data + WORD * spot.transfer
-
-    def begin(self, microbatch: int, run: int, program: int) -> None:
-        self._last[microbatch] = run
-
-    def end(self, run: int, is_cancelled: bool) -> None:
-        """A cancelled run may have ended here, with flags set that a lost peer has not seen."""
-        for microbatch in [m for m, last in self._last.items() if is_cancelled and last == run]:
-            self._arenas.fill(microbatch, 0)
 
     def reset(self, microbatch: int, program: int) -> None:
         self._arenas.fill(microbatch, 0)

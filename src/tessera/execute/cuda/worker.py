@@ -85,8 +85,8 @@ class CudaWorker(DeviceWorker):
         self._pages = PageMover(setup, self._find, copier, self._links, engine.tell, hold_s)
         # Oldest first.
         self._running: dict[int, _Running] = {}
-        # Runs not launched because a peer was away.
-        self._refused: dict[int, messages.Begin] = {}
+        # Microbatch -> its last run and the number of its program.
+        self._ordered: dict[int, tuple[int, int]] = {}
         # (lane, index) -> see `_modelled`.
         self._modelled_s: dict[tuple[int, int], float | None] = {}
         # The run that ended last.
@@ -143,10 +143,10 @@ class CudaWorker(DeviceWorker):
     def _begin(self, order: messages.Begin) -> None:
         program, number = self._programs[order.lane][order.index], self._numbers[order.lane][order.index]
         room = self._graphs.buffers(order.microbatch)
+        self._ordered[order.microbatch] = order.run, number
         try:
             graph = self._graphs.graph(order.microbatch, number)
         except PeerAway as error:
-            self._refused[order.run] = order
             self._engine.tell(messages.PeerLost(error.device, error.message))
             return
         start, stop, done = (torch.cuda.Event(enable_timing=timed) for timed in (True, True, False))
@@ -296,10 +296,10 @@ class CudaWorker(DeviceWorker):
         self._over(run, is_cancelled=True)
         if running is not None:
             self._end_stuck(running)
-        # A run that was not launched here may have received transfers from a peer that died later.
-        order = running.order if running is not None else self._refused.pop(run, None)
-        if order is not None and self._graphs.transport is not None:
-            self._graphs.transport.reset(order.microbatch, self._numbers[order.lane][order.index])
+        # Also where it has ended or was not launched: peers set flags here, and this device set theirs.
+        for microbatch, (last, number) in self._ordered.items():
+            if last == run and self._graphs.transport is not None:
+                self._graphs.transport.reset(microbatch, number)
 
     def _end_stuck(self, running: _Running) -> None:
         deadline, transport = time.monotonic() + CANCEL_S, self._graphs.transport
