@@ -1,14 +1,12 @@
 """Static analysis of the memory accesses of PTX kernels, and an interpreter that checks it.
 
-    from tessera_ptx import analyze
     print(*analyze(open("axpy.ptx").read()), sep="\n")
 
     text -> lexer, parser -> Module -> flatten (calls) -> cfg -> scan -> fixpoint (values of addresses)
          -> classify (which buffer) -> analysis (accesses, extents, movable or why not) -> KernelReport
 
 The analysis is sound: no access is left out, and a kernel it cannot follow is immovable, with name and line.
-See `report` for results, `extent` for byte ranges, `store` for the cache. `tessera_ptx.interp.run` runs a
-launch on NumPy and marks every touched byte.
+`tessera_ptx.interp.run` runs a launch on NumPy and marks every touched byte.
 """
 
 from tessera_ptx.analysis import analyze, analyze_launch, analyze_module

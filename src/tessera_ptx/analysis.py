@@ -1,12 +1,9 @@
-"""Accesses of each kernel of a module.
-
-    analyze(text, file) -> (KernelReport, ...)         raises ParseError only
+"""Accesses of each kernel of a module; raises ParseError only.
 
 A kernel is movable if every access is through a parameter or to a compiler-made constant table and nothing
-stopped the analysis. `why` lists obstacles with their lines.
-
-The host can set every named module variable by `cudaMemcpyToSymbol`. Only names that host code cannot spell
-are constant tables: function statics, literals, constant aggregates, switch and math tables.
+stopped the analysis. The host can set every named module variable by `cudaMemcpyToSymbol`, so only names that
+host code cannot spell are constant tables: function statics, literals, constant aggregates, switch and math
+tables.
 """
 
 import gc
@@ -30,7 +27,6 @@ _PRIVATE = re.compile(r"_ZZ|(?:\$|_\$_)str|__const(?:\$|_\$_)|switch(?:\$|_\$_)t
 
 
 def analyze(text: str | bytes, file: str = "<ptx>") -> tuple[KernelReport, ...]:
-    """Reports of all kernels of a PTX text, in file order."""
     # Parsing allocates millions of small objects and frees none, so garbage collection only costs time.
     collecting = gc.isenabled()
     gc.disable()
@@ -50,7 +46,6 @@ def analyze_module(module: Module) -> tuple[KernelReport, ...]:
 def analyze_launch(
     module: Module, known: tuple[KernelReport, ...], name: str, given: ParamHints
 ) -> KernelReport:
-    """Report of one kernel with a launch's parameter hints."""
     entry = next(e for e in module.entries if e.defined and e.name == name)
     written = {symbol.name for report in known for symbol in report.symbols if symbol.write}
     return _report(module, entry, collect(module, entry, given), written)
@@ -104,7 +99,7 @@ def _reasons(
 
 
 def _symbol_reason(symbol: SymbolReport, variable: Variable | None, written: set[str]) -> str:
-    """Why a module variable pins the kernel; '' for a constant table."""
+    """'' for a constant table."""
     if variable is None:
         return f"accesses '{symbol.name}', which the module does not declare"
     if symbol.write:
@@ -124,7 +119,6 @@ def _limits(exporter: Exporter, conditions: Iterable[Any]) -> tuple[ExtentLimit,
 
 
 def _extent(exporter: Exporter, touch: Touch, loops: dict[int, tuple[ExtentLimit, ...]]) -> Extent:
-    """Extent of one pointer; accesses at constant distances are joined."""
     if touch.by_map or any(p.offset is None or p.width == 0 for p in touch.pieces):
         return Extent((ExtentPart(None, 0, (), False),))
     parts = _joined(exporter, touch.pieces)

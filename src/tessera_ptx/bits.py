@@ -1,7 +1,7 @@
 """Bit operations on abstract numbers: masks, shifts, widening, pointer halves.
 
 Prefers identities that keep a pointer's base (`x & m = x - (x & ~m)`, `x | y = x + y - (x & y)`); known bits
-(`Atoms.mask`) turn `or` into a sum.
+turn `or` into a sum.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from tessera_ptx.values import UNIFORM, Atoms, Key
 
 
 def widen(at: Atoms, poly: Poly, bits: int, signed: bool) -> Poly:
-    """Widened number: itself if it fits, else `sext` or `zext` of it."""
+    """The number itself if it fits, else `sext` or `zext` of it."""
     if bits >= 64:
         return poly
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
@@ -37,7 +37,7 @@ def widen(at: Atoms, poly: Poly, bits: int, signed: bool) -> Poly:
 
 
 def product(at: Atoms, a: Poly, b: Poly, bits: int) -> Poly:
-    """Product, as one atom if the polynomial would grow too large."""
+    """One atom if the polynomial would grow too large."""
     found = multiply(a, b, bits)
     return at.op("mul", bits, a, b) if found is None else found
 
@@ -48,7 +48,6 @@ _NEAR = 1 << 40
 
 
 def bit_and(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
-    """`x & y`, simplified by known bits."""
     known = constant_of(y)
     if known is None:
         if constant_of(x) is not None or (at.taint(y) and not at.taint(x)):
@@ -58,7 +57,6 @@ def bit_and(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
     known &= whole
     rest = known ^ whole
     if rest & (rest + 1) == 0 or (bits == 64 and known & _HIGH_BITS == _HIGH_BITS):
-        # x & m = x - (x & ~m) keeps the base of x.
         return sub(x, _masked(at, x, rest, bits))
     return _masked(at, x, known, bits)
 
@@ -78,21 +76,21 @@ def _masked(at: Atoms, x: Poly, known: int, bits: int) -> Poly:
 
 
 def _align(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
-    """Pointer under a computed mask: kept if the mask is an alignment (a small negative number)."""
+    """Keeps the pointer if the mask is an alignment (a small negative number)."""
     if within(at.range(y), -_NEAR, -1) and not at.taint(y):
         return sub(x, at.op("and", bits, x, add(scale(y, -1, bits), const(-1))))
     return at.op("and", bits, x, y)
 
 
 def _shifts_little(at: Atoms, x: Poly, y: Poly) -> bool:
-    """True if one side is a pointer and the other a small non-negative number."""
+    """One side is a pointer and the other a small non-negative number."""
     if at.taint(y):
         x, y = y, x
     return not at.taint(y) and within(at.range(y), 0, _NEAR)
 
 
 def bit_or(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
-    """`x | y`: a sum if no bit is set in both."""
+    """A sum if no bit is set in both."""
     mask_x, mask_y = at.mask(x), at.mask(y)
     if mask_x >= 0 and mask_y >= 0 and mask_x & mask_y == 0:
         return recombine(at, add(x, y))
@@ -113,7 +111,7 @@ def bit_xor(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
 
 
 def shift_right(at: Atoms, x: Poly, by: Poly, bits: int, signed: bool) -> Poly:
-    """`x >> by`; exact for a multiple that cannot wrap."""
+    """Exact for a multiple that cannot wrap."""
     known = constant_of(by)
     if known is not None and 0 <= known < bits:
         low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
@@ -126,7 +124,7 @@ def shift_right(at: Atoms, x: Poly, by: Poly, bits: int, signed: bool) -> Poly:
 
 
 def low_half(at: Atoms, x: Poly, bits: int) -> Poly:
-    """Low bits; a pointer's low half keeps the pointer."""
+    """A pointer's low half keeps the pointer."""
     if not at.taint(x) or _is_frame(at, x) or within(at.range(x), 0, (1 << (bits - 1)) - 1):
         return wrap(x, bits)
     item = _sole(at, x)
@@ -140,7 +138,7 @@ def _is_frame(at: Atoms, x: Poly) -> bool:
 
 
 def from_thread(at: Atoms, x: Poly) -> Poly:
-    """Value in another thread; halves of a pointer stay halves of one pointer."""
+    """Halves of a pointer stay halves of one pointer."""
     item = _sole(at, x)
     if item[:1] == ("op",) and item[1] in ("lo", "hi"):
         return at.op(item[1], item[2], *(at.others(dict(part), UNIFORM, "thread") for part in item[4:]))
@@ -148,7 +146,6 @@ def from_thread(at: Atoms, x: Poly) -> Poly:
 
 
 def halves(at: Atoms, value: Value, high: bool) -> Value:
-    """One 32-bit half of a 64-bit number."""
     if any(at.taint(p) and not _is_frame(at, p) for p in value):
         return (at.op("hi" if high else "lo", 32, *value),)
     if high:
@@ -157,7 +154,6 @@ def halves(at: Atoms, value: Value, high: bool) -> Value:
 
 
 def pack(at: Atoms, key: Key, low: Value, high: Value) -> Value:
-    """Joins two 32-bit halves."""
     if len(low) != 1 or len(high) != 1:
         return at.opaque(key, low, high)
     a, b = low[0], high[0]
@@ -172,7 +168,6 @@ def pack(at: Atoms, key: Key, low: Value, high: Value) -> Value:
 
 
 def _halves_of(at: Atoms, low: tuple[Any, ...], high: tuple[Any, ...]) -> Value:
-    """Number whose halves these atoms are, or ()."""
     if low[:2] == ("op", "lo") and high[:2] == ("op", "hi"):
         return tuple(dict(part) for part in dict.fromkeys((*low[4:], *high[4:])))
     low, high = _unextended(at, low), _unextended(at, high)
@@ -199,7 +194,6 @@ def recombine(at: Atoms, x: Poly) -> Poly:
 
 
 def _sole(at: Atoms, x: Poly) -> tuple[Any, ...]:
-    """Single atom of a polynomial, or ()."""
     if len(x) == 1:
         mono, coeff = next(iter(x.items()))
         if coeff == 1 and len(mono) == 1:

@@ -1,7 +1,7 @@
 """Control-flow graph of a flat kernel.
 
-Blocks are instruction ranges in reverse post-order; unreachable ones are dropped. Guarded branches, returns
-and exits also fall through; `brx.idx` goes to every label of its list. Branches to unknown labels are stops.
+Blocks are in reverse post-order; unreachable ones are dropped. Guarded branches, returns and exits also fall
+through; `brx.idx` goes to every label of its list. Branches to unknown labels are stops.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _ENDS = frozenset({"ret", "exit", "trap"})
 
 @dataclass(slots=True)
 class BasicBlock:
-    """Instructions [start, stop) with neighbours as indices of `FlowGraph.blocks`."""
+    """Instructions [start, stop); neighbours are indices of `FlowGraph.blocks`."""
 
     start: int
     stop: int
@@ -24,17 +24,15 @@ class BasicBlock:
 
 @dataclass(slots=True)
 class FlowGraph:
-    """Reachable blocks in reverse post-order; block 0 is the entry."""
-
     blocks: list[BasicBlock]
-    # Block of each instruction, -1 if unreachable.
+    # -1 if unreachable.
     block_of: list[int]
-    # (line, reason) of unknown branch targets.
+    # (line, reason).
     stops: list[tuple[int, str]]
 
 
 def targets_of(instruction: Instruction, flat: Flat) -> list[int] | None:
-    """Target instructions of a branch; None if unknown."""
+    """None if unknown."""
     names: list[str] = []
     if instruction.op.name == "bra":
         if instruction.operands and isinstance(instruction.operands[0], Sym):

@@ -1,8 +1,8 @@
 """Maps addresses to parameters, symbols and tables.
 
-An address can have several candidate bases, since 64-bit scalars look like pointers and pointer differences
-are offsets. `weights` selects the possible bases, given certain pointers: variables, `.ptr` parameters,
-direct operands of `cvta`, or the only candidate of an access. All candidates are reported, which is sound.
+An address can have several candidate bases: 64-bit scalars look like pointers, and pointer differences are
+offsets. `weights` selects the possible ones, given certain pointers: variables, `.ptr` parameters, direct
+operands of `cvta`, or the only candidate of an access. All candidates are reported, which is sound.
 """
 
 from collections.abc import Iterable
@@ -16,23 +16,20 @@ from tessera_ptx.weights import Weight, candidates, choices, original, weights
 
 _NEAR_NULL = 1 << 40
 _MAX_EXPANSIONS = 3
-# Limit of alternatives examined per address; the corpus has at most 3.
+# The corpus has at most 3.
 _MAX_ALTERNATIVES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class AccessTarget:
-    """A buffer an address may point into."""
-
     kind: str  # param, symbol, indirect, frame, unknown
     # param: (index, offset); symbol: name; frame: (space, name); indirect: tables; unknown: reason
     what: Any
-    # Offset from the base, or None.
     offset: Poly | None
 
 
 class Classifier:
-    """Evidence of one kernel; call `learn` before `targets`."""
+    """Call `learn` before `targets`."""
 
     def __init__(self, atoms: Atoms, declared: set[int], converted: set[int]) -> None:
         self.atoms = atoms
@@ -42,11 +39,10 @@ class Classifier:
         self._found: dict[Frozen, dict[int, Weight]] = {}
 
     def item(self, number: int) -> tuple[Any, ...]:
-        """Atom behind copies."""
         return original(self.atoms, number)
 
     def learn(self, addresses: Iterable[Poly]) -> None:
-        """Marks sole candidates as pointers, repeated until nothing changes."""
+        """Marks sole candidates as pointers until nothing changes."""
         open_ = [poly for poly in {freeze(p): p for p in addresses}.values() if self._choice(poly) is None]
         known = -1
         while open_ and known < len(self.sole):
@@ -70,7 +66,6 @@ class Classifier:
         return found
 
     def bases(self, poly: Poly) -> set[int]:
-        """Possible base atoms of an address."""
         found = self._weights(poly)
         own = [n for n in found if self.item(n)[0] in ("frame", "loaded")]
         if len(own) == 1 and found[own[0]].plain and self.item(own[0])[0] == "frame":
@@ -82,7 +77,7 @@ class Classifier:
         return out
 
     def _candidates(self, poly: Poly) -> set[int]:
-        """Possible bases, first following unknown factors, then without."""
+        """First following unknown factors, then without."""
         found = self._weights(poly)
         if any(w.loose for w in found.values()):
             followed = candidates(self.atoms, weights(self.atoms, poly, followed=True), self._sure)
@@ -100,14 +95,12 @@ class Classifier:
         return item[0] in ("frame", "symbol", "func")
 
     def targets(self, poly: Poly) -> list[AccessTarget]:
-        """Buffers the address may point into."""
         out: list[AccessTarget] = []
         for one in self._alternatives(poly):
             out += self._targets(one)
         return out
 
     def _alternatives(self, poly: Poly) -> list[Poly]:
-        """Address with each alternative of its multi-valued addends."""
         done = [poly]
         for _ in range(_MAX_EXPANSIONS):
             every = [more for one in done for more in self._each(one)]
@@ -139,7 +132,7 @@ class Classifier:
         return out
 
     def _contradictory(self, poly: Poly, found: dict[int, Weight]) -> set[int]:
-        """No consistent choice of pointers: all possible ones are reported."""
+        """Without a consistent choice of pointers, all possible ones are reported."""
         return set(self.atoms.base_of(poly)) | {n for n, w in found.items() if w.near and self._sure(n)}
 
     def _choice(self, poly: Poly) -> tuple[tuple[int, ...], list[frozenset[Any]]] | None:
@@ -152,7 +145,7 @@ class Classifier:
         return None
 
     def _is_one_of(self, poly: Poly) -> bool:
-        """True if the pointers are alternatives rather than inputs of a computation."""
+        """The pointers are alternatives rather than inputs of a computation."""
         hiding = [n for mono in poly for n in mono if self.atoms.atoms[n].taint]
         return all(self._is_joined(n) for n in hiding)
 
@@ -192,7 +185,6 @@ class Classifier:
         return bool(item[3]) if item[0] == "opaque" else item[:2] == ("op", "any")
 
     def table_names(self, table: frozenset[int]) -> tuple[Any, ...]:
-        """Bases a pointer was loaded through."""
         names: set[Any] = set()
         stack, seen = list(table), set(table)
         while stack:

@@ -1,7 +1,7 @@
 """Collects the accesses of a kernel from its values, for `analysis`.
 
-Classifies every reachable memory operand outside shared, local and parameter space; an unclassified one makes
-the kernel immovable, with its line.
+An unclassified memory operand outside shared, local and parameter space makes the kernel immovable, with its
+line.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _FAR_SPACES = frozenset({"global", "const", ""})
 
 @dataclass(slots=True)
 class Piece:
-    """An access: offset polynomial (None: anywhere), bytes (0: unknown), conditions."""
+    """Offset None: anywhere; width 0: unknown."""
 
     offset: Poly | None
     width: int
@@ -33,15 +33,13 @@ class Piece:
 
 @dataclass(slots=True)
 class Touch:
-    """Accesses to one (parameter, offset), symbol or table."""
-
     read: bool = False
     write: bool = False
     atomic: bool = False
     pieces: list[Piece] = field(default_factory=list)
-    # (line, effect): r, w or a
+    # (line, r, w or a)
     lines: set[tuple[int, str]] = field(default_factory=set)
-    # The parameter holds a tensor map; the buffer is behind it.
+    # The buffer is behind a tensor map.
     by_map: bool = False
 
     def add(self, effect: str, line: int, piece: Piece) -> None:
@@ -58,20 +56,19 @@ class Facts:
     params: dict[tuple[int, int], Touch] = field(default_factory=dict)
     symbols: dict[str, Touch] = field(default_factory=dict)
     indirect: dict[tuple[Any, ...], Touch] = field(default_factory=dict)
-    # Conditions on loop back edges, by header block.
+    # By header block, on back edges.
     loops: dict[int, tuple[Condition, ...]] = field(default_factory=dict)
-    # (line, reason) in order.
+    # (line, reason)
     stops: list[tuple[int, str]] = field(default_factory=list)
 
 
 def collect(module: Module, entry: Function, given: ParamHints | None = None) -> Facts:
-    """Analyzes one kernel; without extents if values do not settle."""
+    """Without extents if values do not settle."""
     facts = read(Flow(module, entry, given))
     return facts if facts.flow.settled else read(Flow(module, entry, given, coarse=True))
 
 
 def read(flow: Flow) -> Facts:
-    """Accesses from a kernel's values."""
     return _Collector(flow).run()
 
 
@@ -84,7 +81,7 @@ class _Collector:
         # Accesses that may leave block memory.
         self.outside: set[MemoryAccess] = set()
         self.roots: list[tuple[MemoryAccess, Node | Value, Path]] = []
-        # Line, value and address of 64-bit integers written to memory.
+        # 64-bit integers written to memory: line, value, access.
         self.stored: list[tuple[int, Node | Value, MemoryAccess]] = []
 
     def run(self) -> Facts:
@@ -112,7 +109,7 @@ class _Collector:
         return self.facts
 
     def _undeclared(self) -> None:
-        """Undeclared names have no memory, so stores to them would be lost."""
+        """Undeclared names have no memory: stores to them would be lost."""
         for access in self.flow.scan.accesses:
             self._declared(access.at, access.operand.base)
         for index, info in enumerate(self.flow.scan.infos):
@@ -226,7 +223,7 @@ def _items(operands: tuple[Operand, ...]) -> Iterator[Operand]:
 
 
 def _width(instruction: Instruction, info: OpInfo) -> int:
-    """Bytes of one access; 0 if unknown."""
+    """0 if unknown."""
     op = info.op
     if op.name in ("wmma", "multimem") or op.text.startswith(("cp.async.bulk", "cp.reduce", "tensormap")):
         return 0

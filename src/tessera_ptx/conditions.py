@@ -1,8 +1,8 @@
 """Integer comparisons that hold where an access happens.
 
-They come from the instruction's guard and from branches that dominate its block; `extent` uses them to bound
-offsets. The back-edge condition bounds a loop counter. A set is `complete` if nothing else decides the
-access; only then can an extent be exact. Not handled: phis of predicates, floats, memory.
+They come from the instruction's guard and from branches that dominate its block; a back-edge condition bounds
+a loop counter. A set is `complete` if nothing else decides the access; only then can an extent be exact. Not
+handled: phis of predicates, floats, memory.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ _UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
 class Condition(NamedTuple):
-    """`left <relation> right`; relation is lt, le, gt, ge, eq or ne."""
+    """relation: lt, le, gt, ge, eq or ne."""
 
     left: Poly
     relation: str
@@ -38,8 +38,6 @@ class _Wanted(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Comparisons, and whether they are complete."""
-
     wanted: tuple[_Wanted, ...] = ()
     complete: bool = True
 
@@ -77,7 +75,7 @@ class Conditions:
         return loops
 
     def known(self, path: Path) -> tuple[Condition, ...]:
-        """Conditions, after the run."""
+        """After the run."""
         out = []
         for left, relation, right, bits, signed in path.wanted:
             a = left.value if isinstance(left, Node) else left
@@ -122,7 +120,6 @@ class Conditions:
         return self._predicate(last, instruction.guard.reg, taken != instruction.guard.negated, 0)
 
     def _predicate(self, index: int, reg: Reg, holds: bool, depth: int) -> Path:
-        """Comparisons behind a predicate of known value."""
         key = self.flow.defs.reaching(index, reg.name)
         known = self._predicates.get((key, holds))
         if known is None:
@@ -174,7 +171,6 @@ class Conditions:
         return also.and_also(Path((_Wanted(left, relation, right, form.source_bits, signed),)))
 
     def dominates(self, block: int, other: int) -> bool:
-        """True if every path to `other` passes through `block`."""
         while other > block:
             other = self._above(other)
         return other == block
@@ -186,7 +182,7 @@ class Conditions:
 
 
 def _dominators(preds: list[tuple[int, ...]]) -> list[int]:
-    """Immediate dominators in reverse post-order (Cooper, Harvey and Kennedy)."""
+    """Immediate dominators (Cooper, Harvey and Kennedy)."""
     idoms = [-1] * len(preds)
     if preds:
         idoms[0] = 0

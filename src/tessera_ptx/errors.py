@@ -1,12 +1,4 @@
-"""Errors of this library.
-
-    PtxError                     one message and the place it concerns, as `file:line` or `file:line:column`
-    ├── ParseError               text that is not PTX
-    └── InterpreterFault         a launch that cannot go on
-        ├── OutOfBounds          an access where no buffer is, or a misaligned one
-        ├── UnknownInstruction   an instruction without a rule
-        ├── Deadlock             lanes that wait for lanes that never come
-        └── BadLaunch            arguments, grid or block that do not fit the kernel
+"""Errors of this library, each with the place it concerns, as `file:line` or `file:line:column`.
 
 Code that the analysis cannot follow is not an error: the report has the reason.
 """
@@ -22,7 +14,7 @@ class PtxError(Exception):
 
 
 class ParseError(PtxError):
-    """Invalid PTX: `file:line:column: message`, the line and a caret."""
+    """Text that is not PTX; shown with the line and a caret."""
 
     def __init__(self, message: str, file: str, line: int, column: int, text: str = "") -> None:
         PtxError.__init__(self, message, f"{file}:{line}:{column}")
@@ -39,7 +31,7 @@ class ParseError(PtxError):
 
 
 class InterpreterFault(PtxError):
-    """A launch that cannot continue; `place` is `file:line` of the instruction."""
+    """A launch that cannot go on."""
 
 
 class OutOfBounds(InterpreterFault):

@@ -3,10 +3,10 @@
 Compilers reuse scratch memory to change the layout of pointer tensors. `frames` ignores order, so a load
 would see all earlier contents. Here a load sees only the stores of the phase before the last barrier, if
 
-  the stores, the barrier and the load follow one another without a branch, where every thread comes by, and
-  not in a loop; nothing else writes shared memory between the first of the stores and the load;
-  the offsets depend on %tid.x alone, whose range `.reqntid` gives: worked out for every thread, the bytes
-  stored cover the bytes loaded.
+    the stores, the barrier and the load follow one another without a branch, where every thread comes by, and
+    not in a loop; nothing else writes shared memory between the first of the stores and the load;
+    the offsets depend on %tid.x alone, whose range `.reqntid` gives: worked out for every thread, the bytes
+    stored cover the bytes loaded.
 
 In a program without races, older stores come before those of the phase.
 """
@@ -21,14 +21,14 @@ from tessera_ptx.syntax import Imm
 from tessera_ptx.values import Atoms
 
 _WARP = 32
-# Limit of leaves in a computed offset; the corpus has at most 10.
+# Leaves of a computed offset; the corpus has at most 10.
 _MAX_SIZE = 64
 
 
 class Exchanges:
     def __init__(self, flat: Flat, graph: FlowGraph, scan: Scan, sizes: tuple[int, ...]) -> None:
         self.flat, self.graph, self.scan = flat, graph, scan
-        # Threads of a block; 0 if unknown or multi-dimensional.
+        # 0 if unknown or multi-dimensional.
         self.threads = sizes[0] if sizes and set(sizes[1:]) <= {1} else 0
         self._writers = {a.at for a in scan.accesses if a.effect != "r" and a.space in ("shared", "")}
         self._writers |= set(scan.tensors)
@@ -36,7 +36,6 @@ class Exchanges:
         self._offsets: dict[Frozen, tuple[int, list[int]] | None] = {}
 
     def stores_before(self, load: int) -> tuple[int, ...]:
-        """Stores of the phase before a load, or ()."""
         if not self.threads or not self._by_all(self.graph.block_of[load]):
             return ()
         found: list[int] = []
@@ -55,7 +54,7 @@ class Exchanges:
         return tuple(found)
 
     def offsets(self, at: Atoms, poly: Poly) -> tuple[int, list[int]] | None:
-        """Shared variable of an address and offsets of all threads; None if they depend on more."""
+        """Shared variable and offsets of all threads; None if they depend on more."""
         key = freeze(poly)
         if key not in self._offsets:
             self._offsets[key] = self._all_offsets(at, poly)
@@ -85,7 +84,7 @@ class Exchanges:
             index = blocks[number].stop
 
     def _is_barrier(self, index: int) -> bool:
-        """True if all threads of the block wait here."""
+        """All threads of the block wait here."""
         instruction = self.flat.body[index]
         mods, operands = instruction.op.mods, instruction.operands
         if instruction.guard is not None or "sync" not in mods:
@@ -101,7 +100,7 @@ class Exchanges:
         return plain and instruction.guard is None
 
     def _by_all(self, block: int) -> bool:
-        """True if every thread runs this block exactly once."""
+        """Every thread runs this block exactly once."""
         known = self._passed.get(block)
         if known is None:
             seen = self._reachable(0, block)
@@ -116,7 +115,6 @@ class Exchanges:
         return last.op.name in ("ret", "exit", "trap")
 
     def _reachable(self, start: int, without: int) -> set[int]:
-        """Blocks reachable without passing one of them."""
         seen: set[int] = set()
         stack = [start]
         while stack:

@@ -27,14 +27,12 @@ _MAX_SIZE = 60
 
 
 class Exporter:
-    """Converts polynomials over atom numbers."""
-
     def __init__(self, atoms: Atoms) -> None:
         self.atoms = atoms
         self._leaves: dict[int, Leaf] = {}
 
     def sum(self, poly: Poly) -> Sum:
-        """Expression of a polynomial, terms in fixed order."""
+        """Terms in fixed order."""
         ordered = sorted(poly.items(), key=lambda t: (not t[0], t[0]))
         return tuple((coeff, tuple(self.leaf(n) for n in mono)) for mono, coeff in ordered)
 
@@ -121,8 +119,6 @@ _RELATIONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!
 
 
 class ExtentLimit(NamedTuple):
-    """`left <relation> right` holds at the access."""
-
     left: Sum
     relation: str
     right: Sum
@@ -134,7 +130,7 @@ class ExtentLimit(NamedTuple):
 
 
 class ExtentPart(NamedTuple):
-    """One access: `width` bytes at `offset` under the limits; None is anywhere."""
+    """`width` bytes at `offset` (None: anywhere) under the limits."""
 
     offset: Sum | None
     width: int

@@ -2,8 +2,8 @@
 
     extent.resolve(LaunchConfig(grid, block, params)) -> Intervals
 
-`Intervals` are half-open byte ranges relative to the pointer that cover everything the kernel can touch;
-`exact` means that every byte is touched. An unbounded end is None: the buffer's end.
+`Intervals` are half-open byte ranges relative to the pointer that cover everything the kernel can touch. An
+unbounded end is None: the buffer's end.
 
 Known numbers are substituted. A sum whose 32-bit parts cannot wrap is expanded, else it ranges over its type.
 Conditions clamp the sub-sums they compare. A loop is split into its first iteration and later ones, for which
@@ -35,7 +35,7 @@ MAX_SPANS = 4096
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Launch parameters; `params` maps an index, or (index, byte offset), to its value."""
+    """`params`: index, or (index, byte offset) -> value."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -51,23 +51,20 @@ class Intervals:
     """Disjoint half-open intervals, ascending; None is unbounded."""
 
     spans: tuple[tuple[int | None, int | None], ...]
-    # True if every byte is touched; else the set is an over-approximation.
+    # Every byte is touched; else an over-approximation.
     exact: bool
 
     def inside(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Intervals clipped to two bounds."""
         spans = [
             (low if a is None else max(low, a), high if b is None else min(high, b)) for a, b in self.spans
         ]
         return [(a, b) for a, b in spans if a < b]
 
     def covers(self, low: int, high: int) -> bool:
-        """True if all bytes of [low, high) are in the set."""
         return any((a is None or a <= low) and (b is None or high <= b) for a, b in self.spans)
 
     @property
     def num_bytes(self) -> int | None:
-        """Number of bytes, None if unbounded."""
         total = 0
         for low, high in self.spans:
             if low is None or high is None:
@@ -77,7 +74,7 @@ class Intervals:
 
 
 def merge(spans: list[tuple[int | None, int | None]], exact: bool) -> Intervals:
-    """Union with touching intervals joined; too many are replaced by their cover."""
+    """Too many intervals are replaced by their cover."""
     out: list[tuple[int | None, int | None]] = []
     for low, high in sorted(spans, key=lambda s: (s[0] is not None, s[0] or 0)):
         if out:
@@ -93,9 +90,8 @@ def merge(spans: list[tuple[int | None, int | None]], exact: bool) -> Intervals:
 
 
 def progressions(start: int, terms: list[tuple[int, Range]], width: int) -> list[tuple[int, int]] | None:
-    """Union of [v, v + width) over v = start + sum of factor * x, each x within its bounds.
-
-    None if there are too many pieces. Bounds must be numbers.
+    """Union of [v, v + width) over v = start + sum of factor * x, each x within its bounds; None if there are
+    too many pieces.
     """
     spans = [(start, start + width)]
     for factor, (low, high) in sorted(terms, key=lambda t: abs(t[0])):
@@ -115,7 +111,6 @@ def progressions(start: int, terms: list[tuple[int, Range]], width: int) -> list
 
 
 def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Disjoint ascending intervals that cover the same numbers."""
     out: list[tuple[int, int]] = []
     for low, high in sorted(spans):
         if out and low <= out[-1][1]:
@@ -130,7 +125,7 @@ Linear = dict[Mono, int]  # product of leaves -> coefficient; () is the constant
 
 
 class _Group(NamedTuple):
-    """A sub-sum treated as one variable: factor times a value within the span."""
+    """A sub-sum as one variable: factor times a value within the span."""
 
     key: frozenset[tuple[Mono, int]]
     factor: int
@@ -139,8 +134,6 @@ class _Group(NamedTuple):
 
 
 class Solver:
-    """Evaluates expressions for one launch."""
-
     def __init__(
         self,
         launch: LaunchConfig,
@@ -150,14 +143,13 @@ class Solver:
         self.launch, self.loops = launch, loops
         # Split loops: first iteration (False) or later ones (True).
         self.later = later or {}
-        # Bounds by conditions: sum without its constant -> bounds.
+        # Bounds by conditions, of sums without their constants.
         self.active: dict[frozenset[tuple[Mono, int]], Range] = {}
         self._leaves: dict[Any, Linear] = {}
         self.ranges: dict[Any, Range] = {}
         self._open_loops: set[int] = set()
 
     def linear(self, total: Sum) -> Linear:
-        """The sum with known numbers substituted."""
         out: Linear = {}
         for coeff, leaves in total:
             product: Linear = {(): coeff}
@@ -236,7 +228,6 @@ class Solver:
         return self._variable(leaf, op_range(name, bits, spans))
 
     def _loop(self, loop: int) -> Range:
-        """Counter bounds from the back-edge condition."""
         limits = self.loops.get(loop, ())
         if not limits or loop in self._open_loops:
             return 0, None
@@ -271,7 +262,7 @@ class Solver:
         return max(last + 1, 0)
 
     def range(self, linear: Linear) -> Range:
-        """Bounds of a sum, including those of conditions on it."""
+        """Includes bounds of conditions."""
         found = self._plain_range(linear)
         if self.active:
             bounds = self.active.get(_moving(linear))
@@ -290,7 +281,7 @@ class Solver:
         return total
 
     def _comparable(self, limit: ExtentLimit, left: Linear, right: Linear) -> bool:
-        """True if neither side wraps in its type."""
+        """Neither side wraps in its type."""
         if limit.bits >= 64 and limit.signed:
             return True
         for side in (left, right):
@@ -300,7 +291,6 @@ class Solver:
         return True
 
     def part(self, part: ExtentPart) -> Intervals:
-        """Bytes of one access of known offset and width."""
         assert part.offset is not None
         clamps, exact, possible = self._clamps(part)
         if not possible:
@@ -319,7 +309,7 @@ class Solver:
         return self._spans(offset.get((), 0), groups, part.width, exact)
 
     def _clamps(self, part: ExtentPart) -> tuple[list[tuple[Linear, Range]], bool, bool]:
-        """Bounds by conditions; whether all were usable; whether all can hold together."""
+        """Bounds; whether all conditions were usable; whether all can hold together."""
         clamps: list[tuple[Linear, Range]] = []
         usable = True
         sides = [(self.linear(c.left), self.linear(c.right), c) for c in part.limits]
@@ -346,7 +336,7 @@ class Solver:
         return found
 
     def _clamp(self, left: Linear, right: Linear, limit: ExtentLimit) -> tuple[Linear, Range] | None:
-        """Limit as (sum without its constant, bounds); the sum is empty if the limit is decided."""
+        """(sum without its constant, bounds); the sum is empty if the limit is decided."""
         if not self._comparable(limit, left, right):
             return None
         difference = _plus(left, right, -1)
@@ -397,7 +387,7 @@ class Solver:
         return groups, used
 
     def _is_dense(self, linear: Linear) -> bool:
-        """True if the sum takes every value between its bounds, as `ctaid * ntid + tid`."""
+        """The sum takes every value between its bounds, as `ctaid * ntid + tid`."""
         if any(len(m) != 1 or m[0][0] != "special" for m in linear):
             return False
         terms = [(c, self.range({m: 1})) for m, c in linear.items()]
@@ -434,7 +424,7 @@ def _moving(linear: Linear) -> frozenset[tuple[Mono, int]]:
 
 
 def _before(loop: int, linear: Linear) -> Linear | None:
-    """The sum one iteration earlier; None if the counter is inside another operation."""
+    """One iteration earlier; None if the counter is inside another operation."""
     leaf = ("loop", loop)
     out = dict(linear)
     for mono, coeff in linear.items():
@@ -471,10 +461,8 @@ _MAX_TAKEN_APART = 2
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes a kernel reaches through one pointer."""
-
     parts: tuple[ExtentPart, ...]
-    # Back-edge conditions of the loops in `parts`.
+    # Back-edge conditions.
     loops: tuple[tuple[int, tuple[ExtentLimit, ...]], ...] = ()
 
     def __str__(self) -> str:
@@ -484,7 +472,6 @@ class Extent:
         return " | ".join(shown[:8]) + (f" | ... {len(shown) - 8} more" if len(shown) > 8 else "")
 
     def resolve(self, launch: LaunchConfig) -> Intervals:
-        """Bytes reached in a launch, relative to the pointer."""
         loops = dict(self.loops)
         spans: list[tuple[int | None, int | None]] = []
         exact = True

@@ -4,8 +4,6 @@ Nodes are definitions, phis and stores into frames that an address or its condit
 a queue in reverse post-order. A loop phi with a constant increment becomes `start + step * counter`; other
 changing phis become opaque and keep their bases. A kernel that exceeds its work limit restarts with `coarse`,
 which keeps bases without offsets; if that fails too, it is immovable.
-
-    flow = Flow(module, entry); flow.run(); flow.address(access) -> Value
 """
 
 from collections.abc import Iterator
@@ -21,16 +19,16 @@ from tessera_ptx.transfer import OpInfo
 from tessera_ptx.values import IN_TIME, MAX_POLY, PER_THREAD, UNIFORM, Key, by_base
 
 _MAX_VISITS = 8
-# Limits of alternatives examined, per node and per kernel. Compiled kernels stay below half, except debug
-# builds of block-wide collectives.
+# Alternatives examined per node and per kernel. Compiled kernels stay below half, except debug builds of
+# block-wide collectives.
 _WORK_PER_NODE = 20
 _WORK = 30_000
-# Addends kept by a number or block-memory offset in a coarse run.
+# Addends of a number or block-memory offset in a coarse run.
 _MAX_COARSE = 8
 
 
 class Flow(Nodes):
-    """Evaluates a kernel's nodes to a fixpoint; `settled` tells whether it was reached."""
+    """`settled`: the fixpoint was reached."""
 
     def __init__(
         self, module: Module, entry: Function, given: ParamHints | None = None, coarse: bool = False
@@ -58,7 +56,6 @@ class Flow(Nodes):
         return node.info.is_load and all(a.value if type(a) is Node else a for a in node.args)
 
     def _settle(self, nodes: "list[Node]") -> None:
-        """Evaluates nodes and their dependents until nothing changes."""
         numbers = {id(node): number for number, node in enumerate(self._order)}
         queue = [(node.pos, numbers[id(node)]) for node in nodes]
         heapify(queue)
@@ -93,7 +90,7 @@ class Flow(Nodes):
         return node.users
 
     def _is_too_fine(self, poly: Poly) -> bool:
-        """True if a coarse run drops the offset: of pointers that leave the block, and of long sums."""
+        """A coarse run drops the offset of pointers that leave the block, and of long sums."""
         at = self.atoms
         return len(poly) > _MAX_COARSE or (
             len(poly) > 1 and any(at.kind(n) != "frame" for n in at.taint(poly))
@@ -135,14 +132,14 @@ class Flow(Nodes):
         return any(type(a) is Node and not a.value for a in node.args) and node.visits <= _MAX_VISITS
 
     def _note_conversion(self, info: OpInfo, value: Value) -> None:
-        """Records `cvta.to.global` of an unmodified parameter."""
+        """`cvta.to.global` of an unmodified parameter."""
         if "global" in info.op.mods and len(value) == 1 and len(value[0]) == 1:
             mono, coeff = next(iter(value[0].items()))
             if coeff == 1 and len(mono) == 1 and self.atoms.atoms[mono[0]].item[0] == "param":
                 self.converted.add(mono[0])
 
     def _move(self, node: Node, info: OpInfo, args: list[Value]) -> Value:
-        """Plain moves, `mov.b64 d, {lo, hi}` and `mov.b64 {lo, hi}, s`."""
+        """Also `mov.b64 d, {lo, hi}` and `mov.b64 {lo, hi}, s`."""
         instruction = self.flat.body[node.index]
         target, source = instruction.operands[0], instruction.operands[1]
         if isinstance(source, Vec):
@@ -192,7 +189,6 @@ class Flow(Nodes):
         return self.atoms.join((node.key, "exchanged"), tuple(seen))
 
     def _store(self, node: Node) -> "list[Node]":
-        """Writes into the frames the address may point at."""
         info = node.info
         assert info is not None
         operands = self.flat.body[node.index].operands
@@ -250,9 +246,8 @@ class Flow(Nodes):
         shown: Poly | None,
         now: Poly | None,
     ) -> Poly:
-        """Offset of one base after a back edge with `rest`.
-
-        `first` is from outside the loop, `shown` the phi's last value, `now` its value so far.
+        """Offset of one base after a back edge with `rest`; `first` is from outside the loop, `shown` the
+        phi's last value, `now` its value so far.
         """
         at = self.atoms
         if first is None:
@@ -282,7 +277,7 @@ class Flow(Nodes):
         return ("loop", node.key[1]) if node.back.count(True) == 1 else node.key
 
     def _step(self, node: Node, base: frozenset[int], rest: Poly, shown: Poly) -> Poly | None:
-        """Increment per iteration; None if not constant."""
+        """None if not constant."""
         known = node.steps.get(base)
         if known is not None and not known:
             return None
@@ -299,11 +294,11 @@ class Flow(Nodes):
         return const(gcd(one, other) if one > 0 else -gcd(one, other))
 
     def want_calls(self) -> None:
-        """Requests arguments of functions that cannot be followed."""
+        """Arguments of functions that cannot be followed."""
         self._needs_frames = self._needs_frames or any(i.op.name == "call" for i in self.flat.body)
 
     def call_arguments(self) -> Iterator[tuple[int, Value]]:
-        """(line, value) of arguments to such functions, after the run."""
+        """(line, value), after the run."""
         for instruction in self.flat.body:
             if instruction.op.name == "call":
                 for operand in instruction.operands[0].items if instruction.operands else ():  # type: ignore[union-attr]
@@ -312,7 +307,7 @@ class Flow(Nodes):
                             yield instruction.line, value
 
     def address(self, access: MemoryAccess, base: "Node | Value") -> Value:
-        """Address of an access, after the run."""
+        """After the run."""
         value: Value = base.value if isinstance(base, Node) else base
         offset = const(access.operand.offset)
         return tuple(add(p, offset) for p in value)

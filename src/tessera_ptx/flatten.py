@@ -1,9 +1,9 @@
 """Inlines device functions into one flat instruction list.
 
-Each call of a module function is replaced by its body with names suffixed `@n`, so calls are analyzed
-separately. Parameters of the callee are the caller's variables, without copies. Stops, with name and line:
-recursion, external targets, calls through registers, call trees above `MAX_INSTRUCTIONS` or `MAX_COPIES`.
-`__assertfail` is dropped, since it only ends the program.
+Each call is replaced by the body with names suffixed `@n`, so calls are analyzed separately. Parameters of
+the callee are the caller's variables, without copies. Stops, with name and line: recursion, external targets,
+calls through registers, call trees above `MAX_INSTRUCTIONS` or `MAX_COPIES`. `__assertfail` is dropped, since
+it only ends the program.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,6 @@ _HARMLESS = frozenset({"__assertfail", "__assert_fail", "abort"})
 
 @dataclass(slots=True)
 class Flat:
-    """Instructions of a kernel, calls resolved."""
-
     body: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -66,15 +64,13 @@ def flatten(module: Module, entry: Function) -> Flat:
 
 
 class _Inliner:
-    """Copies bodies into `flat`; `suffix` marks the names of one copy."""
-
     def __init__(self, functions: dict[str, Function], flat: Flat) -> None:
         self.functions, self.flat = functions, flat
 
     def body(
         self, function: Function, suffix: str, bound: dict[str, str], path: tuple[str, ...], end: str
     ) -> None:
-        """Appends one body; `bound` maps parameters to the caller's variables; ret jumps to `end`."""
+        """`bound` maps parameters to the caller's variables; ret jumps to `end`."""
         flat = self.flat
         rename = _renamer(function, suffix, bound)
         by_index: dict[int, list[str]] = {}
@@ -161,7 +157,6 @@ class _Inliner:
         callee = self.functions.get(name)
         if reason := self._refusal(name, callee, path):
             flat.stops.append((line, reason))
-            # The analysis sees the arguments.
             operands = tuple(rename(o) for o in (*results, *args))
             flat.body.append(Instruction(instruction.op, guard, (Args(operands),), line, instruction.column))
             return
@@ -221,7 +216,7 @@ class _Inliner:
 
 
 def _call_parts(call: Instruction) -> tuple[tuple[Operand, ...], Operand, tuple[Operand, ...]]:
-    """Results, target and arguments of `call (r), f, (a, b), prototype`."""
+    """Of `call (r), f, (a, b), prototype`: r, f, (a, b)."""
     operands = list(call.operands)
     results: tuple[Operand, ...] = ()
     if operands and isinstance(operands[0], Args) and len(operands) > 1:

@@ -14,7 +14,7 @@ from tessera_ptx.poly import Poly, Value, freeze
 from tessera_ptx.ranges import FULL, Range
 
 _WORD = 4
-# Limits of changes and distinct values before a cell is blurred.
+# Beyond these a cell is blurred.
 _MAX_CHANGES = 8
 _MAX_VALUES = 16
 
@@ -29,19 +29,16 @@ class Somewhere(NamedTuple):
     mirror: tuple[int, int] | None = None
 
     def reaches(self, offset: int, width: int) -> bool:
-        """True if it may touch these bytes."""
         low, high = self.span
         return (low is None or low < offset + width) and (high is None or high + self.width > offset)
 
 
-# Joins values under a key: same bases, differing offsets dropped.
+# Same bases, differing offsets dropped.
 Blur = Callable[[Any, Value], Value]
 
 
 @dataclass(slots=True)
 class Cell:
-    """Stores to the same bytes, each value once."""
-
     stores: dict[Any, Value] = field(default_factory=dict)
     # Frozen value -> the value and its number of writers.
     distinct: dict[Any, tuple[Value, int]] = field(default_factory=dict)
@@ -52,7 +49,7 @@ class Cell:
         return [self.blurred] if self.blurred else [value for value, _ in self.distinct.values()]
 
     def write(self, writer: Any, value: Value, key: Any, blur: Blur) -> bool:
-        """Adds a store; True if loads may see a change."""
+        """True if loads may see a change."""
         old = self.stores.get(writer)
         if old == value:
             return False
@@ -72,7 +69,7 @@ class Cell:
         return count == 0 or old is not None
 
     def take_back(self, writer: Any) -> None:
-        """Removes a store, unless blurred."""
+        """Unless blurred."""
         old = self.stores.pop(writer, None)
         if old is not None and not self.blurred:
             self.changes += 1
@@ -89,24 +86,23 @@ class Cell:
 
 @dataclass(slots=True)
 class PointerFrame:
-    """Stores into one variable; writers are store nodes, readers load nodes."""
+    """Writers are store nodes, readers load nodes."""
 
     blur: Blur
-    # (offset, width) -> its stores
     cells: dict[tuple[int, int], Cell] = field(default_factory=dict)
     # Writers with a computed offset; after many changes, widths.
     anywhere: dict[Any, Somewhere] = field(default_factory=dict)
     changes: int = 0
     # Word -> cells with bytes in it.
     by_word: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
-    # Writer -> its cells, removed when its address changes.
+    # Removed when a writer's address changes.
     written: dict[Any, set[tuple[int, int]]] = field(default_factory=dict)
-    # Word -> readers, as an ordered set.
+    # An ordered set.
     readers: dict[int, dict[Any, None]] = field(default_factory=dict)
     all_readers: dict[Any, None] = field(default_factory=dict)
 
     def write(self, writer: Any, offset: int, width: int, value: Value) -> bool:
-        """Records a store at a known offset; True if changed."""
+        """True if changed."""
         place = (offset, width)
         cell = self.cells.get(place)
         if cell is None:
@@ -117,7 +113,7 @@ class PointerFrame:
         return cell.write(writer, value, place, self.blur)
 
     def write_somewhere(self, writer: Any, somewhere: Somewhere) -> bool:
-        """Records a store at a computed offset; True if changed."""
+        """True if changed."""
         if self._is_crowded():
             return self._merge(somewhere)
         old = self.anywhere.get(writer)
@@ -152,7 +148,6 @@ class PointerFrame:
             self.anywhere.pop(writer, None)
 
     def read_by(self, reader: Any, offset: int | None, width: int) -> None:
-        """Registers a reader of these bytes."""
         if offset is None:
             self.all_readers[reader] = None
             return
@@ -160,7 +155,6 @@ class PointerFrame:
             self.readers.setdefault(word, {})[reader] = None
 
     def readers_of(self, offset: int | None, width: int) -> Iterator[Any]:
-        """Loads that may see a store to these bytes."""
         yield from self.all_readers
         if offset is None:
             for readers in self.readers.values():
@@ -170,12 +164,11 @@ class PointerFrame:
                 yield from self.readers.get(word, ())
 
     def exact(self, offset: int, width: int) -> list[Value]:
-        """Values stored to exactly these bytes."""
         cell = self.cells.get((offset, width))
         return cell.values() if cell else []
 
     def overlapping(self, offset: int, width: int) -> list[tuple[int, int, list[Value]]]:
-        """Partially overlapping cells: (offset, width, values)."""
+        """(offset, width, values) of partially overlapping cells."""
         found = set[tuple[int, int]]()
         for word in _words(offset, width):
             found |= self.by_word.get(word, set())
@@ -198,7 +191,6 @@ def _frozen(value: Iterable[Poly]) -> Any:
 
 
 def constant_offset(rest: Poly) -> int | None:
-    """Offset as a number, or None."""
     if not rest:
         return 0
     return rest.get(()) if len(rest) == 1 else None

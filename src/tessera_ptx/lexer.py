@@ -1,8 +1,7 @@
 """Splits text into statements and operand texts into nodes.
 
-Comments are blanked by one substitution, and each statement is one match of `STATEMENT`; text between matches
-is an error. `.loc` and `.file` have no semicolon and are matched by their grammar, so an instruction on the
-same line is seen. `OperandReader` caches operand texts per scope.
+Comments are blanked, and each statement is one match of `STATEMENT`; text between matches is an error. `.loc`
+and `.file` have no semicolon and are matched by their grammar, so an instruction on the same line is seen.
 """
 
 import re
@@ -36,8 +35,8 @@ _LOC = (
 )
 _FILE = rf"\.file\s+\d+\s+{_STRING}(?:\s*,\s*\d+\s*,\s*\d+)?"
 
-# Groups: 1 guard sign, 2 guard, 3 opcode, 4 operands | 5 label | 6 brace | 7 positional directive
-# | 8 other directive with its text up to the semicolon.
+# 1 guard sign, 2 guard, 3 opcode, 4 operands | 5 label | 6 brace | 7 positional directive | 8 other directive
+# up to the semicolon.
 STATEMENT = re.compile(
     rf"""\s*(?:
       (?:@\s*(!?)\s*({NAME})\s+)?([a-z]\w*(?:\.\w+(?:::\w+)*)*)(?![\w$:.])(?!\s*:)([^;]*);
@@ -49,8 +48,8 @@ STATEMENT = re.compile(
     re.VERBOSE | re.ASCII,
 )
 
-# Module level. Groups: 1 version, 2 target, 3 address size | 4 .file/.loc | 5 section | 6 function head
-# linkage, 7 entry or func | 8 other directive up to its semicolon (variables, .alias, .pragma).
+# Module level: 1 version, 2 target, 3 address size | 4 .file/.loc | 5 section | 6 function head linkage, 7
+# entry or func | 8 other directive up to its semicolon (variables, .alias, .pragma).
 TOP = re.compile(
     rf"""\s*(?:
       \.version\s+(\d+\.\d+)
@@ -68,8 +67,6 @@ SPACE = re.compile(r"\s*")
 
 
 class SourceText:
-    """Text with comments blanked, and positions of offsets."""
-
     __slots__ = ("_starts", "file", "raw", "text")
 
     def __init__(self, text: str, file: str) -> None:
@@ -90,7 +87,7 @@ class SourceText:
         return re.sub(r"[^\n]", " ", found)
 
     def place(self, offset: int) -> tuple[int, int]:
-        """Line and column, from 1."""
+        """From 1."""
         if self._starts is None:
             self._starts = [0, *(m.end() for m in re.finditer("\n", self.raw))]
         line = bisect_right(self._starts, offset)
@@ -120,7 +117,7 @@ _SPECIAL = re.compile(
     r"%(?:pm\d+(?:_64)?|envreg\d+|reserved_smem_offset_\d+|(\w+?))(?:\.([xyzw]))?", re.ASCII
 )
 
-# One operand; the last alternative stops at any bracket, so a stray one is an error.
+# The last alternative stops at any bracket, so a stray one is an error.
 _CHUNK = re.compile(r"\s*(\[[^\]]*\]|\{[^{}]*\}|\([^()]*\)|[^,\[\]{}()]+)\s*(?:(,)|$)", re.ASCII)
 _NAME = re.compile(rf"(!|-)?\s*({NAME})(?:\.([xyzwrgba]))?", re.ASCII)
 _INT = re.compile(r"([+-]?)\s*(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?", re.ASCII)
@@ -130,14 +127,14 @@ _SUM = re.compile(rf"({NAME}|[+-]?\s*\w+)((?:\s*[+-]\s*(?:-\s*)?\w+)*)", re.ASCI
 _ADDEND = re.compile(r"([+-])\s*(-?)\s*(\w+)", re.ASCII)
 _GENERIC = re.compile(rf"generic\s*\(\s*({NAME})\s*\)", re.ASCII)
 
-# Fast path for the two most common spellings.
+# Fast path for the most common spellings.
 _PLAIN = re.compile(r"(%[a-z]+)\d+", re.ASCII)
 _PLAIN_MEM = re.compile(r"\[\s*((%[a-z]+)\d+)\s*(?:\+\s*(-?[1-9]\d{0,9}|0)\s*)?\]", re.ASCII)
 _BRACKETED = re.compile(r"\([^()]*\)")
 
 
 class BadOperand(Exception):
-    """Invalid operand text; `at` is its offset."""
+    """`at` is the offset in the text."""
 
     def __init__(self, message: str, at: int = 0) -> None:
         super().__init__(message, at)
@@ -145,7 +142,6 @@ class BadOperand(Exception):
 
 
 def parse_int(text: str) -> int | None:
-    """Value of an integer literal, or None."""
     match = _INT.fullmatch(text.strip())
     if match is None:
         return None
@@ -165,15 +161,14 @@ def parse_int(text: str) -> int | None:
 
 
 def is_special(name: str) -> bool:
-    """True for a special register (without its component)."""
+    """Without its component."""
     match = _SPECIAL.fullmatch(name)
     return match is not None and (match[1] is None or match[1] in SPECIAL_NAMES)
 
 
 class OperandReader:
-    """Parses operands of one scope; `rename` maps a name to its unique name.
-
-    `plain` has the register prefixes (`%rd` of `.reg .b64 %rd<9>`) that no scope renames.
+    """Parses operands of one scope; `rename` maps a name to its unique name. `plain` has the register
+    prefixes (`%rd` of `.reg .b64 %rd<9>`) that no scope renames.
     """
 
     __slots__ = ("_cache", "_is_register", "_plain", "_rename")
@@ -187,7 +182,6 @@ class OperandReader:
         self._plain = plain
 
     def read(self, text: str) -> tuple[Operand, ...]:
-        """Operands of one instruction; raises BadOperand."""
         cache = self._cache
         if "[" not in text and "{" not in text and "(" not in text:
             chunks = text.split(",")
@@ -334,7 +328,7 @@ _CONST_TOKEN = re.compile(r"\s*(0[xX][0-9a-fA-F]+U?|\d+U?|<<|>>|[-+*/%&|^~()])")
 
 
 def _constant(text: str) -> int | None:
-    """Value of an integer expression with `+ - * << >> & | ^` and brackets, or None."""
+    """Integer expression with `+ - * << >> & | ^` and brackets, or None."""
     tokens: list[str] = []
     at, text = 0, text.strip()
     while at < len(text):

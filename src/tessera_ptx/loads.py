@@ -3,9 +3,9 @@
 A load of a parameter gives its bytes, of a frame what was stored there; any other load is a fresh `loaded`
 value with the bases it was read through, so a pointer from memory is reported with its table.
 
-A computed 8-byte field of a struct parameter may be any field. A field is excluded (`number_fields`) only if
-one half is loaded as a float, multiplied by a register, or compared as signed. Reading a half proves nothing:
-`(unsigned)s.p & 15` tests alignment.
+A computed 8-byte field of a struct parameter may be any field, unless one half is loaded as a float,
+multiplied by a register, or compared as signed. Reading a half proves nothing: `(unsigned)s.p & 15` tests
+alignment.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ _FIELD = 8
 
 
 def number_fields(body: Iterable[Instruction], param: str) -> frozenset[int]:
-    """Offsets of this parameter's 8-byte fields that are certainly numbers."""
+    """Offsets of 8-byte fields that are certainly numbers."""
     read: dict[str, int] = {}
     defined: dict[str, int] = {}
     numbers: set[int] = set()
@@ -47,7 +47,7 @@ def number_fields(body: Iterable[Instruction], param: str) -> frozenset[int]:
 
 
 def _halves_read(instruction: Instruction, param: str) -> list[tuple[str, int]]:
-    """(register, offset) of every 4-byte load of the parameter."""
+    """(register, offset) of every 4-byte load."""
     op, operands = instruction.op, instruction.operands
     if op.name != "ld" or len(operands) < 2 or not isinstance(operands[1], Mem) or width_of(op) != _WORD:
         return []
@@ -96,7 +96,6 @@ class LoadRules:
         self.frames: dict[tuple[str, str], PointerFrame] = {}
         # Loads from an unknown variable of a space see all of them.
         self.any_readers: dict[str, dict[Any, None]] = {}
-        # writer -> its frames
         self.written: dict[Any, set[tuple[str, str]]] = {}
         self.has_frames = any(
             v.space in ("shared", "local") for v in (*flat.variables.values(), *module.variables)
@@ -117,7 +116,6 @@ class LoadRules:
         return known
 
     def symbol(self, symbol: Sym) -> Value:
-        """Address of a variable, parameter or function."""
         known = self._symbols.get(symbol)
         if known is None:
             poly = dict(self.atoms.poly(self._symbol_atom(symbol.name)))
@@ -150,14 +148,14 @@ class LoadRules:
         )
 
     def is_local_param(self, operand: Mem) -> bool:
-        """True for a call parameter rather than a kernel parameter."""
+        """A call parameter, not a kernel parameter."""
         return isinstance(operand.base, Sym) and operand.base.name not in self.params
 
     def plain(self, key: Key, width: int, table: frozenset[int], signed: bool) -> Value:
         return self.atoms.value(("loaded", key, width, table, signed))
 
     def load(self, node: Any, space: str, address: Value, width: int, signed: bool) -> Value:
-        """Value of a load; the node becomes a reader of its frames."""
+        """The node becomes a reader of its frames."""
         if not address:
             return ()
         found: list[Poly] = []
@@ -178,7 +176,6 @@ class LoadRules:
         return at.join((node.key, "load"), tuple(found))
 
     def _places(self, space: str, poly: Poly) -> tuple[list[tuple[Any, ...]], Poly]:
-        """Variables an address may be in, with offsets."""
         at = self.atoms
         base, rest = at.split(poly)
         frames = [n for n in base if at.atoms[n].item[0] == "frame"]
@@ -206,7 +203,6 @@ class LoadRules:
         return self.atoms.value(("fields", index, offsets, freeze(rest)))
 
     def _frame(self, node: Any, space: str, name: str, rest: Poly, width: int) -> list[Poly]:
-        """Values possibly stored in these bytes."""
         values: list[Value] = []
         if name == _SPACE_ANY:
             self.any_readers.setdefault(space, {})[node] = None
@@ -230,7 +226,7 @@ class LoadRules:
         return [self.atoms.others(p, above, (node.key, "seen")) for v in values for p in v]
 
     def _strays(self, node: Any, frame: PointerFrame, offset: int, width: int) -> list[Value]:
-        """Stores at computed offsets that may hit these bytes."""
+        """Stores at computed offsets."""
         values: list[Value] = []
         for stray in frame.anywhere.values():
             if stray.reaches(offset, width):
@@ -289,7 +285,7 @@ class LoadRules:
         )
 
     def _reachable(self, rest: Poly, size: int) -> Iterator[int]:
-        """Offsets of 8-byte fields that a computed offset may select."""
+        """8-byte fields that a computed offset may select."""
         step, start = self._stride(rest)
         step, start = (step, start % step) if step % 8 == 0 else (8, 0)
         low, high = self.atoms.range(rest)
@@ -298,7 +294,6 @@ class LoadRules:
                 yield offset
 
     def _numbers(self, index: int) -> frozenset[int]:
-        """8-byte fields with a half that the kernel uses as a number."""
         known = self._narrow.get(index)
         if known is None:
             known = self._narrow[index] = number_fields(self.flat.body, self.entry.params[index].name)
@@ -313,7 +308,7 @@ class LoadRules:
         return step, start
 
     def _whole(self, node: Any, frame: PointerFrame, rest: Poly | None, width: int) -> list[Value]:
-        """Cells that a load at a computed offset can reach."""
+        """Cells that a computed offset can reach."""
         step, start = (1, 0) if rest is None else self._stride(rest)
         low, high = FULL if rest is None else self.atoms.range(rest)
         values: list[Value] = []
@@ -349,12 +344,11 @@ class LoadRules:
         return [at.opaque((node.key, "piece", offset), *stored)]
 
     def contents(self, name: str) -> list[Value]:
-        """Values stored in a call parameter."""
         frame = self.frames.get(("param", name))
         return [] if frame is None else [v for cell in frame.cells.values() for v in cell.values()]
 
     def store(self, writer: Any, space: str, address: Value, width: int, value: Value) -> list[Any]:
-        """Records a store; returns the loads to update."""
+        """Returns the loads to update."""
         woken: list[Any] = []
         if not value:
             return woken
@@ -394,7 +388,7 @@ class LoadRules:
         return [*woken, *self.any_readers.get(place[0], ())] if changed else woken
 
     def _mirror(self, offsets: list[Poly], value: Value) -> tuple[int, int] | None:
-        """True if a parameter field is stored at the distance it was read from."""
+        """A parameter field is stored at the distance it was read from."""
         if len(offsets) != 1 or len(value) != 1 or len(value[0]) != 1:
             return None
         mono, coeff = next(iter(value[0].items()))

@@ -36,16 +36,14 @@ from tessera_ptx.values import Atoms, Key
 
 @dataclass(frozen=True, slots=True)
 class ParamHints:
-    """Launch hints: parameters that are certainly pointers, and plain numbers."""
+    """Parameters that are certainly pointers, and plain numbers."""
 
     pointers: frozenset[int] = frozenset()
     numbers: frozenset[int] = frozenset()
 
 
 class Definitions:
-    """Register definitions of a kernel.
-
-    Keys: the register's name (one definition), ("def", name, index) or ("phi", block, name); None if
+    """Keys: the register's name (one definition), ("def", name, index) or ("phi", block, name); None if
     undefined.
     """
 
@@ -55,7 +53,7 @@ class Definitions:
         self._trivial: dict[Key, Key] = {}
 
     def reaching(self, index: int, name: str) -> Key:
-        """Key of the value of `name` before instruction `index`."""
+        """Before instruction `index`."""
         found = self.defs.get(name)
         if found is None:
             return None
@@ -68,7 +66,6 @@ class Definitions:
         return self._entry(block, name, found)
 
     def at_end(self, block: int, name: str) -> Key:
-        """Key of the value of `name` at the end of the block."""
         found = self.defs[name]
         node = self.graph.blocks[block]
         at = bisect_left(found, node.stop) - 1
@@ -105,15 +102,13 @@ class Definitions:
         return [(self.at_end(p, name), p >= block) for p in preds]
 
 
-# Number of operands that carry the value; others only select it.
+# Operands that carry the value; others only select it.
 _SOURCES = {"selp": 2, "slct": 2, "shfl": 1}
 
 _FLOATS = (("f32",), ("f16",), ("bf16",))
 
 
 class Node:
-    """A value to compute."""
-
     __slots__ = (
         "args", "back", "exchange", "forced", "index", "info", "key", "kind", "old", "part", "pos", "queued",
         "steps", "users", "value", "visits",
@@ -133,7 +128,7 @@ class Node:
         self.forced = False
         self.visits = 0
         self.steps: dict[frozenset[int], Poly] = {}
-        # For a load: address, constant part, width and values of each store it may see.
+        # Stores a load may see: address, constant part, width, values.
         self.exchange: list[tuple[Node | Value, int, int, list[Node | Value]]] = []
 
 
@@ -153,11 +148,11 @@ class Nodes:
         self._todo: list[Node] = []
         self._needs_frames = False
         self._has_stores = False
-        # Parameters converted by `cvta` unmodified: certainly pointers.
+        # Converted by `cvta` unmodified: certainly pointers.
         self.converted: set[int] = set()
 
     def want(self, index: int, operand: Operand) -> "Node | Value":
-        """Value of an operand of instruction `index`; creates its nodes."""
+        """Creates the operand's nodes."""
         kind = type(operand)
         if kind is Reg:
             key = self.defs.reaching(index, operand.name)  # type: ignore[union-attr]
@@ -173,7 +168,7 @@ class Nodes:
         return self.atoms.opaque(("operand", index))
 
     def want_address(self, index: int, operand: Mem) -> "Node | Value":
-        """Value of an address operand without its constant offset."""
+        """Without the constant offset."""
         return self.want(index, operand.base)
 
     def _node(self, key: Key) -> Node:
@@ -195,7 +190,6 @@ class Nodes:
         return Node("phi", key, key[1] << 32, -1)
 
     def build(self) -> None:
-        """Connects wanted nodes to their inputs until none is new."""
         while True:
             while self._todo:
                 node = self._todo.pop()
@@ -260,7 +254,6 @@ class Nodes:
             self._needs_frames = self._needs_frames or self.loads.has_frames or space == "param"
 
     def _connect_exchange(self, node: Node) -> None:
-        """Stores seen by a load of freshly exchanged values."""
         for index in self.exchanges.stores_before(node.index):
             target, stored = self.flat.body[index].operands[:2]
             assert isinstance(target, Mem)
@@ -273,7 +266,6 @@ class Nodes:
                     read.users.append(node)
 
     def _add_stores(self) -> None:
-        """Creates nodes for all instructions that may write a frame."""
         for access in self.scan.accesses:
             instruction = self.flat.body[access.at]
             if access.effect == "r" or access.space not in ("shared", "local", "param", ""):
@@ -289,7 +281,7 @@ class Nodes:
             node.args.append(self.atoms.value(("frame", "shared", "?")))
 
     def _moved(self, instruction: Instruction) -> bool:
-        """True for a stored float that came by a move: possibly half of a pointer."""
+        """A stored float that came by a move may be half of a pointer."""
         for operand in instruction.operands[1:2]:
             for item in operand.items if isinstance(operand, Vec) else (operand,):
                 for index in self.scan.defs.get(item.name, ()) if isinstance(item, Reg) else ():
@@ -314,7 +306,7 @@ class Nodes:
             for item in stored.items if isinstance(stored, Vec) else (stored,):
                 self._depend(node, self.want(access.at, item))
         else:
-            # Copies and atomics: contents are known by origin.
+            # Contents of copies and atomics are known by origin.
             for source in instruction.operands[operand + 1 :]:
                 if isinstance(source, Mem):
                     self._depend(node, self.want_address(access.at, source))
@@ -323,7 +315,6 @@ class Nodes:
 
 
 def _part(target: Operand, name: str) -> int:
-    """Element of a destination vector that a register is."""
     if isinstance(target, Vec):
         for number, item in enumerate(target.items):
             if isinstance(item, Reg) and item.name == name:
@@ -334,7 +325,6 @@ def _part(target: Operand, name: str) -> int:
 
 
 def _limits(entry: Function) -> dict[str, int]:
-    """Thread-index bounds from the kernel's directives."""
     limits: dict[str, int] = {}
     for directive in ("maxntid", "reqntid"):
         sizes = entry.attributes.get(directive)

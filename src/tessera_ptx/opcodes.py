@@ -5,7 +5,7 @@
     r1:1      ... in the second state space of the qualifiers (`cp.async.cg.shared.global`)
     r1=shared ... always in that space, whatever the qualifiers say
     h1        operand 1 names an address as a hint (prefetch, policy, fence): no access
-    n3        the instruction has at least three operands; fewer is text no assembler takes
+    n3        at least three operands; fewer is text no assembler takes
     #word     a mark for the analysis: `control`, `call`, `stop` (the kernel becomes immovable),
               `tensor` (operands and direction follow the tensor copy rules), `map` (edits a tensor map)
 
@@ -22,25 +22,21 @@ SPACES = ("global", "shared", "local", "const", "param")
 
 
 class Use(NamedTuple):
-    """A memory operand of a row."""
-
     operand: int
     effect: str  # r, w, a or h
-    space: str  # "" (from the qualifiers) or a fixed space
+    space: str  # "" from the qualifiers
     which: int  # index into the qualifiers' spaces
 
 
 class OpcodeRow(NamedTuple):
-    """Operands read and written by an instruction family."""
-
     family: str
     writes: tuple[int, ...]
     uses: tuple[Use, ...]
     marks: frozenset[str]
-    least: int  # minimum operands, required by value rules
+    least: int  # required by value rules
 
 
-# Instructions without side effects, by minimum operand count including the result.
+# By minimum operand count, with the result.
 _PURE = {
     1: "activemask stacksave",
     2: """
@@ -159,7 +155,6 @@ _DEPTH = 5
 
 @lru_cache(maxsize=65536)
 def row_of(op: Op) -> OpcodeRow | None:
-    """Row of an opcode, or None."""
     # `tcgen05.wait::ld` belongs to `tcgen05.wait`.
     words = [word.partition("::")[0] for word in (op.name, *op.mods)]
     for length in range(min(len(words), _DEPTH), 0, -1):
@@ -171,12 +166,12 @@ def row_of(op: Op) -> OpcodeRow | None:
 
 @lru_cache(maxsize=65536)
 def spaces_of(op: Op) -> tuple[str, ...]:
-    """State spaces among the qualifiers, without suffixes such as `::cta`."""
+    """Without suffixes such as `::cta`."""
     return tuple(m.partition("::")[0] for m in op.mods if m.partition("::")[0] in SPACES)
 
 
 def space_of(op: Op, use: Use) -> str:
-    """State space of a use; '' is generic."""
+    """'' is generic."""
     if use.space:
         return use.space
     spaces = spaces_of(op)
@@ -185,7 +180,7 @@ def space_of(op: Op, use: Use) -> str:
 
 @lru_cache(maxsize=65536)
 def width_of(op: Op) -> int:
-    """Element bytes of the last type qualifier; 0 without one."""
+    """Of the last type qualifier; 0 without one."""
     for mod in reversed(op.mods):
         size = _ELEMENT.get(mod)
         if size is not None:
@@ -195,7 +190,6 @@ def width_of(op: Op) -> int:
 
 @lru_cache(maxsize=65536)
 def vector_of(op: Op) -> int:
-    """Vector length: 1, 2, 4 or 8."""
     for mod in op.mods:
         if mod in ("v2", "v4", "v8"):
             return int(mod[1])

@@ -1,6 +1,4 @@
-"""Parses PTX text into a `Module`; see `syntax` for the nodes.
-
-    parse(text, file="<ptx>") -> Module        raises ParseError, nothing else
+"""Parses PTX text into a `Module`; raises ParseError, nothing else.
 
 Accepts PTX ISA 6 to 9 from nvcc, clang/llc, Triton and by hand. Opcodes are not checked, so newer ISAs parse.
 Parameters have natural alignment, as in CUDA launches. Names of nested scopes become `name#scope`, so each
@@ -45,7 +43,7 @@ _MAX_BYTES = 1 << 48
 
 
 class Words(NamedTuple):
-    """Dotted words before a name: `.visible .global .align 8 .b8`."""
+    """`.visible .global .align 8 .b8`"""
 
     linkage: str
     space: str
@@ -58,7 +56,6 @@ class Words(NamedTuple):
 
 
 def read_words(source: SourceText, at: int, stop: int) -> Words:
-    """Reads dotted words from `at`."""
     linkage = space = type_ = ptr_space = ""
     vector, align, is_pointer = 1, 0, False
     text = source.text
@@ -88,7 +85,7 @@ def read_words(source: SourceText, at: int, stop: int) -> Words:
 
 
 def _count(source: SourceText, dims: str, at: int) -> int:
-    """Number of elements of `[4][3]`; 0 for an open dimension."""
+    """Elements of `[4][3]`; 0 for an open dimension."""
     total = 1
     for match in _DIMENSION.finditer(dims):
         size = parse_int(match[1]) if match[1] else 0
@@ -99,7 +96,7 @@ def _count(source: SourceText, dims: str, at: int) -> int:
 
 
 def read_params(source: SourceText, at: int, stop: int) -> tuple[Param, ...]:
-    """Parameters between brackets; `at` is behind '(' and `stop` at ')'."""
+    """`at` is behind '(' and `stop` at ')'."""
     params: list[Param] = []
     while source.skip_space(at) < stop:
         begin = source.skip_space(at)
@@ -133,7 +130,6 @@ def read_params(source: SourceText, at: int, stop: int) -> tuple[Param, ...]:
 
 
 def param_offsets(params: tuple[Param, ...]) -> dict[str, int]:
-    """Byte offset of each parameter in the parameter block."""
     offsets, at = {}, 0
     for param in params:
         align = max(param.align, 1)
@@ -144,7 +140,7 @@ def param_offsets(params: tuple[Param, ...]) -> dict[str, int]:
 
 
 def read_registers(source: SourceText, words: Words, stop: int) -> list[RegDecl]:
-    """`.reg .b32 %r<5>, x;`: one node per name."""
+    """`.reg .b32 %r<5>, x;`"""
     if not words.type:
         raise source.error("a register type is expected", words.end)
     declared, at = [], words.end
@@ -163,7 +159,7 @@ def read_registers(source: SourceText, words: Words, stop: int) -> list[RegDecl]
 
 
 def read_variables(source: SourceText, words: Words, stop: int) -> list[Variable]:
-    """`.global .align 4 .b8 name[16] = {...}, other;`: one node per name; `stop` is at the semicolon."""
+    """`.global .align 4 .b8 name[16] = {...}, other;`; `stop` is at the semicolon."""
     if not words.type or not words.space:
         raise source.error("a variable declaration is expected", words.end)
     declared, at = [], words.end
@@ -210,7 +206,7 @@ _BRACE = re.compile(r"[{}]")
 
 
 def _initial(source: SourceText, at: int, stop: int) -> tuple[str, int]:
-    """Text and end of an initial value; '' without one."""
+    """Text and end."""
     text = source.text
     if at >= stop or text[at] != "=":
         return "", at
@@ -244,7 +240,7 @@ class NameScope:
     def __init__(self, number: int, parent: "NameScope | None") -> None:
         self.number, self.parent = number, parent
         self.registers: set[str] = set()
-        # prefix -> count, for `.reg .b32 %r<5>`
+        # Prefix -> count, for `.reg .b32 %r<5>`.
         self.families: dict[str, int] = {}
         self.renames: dict[str, str] = {}
         self.labels: dict[str, str] = {}
@@ -256,7 +252,7 @@ class NameScope:
         return OperandReader(self.is_register, self.rename, self.plain)
 
     def declare(self, name: str, count: int | None) -> str:
-        """Declares a register (count as in RegDecl) or, with None, a variable; returns its unique name."""
+        """Count as in RegDecl, None for a variable; returns the unique name."""
         prefix = name.rstrip("0123456789")
         self.plain -= {prefix}
         if self.parent is None and count and prefix == name and name not in self.renames:
@@ -286,7 +282,6 @@ class NameScope:
         return False
 
     def is_register(self, name: str) -> bool:
-        """True if declared with .reg in this scope or an outer one."""
         scope: NameScope | None = self
         while scope is not None:
             if name in scope.registers or scope._family(name):
@@ -309,8 +304,6 @@ class NameScope:
 
 
 class BodyReader:
-    """Reads one body, from behind the opening brace."""
-
     def __init__(self, source: SourceText, head: Function) -> None:
         self.source, self.head = source, head
         self.scope = NameScope(0, None)
@@ -322,7 +315,7 @@ class BodyReader:
         self.variables: list[Variable] = []
         self.tables: dict[str, tuple[str, ...]] = {}
         self.prototypes: dict[str, Prototype] = {}
-        # Instructions with a label operand, and their scope.
+        # With their scope.
         self.jumps: list[tuple[int, NameScope]] = []
         self.pending_label = ""
         for param in (*head.params, *head.returns):
@@ -394,7 +387,7 @@ class BodyReader:
         self.pending_label = unique
 
     def _brace(self, match: re.Match[str]) -> bool:
-        """Opens or closes a scope; True at the end of the function."""
+        """True at the end of the function."""
         if match[6] == "{":
             self.depth += 1
             if self.depth > _MAX_DEPTH:
@@ -458,7 +451,6 @@ class BodyReader:
         )  # fmt: skip
 
     def _rename_jumps(self) -> None:
-        """Resolves branches to labels of their own scope."""
         for index, inner in self.jumps:
             scope: NameScope | None = inner
             operands = list(self.body[index].operands)
@@ -489,15 +481,13 @@ _IGNORED = ("pragma", "file", "loc", "section")
 
 
 def parse(text: str | bytes, file: str = "<ptx>") -> Module:
-    """Module of a PTX text. Bytes are UTF-8, with an optional trailing NUL."""
+    """Bytes are UTF-8, with an optional trailing NUL."""
     if isinstance(text, bytes):
         text = text.rstrip(b"\0").decode("utf-8", "replace")
     return _ModuleReader(SourceText(text, file)).read()
 
 
 class _ModuleReader:
-    """Reads the top level; `BodyReader` reads function bodies."""
-
     def __init__(self, source: SourceText) -> None:
         self.source = source
         self.version = (0, 0)
@@ -527,7 +517,7 @@ class _ModuleReader:
         )  # fmt: skip
 
     def _directive(self, match: re.Match[str]) -> int:
-        """Reads one directive; returns the offset behind it."""
+        """Returns the offset behind the directive."""
         kind = match.lastindex
         if kind == 1:
             major, minor = match[1].split(".")
@@ -556,7 +546,7 @@ class _ModuleReader:
         self.variables += read_variables(source, words, stop)
 
     def _params(self, at: int) -> tuple[tuple[Param, ...], int]:
-        """Bracketed parameters at `at`, if any, and the offset behind them."""
+        """With the offset behind them."""
         at = self.source.skip_space(at)
         if not self.source.text.startswith("(", at):
             return (), at

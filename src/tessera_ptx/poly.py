@@ -1,10 +1,9 @@
 """Polynomials with integer coefficients over numbered atoms.
 
-    Poly      {monomial: coefficient}; a monomial is a sorted tuple of atom numbers, () the constant
-    Value     tuple of polynomials with different bases; () is "no value reaches here"
+    Poly    {monomial: coefficient}; a monomial is a sorted tuple of atom numbers, () the constant
+    Value   tuple of polynomials with different bases; () is "no value reaches here"
 
-Polynomials are immutable. Arithmetic is exact modulo 2**bits: coefficients are folded to signed numbers of
-that width.
+Polynomials are immutable. Arithmetic is exact modulo 2**bits, with signed coefficients.
 """
 
 Poly = dict[tuple[int, ...], int]
@@ -18,7 +17,6 @@ _MAX_DEGREE = 4
 
 
 def freeze(poly: Poly) -> Frozen:
-    """Hashable copy."""
     return frozenset(poly.items())
 
 
@@ -27,7 +25,6 @@ def const(value: int) -> Poly:
 
 
 def constant_of(poly: Poly) -> int | None:
-    """Value of a constant polynomial, or None."""
     if not poly:
         return 0
     return poly.get(()) if len(poly) == 1 else None
@@ -51,7 +48,6 @@ def add(a: Poly, b: Poly) -> Poly:
 
 
 def scale(a: Poly, by: int, bits: int = 64) -> Poly:
-    """Product with a constant, folded to signed numbers of that width."""
     if by == 1:
         return a
     half, full = 1 << (bits - 1), 1 << bits
@@ -68,7 +64,6 @@ def sub(a: Poly, b: Poly) -> Poly:
 
 
 def wrap(a: Poly, bits: int) -> Poly:
-    """Coefficients folded to signed numbers of `bits` bits."""
     half = 1 << (bits - 1)
     for coeff in a.values():
         if not -half <= coeff < half:
@@ -82,7 +77,7 @@ def _fold(a: Poly, half: int) -> Poly:
 
 
 def multiply(a: Poly, b: Poly, bits: int) -> Poly | None:
-    """Product, or None if too large."""
+    """None if too large."""
     known = constant_of(b)
     if known is not None:
         return scale(a, known, bits) if known else ZERO

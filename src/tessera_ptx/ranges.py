@@ -11,13 +11,13 @@ _SMALL = {
     "%laneid": 32, "%warpid": 64, "%nwarpid": 65, "%smid": 4096, "%nsmid": 4097,
     "%cluster_ctarank": 32, "%cluster_nctarank": 33,
 }  # fmt: skip
-# Unknown factors of `weights`: inverse of a number, and choice of an alternative.
+# Factors of `weights`: inverse of a number, choice of an alternative.
 _FACTORS: dict[str, Range] = {"inverse": (-1, 1), "chosen": (0, 1)}
 PER_LAUNCH = ("%ntid", "%nctaid", "%nclusterid", "%cluster_nctaid", "%cluster_nctarank", "%gridid")
 
 
 def special_range(name: str, limit: int | None) -> tuple[Range, int]:
-    """Bounds of a special register and its level (0 launch, 1 thread, 2 time)."""
+    """Bounds and level (0 launch, 1 thread, 2 time)."""
     register, _, axis = name.partition(".")
     if register == "%tid":
         return (0, (limit or _BLOCK.get(axis, 1024)) - 1), 1
@@ -44,7 +44,7 @@ def add_ranges(a: Range, b: Range) -> Range:
 
 
 def mul_ranges(a: Range, b: Range) -> Range:
-    """Product; unbounded ends remain only if the signs allow it."""
+    """Unbounded ends remain only if the signs allow it."""
     if a == (0, 0) or b == (0, 0):
         return (0, 0)
     if a[0] is not None and b[0] is not None and a[0] >= 0 and b[0] >= 0:
@@ -76,7 +76,7 @@ def hull(ranges: list[Range]) -> Range:
 
 
 def intersect(a: Range, b: Range) -> Range:
-    """Intersection; may be empty (low > high)."""
+    """May be empty (low > high)."""
     lows = [x for x in (a[0], b[0]) if x is not None]
     highs = [x for x in (a[1], b[1]) if x is not None]
     return (max(lows) if lows else None, min(highs) if highs else None)
@@ -151,7 +151,7 @@ def _min_max(name: str, a: Range, b: Range) -> Range:
 
 
 def fit(a: Range, bits: int, signed: bool) -> Range:
-    """Range of the same bits as another type: itself if it fits, else the whole type."""
+    """The same bits as another type: itself if it fits, else the whole type."""
     whole = type_range(bits, signed)
     if whole[0] is not None and whole[1] is not None and within(a, whole[0], whole[1]):
         return a
@@ -159,7 +159,7 @@ def fit(a: Range, bits: int, signed: bool) -> Range:
 
 
 def op_range(name: str, bits: int, args: list[Range]) -> Range:
-    """Bounds of an operation from its arguments; unbounded beyond any address."""
+    """Unbounded beyond any address."""
     low, high = _op_range(name, bits, args)
     return (
         None if low is None or abs(low) > _LARGEST else low,
@@ -196,7 +196,7 @@ def _op_range(name: str, bits: int, args: list[Range]) -> Range:
 
 
 def op_mask(name: str, bits: int, span: Range, masks: list[int]) -> int:
-    """Bits that may be set in a result, -1 if unknown."""
+    """-1 if unknown."""
     known = [m for m in masks if m >= 0]
     if name == "and" and known:
         out = known[0]

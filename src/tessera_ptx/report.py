@@ -1,10 +1,4 @@
-"""Reports of kernels: records, and their sentences, tables, PTX lines and JSON.
-
-print(report)          axpy reads param 0, param 1; writes param 0
-rows(report)           one row per pointer, symbol and table
-explain(report, text)  the lines of the PTX that make each access
-to_json(reports)       for programs
-"""
+"""Reports of kernels: records, and their sentences, tables, PTX lines and JSON."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,16 +13,16 @@ _VERBS = {"r": "reads", "w": "writes", "a": "updates"}
 
 @dataclass(frozen=True, slots=True)
 class AccessReport:
-    """Accesses through parameter `param`, `offset` bytes into it."""
+    """Through parameter `param`, `offset` bytes into it."""
 
     param: int
     offset: int
     read: bool
     write: bool
-    # True if some access is atomic (which also reads and writes).
+    # Also reads and writes.
     atomic: bool
     extent: Extent
-    # The parameter holds a tensor map; the buffer is behind it.
+    # The buffer is behind a tensor map.
     is_tensor_map: bool
     # (source line, r / w / a)
     lines: tuple[tuple[int, str], ...]
@@ -39,7 +33,6 @@ class AccessReport:
 
     @property
     def plain_write(self) -> bool:
-        """Written other than by atomics."""
         return any(effect == "w" for _, effect in self.lines)
 
     @property
@@ -49,8 +42,6 @@ class AccessReport:
 
 @dataclass(frozen=True, slots=True)
 class SymbolReport:
-    """Accesses to one module variable."""
-
     name: str
     read: bool
     write: bool
@@ -60,7 +51,7 @@ class SymbolReport:
 
 @dataclass(frozen=True, slots=True)
 class IndirectReport:
-    """Accesses through pointers loaded from memory."""
+    """Pointers loaded from memory."""
 
     # ("param", index, offset), ("symbol", name), ("frame", space, name) or ("unknown", "")
     tables: tuple[tuple[Any, ...], ...]
@@ -68,12 +59,11 @@ class IndirectReport:
     write: bool
     atomic: bool
     lines: tuple[tuple[int, str], ...]
-    # Some pointers were loaded through loaded pointers, as in a list.
+    # Pointers loaded through loaded pointers, as in a list.
     deep: bool
 
     @property
     def why(self) -> str:
-        """Why unknown tables pin the kernel."""
         where = ", ".join(map(_table_text, self.tables)) or "memory"
         line = self.lines[0][0]
         verb = "accesses" if self.read and self.write else "writes" if self.write else "reads"
@@ -82,8 +72,6 @@ class IndirectReport:
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """Accesses of one kernel for one architecture."""
-
     name: str
     arch: str
     movable: bool
@@ -91,7 +79,7 @@ class KernelReport:
     accesses: tuple[AccessReport, ...]
     symbols: tuple[SymbolReport, ...]
     indirect: tuple[IndirectReport, ...]
-    # Names and sizes of the PTX parameters.
+    # (name, size)
     params: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
@@ -107,11 +95,9 @@ class KernelReport:
         return tuple(sorted(table[1] for table in places)) if whole else ()
 
     def access(self, param: int, offset: int = 0) -> AccessReport | None:
-        """Accesses through one pointer, or None."""
         return next((a for a in self.accesses if (a.param, a.offset) == (param, offset)), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON form of `tessera analyze`."""
         return {
             "name": self.name,
             "arch": self.arch,
@@ -132,7 +118,6 @@ class KernelReport:
 
 
 def to_json(reports: Iterable[KernelReport]) -> str:
-    """`{"kernels": [...]}`, indented."""
     return json.dumps({"kernels": [r.as_dict() for r in reports]}, indent=2)
 
 
@@ -144,7 +129,7 @@ def buffer_name(report: KernelReport, param: int, offset: int, names: Sequence[s
 
 
 def sentences(report: KernelReport, names: Sequence[str] = ()) -> list[str]:
-    """One sentence about the accesses; a second one if immovable."""
+    """A second one if immovable."""
     read, written, updated = [], [], []
     for access in report.accesses:
         name = buffer_name(report, access.param, access.offset, names)
@@ -186,7 +171,7 @@ def _flags(read: bool, write: bool, atomic: bool) -> str:
 
 
 def rows(report: KernelReport, names: Sequence[str] = ()) -> list[tuple[str, str, str, str]]:
-    """One row per buffer: kernel, buffer, access, bytes."""
+    """Kernel, buffer, access, bytes."""
     out = [
         (
             report.name,
@@ -206,7 +191,6 @@ def rows(report: KernelReport, names: Sequence[str] = ()) -> list[tuple[str, str
 
 
 def explain(report: KernelReport, text: str, names: Sequence[str] = ()) -> Iterator[str]:
-    """Each access with its PTX lines, then the obstacles to moving the kernel."""
     source = text.split("\n")
     for access in report.accesses:
         name = buffer_name(report, access.param, access.offset, names)

@@ -10,8 +10,6 @@ from tessera_ptx.transfer import OpInfo, info_of
 
 
 class MemoryAccess(NamedTuple):
-    """A memory operand of an instruction."""
-
     at: int  # instruction index
     operand: Mem
     effect: str  # r, w or a
@@ -21,14 +19,14 @@ class MemoryAccess(NamedTuple):
 @dataclass(slots=True)
 class Scan:
     infos: list[OpInfo | None] = field(default_factory=list)
-    # Register -> indices of its definitions, ascending.
+    # Ascending.
     defs: dict[str, list[int]] = field(default_factory=dict)
     accesses: list[MemoryAccess] = field(default_factory=list)
     stops: list[tuple[int, str]] = field(default_factory=list)
-    # Tensor copies and tensor-map edits, by instruction index.
+    # By instruction index.
     tensors: list[int] = field(default_factory=list)
     maps: list[int] = field(default_factory=list)
-    # Instructions with too few operands.
+    # Too few operands.
     short: set[int] = field(default_factory=set)
 
 
@@ -79,7 +77,6 @@ def _cut_short(out: Scan, index: int, instruction: Instruction, info: OpInfo) ->
 
 
 def _note(out: Scan, index: int, instruction: Instruction, info: OpInfo) -> None:
-    """Records memory operands and instructions the analysis cannot follow."""
     op = info.op
     if info.row is None:
         out.stops.append((instruction.line, f"unknown instruction '{op.text}'"))

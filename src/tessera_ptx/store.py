@@ -1,7 +1,5 @@
 """Cache of reports by hash of the PTX text, in memory and optionally in a directory.
 
-    reports_for(text, file, directory=None) -> (KernelReport, ...)
-
 An unreadable file is ignored and rewritten; only a forged file of the right shape can give a wrong result.
 """
 
@@ -33,7 +31,7 @@ def key_of(text: str | bytes) -> str:
 
 @cache
 def _code_digest() -> str:
-    """Digest of the analyzer's code, so other versions' results are not used."""
+    """Results of other versions are not used."""
     found = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         found.update(file.read_bytes())
@@ -43,7 +41,6 @@ def _code_digest() -> str:
 def reports_for(
     text: str | bytes, file: str = "<ptx>", directory: Path | None = None
 ) -> tuple[KernelReport, ...]:
-    """Reports of a PTX text, analyzed once. Raises ParseError."""
     key = key_of(text)
     found = _kept.get(key)
     if found is None and directory is not None:
@@ -70,7 +67,6 @@ def _parsed(text: str | bytes) -> Module:
 
 
 def forget() -> None:
-    """Clears the memory cache."""
     _kept.clear()
     report_for_launch.cache_clear()
     _parsed.cache_clear()
@@ -120,7 +116,6 @@ def _limits(data: Any) -> tuple[ExtentLimit, ...]:
 
 
 def _checked(value: Any, kind: type) -> Any:
-    """The value if it has the expected type, else an error."""
     if type(value) is not kind:
         raise TypeError(kind)
     return value

@@ -1,19 +1,9 @@
 """Syntax tree of a PTX module, as returned by `parser.parse`.
 
-    Module                  version, target, variables, functions (entries and .func), aliases
-    ├── Variable            module or function variable: space, type, element count, initial value
-    └── Function            one .entry or .func: params, returns, registers, variables, body
-        ├── Param           name, type, size in bytes, array or not, `.ptr` attribute
-        ├── RegDecl         `.reg .b32 %r<5>` keeps the prefix `%r` and the count 5
-        └── Instruction     op, guard, operands, line, column
-
-    Operand = Reg | Special | Imm | FloatImm | Sym | Mem | Vec | Pair | Not | Args
-
 Function bodies are flat: names declared in a nested scope become `name#scope` (`%tmp#3`), unique in the
-function. `Function.labels` index `Function.body`. Instructions of the same spelling share `op`: `op.text` is
-`ld.global.v4.f32`, `op.name` is `ld`, `op.mods` is `("global", "v4", "f32")`. Nodes are immutable and
-comparable. Lines and columns are 1-based. Not kept: comments, `.loc`, `.file`, `.section` contents, `.pragma`
-(except as function attributes).
+function. `Function.labels` index `Function.body`. Instructions of the same spelling share `op`. Nodes are
+immutable and comparable. Lines and columns are 1-based. Not kept: comments, `.loc`, `.file`, `.section`
+contents, `.pragma` (except as function attributes).
 """
 
 from collections.abc import Mapping
@@ -22,37 +12,35 @@ from typing import NamedTuple
 
 
 class Op(NamedTuple):
-    """Opcode with qualifiers."""
-
     text: str  # ld.global.v4.f32
     name: str  # ld
     mods: tuple[str, ...]  # ("global", "v4", "f32")
 
 
 class Reg(NamedTuple):
-    """Virtual register or vector component (`%v.x`)."""
+    """Or vector component (`%v.x`)."""
 
     name: str
 
 
 class Special(NamedTuple):
-    """Special register: `%tid.x`, `%laneid`, `%clock64`, ..."""
+    """`%tid.x`, `%laneid`, `%clock64`, ..."""
 
     name: str
 
 
 class Imm(NamedTuple):
-    """Integer constant; unsigned literals above 2**63 stay unsigned."""
+    """Unsigned literals above 2**63 stay unsigned."""
 
     value: int
 
 
 class FloatImm(NamedTuple):
-    """Float constant; `bits` is 32 or 64 for a bit pattern, 0 for a decimal."""
+    """`bits` is 32 or 64 for a bit pattern, 0 for a decimal."""
 
     value: float
     bits: int
-    raw: int  # bit pattern if bits != 0
+    raw: int  # bit pattern
 
 
 class Sym(NamedTuple):
@@ -71,7 +59,7 @@ class Mem(NamedTuple):
 
 
 class Vec(NamedTuple):
-    """`{a, b, c, d}`, also with one element."""
+    """`{a, b, c, d}`"""
 
     items: "tuple[Operand, ...]"
 
@@ -84,14 +72,14 @@ class Pair(NamedTuple):
 
 
 class Not(NamedTuple):
-    """`!%p1`, or `-%r1` in hand-written code (`sign` is '-')."""
+    """`!%p1`, or `-%r1` in hand-written code."""
 
     item: "Operand"
     sign: str = "!"
 
 
 class Args(NamedTuple):
-    """`(a, b)`: arguments or results of a call."""
+    """`(a, b)` of a call."""
 
     items: "tuple[Operand, ...]"
 
@@ -129,14 +117,12 @@ class RegDecl:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """Parameter of an entry or function."""
-
     name: str
     type: str  # u64, b8, f32, texref ...
-    size: int  # bytes; 0 for an unsized array
+    size: int  # bytes; 0: unsized
     align: int
     is_array: bool
-    # Declared `.ptr`: an address in `ptr_space` ("" = generic).
+    # Declared `.ptr`; ptr_space "": generic.
     is_pointer: bool
     ptr_space: str
     line: int
@@ -145,17 +131,14 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """`space` is global, const, shared, local, param, tex, ..."""
-
     name: str
     space: str
     type: str
-    size: int  # bytes; 0 for an unsized (extern) array
+    size: int  # bytes; 0: unsized (extern)
     align: int
     linkage: str  # visible, extern, weak, common or ""
-    # Symbols and functions whose addresses are in the initial value.
+    # Names in the initial value.
     refers: tuple[str, ...]
-    # Text after '=', or "".
     initial: str
     line: int
     column: int
@@ -180,7 +163,7 @@ class Function:
     linkage: str
     params: tuple[Param, ...]
     returns: tuple[Param, ...]
-    # Header directives: ("reqntid", (128,)), ("maxntid", (256, 1, 1)), ("noreturn", ()).
+    # ("reqntid", (128,)), ("maxntid", (256, 1, 1)), ("noreturn", ()).
     attributes: Mapping[str, tuple[int, ...]]
     registers: tuple[RegDecl, ...]
     variables: tuple[Variable, ...]
@@ -191,16 +174,14 @@ class Function:
     prototypes: Mapping[str, Prototype]
     line: int
     column: int
-    # False for a declaration or external function.
+    # False: external.
     defined: bool = True
-    # Offset of each parameter in the parameter block.
+    # In the parameter block.
     param_offsets: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One PTX file."""
-
     file: str
     version: tuple[int, int]
     target: str  # sm_90a
@@ -213,5 +194,4 @@ class Module:
 
     @property
     def entries(self) -> tuple[Function, ...]:
-        """Kernels in file order."""
         return tuple(f for f in self.functions if f.is_entry)

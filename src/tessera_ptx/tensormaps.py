@@ -21,21 +21,18 @@ _MAP_BYTES = 128
 
 
 class TensorMaps:
-    """Tensor copies and map edits of one kernel."""
-
     def __init__(self, flow: Flow, conditions: Conditions) -> None:
         self.flow, self.conditions = flow, conditions
-        # (line, effect, map address)
+        # (line, effect, map address, offset)
         self.copies: list[tuple[int, str, Node | Value, int]] = []
         # (instruction, place, offset, value): an address written into a map
         self.edits: list[tuple[int, Node | Value, int, Node | Value]] = []
-        # (instruction, to, offset, from, offset): a copied map
+        # (instruction, to, offset, from, offset)
         self.moves: list[tuple[int, Node | Value, int, Node | Value, int]] = []
         self.paths: dict[int, Path] = {}
         self.missing: list[int] = []
 
     def want(self) -> None:
-        """Requests the relevant addresses and values."""
         flow = self.flow
         for index in flow.scan.tensors:
             instruction = flow.flat.body[index]
@@ -67,7 +64,7 @@ class TensorMaps:
             self.paths[index] = self.conditions.want(index)
 
     def accesses(self, classifier: Classifier) -> Iterator[tuple[str, int, AccessTarget]]:
-        """(effect, line, target) of every tensor copy."""
+        """(effect, line, target)."""
         self.classifier = classifier
         known = self._contents()
         for line in self.missing:
@@ -85,7 +82,6 @@ class TensorMaps:
                     yield (effect if target.kind != "param_read" else "r"), line, _plain(target)
 
     def _contents(self) -> list[tuple[Poly, Value]]:
-        """Maps edited by this kernel, with their addresses."""
         edits = [
             (index, add(p, const(offset)), _value(value))
             for index, node, offset, value in self.edits
@@ -117,7 +113,7 @@ class TensorMaps:
         return any(h <= rank <= p for h, block in enumerate(blocks) for p in block.preds if p >= h)
 
     def _surely(self, edit: int, move: int) -> bool:
-        """True if some thread of every copying block made the edit before."""
+        """Some thread of every copying block made the edit before."""
         ours, theirs = self.paths[edit], self.paths[move]
         if len(self.conditions.known(ours)) != len(ours.wanted):
             return False

@@ -1,8 +1,7 @@
 """Value rules of integer instructions, and facts from their spelling.
 
-A rule takes the atom table, the form, the definition's key and the source values, and returns the result's
-value. Identities that keep a pointer's base are preferred. Instructions without a rule give an opaque value
-tainted by its sources' bases.
+A rule takes the atom table, the form, the definition's key and the source values. Identities that keep a
+pointer's base are preferred. Instructions without a rule give an opaque value tainted by its sources' bases.
 """
 
 from collections.abc import Callable
@@ -38,8 +37,6 @@ from tessera_ptx.values import Atoms, Key
 
 
 class Form(NamedTuple):
-    """Spelling of an opcode as the rules need it."""
-
     op: Op
     bits: int  # of the result
     source_bits: int
@@ -59,7 +56,7 @@ _UPPER = 1 << 32
 
 
 def form_of(op: Op) -> Form | None:
-    """Integer form of an opcode; None for floats and predicates."""
+    """None for floats and predicates."""
     types = [_TYPES[m] for m in op.mods if m in _TYPES]
     if not types or types[0][0] == 0:
         return None
@@ -210,7 +207,7 @@ def _bfi(at: Atoms, form: Form, key: Key, args: list[Value]) -> Value:
 
 
 def _lop3(at: Atoms, form: Form, key: Key, args: list[Value]) -> Value:
-    """Lookup tables used by compilers; others keep only the taint."""
+    """Tables used by compilers; others keep only the taint."""
     table = constant_of(args[3][0]) if len(args) > 3 and len(args[3]) == 1 else None
     if table is None or any(len(a) != 1 for a in args[:3]):
         return at.opaque(key, *args[:3])
@@ -293,18 +290,16 @@ _FLOATS = frozenset({"f16", "f16x2", "bf16", "bf16x2", "f32", "tf32", "f64", "f3
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
-    """Row, value rule and memory accesses of one spelling."""
-
     op: Op
     row: OpcodeRow | None
     writes: tuple[int, ...]
-    # Memory operands with their state space, without hints.
+    # With their state space, without hints.
     uses: tuple[tuple[Use, str], ...]
     form: Form | None
     rule: Rule | None
-    # The result holds no relevant integer.
+    # No relevant integer.
     scalar: bool
-    width: int  # bytes of one element
+    width: int  # of one element
     vector: int
     signed: bool
     is_load: bool

@@ -1,28 +1,24 @@
 """Abstract domain: possible values of a register.
 
-A value is a tuple of alternatives, each a polynomial with integer coefficients over atoms. An address is
-`base + offset`: the base is a possible pointer with coefficient 1. Scaled pointers, pointer differences and
-loaded indices are never bases; two bases are two alternatives.
+A value is a tuple of alternatives, each a polynomial with integer coefficients over atoms (`poly`). An
+address is `base + offset`: the base is a possible pointer with coefficient 1. Scaled pointers, pointer
+differences and loaded indices are never bases; two bases are two alternatives.
 
-    Poly      {monomial: coefficient}; a monomial is a sorted tuple of atom numbers, () the constant
-    Value     tuple of polynomials with different bases; () is "no value reaches here"
-
-    atom                                   meaning
-    ("param", index, offset, width)        bytes of a kernel parameter
-    ("fields", index, offsets, place)      one of several 8-byte fields of a parameter; `place` is the
-                                           offset it was read at
-    ("field", index, place, width, signed) a narrow field of a parameter at a computed place
-    ("special", name)                      %tid.x, %ctaid.y, ...
-    ("frame", space, name)                 address of a shared, local or param variable ("?" = any)
-    ("symbol", name)                       address of a module variable
-    ("loaded", key, width, table)          read from memory; `table` are the bases it was read through
-    ("counter", key)                       0, 1, 2, ... of a loop
-    ("op", name, bits, tag, args...)       a function of polynomials: and, shr, sext, any, ...
-    ("copy", atom, tag)                    the atom as another thread or an earlier iteration saw it
-    ("opaque", key, taint, joined, carry,  anything; `taint` are bases that may be inside; `joined`: it
-        large)                             is one of several values, not something computed from them;
-                                           `carry`: it may be a copied piece of a pointer; `large`: the
-                                           bases that went in otherwise than as a small number
+    atom                                     meaning
+    ("param", index, offset, width)          bytes of a kernel parameter
+    ("fields", index, offsets, place)        one of several 8-byte fields, read at offset `place`
+    ("field", index, place, width, signed)   a narrow field of a parameter at a computed place
+    ("special", name)                        %tid.x, %ctaid.y, ...
+    ("frame", space, name)                   address of a shared, local or param variable ("?" = any)
+    ("symbol", name)                         address of a module variable
+    ("loaded", key, width, table)            read from memory through the bases `table`
+    ("counter", key)                         0, 1, 2, ... of a loop
+    ("op", name, bits, tag, args...)         a function of polynomials: and, shr, sext, any, ...
+    ("copy", atom, tag)                      the atom as another thread or an earlier iteration saw it
+    ("opaque", key, taint, joined, carry,    anything; `taint`: bases that may be inside; `joined`: one of
+      large)                                 several values, not computed from them; `carry`: may be a
+                                             copied piece of a pointer; `large`: bases that went in
+                                             otherwise than as a small number
 
 Arithmetic is exact modulo 2**bits; only widening (`sext`, `zext`) checks for wrap-around, here if the ranges
 exclude it, else in `extent.resolve`. Levels: 0 launch, 1 thread, 2 time.
@@ -38,24 +34,22 @@ Key = Any  # register name, or a tuple for one of several definitions, a phi or 
 
 # Smaller numbers are offsets, whatever pointer they come from (`p & 15`).
 SMALL = 1 << 16
-# Operations without division: weights stay integers.
+# No division: weights stay integers.
 WHOLE = frozenset({"and", "or", "xor", "sext", "zext", "any", "lo", "min_s", "min_u", "max_s", "max_u"})
-# Operations that map small numbers to small numbers.
+# Small numbers stay small.
 _NARROWING = WHOLE | {"shr_s", "shr_u", "div_s", "div_u", "rem_s", "rem_u"}
 _FAR = 1 << 40
 _MAX_TERMS = 24
 _MAX_ALTERNATIVES = 64
-# Limit of addends; the corpus has at most 16.
+# The corpus has at most 16.
 MAX_POLY = 64
 _MAX_SIZE = 1 << 20
 UNIFORM, PER_THREAD, IN_TIME = 0, 1, 2
-# Marks a value loaded through a loaded pointer.
+# Loaded through a loaded pointer.
 DEEP = -2
 
 
 class Atom(NamedTuple):
-    """Entry of the atom table with derived facts."""
-
     item: tuple[Any, ...]
     range: Range
     mask: int  # bits that may be set; -1 if unknown
@@ -64,39 +58,35 @@ class Atom(NamedTuple):
     taint: frozenset[int]
     size: int = 1  # leaves in expanded form
     carry: bool = False  # may be a copied part of a pointer
-    # Subsets of the taint: without small contributions; the same if the atom is multiplied, since it may then
+    # Parts of the taint: without small contributions; the same if the atom is multiplied, since it may then
     # grow in a loop; possibly divided.
     large: frozenset[int] = frozenset()
     scaled: frozenset[int] = frozenset()
     divided: frozenset[int] = frozenset()
-    joined: bool = True  # the possible pointers are alternatives, not inputs of a computation
+    joined: bool = True  # pointers are alternatives, not inputs of a computation
 
 
 class Atoms:
-    """Atom table of one kernel; atoms are indices."""
-
     def __init__(self, limits: dict[str, int], numbers: frozenset[int] = frozenset()) -> None:
-        # Exclusive bounds from .reqntid / .maxntid by special register: {"%tid.x": 128}.
+        # Exclusive bounds from .reqntid / .maxntid: {"%tid.x": 128}.
         self.limits = limits
         self.atoms: list[Atom] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
         self.bases: set[int] = set()
-        # Alternatives examined, weighted by length; limited by `fixpoint`.
+        # Alternatives examined, weighted by length.
         self.work = 0
         # Work of `weights`, and whether it gave up.
         self.weighed, self.cut = 0, False
-        # Parameters below eight bytes: no part of a pointer.
+        # Below eight bytes: no part of a pointer.
         self.narrow_params: set[int] = set()
-        # Parameters that are plain numbers in this launch.
+        # Plain numbers in this launch.
         self.numbers = numbers
 
     def number(self, item: tuple[Any, ...]) -> int:
-        """Number of an atom, added if new."""
         known = self._numbers.get(item)
         return self._make(item) if known is None else known
 
     def poly(self, item: tuple[Any, ...]) -> Poly:
-        """Polynomial of one atom."""
         return {(self.number(item),): 1}
 
     def value(self, item: tuple[Any, ...]) -> Value:
@@ -188,7 +178,6 @@ class Atoms:
         )
 
     def range(self, poly: Poly) -> Range:
-        """Static bounds of a polynomial."""
         low: int | None = 0
         high: int | None = 0
         for mono, coeff in poly.items():
@@ -238,12 +227,10 @@ class Atoms:
         return ((1 << high.bit_length()) - 1) & -zeros
 
     def level(self, poly: Poly) -> int:
-        """Variability; see the module docstring."""
         atoms = self.atoms
         return max((atoms[n].level for mono in poly for n in mono), default=UNIFORM)
 
     def taint(self, poly: Poly) -> frozenset[int]:
-        """Bases that contribute to the polynomial."""
         found: set[int] = set()
         for mono in poly:
             for number in mono:
@@ -251,12 +238,11 @@ class Atoms:
         return frozenset(found)
 
     def base_of(self, poly: Poly) -> frozenset[int]:
-        """Possible bases: pointers with coefficient 1."""
+        """Pointers with coefficient 1."""
         bases = self.bases
         return frozenset(m[0] for m, c in poly.items() if c == 1 and len(m) == 1 and m[0] in bases)
 
     def split(self, poly: Poly) -> tuple[frozenset[int], Poly]:
-        """Base and rest of a polynomial."""
         self.work += 1 + len(poly) // 8
         base = self.base_of(poly)
         if not base:
@@ -277,7 +263,7 @@ class Atoms:
         return self.value(item)
 
     def _large_of(self, poly: Poly, scaled: bool = False) -> frozenset[int]:
-        """Bases in a sum, without small contributions."""
+        """Without small contributions."""
         found: set[int] = set()
         for mono, coeff in poly.items():
             if mono and not within(self._monomial_range(mono, coeff), -SMALL, SMALL):
@@ -297,7 +283,7 @@ class Atoms:
         return frozenset(found)
 
     def may_carry(self, poly: Poly) -> bool:
-        """True if a narrow value may be part of a pointer: copied from memory or cut from one.
+        """A narrow value may be part of a pointer: copied from memory or cut from one.
 
         Values computed from thread indices, narrow parameters and counters are not.
         """
@@ -317,7 +303,7 @@ class Atoms:
         return self.limited(key, tuple(blurred))
 
     def kind(self, number: int) -> str:
-        """Kind of an atom, ignoring copies."""
+        """Behind copies."""
         item = self.atoms[number].item
         return str(self.atoms[item[1]].item[0] if item[0] == "copy" else item[0])
 
@@ -331,7 +317,6 @@ class Atoms:
         return frozenset(out)
 
     def op(self, name: str, bits: int, *args: Poly | int) -> Poly:
-        """Atom for a function of polynomials."""
         frozen = tuple(a if isinstance(a, int) else freeze(a) for a in args)
         return self.poly(("op", name, bits, None, *frozen))
 
@@ -350,7 +335,7 @@ class Atoms:
         )
 
     def limited(self, key: Key, value: Value) -> Value:
-        """The value, or one opaque alternative above the limit."""
+        """One opaque alternative above the limit."""
         if len(value) > _MAX_ALTERNATIVES or any(len(p) > MAX_POLY for p in value):
             return self.opaque((key, "many"), value, joined=True)
         return value
@@ -360,7 +345,6 @@ class Atoms:
         return rest if not base else add({(n,): 1 for n in base}, rest)
 
     def any(self, key: Key, offsets: list[Poly]) -> Poly:
-        """One of several polynomials."""
         if len(offsets) == 1:
             return offsets[0]
         if len(offsets) > _MAX_TERMS or sum(map(len, offsets)) > 4 * _MAX_TERMS:
@@ -369,7 +353,7 @@ class Atoms:
         return self.poly(("op", "any", 64, key, *frozen))
 
     def others(self, poly: Poly, above: int, tag: Key) -> Poly:
-        """The polynomial in another thread (above UNIFORM) or iteration (above PER_THREAD)."""
+        """In another thread (above UNIFORM) or iteration (above PER_THREAD)."""
         if self.level(poly) <= above:
             return poly
         out: Poly = {}
@@ -389,5 +373,5 @@ class Atoms:
 
 
 def by_base(found: dict[frozenset[int], T]) -> list[tuple[frozenset[int], T]]:
-    """Alternatives in canonical order."""
+    """Canonical order."""
     return sorted(found.items(), key=lambda item: sorted(item[0])) if len(found) > 1 else list(found.items())

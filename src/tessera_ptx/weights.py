@@ -29,8 +29,8 @@ from tessera_ptx.values import SMALL, Atoms
 _FAR = 1 << 40
 _MAX_UNSURE = 8
 _MAX_CHOICES = 16
-# Limits of nesting depth and of work (addends, alternatives, sets of pointers) per kernel. Shared parts are
-# examined each time, up to 2**30 in a chain of thirty instructions; compiled kernels stay below 5 and 2,500.
+# Nesting depth and work (addends, alternatives, sets of pointers) per kernel. Shared parts are examined each
+# time, up to 2**30 in a chain of thirty instructions; compiled kernels stay below 5 and 2,500.
 _MAX_DEPTH = 32
 _MAX_WEIGHED = 1 << 15
 _ORIGINS = frozenset({"param", "fields", "symbol", "frame", "loaded", "func"})
@@ -47,7 +47,6 @@ class Weight:
 
     @property
     def plain(self) -> bool:
-        """Exactly one: the rest is offset."""
         return self.exact == _ONE and not self.loose and not self.near
 
     def is_index(self, at: Atoms) -> bool:
@@ -56,7 +55,6 @@ class Weight:
         return bool(unknown) and all(unknown) and not self.loose and not self.near
 
     def may_be(self, wanted: int) -> bool:
-        """True if it may equal this number."""
         return self.loose or self.near or _may_be(self.exact, wanted)
 
 
@@ -65,7 +63,6 @@ def _may_be(factors: Factors, wanted: int) -> bool:
 
 
 def choices(at: Atoms, poly: Poly) -> list[Poly]:
-    """Address with each alternative of its multi-valued addends."""
     done: list[Poly] = []
     queue = [poly]
     while queue:
@@ -94,7 +91,6 @@ def _choose(at: Atoms, poly: Poly) -> list[Poly]:
 
 
 def weights(at: Atoms, poly: Poly, followed: bool = False) -> dict[int, Weight]:
-    """Weight of every pointer in the address, by atom."""
     collector = _Weigher(at, followed)
     collector.collect(poly, Fraction(1), ())
     return collector.found
@@ -107,7 +103,6 @@ class _Weigher:
         self._depth = 0
 
     def collect(self, poly: Poly, scale: Fraction, factors: tuple[int, ...]) -> None:
-        """Adds a sum multiplied by `scale` and the factors."""
         self._depth += 1
         if self._depth > _MAX_DEPTH or self.at.weighed > _MAX_WEIGHED:
             self._hide(self.at.taint(poly), near=False)
@@ -165,7 +160,7 @@ class _Weigher:
             weight.loose |= not near
 
     def _follow(self, number: int, item: tuple[Any, ...], scale: Fraction, factors: tuple[int, ...]) -> bool:
-        """Follows an operation with unknown factors; False if it cannot."""
+        """False if it cannot."""
         if item[0] != "op" or any(isinstance(part, int) for part in item[4:]):
             return False
         name, parts = item[1], [dict(part) for part in item[4:]]
@@ -173,7 +168,7 @@ class _Weigher:
             self.collect(parts[0], scale, factors)
             return True
         if name == "any":
-            # Alternatives: a 0/1 factor for each, the last one the rest of 1.
+            # A 0/1 factor for each alternative, the last one the rest of 1.
             for place, part in enumerate(parts[:-1]):
                 chosen = self.at.number(("op", "chosen", 1, (number, place)))
                 self.collect(part, scale, (chosen, *factors))
@@ -192,7 +187,7 @@ def _inverse(at: Atoms, poly: Poly) -> int:
 
 
 def _reduced(at: Atoms, factors: tuple[int, ...]) -> tuple[int, ...]:
-    """Sorted factors without inverse pairs."""
+    """Without inverse pairs."""
     left = list(factors)
     for inverse in factors:
         item = at.atoms[inverse].item
@@ -211,7 +206,7 @@ def original(at: Atoms, number: int) -> tuple[Any, ...]:
 
 
 def _divisor(item: tuple[Any, ...]) -> int:
-    """Divisor of a 64-bit shift or division; 0 for other operations."""
+    """Divisor of a 64-bit shift or division, else 0."""
     if item[0] != "op" or item[2] != 64 or item[3] is not None or len(item) != 6:
         return 0
     by = item[5] if isinstance(item[5], int) else constant_of(dict(item[5]))
@@ -237,7 +232,7 @@ def _without(mono: tuple[int, ...], number: int) -> tuple[int, ...]:
 
 
 def candidates(at: Atoms, found: dict[int, Weight], sure: Callable[[int], bool]) -> set[int]:
-    """Possible base atoms; empty if no choice of pointers makes an address.
+    """Empty if no choice of pointers makes an address.
 
     Beside a pointer with weight 1, a term multiplied by an unknown is an index.
     """

@@ -1,8 +1,8 @@
 """Plan: assigns each launch of a work unit to a device, and groups of a service to a load.
 
-In order: `config`, `arrays`, `constraints`, `problem` (the inputs as arrays), `pricing` (linear program over
-placements), `latency`, `baselines` (coarse policies), `search` (candidates and judge), `solve` (a work unit),
-`batches` (steps at their best batch), `fluid` and `service` (a load), `explain`.
+In order: `config`, `arrays`, `constraints`, `problem` (inputs as arrays), `pricing` (linear program over
+placements), `latency`, `baselines` (coarse policies), `search`, `solve` (a work unit), `batches` (best
+batch), `fluid` and `service` (a load), `explain`.
 """
 
 from tessera import make_callable

@@ -1,10 +1,9 @@
-"""A work unit as arrays: nodes, values, resident buffers, liveness of temporaries; and input checks.
+"""A work unit as arrays, and checks of the inputs.
 
 Buffers with one name are one buffer in all steps. A device runs its launches in trace order. It holds a
-temporary from its first to its last touch, an input from the start of the step, an output to its end. All
-microbatches may peak at once.
-
-Not counted: workspace inside kernels, fragmentation, copies in flight, driver memory.
+temporary from first to last touch, an input from the start of the step, an output to its end. All
+microbatches may peak at once. Not counted: workspace inside kernels, fragmentation, copies in flight, driver
+memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,13 +29,13 @@ TRANSIENT = (ir.BufferKind.TEMPORARY, ir.BufferKind.INPUT, ir.BufferKind.OUTPUT)
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """Hyperedges in columns; pins are reading nodes, unique and without the producer."""
+    """Hyperedges in columns; pins are reading nodes, unique, without the producer."""
 
     producer: Ints
     num_bytes: Floats
     # Runs per request.
     runs: Floats
-    # Pin i: node pin_node[i] reads value pin_value[i]; sorted by value.
+    # Node pin_node[i] reads value pin_value[i]; sorted by value.
     pin_value: Ints
     pin_node: Ints
 
@@ -46,7 +45,7 @@ class Values:
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """Buffers that stay where their nodes run: weights, or state."""
+    """Weights or state, held where their nodes run."""
 
     num_bytes: Floats
     pin_item: Ints
@@ -54,7 +53,6 @@ class Holdings:
     names: tuple[str, ...] = ()
 
     def present(self, labels: Labels, num_devices: int) -> Bools:
-        """[item, device] -> held?"""
         held = np.zeros((len(self.num_bytes), num_devices), dtype=np.bool_)
         held[self.pin_item, labels[self.pin_node]] = True
         return held
@@ -64,7 +62,7 @@ class Holdings:
 
 
 def contract(unit: ir.WorkUnit) -> tuple[tuple[Ints, ...], int]:
-    """Launch -> node, in trace order; in a served unit, state ties launches across steps."""
+    """Launch -> node; in a served unit, state ties launches across steps."""
     starts = np.cumsum([0, *(len(g.trace.launches) for g in unit.graphs)])
     parent = list(range(int(starts[-1])))
 
@@ -100,7 +98,6 @@ def _join(parent: list[int], find: Callable[[int], int], members: list[int]) -> 
 
 
 def wires(cluster: ir.Cluster) -> tuple[Floats, Floats]:
-    """([source, destination] microseconds per byte, latency); zero on the diagonal."""
     num = len(cluster.devices)
     us_per_byte, latency = np.zeros((num, num)), np.zeros((num, num))
     place = {name: index for index, name in enumerate(cluster.names)}
@@ -124,7 +121,6 @@ def link_rows(cluster: ir.Cluster) -> Ints:
 
 
 def values_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Values:
-    """Values inside the steps, and state between them."""
     producer: list[int] = []
     num_bytes: list[int] = []
     runs: list[int] = []
@@ -158,7 +154,7 @@ def _flows(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
 
 @dataclass(frozen=True, slots=True)
 class Transit:
-    # The state as the later step names it, and its parts as the earlier step leaves them.
+    # The state in the later step, and its parts in the earlier one.
     num_bytes: int
     part_bytes: int
     # (step, launch) of the group's first use.
@@ -186,10 +182,7 @@ def _migrations(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
 
 
 def holdings_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...], kind: ir.BufferKind) -> Holdings:
-    """Which nodes need which buffers of one kind.
-
-    A buffer with several sizes becomes several items: the smallest size, and each increment.
-    """
+    """A buffer with several sizes becomes several items: the smallest size, and each increment."""
     needs: dict[str, dict[int, set[int]]] = {}
     for graph, nodes in zip(unit.graphs, node_of, strict=True):
         buffers, node = graph.trace.buffers, nodes.tolist()
@@ -228,7 +221,7 @@ class Temporaries:
         return np.asarray(self.live_bytes(labels, num_devices).max(axis=1, initial=0.0))
 
     def live_bytes(self, labels: Labels, num_devices: int) -> Floats:
-        """[device, launch]: bytes that are live while the launch runs."""
+        """[device, launch]: bytes live during the launch."""
         num_launches = len(self.node_of)
         key = self.touch_buffer * num_devices + labels[self.node_of[self.touch_launch]]
         first = np.full(len(self.num_bytes) * num_devices, -1, dtype=np.int64)
@@ -292,7 +285,6 @@ def _check_costs(place: str, trace: ir.Trace, costs: ir.Costs, cluster: ir.Clust
 
 
 def check_load(load: npt.NDArray[np.float64], cluster: ir.Cluster) -> None:
-    """load[node, device]: some work must have a cost on every device."""
     if load.min(axis=1).sum() == 0:
         message = f"every launch costs nothing on {' or '.join(cluster.names)}, so no rate is too high"
         raise PlanInfeasible(message, "Price the traces again.")

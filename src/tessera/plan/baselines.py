@@ -1,15 +1,15 @@
-"""Coarse policies that plans are compared with; each returns candidate mixes.
+"""Coarse policies that plans are compared with; each returns candidate mixes that fit memory.
 
     single                     every request on one device
-    data-parallel              whole requests, shares in proportion to device speed
+    data-parallel              whole requests, shares by device speed
     prefill-decode             steps up to prefill on one device, decode steps on another
     prefill-decode-fractional  the best mix of all whole-phase assignments
     attention-ffn              attention scopes on one device, the rest on another
     layer-pipeline             contiguous ranges of layers, the same in every step
 
-None: the policy does not apply. Every mix fits memory. Served units have no phases. A node that a policy
-would split goes where most of its work goes; strict prefill-decode does not apply then. Layer pipelines on
-two devices try every cut in both orders; on more, the split with the smallest bottleneck per device order.
+None: the policy does not apply. Served units have no phases. A node that a policy would split goes where most
+of its work goes; strict prefill-decode does not apply then. Layer pipelines try every cut in both orders on
+two devices; on more, the split with the smallest bottleneck per device order.
 """
 
 from collections.abc import Callable, Iterable
@@ -51,7 +51,6 @@ def prefill_decode(pool: Pool) -> tuple[Mix, ...] | None:
 
 
 def prefill_decode_fractional(pool: Pool) -> tuple[Mix, ...] | None:
-    """Phases of different requests may run on different devices."""
     columns = _phase_columns(pool.problem)
     if columns is None:
         return None
@@ -62,7 +61,6 @@ def prefill_decode_fractional(pool: Pool) -> tuple[Mix, ...] | None:
 
 
 def attention_ffn(pool: Pool) -> tuple[Mix, ...] | None:
-    """Attention on one device, the rest on another."""
     prob = pool.problem
     marks = attention_launches(prob.unit)
     if marks is None or prob.num_devices < 2:
@@ -84,7 +82,7 @@ def layer_pipeline(pool: Pool) -> tuple[Mix, ...] | None:
         cuts = range(1, num_layers)
         ranges: Iterable[Labels | None] = (np.where(layer < c, a, 1 - a) for a in (0, 1) for c in cuts)
     else:
-        # Leave space for the largest temporaries; if that fails, for none.
+        # Leave space for the largest temporaries, or else for none.
         most = pool.microbatches * prob.most_temporary_bytes
         spares = dict.fromkeys((most, 0.0) if pool.is_tight else (0.0,))
         ranges = (
@@ -105,7 +103,7 @@ def _best(pool: Pool, columns: Iterable[Column], keep: int) -> tuple[Mix, ...] |
 
 
 def _phase_columns(problem: Problem) -> dict[tuple[int, int], Column] | None:
-    """(device of prefill, device of decode) -> column; None without both phases."""
+    """Keys: (device of prefill, device of decode). None without both phases."""
     kinds = [g.trace.step.kind for g in problem.unit.graphs]
     if "prefill" not in kinds or "decode" not in kinds or problem.num_devices < 2:
         return None
@@ -113,7 +111,7 @@ def _phase_columns(problem: Problem) -> dict[tuple[int, int], Column] | None:
     is_other = np.zeros(problem.num_nodes, dtype=np.bool_)
     for kind, nodes in zip(kinds, problem.node_of, strict=True):
         (is_decode if kind == "decode" else is_other)[nodes] = True
-    if (is_decode & is_other).any():  # a node in both phases
+    if (is_decode & is_other).any():
         return None
     pairs = [(a, b) for a in range(problem.num_devices) for b in range(problem.num_devices)]
     return {(a, b): problem.column(np.where(is_decode, b, a)) for a, b in pairs}
@@ -130,7 +128,7 @@ COARSE: dict[str, Callable[[Pool], tuple[Mix, ...] | None]] = {
 
 
 def coarse_mixes(pool: Pool) -> dict[str, tuple[Mix, ...] | None]:
-    """Candidates of every coarse policy; adds their columns to the pool."""
+    """Also adds the columns to the pool."""
     found = {name: policy(pool) for name, policy in COARSE.items()}
     for mixes in found.values():
         for mix in mixes or ():
@@ -147,7 +145,7 @@ def orders(pool: Pool) -> list[tuple[int, ...]]:
 
 
 def pipeline(pool: Pool, layer: Ints, num_layers: int, order: tuple[int, ...], spare: float) -> Labels | None:
-    """Layer ranges for one device order with the smallest bottleneck, within memory less `spare`."""
+    """The split with the smallest bottleneck for one device order, within memory less `spare`."""
     prob = pool.problem
     load = np.zeros((num_layers, prob.num_devices))
     np.add.at(load, layer, prob.load_us)

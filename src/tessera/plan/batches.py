@@ -1,12 +1,12 @@
 """BatchSearch: the best batch for steps that no service runs.
 
-These are decodes or prefills alone, images, encoders, and models whose state is kept by row. Batches are
-planned with little effort until memory is exhausted, then ever nearer to the best one, for every number of
-microbatches in flight; the best point within the limits is planned in full. Each coarse policy is searched
-for its own best point; copies of the model (`single`, `data-parallel`) get a batch of their own on every
-device. Times follow Little's law: n microbatches at r work units per second take n / r each.
+These are decodes or prefills alone, images, encoders, and models with state by row. Batches are planned with
+little effort until memory is exhausted, then ever nearer to the best, for every number of microbatches in
+flight; the best point within the limits is planned in full. Each coarse policy gets its own best point;
+copies of the model (`single`, `data-parallel`) get a batch per device. Times follow Little's law: n
+microbatches at r work units per second take n / r each.
 
-Equal cells (one H20 and one L40S of eight each) are searched as one cell, whose plan is copied. If a cell is
+Equal cells (one H20 and one L40S of eight each) are searched as one cell, whose plan is copied; if a cell is
 too small, the whole cluster is searched.
 """
 
@@ -26,9 +26,9 @@ from tessera.plan.solve import PlanConfig, baselines, side_by_side, solve
 # First batches, and factors around the best one, round by round.
 BATCHES = tuple(2 * 4**n for n in range(6))
 ROUNDS = ((0.5, 2.0), (0.75, 1.5), (0.875, 1.25), (0.9375, 1.125), (0.97, 1.0625))
-# Rounds around a coarse policy's best batch among those of the plans.
+# Around a coarse policy's best batch among those of the plans.
 NEAR = ROUNDS[2:]
-# With more microbatches in flight: shares of the best batch with fewer, and the rounds around the best.
+# With more microbatches in flight: shares of the best batch with fewer, and rounds around the best.
 DEEPER, DEEPER_ROUNDS = (0.5, 0.75), ROUNDS[2:3]
 # Microbatches in flight per device.
 DEPTHS = (1, 2)
@@ -43,7 +43,7 @@ class Target:
     ttft_ms: float | None = None
 
     def excess(self, option: Option) -> float:
-        """The larger of both times relative to its limit; above 1: missed."""
+        """The larger time relative to its limit; above 1: missed."""
         pairs = ((self.tpot_ms, option.tpot_ms), (self.ttft_ms, option.ttft_ms))
         return max((ms / limit for limit, ms in pairs if limit is not None), default=0.0)
 
@@ -51,9 +51,8 @@ class Target:
         return self.excess(option) <= 1 + 1e-9
 
 
-# A batch of requests, priced.
 PricedUnit = tuple[ir.WorkUnit, tuple[ir.Costs, ...]]
-# Whether the limits are kept, and the objective's figure, or how near the limits are.
+# Whether the limits are kept; the objective's figure, or how near the limits are.
 Merit = tuple[bool, float]
 NOTHING: Merit = (False, float("-inf"))
 Record = TypeVar("Record", ir.Robust, ir.Baseline, Option)
@@ -62,7 +61,7 @@ Record = TypeVar("Record", ir.Robust, ir.Baseline, Option)
 def best_batch(
     merit: Callable[[int], Merit], batches: Sequence[int], rounds: Sequence[Sequence[float]] = ()
 ) -> int | None:
-    """The best of some batches, up to the first that does not fit, and of those around the best."""
+    """Tries batches up to the first that does not fit, then those around the best."""
     rated: dict[int, Merit] = {}
     for batch in batches:
         rated[batch] = merit(batch)
@@ -81,23 +80,19 @@ class BatchSearch:
     unit_at: Callable[[int], PricedUnit]
     cluster: ir.Cluster
     target: Target
-    # Objective, effort, and most microbatches in flight.
     config: PlanConfig
     simulate: Callable[[], Simulator]
     advance: Callable[[str], None] = lambda text: None
-    # (batch, microbatches): a plan with little effort, or why there is none; and the coarse policies.
+    # (batch, microbatches) -> a plan with little effort, or why there is none; the coarse policies.
     _plans: dict[tuple[int, int], ir.Plan | PlanInfeasible] = field(default_factory=dict)
     _coarse: dict[tuple[int, int], dict[str, Option]] = field(default_factory=dict)
-    # Batch -> a copy of the model on every device; None where it does not fit.
+    # Batch -> a copy per device; None where it does not fit.
     _copies: dict[int, list[Option | None]] = field(default_factory=dict)
 
     def best(
         self, batches: Sequence[int] = BATCHES, depths: Sequence[int] = ()
     ) -> tuple[ir.Plan, Comparison]:
-        """The plan of the best point, beside coarse policies at theirs; `depths`: microbatches in flight.
-
-        A single batch is taken as given.
-        """
+        """The plan of the best point, beside coarse policies at theirs. A single batch is taken as given."""
         if copied := self._by_cells(batches, depths):
             return copied
         is_free = len(batches) > 1
@@ -120,7 +115,7 @@ class BatchSearch:
         return best, Comparison(best.policy, self.option(best), baselines, self.config.objective)
 
     def _by_cells(self, batches: Sequence[int], depths: Sequence[int]) -> tuple[ir.Plan, Comparison] | None:
-        """The plan of one of several equal cells, copied; None if there are none or they are too small."""
+        """One of several equal cells, copied; None without cells, or if they are too small."""
         config = self.config
         kinds = kinds_of(build(*self.unit_at(batches[0]), self.cluster))
         parts = next(partitions(kinds.members), ()) if kinds else ()
@@ -161,7 +156,7 @@ class BatchSearch:
         )
 
     def _plan_merit(self, depth: int, known_depth: int, batch: int) -> Merit:
-        """Up to `depth` microbatches in flight; so many are known already."""
+        """Microbatches up to `known_depth` are tried already."""
         if (batch, depth) not in self._plans:
             self.advance(f"planning batch {batch}")
             fewer = tuple(num for num in QUICK.fewer_microbatches if num > known_depth)
@@ -172,7 +167,7 @@ class BatchSearch:
                 self._plans[batch, depth] = error
                 return NOTHING
             self._plans[batch, depth] = plan
-            if plan.microbatches == depth:  # else its baselines may be for fewer, too
+            if plan.microbatches == depth:  # else its baselines may be for fewer
                 self._coarse[batch, depth] = self._options(plan.unit, plan.costs, plan.baselines)
         known = self._plans[batch, depth]
         return self._merit(self.option(known)) if isinstance(known, ir.Plan) else NOTHING
@@ -195,10 +190,7 @@ class BatchSearch:
             "Allow more time, or add a faster device.",
         )
 
-    # Coarse policies.
-
     def _coarse_options(self, rounds: Sequence[Sequence[float]]) -> list[Option]:
-        """Every coarse policy at its best point within the limits: a plan's, or near one."""
         for depth in sorted({depth for _, depth in self._plans}):
             self.advance(f"comparing with coarser policies, {depth} microbatches in flight")
             tried = [batch for batch, at in self._plans if at == depth]
@@ -223,7 +215,6 @@ class BatchSearch:
         return self._coarse[batch, depth]
 
     def copies(self, batches: Sequence[int]) -> list[Option]:
-        """The best device alone, and a copy of the model on every device, each at its best batch."""
         best: list[Option] = []
         for device in range(len(self.cluster.devices)):
             batch = best_batch(partial(self._copy_merit, device), batches, ROUNDS if len(batches) > 1 else ())
@@ -245,8 +236,6 @@ class BatchSearch:
             ]
         return self._merit(self._copies[batch][device])
 
-    # Figures.
-
     def option(self, plan: ir.Plan) -> Option:
         joules = plan.joules_per_unit and plan.joules_per_unit / self._tokens(plan.batch)
         used = [self.cluster.names[d] for d in plan.used]
@@ -263,7 +252,6 @@ class BatchSearch:
     def _options(
         self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], rated: Sequence[ir.Baseline]
     ) -> dict[str, Option]:
-        """Coarse policies that apply, except copies of the model."""
         found, tokens = {}, self._tokens(unit.batch)
         every = range(len(self.cluster.devices))
         for baseline in rated:
@@ -295,7 +283,7 @@ class BatchSearch:
     def _times_ms(
         self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], devices: Iterable[int], ms: float
     ) -> tuple[float, float]:
-        """(time per token, time to the first token) of a request that takes so long on these devices."""
+        """(time per token, time to the first token)."""
         is_decode = [g.trace.step.kind == "decode" for g in unit.graphs]
         runs = max(1, self.target.output_tokens)
         if len(is_decode) == 1 or not any(is_decode):
@@ -308,7 +296,7 @@ class BatchSearch:
 
 
 def together(listed: Sequence[Option]) -> Option:
-    """Options of separate devices side by side: rates, rents and powers add up."""
+    """Separate devices side by side: rates, rents and powers add up."""
     rents = [o.usd_per_hour for o in listed if o.usd_per_hour is not None]
     watts = [o.joules_per_token * o.tokens_per_s for o in listed if o.joules_per_token is not None]
     tokens_per_s = sum(o.tokens_per_s for o in listed)
@@ -330,5 +318,5 @@ def _scaled(record: Record, num: int, *names: str) -> Record:
 
 
 def _even(batch: float) -> int:
-    """Rounded to a multiple of eight from 16 on."""
+    """A multiple of eight from 16 on."""
     return max(1, round(batch / 8) * 8 if batch >= 16 else round(batch))

@@ -6,7 +6,6 @@ from tessera.ir import Objective
 
 
 def times_text(tpot_ms: float, ttft_ms: float) -> str:
-    """Both times of a request, for messages; no exponents."""
     each, first = (f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}" for ms in (tpot_ms, ttft_ms))
     return f"{each} ms a token and {first} ms to the first"
 
@@ -38,7 +37,6 @@ class Option:
 
 @dataclass(frozen=True)
 class Comparison:
-    # The plan's policy.
     policy: str
     chosen: Option
     # One per policy that applies.

@@ -1,7 +1,7 @@
 """SearchConfig: all tuning values of the planner's search.
 
-Most values bound work. Judge a change by the rates of the quick evaluation (`benchmarks/paper`) and the gaps
-of `benchmarks/bench_planner.py`.
+Most bound work. Judge a change by the rates of `benchmarks/paper` and the gaps of
+`benchmarks/bench_planner.py`.
 """
 
 from dataclasses import dataclass
@@ -11,71 +11,67 @@ from tessera.errors import UnknownName
 
 @dataclass(frozen=True, slots=True)
 class SearchConfig:
-    # Column generation stops at this gap: with two devices, with more, and with a depth limit.
+    # Gaps that end column generation: two devices, more, with a depth limit.
     gap: float = 1e-4
     many_gap: float = 2e-4
     limited_gap: float = 1e-3
     # A safeguard; the gap ends the loop.
     max_rounds: int = 80
-    # Lanes with a smaller share of the requests are dropped.
+    # Smaller lanes are dropped.
     min_share: float = 1e-3
 
-    # Byte prices tried until a placement fits: with two devices, with more.
+    # Byte prices tried until a placement fits: two devices, more.
     max_memory_tries: int = 40
     few_memory_tries: int = 8
-    # Pricing rounds with memory rows, and the penalty for exceeding memory.
+    # Pricing rounds with memory rows; penalty for exceeding memory.
     max_memory_rounds: int = 30
     memory_penalty: float = 10.0
-    # Byte prices rise by this share from first to last layer, so that equal layers do not all move at one
-    # price.
+    # Byte prices rise by this share from first to last layer: equal layers would all move at one price.
     tilt: float = 0.5
     # Byte price factors, since temporaries have no price.
     memory_factors: tuple[float, ...] = (1.0, 1.25, 1.6, 2.5)
-    # Up to this many choices (nodes x devices) a MILP finds the best single placement.
+    # Up to so many choices (nodes x devices) a MILP finds the best single placement.
     few_choices: int = 32
 
-    # Pricing. Entries of one table in `elimination`: 128 KB fit in cache; exact for transformers on four
-    # devices.
+    # Table entries in `elimination`: 128 KB fit in cache; exact for transformers on four devices.
     max_entries: int = 16_384
-    # Sweeps of pairwise swaps.
     max_sweeps: int = 6
     # Relative gap that counts as optimal in floating point.
     exact: float = 1e-6
-    # Pairings of equal devices that a placement is spread over.
+    # Pairings of equal devices per placement.
     max_pairings: int = 16
 
-    # Baselines. Candidates judged per policy, and devices up to which all orders are tried.
+    # Candidates judged per coarse policy; devices up to which all orders are tried.
     num_coarse: int = 2
     max_permuted: int = 4
 
-    # Local search. Depths of the linear program per device, and launches above which fewer are tried.
+    # Depths of the linear program per device; launches above which fewer are tried.
     depths: tuple[float, ...] = (1.1, 1.35, 1.02, 1.2, 1.5, 2.0)
     depth_launches: int = 12_000
-    # Quick simulations: minimum, maximum, and the launches of a unit that gets one.
+    # Quick simulations: minimum, maximum, launches of a unit that gets one.
     min_looks: int = 6
     max_looks: int = 96
     look_launches: int = 24_000
-    # Shares of the work of one microbatch.
     shares: tuple[float, ...] = (0.125, 0.25, 0.375, 0.5)
-    # Moves per team and estimate, and single placements to start from.
+    # Moves per team and estimate; single placements to start from.
     num_moves: int = 3
     num_single: int = 3
-    # Mixes simulated in full: small units, large units, and launches that make a unit large.
+    # Mixes simulated in full: small units, large units; launches of a large unit.
     num_finalists: tuple[int, int] = (6, 2)
     large_launches: int = 4_500
-    # Lanes with a smaller share are rare; short simulations miss them.
+    # Short simulations miss lanes with smaller shares.
     rare_share: float = 1 / 16
     # Minimum share of a placement in a team.
     least_share: float = 1 / 64
-    # Segment moves: failures in a row, maximum, and minimum gain.
+    # Segment moves: failures in a row, maximum, minimum gain.
     num_segments: int = 24
     max_segments: int = 72
     segment_gain: float = 1e-3
 
-    # Judge. Candidates this close are equal (simulation error); the most robust, then the simplest wins.
+    # Candidates this close are equal (simulation error); the most robust, then the simplest wins.
     tie: float = 5e-4
     near_tie: float = 5e-3
-    # Candidates compared under sampled costs, and the resolution of regrets.
+    # Candidates compared under sampled costs; resolution of regrets.
     rival: float = 0.05
     max_rivals: int = 16
     regret_step: float = 2e-3
@@ -83,24 +79,24 @@ class SearchConfig:
     # Microbatch counts also tried where memory is short.
     fewer_microbatches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
 
-    # Cost and energy. Device sets: bounded, solved by the linear program, planned; minimum share of the best.
+    # Device sets for cost and energy: bounded, solved, planned; minimum share of the best.
     max_bounded: int = 4096
     max_solved: int = 12
     max_planned_sets: int = 4
     worth: float = 0.85
 
-    # Latency. Rows x devices of a frontier: first, maximum, and over all launches near or far from the bound.
+    # Rows x devices of a latency frontier: first, maximum, over all launches near or far from the bound.
     narrow_rows: int = 32
     wide_rows: int = 512
     frontier_rows: tuple[int, int] = (320_000, 1_280_000)
-    # Gap that counts as optimal; a gap that calls for the widest frontier at once.
+    # Gap that counts as optimal; gap that calls for the widest frontier at once.
     met: float = 1e-4
     far: float = 0.02
-    # Launches timed by local search and minimum trials: counts, not seconds, for reproducible plans.
+    # Launches timed by local search, minimum trials. Counts, not seconds: plans are reproducible.
     timed_launches: int = 400_000
     min_trials: int = 8
 
-    # (warm-up, measured) requests of a long simulation; None: the simulator's own.
+    # (warm-up, measured) requests; None: the simulator's own.
     long_window: tuple[float, float] | None = None
 
 

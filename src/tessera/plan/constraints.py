@@ -1,12 +1,13 @@
 """Placement constraints, and launch classes by module scope.
 
-`PATTERN=DEVICES` pins launches to devices or forbids them there, in every planner and policy. A pattern
-(shell wildcards) matches a step kind ("prefill"), a kernel name ("aten.mm.default", "mm"), a module path, its
-parents and parts ("model.layers.0", "self_attn"), or:
-  attention   launches inside attention modules
-  gemm        matrix multiplications, by kernel name
-DEVICES is a comma-separated list, wildcards allowed. Launches that share a device follow the one that
-matches.
+`PATTERN=DEVICES` pins launches to devices or forbids them there, in every policy. A pattern (shell wildcards)
+matches a step kind ("prefill"), a kernel name ("aten.mm.default", "mm"), a module path, its parents and parts
+("model.layers.0", "self_attn"), or:
+
+    attention   launches inside attention modules
+    gemm        matrix multiplications, by kernel name
+
+DEVICES is a comma-separated list with wildcards. Launches that share a device follow the one that matches.
 
 An attention scope is the deepest module path that holds all launches touching one state buffer, or the path
 of an attention kernel; inner scopes win. A layer is the path up to its first number. Launches outside layers
@@ -59,7 +60,7 @@ def allowed(
     constraints: tuple[Constraint, ...],
     devices: tuple[ir.Device, ...],
 ) -> Bools | None:
-    """[node, device] -> allowed; None if everything is. CPUs run operators only, no compiled kernels."""
+    """[node, device]; None: everything. CPUs run operators, no compiled kernels."""
     names = tuple(device.name for device in devices)
     free = np.ones((num_nodes, len(names)), dtype=np.bool_)
     hosts = [d for d, device in enumerate(devices) if device.is_cpu]
@@ -86,7 +87,6 @@ def compiled_launches(trace: ir.Trace) -> Ints:
 
 
 def check_constraints(unit: ir.WorkUnit, constraints: tuple[Constraint, ...]) -> None:
-    """Raise for a constraint that matches no launch."""
     for constraint in constraints:
         if not any(marks.any() for marks in _matches(unit, constraint.pattern)):
             kinds = ", ".join(dict.fromkeys(g.trace.step.kind for g in unit.graphs))
@@ -135,7 +135,6 @@ def _check(
     launch = int(np.flatnonzero(node_of[step] == node)[0])
     trace = unit.graphs[step].trace
     where = trace.launches[launch].scope or trace.step.kind
-    # One constraint may forbid every device.
     against = f"contradicts {last[node]}" if node in last else "leaves no device"
     raise PlanInfeasible(
         f"'{constraint}' {against}: launch {launch} of {trace.step.kind} "
@@ -145,7 +144,6 @@ def _check(
 
 
 def _matches(unit: ir.WorkUnit, pattern: str) -> tuple[Bools, ...]:
-    """[step][launch] -> match."""
     if pattern == "attention":
         marks = attention_launches(unit)
         if marks is not None:
@@ -175,7 +173,7 @@ def _short(name: str) -> str:
 
 
 def attention_launches(unit: ir.WorkUnit) -> tuple[npt.NDArray[np.bool_], ...] | None:
-    """[step][launch] -> inside an attention scope; None if all or none are."""
+    """[step][launch]; None if all or none are."""
     found: set[Path] = set()
     for graph in unit.graphs:
         found |= _attention_scopes(graph.trace)
@@ -235,7 +233,7 @@ def _attention_scopes(trace: ir.Trace) -> set[Path]:
 
 def _common(scopes: Iterable[str]) -> Path:
     paths = sorted(_path(s) for s in scopes)
-    first, last = paths[0], paths[-1]  # common prefix of sorted paths
+    first, last = paths[0], paths[-1]
     same = 0
     while same < min(len(first), len(last)) and first[same] == last[same]:
         same += 1

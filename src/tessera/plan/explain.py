@@ -1,11 +1,9 @@
 """Explain: figures and reasons of a plan, as records.
 
-Figures are per average request and use the plan's costs. The cost error assumes errors shared by all launches
-of a kernel and independent between kernels; a gain below it is not called a gain. With several batches,
-figures are per work unit, kernel costs are means, and reasons are those of the main lane.
-
-A reason moves all launches of a kernel from its usual device to each other device, at the same shares. It is
-exact for that move alone.
+Figures are per average request and use the plan's costs. Cost errors are shared by all launches of a kernel
+and independent between kernels; a gain below the error is not called a gain. With several batches, figures
+are per work unit, kernel costs are means, reasons are those of the main lane. A reason moves all launches of
+a kernel to another device at the same shares, and is exact for that move alone.
 """
 
 import re
@@ -31,33 +29,32 @@ class Usage:
     # Device name, or "src -> dst".
     name: str
     is_link: bool
-    # Busy microseconds per request, and share of the time.
+    # Per request; share of the time.
     busy_us: float
     utilisation: float
 
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """One kernel in one kind of module: cost and share per device."""
+    """One kernel in one kind of module."""
 
     kernel: str
     # Module path with numbers as "*": "model.layers.*.mlp".
     scope: str
-    # Runs per request.
     num_runs: int
-    # Per device: microseconds per request if all ran there, and the share that does.
+    # Per device: microseconds per request if all ran there; share that does.
     us: tuple[float, ...]
     share: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Plan relative to one coarse policy; above one is better. None: does not apply."""
+    """Ratio to a coarse policy; above one is better. None: does not apply."""
 
     name: str
     throughput: float | None
     latency: float | None
-    # Work per dollar and per joule; None without prices or power.
+    # Work per dollar and per joule.
     cost: float | None = None
     energy: float | None = None
 
@@ -66,27 +63,27 @@ class Gain:
 class DeviceMemory:
     device: str
     capacity_bytes: int
-    # Weights of all lanes; maximum state and temporaries of one request.
+    # Weights of all lanes; maximum of one request.
     weight_bytes: int
     microbatch_bytes: int
-    # All requests in flight, each on its lane.
+    # All requests in flight.
     state_bytes: int
     temporary_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """The device of one kernel in one kind of module, and the cost of the best alternative."""
+    """Why a kernel runs on its device: the cost of the best alternative."""
 
     kernel: str
     scope: str
     device: str
     other: str
-    # Per request: time here and there, and added transfers (negative: saved).
+    # Per request; transfers added (negative: saved).
     here_us: float
     there_us: float
     transfers_us: float
-    # Relative period after the move, by busy time.
+    # Relative, after the move, by busy time.
     period: float
 
     @property
@@ -114,22 +111,21 @@ class Explanation:
     bottleneck: str
     kernels: tuple[KernelUse, ...]
     gains: tuple[Gain, ...]
-    # Transfers and bytes per average request.
+    # Per average request.
     num_transfers: float
     transfer_bytes: float
-    # Relative error of the plan's figures.
+    # Relative.
     error: float
-    # Lower bound of one request alone; 0 if not computed.
+    # One request alone; 0: not computed.
     latency_bound_us: float
     verdict: str
     memory: tuple[DeviceMemory, ...] = ()
     reasons: tuple[Reason, ...] = ()
-    # Further remarks.
     remarks: tuple[str, ...] = ()
 
 
 def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
-    """`is_brief` skips the latency bound, which is slow."""
+    """`is_brief` skips the slow latency bound."""
     problem = build(plan.unit, plan.costs, plan.cluster)
     mix = mix_of(problem, plan)
     devices, links = _usages(problem, mix, plan)
@@ -197,7 +193,6 @@ def _nodes(problem: Problem) -> dict[tuple[str, str], Labels]:
 
 
 def _kind_of(scope: str) -> str:
-    """Numbers become "*": "model.layers.*.mlp"."""
     return re.sub(r"\b\d+\b", "*", scope)
 
 
@@ -300,7 +295,6 @@ def _ms(us: float) -> str:
 
 
 def reasons(problem: Problem, mix: Mix, kernels: dict[tuple[str, str], Labels]) -> tuple[Reason, ...]:
-    """Reasons of the main lane's kernels, (kernel, scope) -> nodes."""
     if problem.num_devices < 2:
         return ()
     main = int(np.argmax(mix.shares))

@@ -1,17 +1,15 @@
 """FluidModel: drafts of a service for a load, rated by step times alone, without queues.
 
 A request reads P prompt tokens and then needs A = G - 1 steps for its other answer tokens. A mixed device
-whose steps have T tokens finishes T / (P + A) requests per step if the steps are full: n = T A / (P + A)
-answers and T - n prompt tokens. With prompts devices, a share of the mixed devices' steps has prompt tokens:
-the share at which as many prompts are read as answers end. Time per token is the mean time of a step of the
-slowest group.
+with full steps of T tokens finishes T / (P + A) requests per step: n = T A / (P + A) answers and T - n prompt
+tokens. With prompts devices, a share of the mixed devices' steps has prompt tokens, such that as many prompts
+are read as answers end. Time per token is the mean step time of the slowest group.
 
-Drafts are candidates: the rehearsal of a service decides. `bound_per_s` is an upper bound of every policy: a
-relaxation that divides the launches of a request among the devices at will, each at its cheapest step size,
-without transfers. A lane over several devices holds pages where their layers or all attention run: more
-sequences read weights less often, but leave less choice of where. Its time is the least within memory of
-either. Not modelled: waits between devices of one lane (`waits` stands for them), padding, and lengths other
-than their mean.
+Drafts are candidates; the rehearsal decides. `bound_per_s` bounds every policy from above: launches are
+divided among the devices at will, each at its cheapest step size, without transfers. A lane over several
+devices holds pages where their layers or all attention run, whichever is faster: more sequences read weights
+less often, but leave less choice of where. Not modelled: waits inside a lane (`waits` stands for them),
+padding, lengths other than their mean.
 """
 
 import math
@@ -28,64 +26,60 @@ from tessera.plan.arrays import Floats
 from tessera.plan.host import FETCH
 from tessera.plan.problem import spread_us
 
-# Policies whose groups have one device each, and those with a lane over all devices.
+# Policies with one device per group, and with a lane over all devices.
 SINGLE, DATA_PARALLEL = "single", "data-parallel"
 PREFILL_DECODE, FRACTIONAL = "prefill-decode", "prefill-decode-fractional"
 LAYER_PIPELINE, ATTENTION_FFN = "layer-pipeline", "attention-ffn"
 DIVIDED = (LAYER_PIPELINE, ATTENTION_FFN, "kernel-level")
-# Rounds of prices for the bound: within 0.01 % of the optimum on up to four devices.
+# Within 0.01 % of the optimum on up to four devices.
 BOUND_ROUNDS = 400
 POLICIES = (SINGLE, DATA_PARALLEL, PREFILL_DECODE, FRACTIONAL, *DIVIDED)
 
 
 @dataclass(frozen=True, slots=True)
 class FluidConfig:
-    # Tokens of a step: first, largest, and steps per doubling.
+    # Tokens of a step: first, largest, sizes per doubling.
     least_tokens: int = 32
     most_tokens: int = 8192
     per_doubling: int = 6
-    # Sequences of a microbatch, at most.
+    # Per microbatch.
     most_sequences: int = 1024
-    # Tokens of prompt steps.
     prompt_tokens: tuple[int, ...] = (512, 1024, 2048, 4096)
-    # Prompt tokens of a mixed step beside a prompts group, at least.
+    # Least prompt tokens of a mixed step beside a prompts group.
     chunks: tuple[int, ...] = (16, 80, 144, 272, 528)
-    # Prompts that a prompts group holds per prompt of a step, and steps of work that it keeps.
+    # Prompts held by a prompts group per prompt of a step; steps of work that it keeps.
     backlog: float = 2.0
-    # Mixed steps of a device by itself: one in so many has prompt tokens, as many as all need.
+    # One mixed step in so many has prompt tokens, as many as all need.
     every: tuple[int, ...] = (1, 2, 4)
-    # Sequences beyond those that answer, so that mixed steps are full: a share and a number.
+    # Sequences beyond those that answer, to fill mixed steps: a share and a number.
     waiting_share: float = 0.12
     waiting: int = 2
-    # Share of a device's memory for weights and pages.
     memory_share: float = MEMORY_SHARE
-    # Standard deviation of the tokens that a sequence holds, relative to the mean, times two.
+    # Twice the relative standard deviation of the tokens that a sequence holds.
     spread: float = 0.7
-    # Share of the time that devices of a lane wait with a microbatch each; that they compute beside a host.
+    # Share of time that devices of a lane wait with a microbatch each; that they compute beside a host.
     waits: float = 0.1
     efficiency: float = 0.8
-    # For captured steps: microbatches of a prompts group (one reads while the other settles), and fewest of
-    # a lane over several devices.
+    # Captured steps: microbatches of a prompts group (one reads while the other settles), and fewest of a
+    # lane over several devices.
     prompt_microbatches: int = 2
     least_microbatches: int = 2
-    # Rehearsals of a policy at most.
+    # Per policy.
     num_rehearsed: int = 4
-    # Drafts per policy.
+    # Per policy.
     num_drafts: int = 3
     # Smaller prompt steps are preferred within this share of the rate.
     prompt_gain: float = 0.02
 
 
 FLUID = FluidConfig()
-# For `--effort quick`: fewer sizes, smaller services, fewer rehearsals.
+# `--effort quick`.
 QUICK_FLUID = FluidConfig(per_doubling=2, most_sequences=128, num_drafts=1, num_rehearsed=1)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """Times of a step's kinds of launches, and its temporaries."""
-
-    # [kind of launch, device], all launches of a kind together.
+    # [kind of launch, device].
     us: Floats
     temporary_bytes: int
 
@@ -93,7 +87,7 @@ class StepPrice:
         return float(self.us[:, device].sum())
 
 
-# (tokens, sequences, mean length of a sequence) -> price.
+# (tokens, sequences, mean length) -> price.
 PriceStep = Callable[[int, int, int], StepPrice]
 
 
@@ -102,14 +96,14 @@ class ModelBytes:
     weights: int
     # Pages of one token in all layers.
     token: float
-    # Attention window of each page table; 0: none.
+    # Per page table; 0: none.
     windows: tuple[int, ...] = (0,)
     # Kinds of launches in attention, where attention is apart, and their weights.
     attention: tuple[bool, ...] = ()
     attention_weights: int = 0
 
     def held(self, tokens: int) -> int:
-        """Positions in pages of an answering sequence of so many tokens, in all tables."""
+        """Positions in the pages of all tables."""
         return sum(min(tokens, window + PAGE) if window else tokens for window in self.windows)
 
 
@@ -117,14 +111,14 @@ class ModelBytes:
 class GroupDraft:
     role: Role
     devices: tuple[int, ...]
-    # Sequences of a microbatch.
+    # Per microbatch.
     sequences: int
-    # Tokens of each step, ascending.
+    # Tokens, ascending.
     sizes: tuple[int, ...]
     microbatches: int
-    # Positions of all its pages, with the unused page 0.
+    # With the unused page 0.
     pool_tokens: int
-    # Mean tokens that a sequence holds.
+    # Mean tokens per sequence.
     length: int
 
 
@@ -147,12 +141,11 @@ class ServiceDraft:
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """A mixed or answers device at one size: times of its steps without and with prompt tokens."""
+    """A mixed or answers device at one size; step times without and with prompt tokens."""
 
     group: GroupDraft
     plain_us: float
     mixed_us: float
-    # Prompt tokens of a mixed step.
     chunk: int
 
     def step_us(self, share: float) -> float:
@@ -161,39 +154,35 @@ class _Seat:
 
 @dataclass(frozen=True, eq=False)
 class FluidModel:
-    """Drafts of every policy for one load on one cluster."""
-
     load: Load
     cluster: Cluster
     price: PriceStep
     model: ModelBytes
     config: FluidConfig = FLUID
-    # False where only whole sequences stay on a device: no prompts groups.
+    # False where sequences stay on a device: no prompts groups.
     can_move: bool = True
-    # Those that may be used; empty: all.
+    # Empty: all.
     devices: tuple[int, ...] = ()
     # False for launches of GPU code.
     runs_on_cpu: bool = True
 
-    # Sizes of a load.
-
     @property
     def answers(self) -> int:
-        """Steps of a request after its first token."""
+        """Steps after the first token."""
         return max(0, self.load.output_tokens - 1)
 
     @property
     def length(self) -> int:
-        """Mean tokens of a sequence that answers."""
+        """Mean tokens of an answering sequence."""
         return self.load.prompt_tokens + max(1, self.load.output_tokens // 2)
 
     def room_tokens(self, device: int) -> int:
-        """Positions that fit beside the weights."""
+        """Positions beside the weights."""
         room = self.config.memory_share * self.cluster.devices[device].memory_bytes - self.model.weights
         return int(room / self.model.token) if self.model.token else 1 << 24
 
     def pool_tokens(self, sequences: int, length: int) -> int:
-        """Positions for sequences of a mean length: with variance, growth by a page, and page 0."""
+        """With variance, growth by a page, and page 0."""
         margin = 1.0 + self.config.spread / math.sqrt(sequences)
         longest = 2 * (self.load.prompt_tokens + self.load.output_tokens) * len(self.model.windows)
         reading = self.load.prompt_tokens * sum(window > 0 for window in self.model.windows)
@@ -212,7 +201,7 @@ class FluidModel:
 
     @cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
-        """Equal devices, each kind once."""
+        """Equal devices by kind."""
         found: dict[object, list[int]] = {}
         for number in self.used:
             device = self.cluster.devices[number]
@@ -222,7 +211,7 @@ class FluidModel:
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
-        """Equal devices that hold the model, each kind once."""
+        """Those of `alike` that hold the model."""
         held = [kind for kind in self.alike if self.room_tokens(kind[0]) > 2 * self.model.held(self.length)]
         return tuple(k for k in held if self.runs_on_cpu or not self.cluster.devices[k[0]].is_cpu)
 
@@ -235,19 +224,16 @@ class FluidModel:
         num = int(per_doubling * math.log2(most / least))
         return [least * 2 ** (n / per_doubling) for n in range(num + 1)]
 
-    # Drafts.
-
     def depths(self, policy: str) -> list[int]:
-        """Numbers of microbatches of a policy's drafts, that of the best draft first."""
+        """Microbatches of the drafts, best first."""
         drafts = sorted(self._drafts(policy), key=lambda d: -d.tokens_per_s)
         return list(dict.fromkeys(draft.microbatches for draft in drafts))
 
     def drafts(
         self, policy: str, slack: float = 1.0, pool_tokens: float = math.inf, depth: int | None = None
     ) -> list[ServiceDraft]:
-        """The best drafts of a policy within the limits times `slack` and with smaller pools, best first.
-
-        `depth`: those with so many microbatches.
+        """The best within the limits times `slack` and with smaller pools, best first; `depth`:
+        microbatches.
         """
         found = [d for d in self._drafts(policy) if depth in (None, d.microbatches)]
         tpot, ttft = self.load.tpot_ms or math.inf, self.load.ttft_ms or math.inf
@@ -276,7 +262,7 @@ class FluidModel:
     def _mixed(
         self, devices: tuple[int, ...], tokens: int, microbatches: int = 1, every: int = 1
     ) -> GroupDraft:
-        """A mixed group with so many tokens a step on average, prompt tokens in one of `every` steps."""
+        """`tokens` per step on average, prompt tokens in one of `every` steps."""
         answering = self._answering(tokens)
         waiting = self.config.waiting + self.config.waiting_share * answering
         sequences = max(2, min(tokens, _even(answering + waiting)))
@@ -291,7 +277,7 @@ class FluidModel:
     def _times(
         self, group: GroupDraft, tokens: int, step_us: float, every: int = 1
     ) -> tuple[float, float, float]:
-        """(requests per second, ms per token, ms to the first token) of a mixed group, by its mean step."""
+        """(requests per second, ms per token, ms to the first token)."""
         answering = self._answering(tokens)
         read = (group.sizes[-1] - answering) / every / self.load.prompt_tokens
         per_s = min(tokens / (self.answers + self.load.prompt_tokens), read) * 1e6 / step_us
@@ -316,7 +302,7 @@ class FluidModel:
             yield group, *self._times(group, tokens, step_us, every)
 
     def _replicas(self, policy: str) -> Iterator[ServiceDraft]:
-        """Mixed devices: each at its best within every time per token that some device reaches."""
+        """Each device at its best within every time per token that some device reaches."""
         each = {kind: list(self._alone(kind[0], policy)) for kind in self.kinds}
         if policy == SINGLE:
             for listed in each.values():
@@ -385,7 +371,7 @@ class FluidModel:
                     yield _Seat(group, plain_us, mixed.total_us(device), tokens - sequences)
 
     def _prompts(self, device: int) -> tuple[GroupDraft, float]:
-        """A prompts group of one device, and its prompt tokens per second."""
+        """A group and its prompt tokens per second."""
         found: list[tuple[float, GroupDraft, float]] = []
         for tokens in self.config.prompt_tokens:
             prompts = tokens / self.load.prompt_tokens
@@ -409,7 +395,7 @@ class FluidModel:
         prompts: Sequence[tuple[GroupDraft, float]],
         chosen: Sequence[tuple[_Seat, tuple[int, ...]]],
     ) -> ServiceDraft:
-        """The share of steps with prompt tokens at which prompts and answers balance."""
+        """At the share of steps with prompt tokens where prompts and answers balance."""
         reading = sum(rate for _, rate in prompts)
         held = sum(self.config.backlog * group.sizes[-1] for group, _ in prompts)
         in_flight = held / self.load.prompt_tokens
@@ -417,7 +403,6 @@ class FluidModel:
         filled = max(0.1, 1.0 - in_flight / seats)
 
         def rates(share: float) -> tuple[float, float]:
-            """Requests read and requests answered per second."""
             read, answered = reading, 0.0
             for seat, on in chosen:
                 steps_per_s = len(on) * 1e6 / seat.step_us(share)
@@ -438,11 +423,10 @@ class FluidModel:
         return self._draft(policy, groups, per_s, tpot_ms, ttft_ms)
 
     def _read(self, chunk: int) -> float:
-        """Prompt tokens that a chunk holds on average: the last chunk of a prompt is not full."""
+        """Mean prompt tokens of a chunk: the last chunk of a prompt is not full."""
         return chunk * self.load.prompt_tokens / (self.load.prompt_tokens + chunk / 2)
 
     def _divided(self, policy: str) -> Iterator[ServiceDraft]:
-        """One mixed group over all devices, with a few numbers of microbatches."""
         num, config = len(self.used), self.config
         if num < 2:
             return
@@ -458,7 +442,7 @@ class FluidModel:
                 yield self._draft(policy, [group], *self._times(group, tokens, step_us))
 
     def _lane_us(self, policy: str, price: StepPrice, group: GroupDraft) -> Iterator[float]:
-        """Times of a step by ways to divide it that fit."""
+        """Step times by ways to divide it that fit."""
         model, num = self.model, len(self.used)
         memory = np.array([self.cluster.devices[d].memory_bytes for d in self.used])
         rooms = self.config.memory_share * memory - group.microbatches * price.temporary_bytes
@@ -479,31 +463,28 @@ class FluidModel:
                 caps = caps * (np.arange(num) == other) if policy == ATTENTION_FFN else caps
                 yield from _filled_us(here * attention, rest, caps, busy)
 
-    # A GPU and its host.
-
     @cached_property
     def hosts(self) -> tuple[int, ...]:
         return tuple(d for d in self.used if self.cluster.devices[d].is_cpu)
 
     @property
     def has_host(self) -> bool:
-        """True for CPUs beside GPUs."""
         return 0 < len(self.hosts) < len(self.used)
 
     def _outside(self, needed: float) -> float | None:
-        """Share of the weights that GPUs cannot hold beside so many bytes; None: not even the bytes fit."""
+        """Share of the weights that GPUs cannot hold beside so many bytes; None: the bytes do not fit."""
         cards = (d for d in self.used if d not in self.hosts)
         held = self.config.memory_share * sum(self.cluster.devices[d].memory_bytes for d in cards) - needed
         return None if held < 0 else 1.0 - min(1.0, held / max(1, self.model.weights))
 
     @property
     def is_short(self) -> bool:
-        """True if GPUs beside a host cannot hold the weights."""
         return self.has_host and self._outside(0.0) != 0.0
 
     def _host_us(self, policy: str, price: StepPrice, group: GroupDraft) -> Iterator[float]:
-        """Times of a step beside a host: GPUs have the pages and run what they can hold; of the rest the host
-        runs a share, and the GPUs fetch the others while both compute."""
+        """GPUs hold the pages and run what they can hold; the host runs a share of the rest, and GPUs fetch
+        the others while both compute.
+        """
         in_flight = group.microbatches
         outside = self._outside(group.pool_tokens * self.model.token + in_flight * price.temporary_bytes)
         if outside is None:
@@ -517,16 +498,13 @@ class FluidModel:
             busy_us = sum(times) if in_flight == 1 else max(times) / self.config.efficiency
             yield max(busy_us, fetched * link_us)
 
-    # Bound.
-
     @cached_property
     def bound_per_s(self) -> float:
-        """Upper bound of answer tokens per second of any policy, by busy time."""
         return self.load.output_tokens * 1e6 / spread_us(self.least_us, BOUND_ROUNDS)
 
     @cached_property
     def least_us(self) -> Floats:
-        """[kind of launch, device]: least time of a request's launches."""
+        """[kind of launch, device] per request."""
         room = sum(max(0, self.room_tokens(d)) for d in self.used)
         if not self.kinds:
             held = self.config.memory_share * sum(self.cluster.devices[d].memory_bytes for d in self.used)
@@ -549,16 +527,16 @@ class FluidModel:
 
 @dataclass(frozen=True, eq=False)
 class CapturedModel(FluidModel):
-    """Drafts over captured steps of one shape: only roles and devices are chosen, whatever the limits are."""
+    """Drafts over captured steps: only roles and devices are chosen, whatever the limits are."""
 
-    # Microbatches of all devices together, sequences of one, and its step sizes.
+    # Microbatches on all devices; sequences of one.
     microbatches: int = 1
     sequences: int = 1
     sizes: tuple[int, ...] = ()
 
     @property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
-        """All devices: memory is counted when a draft is made."""
+        """Memory is counted when a draft is made."""
         return self.alike
 
     def drafts(
@@ -616,8 +594,9 @@ def _together_us(price: StepPrice, devices: Sequence[int]) -> float:
 
 
 def _filled_us(fixed: Floats, us: Floats, caps: Floats, busy: float) -> Iterator[float]:
-    """Least time in which devices with some work do one more, divided at will, each up to its cap; none: the
-    caps are too small. They work for a share `busy` of the time."""
+    """Least time for work divided at will over devices with some work already, each up to its cap and busy
+    for a share `busy` of the time; none if the caps are too small.
+    """
     if caps.clip(0.0, 1.0).sum() < 1.0:
         return
     low, high = float(fixed.max()), float((fixed + us).max())
@@ -629,7 +608,7 @@ def _filled_us(fixed: Floats, us: Floats, caps: Floats, busy: float) -> Iterator
 
 
 def _alike(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:
-    """One seat of every kind: the most sequences whose plain steps take no longer than the others'."""
+    """One seat per kind: the most sequences whose plain steps take no longer than the others'."""
     limits = sorted({seat.plain_us for listed in seats for seat in listed})
     seen = set()
     for limit in limits:
@@ -638,7 +617,7 @@ def _alike(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:
             within = [seat for seat in listed if seat.plain_us <= limit]
             most = within[-1].group.sequences if within else 0
             alike.append([seat for seat in within if seat.group.sequences == most])
-        # As many prompt tokens on all, or as near as there are.
+        # Prompt tokens as equal as the seats allow.
         for number in range(max(map(len, alike))) if all(alike) else ():
             chosen = tuple(listed[min(number, len(listed) - 1)] for listed in alike)
             if (key := tuple(map(id, chosen))) not in seen:
@@ -657,6 +636,6 @@ def _even(number: float) -> int:
 
 
 def _rounded(tokens: float, how: Callable[[float], int] = round) -> int:
-    """A multiple of 64 from 128 on, of 16 from 32 on, of 8 below: products are computed in tiles."""
+    """A multiple of 64 from 128 on, of 16 from 32 on, of 8 below, for the tiles of products."""
     step = 64 if tokens >= 128 else 16 if tokens >= 32 else 8
     return step * how(tokens / step)

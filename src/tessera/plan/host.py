@@ -1,14 +1,14 @@
 """Placements on a GPU and its host, where the GPU cannot hold the weights.
 
-Everything runs on the GPU, except launches whose weights stay on a host: those with the least time there per
-byte of weights, as many as memory needs. Launches that share a weight go together; launches that touch state,
-and code that only a GPU runs, stay. Launches of equal price are taken evenly over the step, of divided
-products the last parts first, so that both work at the same time. What joins values of the host runs there.
+Launches whose weights stay on a host are those with the least time there per byte, as many as memory needs;
+the others run on the GPU. Launches that share a weight go together; those that touch state, or need a GPU,
+stay. Launches of equal price are taken evenly over the step, of divided products the last parts first, so
+that both devices work at the same time. Launches that join values of the host run there.
 
-Other launches may fetch their weights over the link each time they run, into places that count as the GPU's
-memory: those that would take longest on the host per byte, evenly over the step. The link works while the
-devices compute, so a step takes the longer of both. Placements with several shares of fetched weights are
-returned, for a simulation to choose. Not handled: several GPUs, which take the mixed-integer program.
+Other launches may fetch their weights each run, into places that count as GPU memory: those slowest on the
+host per byte, evenly over the step. The link works while the devices compute, so a step takes the longer of
+both. A simulation chooses among several shares of fetched weights. Not handled: several GPUs, which take the
+mixed-integer program.
 """
 
 from collections import Counter
@@ -21,32 +21,28 @@ from tessera.plan.arrays import Floats, Ints, Labels
 from tessera.plan.problem import Problem
 from tessera.plan.spread import even_order
 
-# Baseline of a GPU beside its host.
 FETCH = "fetch all that does not fit"
 # Share of the GPU's memory that is planned.
 FILL = 0.94
 # Scores within this ratio are equal.
 EQUAL = 1.05
-# Launches that a refusal names.
 NAMED = 4
-# Weights that are small enough to be fetched are so many times those that are; much smaller ones stay.
+# Candidates for fetching: the smallest weights, this many times the bytes needed; much smaller ones stay.
 ENOUGH, LEAST = 1.5, 1.0 / 64.0
-# Shares of fetched weights that are tried, of the one at which link and devices are busy equally long.
+# Shares of fetched weights, relative to the one at which link and devices are equally busy.
 TRIED = (0.4, 0.6, 0.75, 0.9, 1.0)
-# To fetch all that is missing, so many times as much is tried, until its places fit too.
+# Factors tried to fetch all that is missing, until its places fit too.
 MORE = np.linspace(1.0, 2.0, 26)
 
 
 def has_host(problem: Problem) -> bool:
-    """True for one GPU beside CPUs."""
     cards = [d for d in problem.cluster.devices if not d.is_cpu]
     return len(cards) == 1 and problem.num_devices > 1
 
 
 def host_placements(problem: Problem, microbatches: int, is_fetching: bool = False) -> list[ir.Placement]:
-    """Placements that fit, the one with the fewest fetched weights first; raises PlanInfeasible without one.
-
-    `is_fetching`: fetch all that does not fit.
+    """Placements that fit, fewest fetched weights first; raises PlanInfeasible without one. `is_fetching`:
+    fetch all that does not fit.
     """
     moves = _Moves(problem, microbatches)
     all_fetched = (0, next((share for share in MORE.tolist() if moves.excess(0, share).max() <= 0), 1.0))
@@ -59,19 +55,17 @@ def host_placements(problem: Problem, microbatches: int, is_fetching: bool = Fal
 
 
 class _Moves:
-    """Groups of launches whose weights leave the GPU's memory."""
-
     def __init__(self, problem: Problem, microbatches: int) -> None:
         self._problem, self._microbatches = problem, microbatches
         self._card = next(d for d, device in enumerate(problem.cluster.devices) if not device.is_cpu)
         hosts = [d for d in range(problem.num_devices) if d != self._card]
         self._host, made = hosts[0], _order(problem, self._card, hosts)
         self._order, self._group_of, self._host_of, self._size, self._score = made
-        self.missing = 0.0  # for the next line, which fetches nothing
+        self.missing = 0.0  # the next line fetches nothing
         self.missing = max(0.0, float(self.excess(0, 0.0)[self._card]))
 
     def placement(self, num: int, share: float) -> ir.Placement:
-        """The first groups on the host, and a share of the bytes that do not fit fetched."""
+        """The first `num` groups on the host, and a share of the missing bytes fetched."""
         excess, (labels, fetched) = self.excess(num, share), self._labels(num, share)
         if excess.max() > 0:
             raise _too_large(self._problem, labels, excess)
@@ -81,7 +75,6 @@ class _Moves:
         return ir.Placement(placed.devices, tuple((weights.names[n], self._host) for n in items.tolist()))
 
     def needed(self, share: float) -> int:
-        """Groups on the host until the rest fits."""
         low, high = 0, len(self._order)
         while low < high:
             middle = (low + high) // 2
@@ -91,12 +84,12 @@ class _Moves:
 
     @property
     def balanced(self) -> float:
-        """Share at which the link and the devices are busy equally long."""
+        """Share at which link and devices are equally busy."""
         (host_us, _), (card_us, link_us) = (self._busy_us(share) for share in (0.0, 1.0))
         return min(1.0, host_us / max(1e-9, host_us - card_us + link_us))
 
     def _busy_us(self, share: float) -> tuple[float, float]:
-        """Time of all launches and transfers in sequence, and of the fetches."""
+        """All launches and transfers in sequence; the fetches."""
         labels, fetched = self._labels(self.needed(share), share)
         link = self._problem.cluster.link(self._host, self._card)
         us = link.fetch_us(float(self._size[fetched].sum())) if link is not None else np.inf
@@ -112,14 +105,14 @@ class _Moves:
         return over
 
     def _labels(self, num: int, share: float) -> tuple[Labels, Ints]:
-        """Device of each node, and the groups that are fetched."""
+        """Device of each node; fetched groups."""
         fetched = self._fetched(share)
         rest = self._order[~np.isin(self._order, fetched) & (self._score[self._order] < np.inf)]
         computed = np.isin(self._group_of, rest[:num])
         return np.where(computed, self._host_of[self._group_of], self._card), fetched
 
     def _fetched(self, share: float) -> Ints:
-        """Groups with the longest time on the host per byte, evenly over the step."""
+        """Groups slowest on the host per byte, evenly over the step."""
         left, fetched = share * self.missing, list[int]()
         sizes = np.sort(self._size[self._order])
         enough = int(np.searchsorted(sizes.cumsum(), ENOUGH * left))
@@ -137,7 +130,6 @@ class _Moves:
 
 
 def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasible:
-    """Names the device that overflows, and launches with its largest weights."""
     device, weights = int(excess.argmax()), problem.weights
     first = {node: launch for launch, node in reversed([*enumerate(problem.node_of[-1].tolist())])}
     here = {
@@ -159,8 +151,9 @@ def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasib
 
 
 def _order(problem: Problem, card: int, hosts: list[int]) -> tuple[Ints, Ints, Ints, Floats, Floats]:
-    """Groups of nodes with weights, best first; node -> group; of groups the host, bytes, and time on the
-    host per byte as a class (infinite: no host may run them)."""
+    """Groups of nodes with weights, best first; node -> group; per group: host, bytes, class of host time per
+    byte (infinite: no host may run it).
+    """
     weights, num = problem.weights, problem.num_nodes
     group_of = _groups(num, weights.pin_item, weights.pin_node)
     size = np.zeros(num)
@@ -174,7 +167,7 @@ def _order(problem: Problem, card: int, hosts: list[int]) -> tuple[Ints, Ints, I
     if problem.allowed is not None:
         stays[group_of[~problem.allowed[:, hosts].any(axis=1)]] = True
     number = np.cumsum(np.arange(num) == group_of) - 1
-    # Hosts in turn: several NUMA nodes read their weights at the same time.
+    # In turn: several NUMA nodes read their weights at the same time.
     host_of = np.array(hosts)[number % len(hosts)]
     added = load[np.arange(num), host_of] - load[:, card] + _crossing_us(problem, group_of, card, hosts[0])
     added[stays] = np.inf
@@ -186,7 +179,7 @@ def _order(problem: Problem, card: int, hosts: list[int]) -> tuple[Ints, Ints, I
 
 
 def _part_numbers(problem: Problem, group: Ints) -> Ints:
-    """Group -> number of the part of a divided weight that it has; group[weight]."""
+    """Group -> number of its part of a divided weight; group[weight]."""
     found, seen = np.zeros(problem.num_nodes, dtype=np.int64), Counter[str]()
     for name, node in sorted(zip(problem.weights.names, group.tolist(), strict=True), key=lambda x: x[1]):
         whole, bracket, _ = name.partition("[")
@@ -196,7 +189,9 @@ def _part_numbers(problem: Problem, group: Ints) -> Ints:
 
 
 def _with_joins(problem: Problem, labels: Labels, card: int) -> Labels:
-    """Nodes without weights whose inputs are on a host already, and larger than their results, go there."""
+    """Moves nodes without weights to a host that has their inputs, where these are larger than the
+    results.
+    """
     values, labels = problem.values, labels.copy()
     reads: dict[int, list[int]] = {}
     makes: dict[int, list[int]] = {}
@@ -235,7 +230,7 @@ def _groups(num: int, items: Ints, nodes: Ints) -> Ints:
 
 
 def _crossing_us(problem: Problem, group_of: Ints, card: int, host: int) -> Floats:
-    """Group -> time of the transfers that its move adds."""
+    """Group -> added transfer time."""
     values = problem.values
     spent = np.zeros(problem.num_nodes)
     np.add.at(spent, group_of[values.producer], problem.transfer_us[:, host, card])

@@ -1,16 +1,14 @@
 """The planning problem as arrays: nodes to place, values to move, memory.
 
 A node is a set of launches that share a device: one launch, a group with shared state, or all immovable
-launches. load_us[n, d] is the busy time of node n on device d per request. A value is a hyperedge from a node
-to its readers, paid once per (value, destination) and run. State shared by consecutive steps is a value paid
-once per request. Links of a bus share a row of busy time. A device holds its weights once, and per microbatch
-its state and the temporaries of the largest step. Step inputs and outputs are free.
+launches. A value is a hyperedge from a node to its readers, paid once per (value, destination) and run; state
+shared by consecutive steps is paid once per request. Links of a bus share a row of busy time. A device holds
+its weights once, and per microbatch its state and the temporaries of the largest step. Step inputs and
+outputs are free.
 
 Devices are alike if costs, memory, constraints and links are equal. Swapping them preserves rates, so some
 optimum loads them equally, and the linear program over one device per kind has the same optimum. Not handled:
-buses; there every device is its own kind.
-
-Plans for fewer devices can be copied side by side ("cells", see `partitions`).
+buses; there every device is its own kind. Plans for fewer devices can be copied side by side ("cells").
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,11 +37,10 @@ class Column:
     """A placement with the costs of one request."""
 
     labels: Labels
-    # Busy microseconds of devices, then of links (row-major, source first).
+    # Devices, then links (row-major, source first).
     busy_us: Floats
-    # All launches and transfers in sequence, with latencies.
+    # Launches and transfers in sequence, with latencies.
     path_us: float
-    # Transfers of one request.
     num_messages: float
 
     @cached_property
@@ -53,11 +50,11 @@ class Column:
 
 @dataclass(frozen=True, eq=False)
 class Mix:
-    """Columns with their shares of the requests; shares sum to one."""
+    """Columns with shares that sum to one."""
 
     columns: tuple[Column, ...]
     shares: tuple[float, ...]
-    # Microbatches per column; empty: by `microbatch_counts`.
+    # Per column; empty: by `microbatch_counts`.
     microbatches: tuple[int, ...] = ()
 
     @cached_property
@@ -88,7 +85,7 @@ class Mix:
 
 
 def by_speed(columns: Sequence[Column]) -> Mix:
-    """Columns that share no device, with shares by speed."""
+    """For columns that share no device."""
     speeds = [1.0 / float(c.busy_us.max()) for c in columns]
     return Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds))
 
@@ -111,7 +108,6 @@ class Problem:
     us_per_byte: Floats
     latency_us: Floats
     memory_bytes: Floats
-    # One per step.
     temporaries: tuple[Temporaries, ...] = ()
     constraints: tuple[Constraint, ...] = ()
     # [node, device] -> allowed; None: all.
@@ -127,7 +123,6 @@ class Problem:
 
     @cached_property
     def layer_of_node(self) -> tuple[Ints, int] | None:
-        """(node -> layer, number of layers)."""
         found = layers_of(self.unit)
         return None if found is None else (self.vote(found[0], found[1]), found[1])
 
@@ -142,7 +137,6 @@ class Problem:
 
     @cached_property
     def link_row(self) -> Ints:
-        """[source x devices + destination] -> row of busy time."""
         return arrays.link_rows(self.cluster)
 
     @cached_property
@@ -189,17 +183,15 @@ class Problem:
         return ir.Placement(tuple(tuple(labels[nodes].tolist()) for nodes in self.node_of))
 
     def labels(self, placement: ir.Placement) -> Labels:
-        """Device of each node; the placement must not split nodes."""
+        """The placement must not split nodes."""
         found = np.zeros(self.num_nodes, dtype=np.int64)
         for nodes, devices in zip(self.node_of, placement.devices, strict=True):
             found[nodes] = devices
         return found
 
     def excess_bytes(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> Floats:
-        """Bytes by which devices overflow if they serve all these columns (<= 0: fits).
-
-        Weights count once. `microbatches`: requests in flight per column, or one number for the largest
-        column.
+        """Overflow per device; weights count once. `microbatches`: per column, or one number for the
+        largest.
         """
         fixed, each = self.footprints(columns)
         held = (
@@ -210,7 +202,6 @@ class Problem:
         return np.asarray(fixed + held - self.memory_bytes)
 
     def footprint(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
-        """(weight bytes per device, maximum bytes per further request)."""
         fixed, each = self.footprints(columns)
         return fixed, np.asarray(each.max(axis=0))
 
@@ -230,14 +221,10 @@ class Problem:
 
     @cached_property
     def _held(self) -> dict[bytes, tuple[Bools, Floats]]:
-        """Cached: [weight, device] held, and bytes per request."""
         return {}
 
     def resident(self, microbatches: float, tilt: float = 0.0) -> Holdings:
-        """Weights and state of the requests in flight, which pricing charges per byte.
-
-        `tilt` raises byte prices towards the last launches.
-        """
+        """Weights and state that pricing charges per byte; `tilt` raises prices towards the last launches."""
         weights, states = self.weights, self.states
         num_bytes = np.concatenate([weights.num_bytes, microbatches * states.num_bytes])
         item = np.concatenate([weights.pin_item, states.pin_item + len(weights.num_bytes)])
@@ -249,20 +236,18 @@ class Problem:
         return Holdings(num_bytes, item, node)
 
     def microbatch_bytes(self, labels: Labels) -> Floats:
-        """Maximum state and temporaries of one request per device."""
         num = self.num_devices
         peaks = [step.peak_bytes(labels, num) for step in self.temporaries]
         return np.asarray(self.states.bytes_on(labels, num) + np.max([np.zeros(num), *peaks], axis=0))
 
     @cached_property
     def most_temporary_bytes(self) -> float:
-        """Upper bound of one request's temporaries on any device."""
         # A device that runs everything holds each buffer longest.
         whole = np.zeros(self.num_nodes, dtype=np.int64)
         return max((float(step.peak_bytes(whole, 1)[0]) for step in self.temporaries), default=0.0)
 
     def microbatches_that_fit(self, mix: Mix, microbatches: int = 1) -> int | None:
-        """Maximum requests in flight of a mix; None: unlimited."""
+        """None: unlimited."""
         fixed, each = self.footprints(mix.columns)
         table = microbatch_table(mix, microbatches)
         left = self.memory_bytes - fixed
@@ -294,7 +279,7 @@ def build(
     constraints: tuple[Constraint, ...] = (),
     memory_share: float = 1.0,
 ) -> Problem:
-    """Check the inputs and build arrays; unmatched constraints are allowed."""
+    """Unmatched constraints are allowed."""
     arrays.check(unit, costs, cluster)
     node_of, num_nodes = arrays.contract(unit)
     cost_us = tuple(np.array([[c.us for c in row] for row in x.costs], dtype=np.float64) for x in costs)
@@ -323,10 +308,7 @@ def build(
 
 
 def spread_us(load: Floats, rounds: int = 39) -> float:
-    """Lower bound of the busiest device's time over fractional assignments of rows to devices.
-
-    load[row, device].
-    """
+    """Lower bound of the busiest device's time over fractional assignments; load[row, device]."""
     # Any prices that sum to one prove a bound.
     num = load.shape[1]
     prices = np.full(num, 1.0 / num)
@@ -336,14 +318,12 @@ def spread_us(load: Floats, rounds: int = 39) -> float:
         best = max(best, float(priced.min(axis=1).sum()))
         choice = priced.argmin(axis=1)
         busy = np.bincount(choice, weights=load[np.arange(len(choice)), choice], minlength=num)
-        # Raise prices of busier devices, by shrinking steps.
         prices = prices * np.exp((busy / max(busy.max(), 1e-12) - 0.5) / round_number)
         prices /= prices.sum()
     return best
 
 
 def cluster_of(cluster: ir.Cluster, devices: Sequence[int]) -> ir.Cluster:
-    """Some devices of the cluster, with their links."""
     kept = tuple(cluster.devices[d] for d in devices)
     names = {d.name for d in kept}
     return ir.Cluster(kept, tuple(x for x in cluster.links if x.src in names and x.dst in names))
@@ -361,7 +341,7 @@ def costs_on(costs: Sequence[ir.Costs], devices: Sequence[int]) -> tuple[ir.Cost
 
 
 def restricted(problem: Problem, devices: Sequence[int]) -> Problem | None:
-    """The problem on some devices; None if the constraints forbid it."""
+    """None if the constraints forbid it."""
     at = list(devices)
     places = None if problem.allowed is None else problem.allowed[:, at]
     if places is not None and not places.any(axis=1).all():
@@ -401,7 +381,7 @@ def microbatch_table(mix: Mix, microbatches: int) -> tuple[int, ...]:
 
 
 def microbatch_counts(mix: Mix, microbatches: int) -> tuple[int, ...]:
-    """Microbatches per column, at least one each: share x path time (Little's law), by largest remainder."""
+    """At least one per column: share x path time (Little's law), by largest remainder."""
     if mix.microbatches:
         return mix.microbatches
     held = np.array([s * c.path_us for s, c in zip(mix.shares, mix.columns, strict=True)])
@@ -425,12 +405,12 @@ class Kinds:
     members: tuple[tuple[int, ...], ...]
     # Device -> kind.
     kind_of: Ints
-    # The problem on one device of each kind.
+    # On one device of each kind.
     part: Problem
 
     @property
     def limits(self) -> Floats:
-        """Capacity of each kind and of links between kinds."""
+        """Capacity of kinds and of links between kinds."""
         counts = np.array([len(m) for m in self.members], dtype=np.float64)
         return np.concatenate([counts, np.outer(counts, counts).ravel()])
 
@@ -443,13 +423,13 @@ class Kinds:
             rest = way
             for kind, count in zip(used, counts, strict=True):
                 device_of[kind] = self.members[kind][rest % count]
-                # All pairings, as digits of a number; if too many, all kinds in step.
+                # All pairings as digits of a number; if too many, all kinds in step.
                 rest = rest // count if prod(counts) <= max_pairings else way
             yield device_of[labels]
 
 
 def kinds_of(problem: Problem) -> Kinds | None:
-    """Kinds of devices; None if all differ, or links share a bus."""
+    """None if all differ, or links share a bus."""
     num = problem.num_devices
     if num < 3 or (problem.link_row != np.arange(num * num)).any():
         return None

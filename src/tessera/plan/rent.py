@@ -1,7 +1,6 @@
-"""Rent: sets of GPUs, and bounds of their throughput.
+"""Rent: sets of GPUs of one provider and one maker, and bounds of their throughput.
 
-A basket holds GPUs of one provider and one maker. The bound spreads every launch freely, with free transfers
-and unlimited memory; it only discards baskets.
+The bound spreads launches freely, with free transfers and unlimited memory; it only discards sets.
 """
 
 from collections import Counter
@@ -25,7 +24,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Basket:
-    # In order of the offers, with repeats.
+    # With repeats.
     gpus: tuple[str, ...]
     provider: str
     usd_per_hour: float
@@ -36,7 +35,7 @@ class Basket:
 
 
 def baskets(offers: Sequence[Offer], max_devices: int, provider: str = "") -> list[Basket]:
-    """Every basket at its cheapest provider, by price, then size."""
+    """Each at its cheapest provider; by price, then size."""
     best: dict[tuple[str, ...], Basket] = {}
     names = dict.fromkeys(p for offer in offers for p, _ in offer.prices if provider in ("", p))
     for name in names:
@@ -70,7 +69,7 @@ class Limit:
         return 1e6 / spread_us(self._load_us(gpus))
 
     def upper_bound_per_s(self, gpus: Iterable[str]) -> float:
-        """A looser, faster limit: the first prices of `spread_us`."""
+        """A looser, faster bound: the first prices of `spread_us`."""
         load = self._load_us(gpus)
         weights = 1.0 / load.sum(axis=0)
         return 1e6 * float(weights.sum()) / float((load * weights).min(axis=1).sum())

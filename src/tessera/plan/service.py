@@ -1,11 +1,10 @@
 """Service: the best configuration of a service for a load, by rehearsal.
 
-Drafts of every policy (`fluid`) are made into service plans and rehearsed by the scheduler of the service on
-a virtual clock. Rehearsed times per token exceed drafted ones; where a limit is missed, the policy is drafted
-again for a limit that is lower by as much. Every policy gets its own best configuration within the same
-memory and limits. Data-parallel is the plan unless another policy is better by more than `ERROR`, else the
-coarsest policy within `TIE` of the best; one within `ERROR` of the best with much less time per token comes
-before it. The others are its rivals.
+Drafts of every policy (`fluid`) become service plans, rehearsed by the service's scheduler on a virtual
+clock. Rehearsed times exceed drafted ones; where a limit is missed, the policy is drafted again for a limit
+lower by as much. Every policy gets its own best configuration. Data-parallel is the plan unless another
+policy is better by more than `ERROR`; else the coarsest policy within `TIE` of the best, or one within
+`ERROR` with much less time per token. The others are its rivals.
 """
 
 import math
@@ -19,20 +18,20 @@ from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, POLICIES, SINGLE, FluidMo
 from tessera.plan.host import FETCH
 from tessera.plan.search.objectives import IDLE_SHARE
 
-# Rates this close are equal; a gain over data-parallel this small is within the error of modelled costs.
+# Rates this close are equal; smaller gains over data-parallel are within the error of modelled costs.
 TIE, ERROR = 0.005, 0.03
-# Times per token that are much less, where rates are equal.
+# Ratio of times per token that is much less.
 QUICKER = 2.0
-# Share of the best rate below which drafts are not tried twice.
+# Below this share of the best rate, drafts are not tried twice.
 BEHIND = 0.9
-# Drafts that do not fit, at most, and the share of its pages that the next one may have.
+# Most drafts that do not fit; share of pages that the next one may have.
 MAX_MISFITS, SMALLER = 6, 0.88
 # Rehearsals with fewer requests at once.
 MAX_FEWER = 3
-# A limit is aimed at with this margin after a rehearsal; one that is undercut by more is aimed at again.
+# Margin to a limit after a rehearsal; a limit undercut by more is aimed at again.
 AIM, UNDERCUT = 0.985, 0.92
 
-# With so many requests at once; None: as many as the plan holds.
+# Requests at once; None: as many as the plan holds.
 Rehearse = Callable[[ServicePlan, Load, int | None], Expected]
 MakePlan = Callable[[ServiceDraft], ServicePlan]
 
@@ -57,7 +56,7 @@ def plan_service(
     policies: Sequence[str] = POLICIES,
     is_strict: bool = True,
 ) -> ServicePlan:
-    """The best plan of these policies, with its rivals and the bound.
+    """The best plan, with its rivals and the bound.
 
     `fluids`: drafts on all devices, and on parts of them. `is_strict`: refuse plans that miss a limit.
     """
@@ -107,7 +106,7 @@ def plan_service(
 
 
 def _quicker(chosen: Rehearsed, near: Sequence[Rehearsed]) -> Rehearsed:
-    """The least time per token among equal rates if that is much less, with no later first token."""
+    """The least time per token among equal rates if much less, with no later first token."""
     known = chosen.expected
     soon = [r for r in near if r.expected.ttft_ms <= known.ttft_ms]
     quickest = min(soon, key=lambda r: r.expected.tpot_ms, default=chosen)
@@ -115,7 +114,7 @@ def _quicker(chosen: Rehearsed, near: Sequence[Rehearsed]) -> Rehearsed:
 
 
 def compared(plan: ServicePlan, objective: Objective = Objective.THROUGHPUT) -> Comparison:
-    """A rehearsed plan beside the other policies; one copy per device is always among them."""
+    """One copy per device is always among the policies."""
     assert plan.expected is not None, "it was rehearsed"
     sizes = tuple(group.size for group in plan.groups)
     chosen = option_of(Rival(plan.policy, sizes, plan.expected), plan.cluster)
@@ -125,7 +124,6 @@ def compared(plan: ServicePlan, objective: Objective = Objective.THROUGHPUT) -> 
 
 
 def drafted(fluid: FluidModel, policy: str, objective: Objective) -> float:
-    """The objective's figure of a policy's best draft; 0 without one."""
     options = (draft_option(draft, fluid.cluster) for draft in fluid.drafts(policy))
     return max((option.figure(objective) for option in options), default=0.0)
 
@@ -135,7 +133,7 @@ def draft_option(draft: ServiceDraft, cluster: Cluster) -> Option:
 
 
 def draft_rival(draft: ServiceDraft, cluster: Cluster) -> Rival:
-    """Figures of a draft whose devices are always busy."""
+    """Devices are always busy."""
     names = cluster.names
     sizes = tuple(
         GroupSize(g.role, tuple(names[d] for d in g.devices), g.sequences, g.sizes[-1], g.microbatches)
@@ -147,7 +145,7 @@ def draft_rival(draft: ServiceDraft, cluster: Cluster) -> Rival:
 
 
 def option_of(rival: Rival, cluster: Cluster) -> Option:
-    """Figures of a rehearsed policy, with rent and energy of the devices that it uses."""
+    """With rent and energy of the devices used."""
     expected = rival.expected
     used = {name for group in rival.groups for name in group.devices}
     devices = [(d, busy) for d, busy in zip(cluster.devices, expected.busy, strict=True) if d.name in used]
@@ -193,20 +191,18 @@ def _tried(
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """Drafts of a policy and their plans, so far."""
-
     fluid: FluidModel
     policy: str
     make: MakePlan
-    # None: one of its devices holds more than its part.
+    # None: a device holds more than its part.
     plans: dict[ServiceDraft, ServicePlan | None] = field(default_factory=dict)
     given: set[ServiceDraft] = field(default_factory=set)
 
     def best(self, slack: float, least: float) -> tuple[ServiceDraft, ServicePlan] | None:
-        """The best draft that was not given before and its plan, if it promises at least this rate.
+        """The best new draft with its plan, if it promises at least this rate.
 
-        Lanes over several devices promise what their steps do by simulation, so they are made first, with
-        each number of microbatches; waits are hardly known before.
+        Waits of lanes over several devices are hardly known before a simulation, so these plans are made
+        first, for each number of microbatches.
         """
         found: list[tuple[bool, float, ServiceDraft, ServicePlan]] = []
         limit_ms, waits = slack * (self.fluid.load.tpot_ms or math.inf), self.fluid.config.waits
@@ -224,7 +220,7 @@ class _Made:
         return draft, plan
 
     def _fitting(self, slack: float, depth: int, least: float) -> tuple[ServiceDraft, ServicePlan] | None:
-        """The best draft with so many microbatches that fits; of lanes over several devices no second one."""
+        """The best that fits; of lanes over several devices no second one."""
         pool_tokens, skipped = math.inf, set(() if self.policy in DIVIDED else self.given)
         while sum(plan is None for plan in self.plans.values()) <= MAX_MISFITS:
             drafts = self.fluid.drafts(self.policy, slack, pool_tokens, depth)
@@ -245,7 +241,7 @@ class _Made:
 
 
 def _simulated(draft: ServiceDraft, plan: ServicePlan) -> float:
-    """Simulated time of a step over its drafted time, of a lane over several devices."""
+    """Simulated over drafted step time of a lane over several devices."""
     if len(draft.groups[0].devices) == 1 or not plan.groups:
         return 1.0
     lane = plan.groups[0].plan
@@ -254,7 +250,7 @@ def _simulated(draft: ServiceDraft, plan: ServicePlan) -> float:
 
 
 def _rehearsed(plan: ServicePlan, load: Load, rehearse: Rehearse) -> Expected:
-    """Figures at full load, or with as many requests at once as wait no longer than allowed."""
+    """At full load, or with as many requests at once as wait no longer than allowed."""
     expected = rehearse(plan, load, None)
     for _ in range(MAX_FEWER):
         if load.ttft_ms is None or expected.ttft_ms <= load.ttft_ms:
@@ -268,7 +264,7 @@ def _rehearsed(plan: ServicePlan, load: Load, rehearse: Rehearse) -> Expected:
 
 
 def _slack(load: Load, draft: ServiceDraft, expected: Expected, slack: float) -> float:
-    """Share of the limits that drafts may take, after a rehearsal."""
+    """Share of the limits that drafts may take."""
     ratios = [
         (AIM * drafted / rehearsed, rehearsed > limit)
         for limit, drafted, rehearsed in (
@@ -285,7 +281,6 @@ def _slack(load: Load, draft: ServiceDraft, expected: Expected, slack: float) ->
 
 
 def _refusal(fluid: FluidModel, missed: Sequence[Rehearsed], policies: Sequence[str]) -> PlanInfeasible:
-    """Why there is no plan: limits that no policy keeps, or memory."""
     if missed:
         fastest = min((found.expected for found in missed), key=lambda e: (e.tpot_ms, e.ttft_ms))
         tpot_ms, ttft_ms = fastest.tpot_ms, fastest.ttft_ms

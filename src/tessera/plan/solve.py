@@ -1,15 +1,14 @@
 """solve: a plan for a work unit, its costs and a cluster.
 
-Planners propose candidates; the judge compares them by one figure. It is the plan's `simulated_per_s` and
-each baseline's `throughput_per_s`; the plan's `throughput_per_s` and `bound_per_s` are by busy time. For the
+Planners propose candidates; the judge compares them by one figure: the plan's `simulated_per_s` and each
+baseline's `throughput_per_s`. The plan's `throughput_per_s` and `bound_per_s` are by busy time. For the
 throughput objective
-  bound_per_s >= throughput_per_s >= simulated_per_s >= throughput_per_s of every baseline.
+
+    bound_per_s >= throughput_per_s >= simulated_per_s >= throughput_per_s of every baseline.
+
 Cost and energy plans are never below a baseline in their own figure. Near the best, the most robust candidate
 wins, then the one with fewer lanes and transfers. The latency objective compares makespans of single
-requests.
-
-Plans for parts of the cluster, copied to all devices (`side_by_side`), are candidates too: equal cells, and
-device sets under the cost and energy objectives.
+requests. Plans for parts of the cluster, copied to all devices (`side_by_side`), are candidates too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,30 +30,27 @@ from tessera.plan.search.planners import PLANNERS, planner_named
 from tessera.plan.search.task import Simulator, Task
 from tessera.plan.spread import Spread
 
-# The planner of one placement kernel by kernel, and those that cross devices rarely; see `spread`.
+# The planner of one placement by kernels, and those that cross devices rarely; see `spread`.
 SINGLE_PLACEMENT, FEW_CROSSINGS = "single-placement", ("layer-pipeline", "attention-ffn")
-# Policies of services whose planner has another name.
+# Names of planners for policies of services.
 SERVED_PLANNERS = {"kernel-level": SINGLE_PLACEMENT}
-# Least gain of fetched weights; less is within the error of costs.
+# Less is within the error of costs.
 FETCH_GAIN = 1.03
-# Requests in flight that the chosen plan is also simulated with.
 MICROBATCHES_SHOWN = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
     objective: ir.Objective
-    # Maximum requests in flight.
     microbatches: int = 4
-    # A policy of PLANNERS; None: the objective's own.
+    # None: the objective's own.
     policy: str | None = None
     constraints: tuple[Constraint, ...] = ()
-    # For services: no microbatch may depend on device time that others leave idle.
+    # No microbatch may depend on device time that others leave idle.
     is_served: bool = False
-    # Requests in flight that the chosen plan is also simulated with.
+    # Requests in flight that the plan is also simulated with.
     shown_microbatches: tuple[int, ...] = MICROBATCHES_SHOWN
     search: SearchConfig = FULL
-    # Share of every device's memory for weights, state and temporaries.
     memory_share: float = 1.0
 
     @property
@@ -69,7 +65,9 @@ def solve(
     config: PlanConfig,
     simulate: Simulator | None = None,
 ) -> ir.Plan:
-    """The best verified plan with all baselines; where memory is short, also of fewer requests in flight."""
+    """The best verified plan with all baselines; where memory is short, fewer requests in flight are tried
+    too.
+    """
     most = config.microbatches
     if most < 1:
         raise PlanInfeasible(f"{most} requests in flight do no work", "Give at least one (--microbatches).")
@@ -104,7 +102,6 @@ def baselines(
 
 
 def _coarse(judge: Judge) -> dict[str, Mix | None]:
-    """The best mix of every coarse policy; None where it does not apply."""
     mixes = judge.task.coarse
     return {kind: judge.best(listed) if (listed := mixes[kind]) else None for kind in COARSE}
 
@@ -119,7 +116,7 @@ def place(
     rate: Simulator | None = None,
     memory_share: float | None = None,
 ) -> ir.Placement:
-    """One placement for all requests by a policy: by busy time, kernel by kernel also by simulated rate.
+    """One placement for all requests: by busy time, kernel by kernel also by simulated rate.
 
     All microbatches fit in `memory_share` of every device; None: they share state, which the caller counts.
     """
@@ -162,7 +159,6 @@ def place(
 
 
 def steps_alone(plan: ir.Plan) -> list[ir.Plan]:
-    """Each step of a lane by itself."""
     lane = plan.lanes[0]
     each = zip(plan.graphs, plan.costs, lane.placement.devices, strict=True)
     lanes = [(graph, cost, (replace(lane, placement=ir.Placement((x,))),)) for graph, cost, x in each]
@@ -177,7 +173,7 @@ def lane_plan(
     microbatches: int,
     home: str,
 ) -> ir.Plan:
-    """A plan of one lane, whose rate is that of its busiest device."""
+    """The rate is that of the busiest device."""
     for graph, devices in zip(unit.graphs, placement.devices, strict=True):
         if any(cluster.devices[d].is_cpu for d in {devices[n] for n in compiled_launches(graph.trace)}):
             raise PlanInfeasible("compiled kernels run on GPUs only", "Add a GPU.")
@@ -214,9 +210,8 @@ def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
 
 
 def decide(judge: Judge, shown_microbatches: Sequence[int] = (), is_part: bool = False) -> ir.Plan:
-    """The plan of the best candidate of the planner, the coarse policies and parts of the cluster.
-
-    A named policy may be below the coarse ones.
+    """The best of the planner, the coarse policies and parts of the cluster; a named policy may be below the
+    coarse ones.
     """
     task = judge.task
     planner = planner_named(task.policy)
@@ -257,7 +252,7 @@ def _from_parts(judge: Judge, is_part: bool) -> list[Mix]:
 
 
 def _copied_mix(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
-    """Each part planned once and copied; None with fewer microbatches than cells. Rates add up."""
+    """Each part planned once and copied; None with fewer microbatches than cells."""
     task, problem = judge.task, judge.task.problem
     is_split = sum(len(cells) for cells in parts) > 1
     plans = []
@@ -300,7 +295,7 @@ def _worthwhile(task: Task) -> list[objectives.Devices]:
 
 
 def side_by_side(problem: Problem, parts: Sequence[tuple[ir.Plan, Cells]]) -> ir.Plan:
-    """All copies of all parts as one plan; the bound is by busy time."""
+    """The bound is by busy time."""
     lanes: list[ir.Lane] = []
     table: list[int] = []
     for plan, cells in parts:

@@ -1,11 +1,11 @@
-"""Spread: kernel-level placements of a lane whose microbatches are interleaved, with few crossings.
+"""Spread: kernel-level placements of a lane with interleaved microbatches and few crossings.
 
 Each crossing between devices is a wait that other microbatches must fill, so a placement that only balances
 busy times can run at half of its bound. A coarse placement (attention-ffn) crosses rarely, but is not
-balanced. Here whole segments of its busiest device go to its least busy one: consecutive launches between two
-crossings that touch no state. Which ones: the first in an order that is even over the step, the same for all
-sizes of a step, so that few weights are held twice. How many: by the simulated rate of each step with the
-lane's microbatches; the bound by busy time excludes most numbers.
+balanced. Segments of its busiest device (consecutive launches between two crossings that touch no state) move
+to its least busy one, in an order that is even over the step and the same for all step sizes, so that few
+weights are held twice. The simulated rate of each step decides how many; the bound by busy time excludes most
+numbers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from itertools import groupby
 from tessera.ir import BufferKind, Costs, Graph, Placement, WorkUnit
 
 Place = tuple[int, ...]
-# Rate of one step of the work at a placement, per second.
+# Runs of one step per second.
 StepRate = Callable[[int, Place], float]
 Fits = Callable[[Placement], bool]
 
@@ -28,7 +28,7 @@ class Spread:
     fits: Fits = lambda placement: True
 
     def best_of(self, placements: Iterable[Placement]) -> Placement:
-        """The placement, or its variant by moved segments, with the least time for the work."""
+        """A placement, or its variant by moved segments."""
 
         def seconds(steps: list[tuple[float, Place]]) -> float:
             return sum(num / rate for num, (rate, _) in zip(self.unit.counts, steps, strict=True))
@@ -36,7 +36,7 @@ class Spread:
         found = []
         for start in placements:
             best = [self._best(step, start) for step in range(len(start.devices))]
-            if not self.fits(Placement(tuple(place for _, place in best))):  # weights that are held twice
+            if not self.fits(Placement(tuple(place for _, place in best))):  # weights held twice
                 best = [(self.rate(step, place), place) for step, place in enumerate(start.devices)]
             found.append(best)
         return Placement(tuple(place for _, place in min(found, key=seconds)))
@@ -55,7 +55,7 @@ class Spread:
 
 
 def variants_of(graph: Graph, place: Place, busy_us: Sequence[float]) -> Iterator[Place]:
-    """Placements with 1, 2, ... segments of the busiest device on the least busy one."""
+    """1, 2, ... segments of the busiest device move to the least busy one."""
     used = sorted(set(place), key=lambda device: busy_us[device])
     trace, least, busiest = graph.trace, used[0], used[-1]
     states = set(trace.buffers_of(BufferKind.STATE))
@@ -70,6 +70,6 @@ def variants_of(graph: Graph, place: Place, busy_us: Sequence[float]) -> Iterato
 
 
 def even_order(num: int) -> list[int]:
-    """Numbers below `num` such that the first ones of any count are spread evenly: bits reversed."""
+    """The first numbers of any count are spread evenly: bits reversed."""
     bits = max(1, (num - 1).bit_length())
     return [n for n in (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits)) if n < num]

@@ -1,6 +1,6 @@
 """Corrections of modelled costs by measured launches.
 
-- terms: cycles and factors for the overheads in `overheads.py`;
+- terms: cycles and factors of the overheads in `overheads.py`;
 - kernels: models of attention kernels with few queries;
 - rows: launches measured on one GPU. Equal work takes the measured time; other launches of the class are
   scaled by the median ratio of measured to modelled.
@@ -10,7 +10,7 @@ calibrate` writes rows to `$XDG_CACHE_HOME/tessera/calibrations`, one file per G
 
     us = (t0 + sqrt((base - t0)^2 + overhead^2)) * factors + floors
 
-Other GPUs scale cycles by SMs and clock, with a wider error. Tables use FlashAttention 3 from Hopper on; so
+Other GPUs scale cycles by SMs and clock, with a wider error. Tables use FlashAttention 3 from Hopper on, so
 PyTorch's `flash` has a factor on new GPUs only. Attention kernels stream keys and values through one block
 per sequence and KV head:
 
@@ -41,23 +41,22 @@ from tessera.profile.fitted import Params, loads_of, model_of, peaks_of, predict
 from tessera.profile.gpus import Gpu, clock_ghz, gpu
 from tessera.profile.overheads import TERMS, Overhead, Scope
 
-# Added on GPUs other than the measured one: an assumption.
+# An assumption.
 OTHER_GPU_ERROR = 0.25
-# Norm that joins memory time and index arithmetic; 1 would be their sum.
+# Norm that joins memory time and index arithmetic.
 OVERLAP = 2.0
-# Serving stacks have faster attention kernels than PyTorch's `flash` on these.
+# Serving stacks have faster attention kernels than PyTorch's `flash` here.
 NEW_ATTENTION = ("Hopper", "Blackwell")
-# Suffix of terms that name a kernel: "flash_stream".
+# "flash_stream"
 SUFFIX = "_stream"
 # Minimum keys per split.
 SPLIT_KEYS = 128
-# Head width that was timed; wider heads take longer per key.
+# Wider heads take longer per key than this fitted width.
 FITTED_WIDTH = 128
-# Error of a measured launch: difference between machines with the same card.
+# Difference between machines with the same card.
 MEASURED_ERROR = 0.03
-# Minimum number of ratios that correct a class.
 MIN_RATIOS = 3
-# Minimum error of a class corrected by few ratios.
+# For a class corrected by few ratios.
 LEAST_ERROR = 0.08
 
 
@@ -65,8 +64,7 @@ LEAST_ERROR = 0.08
 class Term:
     # Cycles per amount, or a factor.
     coefficient: float
-    # Mean relative error of launches with this term, leaving out one model family; an assumption if only one
-    # family has them.
+    # Mean relative error, leaving out one model family; an assumption if only one has this term.
     rel_error: float = 0.0
     judged_by: str = ""
 
@@ -80,7 +78,7 @@ class Stream:
     chain: float
     wave: float
     splits: bool
-    # Leave-one-out mean relative error.
+    # Leave-one-out mean.
     rel_error: float = 0.0
     num_rows: int = 0
 
@@ -89,14 +87,13 @@ class Stream:
 class MeasuredWork:
     work: Work
     us: float
-    # Modelled time when it was measured.
     modelled_us: float
 
 
 @dataclass(frozen=True)
 class Corrections:
     gpu: str
-    # Source: driver's name of the card and versions, or data files.
+    # Card name and versions, or data files.
     about: Mapping[str, str] = field(default_factory=dict)
     terms: Mapping[str, Term] = field(default_factory=dict)
     kernels: Mapping[str, Stream] = field(default_factory=dict)
@@ -137,12 +134,12 @@ class Corrections:
         return _corrected(cost, cost.us * middle, error, text)
 
     def _with_kernel(self, work: Work, cost: Cost, spec: Gpu) -> Cost | None:
-        """Cost by the kernel's model; with a table, by the ratio to the fitted model."""
+        """With a table, by the ratio to the fitted model."""
         name = self._kernel_of(work)
         if not name:
             return None
         if name == "flash" and spec.arch not in NEW_ATTENTION:
-            return cost  # kernel of the GPU's fitted rows
+            return cost
         stream, params = self.kernels[name], model_of(work, spec).params
         fitted = float(predict(params, loads_of([work]), peaks_of(spec, work.dtype))[0])
         is_same_chip = spec.chip == gpu(self.gpu).chip
@@ -167,7 +164,7 @@ class Corrections:
         us = with_overhead(cost.us, model_of(work, spec).params.t0_us, overhead, spec, self.coefficients)
         elsewhere = OTHER_GPU_ERROR if spec.name != self.gpu else 0.0
         added = math.hypot(max(self.terms[term].rel_error for term in present), elsewhere)
-        # Error of bytes and operations, weighted by their share of the time.
+        # Weighted by its share of the time.
         share = min(1.0, cost.us / us)
         error = math.hypot(cost.rel_error * share, added * (1.0 - share)) if share < 1.0 else cost.rel_error
         scaled = f", at the SMs and clock of {spec.name}" if elsewhere else ""
@@ -182,7 +179,7 @@ def _corrected(cost: Cost, us: float, rel_error: float, text: str) -> Cost:
 def with_overhead(
     us: float, t0_us: float, overhead: Overhead, spec: Gpu, coefficients: Mapping[str, float]
 ) -> float:
-    """Time of a launch whose bytes and operations take `us`."""
+    """Bytes and operations alone take `us`."""
     per_us = clock_ghz(spec) * 1e3
     cycles = dict.fromkeys(Scope, 0.0)
     factor = 1.0
@@ -212,16 +209,14 @@ def _factor(term: str, spec: Gpu, coefficients: Mapping[str, float]) -> float:
 
 
 def streamed_us(stream: Stream, work: Work, spec: Gpu, params: Params, is_same_chip: bool) -> float:
-    """Time of one launch; `params` are the GPU's decode-attention parameters."""
+    """`params`: the GPU's decode attention."""
     batch, _, num_keys, _, kv_heads, width = work.shape[:6]
     per_us, blocks = clock_ghz(spec) * 1e3, batch * kv_heads
     keys = num_keys * width / FITTED_WIDTH
     if stream.splits and blocks < spec.num_sms:
-        # Keys are split over all SMs.
         parts = max(1, min(spec.num_sms // blocks, num_keys // SPLIT_KEYS))
         blocks, keys = blocks * parts, keys / parts
     reach = stream.reach if is_same_chip else min(1.0, stream.reach)
-    # Limited by the data-sheet bandwidth.
     memory = work.num_bytes / (spec.memory_gbps * min(1.0, params.em * reach) * 1e3)
     waves = math.ceil(blocks / spec.num_sms)
     serial = keys * max(stream.chain, stream.wave * waves) / per_us
@@ -231,7 +226,7 @@ def streamed_us(stream: Stream, work: Work, spec: Gpu, params: Params, is_same_c
 def chosen(works: Sequence[Work], costs: Sequence[Cost], num: int) -> list[Work]:
     """Works whose measurement removes most error from a step, largest first.
 
-    Launches of a class share an error, so each further one of a class counts half of the previous one.
+    Launches of a class share an error, so each further one counts half of the previous one.
     """
     weight: dict[Work, float] = {}
     for work, cost in zip(works, costs, strict=True):

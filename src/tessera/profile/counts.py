@@ -18,13 +18,12 @@ from tessera.ir.trace import item_bytes
 from tessera.kernels import PARTS
 from tessera.profile.overheads import Overhead, attention_overhead, copies_first, fused_overhead, overhead_of
 
-# Attention with at most this many queries per sequence is bound by the KV cache.
+# With so few queries per sequence, attention is bound by the KV cache.
 MAX_DECODE_QUERIES = 8
-# Operators that update some rows of a state: their last tensors are the state, starts and rows.
+# Update some rows of a state; the last tensors are state, starts and rows.
 RECURRENT = frozenset({"causal_conv", "ssd_scan", "selective_scan", "delta_scan"})
-# Time of a CPU to unpack a weight, in readings of its numbers.
+# A CPU unpacks a weight in so many readings of its numbers.
 UNPACKING = 4
-# Operator -> class.
 OPERATORS = {
     name: op
     for op, names in json.loads(files("tessera.profile").joinpath("operators.json").read_bytes()).items()
@@ -33,8 +32,6 @@ OPERATORS = {
 
 
 class OpClass(StrEnum):
-    """Kernel classes with one cost model each."""
-
     GEMM = "gemm"
     GROUPED = "grouped"  # one GEMM per group of rows (experts)
     PREFILL = "prefill"  # many queries
@@ -50,15 +47,15 @@ class OpClass(StrEnum):
     SCAN = "scan"
     CONV = "conv"
     ALLOCATION = "allocation"  # no kernel
-    OTHER = "other"  # unknown, priced by bytes
+    OTHER = "other"  # priced by bytes
 
 
-# Inductor's name prefixes. Templates (GEMM, attention) keep no shape and are priced by bytes.
+# Name prefixes. Templates (GEMM, attention) keep no shape and are priced by bytes.
 INDUCTOR = {
-    "triton_poi_": OpClass.ELEMENTWISE,  # pointwise
-    "triton_for_": OpClass.ELEMENTWISE,  # foreach
+    "triton_poi_": OpClass.ELEMENTWISE,
+    "triton_for_": OpClass.ELEMENTWISE,
     "triton_red_": OpClass.REDUCTION,
-    "triton_per_": OpClass.REDUCTION,  # persistent reduction
+    "triton_per_": OpClass.REDUCTION,
     "triton_mix_": OpClass.REDUCTION,  # two-dimensional
     "triton_spl_": OpClass.SCAN,  # split over blocks
 }
@@ -66,19 +63,17 @@ INDUCTOR = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Input of the cost models."""
-
     op: OpClass
-    # Dtype of the first floating-point argument.
+    # Of the first floating-point argument.
     dtype: str
     flops: float
     num_bytes: int
     # GEMM: batch, m, n, k. Grouped: groups, rows, n, k. Attention: batch, queries, keys, heads, KV heads,
-    # head width, 1 if causal. Else empty.
+    # head width, 1 if causal.
     shape: tuple[int, ...] = ()
-    # Amounts by term; see `overheads.py`.
+    # See `overheads.py`.
     overhead: Overhead = ()
-    # Bytes that a CPU moves beside these, or fewer: it writes packed weights out, and joins rows in place.
+    # Added on a CPU, which writes packed weights out; negative where it joins rows in place.
     cpu_bytes: int = 0
 
 
@@ -115,7 +110,7 @@ def _overhead(
 
 @cache
 def class_of(kernel: Kernel) -> OpClass:
-    """Class by kernel name; attention is PREFILL until its query length is known."""
+    """Attention is PREFILL until its query length is known."""
     if kernel.origin is Origin.ATEN:
         return OpClass(OPERATORS.get(_base(kernel.name), OpClass.OTHER))
     return next((op for prefix, op in INDUCTOR.items() if kernel.name.startswith(prefix)), OpClass.OTHER)
@@ -123,14 +118,13 @@ def class_of(kernel: Kernel) -> OpClass:
 
 @cache
 def _base(name: str) -> str:
-    """`aten.add_.Tensor` -> `add`: namespace, overload and in-place mark do not affect cost."""
+    """`aten.add_.Tensor` -> `add`: the rest does not affect cost."""
     parts = name.split(".")
     base = parts[1] if len(parts) > 1 else parts[0]
     return base if base.endswith("__") else base.rstrip("_") or base
 
 
 def is_zero_size(launch: Launch) -> bool:
-    """True if the launch has results and all are empty."""
     made = [v for v in launch.outputs if v is not None]
     return bool(made) and all(v.num_elements == 0 for v in made)
 
@@ -176,7 +170,7 @@ def _bytes(op: OpClass, kernel: Kernel, launch: Launch, views: tuple[View, ...])
 
 
 def _visited(kernel: Kernel, launch: Launch) -> int | None:
-    """Iteration count of an Inductor kernel: its integer arguments are loop sizes."""
+    """Integer arguments of an Inductor kernel are loop sizes."""
     if kernel.origin is Origin.ATEN or not kernel.name.startswith(tuple(INDUCTOR)):
         return None
     sizes = [arg for arg in launch.args if type(arg) is int]
@@ -184,7 +178,6 @@ def _visited(kernel: Kernel, launch: Launch) -> int | None:
 
 
 def _touched(launch: Launch, visited: int | None = None) -> int:
-    """Unique bytes read plus written; equal regions count once."""
     reads = {(a.buffer, a.region) for a in launch.accesses if a.read or a.atomic}
     writes = {(a.buffer, a.region) for a in launch.accesses if a.write or a.atomic}
     if visited is None:
@@ -196,7 +189,7 @@ def _touched(launch: Launch, visited: int | None = None) -> int:
 
 
 def _seen(launch: Launch, views: tuple[View, ...]) -> int:
-    """Fallback without accesses: every argument read and every result written once."""
+    """Without accesses: every argument is read and every result written once."""
     return sum(_size(v) for v in {*views}) + sum(_size(v) for v in {*_outputs(launch)})
 
 
@@ -211,7 +204,7 @@ def _idle_experts(views: tuple[View, ...]) -> int:
 
 
 def _grouped_part(launch: Launch, views: tuple[View, ...], place: int) -> Work:
-    """Its expected share of the rows, which is argument `place`, and the experts that these may choose."""
+    """Its expected share of the rows (argument `place`), and the experts that these may choose."""
     x, weights, share = views[0], [v for v in views[1:] if len(v.shape) == 3], launch.args[place]
     assert isinstance(share, float)
     (all_rows, k), groups, n = x.shape, weights[0].shape[0], _outputs(launch)[0].shape[1]
@@ -225,21 +218,20 @@ def _grouped_part(launch: Launch, views: tuple[View, ...], place: int) -> Work:
 
 
 def _unpacked(views: tuple[View, ...]) -> int:
-    """Bytes of the numbers of a packed weight; of experts, of those that rows visit."""
+    """Bytes of an unpacked weight; of experts, those that rows visit."""
     x, codes = views[:2]
     experts = min(codes.shape[0], x.shape[0]) if len(codes.shape) == 3 else 1
     return experts * codes.shape[-2] * x.shape[-1] * item_bytes(x.dtype)
 
 
 def _idle_rows(views: tuple[View, ...]) -> int:
-    """State bytes, read and written, of rows without a sequence in the step."""
+    """State bytes, read and written, of rows without a sequence."""
     state, _, rows = views[-3:]
     num = state.shape[0]
     return 2 * _size(state) * max(0, num - rows.shape[0]) // num
 
 
 def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tuple[float, tuple[int, ...]]:
-    """Operations and shape: one dot product per result element."""
     first = 1 if base in ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation") else 0
     outputs = _outputs(launch)
     if len(views) <= first or not outputs or not views[first].shape:
@@ -251,8 +243,8 @@ def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tu
     k = left[-1]
     summed = left[0] if base == "addbmm" else 1
     flops = 2.0 * k * made.num_elements * summed
-    # Quantised weights: no table has them. Bytes are those of the codes, operations run in the type of the
-    # input, on cards with 8-bit units too.
+    # No table has quantised weights. Bytes are those of the codes; operations run in the input's type, on
+    # cards with 8-bit units too.
     if "pack_mm" in base or base.startswith("packed_"):
         return flops, ()
     right = views[first + 1].shape if len(views) > first + 1 else ()
@@ -311,12 +303,12 @@ def _paged(launch: Launch, views: tuple[View, ...]) -> Work:
     sequences = max(1, min(num, starts.shape[0]))
     queries = -(-num // sequences)
     held = max(length, queries)
-    seen = held - (queries - 1) / 2  # average per query
+    seen = held - (queries - 1) / 2  # mean
     read = held
     if window:
         seen, read = min(seen, window), min(held, window + queries - 1)
     tail = tails[1].shape[-1] if tails and isinstance(tails[1], View) else 0
-    is_shared = keys == values  # latents, which are both, of one head
+    is_shared = keys == values  # latents are both, of one head
     held_width = width + tail if is_shared else kv_heads * (width + tail + value_width)
     flops = 2.0 * num * heads * seen * (width + tail + value_width)
     pages = sequences * read * held_width * item_bytes(keys.dtype)

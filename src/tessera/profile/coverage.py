@@ -1,8 +1,8 @@
 """Cost sources of a GPU by kernel class, and the expected error of a plan's costs.
 
-The first source listed for a class prices every launch it covers. A table covers launches near its points
-only, so each class also has a model. Errors of different classes or devices are independent and partly
-cancel; kernels of one class on one device share one error.
+A class's first source prices every launch it covers. A table covers launches near its points only, so each
+class also has a model. Kernels of one class on one device share one error; other errors are independent and
+partly cancel.
 """
 
 import math
@@ -17,7 +17,6 @@ from tessera.profile.gpus import gpu, known_gpus
 from tessera.profile.table_files import KINDS, files_of
 from tessera.profile.tables import Tables
 
-# Relative error above which a cost is reported as wide.
 WIDE = 0.25
 FAMILIES = {"any": "any", "f16": "16 bits", "f32": "fp32"}
 VARIANTS = {"bfloat16": "16 bits", "fp8": "fp8"}
@@ -29,7 +28,7 @@ class Covered:
     # "16 bits", "fp32", "fp8" or "any"; for attention also the head width.
     dtypes: str
     source: Source
-    # Expected relative error of kernels of 30 us or longer; for a table, near its points.
+    # Kernels of 30 us or longer; for a table, near its points.
     rel_error: float
     why: str
 
@@ -64,7 +63,7 @@ def _from_tables(gpu_name: str, op: OpClass, tables: Tables | None) -> list[Cove
 
 
 def rejected_tables(gpu_name: str, tables: Tables | None) -> tuple[tuple[str, str], ...]:
-    """Refused tables that rank above the chosen one, with the reason."""
+    """Those that rank above the chosen table, with the reason."""
     if tables is None:
         return ()
     found = {
@@ -77,12 +76,12 @@ def rejected_tables(gpu_name: str, tables: Tables | None) -> tuple[tuple[str, st
 
 
 def borrowed(gpu_name: str) -> tuple[str, ...]:
-    """GPUs whose GEMM rows this GPU borrows; empty if it has its own."""
+    """Lenders of GEMM rows; empty if the GPU has its own."""
     return model_for(gpu_name, OpClass.GEMM, family_of(OpClass.GEMM, "bfloat16")).lenders
 
 
 def best_sources(gpu_name: str, tables: Tables | None = None) -> dict[OpClass, Source]:
-    """Best source of each class at 16 bits. Checks only that tables are installed."""
+    """At 16 bits; checks only that tables are installed."""
     best: dict[OpClass, Source] = {}
     for op in OpClass:
         if op is OpClass.ALLOCATION:
@@ -95,23 +94,20 @@ def best_sources(gpu_name: str, tables: Tables | None = None) -> dict[OpClass, S
 
 @dataclass(frozen=True, slots=True)
 class CostShare:
-    """Launches of one class on one kind of device priced by one source."""
-
     op: str
     gpu: str
     source: Source
-    # Share of all devices' busy time.
+    # Of all devices' busy time.
     share: float
-    # Time-weighted mean relative error.
+    # Time-weighted mean.
     rel_error: float
-    # Share of busy time with a wide error.
     wide_share: float
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sureness:
-    """Parts of a plan's busy time, largest effect first."""
+    """Largest effect first."""
 
     parts: tuple[CostShare, ...]
 
@@ -121,7 +117,7 @@ class Sureness:
 
     @property
     def rel_error(self) -> float:
-        """Relative error of the busy time, with independent errors of the parts."""
+        """Errors of the parts are independent."""
         return math.hypot(*(p.share * p.rel_error for p in self.parts))
 
     @property
@@ -148,18 +144,18 @@ class Sureness:
 
 
 def sureness(plan: Plan) -> Sureness:
-    """Expected error of a plan's busy time, weighted by lane rates."""
+    """Weighted by lane rates."""
     return sureness_of(_placed(plan))
 
 
 def sureness_of(priced: Iterable[tuple[Work, str, Cost, float]]) -> Sureness:
-    """Expected error of a sum of costs, from (work, GPU, cost, count)."""
+    """From (work, GPU, cost, count)."""
     sums: dict[tuple[str, str, Source], list[float]] = {}
     why: dict[tuple[str, str, Source], str] = {}
     specs = {g.name: g for g in known_gpus()}
     for work, where, cost, times in priced:
         us = cost.us * times
-        if us == 0:  # for example an allocation
+        if us == 0:
             continue
         key = (work.op.value, where, cost.source)
         part = sums.setdefault(key, [0.0, 0.0, 0.0])

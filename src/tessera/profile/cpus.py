@@ -1,8 +1,8 @@
-"""Known CPUs beside a GPU, `emu:cpu-xeon-8480`: data sheets, and times modelled by bytes and operations.
+"""Known CPUs beside a GPU, `emu:cpu-xeon-8480`, with modelled times.
 
 A launch takes a fixed time plus the larger of its bytes and its operations, at shares of the data sheet's
-peaks. Shares are those of bf16 products with cold weights on a 16-core Xeon with AMX (61 GB/s of weights at 1
-to 32 rows, 3.5 TFLOP/s at 128), rounded; no CPU of this table was measured.
+peaks: those of bf16 products with cold weights on a 16-core Xeon with AMX (61 GB/s of weights at 1 to 32
+rows, 3.5 TFLOP/s at 128), rounded. No CPU of this table was measured.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from tessera.errors import UnknownName
 from tessera.ir import Cost, Source
 from tessera.profile.counts import OpClass, Work
 
-# Share of the memory bandwidth, and of the peaks of AMX and of vector units.
 BYTES_SHARE, AMX_SHARE, VECTOR_SHARE = 0.6, 0.15, 0.5
 # Dispatch of an operator and start of its threads.
 LAUNCH_US = 5.0
@@ -24,15 +23,14 @@ PREFIX = "cpu-"
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    # Key as in "emu:cpu-xeon-8480".
     name: str
     full_name: str
-    # "AMX" or "AVX-512 BF16": instructions of 16-bit products.
+    # "AMX" or "AVX-512 BF16".
     instructions: str
-    # Dense peaks at the clock under load.
+    # Dense, at the clock under load.
     bf16_tflops: float
     fp32_tflops: float
-    # One memory module of 32 GB (desktop: 64 GB) per channel: an assumption.
+    # One module of 32 GB (desktop: 64 GB) per channel: an assumption.
     memory_bytes: int
     memory_gbps: float
     pcie_gen: int

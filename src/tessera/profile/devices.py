@@ -1,21 +1,21 @@
 """Parses command-line specs into devices, links and a cluster.
 
 A device list is comma-separated:
-  emu:GPU        computes on the CPU, on the virtual clock of GPU
-  emu:cpu-CPU    likewise, of a CPU
-  cpu            this machine's first NUMA node, real time
-  cpu/node=N     another NUMA node
-  cuda:N         GPU N of this machine
-  cuda:N/sm=K    K SMs of that GPU
-  cuda:N/as=GPU  that GPU, each launch dilated to its time on another one
-  away:GPU[:N]   N GPUs of other machines, the first that each worker sees
+
+    emu:GPU        computes on the CPU, on the virtual clock of GPU
+    emu:cpu-CPU    likewise, of a CPU
+    cpu            this machine's first NUMA node, real time
+    cpu/node=N     another NUMA node
+    cuda:N         GPU N of this machine
+    cuda:N/sm=K    K SMs of that GPU
+    cuda:N/as=GPU  that GPU, each launch dilated to its time on another one
+    away:GPU[:N]   N GPUs of other machines, the first that each worker sees
 
 Repeated devices get a suffix (`emu:a100#1`) and share a card or node evenly. `emu:l40s=20GB` caps memory. A
 card is a known GPU if its name contains every word of that GPU's key.
 
 A link spec names a link for all pairs ("pcie4") or for one: "emu:a100-emu:l40s=nvlink" both ways,
-"emu:a100>emu:l40s=ib100" one way; `measured` takes measured links. Links of a bus carry one message at a
-time.
+"emu:a100>emu:l40s=ib100" one way. Links of a bus carry one message at a time.
 """
 
 import re
@@ -33,7 +33,7 @@ from tessera.profile.cpus import CPUS, PREFIX, cpu
 from tessera.profile.gpus import gpu, known_gpus
 
 PLACE = "--devices"
-# Cores that a CPU's worker leaves beside a GPU, whose worker polls.
+# Left beside a GPU, whose worker polls.
 SPARE_CORES = 1
 UNITS = {"": 1} | {
     f"{letter}{i}": (1024 if i else 1000) ** power
@@ -41,7 +41,7 @@ UNITS = {"": 1} | {
     for i in ("", "i")
 }
 OTHER_MACHINE = "away"
-# Link name that selects measured links.
+# Selects measured links.
 MEASURED = "measured"
 DEFAULT = "pcie4"
 
@@ -49,11 +49,10 @@ DEFAULT = "pcie4"
 @dataclass(frozen=True, slots=True)
 class LinkPreset:
     name: str
-    # Latency of a short message.
+    # Of a short message.
     latency_us: float
-    # Sustained bandwidth per direction.
+    # Sustained, per direction.
     gbps: float
-    # Sources of both figures.
     source: str
 
 
@@ -73,12 +72,12 @@ class Card:
     num_sms: int
 
 
-# Imports torch, so it is called only for lists with a CUDA device.
+# Imports torch: called only for lists with a CUDA device.
 Cards = Callable[[], tuple[Card, ...]]
 
 
 def cuda_cards() -> tuple[Card, ...]:
-    """GPUs visible to torch; empty without a driver or a CUDA build."""
+    """Empty without a driver or a CUDA build."""
     import torch
 
     if not torch.cuda.is_available():
@@ -88,14 +87,13 @@ def cuda_cards() -> tuple[Card, ...]:
 
 
 def gpu_of(card_name: str) -> str:
-    """Key of the known GPU a card is; empty if none."""
+    """Empty if the card is unknown."""
     words = set(re.split(r"[^a-z0-9]+", card_name.lower()))
     keys = [g.name for g in known_gpus() if set(g.name.split("-")) <= words]
     return max(keys, key=lambda key: len(key.split("-")), default="")
 
 
 def parse_devices(text: str, cards: Cards = cuda_cards) -> tuple[Device, ...]:
-    """Devices of a list such as `cuda:0,emu:l40s`, in order, with unique names."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         what = "no device is named" if not any(words) else f"an empty name in '{text}'"
@@ -106,7 +104,6 @@ def parse_devices(text: str, cards: Cards = cuda_cards) -> tuple[Device, ...]:
 
 
 def cap_memory(devices: tuple[Device, ...], words: Sequence[str]) -> tuple[Device, ...]:
-    """The devices with the memory of `DEVICE=SIZE` at most."""
     caps = dict(_cap(word) for word in words)
     names = [device.name for device in devices]
     for name in caps:
@@ -269,7 +266,6 @@ def _check_fit(here: Sequence[Device], card: Card) -> None:
 
 
 def make_cluster(devices: tuple[Device, ...], link: str) -> Cluster:
-    """Joins every pair both ways by `link` or by measured links."""
     pairs = [(a, b) for a in devices for b in devices if a.name != b.name]
     if link == MEASURED:
         links = _measured_links(pairs)
@@ -314,7 +310,7 @@ def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence
 
 
 def _join(links: dict[tuple[str, str], Link], word: str, names: tuple[str, ...]) -> None:
-    # Split at the last separator: cuda:0/sm=32 is a device name.
+    # At the last separator: cuda:0/sm=32 is a device name.
     ends, _, name = word.rpartition("=")
     if name not in LINKS:
         raise UnknownName("link", name, LINKS)

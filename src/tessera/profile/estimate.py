@@ -1,9 +1,8 @@
 """Prices a trace on devices without running anything.
 
-Each launch is reduced to its work (class, dtype, operations, bytes, shape). Work is priced once per GPU by
-the best source: a measured table that covers it, the model fitted to that GPU, or the class model; then
-measured corrections apply. Launches with empty results cost the floor of their class. Operators without a
-kernel (allocations, views) cost nothing.
+Work is priced once per GPU by the best source: a measured table that covers it, the model fitted to that GPU,
+or the class model; then measured corrections apply. Launches with empty results cost the floor of their
+class. Operators without a kernel (allocations, views) cost nothing.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -26,10 +25,7 @@ FAMILY_WORDS = {"any": "", "f16": " in 16 bits", "f32": " in fp32", "f64": " in 
 
 
 def estimate(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = True) -> Costs:
-    """Cost of every launch on every device.
-
-    `tables`: True for installed tables, False for none, or the tables of another folder.
-    """
+    """`tables`: True for installed tables, False for none, or the tables of another folder."""
     for device in devices:
         _check(device)
     columns = modelled(trace, (d.gpu for d in devices), tables)
@@ -42,7 +38,6 @@ def estimate(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = 
 def modelled(
     trace: Trace, gpu_names: Iterable[str], tables: Tables | bool = True
 ) -> dict[str, tuple[Cost, ...]]:
-    """Costs of the launches by GPU."""
     counted = works(trace)
     distinct = list(dict.fromkeys(counted))
     columns = {}
@@ -55,10 +50,7 @@ def modelled(
 def price_works(
     works: Sequence[Work], gpu_name: str, tables: Tables | None, corrections: Corrections | None = None
 ) -> list[Cost]:
-    """Cost of each work on one GPU.
-
-    `corrections` replaces the package's and the GPU's calibration.
-    """
+    """`corrections` replaces the package's and the GPU's calibration."""
     if gpu_name in CPUS:
         return [price_on_cpu(work, CPUS[gpu_name]) for work in works]
     costs = price_many(works, gpu_name)
@@ -79,7 +71,6 @@ def _resolved(tables: Tables | bool) -> Tables | None:
 
 
 def works(trace: Trace) -> tuple[Work, ...]:
-    """Work of every launch, in order; equal launches are counted once."""
     known: dict[object, Work] = {}
     counted = []
     for launch in trace.launches:
@@ -93,7 +84,7 @@ def works(trace: Trace) -> tuple[Work, ...]:
 
 def signature(launch: Launch, cold: Set[int] = frozenset()) -> tuple[Any, ...]:
     """What equal launches share: types, shapes, strides and alignment of tensors, plain arguments, memory
-    sharing, and which buffers are `cold`.
+    sharing, and `cold` buffers.
     """
     first: dict[int, int] = {}
 
@@ -112,7 +103,6 @@ def signature(launch: Launch, cold: Set[int] = frozenset()) -> tuple[Any, ...]:
 
 
 def notes(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = True) -> tuple[str, ...]:
-    """Remarks on the costs: unmeasured GPUs, empty launches, unusable tables."""
     counted = works(trace)
     said = []
     unknown = {trace.kernel_of(i).name for i, work in enumerate(counted) if work.op is OpClass.OTHER}

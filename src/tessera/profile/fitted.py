@@ -37,7 +37,7 @@ from tessera.profile.gpus import Gpu, clock_ghz, gpu
 # Longer kernels take the error of long kernels.
 LONG_US = 30.0
 
-# Class to borrow from without rows or relatives, and the relative error added: assumptions.
+# Class to borrow from, and the relative error added: assumptions.
 KIN: dict[OpClass, tuple[OpClass, float]] = {
     OpClass.GROUPED: (OpClass.GEMM, 0.20),
     OpClass.COPY: (OpClass.ELEMENTWISE, 0.10),
@@ -50,11 +50,11 @@ KIN: dict[OpClass, tuple[OpClass, float]] = {
     OpClass.CONV: (OpClass.GEMM, 0.90),
     OpClass.OTHER: (OpClass.ELEMENTWISE, 0.50),
 }
-# Added if a class has rows of another dtype family only.
+# Rows of another dtype family only.
 OTHER_DTYPE_ERROR = 0.30
-# Added if the rows are another vendor's.
+# Rows of another vendor.
 OTHER_VENDOR_ERROR = 0.30
-# Added if the dominant parameter was set, not fitted: t0 below LONG_US, em when bound by memory.
+# The dominant parameter was set, not fitted: t0 below LONG_US, em when bound by memory.
 ASSUMED_FLOOR_ERROR = 0.25
 ASSUMED_MEMORY_ERROR = 0.15
 
@@ -63,23 +63,23 @@ FAMILIES = {
     "float8_e4m3fn": "f8", "float8_e5m2": "f8", "float8_e4m3fnuz": "f8", "float8_e5m2fnuz": "f8",
     "int8": "f8",
 }  # fmt: skip
-# Bound by memory, independent of dtype.
+# Bound by memory, whatever the dtype.
 ANY = "any"
-# Shortest time of kernels bound by memory: launches of at most 0.5 MB on an H200 (launches_h200_202611.json),
-# one-token steps on A100 and L40S (benchmarks/published). Row reductions take two passes.
+# Kernels bound by memory: launches of at most 0.5 MB on an H200 (launches_h200_202611.json), one-token steps
+# on A100 and L40S (benchmarks/published). Row reductions take two passes.
 FLOOR_CYCLES, ROW_FLOOR_CYCLES = 2600.0, 4500.0
 ROW_CLASSES = (OpClass.NORM, OpClass.REDUCTION, OpClass.SOFTMAX)
-# L2 bytes per cycle and SM by kind of memory: 5.3 TB/s on A100, 10 on H200, 5.2 on L40 (gpu-benches).
+# Per cycle and SM: 5.3 TB/s on A100, 10 on H200, 5.2 on L40 (gpu-benches).
 L2_BYTES_PER_CYCLE = {"hbm": 36.0, "gddr": 15.0}
 Array = npt.NDArray[np.float64]
-# Tile shapes of one SM, and numbers of k splits.
+# Tile shapes of one SM; numbers of k splits.
 TILES = ((256, 128), (128, 256), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64))
 SPLITS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """Model parameters; the last four only for classes with that effect."""
+    """The last four only for classes with that effect."""
 
     t0_us: float
     ec: float
@@ -102,7 +102,7 @@ class Peaks:
 class Loads:
     flops: Array
     num_bytes: Array
-    # GEMM: batch, m, n, k, or 0 if unknown. Shape (4, launches).
+    # [batch, m, n, k; launch], 0 if unknown.
     gemm: Array
     # Decode attention: sequences times KV heads, else 0.
     rows: Array
@@ -121,13 +121,13 @@ class Fit:
     # "f16" (bf16 and fp16), "f32" (no TF32), or "any" if bound by memory.
     family: str
     params: Params
-    # Relative errors on held-out rows: mean, median, mean over kernels of 30 us or longer.
+    # On held-out rows: mean, median, mean over kernels of 30 us or longer.
     mean_error: float
     median_error: float
     long_error: float
     num_fitted: int
     num_held_out: int
-    # Parameters set rather than fitted, for lack of data.
+    # Set rather than fitted, for lack of data.
     assumed: tuple[str, ...]
     # Public table and row filter.
     data: str
@@ -142,7 +142,7 @@ class LeftOut:
     gpu: str
     op: OpClass
     family: str
-    # Relation: "chip", "arch", "memory" or "any".
+    # "chip", "arch", "memory" or "any".
     kinship: str
     mean_error: float
 
@@ -151,7 +151,7 @@ class LeftOut:
 class Model:
     params: Params
     source: Source
-    # Expected relative error below and above LONG_US.
+    # Below and above LONG_US.
     short_error: float
     long_error: float
     why: str
@@ -161,7 +161,6 @@ class Model:
     lenders: tuple[str, ...] = ()
 
     def wider(self, added: float, why: str) -> "Model":
-        """Same parameters with a wider error, outside what they were fitted to."""
         return replace(
             self,
             source=Source.CLASS,
@@ -192,10 +191,10 @@ def family_of(op: OpClass, dtype: str) -> str:
 
 
 def peak_tflops(spec: Gpu, dtype: str) -> float:
-    """Data-sheet rate of a dtype; the next wider one if the hardware lacks it."""
+    """The next wider dtype's rate if the hardware lacks it."""
     family = FAMILIES.get(dtype, "f32")
     if family == "f64":
-        # fp64 runs at half the fp32 rate on data-centre chips, at 1/64 on others.
+        # Half the fp32 rate on data-centre chips, 1/64 on others.
         return spec.fp32_tflops / (2 if spec.memory_kind == "hbm" else 64)
     if family == "f8" and spec.fp8_tflops:
         return spec.fp8_tflops
@@ -206,7 +205,7 @@ def peak_tflops(spec: Gpu, dtype: str) -> float:
 
 @cache
 def model_for(gpu_name: str, op: OpClass, family: str) -> Model:
-    """Best model for one GPU and class: its own fit, its relatives', a related class's."""
+    """Its own fit, its relatives', or a related class's."""
     model = _nearest(gpu_name, op, family)
     is_timed = any(f.gpu == gpu_name and f.op is op and "t0_us" not in f.assumed for f in fits())
     if family != ANY or is_timed:
@@ -262,13 +261,13 @@ def _model(rows: list[Fit], source: Source, error: float, long_error: float, why
 
 @cache
 def usual_spread(op: OpClass) -> float:
-    """Typical difference between stacks for a class, for GPUs with one stack."""
+    """For GPUs with one stack."""
     known = [f.spread for f in fits() if f.op is op and f.spread > 0]
     return fmean(known) if known else 0.0
 
 
 def relatives(spec: Gpu, rows: list[Fit]) -> tuple[str, list[Fit]]:
-    """Rows of the GPUs most like `spec`, and the relation; limits of one board are not lent."""
+    """The GPUs most like `spec`, and the relation; limits of one board are not lent."""
     donors = [(f, gpu(f.gpu)) for f in rows if f.gpu != spec.name and "ec" not in f.assumed]
     same_arch = [(f, g) for f, g in donors if g.arch == spec.arch and g.memory_kind == spec.memory_kind]
     for kinship, found in (
@@ -294,7 +293,6 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def price_many(works: Sequence[Work], gpu_name: str) -> list[Cost]:
-    """Cost of each work on one GPU, batched by class and dtype."""
     spec = gpu(gpu_name)
     # An allocation starts no kernel.
     costs = [Cost(0.0, Source.FITTED, 0.0)] * len(works)
@@ -325,7 +323,6 @@ def _priced(works: Sequence[Work], model: Model, spec: Gpu) -> Iterable[Cost]:
 
 
 def l2_share(working_set: Array, spec: Gpu) -> Array:
-    """Share of the bytes that stays in L2 between launches."""
     return np.asarray(1.0 / (1.0 + (working_set / spec.l2_bytes) ** 4), dtype=np.float64)
 
 
@@ -343,7 +340,6 @@ def model_of(work: Work, spec: Gpu) -> Model:
 
 
 def plain_loads(flops: Array, num_bytes: Array) -> Loads:
-    """Loads with operations and bytes only, for the fitting scripts."""
     zeros = np.zeros_like(num_bytes)
     return Loads(flops, num_bytes, np.zeros((4, len(zeros))), zeros, zeros)
 
@@ -371,7 +367,7 @@ def predict(params: Params, loads: Loads, peaks: Peaks) -> Array:
     compute = _compute_us(params, loads, peaks) + params.row_us * loads.rows
     cached = 1.0 - loads.hit * (1.0 - 1.0 / params.l2x)
     memory = loads.num_bytes / (peaks.gbps * params.em * 1e3) * cached
-    # Scaled by the larger term, so that powers do not overflow.
+    # Scaled by the larger term: powers do not overflow.
     longer = np.maximum(np.maximum(compute, memory), 1e-12)
     joined = (compute / longer) ** params.p + (memory / longer) ** params.p
     return np.asarray(params.t0_us + longer * joined ** (1.0 / params.p), dtype=np.float64)

@@ -1,7 +1,7 @@
 """Known GPUs: data-sheet figures, sustained rates, rent and sources, from `gpus.json`.
 
 Data-sheet peaks only scale the efficiencies in `fitted.py`. Sustained rates are medians of public
-measurements, absent for unmeasured GPUs. Memory is the advertised size in units of 1e9 bytes.
+measurements. Memory is the advertised size in units of 1e9 bytes.
 """
 
 import json
@@ -14,20 +14,20 @@ import msgspec
 
 from tessera.errors import UnknownName
 
-# Default price: the first provider with a quote. An estimate is explained in the card's note.
+# Default price: the first provider with a quote. The card's note explains an estimate.
 PROVIDERS = ("RunPod", "Lambda", "AWS", "GCP", "estimate")
 
 
 @dataclass(frozen=True, slots=True)
 class Effective:
-    """Sustained rates and shortest times, bf16."""
+    """Sustained, bf16."""
 
     gemm_tflops: float
     # GEMM of at most 16 rows.
     weights_gbps: float
-    # Attention over prompts of 4096 tokens or more, counting the causal half.
+    # Prompts of 4096 tokens or more, counting the causal half.
     prefill_tflops: float
-    # KV-cache reads of decode attention.
+    # KV-cache reads.
     decode_gbps: float
     gemm_floor_us: float
     attention_floor_us: float
@@ -35,11 +35,10 @@ class Effective:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    # Key as in "emu:a100".
     name: str
     full_name: str
     arch: str
-    # GPUs of one chip differ only in clocks, memory and board.
+    # GPUs of one chip differ in clocks, memory and board only.
     chip: str
     # "hbm" or "gddr": efficiencies do not carry over.
     memory_kind: str
@@ -48,7 +47,7 @@ class Gpu:
     bf16_tflops: float | None
     fp16_tflops: float
     fp8_tflops: float | None
-    # fp32 without TF32.
+    # Without TF32.
     fp32_tflops: float
     memory_bytes: int
     memory_gbps: float
@@ -98,7 +97,7 @@ def _gpu(row: dict[str, Any], doc: dict[str, Any]) -> Gpu:
 
 
 def clock_ghz(spec: Gpu) -> float:
-    """Boost clock from the fp32 peak: two operations per lane and cycle."""
+    """From the fp32 peak: two operations per lane and cycle."""
     old = spec.compute_capability.startswith("7.") or spec.compute_capability == "8.0"
     return spec.fp32_tflops * 1e3 / (2 * (64 if old else 128) * spec.num_sms)
 

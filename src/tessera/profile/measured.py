@@ -5,9 +5,9 @@ inputs of later ones. One that cannot be timed is stored with its reason and pri
 Measured launches are scaled by the ratio of the measured step to their sum, which is part of their error.
 
 Launches are equal if they run the same code on tensors of the same types, shapes, strides and alignment, with
-the same plain arguments, memory sharing and cached buffers (touched by earlier launches within the last half
-cache size, at least half of their bytes). A CPU or unknown card takes the model of `YARDSTICK`, scaled by the
-median ratio of measured to modelled.
+the same plain arguments, memory sharing and cached buffers (at least half of their bytes touched within the
+last half cache size). A CPU or unknown card takes the model of `YARDSTICK`, scaled by the median ratio of
+measured to modelled.
 """
 
 import hashlib
@@ -27,25 +27,24 @@ from tessera.profile.estimate import modelled, signature, works
 from tessera.profile.gpus import gpu
 from tessera.profile.store import Enough, Machine, Store, Timing, timing, until
 
-# Bounds of a plausible ratio of step to sum.
+# Plausible ratios of step to sum.
 MIN_SCALE, MAX_SCALE = 0.5, 2.0
 # A clock this far below the session's start means throttling or sharing.
 THROTTLED = 0.9
-# Retries at a lower clock.
 RETRIES = 2
-# Minimum relative error: resolution of events and clocks.
+# Resolution of events and clocks.
 LEAST_ERROR = 0.005
 
-# Usable share of the cache; the rest is lost to sharing and conflicts.
+# The rest is lost to sharing and conflicts.
 USEFUL_CACHE = 0.5
 YARDSTICK = "a100"
-# Minimum number of ratios for a class.
+# Per class.
 MIN_RATIOS = 3
 Advance = Callable[[str], None]
 
 
 class Timer(Protocol):
-    # Last-level cache size.
+    # Last level.
     cache_bytes: int
     # How inputs were generated; empty for the model's own.
     remarks: tuple[str, ...]
@@ -54,23 +53,20 @@ class Timer(Protocol):
         """Model, SMs, driver, torch."""
 
     def clock_mhz(self) -> float | None:
-        """Clock under load, or None."""
+        """Under load."""
 
     def time(self, launch: int, cold: frozenset[int], enough: Enough) -> list[float]:
-        """Samples of one launch in microseconds; raises CannotTime or DeviceGone."""
+        """Microseconds; raises CannotTime or DeviceGone."""
 
     def run(self, launch: int) -> None:
         """Runs one launch to produce its results."""
 
     def whole(self, enough: Enough) -> list[float]:
-        """Samples of the whole step in microseconds; raises CannotTime or DeviceGone."""
+        """Microseconds; raises CannotTime or DeviceGone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distinct:
-    """Equal launches."""
-
-    # Key in a store.
     key: str
     # The first one is timed.
     launches: tuple[int, ...]
@@ -89,12 +85,12 @@ class Missed:
 class Measured:
     device: Device
     machine: Machine
-    # Per launch; None if not timed.
+    # None: not timed.
     timings: tuple[Timing | None, ...]
     whole: Timing | None
     missed: tuple[Missed, ...]
     num_distinct: int
-    # Number timed in this session.
+    # In this session.
     num_timed: int
     notes: tuple[str, ...]
 
@@ -166,14 +162,14 @@ class _Session:
             self._store.add_failure(group.key, kernel, error.message)
             return
         except DeviceGone as error:
-            # Stored, so that the next command skips it.
+            # The next command skips it.
             self._store.add_failure(group.key, kernel, f"the device was lost here: {error.message}")
             raise
         self._store.add_launch(group.key, kernel, found, clock)
         self._num_timed += 1
 
     def _steady(self, index: int, group: Distinct) -> tuple[Timing, float | None]:
-        """Timing at the session's clock; after retries at any clock, with a note."""
+        """At the session's clock; after retries at any clock, with a note."""
         for attempt in range(1 + RETRIES):
             found = timing(self._timer.time(index, group.cold, self._enough))
             clock = self._timer.clock_mhz()
@@ -218,19 +214,16 @@ class _Session:
 
 @dataclass(frozen=True, slots=True)
 class Reconciled:
-    """Costs of one device, measured ones scaled to the measured step."""
-
     costs: tuple[Cost, ...]
-    # Sum before scaling.
+    # Before scaling.
     sum_us: float
     whole_us: float | None
-    # Factor on measured launches.
     scale: float
     notes: tuple[str, ...]
 
 
 def reconcile(found: Measured, others: tuple[Cost, ...]) -> Reconciled:
-    """Measured costs, with `others` for launches without one."""
+    """`others` price launches without a measurement."""
     pairs = tuple(zip(found.timings, others, strict=True))
     measured_us = sum(t.us for t, _ in pairs if t is not None)
     other_us = sum(c.us for t, c in pairs if t is None)
@@ -269,7 +262,7 @@ def distinct(trace: Trace, cache_bytes: int) -> tuple[Distinct, ...]:
 
 
 def cold_buffers(trace: Trace, cache_bytes: int) -> list[frozenset[int]]:
-    """For every launch, the buffers it reads that are not cached."""
+    """Per launch: buffers it reads that are not cached."""
     window = cache_bytes * USEFUL_CACHE
     touched: dict[int, deque[tuple[float, int]]] = defaultdict(deque)
     passed = 0.0
@@ -299,7 +292,7 @@ def _bytes(launch: Launch, reading: bool) -> dict[int, int]:
 
 
 def _kernel_name(kernel: Kernel) -> str:
-    """Operators by name; PTX by digest, since names repeat."""
+    """PTX by digest, since names repeat."""
     if kernel.origin is Origin.ATEN:
         return kernel.name
     return f"{kernel.name}:{hashlib.sha256(kernel.ptx.encode()).hexdigest()}"
@@ -314,7 +307,6 @@ def _key(kernel: str, launch: Launch, cold: frozenset[int]) -> str:
 
 
 def needs_measuring(device: Device) -> bool:
-    """True for a device that runs in real time here."""
     is_own = device.kind is not DeviceKind.EMU and not device.is_dilated
     return is_own and device.ordinal != AWAY
 

@@ -1,5 +1,4 @@
-"""Overheads of a launch beside bytes and operations, as amounts by term; `corrections.py` has the cost of
-each.
+"""Overheads of a launch beside bytes and operations, as amounts by term; `corrections.py` has their costs.
 
 PyTorch kernels on broadcast, strided, transposed or mixed operands are bound by index arithmetic, reductions
 by rows, and some operators start several kernels. An elementwise operator on dense operands of one dtype and
@@ -19,7 +18,6 @@ from tessera.ir.trace import item_bytes
 
 Overhead = tuple[tuple[str, float], ...]
 
-# Bytes of a vector load.
 VECTOR_BYTES = 16
 # Memory transaction.
 SECTOR_BYTES = 32
@@ -34,8 +32,6 @@ SCANS = frozenset({"cumsum", "cumprod", "logcumsumexp", "_cummax_helper", "_cumm
 
 
 class Scope(Enum):
-    """What amounts of a term are divided by."""
-
     ALL = "cycles of all SMs"
     ONE = "cycles, one after the other"
     FLOOR = "cycles, added to everything else"
@@ -43,7 +39,7 @@ class Scope(Enum):
     STREAM = "a model of its own"
 
 
-# Scope of each term; `terms.json` also says what its amount counts.
+# `terms.json` also says what a term's amount counts.
 TERMS = {
     name: Scope[term["scope"]]
     for name, term in json.loads(files("tessera.profile").joinpath("terms.json").read_bytes()).items()
@@ -53,7 +49,6 @@ TERMS = {
 def overhead_of(
     op: str, base: str, launch: Launch, ins: tuple[View, ...], outs: tuple[View, ...]
 ) -> Overhead:
-    """Overhead of an ATen operator of class `op` with base name `base`."""
     if not ins or not outs or outs[0].num_elements == 0:
         return ()
     terms: dict[str, float] = {}
@@ -82,7 +77,7 @@ def overhead_of(
 
 
 def attention_overhead(base: str, is_few: bool, is_masked: bool) -> Overhead:
-    """Attention kernel chosen by PyTorch; few queries stream the keys through one block each."""
+    """Few queries stream the keys through one block each."""
     kernel = next((name for name in ("efficient", "cudnn", "flash") if name in base), "")
     if kernel and is_few:
         kernel = f"{'masked' if kernel == 'cudnn' and is_masked else kernel}_stream"
@@ -90,7 +85,7 @@ def attention_overhead(base: str, is_few: bool, is_masked: bool) -> Overhead:
 
 
 def fused_overhead(name: str, num_bytes: int) -> Overhead:
-    """Overhead of an Inductor kernel, from the operators in its name."""
+    """From the operators in its name."""
     words = set(name.split("_"))
     terms: dict[str, float] = {}
     if words & {"cos", "sin"}:
@@ -105,7 +100,6 @@ def fused_overhead(name: str, num_bytes: int) -> Overhead:
 
 
 def copies_first(op: str, kernel_name: str, ins: Sequence[View]) -> bool:
-    """True if the operator works on a copy of its input."""
     if kernel_name.startswith("aten.masked_fill."):
         return bool(ins)
     return op in ("norm", "softmax", "scan", "conv") and bool(ins) and not is_dense(ins[0])
@@ -121,7 +115,7 @@ def _elementwise(terms: dict[str, float], base: str, ins: tuple[View, ...], out:
 
 
 def _casts(base: str, ins: Sequence[View], out: View) -> bool:
-    """True if elements are converted one by one; fp32 to 16 bits is vectorised."""
+    """Elements are converted one by one; fp32 to 16 bits is vectorised."""
     if base in COPIES:
         narrows = bool(ins) and ins[-1].dtype == "float32" and out.dtype in ("bfloat16", "float16")
         return bool(ins) and ins[-1].dtype != out.dtype and not narrows
@@ -195,7 +189,7 @@ def _convolution(terms: dict[str, float], launch: Launch, ins: tuple[View, ...],
 
 
 def _add_index(terms: dict[str, float], views: Sequence[View], out: View) -> None:
-    """Adds the cost of indexing these tensors in the order of `out`; none if vectorised."""
+    """Indexing in the order of `out`; none if vectorised."""
     sizes, strides = joined_dims(views, out)
     if len(sizes) <= 1 and all(column[0] == 1 for column in strides if column):
         return
@@ -211,9 +205,10 @@ def _add_index(terms: dict[str, float], views: Sequence[View], out: View) -> Non
 
 
 def joined_dims(views: Sequence[View], out: View) -> tuple[list[int], list[list[int]]]:
-    """Sizes and per-tensor strides, innermost first, with jointly contiguous dimensions joined.
+    """Sizes and per-tensor strides, innermost first; jointly contiguous dimensions have their innermost
+    stride.
 
-    Tensors are broadcast to `out`, whose strides give the order. A joined dimension has its innermost stride.
+    Tensors are broadcast to `out`, whose strides give the order.
     """
     rank = len(out.shape)
     spread = [_broadcast(v, rank) for v in views]
@@ -251,6 +246,6 @@ def dense(view: View) -> View:
 
 
 def starts_at_vectors(view: View) -> bool:
-    """True if every row of a matrix is aligned to a vector load."""
+    """Every row of a matrix is aligned to a vector load."""
     outer = [s for n, s in zip(view.shape, view.stride, strict=True) if n > 1 and s > 1]
     return all(s * item_bytes(view.dtype) % VECTOR_BYTES == 0 for s in outer)

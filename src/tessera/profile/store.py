@@ -5,9 +5,8 @@ are ignored, and rows at another clock unless `any_clock`. A half line, left by 
 other damage is an error with its line. With `spare`, an unusable store is ignored.
 
 A timing is a median with a 95 % interval from order statistics. Sampling stops when half the interval is
-within 2 % of the median, or time is up.
-
-Links: us = latency + bytes / bandwidth, a least-squares fit of relative error to single transfers.
+within 2 % of the median, or time is up. Links: us = latency + bytes / bandwidth, a least-squares fit of
+relative error to single transfers.
 """
 
 import hashlib
@@ -29,22 +28,21 @@ from tessera.ir.files import cache_folder
 from tessera.ir.timeline import HIDDEN, shown
 
 FORMAT = 1
-# Relative clock difference that counts as equal.
+# Relative difference that counts as equal.
 CLOCK_TOLERANCE = 0.04
 CONFIDENCE_Z = 1.96
-# Target half interval, as a share of the median.
+# Half interval, as a share of the median.
 TARGET_ERROR = 0.02
 MIN_SAMPLES = 8
 MAX_SAMPLES = 400
-# Time limit per launch.
+# Per launch.
 CAP_S = 0.25
-# Message sizes for links: 4 KB to 64 MB.
+# 4 KB to 64 MB.
 SIZES = tuple(4096 * 4**n for n in range(8))
-# Link name in plans with measured links.
 NAME = "measured"
-# Share of bandwidth kept with both directions busy, below which it is reported.
+# Reported if less of the bandwidth is left with both directions busy.
 SHARED = 0.8
-# Used if even the longest message is dominated by latency.
+# Used if latency dominates even the longest message.
 MAX_GBPS = 1e5
 # (samples, seconds) -> True to stop.
 Enough = Callable[[Sequence[float], float], bool]
@@ -53,13 +51,12 @@ Enough = Callable[[Sequence[float], float], bool]
 @dataclass(frozen=True, slots=True)
 class Timing:
     us: float
-    # Half of the 95 % interval of the median.
+    # Half of the 95 % interval.
     half_us: float
     num: int
 
     @property
     def rel_error(self) -> float:
-        """Interval as a share of the time; 1 for a time of zero."""
         return self.half_us / self.us if self.us > 0 else 1.0
 
 
@@ -67,7 +64,7 @@ class Timing:
 class Machine:
     # Model, SMs, driver, torch.
     identity: Mapping[str, str]
-    # Under load, at the start of the session; None if unreadable.
+    # Under load, at the start; None if unreadable.
     clock_mhz: float | None
 
     @property
@@ -76,8 +73,7 @@ class Machine:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# Rows of one device at one clock, by kind and key: "launch" (key of `distinct`), "failed" (reason) and
-# "whole" (a step, by trace digest).
+# By kind and key: "launch" (key of `distinct`), "failed" (reason), "whole" (a step, by trace digest).
 StoredRows = dict[tuple[str, str], Timing | str]
 
 
@@ -94,7 +90,7 @@ class Store:
         spare: Callable[[str], None] | None = None,
     ) -> None:
         self._path, self._machine = path, machine
-        # Called if the store is unusable; the session continues without it.
+        # The session continues without an unusable store.
         self._spare = spare
         self._rows: StoredRows = {}
         for clock_mhz, rows in self._known():
@@ -113,7 +109,7 @@ class Store:
         return cast("Timing | None", self._rows.get(("whole", digest)))
 
     def add_launch(self, key: str, kernel: str, found: Timing, clock_mhz: float | None) -> None:
-        """Appends one launch's time immediately, so a crash does not lose it."""
+        """Appended at once: a crash does not lose it."""
         self._rows["launch", key] = found
         self._append({"kind": "launch", "key": key, "kernel": kernel, **asdict(found), "mhz": clock_mhz})
 
@@ -150,7 +146,7 @@ class Store:
 
 
 def append_lines(path: Path, documents: list[dict[str, Any]]) -> None:
-    """Appends documents in one write, after ending a half line."""
+    """In one write, after ending a half line."""
     text = "".join(json.dumps(d, allow_nan=False) + "\n" for d in documents)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +209,7 @@ def _differ(a: float | None, b: float | None) -> bool:
 
 
 def timing(samples: Sequence[float]) -> Timing:
-    """Median with its interval; negative medians are noise around zero."""
+    """Negative medians are noise around zero."""
     ordered = sorted(samples)
     num = len(ordered)
     skipped = max(0, math.floor((num - CONFIDENCE_Z * math.sqrt(num)) / 2))
@@ -222,7 +218,6 @@ def timing(samples: Sequence[float]) -> Timing:
 
 
 def until(cap_s: float = CAP_S, error: float = TARGET_ERROR) -> Enough:
-    """Stops when the interval is small enough or time is up."""
 
     def enough(samples: Sequence[float], seconds: float) -> bool:
         if len(samples) < MIN_SAMPLES:
@@ -240,17 +235,16 @@ class LinkFit:
 
     src: Annotated[str, shown("from")]
     dst: Annotated[str, shown("to")]
-    # Transport.
     via: str
     latency_us: float
     gbps: float
-    # Median relative error on the fitted transfers.
+    # Median, relative.
     rel_error: Annotated[float, shown("fit", "error")]
-    # Bandwidth with the other direction busy.
+    # With the other direction busy.
     both_gbps: Annotated[float, shown("GB/s, both ways")]
     # (bytes, median microseconds)
     samples: Annotated[tuple[tuple[int, float], ...], HIDDEN]
-    # GB/s of weights that a GPU fetches from the host's memory; 0: not measured.
+    # GB/s of weights fetched from the host's memory; 0: not measured.
     fetch_gbps: Annotated[float, HIDDEN] = 0.0
 
     @property
@@ -285,11 +279,11 @@ def _medians(times: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(latency, GB/s), both terms divided by the measured time to make residuals relative."""
+    """(latency, GB/s); residuals are relative."""
     sizes, times = (np.array(column, dtype=float) for column in zip(*samples, strict=True))
     rows = np.stack([1.0 / times, sizes / times], axis=1)
     latency_us, us_per_byte = np.linalg.lstsq(rows, np.ones(len(samples)), rcond=None)[0]
-    if latency_us < 0:  # the shortest message has no negative latency
+    if latency_us < 0:
         latency_us = 0.0
         us_per_byte = float(np.sum(sizes / times) / np.sum((sizes / times) ** 2))
     if us_per_byte * MAX_GBPS * 1e3 < 1.0:
@@ -298,7 +292,7 @@ def _fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def keep_links(path: Path, fits: Sequence[LinkFit]) -> None:
-    """Appends links; the last one of a pair counts."""
+    """The last one of a pair counts."""
     append_lines(path, [{"kind": "link", **asdict(fit)} for fit in fits])
 
 

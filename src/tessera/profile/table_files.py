@@ -43,18 +43,17 @@ WEIGHT_COPIES = 6
 SMALL_BYTES = 1 << 20
 BF16, FP8 = "bfloat16", "fp8"
 ITEM_BYTES = {BF16: 2, FP8: 1}
-# Dtype whose peak applies to a variant.
+# Dtype whose peak applies.
 ARITHMETIC = {FP8: "float8_e4m3fn"}
 HEAD_WIDTHS = ("64", "128", "192", "256")
-# Rows per group up to which a grouped GEMM is bound by its weights in every library. On one H200 PyTorch took
-# half the time of the fused kernels at 256 rows and about the same at 4.
+# Up to so many rows per group, weights bind a grouped GEMM in every library. On one H200 PyTorch took half
+# the time of the fused kernels at 256 rows and about the same at 4.
 MAX_EXPERT_ROWS = 64
-# Query count from which attention rows are prompts.
+# Queries from which attention rows are prompts.
 MIN_PROMPT = 9
 _ATTENTION_COLUMNS = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads")
 PACKAGE = "aiconfigurator_core"
 DISTRIBUTION = "aiconfigurator-core"
-# GPU of each system in the package.
 SYSTEMS = {
     "a100": "a100_sxm", "l40s": "l40s", "h100": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm",
     "rtx-pro-6000": "rtx_pro_6000_server",
@@ -66,23 +65,23 @@ READER_VERSION = 2
 @dataclass(frozen=True, slots=True)
 class Kind:
     op: OpClass
-    # Folder and file below the system's folder, around stack and version.
+    # Below the system's folder, around stack and version.
     family: str
     file: str
-    # Integer columns that place a row.
+    # Integers that place a row.
     columns: tuple[str, ...]
     # In order of preference.
     stacks: tuple[str, ...]
     # Dtypes for GEMM, head widths for attention.
     variants: tuple[str, ...]
-    # Row filter by variant; absent columns are ignored.
+    # By variant; absent columns are ignored.
     filters: Callable[[str], Filter]
     places: Callable[[Columns], Array]
     # Kernels of a row; their times add up.
     loads: Callable[[Columns, str, Gpu], tuple[Loads, ...]]
-    # Variant and place of a launch; None if this kind cannot price it.
+    # None if this kind cannot price the launch.
     query: Callable[[Work], tuple[str, tuple[float, ...]] | None]
-    # Relative error of using a row for another kind of kernel: an assumption.
+    # Of using a row for another kind of kernel: an assumption.
     stand_in_error: float = 0.0
 
 
@@ -134,12 +133,12 @@ def _attention_query(work: Work) -> tuple[str, tuple[float, ...]] | None:
         return None
     if work.op is OpClass.DECODE:
         return str(width), tuple(_log2(batch, keys, heads, kv_heads).tolist())
-    # Tables have causal prompts only.
+    # Causal prompts only.
     return (str(width), tuple(_log2(batch, queries, keys, heads, kv_heads).tolist())) if causal else None
 
 
 def cache_share(loads: Loads, op: OpClass, spec: Gpu) -> Array:
-    """Share of the bytes that the collector found in L2 at these shapes."""
+    """Share that the collector found in L2."""
     return l2_share(loads.num_bytes, spec) if op is OpClass.DECODE else np.zeros(len(loads.num_bytes))
 
 
@@ -226,17 +225,15 @@ def usable(columns: Columns, loads: tuple[Loads, ...], wrong: Mask, op: OpClass)
 
 
 class Unusable(ValueError):
-    """A table that must not be used; the message is one sentence."""
+    """The message is one sentence."""
 
 
 class Absent(ValueError):
-    """A table without rows of the variant."""
+    """No rows of the variant."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableFile:
-    """A table of one GPU, from one version of one stack."""
-
     gpu: str
     op: OpClass
     stack: str
@@ -245,7 +242,6 @@ class TableFile:
 
     @property
     def name(self) -> str:
-        """ "sglang 0.5.14"."""
         return f"{self.stack} {self.version}"
 
 
@@ -278,9 +274,9 @@ class Rows:
     variant: str
     columns: Columns
     us: Array
-    # Kernel name in the table; empty if absent.
+    # Empty if absent.
     kernel: str
-    # Dropped rows without a positive time.
+    # Dropped: no positive time.
     num_without_time: int
 
 

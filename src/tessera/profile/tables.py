@@ -40,20 +40,19 @@ SOFTENING = 0.05
 # Distances at which the error is measured; the last one limits interpolation.
 RADII = (0.01, 0.5, 1.0, 2.0)
 MAX_BEYOND = 2.0
-# Sample size of the error estimate.
 MAX_JUDGED = 120
 MIN_ROWS = 300
-# Tolerance for clocks above the data sheet and inexact sizes.
+# For clocks above the data sheet and inexact sizes.
 ALLOWANCE = 1.10
 MAX_IMPOSSIBLE = 0.02
 # Prompts this long are quadratic; the exponent limit is halfway between linear and quadratic.
 LONG_PROMPT = 4096
 MIN_EXPONENT = 1.5
 SAME_CHIP_FACTOR = 2.5
-# Collectors read decode attention partly from L2; the model puts those bytes back into memory. Error of that
-# correction, as a share of it: an assumption.
+# Collectors read decode attention partly from L2; the model puts those bytes back into memory. Error as a
+# share of that correction: an assumption.
 CORRECTION_ERROR = 0.25
-# Least error of any table (clock and run-to-run noise): an assumption.
+# Clock and run-to-run noise: an assumption.
 LEAST_ERROR = 0.02
 
 
@@ -71,7 +70,7 @@ class Surface:
         return cKDTree(self.places)
 
     def at(self, places: Array) -> tuple[Array, Array]:
-        """log(measured / modelled) at each place, and the distance to the nearest point."""
+        """log(measured / modelled), and the distance to the nearest point."""
         count = min(NEAREST, len(self.places))
         found = self.tree.query(places, k=list(range(1, count + 1)))
         distance, index = (np.asarray(x) for x in found)
@@ -79,7 +78,6 @@ class Surface:
         return np.where(nearest < RADII[0], self.residual[index[:, 0]], between), nearest
 
     def is_inside(self, places: Array) -> npt.NDArray[np.bool_]:
-        """True where every size is within MAX_BEYOND of the table's range."""
         margin = np.log2(MAX_BEYOND)
         low, high = self.places.min(axis=0) - margin, self.places.max(axis=0) + margin
         return np.asarray(((places >= low) & (places <= high)).all(axis=1), dtype=np.bool_)
@@ -107,7 +105,7 @@ class Surface:
 
 
 def error_at(distance: Array, errors: Array) -> Array:
-    """Expected relative interpolation error at these distances; 0 at a point."""
+    """Relative interpolation error; 0 at a point."""
     between = np.interp(distance, RADII, errors)
     return np.asarray(np.where(distance < RADII[0], 0.0, between), dtype=np.float64)
 
@@ -121,14 +119,13 @@ def _weighted(distance: Array, residual: Array) -> Array:
 class VariantTable:
     file: TableFile
     variant: str
-    # Kernel name in the table.
     kernel: str
     surface: Surface
-    # Mean relative interpolation error at each of RADII.
+    # At each of RADII.
     errors: Array
     # Median difference to other stacks on the same GPU.
     spread: float
-    # Dropped rows: impossible or invalid times.
+    # Impossible or invalid times.
     num_left_out: int
 
     @property
@@ -137,7 +134,7 @@ class VariantTable:
 
 
 def load_source(root: Path, file: TableFile, variant: str, store: TableCache) -> VariantTable:
-    """Reads and checks a table; raises Unusable with the first reason."""
+    """Raises Unusable with the first reason."""
     spec = gpu(file.gpu)
     rows = table_files.read_rows(file, variant, store)
     if len(rows.us) < MIN_ROWS:
@@ -192,7 +189,7 @@ def _compared(rows: Rows, others: list[TableFile], store: TableCache) -> tuple[l
         try:
             off = log_ratios(rows, table_files.read_rows(other, rows.variant, store))
         except (Absent, Unusable):
-            # Unusable tables are reported where they would be chosen.
+            # Reported where they would be chosen.
             continue
         if off.size < 20:
             continue
@@ -214,7 +211,7 @@ def _fitted() -> str:
 
 
 def impossible(us: Array, loads: tuple[Loads, ...], peaks: fitted.Peaks) -> npt.NDArray[np.bool_]:
-    """Rows faster than the data sheet allows, counting bytes that cannot come from L2."""
+    """Faster than the data sheet allows, counting bytes that cannot come from L2."""
     compute = sum(x.flops for x in loads) / (peaks.tflops * 1e6)
     memory = sum(x.num_bytes * (x.hit < 0.01) for x in loads) / (peaks.gbps * 1e3)
     return np.asarray(us * ALLOWANCE < np.maximum(compute, memory), dtype=np.bool_)
@@ -266,8 +263,6 @@ def _check_chip(ratios: Sequence[float], chip: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TableChoice:
-    """The table that prices one variant on one GPU, and the reasons against earlier ones."""
-
     source: VariantTable | None
     rejected: tuple[tuple[TableFile, str], ...]
 
@@ -276,12 +271,12 @@ class TableChoice:
 class Tables:
     root: Path
     store: TableCache
-    # Why no table can be read; empty if they can.
+    # Why no table can be read.
     trouble: str = ""
     _choices: dict[tuple[str, OpClass, str], TableChoice] = field(default_factory=dict)
 
     def choice(self, gpu_name: str, op: OpClass, variant: str) -> TableChoice:
-        """First sound table, with the reasons against earlier ones."""
+        """The first sound table, with the reasons against earlier ones."""
         key = (gpu_name, op, variant)
         if key not in self._choices:
             self._choices[key] = self._choose(*key)
@@ -302,13 +297,12 @@ class Tables:
         return TableChoice(None, tuple(rejected))
 
     def passed_over(self, gpu_name: str, works: Sequence[Work]) -> list[tuple[TableFile, str]]:
-        """Refused tables that would have priced these launches, with reasons."""
+        """Refused tables that would have priced these launches."""
         asked = [(w.op, KINDS[w.op].query(w)) for w in works if w.op in KINDS]
         variants = dict.fromkeys((op, query[0]) for op, query in asked if query)
         return [x for op, variant in variants for x in self.choice(gpu_name, op, variant).rejected]
 
     def price_many(self, works: Sequence[Work], gpu_name: str) -> list[Cost | None]:
-        """Cost of each launch that a table covers, else None."""
         costs: list[Cost | None] = [None] * len(works)
         alike: dict[tuple[OpClass, str, str], list[tuple[int, tuple[float, ...]]]] = {}
         for i, work in enumerate(works):

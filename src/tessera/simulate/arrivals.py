@@ -32,15 +32,13 @@ from tessera.ir import Arrivals, Load, verify
 
 Floats = npt.NDArray[np.float64]
 
-# Default bursts: four times the mean rate in a tenth of the time, ten seconds long.
+# Four times the mean rate in a tenth of the time, ten seconds long.
 BURST = (4.0, 0.1, 10.0)
-# Default number of requests of an endless stream.
+# Requests of an endless stream.
 DEFAULT_NUM = 1000
 # Largest rate, length or time that fits a draw.
 MOST = 1e9
-# Parts of the range of uniform lengths.
 NUM_PARTS = 16
-# Default spread of lognormal lengths.
 SIGMA = 0.7
 LENGTHS = ("fixed", "uniform", "geometric", "lognormal")
 
@@ -87,7 +85,7 @@ def _bursty(numbers: Sequence[float], num: int | None, seed: int) -> Floats:
         message = f"bursts of {peak:g} times the mean rate cannot last {share:g} of the time"
         raise ArrivalsError(message, "PEAK times SHARE is at most 1: bursty:20,4,0.1.", "--arrivals")
     random = np.random.default_rng([seed, 2])
-    # Rate outside bursts, which keeps the mean.
+    # Outside bursts; keeps the mean.
     rates = (rate * (1.0 - peak * share) / (1.0 - share), rate * peak)
     stays = (seconds * (1.0 - share) / share, seconds)
     times: list[float] = []
@@ -123,7 +121,7 @@ def make_lengths(text: str, num: int, seed: int = 0) -> tuple[tuple[int, ...], t
 
 
 def lengths_of(load: Load, num: int, seed: int = 0) -> list[tuple[int, int]]:
-    """Tokens of (prompt, answer) of so many requests of a load."""
+    """(prompt, answer) tokens."""
     if load.lengths:
         chosen = np.random.default_rng([seed, 4]).integers(len(load.lengths), size=num)
         return [load.lengths[i] for i in chosen]
@@ -169,7 +167,6 @@ FORMS = {
 
 
 def read_arrivals(path: Path, num: int | None = None) -> Arrivals:
-    """The first `num` requests of a log; None: all."""
     times: list[float] = []
     prompts: list[int] = []
     outputs: list[int] = []

@@ -15,14 +15,11 @@ from tessera.execute.schedule import until_wait
 from tessera.ir import Cluster, Costs, Link, Placement, Recv, Transfer, WorkUnit
 
 Ints = npt.NDArray[np.int64]
-# Bus of the weights that a link brings.
 FETCHED = " (weights)"
 
 
 @dataclass(frozen=True, slots=True)
 class TransferWire:
-    """A transfer: its bus, time on the bus, and latency."""
-
     number: int
     src: int
     dst: int
@@ -34,9 +31,9 @@ class TransferWire:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSegment:
-    """Consecutive launches on one device, then transfers that leave at their end.
+    """Consecutive launches [start, stop) on one device, then transfers that leave at their end.
 
-    Launch i of the step ends at ends_us[i + 1]; this segment is launches [start, stop).
+    Launch i of the step ends at ends_us[i + 1].
     """
 
     ends_us: list[float]
@@ -51,7 +48,7 @@ class LaunchSegment:
 
 @dataclass(frozen=True, slots=True)
 class DeviceColumn:
-    """One device's items, and from each position the time until a possible wait."""
+    """Items, and from each position the time until a possible wait."""
 
     items: tuple[Recv | LaunchSegment, ...]
     until_wait_us: tuple[float, ...]
@@ -62,7 +59,6 @@ class Script:
     columns: tuple[DeviceColumn, ...]
     count: int
     busy_us: float
-    # The step of these launches or this state.
     step: int
 
     @cached_property
@@ -80,8 +76,6 @@ def make_column(items: Sequence[Recv | LaunchSegment]) -> DeviceColumn:
 
 @dataclass(frozen=True)
 class Wires:
-    """Links of a cluster by (source, destination), and their buses."""
-
     cluster: Cluster
 
     @cached_property
@@ -122,11 +116,11 @@ class Scripts:
         self._us = [np.array([[c.us for c in row] for row in x.costs]) for x in self.costs]
 
     def of(self, placement: Placement) -> tuple[Script, ...]:
-        """Scripts of a request in running order: steps, and moves of state between them."""
+        """In running order, with moves of state between steps."""
         return tuple(script for moves, step in self.steps(placement) for script in (*moves, step))
 
     def steps(self, placement: Placement) -> tuple[tuple[tuple[Script, ...], Script], ...]:
-        """For each step: the moves of state before it, and the step."""
+        """Each step, and the moves of state before it."""
         moves, places = self._lowering.moves(placement), enumerate(placement.devices)
         return tuple(
             (
@@ -139,7 +133,7 @@ class Scripts:
     def _script(
         self, step: int, place: tuple[int, ...], moves: tuple[Transfer, ...] = (), fetched: Fetched = ()
     ) -> Script:
-        """One run of a step that then moves state; without a placement, the moves alone."""
+        """Without a placement, the moves alone."""
         key = (step, place, moves, fetched)
         if key not in self._scripts:
             num = len(self.cluster.devices)
@@ -161,7 +155,7 @@ class Scripts:
 def column_of(
     ends: list[float], points: Sequence[TransferPoint], wires: Sequence[TransferWire]
 ) -> DeviceColumn:
-    """A device's column; launch i ends at ends[i + 1]."""
+    """Launch i ends at ends[i + 1]."""
     items: list[Recv | LaunchSegment] = []
     done = 0  # launches before this one are in the column
     for launch, is_send, number in points:

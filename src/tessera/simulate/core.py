@@ -4,9 +4,6 @@ Uses the workers' queue; only time is replaced. A launch takes its modelled time
 after each the device takes the job that the queue picks. A transfer occupies its bus, first come first
 served, and arrives a latency later. Receives cost nothing. A segment of launches is one event, unless a
 preferred job arrives: then it ends at the current launch, with the same times as checks after every launch.
-
-`simulate` runs requests that all wait at time zero. With detail there is one span per launch, else one per
-segment.
 """
 
 from abc import ABC, abstractmethod
@@ -22,10 +19,9 @@ from tessera.simulate.columns import LaunchSegment, Script, Scripts, TransferWir
 
 # Event kind other than a transfer's arrival.
 END = -1
-# Tolerance of equal times, in microseconds.
 SAME_US = 1e-9
 
-# One run: a script and the factor on its times.
+# A script and the factor on its times.
 Work = tuple[Script, float]
 
 
@@ -34,7 +30,7 @@ class Flight:
     number: int
     microbatch: int
     lane: int
-    # Remaining runs, last first.
+    # Last first.
     left: list[Work]
     # Devices that have not finished the current run.
     waiting: int = 0
@@ -44,26 +40,26 @@ class Flight:
 
 @dataclass(slots=True)
 class SimulatedDevice:
-    """Runs launches [start, stop) of the job's next segment since `since_us`."""
+    """Runs launches [start, stop) of the job's next segment."""
 
     queue: Queue = field(default_factory=Queue)
     job: Job | None = None
     start: int = 0
     stop: int = 0
     since_us: float = 0.0
-    # Number of the valid end event; earlier ones are stale.
+    # Of the valid end event; earlier ones are stale.
     epoch: int = 0
 
 
 class Core(ABC):
-    """The event loop; subclasses admit requests and record results."""
+    """Subclasses admit requests and record results."""
 
     def __init__(self, num_devices: int, num_buses: int) -> None:
         self.devices = [SimulatedDevice() for _ in range(num_devices)]
         self._bus_free = [0.0] * num_buses
         self._events: list[tuple[float, int, int, int, int]] = []
         self._order = 0
-        # Ticket -> (request, script, factor on its times)
+        # Ticket -> (request, script, factor).
         self._running: dict[int, tuple[Flight, Script, float]] = {}
 
     @abstractmethod
@@ -80,7 +76,7 @@ class Core(ABC):
         """A transfer occupies its bus."""
 
     def advance(self) -> float | None:
-        """Handle the next event and return its time; None if there is none."""
+        """Handles the next event and returns its time; None without one."""
         if not self._events:
             return None
         now, _, device, ticket, what = heappop(self._events)
@@ -107,7 +103,7 @@ class Core(ABC):
             self._end_run(ticket, now)
 
     def _consider(self, device: int, job: Job | None, now: float) -> None:
-        """Offer a ready job: an idle device takes it, a busy one if the queue prefers it."""
+        """An idle device takes the job, a busy one if the queue prefers it."""
         state = self.devices[device]
         if state.job is None:
             self._look(device, now)
@@ -138,7 +134,7 @@ class Core(ABC):
         while state.job is None and (job := pick()) is not None:
             items, at, arrived = job.instructions, job.position, job.arrived
             num = len(items)
-            # Skip arrived receives; the queue would pick the same job after each.
+            # The queue would pick the same job after each arrived receive.
             while at < num and type(item := items[at]) is Recv and item.transfer in arrived:
                 at += 1
             job.position = at
@@ -262,7 +258,7 @@ class _Simulation(Core):
 
 
 def simulate(plan: Plan, num_requests: int, is_detailed: bool = True) -> Timeline:
-    """Run requests that all wait at time zero; with detail, one span per launch."""
+    """All requests wait at time zero; with detail, one span per launch, else per segment."""
     return _Simulation(plan, num_requests, is_detailed).run()
 
 

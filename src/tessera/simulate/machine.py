@@ -1,9 +1,8 @@
 """VirtualMachine: the simulator's loop with memoised transitions, stopped at every end of a run.
 
-The caller begins a microbatch's next run before the loop goes on. What happens until the next end depends
-only on the state of devices and links and the runs begun, so transitions are kept with their duration and
-busy times: a busy server repeats itself, and a hundred thousand requests take seconds. Times between ends are
-rounded, so that equal states compare equal.
+What happens until the next end depends only on the state of devices and links and the runs begun, so
+transitions are kept with their duration and busy times: a busy server repeats itself, and a hundred thousand
+requests take seconds. Times between ends are rounded, so that equal states compare equal.
 """
 
 import heapq
@@ -15,14 +14,13 @@ from tessera.execute.schedule import Job
 from tessera.simulate.columns import LaunchSegment, Script, TransferWire
 from tessera.simulate.core import END, Core, Flight, SimulatedDevice, Work
 
-# Digits of kept times, in microseconds.
 DECIMALS = 6
-# Maximum kept states; beyond it all are dropped.
+# Beyond this, all are dropped.
 MAX_PLACES = 5000
 
 
 class State(NamedTuple):
-    """State of devices and links between runs; times are relative, flights numbered by age."""
+    """Between runs; times are relative, flights numbered by age."""
 
     # (unfinished devices, current run, later runs last first)
     flights: tuple[tuple[int, Work, tuple[Work, ...]], ...]
@@ -37,19 +35,17 @@ class State(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A state, and its transitions by the runs begun in it."""
-
     state: State
     edges: dict[tuple[tuple[Work, ...], ...], "_Edge"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Edge:
-    """A transition. Flights are numbered as in the state, then those begun."""
+    """Flights are numbered as in the state, then those begun."""
 
     us: float
     ended: tuple[int, ...]
-    # Flights that continue, in the order of the next state.
+    # In the order of the next state.
     staying: tuple[int, ...]
     # Per device, then per bus.
     busy_us: tuple[float, ...]
@@ -90,7 +86,7 @@ class _Loop(Core):
             self.now_us = now
 
     def forget(self, numbers: Collection[int]) -> None:
-        """Remove flights; their transfers still occupy buses."""
+        """Their transfers still occupy buses."""
         for ticket in [t for t, (flight, _, _) in self._running.items() if flight.number in numbers]:
             del self._running[ticket]
             for device in self.devices:
@@ -159,13 +155,12 @@ class VirtualMachine:
         self.now_us = 0.0
         # Per device, then per bus, up to the last end of a run.
         self.busy_us = [0.0] * (num_devices + num_buses)
-        # Transitions followed, and computed.
+        # Transitions.
         self.num_followed = self.num_computed = 0
         self._loop, self._remembers = _Loop(num_devices, num_buses), remembers
         self._places: dict[State, _Place] = {}
-        # The last place, its time, its flights, and the runs begun there.
+        # The last place; the time, flights and begun runs follow.
         self._place = self._place_of(self._loop.state())
-        # The loop's current place, if any.
         self._loop_place: _Place | None = self._place
         self._since_us = 0.0
         self._flying: list[int] = []
@@ -178,7 +173,7 @@ class VirtualMachine:
         self._begun.append((microbatch, tuple(works)))
 
     def take(self, limit_us: float) -> int | None:
-        """Advance to the next end of a microbatch's last run, or to the limit (None)."""
+        """Advances to the next end of a microbatch's last run, or to the limit (None)."""
         if not self._ended and (self._flying or self._begun):
             edge = self._place.edges.get(tuple([works for _, works in self._begun]))
             if edge is None:
@@ -220,7 +215,7 @@ class VirtualMachine:
             busy_us[index] += us
 
     def _begin(self) -> float:
-        """Restore the last place with the runs begun there; return its time."""
+        """Restores the last place with the runs begun there; returns its time."""
         loop = self._loop
         if self._loop_place is not self._place:
             loop.restore(self._place.state)

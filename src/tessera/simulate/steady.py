@@ -1,8 +1,8 @@
 """SteadyRates: the rate of a plan with all microbatches full, from a short simulation.
 
-The same loop as `simulate`, without a timeline, over a window (`Window`). Microbatches start at spread
-phases, so a short window sees every phase. Work is counted as fractions of a request: a segment's share of
-its request's busy time, times the request's work units.
+The loop of `simulate` runs without a timeline, over a window. Microbatches start at spread phases, so a short
+window sees every phase. Work is counted as a segment's share of its request's busy time, times the request's
+work units.
 
 Quick checks of long programs, and any check of very long ones, use samples (`Fluid`): while every microbatch
 stays in its step, its pace is steady; after settling it is measured, then all microbatches skip ahead to just
@@ -24,15 +24,15 @@ from tessera.ir import Plan, Recv
 from tessera.simulate.columns import LaunchSegment, Script, Scripts
 from tessera.simulate.core import Core, Flight, Work
 
-# Minimum runs per microbatch before and within the window.
+# Per microbatch, before and within the window.
 MIN_WARM_UP_RUNS, MIN_WINDOW_RUNS = 2, 6
-# Fewer microbatches simulate less work.
+# Fewer simulate less work.
 MANY_MICROBATCHES = 4
-# Thresholds on items of all runs of a request: fewer requests, samples only, samples in quick checks.
+# Items of all runs of a request from which: fewer requests, samples only, samples in quick checks.
 LONG_REQUESTS, VERY_LONG_REQUESTS, QUICK_LISTS = 3000, 10_000, 60
-# Segments per microbatch, up to MANY_MICROBATCHES of them, that settle and that are measured.
+# Segments per microbatch, up to MANY_MICROBATCHES of them.
 SETTLE, SAMPLE = 10, 30
-# Minimum samples of a skip.
+# Samples of a skip.
 MIN_SKIP = 1.0
 
 Lanes = list[tuple[Script, ...]]
@@ -40,13 +40,13 @@ Lanes = list[tuple[Script, ...]]
 
 @dataclass(frozen=True, slots=True)
 class WindowExtent:
-    """Requests' worth of work before and within the window."""
+    """Requests' worth of work."""
 
     warm_up: float
     window: float
 
 
-# Verdict, quick estimate, and the long run, in which microbatches fall into step.
+# In the long run microbatches fall into step.
 FULL_WINDOW, SHORT_WINDOW, LONG_WINDOW = WindowExtent(4, 10), WindowExtent(2, 4), WindowExtent(56, 28)
 
 
@@ -59,9 +59,7 @@ def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
 
 
 def runs_of(scripts: Sequence[Script], skipped: float = 0.0) -> tuple[list[Work], float]:
-    """Remaining runs of a request after a share of it, last first; and work units per microsecond of busy
-    time.
-    """
+    """Remaining runs after a share of the request, last first; work units per microsecond of busy time."""
     runs = [(script, 1.0) for script in scripts for _ in range(script.count)]
     total = sum(script.busy_us for script, _ in runs)
     first, spent = 0, 0.0
@@ -74,8 +72,6 @@ def runs_of(scripts: Sequence[Script], skipped: float = 0.0) -> tuple[list[Work]
 
 
 class Window(Core):
-    """All microbatches full; `rate_per_us` is the rate of work."""
-
     def __init__(
         self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: WindowExtent
     ) -> None:
@@ -83,10 +79,10 @@ class Window(Core):
         self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
         self._lanes, self._microbatches, self._extent = lanes, plan.microbatches, extent
         self._done = self._target = self._skipped_us = 0.0
-        self._count = 0  # segments so far; a subclass may reset it
+        self._count = 0  # a subclass may reset it
         self._due = math.inf  # segments until the next `_watch`
         self._flights: dict[int, Flight] = {}
-        # Microbatch -> its current run: script, ticket and busy time so far.
+        # By microbatch: script, ticket and busy time of its current run.
         self._script: dict[int, Script] = {}
         self._ticket: dict[int, int] = {}
         self._run_us: dict[int, float] = {}
@@ -186,7 +182,6 @@ class Cuts:
         return found
 
     def at(self, busy_us: float) -> int:
-        """The last cut within this busy time."""
         return max(0, bisect_right(self.done_us, busy_us) - 1)
 
     def job(self, device: int, cut: int, microbatch: int, ticket: int) -> Job | None:
@@ -216,13 +211,13 @@ class Fluid(Window):
         few = min(plan.microbatches, MANY_MICROBATCHES)
         self._settled, self._sampled = SETTLE * few, (SETTLE + SAMPLE) * few
         self._due = self._settled
-        # Microbatch -> runs since the sample began; time, work and busy times of runs at its begin.
+        # By microbatch: runs since the sample began. Then time, work and busy times at its begin.
         self._begun: dict[int, int] = dict.fromkeys(range(self._microbatches), 0)
         self._mark: tuple[float, float, dict[int, float]] | None = None
         self._cuts: dict[Script, Cuts] = {}
 
     def begin(self, flight: Flight, now: float) -> None:
-        """Start a run; a new step ends the sample."""
+        """A new step ends the sample."""
         microbatch = flight.microbatch
         if self._script.get(microbatch) is flight.left[-1][0]:
             self._begun[microbatch] += 1
@@ -243,7 +238,7 @@ class Fluid(Window):
             self._start_again()
 
     def _skip(self, mark: tuple[float, float, dict[int, float]], now: float) -> None:
-        """Move every microbatch ahead by as many samples as fit before a step ends or the work is done."""
+        """By as many samples as fit before a step ends or the work is done."""
         if not all(script.busy_us for script in self._script.values()):
             return  # state is moving: no pace to measure
         done, run_us = self._so_far(now)
@@ -286,7 +281,7 @@ class Fluid(Window):
                 device.queue.drop(job.ticket)
 
     def _take_up(self, microbatch: int, busy_us: float) -> None:
-        """Resume a microbatch's run, or a later one of its step, with this much done."""
+        """Resumes a microbatch's run, or a later one of its step, with this much done."""
         flight, ticket, script = self._flights[microbatch], self._ticket[microbatch], self._script[microbatch]
         cuts = self._cuts.setdefault(script, Cuts(script))
         runs, rest = divmod(busy_us, script.busy_us)
@@ -306,23 +301,22 @@ Effort = Callable[[Lanes], tuple[type[Window], WindowExtent]]
 
 
 class SteadyRates:
-    """Work units per second of plans with full microbatches; plans of one unit share results."""
+    """Work units per second; plans of one unit share results."""
 
     def __init__(self, long_window: tuple[float, float] | None = None) -> None:
         self._long_window = LONG_WINDOW if long_window is None else WindowExtent(*long_window)
         self._scripts: Scripts | None = None
-        # Simulated input -> rate per microsecond.
         self._known: dict[object, float] = {}
 
     def __call__(self, plan: Plan) -> float:
         return 1e6 * self._rate(plan, self._full)
 
     def quick(self, plan: Plan) -> float:
-        """A rougher rate, for ordering plans that are far apart."""
+        """A rougher rate, for plans that are far apart."""
         return 1e6 * self._rate(plan, self._short)
 
     def settled(self, plan: Plan) -> float:
-        """Long-run rate, after microbatches that started spread may have synchronised."""
+        """Microbatches that started spread may have synchronised."""
         return 1e6 * self._rate(plan, self._long)
 
     def _rate(self, plan: Plan, effort: Effort) -> float:

@@ -1,10 +1,9 @@
 """VirtualStepper: steps that compute nothing and take their true time on a virtual clock.
 
-Devices, links and queues are those of `machine`. `take` moves the clock to the next end of a step, loss or
-return of a device, or by its timeout. A step takes the true costs of its launches and transfers, times its
-`scale`. State that an earlier step left elsewhere moves before the later step, in proportion to the earlier
-scale; state of joining rows never moves back. Moves of pages take their links one after the other and no
-device's time. Deterministic by seed.
+`take` moves the clock to the next end of a step, loss or return of a device, or by its timeout. A step takes
+the true costs of its launches and transfers, times its `scale`. State that an earlier step left elsewhere
+moves before the later step, in proportion to the earlier scale; state of joining rows never moves back. Moves
+of pages take their links one after the other and no device's time. Deterministic by seed.
 
 True costs (`Truth`) are independent of the costs that plans were made with. Not handled: counts of bytes that
 steps transfer, moves and steps that compete for a link, and memory.
@@ -43,12 +42,12 @@ from tessera.simulate.machine import VirtualMachine
 
 @dataclass(frozen=True)
 class Truth:
-    """True costs: those of a plan times factors by kernel type (drawn from the seed) and by device."""
+    """Costs of a plan times factors by kernel type (drawn from the seed) and by device."""
 
     plan: Plan
     noise: float = 0.0
     seed: int = 0
-    # (device, factor) of slower devices.
+    # (device, factor).
     slow: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -56,7 +55,7 @@ class Truth:
         return self.plan.cluster
 
     def factor(self, kernel: str, device: str) -> float:
-        """True over modelled time of a kernel type on a device; log-normal."""
+        """Log-normal."""
         found = math.prod(factor for name, factor in self.slow if name == device)
         if not self.noise:
             return found
@@ -64,7 +63,7 @@ class Truth:
         return found * math.exp(self.noise * float(np.random.default_rng(words).standard_normal()))
 
     def scripts(self, plan: Plan) -> Scripts:
-        """Scripts with true costs; steps that the plan does not have cost what their own plan says."""
+        """Steps that the true plan lacks cost what their own plan says."""
         mine = {g.trace.digest: x for g, x in zip(self.plan.graphs, self.plan.costs, strict=True)}
         costs = tuple(mine.get(g.trace.digest, x) for g, x in zip(plan.graphs, plan.costs, strict=True))
         return Scripts(plan.unit, scaled_costs(plan.unit, costs, self.factor), self.cluster)
@@ -83,7 +82,7 @@ class Faults:
     losses: tuple[Loss, ...] = ()
     # (device, second, factor)
     slowdowns: tuple[tuple[str, float, float], ...] = ()
-    # True if lost devices are planned around: requests wait instead of failing.
+    # Lost devices are planned around: requests wait instead of failing.
     is_mended: bool = False
 
 
@@ -92,14 +91,12 @@ NO_FAULTS = Faults()
 
 @dataclass(slots=True)
 class _Open:
-    """A microbatch: its lane, and its last or running step."""
-
     lane: int
     call: StepCall | None = None
     since_us: float = 0.0
     works: tuple[Work, ...] = ()
     is_running: bool = False
-    # Queued next step, and when the host has ordered it.
+    # The next step, and when the host has ordered it.
     queued: StepCall | None = None
     ordered_us: float = 0.0
 
@@ -113,7 +110,7 @@ class _VirtualMove:
 
 
 class VirtualStepper:
-    """A `Stepper`; `outputs` makes step outputs where they are read."""
+    """`outputs` makes step outputs where they are read."""
 
     def __init__(
         self,
@@ -123,11 +120,10 @@ class VirtualStepper:
         outputs: Callable[[StepCall], Tensors] | None = None,
         host_us: float = 0.0,
     ) -> None:
-        """`host_us` is the time in which the host settles a step and orders the next, one after another."""
+        """`host_us`: time in which the host settles a step and orders the next, one after another."""
         self.plans, self.lanes = tuple(plans), Lanes(plans)
         self._truth, self._faults, self._outputs = truth or Truth(plans[0]), faults, outputs
         self._names = self._truth.cluster.names
-        # Until when the host is busy.
         self._host_us, self._host_free_us = host_us, 0.0
         # By the steps of a plan.
         self._scripts: dict[tuple[int, ...], Scripts] = {}
@@ -135,7 +131,7 @@ class VirtualStepper:
         num_devices, num_buses = len(self._names), len(self._wires.buses)
         self.machine = VirtualMachine(num_devices, num_buses)
         self._open: dict[int, _Open] = {}
-        # Moves under way, until when moves occupy each bus, and the bytes they have moved.
+        # Moves under way, until when each bus is occupied, and bytes moved.
         self._moves: dict[int, _VirtualMove] = {}
         self._bus_free_us = [0.0] * num_buses
         self._moved: Counter[tuple[str, str]] = Counter()
@@ -178,7 +174,6 @@ class VirtualStepper:
         self._drop_lanes()
 
     def can_queue(self, microbatch: int) -> bool:
-        """As workers do."""
         here = self._open.get(microbatch)
         return here is not None and here.queued is None and self.lanes.all[here.lane].can_queue
 
@@ -194,7 +189,7 @@ class VirtualStepper:
         """Nothing is computed."""
 
     def _begin_at(self, at_us: float, here: _Open, call: StepCall) -> None:
-        """Begins a step when the host has ordered it."""
+        """Once the host has ordered it."""
         if at_us <= self.machine.now_us:
             self._begin(here, call)
             return
@@ -246,7 +241,7 @@ class VirtualStepper:
                 self._at(self.now_s(), lambda failed=failed: failed)  # type: ignore[misc]
 
     def take(self, timeout_s: float | None) -> Event | None:
-        """Move the clock; None at once if there is nothing to wait for and no timeout."""
+        """None at once if there is nothing to wait for and no timeout."""
         limit_us = float("inf") if timeout_s is None else self.machine.now_us + timeout_s * 1e6
         while True:
             next_us = self._agenda[0][0] if self._agenda else float("inf")

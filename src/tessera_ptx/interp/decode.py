@@ -1,7 +1,7 @@
 """Decodes instructions into steps by the rule table.
 
 A rule is a function `(ins, decoder) -> Step`, registered with `@rule("add", "sub")`. An instruction or form
-without a rule becomes a step that raises UnknownInstruction when executed.
+without a rule raises UnknownInstruction when executed.
 
 Blocks end at branches, calls, barriers and labels; a warp collective is a block of its own. A block's rank is
 its post-order position in the post-dominator tree, so running the lowest-ranked block first reconverges lanes
@@ -39,7 +39,6 @@ _COLLECTIVE_SYNC = frozenset({"shfl", "vote", "match"})
 
 
 def kind_of(ins: Instruction) -> str:
-    """How an instruction ends a block, or 'plain'."""
     name, mods = ins.op.name, ins.op.mods
     if name in ENDS:
         return name
@@ -51,7 +50,6 @@ def kind_of(ins: Instruction) -> str:
 
 
 def blocks_of(function: Function) -> list[CodeBlock]:
-    """Basic blocks of a function, with successors and ranks."""
     starts = {0, *function.labels.values()}
     for index, ins in enumerate(function.body):
         kind = kind_of(ins)
@@ -89,7 +87,7 @@ def _targets(block: CodeBlock, function: Function, labels: dict[str, int]) -> tu
 
 
 def successors(block: CodeBlock) -> list[int]:
-    """Next blocks within the function; -1 is the exit."""
+    """-1 is the exit."""
     if block.kind in ("ret", "exit", "trap"):
         return [-1] if block.end is not None and block.end.guard is None else [-1, block.next]
     if block.kind in ("bra", "brx"):
@@ -115,7 +113,7 @@ def _rank(blocks: list[CodeBlock]) -> None:
 
 
 def post_dominators(edges: list[list[int]]) -> list[int]:
-    """Immediate post-dominators; -1 is the exit. Endless loops get an exit."""
+    """-1 is the exit. Endless loops get an exit."""
     count = len(edges)
     order = _reverse_order(edges, count)
     for block in range(count):
@@ -148,7 +146,7 @@ def _meet(a: int, b: int, parent: dict[int, int], order: dict[int, int]) -> int:
 
 
 def _reverse_order(edges: list[list[int]], count: int) -> dict[int, int]:
-    """Post-order numbers of a reverse walk from the exit, which has the highest."""
+    """The exit has the highest number."""
     before: dict[int, list[int]] = {}
     for block in range(count):
         for after in edges[block]:
@@ -181,7 +179,6 @@ class Unknown(Exception):
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for opcode names."""
 
     def register(made: Rule) -> Rule:
         for name in names:
@@ -196,7 +193,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 def decode(
     function: Function, file: str, describe: Callable[[CodeBlock, "Decoder"], None]
 ) -> DecodedFunction:
-    """Blocks of steps of one function; `describe` adds control-flow data."""
+    """`describe` adds control-flow data."""
     decoder = Decoder(function, file)
     blocks = blocks_of(function) if function.body else [CodeBlock(0, [], None, "ret")]
     for block in blocks:
@@ -246,13 +243,12 @@ class Decoder:
         return step
 
     def guard(self, ins: Instruction) -> tuple[int, bool]:
-        """Slot and negation of the guard; (-1, False) without one."""
+        """(-1, False) without a guard."""
         if ins.guard is None:
             return -1, False
         return self.slot(ins.guard.reg.name)[0], ins.guard.negated
 
     def slot(self, name: str) -> tuple[int, np.dtype[Any]]:
-        """Slot of a register, created on first use."""
         known = self.slots.get(name)
         if known is None:
             known = self.slots[name] = len(self.dtypes), self._dtype(name)
@@ -306,7 +302,6 @@ class Decoder:
         return lambda frame: narrow(frame.regs[slot], wanted)
 
     def put(self, operand: Operand, given: Type) -> Put:
-        """Setter of the destination in active lanes."""
         if isinstance(operand, Pair):
             raise Unknown("a pair of destinations")
         if isinstance(operand, Sym) and operand.name in self._formals:
@@ -328,17 +323,14 @@ class Decoder:
         return put
 
     def vector(self, operand: Operand, wanted: Type) -> list[Get]:
-        """Getters of a vector's elements, or of a scalar operand."""
         items = operand.items if isinstance(operand, Vec) else (operand,)
         return [self.get(item, wanted) for item in items]
 
     def vector_put(self, operand: Operand, given: Type) -> list[Put]:
-        """Setters of a vector's elements."""
         items = operand.items if isinstance(operand, Vec) else (operand,)
         return [self.put(item, given) for item in items]
 
     def address(self, operand: Operand) -> Get:
-        """Getter of the 64-bit address of a memory operand, per lane."""
         if not isinstance(operand, Mem):
             raise Unknown("no memory operand")
         base = self.get(operand.base, U64)
@@ -348,7 +340,6 @@ class Decoder:
         return lambda frame: base(frame) + offset
 
     def symbol(self, name: str) -> Callable[[Frame], int]:
-        """Address of a symbol in its state space."""
 
         def place(frame: Frame) -> int:
             at = frame.places.get(name)
@@ -362,7 +353,6 @@ class Decoder:
         return place
 
     def predicate(self, operand: Operand) -> Get:
-        """Getter of a predicate, possibly negated."""
         return self.get(operand, PRED)
 
 
@@ -386,7 +376,7 @@ def _register_formals(function: Function) -> dict[str, str]:
 
 
 def literal(operand: Imm | FloatImm, wanted: Type) -> Any:
-    """Constant as a scalar of a type; the bit pattern for bit types."""
+    """The bit pattern for bit types."""
     if isinstance(operand, FloatImm):
         if wanted.dtype.kind == "f":
             exact = (

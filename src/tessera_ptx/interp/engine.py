@@ -2,11 +2,9 @@
 
 Lanes at the same block of the same frame form a group; the group with the lowest rank (see `decode`) runs
 first. Lanes wait at a block barrier for all living lanes of their block or the given count, and at a warp
-collective for all living lanes of the member mask.
-
-Every 1,024 blocks the longest waiting group runs, so spinning lanes do not block writers. If all groups wait,
-Deadlock names the line. A frame belongs to a chain of call sites and is shared by its lanes, each with its
-own registers and local memory.
+collective for all living lanes of the member mask. Every 1,024 blocks the longest waiting group runs, so
+spinning lanes do not block writers. If all groups wait, Deadlock names the line. A frame belongs to a chain
+of call sites and is shared by its lanes, each with its own registers and local memory.
 """
 
 from dataclasses import dataclass
@@ -27,16 +25,13 @@ from tessera_ptx.interp.state import Active, CodeBlock, DecodedFunction, Frame, 
 from tessera_ptx.interp.types import PRED, U32, U64, Array, narrow
 from tessera_ptx.syntax import Args, Instruction, Operand, Reg, Sym
 
-# Frame, next block and lanes.
 Move = tuple[Frame, int, Array]
 
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """`bar.sync`, `bar.arrive`, `bar.red`, `barrier.cta` and `barrier.cluster`."""
-
     number: Get | None  # None: the cluster's barrier
-    count: Get | None  # expected threads; None: the whole block
+    count: Get | None  # None: the whole block
     waits: bool
     reduction: str  # "", and, or, popc
     predicate: Get | None
@@ -46,9 +41,7 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class CallInfo:
-    """Target, arguments and results of a call."""
-
-    target: str  # "" if the address is computed
+    target: str  # "": computed
     address: Get | None
     # Names of param variables, or getters.
     arguments: tuple[str | Get, ...]
@@ -56,7 +49,7 @@ class CallInfo:
 
 
 def describe(block: CodeBlock, decoder: Decoder) -> None:
-    """Fills `block.info`; None if undecodable, refused when executed."""
+    """None if undecodable, refused when executed."""
     try:
         if block.kind == "collective":
             block.info = member_getter(block.body[0], decoder)
@@ -99,7 +92,6 @@ def _call(ins: Instruction, decoder: Decoder) -> CallInfo:
 
 
 def _list(operands: list[Operand]) -> tuple[Operand, ...]:
-    """Removes a leading bracketed list; empty if absent."""
     if operands and isinstance(operands[0], Args):
         first = operands.pop(0)
         assert isinstance(first, Args)
@@ -123,7 +115,6 @@ MAX_DEPTH = 64
 
 
 def make_frame(machine: InterpState, code: DecodedFunction, parent: Frame | None, call_block: int) -> Frame:
-    """Frame with zeroed registers and memory for its variables."""
     regs = [np.zeros(machine.num_lanes, dtype) for dtype in code.dtypes]
     prefix = () if parent is None else (*parent.prefix, parent.code.blocks[call_block].rank)
     frame = Frame(machine, code, regs, parent, call_block, prefix, {})
@@ -136,7 +127,7 @@ def make_frame(machine: InterpState, code: DecodedFunction, parent: Frame | None
 def enter(
     frames: dict[tuple[int, int, str], Frame], caller: Frame, block: int, call: CallInfo, mask: Array
 ) -> list[Move]:
-    """Moves lanes into a called function; KeyError names one without a body."""
+    """KeyError names a function without a body."""
     moves = []
     for name, lanes in _targets(caller, call, mask):
         code = caller.machine.codes.get(name)
@@ -183,7 +174,6 @@ def _pass_arguments(caller: Frame, callee: Frame, call: CallInfo, mask: Array) -
 
 
 def leave(frame: Frame, mask: Array) -> None:
-    """Returns the results to the caller."""
     caller = frame.parent
     assert caller is not None
     call: CallInfo = caller.code.blocks[frame.call_block].info
@@ -211,20 +201,20 @@ CLUSTER = -1
 
 
 class Barriers:
-    """Barriers of a batch; numbers 0 to 15 per block, CLUSTER per cluster."""
+    """Numbers 0 to 15 per block, CLUSTER per cluster."""
 
     def __init__(self, machine: InterpState) -> None:
         self.machine = machine
         self.arrived: dict[int, Array] = {}
         self.expected: dict[int, Array] = {}
         self.votes: dict[int, Array] = {}
-        # Lanes with a completed cluster arrival that have not waited yet.
+        # A cluster arrival is complete, its wait not made.
         self.passed: Array = np.zeros(machine.num_lanes, bool)
         # (next frame and block, barrier number, lanes, instruction)
         self.waiting: list[tuple[tuple[Frame, int, Barrier], int, Array, Instruction]] = []
 
     def arrive(self, barrier: Barrier, frame: Frame, after: int, mask: Array, ins: Instruction) -> list[Move]:
-        """Lanes reach a barrier; returns all lanes that may continue."""
+        """Returns all lanes that may continue."""
         moves: list[Move] = []
         if barrier.number is None:
             numbers: Any = np.full(mask.shape, CLUSTER)
@@ -259,7 +249,6 @@ class Barriers:
             self.waiting.append(((frame, after, barrier), number, mask, ins))
 
     def release(self) -> list[Move]:
-        """Lanes whose barrier is complete."""
         moves: list[Move] = []
         for number in list(self.arrived):
             done = self._complete(number)
@@ -268,7 +257,7 @@ class Barriers:
         return moves
 
     def _complete(self, number: int) -> Array:
-        """Lanes of blocks (or clusters) in which the barrier is complete."""
+        """Lanes of blocks or clusters with a complete barrier."""
         machine = self.machine
         width = machine.threads * (machine.cluster if number == CLUSTER else 1)
         arrived = self.arrived[number].reshape(-1, width)
@@ -317,13 +306,11 @@ class Barriers:
         barrier.result(frame, Active(going), np.repeat(value, width))
 
 
-Place = tuple[Frame, int]  # frame and block index
+Place = tuple[Frame, int]
 FAIR_EVERY = 1024
 
 
 class Interpreter:
-    """Runs one batch of blocks."""
-
     def __init__(self, machine: InterpState, max_steps: int) -> None:
         self.machine, self.steps_left = machine, max_steps
         self.groups: dict[Place, Array] = {}
@@ -363,7 +350,7 @@ class Interpreter:
         return min(ready, key=lambda p: (*p[0].prefix, p[0].code.blocks[p[1]].rank))
 
     def _run_group(self, place: Place, mask: Array) -> None:
-        """Runs a block, and its successors while this is the only group."""
+        """And successors while this is the only group."""
         frame, index = place
         while True:
             self.last_run[frame, index] = self.tick
@@ -478,10 +465,9 @@ class Interpreter:
         return self.barriers.arrive(block.info, frame, block.next, mask, block.end)
 
     def _assemble(self, frame: Frame, index: int, block: CodeBlock, mask: Array) -> Array:
-        """Lanes that can run a collective now."""
         machine = self.machine
         passing = mask
-        if block.steps[0][2] >= 0:  # lanes with a false guard skip it
+        if block.steps[0][2] >= 0:  # a false guard skips it
             on = frame.regs[block.steps[0][2]]
             passing = mask & (~on if not block.steps[0][3] else on)
             mask = mask & ~passing

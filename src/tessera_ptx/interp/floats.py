@@ -12,7 +12,7 @@ import numpy as np
 
 from tessera_ptx.interp.types import Array
 
-# PTX rounding modifiers; the integer forms (`rni`) round to an integer first.
+# The integer forms (`rni`) round to an integer first.
 MODES = {"rn": "n", "rz": "z", "rm": "m", "rp": "p", "rna": "a"}
 WHOLE = {"rni": "n", "rzi": "z", "rmi": "m", "rpi": "p"}
 
@@ -24,7 +24,7 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def to_single(value: Array, error: Array, mode: str = "n") -> Array:
-    """`value + error` (doubles, error small) rounded once to single."""
+    """`value + error`, rounded once."""
     near: Array = value.astype(np.float32)
     back = near.astype(np.float64)
     above = (back > value) | ((back == value) & (error < 0))  # the result is above the exact number
@@ -53,21 +53,20 @@ def _nearest(near: Array, back: Array, value: Array, error: Array) -> Array:
 
 
 def add(a: Array, b: Array, mode: str) -> Array:
-    """a + b in the type of a, rounded once."""
     if mode == "n" or a.dtype != np.float32:
         return a + b
     return to_single(*two_sum(a.astype(np.float64), b.astype(np.float64)), mode)
 
 
 def multiply(a: Array, b: Array, mode: str) -> Array:
-    """a * b in the type of a; a product of singles is exact in double."""
+    """A product of singles is exact in double."""
     if mode == "n" or a.dtype != np.float32:
         return a * b
     return to_single(a.astype(np.float64) * b.astype(np.float64), np.float64(0.0) * np.zeros(()), mode)
 
 
 def fused(a: Array, b: Array, c: Array, mode: str = "n") -> Array:
-    """a * b + c rounded once, in the type of a."""
+    """Rounded once."""
     if a.dtype == np.float16:
         return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float16)
     if a.dtype == np.float32:
@@ -92,7 +91,7 @@ def _fused_double(a: Array, b: Array, c: Array) -> Array:
 
 
 def divide(a: Array, b: Array, mode: str) -> Array:
-    """a / b; directed modes use the exact remainder."""
+    """Directed modes use the exact remainder."""
     if mode == "n" or a.dtype != np.float32:
         return a / b
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
@@ -102,7 +101,6 @@ def divide(a: Array, b: Array, mode: str) -> Array:
 
 
 def root(a: Array, mode: str) -> Array:
-    """Square root; directed modes use the exact remainder."""
     if mode == "n" or a.dtype != np.float32:
         return np.sqrt(a)
     wide = a.astype(np.float64)
@@ -111,7 +109,7 @@ def root(a: Array, mode: str) -> Array:
 
 
 def flush(value: Array, ftz: bool) -> Array:
-    """Subnormal singles become signed zeros for `.ftz`."""
+    """Subnormal singles become signed zeros."""
     if not ftz or value.dtype != np.float32:
         return value
     tiny = np.abs(value) < np.float32(1.1754943508222875e-38)
@@ -124,7 +122,6 @@ def saturate(value: Array) -> Array:
 
 
 def whole(value: Array, mode: str) -> Array:
-    """Rounds to an integer, keeping the float type."""
     return {"n": np.rint, "z": np.trunc, "m": np.floor, "p": np.ceil}[mode](value)
 
 
@@ -139,14 +136,14 @@ def single_to_bf16(value: Array, mode: str = "n", relu: bool = False) -> Array:
 
 
 def single_to_tf32(value: Array, mode: str = "a") -> Array:
-    """Singles as tf32 (13 low bits cut), as 32-bit patterns."""
+    """13 low bits cut, as 32-bit patterns."""
     bits = np.asarray(value, np.float32).view(np.uint32)
     rounded = _cut(value, 13, mode, 0) << np.uint32(13)
     return np.where(np.isnan(value), bits & np.uint32(0xFFFFE000), rounded)
 
 
 def _cut(value: Array, drop: int, mode: str, nan: int) -> Array:
-    """Bits above the lowest `drop`, rounded."""
+    """Without the lowest `drop` bits, rounded."""
     bits = np.asarray(value, np.float32).view(np.uint32)
     half, shift = np.uint32(1 << (drop - 1)), np.uint32(drop)
     if mode == "n":
@@ -159,7 +156,7 @@ def _cut(value: Array, drop: int, mode: str, nan: int) -> Array:
 
 
 def to_half(value: Array, mode: str = "n") -> Array:
-    """Floats as halves, with canonical NaN."""
+    """Canonical NaN."""
     near: Array = value.astype(np.float16)
     if mode == "z":
         back = near.astype(np.float64)
@@ -169,17 +166,15 @@ def to_half(value: Array, mode: str = "n") -> Array:
 
 
 def halves(bits: Array) -> tuple[Array, Array]:
-    """Low and high 16 bits of 32-bit patterns."""
     return (bits & np.uint32(0xFFFF)).astype(np.uint16), (bits >> np.uint32(16)).astype(np.uint16)
 
 
 def join(low: Array, high: Array) -> Array:
-    """Two 16-bit patterns as one of 32 bits."""
     return low.view(np.uint16).astype(np.uint32) | (high.view(np.uint16).astype(np.uint32) << np.uint32(16))
 
 
 def _small_table(exponent_bits: int, mantissa_bits: int, finite_only: bool) -> Array:
-    """All 256 values of an 8-bit float format."""
+    """All 256 values of an 8-bit format."""
     code = np.arange(256)
     sign = np.where(code & 0x80, -1.0, 1.0)
     mantissa = code & ((1 << mantissa_bits) - 1)
@@ -199,13 +194,12 @@ SMALL = {"e4m3": _small_table(4, 3, True), "e5m2": _small_table(5, 2, False)}
 
 
 def small_to_single(code: Array, name: str) -> Array:
-    """8-bit floats as singles, exact."""
     value: Array = SMALL[name][code.astype(np.intp)]
     return value
 
 
 def single_to_small(value: Array, name: str) -> Array:
-    """Singles as 8-bit floats: nearest even, saturating."""
+    """Nearest even, saturating."""
     table = SMALL[name][:128]
     finite = table[np.isfinite(table)].astype(np.float64)
     size = np.minimum(np.abs(value.astype(np.float64)), finite[-1])

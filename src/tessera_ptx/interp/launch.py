@@ -1,14 +1,14 @@
 """Launches a kernel on the CPU.
 
     result = run(text, "axpy", grid=4, block=128, args=[y, x, np.float32(2), 500])
-    result.arrays[0]                       what y holds afterwards; the argument itself is not changed
-    result.touched(1).read                 which bytes of x were read, as a mask
+    result.arrays[0]               what y holds afterwards; the argument itself is not changed
+    result.touched(1).read         which bytes of x were read, as a mask
 
 An argument is an array (passed as its address), a number (as wide as the parameter), or
 
-    Offset(array, 64)                      the address of byte 64 of the array
-    Packed({0: y, 8: x, 16: 500}, 24)      a struct by value: what lies at which byte
-    ByPointer(Packed(...))                 a buffer that holds addresses of other buffers
+    Offset(array, 64)                    the address of byte 64 of the array
+    Packed({0: y, 8: x, 16: 500}, 24)    a struct by value: what lies at which byte
+    ByPointer(Packed(...))               a buffer that holds addresses of other buffers
 
 An array given twice is one buffer. Module variables are buffers by name.
 """
@@ -36,15 +36,14 @@ WARP = 32
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Shape of a launch; blocks are numbered x first."""
+    """Blocks are numbered x first."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    cluster: int  # blocks of a cluster, along x
+    cluster: int  # blocks, along x
 
     @staticmethod
     def of(grid: Dim3, block: Dim3, cluster: int) -> "Geometry":
-        """Checked and extended to three axes."""
         shapes = []
         for name, given in (("grid", grid), ("block", block)):
             dims = (given,) if isinstance(given, int) else tuple(given)
@@ -60,16 +59,16 @@ class Geometry:
 
     @property
     def size(self) -> int:
-        """Threads of a block."""
+        """Of a block."""
         return int(np.prod(self.block))
 
     @property
     def threads(self) -> int:
-        """Lanes of a block: threads padded to full warps."""
+        """Padded to full warps."""
         return -(-self.size // WARP) * WARP
 
     def batches(self, lanes_at_once: int) -> Iterator[range]:
-        """Blocks to run together, in whole clusters."""
+        """In whole clusters."""
         step = max(lanes_at_once // self.threads // self.cluster, 1) * self.cluster
         total = int(np.prod(self.grid))
         for first in range(0, total, step):
@@ -79,7 +78,6 @@ class Geometry:
         return len(blocks) * self.threads
 
     def exists(self, blocks: range) -> Array:
-        """Lanes that are not padding."""
         mask: Array = np.tile(np.arange(self.threads) < self.size, len(blocks))
         return mask
 
@@ -123,21 +121,19 @@ class Geometry:
         return found
 
 
-_RULES = rules  # imported to register its rules
-DYNAMIC_SHARED = 96 * 1024  # default size of an unsized shared array
+_RULES = rules  # registers its rules
+DYNAMIC_SHARED = 96 * 1024  # of an unsized shared array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offset:
-    """Address of a byte inside a buffer."""
-
     array: Array
     offset: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Struct: values at byte offsets. Numbers must be NumPy scalars, which define the width."""
+    """Numbers must be NumPy scalars, which define the width."""
 
     fields: Mapping[int, Any]
     size: int
@@ -145,13 +141,11 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByPointer:
-    """Buffer with a struct, passed as its address."""
-
     content: Packed
 
 
 def tensor_map(array: Array, box: tuple[int, ...], swizzle: int = 0) -> Packed:
-    """CUtensorMap argument for an array: `box` in the array's axis order, swizzle 0 to 3."""
+    """CUtensorMap argument: `box` in the array's axis order, swizzle 0 to 3."""
     element = {"f2": 6, "f4": 7, "f8": 9, "u1": 0, "u2": 1, "u4": 2, "i4": 3, "u8": 4, "i8": 5}[
         f"{array.dtype.kind}{array.itemsize}"
     ]
@@ -169,34 +163,27 @@ def tensor_map(array: Array, box: tuple[int, ...], swizzle: int = 0) -> Packed:
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """Masks over a buffer's bytes."""
-
     read: Array
     write: Array
     atomic: Array
 
     def any(self) -> tuple[bool, bool, bool]:
-        """True if any byte was read, written or atomically updated."""
         return bool(self.read.any()), bool(self.write.any()), bool(self.atomic.any())
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """State after a launch."""
-
-    # Contents by argument; numbers unchanged. Struct fields are in `buffers`.
+    # By argument; numbers unchanged. Struct fields are in `buffers`.
     arrays: tuple[Any, ...]
-    # Buffers by name: "0" is argument 0, "1+8" the pointer at byte 8 of argument 1, "0->8" the pointer at
-    # byte 8 of the buffer of argument 0, ":gbuf" a module variable.
+    # "0": argument 0; "1+8": the pointer at byte 8 of argument 1; "0->8": the pointer at byte 8 of the buffer
+    # of argument 0; ":gbuf": a module variable.
     buffers: Mapping[str, Array]
     masks: Mapping[str, Touched]
-    # Pointers: (argument, byte offset) -> (buffer, byte offset).
+    # (argument, byte offset) -> (buffer, byte offset).
     pointers: Mapping[tuple[int, int], tuple[str, int]]
-    # Every given array and its buffer.
     homes: tuple[tuple[Array, str], ...]
 
     def touched(self, argument: int, offset: int = 0) -> Touched:
-        """Masks of the buffer behind a pointer argument."""
         return self.masks[self.pointers[argument, offset][0]]
 
 
@@ -213,7 +200,7 @@ def run(
     max_steps: int = 50_000_000,
     file: str = "<ptx>",
 ) -> Result:
-    """Runs a kernel; raises InterpreterFault for undefined or unknown behaviour."""
+    """Raises InterpreterFault for undefined or unknown behaviour."""
     module = _parsed(program, file) if isinstance(program, str) else program
     function = _entry(module, entry)
     geometry = Geometry.of(grid, block, cluster)
@@ -256,7 +243,6 @@ def _entry(module: Module, name: str) -> Function:
 
 
 def make_frame_of_entry(machine: InterpState, code: DecodedFunction, function: Function) -> Any:
-    """Frame of the kernel, with parameters in the parameter block."""
     frame = make_frame(machine, code, None, -1)
     frame.places.update(function.param_offsets)
     return frame
@@ -281,8 +267,6 @@ def _machine(
 
 
 class Binding:
-    """Arguments bound to a kernel's parameters."""
-
     def __init__(self, module: Module, function: Function, args: Sequence[Any]) -> None:
         if len(args) > len(function.params):
             message = (
@@ -333,7 +317,6 @@ class Binding:
         return out
 
     def result(self) -> Result:
-        """Contents and masks of all buffers."""
         shapes = {name: array for name, _, array in self.homes.values()}
         buffers: dict[str, Array] = {}
         masks: dict[str, Touched] = {}
@@ -353,7 +336,7 @@ class Binding:
 
 
 def _scalar(value: Any, size: int, kind: str) -> Array:
-    """Number as bytes of a parameter; NumPy scalars keep their bytes."""
+    """NumPy scalars keep their bytes."""
     if isinstance(value, np.generic):
         return as_bytes(value)
     if isinstance(value, float) or kind.startswith("f"):

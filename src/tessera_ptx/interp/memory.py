@@ -1,14 +1,14 @@
 """Memory of a launch: an arena for global buffers, a strip per block (shared) and per lane (local).
 
-    global      ARENA + offset of the byte in the arena; buffers lie apart, so a step outside one is seen
-    shared      offset in the block's own strip; generic form SHARED + offset
-    local       offset in the lane's own strip; generic form LOCAL + offset
-    param       offset in the kernel's parameter block below FRAMES, else an offset in the lane's strip,
-                which also holds the parameters of device functions; generic form PARAM + offset
+    global    ARENA + offset of the byte in the arena; buffers lie apart, so a step outside one is seen
+    shared    offset in the block's own strip; generic form SHARED + offset
+    local     offset in the lane's own strip; generic form LOCAL + offset
+    param     offset in the kernel's parameter block below FRAMES, else an offset in the lane's strip,
+              which also holds the parameters of device functions; generic form PARAM + offset
 
-Every access is checked to be inside one buffer and aligned. Global bytes read, written and atomically updated
-are marked in three masks. Constant and module variables are arena buffers. `place_symbols` assigns addresses:
-shared variables lie side by side in a block's strip, unsized (extern) arrays behind them.
+Every access must be inside one buffer and aligned. Global bytes read, written and atomically updated are
+marked in three masks. Constant and module variables are arena buffers. Shared variables lie side by side in a
+block's strip, unsized (extern) arrays behind them.
 """
 
 import re
@@ -24,13 +24,13 @@ from tessera_ptx.syntax import Module, Variable
 
 SHARED, LOCAL, PARAM, CODE, ARENA = (k << 44 for k in (1, 2, 3, 4, 5))
 WINDOW = 1 << 44
-FRAMES = 1 << 16  # start of the lanes' strips, behind the parameter block
+FRAMES = 1 << 16  # lanes' strips, behind the parameter block
 GAP, ALIGN = 256, 256
 _ONES = {1: 1, 2: 0x0101, 4: 0x01010101, 8: 0x0101010101010101}
 
 
 class BadAccess(Exception):
-    """Failed access of one lane; the engine adds place and lane."""
+    """The engine adds place and lane."""
 
     def __init__(self, message: str, lane: int) -> None:
         super().__init__(message, lane)
@@ -39,8 +39,6 @@ class BadAccess(Exception):
 
 @dataclass(slots=True)
 class ArenaRegion:
-    """A buffer in the arena."""
-
     name: str
     start: int
     size: int
@@ -48,8 +46,6 @@ class ArenaRegion:
 
 @dataclass(slots=True)
 class Arena:
-    """Global memory: buffers separated by gaps."""
-
     regions: list[ArenaRegion] = field(default_factory=list)
     data: Array = field(default_factory=lambda: np.zeros(0, np.uint8))
     marks: dict[str, Array] = field(default_factory=dict)
@@ -59,7 +55,7 @@ class Arena:
     _top: int = GAP
 
     def add(self, name: str, content: Array) -> int:
-        """Adds a buffer and returns its address; `seal` must follow."""
+        """Returns the address; `seal` must follow."""
         start = self._top
         self.regions.append(ArenaRegion(name, start, content.size))
         self._pending.append(content)
@@ -67,11 +63,9 @@ class Arena:
         return ARENA + start
 
     def fill(self, index: int, content: Array) -> None:
-        """Replaces the bytes of a buffer before `seal`."""
         self._pending[index] = content
 
     def seal(self) -> None:
-        """Lays out the buffers."""
         self.data = np.zeros(self._top, np.uint8)
         for region, content in zip(self.regions, self._pending, strict=True):
             self.data[region.start : region.start + region.size] = content
@@ -80,7 +74,7 @@ class Arena:
         self.ends = np.array([r.start + r.size for r in self.regions], np.uint64)
 
     def offsets(self, address: Array, size: int) -> Array:
-        """Arena offsets of `size`-byte accesses; raises BadAccess."""
+        """Raises BadAccess."""
         offset = address - np.uint64(ARENA)
         if offset.size == 0:
             return offset.view(np.int64)
@@ -107,7 +101,6 @@ class Arena:
         raise BadAccess(f"access of {size} bytes outside every buffer, at {where}", lane)
 
     def describe(self, address: int) -> str:
-        """Nearest buffer and the distance from its start."""
         offset = address - ARENA
         if not self.regions or not 0 <= offset < WINDOW:
             return f"address {address:#x}"
@@ -119,7 +112,6 @@ class Arena:
         return f"byte {offset - near.start} of {near.name} ({near.size} bytes)"
 
     def load(self, address: Array, size: int, mark: str = "r") -> Array:
-        """Unsigned integers of `size` bytes at the addresses."""
         index = self.offsets(address, size) >> (size.bit_length() - 1)
         raw = np.dtype(f"u{size}")
         self.marks[mark].view(raw)[index] = _ONES[size]
@@ -127,7 +119,7 @@ class Arena:
         return loaded
 
     def store(self, address: Array, value: Array, size: int, mark: str = "w") -> None:
-        """Stores unsigned integers of `size` bytes; the last lane with an address wins."""
+        """The last lane with an address wins."""
         index = self.offsets(address, size) >> (size.bit_length() - 1)
         raw = np.dtype(f"u{size}")
         self.marks[mark].view(raw)[index] = _ONES[size]
@@ -136,7 +128,7 @@ class Arena:
 
 @dataclass(slots=True)
 class Strips:
-    """Memory per block (shared) or lane (local, frames): rows of equal length."""
+    """Per block (shared) or lane (local, frames): rows of equal length."""
 
     name: str
     rows: int
@@ -149,7 +141,6 @@ class Strips:
         self.data = np.zeros(self.rows * self.size, np.uint8)
 
     def grow(self, size: int) -> None:
-        """Extends rows to at least `size` bytes."""
         if size <= self.size:
             return
         old = self.data.reshape(self.rows, self.size)
@@ -170,12 +161,10 @@ class Strips:
         return index
 
     def load(self, row: Array, offset: Array, size: int) -> Array:
-        """Unsigned integers of `size` bytes at each row's offset."""
         loaded: Array = self.data.view(np.dtype(f"u{size}"))[self._index(row, offset, size)]
         return loaded
 
     def store(self, row: Array, offset: Array, value: Array, size: int) -> None:
-        """Stores unsigned integers of `size` bytes at each row's offset."""
         self.data.view(np.dtype(f"u{size}"))[self._index(row, offset, size)] = value
 
 
@@ -190,8 +179,6 @@ _TOKEN = re.compile(
 
 @dataclass(slots=True)
 class SymbolLayout:
-    """Addresses of symbols."""
-
     symbols: dict[str, int] = field(default_factory=dict)
     spaces: dict[str, str] = field(default_factory=dict)
     functions: dict[int, str] = field(default_factory=dict)
@@ -200,7 +187,6 @@ class SymbolLayout:
     variables: list[Variable] = field(default_factory=list)
 
     def initialise(self, arena: Arena) -> None:
-        """Writes initial values into the sealed arena."""
         for variable in self.variables:
             if variable.initial:
                 start = self.symbols[variable.name] - ARENA
@@ -234,7 +220,7 @@ def _place_shared(layout: SymbolLayout, shared: list[Variable], dynamic_bytes: i
             top += variable.size
     unsized = [v for v in shared if not v.size]
     if unsized:
-        align = max(1024, *(v.align for v in unsized))  # needed by swizzled tiles
+        align = max(1024, *(v.align for v in unsized))  # for swizzled tiles
         top = -(-top // align) * align
         for variable in unsized:
             layout.symbols[variable.name] = top
@@ -245,7 +231,7 @@ def _place_shared(layout: SymbolLayout, shared: list[Variable], dynamic_bytes: i
 
 
 def initial_bytes(variable: Variable, layout: SymbolLayout) -> Array:
-    """Bytes of an initial value; the rest of the variable is zero."""
+    """The rest of the variable is zero."""
     kind = TYPES[variable.type]
     out = bytearray()
     for match in _TOKEN.finditer(variable.initial):

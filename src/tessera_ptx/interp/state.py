@@ -1,7 +1,4 @@
-"""Decoded code and execution state: active lanes, frames, machine.
-
-`load` and `store` access any state space, including generic addresses.
-"""
+"""Decoded code and execution state; `load` and `store` access any state space, also by generic addresses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,13 +10,10 @@ from tessera_ptx.interp.memory import ARENA, FRAMES, LOCAL, PARAM, SHARED, Arena
 from tessera_ptx.interp.types import Array
 from tessera_ptx.syntax import Instruction
 
-# Effect of an instruction on the active lanes of a frame.
 Step = Callable[["Frame", "Active"], None]
 
 
 class Active:
-    """Lanes that execute a step."""
-
     __slots__ = ("_index", "full", "mask")
 
     def __init__(self, mask: Array, full: bool = False) -> None:
@@ -28,7 +22,7 @@ class Active:
 
     @property
     def index(self) -> Array:
-        """Active lane numbers, ascending."""
+        """Ascending."""
         if self._index is None:
             self._index = np.flatnonzero(self.mask)
         return self._index
@@ -36,16 +30,16 @@ class Active:
 
 @dataclass(slots=True)
 class CodeBlock:
-    """Straight-line code; `end` is a last instruction that branches or waits."""
+    """Straight-line code; `end` branches or waits."""
 
     first: int
     body: list[Instruction]
     end: Instruction | None = None
     kind: str = "plain"  # plain, collective, barrier, bra, brx, ret, exit, trap, call
-    next: int = -1  # following block; -1 if none
+    next: int = -1  # -1: none
     targets: tuple[int, ...] = ()
     rank: int = 0
-    # (step, instruction, guard slot or -1, guard negated), set by the decoder.
+    # (step, instruction, guard slot or -1, guard negated).
     steps: list[tuple[Step, Instruction, int, bool]] = field(default_factory=list)
     guard: int = -1
     negated: bool = False
@@ -57,10 +51,10 @@ class CodeBlock:
 class DecodedFunction:
     name: str
     blocks: list[CodeBlock]
-    # Register name -> (slot, bit type).
+    # Name -> (slot, bit type).
     slots: dict[str, tuple[int, np.dtype[Any]]]
     dtypes: list[np.dtype[Any]]
-    # Formal parameters and results in order, and variables of local or param space: name -> size, align.
+    # In order; variables of local or param space: name -> size, align.
     params: tuple[str, ...]
     returns: tuple[str, ...]
     sizes: dict[str, tuple[int, int]]
@@ -70,7 +64,7 @@ class DecodedFunction:
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """Activation of a function for all lanes with the same call chain."""
+    """Activation for all lanes with the same call chain."""
 
     machine: "InterpState"
     code: DecodedFunction
@@ -79,34 +73,30 @@ class Frame:
     call_block: int
     # Ranks of the call sites above; orders frames.
     prefix: tuple[int, ...]
-    # Offsets of local and param variables in the lanes' strips; for the entry's parameters, in the parameter
-    # block.
+    # Offsets in the lanes' strips; for the entry's parameters, in the parameter block.
     places: dict[str, int]
 
 
 @dataclass(slots=True)
 class InterpState:
-    """A running batch of blocks."""
-
     file: str
     arena: Arena
     shared: Strips
     frames: Strips
-    # Parameter block of the kernel.
     params: Array
     num_lanes: int
-    threads: int  # lanes of a block, padded to full warps
-    exists: Array  # lanes that are not padding
+    threads: int  # of a block, padded to full warps
+    exists: Array  # not padding
     special: dict[str, Array]
-    # Symbols, functions and shared variables -> address in their space.
+    # Addresses in their spaces.
     symbols: dict[str, int]
     spaces: dict[str, str]
     functions: dict[int, str]
     codes: dict[str, DecodedFunction]
-    block_of: Array  # block (row of `shared`) of each lane
+    block_of: Array  # row of `shared` of each lane
     alive: Array = field(init=False)
     top: int = 0  # first free byte of the lanes' strips
-    # Blocks per cluster, and each lane's rank in it.
+    # Blocks.
     cluster: int = 1
     clock: int = 0
 
@@ -114,7 +104,7 @@ class InterpState:
         self.alive = self.exists.copy()
 
     def reserve(self, size: int, align: int) -> int:
-        """Reserves bytes in every lane's strip; returns the offset."""
+        """Returns the offset in every lane's strip."""
         at = -(-self.top // align) * align
         self.top = at + size
         self.frames.grow(self.top)
@@ -128,17 +118,16 @@ _WINDOWS = {SHARED >> 44: ("shared", SHARED), LOCAL >> 44: ("local", LOCAL), PAR
 
 
 def spaces_of(mods: tuple[str, ...]) -> list[str]:
-    """State spaces among the qualifiers, in order."""
     return [m.split("::")[0] for m in mods if m.split("::")[0] in SPACES]
 
 
 def pick(value: Any, index: Array) -> Array:
-    """Elements of some lanes; a constant is repeated."""
+    """A constant is repeated."""
     return value[index] if value.ndim else np.full(index.shape, value)
 
 
 def spread(value: Array, index: Array, num_lanes: int) -> Array:
-    """Inverse of `pick`: zeros elsewhere."""
+    """Zeros elsewhere."""
     if index.size == num_lanes:
         return value
     out = np.zeros(num_lanes, value.dtype)
@@ -147,7 +136,6 @@ def spread(value: Array, index: Array, num_lanes: int) -> Array:
 
 
 def load(frame: Frame, space: str, lanes: Array, address: Array, size: int, mark: str = "r") -> Array:
-    """Unsigned integers of `size` bytes, one per entry of `lanes`."""
     machine = frame.machine
     if space in ("global", "const"):
         return machine.arena.load(address, size, mark)
@@ -166,7 +154,6 @@ def load(frame: Frame, space: str, lanes: Array, address: Array, size: int, mark
 def store(
     frame: Frame, space: str, lanes: Array, address: Array, value: Array, size: int, mark: str = "w"
 ) -> None:
-    """Stores unsigned integers of `size` bytes."""
     machine = frame.machine
     if space == "global":
         machine.arena.store(address, value, size, mark)
@@ -182,7 +169,7 @@ def store(
 
 
 def shared_place(frame: Frame, lanes: Array, address: Array) -> tuple[Array, Array]:
-    """Block and offset in its shared memory; `mapa` puts a cluster rank above the offset."""
+    """Block and offset; `mapa` puts a cluster rank above the offset."""
     block = frame.machine.block_of[lanes]
     remote = address >> np.uint64(RANK_SHIFT)
     if not remote.any():
@@ -207,7 +194,6 @@ def _load_param(frame: Frame, lanes: Array, address: Array, size: int) -> Array:
 
 
 def _split(address: Array) -> list[tuple[Any, str, int]]:
-    """Generic addresses by window."""
     window = address >> np.uint64(44)
     found = np.unique(window)
     for bad in found:

@@ -17,14 +17,14 @@ class Type(NamedTuple):
     name: str
     bits: int
     kind: str  # u, s, f, b (bits), p (predicate)
-    dtype: np.dtype[Any]  # NumPy type of an operand
-    raw: np.dtype[Any]  # unsigned integer of the same width
+    dtype: np.dtype[Any]  # of an operand
+    raw: np.dtype[Any]  # unsigned, of the same width
 
 
 _RAW = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 _FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
-# Float formats without a NumPy type: handled as bits.
+# No NumPy type.
 _AS_BITS = {"bf16": 16, "f16x2": 32, "bf16x2": 32, "tf32": 32, "e4m3x2": 16, "e5m2x2": 16, "f32x2": 64}
 
 
@@ -50,12 +50,11 @@ PRED = TYPES["pred"]
 
 
 def types_of(mods: tuple[str, ...]) -> list[Type]:
-    """Types among the qualifiers, in order."""
     return [TYPES[m] for m in mods if m in TYPES]
 
 
 def narrow(value: Array, wanted: Type) -> Array:
-    """Register bits as a type: low bits of a wider one, zero-extended if narrower."""
+    """Low bits of a wider register; zero-extended if narrower."""
     if wanted.bits == 1:
         return value if value.dtype.kind == "b" else value != 0
     if value.dtype.itemsize * 8 != wanted.bits:
@@ -64,7 +63,6 @@ def narrow(value: Array, wanted: Type) -> Array:
 
 
 def widen(value: Array, given: Type, raw: np.dtype[Any]) -> Array:
-    """Result as bits of a register of type `raw`."""
     if raw.kind == "b":
         return value if value.dtype.kind == "b" else value != 0
     if value.dtype.kind == "b":

@@ -1,4 +1,4 @@
-"""Latency: a placement with minimal makespan for one request, and a proved bound. See `placement`."""
+"""Latency: a placement with minimal makespan for one request, and a proved bound."""
 
 from tessera.plan.latency.placement import Fastest, RequestTimer, bound_us, solve
 

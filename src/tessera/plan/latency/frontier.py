@@ -2,13 +2,10 @@
 
 A row is a partial schedule (columns: see `layout`). A row that is no earlier than another in any column is
 dropped, as is one that provably ends no sooner than a known placement. This is exact while the front stays
-within its width. Beyond it, `search` keeps the most promising rows and returns a placement; `bound_us` merges
-similar rows, with the earliest time per column, and returns a lower bound.
-
-`best_of_step` widens the front until plan and bound meet. `joined` joins steps by shared state: the longest
-step is placed first or last, the others pay for moving state.
-
-Migration costs (see `placement`) are never negative. Arrays of rows are [column, device, row].
+within its width. Beyond it, `search` keeps the most promising rows; `bound_us` merges similar rows, with the
+earliest time per column, and returns a lower bound. `best_of_step` widens the front until plan and bound
+meet. `joined` joins steps by shared state: the longest step is placed first or last, the others pay for
+moving state. Migration costs are never negative. Arrays of rows are [column, device, row].
 """
 
 from dataclasses import dataclass
@@ -37,19 +34,18 @@ class Course:
     migration_us: Floats
     # [launch, device, 1]: lower bound from the launch's start to the end.
     tail_us: Floats
-    # [mixture, device] weights; rows sum to one.
+    # [mixture, device]; rows sum to one.
     weights: Floats
     # [launch, mixture, 1]: weighted remaining work.
     rest_us: Floats
 
     @property
     def least_us(self) -> float:
-        """Lower bound by the tails alone."""
         return float(self.tail_us.min(axis=1).max())
 
 
 def course_of(layout: Layout, migration_us: Floats | None = None, fixed: Ints | None = None) -> Course:
-    """With migration times [launch, device] and fixed devices of launches (-1: free)."""
+    """migration_us[launch, device]; fixed devices of launches (-1: free)."""
     cost = layout.costs_us(fixed)
     added = np.zeros_like(cost)
     if migration_us is not None:
@@ -67,7 +63,7 @@ def course_of(layout: Layout, migration_us: Floats | None = None, fixed: Ints | 
 
 
 def search(course: Course, width: int, known_us: float) -> tuple[Ints, float] | None:
-    """(devices of a placement faster than the known one, its end)."""
+    """Devices of a placement faster than the known one, and its end."""
     rows = _first(course)
     trail: list[tuple[Ints, Ints]] = []
     for launch in range(len(course.layout.moves) - 1):
@@ -88,7 +84,7 @@ def search(course: Course, width: int, known_us: float) -> tuple[Ints, float] | 
 
 
 def bound_us(course: Course, width: int, known_us: float) -> float:
-    """Lower bound of the step's end; `known_us` ends some placement."""
+    """`known_us` ends some placement."""
     rows = _first(course)
     proved = 0.0
     for launch in range(len(course.layout.moves) - 1):
@@ -157,7 +153,7 @@ def _kept(rows: Floats, ends: Floats, known_us: float) -> Ints:
     if len(keep) < 2:
         return keep
     flat = rows.reshape(-1, rows.shape[2]).take(keep, axis=1)
-    # Sorted so that no row is dominated by a later one.
+    # No row is dominated by a later one.
     order = np.lexsort((np.minimum(flat, NEVER_US).sum(axis=0), ends[keep]))
     return np.asarray(keep[order[non_dominated(flat.take(order, axis=1))]])
 
@@ -173,9 +169,8 @@ def _merged(rows: Floats, ends: Floats, width: int) -> Floats:
 
 
 def _pairs(flat: Floats, ends: Floats, num: int) -> tuple[list[int], list[int]]:
-    """Disjoint pairs of rows that lose least by merging.
-
-    Pairs are neighbours in some column, ordered by the merged row's bound less the largest loss.
+    """Disjoint pairs that lose least by merging: neighbours in some column, ordered by the merged row's bound
+    less the largest loss.
     """
     order = flat.argsort(axis=1)
     left, right = order[:, :-1].ravel(), order[:, 1:].ravel()
@@ -200,14 +195,13 @@ class StepBest:
     us: float
     bound_us: float
     width: int
-    # Device per launch; None: none faster than the known ones.
+    # None: none faster than the known ones.
     devices: Ints | None
 
 
 def best_of_step(
     layout: Layout, known_us: float, config: SearchConfig, migration_us: Floats | None = None
 ) -> StepBest:
-    """Widen the front until placement and bound meet or the limit is reached."""
     if not layout.num_launches:
         return StepBest(0.0, 0.0, 0, np.zeros(0, dtype=np.int64))
     course = course_of(layout, migration_us)
@@ -230,7 +224,6 @@ def _narrow(layout: Layout, config: SearchConfig) -> int:
 
 
 def _wider(layout: Layout, width: int, is_far: bool, config: SearchConfig) -> int:
-    """Four times the rows, or the maximum at once; unchanged at the limit."""
     rows = min(config.wide_rows, config.frontier_rows[is_far] // layout.num_launches)
     most = rows // layout.problem.num_devices
     if not width:

@@ -1,15 +1,13 @@
 """State of a partial schedule: when devices are free, and when values are available on each device.
 
 Values with the same remaining readers share a column with the latest time. A group (launches with shared
-state) is a value available only on its first launch's device.
+state) is a value available only on its first launch's device. The step's end is one more launch without cost.
+A column whose remaining readers all descend from a launch is not used before it ends; `raises` lists such
+columns, so that irrelevant differences vanish. Times are rounded down to multiples of a power of two, which
+makes sums exact.
 
-The step's end is one more launch without cost. A column whose remaining readers all descend from a launch is
-not used before it ends; `raises` lists such columns, so that irrelevant differences vanish.
-
-Times are rounded down to multiples of a power of two, which makes sums exact.
-
-`non_dominated` finds the Pareto front: pairwise for few rows; for many, each column is sorted once, the rows
-no later than a given one form a prefix kept as a bit set, and the sets are intersected.
+`non_dominated` compares few rows pairwise; for many, each column is sorted once, the rows no later than a
+given one form a prefix kept as a bit set, and the sets are intersected.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,13 +22,13 @@ from tessera.plan.problem import Problem
 
 # Later than any real time: a forbidden device.
 NEVER_US = 1e15
-# Maximum readers of a column whose paths are followed.
+# Readers of a column whose paths are followed.
 MAX_READERS = 8
-# Bits of the sum of all times, of a float's 53; the rest is for migration.
+# Of a float's 53; the rest is for migration.
 TIME_BITS = 44
 # Sizes without bytes: groups, and values read only by the end.
 GROUP, LAST = -1, -2
-# Rows up to which pairwise comparison is faster.
+# Up to here, pairwise comparison is faster.
 FEW_ROWS = 40
 WORD = 64
 
@@ -50,7 +48,7 @@ class Item:
 class Move:
     """Effect of a launch on the columns; column 0: devices free."""
 
-    # Columns the launch waits for, with 0.
+    # With 0.
     reads: Ints
     # Column after -> first column before that it holds (0: none).
     kept: Ints
@@ -60,14 +58,14 @@ class Move:
     makes: tuple[tuple[int, bool, Floats], ...]
     # Columns after that wait at least for this launch.
     raises: Ints
-    # (column after, reader) pairs; a subset for values with many readers.
+    # A subset for values with many readers.
     column: Ints
     reader: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """One step, ready for timing; the last launch is the end."""
+    """One step; the last launch is the end."""
 
     problem: Problem
     step: int
@@ -76,7 +74,6 @@ class Layout:
     moves: tuple[Move, ...]
     # [destination, source]: fastest chain of transfers.
     least_wait_us: Floats
-    # Time unit.
     grid_us: float
 
     @property
@@ -85,7 +82,7 @@ class Layout:
         return len(self.items) - 1
 
     def costs_us(self, fixed: Ints | None = None) -> Floats:
-        """[launch, device], with fixed devices (-1: free)."""
+        """[launch, device]; fixed -1: free."""
         problem, cost = self.problem, self.problem.cost_us[self.step]
         if fixed is not None:
             elsewhere = (fixed[:, None] >= 0) & (fixed[:, None] != np.arange(problem.num_devices))
@@ -115,7 +112,6 @@ def floored(times: Floats, grid: float) -> Floats:
 
 
 def _items(problem: Problem, step: int) -> list[list[Item]]:
-    """Per launch: its values, and the groups it starts."""
     graph, nodes = problem.unit.graphs[step], problem.node_of[step].tolist()
     items: list[list[Item]] = [[] for _ in [*nodes, None]]
     num = problem.num_devices
@@ -140,7 +136,6 @@ def _items(problem: Problem, step: int) -> list[list[Item]]:
 
 
 def _ancestors(items: Sequence[Sequence[Item]]) -> list[int]:
-    """Bit sets of the launches each launch waits for."""
     above = [0] * len(items)
     for launch, made in enumerate(items):
         own = above[launch] | 1 << launch
@@ -163,7 +158,6 @@ def _moves(items: Sequence[Sequence[Item]], tail_us: Floats) -> Iterator[Move]:
     def followed(readers: tuple[int, ...]) -> tuple[int, ...]:
         some = readers[:MAX_READERS]
         tails = tail_us[list(some)]
-        # Keep the first of equals.
         order = np.argsort(-tails.sum(axis=1), kind="stable")
         return tuple(some[i] for i in order[non_dominated(-tails[order].T)].tolist())
 
@@ -238,7 +232,7 @@ def _before(num: int) -> Bools:
 
 @cache
 def _bits(words: int) -> tuple[Words, Words]:
-    """[word, row]: bits of the row and all rows before it."""
+    """Bits of each row, and of all rows before it."""
     rows = np.arange(words * WORD)
     own = np.zeros((words, len(rows)), dtype=np.uint64)
     own[rows // WORD, rows] = np.uint64(1) << (rows % WORD).astype(np.uint64)
@@ -248,11 +242,9 @@ def _bits(words: int) -> tuple[Words, Words]:
 
 
 def _by_bits(flat: Floats) -> Bools:
-    """Whether an earlier row is no later in every column."""
     num_columns, num = flat.shape
     own, earlier = _bits(-(-num // WORD))
     order = flat.argsort(axis=1)
-    # Rows of the columns one after the other.
     offset = np.arange(0, num_columns * num, num)[:, None]
     times = flat.take(order + offset)
     prefix = np.bitwise_or.accumulate(own.take(order, axis=1), axis=2)

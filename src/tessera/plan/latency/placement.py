@@ -4,9 +4,9 @@ Clock: devices run launches in trace order, one at a time; a value arrives laten
 its producer; links do not queue. State that moves between steps costs one latency and its bytes per link.
 
 Each step is placed by a Pareto front (`frontier`), which also proves a bound. Steps are joined with free,
-priced or expensive state moves. `solve` takes the best of these, of single devices and of other starts,
-improved by local search. The bound sums the steps' bounds and the minimum cost of moving state; it ignores
-memory and other launch orders.
+priced or expensive state moves. `solve` improves the best of these, of single devices and of other starts by
+local search. The bound sums the steps' bounds and the minimum cost of moving state; it ignores memory and
+other launch orders.
 
 State in the bound: a request waits for at least one of the links that move state into a step, here the one
 used most when every step is at its best. The time of state g on that link is split between two steps: the
@@ -28,13 +28,12 @@ from tessera.plan.latency.frontier import best_of_step, joined
 from tessera.plan.latency.layout import NEVER_US, Layout, layout_of
 from tessera.plan.problem import Column, Problem
 
-# Ways to join steps: price factors of state moves, and which step comes first.
+# Price factors of state moves, and which step comes first.
 JOINED = ((0.0, -1), (1.0, -1), (100.0, -1), (1.0, 1), (100.0, 1))
-# Ways to split state moves between two steps in the bound.
+# Splits of state moves between two steps in the bound.
 MIGRATION_SHARES = (1.0, 0.5)
-# Whether a placement fits.
 Allowed = Callable[[Labels], bool]
-# Per launch: (producer, bytes) of its inputs.
+# Per launch: (producer, bytes).
 Reads = list[list[tuple[int, int]]]
 
 
@@ -64,7 +63,7 @@ class RequestTimer:
         prob = self.problem
         placed = labels[prob.node_of[step]]
         own = prob.cost_us[step][np.arange(len(placed)), placed]
-        if len(placed) and (placed == placed[0]).all():  # nothing to wait for
+        if len(placed) and (placed == placed[0]).all():
             return float(own.sum())
         device, cost = placed.tolist(), own.tolist()
         per_byte, latency = prob.us_per_byte.tolist(), prob.latency_us.tolist()
@@ -84,7 +83,7 @@ class RequestTimer:
         return max(end, default=0.0)
 
     def _migration_us(self, labels: Labels) -> float:
-        """State moves between steps, over all links in parallel."""
+        """Over all links in parallel."""
         moved = _moved_bytes(self.problem, self._transits, labels)
         waits = (moved > 0) * self.problem.latency_us + moved * self.problem.us_per_byte
         return float(waits.max(axis=(1, 2)).sum())
@@ -104,7 +103,7 @@ def _reads(graph: ir.Graph) -> Reads:
 
 
 def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed, config: SearchConfig) -> Fastest:
-    """The fastest placement; `extra` are further starts."""
+    """`extra` are further starts."""
     clock = RequestTimer(problem)
     known = [*_alone(problem), *(c.labels for c in extra)]
     best, best_us, bound = _by_frontiers(problem, clock, known, allowed, config)
@@ -121,7 +120,6 @@ def bound_us(problem: Problem, config: SearchConfig) -> float:
 def _by_frontiers(
     problem: Problem, clock: RequestTimer, known: list[Labels], allowed: Allowed, config: SearchConfig
 ) -> tuple[Labels, float, float]:
-    """The fastest placement of known ones and fronts, its makespan, and the bound."""
     kept = [x for x in known if problem.is_allowed(x)]
     layouts = [layout_of(problem, step) for step in range(len(problem.node_of))]
     steps = [
@@ -156,7 +154,6 @@ def _with_migration_us(
     share: float,
     config: SearchConfig,
 ) -> float:
-    """The bound with state moves (see the module)."""
     problem = clock.problem
     plan, free = plans
     counts = problem.unit.counts
@@ -185,7 +182,7 @@ def _alone(problem: Problem) -> list[Labels]:
 def _search(
     problem: Problem, clock: RequestTimer, labels: Labels, us: float, allowed: Allowed, trials: int
 ) -> tuple[Labels, float]:
-    """First improvement over moves of runs, their ends and single nodes."""
+    """First improvement."""
     improved = True
     while improved and trials > 0:
         improved = False
@@ -206,7 +203,7 @@ def _moves(problem: Problem, labels: Labels) -> Iterator[Labels]:
     cuts = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
     spans = [(a, b) for a, b in pairwise(cuts) if b - a < len(labels)]
     ends = [(x, x + 1) for a, b in spans if b - a > 1 for x in (a, b - 1)]
-    # Heavy nodes first: another device may overlap them.
+    # Another device may overlap heavy nodes.
     heavy = np.argsort(-problem.load_us.max(axis=1), kind="stable").tolist()
     for start, stop in (*spans, *ends, *((x, x + 1) for x in heavy)):
         for device in range(problem.num_devices):
@@ -227,9 +224,8 @@ class MigrationCosts:
 def migration_costs(
     problem: Problem, plan: Labels, free: Labels, step_us: Sequence[float], share: float
 ) -> MigrationCosts:
-    """Homes as in `plan`, links as in `free`; `step_us`: all runs of each step.
-
-    `share` below 1 splits the rest with the steps' roles exchanged.
+    """Homes as in `plan`, links as in `free`; step_us: all runs of each step. `share` below 1 splits the rest
+    with the steps' roles exchanged.
     """
     transits = list(transits_of(problem.unit))
     used = _used_links(problem, transits, free)
@@ -254,7 +250,7 @@ def _home(problem: Problem, labels: Labels, at: tuple[int, int]) -> int:
 
 
 def _moved_bytes(problem: Problem, transits: list[Transit], labels: Labels) -> Floats:
-    """[step, source, destination]: state bytes moved into each step."""
+    """[step, source, destination], moved into each step."""
     num = problem.num_devices
     moved = np.zeros((len(problem.node_of), num, num))
     for transit in transits:

@@ -1,11 +1,9 @@
 """Pricing for three or more devices by eliminating nodes one at a time.
 
-A node's bucket holds all terms with the node. Minimising over its devices leaves a table over its neighbours.
-This is exact while no table exceeds `max_entries`, as for transformer traces. Wider buckets are split, each
-part with its own minimum: a proved lower bound, and a start for swaps. A value with too many readers is
-charged to each reader in equal parts, also a lower bound.
-
-The order (smallest bucket first) is fixed per problem; prices change only numbers.
+A node's bucket holds all terms with the node. Minimising over its devices leaves a table over its neighbours:
+exact while no table exceeds `max_entries`, as for transformer traces. Wider buckets are split, each part with
+its own minimum: a proved lower bound, and a start for swaps. A value with too many readers is charged to each
+in equal parts, also a lower bound. The order (smallest bucket first) is fixed per problem.
 """
 
 import heapq
@@ -22,12 +20,12 @@ Scope = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Factors of a bucket minimised together; the node is the last axis."""
+    """Factors minimised together; the node is the last axis."""
 
     # (factor, broadcast shape)
     factors: tuple[tuple[int, tuple[int, ...]], ...]
     has_own: bool
-    # The resulting factor; -1: a constant.
+    # -1: a constant.
     result: int
 
 
@@ -39,19 +37,17 @@ class _Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """Elimination order of a problem, and how terms become tables."""
-
     num_devices: int
     buckets: tuple[_Bucket, ...]
-    # Nodes of each factor, last eliminated first.
+    # Last eliminated first.
     scopes: tuple[Scope, ...]
     # By number of readers: (values, factors, axis orders).
     exact: tuple[tuple[Ints, tuple[int, ...], tuple[tuple[int, ...], ...]], ...]
-    # Pairs of values with many readers: (value, factor, producer first, share).
+    # Values with many readers: (value, factor, producer first, share).
     shared: tuple[tuple[int, int, bool, float], ...]
 
     def solve(self, own: Floats, move: Floats) -> tuple[Labels, float]:
-        """(placement, proved lower bound of the cost). move[value, source, destination]."""
+        """(placement, proved lower bound of the cost); move[value, source, destination]."""
         tables = self._tables(move)
         total = 0.0
         for bucket in self.buckets:
@@ -67,7 +63,6 @@ class Elimination:
         return self._read_back(own, tables), total
 
     def _read_back(self, own: Floats, tables: list[Floats]) -> Labels:
-        """Devices of the nodes, last eliminated first."""
         labels = np.zeros(len(own), dtype=np.int64)
         chosen = labels.tolist()
         for bucket in reversed(self.buckets):
@@ -102,7 +97,6 @@ class Elimination:
 
 
 def elimination(num_nodes: int, num_devices: int, values: Values, max_entries: int) -> Elimination:
-    """Find the order and lay out the buckets."""
     stops = np.searchsorted(values.pin_value, np.arange(len(values) + 1))
     reads = [values.pin_node[a:b].tolist() for a, b in pairwise(stops.tolist())]
     most = 1
@@ -119,7 +113,6 @@ def elimination(num_nodes: int, num_devices: int, values: Values, max_entries: i
     return _laid_out(num_devices, terms, order, parts, most)
 
 
-# Per node: neighbour sets of each part of its bucket.
 Parts = list[list[list[frozenset[int]]]]
 
 
@@ -167,7 +160,7 @@ def _width(sets: set[frozenset[int]]) -> int:
 
 
 def _packed(sets: Sequence[frozenset[int]], widest: int) -> list[list[frozenset[int]]]:
-    """First-fit packing of factors by number of nodes."""
+    """First-fit packing by number of nodes."""
     groups: list[tuple[set[int], list[frozenset[int]]]] = []
     for scope in sets:
         fitting = [g for g in groups if len(g[0] | scope) <= widest]
@@ -193,7 +186,7 @@ class _Layout:
         return len(self.scopes) - 1
 
     def line(self, nodes: frozenset[int]) -> Scope:
-        """Nodes, last eliminated first."""
+        """Last eliminated first."""
         return tuple(sorted(nodes, key=lambda n: -self.rank[n]))
 
     def part(self, node: int, group: list[frozenset[int]], has_own: bool) -> _Part:

@@ -1,13 +1,12 @@
 """Single placements as mixed-integer programs: the fastest, and the one that fits best.
 
-    x[n, d] = 1 iff node n runs on device d                 binary; every node is placed once
-    w[v, s, d] = 1 iff value v crosses from s to d          continuous, >= x[producer, s] + x[reader, d] - 1
-    h[i, d] = 1 iff device d holds weight or state i        continuous, >= x[reader, d]
+    x[n, d] = 1 iff node n runs on device d             binary; every node is placed once
+    w[v, s, d] = 1 iff value v crosses from s to d      continuous, >= x[producer, s] + x[reader, d] - 1
+    h[i, d] = 1 iff device d holds weight or state i    continuous, >= x[reader, d]
 
-`best_placement` minimises T, the busy time of the bottleneck per request, within memory: the published
-program, for comparison and small problems. `roomiest` minimises the fullest device's shortage; above zero it
-proves that nothing fits. Temporaries are not counted. HiGHS stops at a small gap or after so much work,
-counted in matrix entries and nodes, never by time: a slow machine finds the same placement.
+`best_placement` minimises T, the bottleneck's busy time per request, within memory. `roomiest` minimises the
+fullest device's shortage; above zero it proves that nothing fits. Temporaries are not counted. HiGHS stops at
+a small gap or after an amount of work, never by time: a slow machine finds the same placement.
 """
 
 import numpy as np
@@ -19,13 +18,12 @@ from tessera.plan.arrays import Floats, Holdings, Ints, Labels
 from tessera.plan.problem import Column, Problem
 
 GB = 1e9
-# Relative gap that ends a search, below the error of costs; entries times nodes that end it; and entries of
-# the largest program that is tried, whose first node takes a minute.
+# Relative gap below the error of costs; entries times nodes that end a search; entries of the largest program
+# tried, whose first node takes a minute.
 GAP = 1e-3
 MAX_WORK, MAX_ENTRIES = 1_000_000, 100_000
 
 Entries = tuple[Ints, Ints, Floats]
-# Rows and their upper limits.
 Limited = tuple[coo_array, float | Floats]
 
 
@@ -59,9 +57,8 @@ def best_placement(problem: Problem, microbatches: int = 1) -> tuple[Column, flo
 
 
 def roomiest(problem: Problem) -> tuple[Column, float]:
-    """(placement with the least shortage for one request, proved minimum shortage).
-
-    In bytes of the fullest device, without temporaries; negative: free.
+    """(placement with the least shortage for one request, proved minimum shortage); in bytes of the fullest
+    device, without temporaries; negative: free.
     """
     held = problem.resident(1.0)
     load = problem.load_us if problem.allowed is None else np.where(problem.allowed, problem.load_us, np.inf)
@@ -86,7 +83,7 @@ def roomiest(problem: Problem) -> tuple[Column, float]:
 
 
 def _solved(placed: coo_array, rows: list[Limited], bounds: Bounds, num_x: int) -> OptimizeResult | None:
-    """Minimise the last variable; None for a program that is too large."""
+    """Minimises the last variable; None for a program that is too large."""
     size, entries = placed.shape[1], placed.nnz + sum(matrix.nnz for matrix, _ in rows)
     if entries > MAX_ENTRIES:
         return None
@@ -117,7 +114,6 @@ def _placed(nodes: int, num: int, size: int) -> coo_array:
 def _within_memory(
     problem: Problem, held: Holdings, node_of: Ints, first: int, size: int, slack: int | None = None
 ) -> list[Limited]:
-    """Rows: devices hold what their nodes read (variables from `first`), within memory and slack."""
     num, items = problem.num_devices, len(held.num_bytes)
     if not items:
         return []
@@ -156,7 +152,6 @@ def _crossings(problem: Problem, pairs: list[tuple[int, int]], num_x: int) -> li
 def _loads(
     problem: Problem, pairs: list[tuple[int, int]], num_x: int, scale: float, last: int
 ) -> list[Entries]:
-    """Busy time of every device and link, less T."""
     vals, num = problem.values, problem.num_devices
     nodes, values = np.arange(problem.num_nodes), np.arange(len(vals))
     rows = np.arange(num + num * num)
@@ -171,7 +166,7 @@ def _loads(
 
 
 def shortage(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasible:
-    """Why no placement fits; `found` lacks least, `least_bytes` is proved."""
+    """`found` lacks least; `least_bytes` is proved."""
     weights, per_microbatch = problem.footprint((found,))
     excess = problem.excess_bytes((found,), 1)
     worst = int(excess.argmax())
@@ -186,7 +181,6 @@ def shortage(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasi
 
 
 def check_total(problem: Problem) -> None:
-    """Raise PlanInfeasible if sums show that nothing fits."""
     error = _together(problem) or _node(problem)
     if error is not None:
         raise error

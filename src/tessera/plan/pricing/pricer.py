@@ -1,20 +1,24 @@
 """Pricing: the cheapest placement at prices of device time, link time, path time and memory.
 
 Cost per request:
-  sum over nodes      (device price + path price) x load
-  sum over transfers  link price x busy time  +  path price x (latency + wire time)
-  sum over residents  memory price x bytes, once per device; state once per request in flight
-Two devices: an exact minimum cut. More: node elimination (`elimination`), then swaps: for each device pair an
-exact minimum cut decides which nodes change sides, until no pair helps. "Paid once per destination" stays
-exact in a swap. With memory prices and more than two devices the bound ignores memory.
 
-Minimum cut: every item takes side 0 (source) or 1. Terms:
-  own[i, s]     item i takes side s
-  forward[v]    value v's producer takes side 0 and some reader side 1
-  backward[v]   value v's producer takes side 1 and some reader side 0
+    sum over nodes      (device price + path price) x load
+    sum over transfers  link price x busy time  +  path price x (latency + wire time)
+    sum over residents  memory price x bytes, once per device; state once per request in flight
+
+Two devices: an exact minimum cut. More: node elimination, then swaps: for each device pair an exact minimum
+cut decides which nodes change sides, until no pair helps. "Paid once per destination" stays exact in a swap.
+With memory prices and more than two devices the bound ignores memory.
+
+Terms of a cut, where every item takes side 0 (source) or 1:
+
+    own[i, s]    item i takes side s
+    forward[v]   value v's producer takes side 0 and some reader side 1
+    backward[v]  value v's producer takes side 1 and some reader side 0
+
 An outside producer (-1) pays forward[v] if some reader takes side 1 and backward[v] if some takes side 0. One
-auxiliary node per (value, direction) charges a value once. Capacities are rounded down to integers after
-scaling: flow / scale is a proved lower bound, within (edges cut) / scale.
+auxiliary node per (value, direction) charges a value once. Scaled capacities are rounded down to integers:
+flow / scale is a proved lower bound, within (edges cut) / scale.
 """
 
 from collections.abc import Sequence
@@ -29,7 +33,7 @@ from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.pricing.elimination import Elimination, elimination
 from tessera.plan.problem import Problem
 
-# Maximum scaled flow: SciPy adds two opposite 32-bit capacities.
+# SciPy adds two opposite 32-bit capacities.
 MAX_FLOW = 2**30 - 2
 # More than any flow: never cut.
 CLIP = MAX_FLOW + 1
@@ -37,14 +41,12 @@ CLIP = MAX_FLOW + 1
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """The graph of a cut problem; `solve` takes the costs."""
-
     num_items: int
     # Edge e sums the capacities of terms t with edge_of[t] == e.
     edge_of: Ints
     indptr: Ints
     indices: Ints
-    # Value of each non-terminal term, and whether it is forward.
+    # Value of each non-terminal term; its direction.
     term_value: Ints
     term_forward: npt.NDArray[np.bool_]
     num_network_nodes: int
@@ -81,7 +83,7 @@ class Network:
 
 
 def network(num_items: int, producer: Ints, pin_value: Ints, pin_item: Ints) -> Network:
-    """Build the graph from producers (-1: outside) and readers."""
+    """Producer -1: outside."""
     num_values = len(producer)
     pins = np.bincount(pin_value, minlength=num_values)
     shared = np.flatnonzero(pins > 1)
@@ -89,8 +91,8 @@ def network(num_items: int, producer: Ints, pin_value: Ints, pin_item: Ints) -> 
     aux[shared] = num_items + np.arange(len(shared))
     source = num_items + 2 * len(shared)
     sink = source + 1
-    out_of = np.where(producer >= 0, producer, source)  # start of forward
-    into = np.where(producer >= 0, producer, sink)  # end of backward
+    out_of = np.where(producer >= 0, producer, source)
+    into = np.where(producer >= 0, producer, sink)
     lone = pins[pin_value] == 1
     back_aux = aux + len(shared)
     items = np.arange(num_items)
@@ -119,22 +121,18 @@ class Prices:
     # [source, destination]
     link: Floats
     path: float = 0.0
-    # Per byte resident on each device, and requests in flight.
+    # Per resident byte; requests in flight.
     memory: Floats | None = None
     microbatches: float = 1.0
-    # See `Problem.resident`.
     tilt: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class PricedChoices:
-    """Costs of all decisions: prices times quantities."""
-
     # [node, device]
     own: Floats
     # [value, source, destination]
     move: Floats
-    # [device] price per byte, and the bytes.
     memory: Floats | None = None
     resident: Holdings | None = None
 
@@ -147,23 +145,19 @@ class PricedChoices:
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """A cheap placement with a lower bound of the cost."""
-
     labels: Labels
     bound: float
 
 
 @dataclass(frozen=True, eq=False)
 class Pricer:
-    """Finds cheapest placements; caches graphs."""
-
     problem: Problem
     config: SearchConfig = FULL
-    # With and without memory, all nodes free.
+    # Keyed by memory; all nodes free.
     _networks: dict[bool, Network] = field(default_factory=dict)
 
     def cheapest(self, prices: Prices, starts: Sequence[Labels] = ()) -> Priced:
-        """The cheapest placement; `starts` are guesses for more than two devices."""
+        """`starts` are guesses for more than two devices."""
         prob = self.problem
         own = (prices.device + prices.path) * prob.load_us
         if prob.num_devices == 1:
@@ -247,10 +241,7 @@ class Pricer:
 
 
 def _refusals(problem: Problem, choices: PricedChoices) -> Floats:
-    """[node, device]: penalty that makes forbidden devices dearer than any other.
-
-    No larger than needed, since cuts use integers.
-    """
+    """Penalty on forbidden devices, above any other cost but no larger than needed: cuts use integers."""
     assert problem.allowed is not None
     vals, own = problem.values, choices.own
     dearest = choices.move.max(axis=(1, 2)) * (problem.num_devices - 1)

@@ -1,22 +1,20 @@
 """Throughput: a linear program over placements, by column generation.
 
-    maximise    sum_p x_p                                    requests per microsecond
-    subject to  sum_p x_p busy[p, r] <= 1                    for every device and every link r
-                sum_p x_p path[p]    <= depth                requests in flight (Little's law)
-                sum_p x_p (held[p, d] - memory[d]) <= 0      for every device d, where memory is short
-                x_p >= 0                                     for every placement p
+    maximise    sum_p x_p                                  requests per microsecond
+    subject to  sum_p x_p busy[p, r] <= 1                  for every device and every link r
+                sum_p x_p path[p]  <= depth                requests in flight (Little's law)
+                sum_p x_p (held[p, d] - memory[d]) <= 0    for every device d, where memory is short
+                x_p >= 0                                   for every placement p
 
 `Pricer` finds the cheapest placement at dual prices y. For any y >= 0 no mix exceeds (y times right-hand
 sides) / (cheapest price); the minimum is the bound. The depth row rejects plans with many small transfers and
 few requests in flight. It ignores overlap within a request, so several depths are tried and simulated.
-
 Placements are priced over kinds of devices (see `problem`) and spread over the devices of each kind.
 
 Memory rows average weights by share and assume that microbatches follow shares, so each mix is checked as it
 would run: lanes are dropped, or fewer requests are in flight, until it fits. The bound ignores memory.
 
-The program is small and solved thousands of times: a dense simplex (`maximised`) takes 0.2 ms, SciPy's
-linprog 2.7 ms.
+The program is solved thousands of times: a dense simplex (`maximised`) takes 0.2 ms, SciPy's linprog 2.7 ms.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +28,7 @@ from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.pricing.pricer import Pricer, Prices
 from tessera.plan.problem import Column, Kinds, Mix, Problem, kinds_of, microbatch_counts, spread_us
 
-# Simplex tolerance; figures are near one.
+# Figures are near one.
 EPSILON = 1e-9
 # Pivots by the steepest column, before Bland's rule, which cannot cycle.
 GREEDY_PIVOTS, MAX_PIVOTS = 200, 20_000
@@ -38,19 +36,15 @@ GREEDY_PIVOTS, MAX_PIVOTS = 200, 20_000
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """A mix, and the bound under the same rows."""
-
     mix: Mix
     bound_per_s: float
 
 
 @dataclass(frozen=True, eq=False)
 class Rates:
-    """A solved linear program over the pool's columns."""
-
-    # Requests per microsecond of every column.
+    # Requests per microsecond.
     rates: Floats
-    # Prices of devices and links, path time, and bytes per device.
+    # Prices of devices and links, path time, bytes per device.
     duals: Floats
     path: float
     memory: Floats
@@ -63,11 +57,11 @@ class Pool:
         self, problem: Problem, microbatches: int, config: SearchConfig = FULL, fewest: int = 1
     ) -> None:
         self.problem, self.microbatches, self.config = problem, microbatches, config
-        # Requests in flight, at least, of a mix.
+        # Minimum requests in flight.
         self.fewest = fewest
         self.columns: list[Column] = []
         self.pricer = Pricer(problem, config)
-        # Whether coarse policies and memory have proposed columns.
+        # Coarse policies and memory have proposed columns.
         self.is_seeded = False
         self._keys: set[bytes] = set()
         everywhere = map(problem.alone, range(problem.num_devices))
@@ -75,17 +69,15 @@ class Pool:
 
     @cached_property
     def kinds(self) -> Kinds | None:
-        """None if all devices differ."""
         return kinds_of(self.problem)
 
     @cached_property
     def part(self) -> "Pool":
-        """Placements on one device of each kind."""
         assert self.kinds is not None, "only where devices are alike"
         return Pool(self.kinds.part, self.microbatches, self.config)
 
     def over_kinds(self) -> "Pool | None":
-        """The pool over kinds of devices; None without kinds, or if memory is too small."""
+        """None without kinds, or if memory is too small."""
         if self.kinds is None:
             return None
         part = self.part.problem
@@ -103,20 +95,18 @@ class Pool:
         return bool(new)
 
     def held(self, columns: Iterable[Column], microbatches: Floats) -> Floats:
-        """[column, device]: bytes with this many requests on each device."""
         each = (self.problem.footprint((column,)) for column in columns)
         return np.array([weights + microbatches * request for weights, request in each])
 
     def fits(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> bool:
-        """Whether the placements fit together; checked only where a replica does not fit everywhere."""
+        """Checked only where a replica does not fit everywhere."""
         return not self.is_tight or self.problem.fits(columns, microbatches)
 
     def able(self, column: Column) -> bool:
-        """Whether a placement fits with one request in flight."""
         return self.fits((column,), 1)
 
     def held_by(self, columns: Sequence[Column], shares: Sequence[float] = (1.0,)) -> Mix | None:
-        """A mix with as many requests in flight as memory allows; None below `fewest` or one a column."""
+        """As many requests in flight as memory allows; None below `fewest` or one per column."""
         mix = Mix(tuple(columns), tuple(shares))
         if self.fits(mix.columns, microbatch_counts(mix, self.microbatches)):
             return mix
@@ -134,7 +124,7 @@ class Pool:
         return self.problem.column(priced.labels), priced.bound
 
     def fitting(self, microbatches: int, prices: Prices | None = None) -> Column:
-        """A cheap placement that fits with this many requests, or None.
+        """A cheap placement that fits with this many requests, if one was found.
 
         Byte prices rise on overfull devices and fall on others, by steps that grow, and halve on each
         crossing.
@@ -146,7 +136,7 @@ class Pool:
             microbatches=microbatches,
             tilt=config.tilt,
         )
-        # Zero prices: the bound is not needed and slow with more than two devices.
+        # Zero prices: the bound is not needed, and slow with more than two devices.
         column, _ = self.price(replace(free, memory=np.zeros(num)))
         total_bytes = max(1.0, float(prob.resident(microbatches).num_bytes.sum()))
         step = np.full(num, 1e-3 * float(_costs([column], free)[0]) / total_bytes)
@@ -164,7 +154,7 @@ class Pool:
 
 
 def seed(pool: Pool, mixes: Iterable[Mix]) -> None:
-    """Add the first columns; raise PlanInfeasible if nothing fits, which may take long to prove."""
+    """Raises PlanInfeasible if nothing fits, which may take long to prove."""
     from tessera.plan.pricing import milp  # slow to import
 
     if pool.is_seeded:
@@ -195,10 +185,7 @@ def _costs(columns: list[Column], prices: Prices) -> Floats:
 
 
 def generate(pool: Pool, depth: float | None = None) -> Solved:
-    """Column generation over a non-empty `pool`, which grows.
-
-    `depth`: requests in flight, as path time in periods; None: busy time alone.
-    """
+    """Grows the non-empty `pool`. `depth`: path time in periods; None: busy time alone."""
     kinds, part = pool.kinds, pool.over_kinds()
     if kinds is None or part is None:
         rates, bound = _generate(pool, depth, np.ones(len(pool.columns[0].busy_us)))
@@ -217,7 +204,6 @@ def generate(pool: Pool, depth: float | None = None) -> Solved:
 def _spread_out(
     pool: Pool, columns: list[Column], rates: Floats, kinds: Kinds
 ) -> tuple[list[Column], Floats]:
-    """One placement per pairing of the devices of each kind."""
     found: list[Column] = []
     shared: list[float] = []
     for column, rate in zip(columns, rates.tolist(), strict=True):
@@ -269,7 +255,6 @@ def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats
 
 
 def _within_memory(pool: Pool, depth: float | None, capacity: Floats) -> Floats:
-    """The rate of every column, with byte prices on every device."""
     microbatches = pool.microbatches / capacity[: pool.problem.num_devices]  # shared by a kind
     is_fitted = False
     for _ in range(pool.config.max_memory_rounds):
@@ -279,7 +264,7 @@ def _within_memory(pool: Pool, depth: float | None, capacity: Floats) -> Floats:
         dearer = (replace(prices, memory=found.memory * factor) for factor in pool.config.memory_factors)
         if any(pool.add(pool.price(tried)[0]) for tried in dearer):
             continue
-        # Placements that fit as run, with all requests and with one.
+        # As run, with all requests and with one.
         wanted = () if is_fitted else dict.fromkeys((pool.microbatches, 1))
         added = [pool.add(pool.fitting(num, prices)) for num in wanted]
         if not any(added):
@@ -289,7 +274,6 @@ def _within_memory(pool: Pool, depth: float | None, capacity: Floats) -> Floats:
 
 
 def _prices(pool: Pool, duals: Floats) -> Prices:
-    """Duals of devices and links, then path."""
     num = pool.problem.num_devices
     on_links = duals[num:-1][pool.problem.link_row].reshape(num, num)
     return Prices(duals[:num], on_links, float(duals[-1]))
@@ -302,10 +286,10 @@ def master(
     capacity: Floats | None = None,
     microbatches: Floats | None = None,
 ) -> Rates:
-    """The linear program over the pool; `microbatches` adds memory rows."""
+    """`microbatches` adds memory rows."""
     num = pool.problem.num_devices
     busy = np.array([c.busy_us for c in columns]).T
-    # Rates relative to the fastest column, for scaling.
+    # Scale: rates relative to the fastest column.
     unit = float(busy.max(axis=0).min())
     most = np.ones(len(busy)) if capacity is None else capacity
     path = np.zeros(len(columns)) if depth is None else np.array([c.path_us for c in columns])
@@ -320,7 +304,6 @@ def master(
     used = rows.any(axis=1)
     best, prices = maximised(goal, rows[used], right[used])
     duals = np.zeros(len(rows))
-    # Duals of normalised rows: divide by the unit.
     duals[used] = prices / unit
     at = len(busy)
     bytes_ = duals[at + 1 :] * unit / memory if microbatches is not None else np.zeros(num)
@@ -349,7 +332,6 @@ def trimmed(pool: Pool, columns: list[Column], rates: Floats, depth: float | Non
 
 
 def upper_bound_per_s(mix: Mix, microbatches: int) -> float:
-    """Rate by busy time, limited by the requests in flight."""
     if not mix.microbatches:
         return mix.rate_per_s
     paths = [n / c.path_us for n, c in zip(microbatch_counts(mix, microbatches), mix.columns, strict=True)]
@@ -357,7 +339,7 @@ def upper_bound_per_s(mix: Mix, microbatches: int) -> float:
 
 
 def balanced(pool: Pool, columns: Iterable[Column]) -> Mix | None:
-    """The best mix of these columns; None if none fits."""
+    """None if none fits."""
     able = [c for c in columns if pool.able(c)]
     if not able:
         return None

@@ -1,7 +1,7 @@
 """Judge: compares mixes by the objective's figure, and writes the plan.
 
 The rate of a mix is simulated and at most its upper bound; without a simulator, by busy time. Cost divides it
-by the rent, energy converts it to joules; latency is one request alone. Rates are cached.
+by the rent, energy converts it to joules; latency is one request alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ Scored = list[tuple[float, Mix]]
 class Judge:
     task: Task
     _rates: dict[MixKey, float] = field(default_factory=dict)
-    # Mixes rated by a long run.
+    # Rated by a long run.
     _settled: set[MixKey] = field(default_factory=set)
 
     @cached_property
@@ -42,7 +42,7 @@ class Judge:
         return self._rates[mix.key]
 
     def settle(self, mix: Mix) -> bool:
-        """Rate a mix by a long run; True if the rate fell."""
+        """Rates a mix by a long run; True if the rate fell."""
         task = self.task
         if task.simulate is None or mix.key in self._settled:
             return False
@@ -51,7 +51,7 @@ class Judge:
         return self.rate_per_s(mix) < before * (1 - task.config.tie)
 
     def lasting(self, choose: Callable[[], Mix]) -> Mix:
-        """Repeat a choice until all chosen mixes have long-run rates."""
+        """Repeats a choice until all chosen mixes have long-run rates."""
         while self.settle(chosen := choose()):
             pass
         return chosen
@@ -120,7 +120,7 @@ class Judge:
         rivals: Sequence[Mix] = (),
         shown_microbatches: Sequence[int] = (),
     ) -> ir.Plan:
-        """The plan of a mix; its regret is against near rivals."""
+        """The regret is against near rivals."""
         task = self.task
         plan = replace(
             task.draft(mix),
@@ -159,7 +159,6 @@ class Judge:
         return objectives.joules(self.task.problem, mix, self.rate_per_s(mix))
 
     def _by_microbatches(self, plan: ir.Plan, microbatches: Sequence[int]) -> tuple[tuple[int, float], ...]:
-        """The same lanes at other numbers of requests in flight."""
         simulate, is_large = self.task.simulate, self.task.is_large
         if simulate is None or not microbatches:
             return ()
@@ -174,7 +173,7 @@ class Judge:
         )
 
     def _bound_per_s(self, mix: Mix) -> float:
-        """Bound of all devices; for cost and energy, of the devices in use."""
+        """For cost and energy, of the devices in use."""
         task, problem = self.task, self.task.problem
         is_all = task.objective in (ir.Objective.THROUGHPUT, ir.Objective.LATENCY)
         if is_all or len(mix.devices) == problem.num_devices:

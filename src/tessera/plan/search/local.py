@@ -6,8 +6,8 @@ more or less; last, segments: consecutive launches of one microbatch move to a n
 microbatches do not all wait for the same long launches.
 
 Two estimates order the moves (equal slow-down until the bottleneck keeps up; balanced shares), and a quick
-simulation rates them. Microbatches that stay on one device fill idle time, which neither estimate sees: those
-moves are always tried. The number of moves depends only on the unit's size, so plans are reproducible.
+simulation rates them. Neither sees that microbatches on one device fill idle time: those moves are always
+tried. The number of moves depends only on the unit's size, so plans are reproducible.
 """
 
 from collections import Counter
@@ -26,7 +26,6 @@ TeamKey = tuple[tuple[bytes, int], ...]
 
 
 def throughput_mixes(task: Task) -> tuple[Mix, ...]:
-    """Optima of the linear program and mixes near them."""
     best = task.free.mix
     if task.simulate is None or task.problem.num_devices == 1:
         return (best,)
@@ -42,13 +41,12 @@ def throughput_mixes(task: Task) -> tuple[Mix, ...]:
 
 
 def without_rare_lanes(mix: Mix, rare_share: float) -> Mix:
-    """The main lanes alone, in the same proportions."""
     kept = [i for i, share in enumerate(mix.shares) if share >= rare_share]
     return mix if not kept or len(kept) == len(mix.columns) else mix.only(kept)
 
 
 def is_filled(task: Task, columns: Sequence[Column]) -> bool:
-    """Whether some microbatches stay on one device in a step that others divide."""
+    """Some microbatches stay on one device in a step that others divide."""
 
     def stays(column: Column, nodes: Ints) -> bool:
         here = column.labels[nodes]
@@ -59,10 +57,10 @@ def is_filled(task: Task, columns: Sequence[Column]) -> bool:
 
 @dataclass(eq=False)
 class Search:
-    """Mixes with quick figures; skips those that cannot beat the best."""
+    """Skips mixes that cannot beat the best."""
 
     task: Task
-    # (estimate, mix), in order.
+    # (estimate, mix).
     found: list[tuple[float, Mix]] = field(default_factory=list)
     best: float = 0.0
     _seen: set[object] = field(default_factory=set)
@@ -75,7 +73,7 @@ class Search:
         self._left = max(config.min_looks, min(config.max_looks, affordable))
 
     def look(self, mix: Mix) -> float:
-        """Quick figure of a mix; 0 if known, unfit or unable to win."""
+        """Quick figure; 0 if known, unfit or unable to win."""
         counts = microbatch_counts(mix, self.task.microbatches)
         key = (
             frozenset(zip((c.key for c in mix.columns), counts, strict=True)),
@@ -117,7 +115,7 @@ class Search:
                         break
 
     def refine(self) -> None:
-        """Move segments of the best team while that helps, ends first."""
+        """Moves segments of the best team while that helps, ends first."""
         if not self.found:
             return
         figure, best = max(self.found, key=lambda x: x[0])
@@ -172,7 +170,7 @@ class Search:
         return self._known.setdefault(column.key, column)
 
     def _mix(self, team: Counter[Column]) -> Mix:
-        """With shares balanced by busy time, none zero."""
+        """Shares balanced by busy time, none zero."""
         columns = tuple(team)
         rates = throughput.master(self.task.pool, list(columns)).rates
         shares = np.maximum(rates / rates.sum(), self.task.config.least_share)

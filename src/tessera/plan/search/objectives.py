@@ -1,7 +1,7 @@
 """Cost and energy objectives: work per dollar and joule, and promising device sets.
 
-Every device in use is rented. Energy is modelled: `IDLE_SHARE` of the board power while idle, all of it while
-busy; links and hosts are not counted. Unused devices are off.
+Every device in use is rented; unused ones are off. Energy is modelled: `IDLE_SHARE` of the board power while
+idle, all of it while busy; links and hosts are not counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,14 +14,13 @@ from tessera.errors import PlanInfeasible
 from tessera.plan.arrays import Floats
 from tessera.plan.problem import Mix, Problem, spread_us
 
-# Idle power as a share of board power: an assumption.
+# An assumption.
 IDLE_SHARE = 0.2
 
 Devices = tuple[int, ...]
 
 
 def usd_per_hour(cluster: ir.Cluster, devices: Devices) -> float:
-    """Raise PlanInfeasible for a device without a price."""
     total = 0.0
     for device in (cluster.devices[d] for d in devices):
         if device.usd_per_hour is None:
@@ -32,7 +31,6 @@ def usd_per_hour(cluster: ir.Cluster, devices: Devices) -> float:
 
 
 def joules(problem: Problem, mix: Mix, rate_per_s: float) -> float:
-    """Joules per work unit; PlanInfeasible if a power is unknown."""
     idle, full = watts(problem.cluster, mix.devices)
     busy_s = mix.busy_us[list(mix.devices)] * 1e-6
     return float((full - idle) @ busy_s + idle.sum() / rate_per_s)
@@ -57,7 +55,7 @@ def figure(problem: Problem, objective: ir.Objective, mix: Mix, rate_per_s: floa
 
 
 def subsets(problem: Problem, objective: ir.Objective) -> Iterator[Devices]:
-    """Device sets, best bound first; equal devices vary in number only."""
+    """Best bound first; equal devices vary in number only."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, device in enumerate(problem.cluster.devices):
         constraint = b"" if problem.allowed is None else problem.allowed[:, index].tobytes()
@@ -69,7 +67,7 @@ def subsets(problem: Problem, objective: ir.Objective) -> Iterator[Devices]:
 
 
 def sets_of(kinds: Sequence[Sequence[int]]) -> Iterator[Devices]:
-    """Sets of devices, not empty; those of a kind vary in number only."""
+    """Not empty; devices of a kind vary in number only."""
     for counts in product(*(range(len(kind) + 1) for kind in kinds)):
         if any(counts):
             yield tuple(sorted(d for kind, num in zip(kinds, counts, strict=True) for d in kind[:num]))

@@ -1,8 +1,7 @@
 """Robust: rates of candidates when costs are off by their stated error.
 
-A sample draws one log-normal factor per kernel and GPU, shared by all launches of the kernel. Busy time is
-linear in the factors, so a candidate keeps its simulated share of the busy-time rate. Links are unchanged.
-Draws are seeded.
+A seeded sample draws one log-normal factor per kernel and GPU. Busy time is linear in the factors, so a
+candidate keeps its simulated share of the busy-time rate. Links are unchanged.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from tessera.plan.problem import Mix, Problem
 
 SEED = 20261115
 
-# Per launch: kernel number, node, [device] microseconds per work unit, [device] relative error.
+# Per launch: kernel, node, [device] microseconds per work unit, [device] relative error.
 Table = tuple[Ints, Ints, Floats, Floats]
 
 
@@ -67,7 +66,7 @@ class Sampler:
         return np.asarray(1e6 / np.maximum(busy.max(axis=1), links))
 
     def rel_error(self, mix: Mix) -> float:
-        """Relative error of a mix: shared within a kernel, independent between kernels."""
+        """Errors are shared within a kernel, independent between kernels."""
         us, spread = self._by_kernel(mix).sum(axis=1)
         return float(np.sqrt((spread**2).sum()) / us.sum()) if us.any() else 0.0
 
@@ -85,7 +84,7 @@ class Sampler:
 
 
 def robust_of(sampler: Sampler, mixes: Sequence[Mix], rates: Sequence[float]) -> list[ir.Robust]:
-    """The range of each candidate; rates[i] at the stated costs."""
+    """rates[i] at the stated costs."""
     sampled = np.array(
         [sampler.rates_per_s(m) * (rate / m.rate_per_s) for m, rate in zip(mixes, rates, strict=True)]
     )

@@ -28,22 +28,18 @@ class Simulator(Protocol):
 @dataclass(frozen=True, eq=False)
 class Task:
     problem: Problem
-    # Maximum requests in flight.
     microbatches: int
     # None: rates by busy time.
     simulate: Simulator | None = None
-    # See `PlanConfig`.
     is_served: bool = False
     objective: ir.Objective = ir.Objective.THROUGHPUT
     policy: str = ir.Objective.THROUGHPUT.value
     config: SearchConfig = FULL
-    # Requests in flight, at least.
     fewest: int = 1
     _spans: dict[bytes, float] = field(default_factory=dict)
 
     @property
     def is_large(self) -> bool:
-        """Whether less is tried."""
         return self.problem.unit.num_launches > self.config.large_launches
 
     @cached_property
@@ -65,7 +61,7 @@ class Task:
         return throughput.generate(self.pool)
 
     def seed(self) -> None:
-        """Fill the pool; raise PlanInfeasible if nothing fits."""
+        """Raises PlanInfeasible if nothing fits."""
         if not self.pool.is_seeded:
             throughput.seed(self.pool, self.coarse_mixes)
 
@@ -73,7 +69,7 @@ class Task:
         return objectives.figure(self.problem, self.objective, mix, rate_per_s)
 
     def num_microbatches(self, mix: Mix) -> int:
-        """Requests in flight, limited by memory."""
+        """Limited by memory."""
         return sum(mix.microbatches) or self.microbatches
 
     def upper_bound_per_s(self, mix: Mix) -> float:
@@ -88,7 +84,7 @@ class Task:
         return min(self.upper_bound_per_s(mix), self.simulate.quick(self.draft(mix)))
 
     def latency_us(self, mix: Mix) -> float:
-        """Mean latency of one request alone."""
+        """Mean over single requests alone."""
         spans = (self._span_us(column) for column in mix.columns)
         return sum(share * span for share, span in zip(mix.shares, spans, strict=True)) / sum(mix.shares)
 
@@ -102,7 +98,7 @@ class Task:
         return self._spans[column.key]
 
     def draft(self, mix: Mix) -> ir.Plan:
-        """A plan record for simulation, with busy-time rates."""
+        """For simulation, with busy-time rates."""
         prob, rate = self.problem, mix.rate_per_s
         lanes = tuple(
             ir.Lane(prob.placement(c.labels), s * rate) for s, c in zip(mix.shares, mix.columns, strict=True)

@@ -1,4 +1,4 @@
-"""Rules of all opcode families, in the table of `decode`."""
+"""Rules of all opcode families."""
 
 from tessera_ptx.interp.rules import arith, atomic, bulk, matrix, memory, move, warp
 

@@ -1,7 +1,4 @@
-"""Integer and float arithmetic.
-
-Packed and small formats (bf16, f16x2, bf16x2) are split into elements, computed and packed again.
-"""
+"""Integer and float arithmetic; bf16, f16x2 and bf16x2 are split into elements and packed again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +16,6 @@ _WIDE = {16: 32, 32: 64}
 
 
 def high_product(a: Any, b: Any, kind: Type) -> Any:
-    """Upper half of an integer product."""
     if kind.bits < 64:
         wide = TYPES[f"{'s' if kind.kind == 's' else 'u'}{kind.bits * 2}"]
         product = a.astype(wide.dtype) * b.astype(wide.dtype)
@@ -36,7 +32,7 @@ def high_product(a: Any, b: Any, kind: Type) -> Any:
 
 
 def divide(a: Any, b: Any) -> Any:
-    """Integer division towards zero; by zero, all bits set."""
+    """Towards zero; by zero, all bits set."""
     safe = np.where(b == 0, b.dtype.type(1), b)
     if a.dtype.kind == "u":
         return np.where(b == 0, ~a.dtype.type(0), a // safe)
@@ -46,13 +42,13 @@ def divide(a: Any, b: Any) -> Any:
 
 
 def remainder(a: Any, b: Any) -> Any:
-    """Remainder; by zero, all bits set."""
+    """By zero, all bits set."""
     safe = np.where(b == 0, b.dtype.type(1), b)
     return np.where(b == 0, ~a.dtype.type(0), a - divide(a, safe) * safe)
 
 
 def saturated(function: Function, kind: Type) -> Function:
-    """Computed wide and clamped to the type (`.sat` on s32)."""
+    """Computed wide and clamped to the type."""
     limits = np.iinfo(kind.dtype)
 
     def clamped(*values: Any) -> Any:
@@ -63,7 +59,7 @@ def saturated(function: Function, kind: Type) -> Function:
 
 
 def integer_rule(ins: Instruction, decoder: Decoder, function: Function, sources: int) -> Step:
-    """Rule with one type for operands and result."""
+    """One type for operands and result."""
     kind = only(types_of(ins.op.mods), ins)
     if "sat" in ins.op.mods:
         function = saturated(function, kind)
@@ -72,7 +68,7 @@ def integer_rule(ins: Instruction, decoder: Decoder, function: Function, sources
 
 
 def with_carry(ins: Instruction, decoder: Decoder, function: Function) -> Step:
-    """Extended-precision arithmetic on Python integers."""
+    """On Python integers."""
     kind = only(types_of(ins.op.mods), ins)
     unsigned = TYPES[f"u{kind.bits}"]
     gets = [decoder.get(o, unsigned) for o in ins.operands[1:]]
@@ -98,7 +94,6 @@ def _part(exact: Any, high: bool, bits: int) -> Any:
 
 @rule("addc", "subc", "madc")
 def carried(ins: Instruction, decoder: Decoder) -> Step:
-    """add, subtract, multiply-add with the previous carry."""
     high, bits = "hi" in ins.op.mods, only(types_of(ins.op.mods), ins).bits
     if ins.op.name == "addc":
         return with_carry(ins, decoder, lambda a, b, c: a + b + c)
@@ -110,7 +105,7 @@ def carried(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def carry_out(ins: Instruction, decoder: Decoder) -> Step:
-    """`add.cc`, `sub.cc`, `mad.cc`: start of a chain."""
+    """Start of a chain."""
     high, bits = "hi" in ins.op.mods, only(types_of(ins.op.mods), ins).bits
     if ins.op.name == "add":
         return with_carry(ins, decoder, lambda a, b, c: a + b)
@@ -120,7 +115,7 @@ def carry_out(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def multiply(ins: Instruction, decoder: Decoder) -> Step:
-    """Integer mul and mad: low half, high half or wide."""
+    """Low half, high half or wide."""
     kind = only(types_of(ins.op.mods), ins)
     fused = ins.op.name in ("mad", "mad24")
     if ins.op.name in ("mul24", "mad24"):
@@ -172,7 +167,7 @@ RULE_SAD: Function = lambda a, b, c: np.where(a > b, a - b, b - a) + c  # noqa: 
 
 @rule("rem", "sad", "popc", "clz", "brev", "and", "or", "xor", "not", "cnot")
 def plain(ins: Instruction, decoder: Decoder) -> Step:
-    """Functions of whole operands. Counts are 32-bit."""
+    """Counts are 32-bit."""
     kind = only(types_of(ins.op.mods), ins)
     name = ins.op.name
     if name in ("popc", "clz"):
@@ -263,7 +258,7 @@ def funnel(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("bfe")
 def extract(ins: Instruction, decoder: Decoder) -> Step:
-    """Bit field, sign-extended for signed types."""
+    """Sign-extended for signed types."""
     kind = only(types_of(ins.op.mods), ins)
     top = np.uint32(kind.bits)
 
@@ -286,7 +281,6 @@ def extract(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _ones(length: Any, kind: Type) -> Any:
-    """Mask of the lowest `length` bits."""
     full = np.uint32(kind.bits)
     partial = (kind.raw.type(1) << np.minimum(length, full - np.uint32(1)).astype(kind.raw)) - kind.raw.type(
         1
@@ -296,7 +290,6 @@ def _ones(length: Any, kind: Type) -> Any:
 
 @rule("bfi")
 def insert(ins: Instruction, decoder: Decoder) -> Step:
-    """Inserts the low bits of one operand into another."""
     kind = only(types_of(ins.op.mods), ins)
 
     def placed(a: Any, b: Any, start: Any, length: Any) -> Any:
@@ -314,7 +307,7 @@ def insert(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("lop3")
 def logic3(ins: Instruction, decoder: Decoder) -> Step:
-    """Boolean function of three operands by truth table."""
+    """By truth table."""
     if len(ins.operands) != 5:
         raise Unknown("lop3 with a predicate")
     table = int(decoder.get(ins.operands[4], U32)(None))  # type: ignore[arg-type]
@@ -356,7 +349,7 @@ def permute(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("dp4a", "dp2a")
 def dot_bytes(ins: Instruction, decoder: Decoder) -> Step:
-    """Dot product of four bytes, or of two halves and two bytes."""
+    """Four bytes, or two halves and two bytes."""
     first, second = types_of(ins.op.mods)[:2]
     result = U32 if (first.kind, second.kind) == ("u", "u") else S32
     two, high = ins.op.name == "dp2a", "hi" in ins.op.mods
@@ -378,7 +371,7 @@ def dot_bytes(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("vabsdiff4")
 def video(ins: Instruction, decoder: Decoder) -> Step:
-    """Absolute differences of bytes (`__vabsdiffu4`)."""
+    """Absolute differences of bytes."""
     if set(ins.op.mods) != {"u32"}:
         raise Unknown("only the plain unsigned form")
 
@@ -394,7 +387,6 @@ def video(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def mode_of(ins: Instruction) -> str:
-    """Rounding direction; nearest by default."""
     return next((floats.MODES[m] for m in ins.op.mods if m in floats.MODES), "n")
 
 
@@ -417,7 +409,7 @@ _BF16 = types_of(("bf16",))[0]
 
 
 def float_rule(ins: Instruction, decoder: Decoder, function: Function, sources: int) -> Step:
-    """Float rule with `.ftz`, `.sat` and `.relu`."""
+    """With `.ftz`, `.sat` and `.relu`."""
     kind = only(types_of(ins.op.mods), ins)
     if kind.name in ("f32x2", "tf32"):
         raise Unknown(kind.name)
@@ -459,7 +451,7 @@ def mul(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("mad", "fma", "mad24")
 def fma(ins: Instruction, decoder: Decoder) -> Step:
-    """Multiply-add; floats are rounded once."""
+    """Floats are rounded once."""
     if is_float(ins):
         mode = mode_of(ins)
         return float_rule(ins, decoder, lambda a, b, c: floats.fused(a, b, c, mode), 3)
@@ -478,7 +470,6 @@ def div(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("abs", "neg")
 def sign(ins: Instruction, decoder: Decoder) -> Step:
-    """abs and neg."""
     function = np.abs if ins.op.name == "abs" else np.negative
     if is_float(ins):
         return float_rule(ins, decoder, function, 1)
@@ -486,7 +477,7 @@ def sign(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _with_xor_sign(pick: Function) -> Function:
-    """`.xorsign.abs`: extreme magnitude with the xor of the signs."""
+    """Extreme magnitude with the xor of the signs."""
 
     def picked(a: Any, b: Any) -> Any:
         size = pick(np.abs(a), np.abs(b))
@@ -497,7 +488,7 @@ def _with_xor_sign(pick: Function) -> Function:
 
 @rule("min", "max")
 def extreme(ins: Instruction, decoder: Decoder) -> Step:
-    """min and max; NaN loses unless `.NaN` is given."""
+    """NaN loses unless `.NaN` is given."""
     low, mods = ins.op.name == "min", ins.op.mods
     if not is_float(ins):
         if "relu" in mods:
@@ -525,13 +516,11 @@ _UNARY: dict[str, Function] = {
 
 @rule(*_UNARY)
 def unary(ins: Instruction, decoder: Decoder) -> Step:
-    """Elementary functions."""
     return float_rule(ins, decoder, _UNARY[ins.op.name], 1)
 
 
 @rule("sqrt", "rcp")
 def rounded(ins: Instruction, decoder: Decoder) -> Step:
-    """Square root and reciprocal with rounding modes."""
     mode = mode_of(ins)
     if ins.op.name == "sqrt":
         return float_rule(ins, decoder, lambda a: floats.root(a, mode), 1)

@@ -32,7 +32,7 @@ UPDATES: dict[str, Function] = {
 
 @rule("atom", "red")
 def atomic(ins: Instruction, decoder: Decoder) -> Step:
-    """Read-modify-write; `atom` returns the old value."""
+    """`atom` returns the old value."""
     name = next((m for m in ins.op.mods if m in UPDATES), "")
     kinds = types_of(ins.op.mods)
     if not name or not kinds or ins.op.mods[:1] == ("async",):
@@ -62,7 +62,7 @@ def atomic(ins: Instruction, decoder: Decoder) -> Step:
 def take_turns(
     frame: Frame, act: Active, space: str, where: Array, kind: Type, update: Function, gets: list[Get]
 ) -> Array:
-    """Updates memory in lane order, distinct addresses together; returns the old values."""
+    """In lane order, distinct addresses together; returns the old values."""
     index, size = act.index, kind.bits // 8
     values = [pick(np.asarray(get(frame)), index) for get in gets]
     old = np.zeros(index.shape, kind.dtype)
@@ -75,7 +75,7 @@ def take_turns(
 
 
 def turns(frame: Frame, space: str, where: Array, lanes: Array) -> list[Array]:
-    """Positions grouped without repeated places, in lane order per place."""
+    """Groups without repeated places, in lane order per place."""
     owner = np.zeros(where.shape, np.int64)
     if space != "global":
         # A shared address in two blocks is two places.

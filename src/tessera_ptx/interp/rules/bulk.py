@@ -5,10 +5,8 @@ memory; PTX leaves the layout open, here:
 
     bit 0 phase | 20 bits arrivals expected per phase | 20 bits arrivals pending | 22 bits bytes pending
 
-Pending bytes are biased by 2**21, since a copy may arrive before it is expected.
-
-A tensor map is opaque in PTX; here its 128 bytes, written by `tensor_map` and edited by `tensormap.replace`,
-are
+Pending bytes are biased by 2**21, since a copy may arrive before it is expected. A tensor map is opaque in
+PTX; here its 128 bytes are
 
     0 address | 8 five sizes | 32 four strides in bytes | 64 five box sizes | 84 five element strides
     104 rank - 1 | 108 element type | 112 interleave | 116 swizzle | 120 fill mode
@@ -42,7 +40,7 @@ class Word:
         self.pending, self.bytes = word >> 21 & _COUNT, (word >> 41) - _BIAS
 
     def packed(self) -> int:
-        """The word, after ending the phase if nothing is pending."""
+        """Ends the phase if nothing is pending."""
         if self.pending == 0 and self.bytes == 0:
             self.phase ^= 1
             self.pending = self.expected
@@ -66,13 +64,11 @@ def count_bytes(frame: Frame, lane: int, address: int, size: int) -> None:
 
 
 def scalar(get: Get, frame: Frame, lane: int) -> int:
-    """Operand's value in one lane."""
     return int(pick(np.asarray(get(frame)), np.array([lane]))[0])
 
 
 @rule("mbarrier")
 def mbarrier(ins: Instruction, decoder: Decoder) -> Step:
-    """init, arrive, expect and wait."""
     kind = ins.op.mods[0]
     if kind == "init":
         return _init(ins, decoder)
@@ -140,7 +136,7 @@ def _wait(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def bulk_copy(ins: Instruction, decoder: Decoder) -> Step:
-    """`cp.async.bulk` and `cp.reduce.async.bulk`: one lane copies many bytes."""
+    """One lane copies many bytes."""
     found = spaces_of(ins.op.mods)
     reduces = ins.op.mods[0] == "reduce"
     if sorted(found[:2]) != ["global", "shared"]:
@@ -173,7 +169,7 @@ Combiner = tuple[Callable[[Array, Array], Array], int]
 
 
 def combiner(ins: Instruction) -> Combiner:
-    """Reduction on bit patterns of a reducing copy, and its element size."""
+    """On bit patterns, with the element size."""
     name = next((m for m in ins.op.mods if m in UPDATES), "")
     kind = only(types_of(ins.op.mods), ins)
     if name not in ("add", "min", "max", "and", "or", "xor"):
@@ -188,7 +184,7 @@ def combiner(ins: Instruction) -> Combiner:
 
 
 def update(frame: Frame, lanes: Array, address: Array, value: Array, combine: Combiner) -> None:
-    """Reduces elements into global memory; addresses are distinct."""
+    """Addresses are distinct."""
     join, size = combine
     old = load(frame, "global", lanes, address, size, "a")
     store(frame, "global", lanes, address, join(old, value), size, "a")
@@ -196,7 +192,7 @@ def update(frame: Frame, lanes: Array, address: Array, value: Array, combine: Co
 
 @rule("mapa")
 def map_address(ins: Instruction, decoder: Decoder) -> Step:
-    """Address of the same variable in another block of the cluster."""
+    """The same variable in another block of the cluster."""
     kind = only(types_of(ins.op.mods), ins)
     put, a, rank = decoder.put(ins.operands[0], kind), decoder.get(ins.operands[1], U64), ins.operands[2]
     to = decoder.get(rank, U32)
@@ -244,7 +240,6 @@ class Map:
 
     @staticmethod
     def of(raw: Array) -> "Map":
-        """Decodes a map; refuses unsupported ones."""
         word = raw.view(np.uint32)
         rank = int(word[26]) + 1
         if not 1 <= rank <= 5 or int(word[27]) >= len(ELEMENTS) or word[28] or word[30] or int(word[29]) > 3:
@@ -279,7 +274,7 @@ class Map:
 
 
 def swizzled(address: Array, mode: int) -> Array:
-    """Swizzled shared addresses: mode 1, 2, 3 within 32, 64, 128 bytes."""
+    """Mode 1, 2, 3 within 32, 64, 128 bytes."""
     if mode == 0:
         return address
     bits = np.uint64((1 << mode) - 1)
@@ -289,7 +284,6 @@ def swizzled(address: Array, mode: int) -> Array:
 
 @rule("tensormap")
 def edit(ins: Instruction, decoder: Decoder) -> Step:
-    """`tensormap.replace` and `tensormap.cp_fenceproxy`."""
     if ins.op.mods[0] == "replace":
         return _replace(ins, decoder)
     if ins.op.mods[0] == "cp_fenceproxy":
@@ -311,7 +305,7 @@ def edit(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _bare(address: int, space: str) -> np.uint64:
-    """Shared address without the generic window."""
+    """Without the generic window."""
     return np.uint64(address & (SHARED - 1) if space == "shared" else address)
 
 
@@ -340,7 +334,6 @@ def _replace(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def tensor_copy(ins: Instruction, decoder: Decoder) -> Step:
-    """`cp.async.bulk.tensor` in both directions and `cp.reduce.async.bulk.tensor`."""
     found = spaces_of(ins.op.mods)
     if found[:2] not in (["shared", "global"], ["global", "shared"]) or "im2col" in ins.op.mods:
         raise Unknown("a tensor copy of this form")
@@ -374,14 +367,13 @@ def tensor_copy(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def read_map(frame: Frame, lane: int, where: Get) -> Map:
-    """Map at a generic or parameter address."""
     pieces = np.arange(0, TENSOR_MAP_BYTES, 8, dtype=np.uint64)
     address = np.uint64(scalar(where, frame, lane))
     return Map.of(load(frame, "", np.full(pieces.size, lane), address + pieces, 8).view(np.uint8))
 
 
 def _tile(described: Map, start: int) -> Array:
-    """Shared addresses of a box's elements, in the order of `places`."""
+    """In the order of `places`."""
     count = int(np.prod(described.box))
     dense = np.uint64(start) + np.arange(count, dtype=np.uint64) * np.uint64(described.element_bytes)
     return swizzled(dense, described.swizzle)

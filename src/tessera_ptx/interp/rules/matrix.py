@@ -7,15 +7,14 @@ mma fragments, with g = lane / 4, t = lane % 4 and n elements per 32-bit registe
     C   register pair p holds row g + 8 p, columns 2 t and 2 t + 1
 
 wmma: element e of lane l is number (elements of a lane) l + e of the matrix, modulo its size. Products are
-summed in double and rounded once, so results match hardware within the accumulator's accuracy, not bit for
-bit.
+summed in double and rounded once: within the accumulator's accuracy of hardware, not bit for bit.
 
 wgmma multiplies 64 x N tiles by four warps; warp w has rows 16 w to 16 w + 15 in mma fragments. Operands are
 in shared memory, A also in registers. A descriptor has start address, two strides and swizzle. With e
 elements per 16 bytes and rows of S = 1, 2, 4, 8 pieces of 16 bytes for swizzle 0, 32, 64, 128:
 
-    K-major      element (m, k): (m / 8) stride + (m % 8) 16 S bytes + k; without swizzle, (k / e) leading
-    MN-major     element (m, k): (m / eS) leading + (k / 8) stride + (k % 8) 16 S bytes + (m % eS)
+    K-major    element (m, k): (m / 8) stride + (m % 8) 16 S bytes + k; without swizzle, (k / e) leading
+    MN-major   element (m, k): (m / eS) leading + (k / 8) stride + (k % 8) 16 S bytes + (m % eS)
 
 Products complete immediately, so fences and waits are empty. Not handled: sparse products, types other than
 f16 and bf16 with single accumulators.
@@ -44,13 +43,12 @@ def warps(act: Active) -> Array:
 
 
 def rows(value: Any, frame: Frame, where: Array) -> Array:
-    """Register as one row of 32 per participating warp."""
+    """One row of 32 per participating warp."""
     full: Array = np.broadcast_to(value, frame.machine.num_lanes).reshape(-1, 32)[where]
     return full
 
 
 def back(value: Array, frame: Frame, where: Array) -> Array:
-    """Rows of 32 per warp as a register."""
     out = np.zeros((frame.machine.num_lanes // 32, 32), value.dtype)
     out[where] = value
     return out.ravel()
@@ -58,7 +56,7 @@ def back(value: Array, frame: Frame, where: Array) -> Array:
 
 @rule("ldmatrix")
 def load_matrix(ins: Instruction, decoder: Decoder) -> Step:
-    """1, 2 or 4 matrices of 8 x 8 halves; lane 8 m + i has the address of row i of matrix m."""
+    """Matrices of 8 x 8 halves; lane 8 m + i has the address of row i of matrix m."""
     if "m8n8" not in ins.op.mods or "b16" not in ins.op.mods:
         raise Unknown("this shape")
     count, trans = _count(ins), "trans" in ins.op.mods
@@ -86,7 +84,6 @@ def _count(ins: Instruction) -> int:
 
 @rule("stmatrix")
 def store_matrix(ins: Instruction, decoder: Decoder) -> Step:
-    """Inverse of ldmatrix."""
     if "m8n8" not in ins.op.mods or "b16" not in ins.op.mods:
         raise Unknown("this shape")
     count, trans = _count(ins), "trans" in ins.op.mods
@@ -126,7 +123,7 @@ def elements(words: Array, name: str) -> Array:
 
 @rule("mma")
 def multiply(ins: Instruction, decoder: Decoder) -> Step:
-    """D = A B + C for one 16 x 8 tile per warp."""
+    """One 16 x 8 tile per warp."""
     mods = ins.op.mods
     shape = next((_SHAPE.match(m) for m in mods if _SHAPE.match(m)), None)
     names = [m for m in mods if m in ("f16", "bf16", "tf32", "s8", "u8", "e4m3", "e5m2", "f32", "s32", "f64")]
@@ -161,7 +158,7 @@ def multiply(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def fragment_a(words: list[Array], name: str, depth: int) -> Array:
-    """16 x depth matrix in the A registers of each warp."""
+    """16 x depth."""
     matrix = np.zeros((words[0].shape[0], 16, depth))
     for r, word in enumerate(words):
         part = elements(word, name)
@@ -182,7 +179,7 @@ def _fragment_b(words: list[Array], name: str, depth: int) -> Array:
 
 
 def _results(product: Array, added: list[Array], out: str) -> list[Array]:
-    """Accumulator registers: product plus old value."""
+    """Product plus old value."""
     places = [(GROUP + 8 * (i // 2), 2 * PLACE + i % 2) for i in range(4)]
     tiles = [product[:, row, column] for row, column in places]
     if out == "f16":
@@ -197,7 +194,7 @@ def _results(product: Array, added: list[Array], out: str) -> list[Array]:
 
 @rule("wmma")
 def wmma(ins: Instruction, decoder: Decoder) -> Step:
-    """load, store and multiply of 16 x 16 x 16 tiles of halves with single accumulators."""
+    """16 x 16 x 16 tiles of halves with single accumulators."""
     mods = ins.op.mods
     if "m16n16k16" not in mods:
         raise Unknown("this shape")
@@ -211,7 +208,7 @@ def wmma(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _tile_address(address: Any, stride: Any, frame: Frame, where: Array, row_major: bool, size: int) -> Array:
-    """Addresses of a tile's 16 x 16 elements per warp; the stride is in elements."""
+    """Per warp; the stride is in elements."""
     start = rows(address, frame, where)[:, :1, None]
     pitch = rows(stride, frame, where)[:, :1, None].astype(np.uint64)
     outer, inner = np.arange(16, dtype=np.uint64)[:, None], np.arange(16, dtype=np.uint64)[None, :]
@@ -290,7 +287,6 @@ _SWIZZLE = {0: 0, 1: 3, 2: 2, 3: 1}  # descriptor code -> log2 of 16-byte pieces
 
 @rule("wgmma")
 def wgmma(ins: Instruction, decoder: Decoder) -> Step:
-    """The product; fence, commit_group and wait_group are empty."""
     mods = ins.op.mods
     if mods[0] in ("fence", "commit_group", "wait_group"):
         return lambda frame, act: None
@@ -334,7 +330,7 @@ def _product(ins: Instruction, decoder: Decoder, n: int, kind: str) -> Step:
 
 
 def _tile(frame: Frame, where: Array, get: Get, first: Array, count: int, trans: int, kind: str) -> Array:
-    """Rows `first` .. of a 16-deep operand in shared memory, (warp, row, k)."""
+    """(warp, row, k) of a 16-deep operand in shared memory."""
     words = rows(np.asarray(get(frame)), frame, where)[:, 0].astype(np.uint64)
     start = (words & np.uint64(0x3FFF)) << np.uint64(4)
     leading, stride = (((words >> np.uint64(at)) & np.uint64(0x3FFF)) << np.uint64(4) for at in (16, 32))

@@ -1,6 +1,6 @@
 """Loads, stores, asynchronous copies and cache hints.
 
-Asynchronous copies complete immediately, which hardware may also do; waits are no-ops.
+Asynchronous copies complete immediately, as hardware may; waits are no-ops.
 """
 
 import numpy as np
@@ -20,25 +20,23 @@ _NOTHING = (
 
 @rule(*_NOTHING)
 def nothing(ins: Instruction, decoder: Decoder) -> Step:
-    """Fences, hints and pauses do nothing here."""
     return lambda frame, act: None
 
 
 @rule("createpolicy")
 def policy(ins: Instruction, decoder: Decoder) -> Step:
-    """A cache policy is an opaque number."""
+    """An opaque number."""
     put = decoder.put(ins.operands[0], U64)
     return lambda frame, act: put(frame, act, np.uint64(0))
 
 
 def space_of(ins: Instruction) -> str:
-    """State space of a load or store; '' is generic."""
+    """'' is generic."""
     found = spaces_of(ins.op.mods)
     return found[0] if found else ""
 
 
 def aligned(address: Array, size: int) -> None:
-    """Checks alignment of a whole vector."""
     wrong = address & np.uint64(size - 1)
     if np.any(wrong):
         raise BadAccess(f"misaligned vector access of {size} bytes", int(np.flatnonzero(wrong)[0]))
@@ -46,7 +44,6 @@ def aligned(address: Array, size: int) -> None:
 
 @rule("ld", "ldu")
 def read(ins: Instruction, decoder: Decoder) -> Step:
-    """Loads an element or a vector."""
     kind = only(types_of(ins.op.mods), ins)
     space, size = space_of(ins), kind.bits // 8
     source = ins.operands[1]
@@ -76,7 +73,7 @@ def read(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _read_parameter(ins: Instruction, decoder: Decoder) -> Step | None:
-    """Kernel parameter at a fixed place, equal for all lanes."""
+    """Equal for all lanes."""
     kind = only(types_of(ins.op.mods), ins)
     source = ins.operands[1]
     assert isinstance(source, Mem)
@@ -100,7 +97,6 @@ def _read_parameter(ins: Instruction, decoder: Decoder) -> Step | None:
 
 @rule("st")
 def write(ins: Instruction, decoder: Decoder) -> Step:
-    """Stores an element or a vector."""
     kind = only(types_of(ins.op.mods), ins)
     if ins.op.mods[:1] in (("async",), ("bulk",)):
         raise Unknown("asynchronous stores")
@@ -135,7 +131,6 @@ def discard(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("cp")
 def copy(ins: Instruction, decoder: Decoder) -> Step:
-    """cp.async and its groups, bulk and tensor copies."""
     mods = ins.op.mods
     if {"commit_group", "wait_group", "wait_all", "prefetch"} & set(mods):
         return lambda frame, act: None
@@ -149,7 +144,7 @@ def copy(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _copy_async(ins: Instruction, decoder: Decoder) -> Step:
-    """`[dst], [src], size {, source size or ignore predicate} {, policy}`."""
+    """`[dst], [src], size {, source size or ignore predicate} {, policy}`"""
     target, source = (decoder.address(o) for o in ins.operands[:2])
     if not isinstance(ins.operands[2], Imm):
         raise Unknown("a copy of variable size")

@@ -19,7 +19,6 @@ _BASES = {"shared": SHARED, "local": LOCAL, "param": PARAM, "global": 0, "const"
 
 @rule("mov")
 def move(ins: Instruction, decoder: Decoder) -> Step:
-    """Copy, pack or unpack."""
     kind = only(types_of(ins.op.mods), ins)
     target, source = ins.operands[0], ins.operands[1]
     if isinstance(target, Vec):
@@ -72,7 +71,6 @@ def convert_address(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("isspacep")
 def is_space(ins: Instruction, decoder: Decoder) -> Step:
-    """True if a generic address is in a space."""
     space = ins.op.mods[0].split("::")[0]
     base = np.uint64({"global": ARENA, **{k: v for k, v in _BASES.items() if v}}.get(space, 0))
     if not base:
@@ -90,7 +88,7 @@ _JOIN: dict[str, Function] = {"and": np.logical_and, "or": np.logical_or, "xor":
 
 
 def comparison(name: str, kind: Type) -> Function:
-    """Comparison by PTX name; a trailing `u` is true for NaN."""
+    """A trailing `u` is true for NaN."""
     to_float: Function = floats.bf16_to_single if kind.name == "bf16" else (lambda a: a)
 
     def unordered(a: Any, b: Any) -> Any:
@@ -113,7 +111,7 @@ def comparison(name: str, kind: Type) -> Function:
 
 @rule("setp", "set")
 def compare(ins: Instruction, decoder: Decoder) -> Step:
-    """Compares, combines with a third predicate, sets one or two predicates or a number."""
+    """Combines with a third predicate; sets one or two predicates or a number."""
     kinds, mods = types_of(ins.op.mods), ins.op.mods
     kind = only(kinds, ins)
     if kind.name.endswith("x2"):
@@ -142,7 +140,6 @@ def compare(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def simple_join(function: Function, join: Function | None) -> Function:
-    """Comparison combined with a third operand."""
     if join is None:
         return function
     return lambda a, b, c: join(function(a, b), c)
@@ -234,9 +231,8 @@ def _to_float(value: Any, target: Type, mode: str, sat: bool, relu: bool) -> Any
 
 
 def _to_integer(value: Any, target: Type, wide: bool) -> Any:
-    """Floats to integers: truncated and clamped.
-
-    NaN becomes 0, or only the highest bit if either side has 64 bits, as on hardware.
+    """Truncated and clamped; NaN becomes 0, or only the highest bit if either side has 64 bits, as on
+    hardware.
     """
     unknown = (
         np.array(1 << (target.bits - 1), target.raw).view(target.dtype) if wide else target.dtype.type(0)
@@ -250,7 +246,7 @@ def _to_integer(value: Any, target: Type, wide: bool) -> Any:
 
 
 def _pack_pair(ins: Instruction, target: Type, source: Type) -> Function:
-    """Two singles in one register; the first operand is the upper half."""
+    """The first operand is the upper half."""
     mode, relu = mode_of(ins), "relu" in ins.op.mods
     if source.name != "f32":
         raise Unknown("a pair of this type")

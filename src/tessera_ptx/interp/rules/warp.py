@@ -15,18 +15,17 @@ from tessera_ptx.syntax import Instruction, Operand, Pair
 
 
 def warp_bits(mask: Array) -> Array:
-    """Lane mask as one 32-bit word per warp."""
+    """One 32-bit word per warp."""
     words: Array = np.packbits(mask.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32).ravel()
     return words
 
 
 def per_lane(words: Array) -> Array:
-    """A word per warp, repeated for its lanes."""
     return np.repeat(words, 32)
 
 
 def member_operand(ins: Instruction) -> Operand | None:
-    """Operand with the member mask; None means the whole warp."""
+    """None: the whole warp."""
     name, mods = ins.op.name, ins.op.mods
     if name == "shfl" or name in ("vote", "match", "redux") or (name == "elect"):
         return ins.operands[-1]
@@ -37,7 +36,7 @@ def member_operand(ins: Instruction) -> Operand | None:
 
 @rule("bar", "barrier")
 def warp_barrier(ins: Instruction, decoder: Decoder) -> Step:
-    """`bar.warp.sync`: the lanes are already together."""
+    """The lanes are already together."""
     if "warp" not in ins.op.mods:
         raise Unknown("a barrier in this place")
     return lambda frame, act: None
@@ -45,14 +44,12 @@ def warp_barrier(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("activemask")
 def activemask(ins: Instruction, decoder: Decoder) -> Step:
-    """Lanes of the warp that run together now."""
     put = decoder.put(ins.operands[0], U32)
     return lambda frame, act: put(frame, act, per_lane(warp_bits(act.mask)))
 
 
 @rule("shfl")
 def shuffle(ins: Instruction, decoder: Decoder) -> Step:
-    """Register of another lane."""
     mode = next(m for m in ins.op.mods if m in ("up", "down", "bfly", "idx"))
     target = ins.operands[0]
     put = decoder.put(target.first if isinstance(target, Pair) else target, U32)
@@ -85,7 +82,6 @@ def _source(mode: str, lane: Array, b: Array, c: Array) -> tuple[Array, Array]:
 
 @rule("vote")
 def vote(ins: Instruction, decoder: Decoder) -> Step:
-    """any, all, uni and ballot over the members."""
     mode = next(m for m in ins.op.mods if m in ("any", "all", "uni", "ballot"))
     get = decoder.predicate(ins.operands[1])
     put = decoder.put(ins.operands[0], U32 if mode == "ballot" else PRED)
@@ -108,7 +104,6 @@ def vote(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("match")
 def match(ins: Instruction, decoder: Decoder) -> Step:
-    """Lanes with the same value."""
     kind = only(types_of(ins.op.mods), ins)
     if "any" not in ins.op.mods:
         raise Unknown("match.all")
@@ -135,7 +130,6 @@ _REDUCE: dict[str, Any] = {
 
 @rule("redux")
 def reduce(ins: Instruction, decoder: Decoder) -> Step:
-    """Reduction over all members."""
     kind = only(types_of(ins.op.mods), ins)
     function = _REDUCE[next(m for m in ins.op.mods if m in _REDUCE)]
     get, put = decoder.get(ins.operands[1], kind), decoder.put(ins.operands[0], kind)
@@ -171,6 +165,6 @@ def elect(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def member_getter(ins: Instruction, decoder: Decoder) -> Get | None:
-    """Getter of the member mask, or None for the whole warp."""
+    """None: the whole warp."""
     operand = member_operand(ins)
     return None if operand is None else decoder.get(operand, U32)
