@@ -99,7 +99,6 @@ def _reasons(
 
 
 def _symbol_reason(symbol: SymbolReport, variable: Variable | None, written: set[str]) -> str:
-    """'' for a constant table."""
     if variable is None:
         return f"accesses '{symbol.name}', which the module does not declare"
     if symbol.write:
@@ -135,7 +134,7 @@ def _sums(offset: Sum | None, limits: tuple[ExtentLimit, ...]) -> list[Sum]:
 
 
 def _joined(exporter: Exporter, pieces: list[Piece]) -> tuple[ExtentPart, ...]:
-    """Joins accesses at constant distances into one part per byte run."""
+    """One part per byte run."""
     runs: dict[Any, tuple[Piece, set[tuple[int, int]]]] = {}
     for piece in pieces:
         offset: Poly = piece.offset or {}

@@ -24,7 +24,7 @@ from tessera_ptx.values import UNIFORM, Atoms, Key
 
 
 def widen(at: Atoms, poly: Poly, bits: int, signed: bool) -> Poly:
-    """The number itself if it fits, else `sext` or `zext` of it."""
+    """Itself if it fits."""
     if bits >= 64:
         return poly
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
@@ -42,7 +42,7 @@ def product(at: Atoms, a: Poly, b: Poly, bits: int) -> Poly:
     return at.op("mul", bits, a, b) if found is None else found
 
 
-# Address bits that distinguish buffers: a mask with them keeps the pointer.
+# A mask with these bits keeps the pointer.
 _HIGH_BITS = ((1 << 47) - 1) ^ ((1 << 40) - 1)
 _NEAR = 1 << 40
 
@@ -71,7 +71,7 @@ def _masked(at: Atoms, x: Poly, known: int, bits: int) -> Poly:
         if possible & known == possible:
             return x
     if x and known & (known + 1) == 0 and all(c & known == 0 for c in x.values()):
-        return ZERO  # a multiple of 2**k has no low bits
+        return ZERO
     return at.op("and", bits, x, known)
 
 
@@ -83,7 +83,7 @@ def _align(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
 
 
 def _shifts_little(at: Atoms, x: Poly, y: Poly) -> bool:
-    """One side is a pointer and the other a small non-negative number."""
+    """A pointer and a small non-negative number."""
     if at.taint(y):
         x, y = y, x
     return not at.taint(y) and within(at.range(y), 0, _NEAR)
@@ -138,7 +138,6 @@ def _is_frame(at: Atoms, x: Poly) -> bool:
 
 
 def from_thread(at: Atoms, x: Poly) -> Poly:
-    """Halves of a pointer stay halves of one pointer."""
     item = _sole(at, x)
     if item[:1] == ("op",) and item[1] in ("lo", "hi"):
         return at.op(item[1], item[2], *(at.others(dict(part), UNIFORM, "thread") for part in item[4:]))

@@ -14,7 +14,7 @@ _ENDS = frozenset({"ret", "exit", "trap"})
 
 @dataclass(slots=True)
 class BasicBlock:
-    """Instructions [start, stop); neighbours are indices of `FlowGraph.blocks`."""
+    """Instructions [start, stop); neighbours index `FlowGraph.blocks`."""
 
     start: int
     stop: int
@@ -27,12 +27,10 @@ class FlowGraph:
     blocks: list[BasicBlock]
     # -1 if unreachable.
     block_of: list[int]
-    # (line, reason).
     stops: list[tuple[int, str]]
 
 
 def targets_of(instruction: Instruction, flat: Flat) -> list[int] | None:
-    """None if unknown."""
     names: list[str] = []
     if instruction.op.name == "bra":
         if instruction.operands and isinstance(instruction.operands[0], Sym):

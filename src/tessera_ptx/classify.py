@@ -33,7 +33,7 @@ class Classifier:
 
     def __init__(self, atoms: Atoms, declared: set[int], converted: set[int]) -> None:
         self.atoms = atoms
-        # Parameters declared .ptr; atoms converted by cvta.
+        # Declared .ptr; converted by cvta.
         self.declared, self.converted = declared, converted
         self.sole: set[int] = set()
         self._found: dict[Frozen, dict[int, Weight]] = {}
@@ -42,7 +42,7 @@ class Classifier:
         return original(self.atoms, number)
 
     def learn(self, addresses: Iterable[Poly]) -> None:
-        """Marks sole candidates as pointers until nothing changes."""
+        """Sole candidates are pointers."""
         open_ = [poly for poly in {freeze(p): p for p in addresses}.values() if self._choice(poly) is None]
         known = -1
         while open_ and known < len(self.sole):
@@ -77,7 +77,7 @@ class Classifier:
         return out
 
     def _candidates(self, poly: Poly) -> set[int]:
-        """First following unknown factors, then without."""
+        """First following unknown factors."""
         found = self._weights(poly)
         if any(w.loose for w in found.values()):
             followed = candidates(self.atoms, weights(self.atoms, poly, followed=True), self._sure)
@@ -132,11 +132,10 @@ class Classifier:
         return out
 
     def _contradictory(self, poly: Poly, found: dict[int, Weight]) -> set[int]:
-        """Without a consistent choice of pointers, all possible ones are reported."""
+        """All possible pointers are reported."""
         return set(self.atoms.base_of(poly)) | {n for n, w in found.items() if w.near and self._sure(n)}
 
     def _choice(self, poly: Poly) -> tuple[tuple[int, ...], list[frozenset[Any]]] | None:
-        """An addend with alternatives that contain pointers."""
         for mono, coeff in poly.items():
             if len(mono) == 1 and coeff in (1, -1):
                 atom = self.atoms.atoms[mono[0]]
@@ -145,7 +144,7 @@ class Classifier:
         return None
 
     def _is_one_of(self, poly: Poly) -> bool:
-        """The pointers are alternatives rather than inputs of a computation."""
+        """Alternatives, not inputs of a computation."""
         hiding = [n for mono in poly for n in mono if self.atoms.atoms[n].taint]
         return all(self._is_joined(n) for n in hiding)
 

@@ -56,9 +56,7 @@ class Facts:
     params: dict[tuple[int, int], Touch] = field(default_factory=dict)
     symbols: dict[str, Touch] = field(default_factory=dict)
     indirect: dict[tuple[Any, ...], Touch] = field(default_factory=dict)
-    # By header block, on back edges.
     loops: dict[int, tuple[Condition, ...]] = field(default_factory=dict)
-    # (line, reason)
     stops: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -78,10 +76,9 @@ class _Collector:
         self.facts = Facts(flow)
         self.conditions = Conditions(flow)
         self.maps = TensorMaps(flow, self.conditions)
-        # Accesses that may leave block memory.
         self.outside: set[MemoryAccess] = set()
         self.roots: list[tuple[MemoryAccess, Node | Value, Path]] = []
-        # 64-bit integers written to memory: line, value, access.
+        # (line, 64-bit integer written to memory, access)
         self.stored: list[tuple[int, Node | Value, MemoryAccess]] = []
 
     def run(self) -> Facts:
@@ -223,7 +220,6 @@ def _items(operands: tuple[Operand, ...]) -> Iterator[Operand]:
 
 
 def _width(instruction: Instruction, info: OpInfo) -> int:
-    """0 if unknown."""
     op = info.op
     if op.name in ("wmma", "multimem") or op.text.startswith(("cp.async.bulk", "cp.reduce", "tensormap")):
         return 0

@@ -20,7 +20,7 @@ _UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
 class Condition(NamedTuple):
-    """relation: lt, le, gt, ge, eq or ne."""
+    """lt, le, gt, ge, eq or ne"""
 
     left: Poly
     relation: str
@@ -58,7 +58,7 @@ class Conditions:
         self._idoms: list[int] | None = None
 
     def want(self, index: int) -> Path:
-        """Requests the values compared on the way to an instruction."""
+        """Requests the values compared on the way."""
         path = self._block(self.flow.graph.block_of[index])
         guard = self.flow.flat.body[index].guard
         if guard is None:
@@ -75,7 +75,6 @@ class Conditions:
         return loops
 
     def known(self, path: Path) -> tuple[Condition, ...]:
-        """After the run."""
         out = []
         for left, relation, right, bits, signed in path.wanted:
             a = left.value if isinstance(left, Node) else left

@@ -5,8 +5,8 @@ would see all earlier contents. Here a load sees only the stores of the phase be
 
     the stores, the barrier and the load follow one another without a branch, where every thread comes by, and
     not in a loop; nothing else writes shared memory between the first of the stores and the load;
-    the offsets depend on %tid.x alone, whose range `.reqntid` gives: worked out for every thread, the bytes
-    stored cover the bytes loaded.
+    the offsets depend on %tid.x alone, whose range `.reqntid` gives, and for every thread the bytes stored
+    cover the bytes loaded.
 
 In a program without races, older stores come before those of the phase.
 """
@@ -21,7 +21,7 @@ from tessera_ptx.syntax import Imm
 from tessera_ptx.values import Atoms
 
 _WARP = 32
-# Leaves of a computed offset; the corpus has at most 10.
+# The corpus has at most 10.
 _MAX_SIZE = 64
 
 
@@ -54,7 +54,7 @@ class Exchanges:
         return tuple(found)
 
     def offsets(self, at: Atoms, poly: Poly) -> tuple[int, list[int]] | None:
-        """Shared variable and offsets of all threads; None if they depend on more."""
+        """Variable and offsets of all threads; None if they depend on more."""
         key = freeze(poly)
         if key not in self._offsets:
             self._offsets[key] = self._all_offsets(at, poly)
@@ -72,7 +72,7 @@ class Exchanges:
         return (base[0], known) if len(known) == self.threads else None
 
     def _backwards(self, index: int) -> Iterator[int]:
-        """Instructions certainly executed before, in reverse, up to a join."""
+        """Certainly executed before, in reverse, up to a join."""
         blocks = self.graph.blocks
         number = self.graph.block_of[index]
         while True:
@@ -84,7 +84,6 @@ class Exchanges:
             index = blocks[number].stop
 
     def _is_barrier(self, index: int) -> bool:
-        """All threads of the block wait here."""
         instruction = self.flat.body[index]
         mods, operands = instruction.op.mods, instruction.operands
         if instruction.guard is not None or "sync" not in mods:

@@ -32,7 +32,6 @@ class Exporter:
         self._leaves: dict[int, Leaf] = {}
 
     def sum(self, poly: Poly) -> Sum:
-        """Terms in fixed order."""
         ordered = sorted(poly.items(), key=lambda t: (not t[0], t[0]))
         return tuple((coeff, tuple(self.leaf(n) for n in mono)) for mono, coeff in ordered)
 

@@ -35,7 +35,7 @@ MAX_SPANS = 4096
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """`params`: index, or (index, byte offset) -> value."""
+    """params: index, or (index, byte offset) -> value."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -48,10 +48,10 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Disjoint half-open intervals, ascending; None is unbounded."""
+    """Disjoint, half-open, ascending; None is unbounded."""
 
     spans: tuple[tuple[int | None, int | None], ...]
-    # Every byte is touched; else an over-approximation.
+    # Else an over-approximation.
     exact: bool
 
     def inside(self, low: int, high: int) -> list[tuple[int, int]]:
@@ -74,7 +74,7 @@ class Intervals:
 
 
 def merge(spans: list[tuple[int | None, int | None]], exact: bool) -> Intervals:
-    """Too many intervals are replaced by their cover."""
+    """Too many are replaced by their cover."""
     out: list[tuple[int | None, int | None]] = []
     for low, high in sorted(spans, key=lambda s: (s[0] is not None, s[0] or 0)):
         if out:
@@ -121,7 +121,7 @@ def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 Mono = tuple[Any, ...]
-Linear = dict[Mono, int]  # product of leaves -> coefficient; () is the constant
+Linear = dict[Mono, int]  # () is the constant
 
 
 class _Group(NamedTuple):
@@ -141,9 +141,9 @@ class Solver:
         later: dict[int, bool] | None = None,
     ) -> None:
         self.launch, self.loops = launch, loops
-        # Split loops: first iteration (False) or later ones (True).
+        # First iteration (False) or later ones (True).
         self.later = later or {}
-        # Bounds by conditions, of sums without their constants.
+        # Bounds of sums without their constants.
         self.active: dict[frozenset[tuple[Mono, int]], Range] = {}
         self._leaves: dict[Any, Linear] = {}
         self.ranges: dict[Any, Range] = {}
@@ -241,7 +241,7 @@ class Solver:
         return 0, min(highs) if highs else None
 
     def _last_turn(self, loop: int, limit: ExtentLimit) -> int | None:
-        """Largest counter for which the back edge is taken."""
+        """The back edge is taken up to here."""
         leaf = (("loop", loop),)
         left, right = self.linear(limit.left), self.linear(limit.right)
         difference = _plus(left, right, -1)
@@ -262,7 +262,6 @@ class Solver:
         return max(last + 1, 0)
 
     def range(self, linear: Linear) -> Range:
-        """Includes bounds of conditions."""
         found = self._plain_range(linear)
         if self.active:
             bounds = self.active.get(_moving(linear))
@@ -309,7 +308,7 @@ class Solver:
         return self._spans(offset.get((), 0), groups, part.width, exact)
 
     def _clamps(self, part: ExtentPart) -> tuple[list[tuple[Linear, Range]], bool, bool]:
-        """Bounds; whether all conditions were usable; whether all can hold together."""
+        """Bounds; all conditions were usable; all can hold together."""
         clamps: list[tuple[Linear, Range]] = []
         usable = True
         sides = [(self.linear(c.left), self.linear(c.right), c) for c in part.limits]
@@ -327,7 +326,6 @@ class Solver:
         return clamps, usable, True
 
     def _turn_before(self, loop: int) -> list[tuple[Linear, Linear, ExtentLimit]]:
-        """In later iterations the previous back-edge condition held."""
         found = []
         for limit in self.loops.get(loop, ()):
             left, right = (_before(loop, self.linear(side)) for side in (limit.left, limit.right))
@@ -336,7 +334,7 @@ class Solver:
         return found
 
     def _clamp(self, left: Linear, right: Linear, limit: ExtentLimit) -> tuple[Linear, Range] | None:
-        """(sum without its constant, bounds); the sum is empty if the limit is decided."""
+        """The sum, without its constant, is empty if the limit is decided."""
         if not self._comparable(limit, left, right):
             return None
         difference = _plus(left, right, -1)
@@ -354,11 +352,11 @@ class Solver:
             return None
         inside = self._plain_range(difference)
         if intersect(inside, span) == inside:
-            return {}, (0, 0)  # always true
+            return {}, (0, 0)
         return difference, intersect(inside, span)
 
     def _group(self, offset: Linear, clamps: list[tuple[Linear, Range]]) -> tuple[list[_Group], int]:
-        """Terms of the offset, grouped by clamp, and the number of clamps used."""
+        """Grouped by clamp, and the number of clamps used."""
         left = {m: c for m, c in offset.items() if m}
         groups: list[_Group] = []
         used = 0
@@ -387,7 +385,7 @@ class Solver:
         return groups, used
 
     def _is_dense(self, linear: Linear) -> bool:
-        """The sum takes every value between its bounds, as `ctaid * ntid + tid`."""
+        """Takes every value between its bounds, as `ctaid * ntid + tid`."""
         if any(len(m) != 1 or m[0][0] != "special" for m in linear):
             return False
         terms = [(c, self.range({m: 1})) for m, c in linear.items()]
@@ -462,7 +460,6 @@ _MAX_TAKEN_APART = 2
 @dataclass(frozen=True, slots=True)
 class Extent:
     parts: tuple[ExtentPart, ...]
-    # Back-edge conditions.
     loops: tuple[tuple[int, tuple[ExtentLimit, ...]], ...] = ()
 
     def __str__(self) -> str:

@@ -19,17 +19,14 @@ from tessera_ptx.transfer import OpInfo
 from tessera_ptx.values import IN_TIME, MAX_POLY, PER_THREAD, UNIFORM, Key, by_base
 
 _MAX_VISITS = 8
-# Alternatives examined per node and per kernel. Compiled kernels stay below half, except debug builds of
-# block-wide collectives.
+# Alternatives examined. Compiled kernels stay below half, except debug builds of block-wide collectives.
 _WORK_PER_NODE = 20
 _WORK = 30_000
-# Addends of a number or block-memory offset in a coarse run.
+# Addends in a coarse run.
 _MAX_COARSE = 8
 
 
 class Flow(Nodes):
-    """`settled`: the fixpoint was reached."""
-
     def __init__(
         self, module: Module, entry: Function, given: ParamHints | None = None, coarse: bool = False
     ) -> None:
@@ -90,7 +87,7 @@ class Flow(Nodes):
         return node.users
 
     def _is_too_fine(self, poly: Poly) -> bool:
-        """A coarse run drops the offset of pointers that leave the block, and of long sums."""
+        """Offsets of pointers that leave the block, and long sums."""
         at = self.atoms
         return len(poly) > _MAX_COARSE or (
             len(poly) > 1 and any(at.kind(n) != "frame" for n in at.taint(poly))
@@ -132,7 +129,6 @@ class Flow(Nodes):
         return any(type(a) is Node and not a.value for a in node.args) and node.visits <= _MAX_VISITS
 
     def _note_conversion(self, info: OpInfo, value: Value) -> None:
-        """`cvta.to.global` of an unmodified parameter."""
         if "global" in info.op.mods and len(value) == 1 and len(value[0]) == 1:
             mono, coeff = next(iter(value[0].items()))
             if coeff == 1 and len(mono) == 1 and self.atoms.atoms[mono[0]].item[0] == "param":
@@ -166,7 +162,7 @@ class Flow(Nodes):
         return self.loads.load(node, space, address, width, info.signed) if exchanged is None else exchanged
 
     def _exchanged(self, node: Node, address: Value, width: int) -> Value | None:
-        """Values the block stored for this load; None if it may see others."""
+        """None if the load may see other values."""
         places = self.exchanges.offsets(self.atoms, address[0]) if len(address) == 1 and width == 8 else None
         if places is None:
             return None
@@ -246,12 +242,10 @@ class Flow(Nodes):
         shown: Poly | None,
         now: Poly | None,
     ) -> Poly:
-        """Offset of one base after a back edge with `rest`; `first` is from outside the loop, `shown` the
-        phi's last value, `now` its value so far.
-        """
+        """`first` is from outside the loop, `shown` the phi's last value, `now` its value so far."""
         at = self.atoms
         if first is None:
-            # Loop-carried only: value of an earlier iteration.
+            # Value of an earlier iteration.
             old = at.others(rest, PER_THREAD, node.key)
             return (
                 old
@@ -277,7 +271,6 @@ class Flow(Nodes):
         return ("loop", node.key[1]) if node.back.count(True) == 1 else node.key
 
     def _step(self, node: Node, base: frozenset[int], rest: Poly, shown: Poly) -> Poly | None:
-        """None if not constant."""
         known = node.steps.get(base)
         if known is not None and not known:
             return None
@@ -294,11 +287,9 @@ class Flow(Nodes):
         return const(gcd(one, other) if one > 0 else -gcd(one, other))
 
     def want_calls(self) -> None:
-        """Arguments of functions that cannot be followed."""
         self._needs_frames = self._needs_frames or any(i.op.name == "call" for i in self.flat.body)
 
     def call_arguments(self) -> Iterator[tuple[int, Value]]:
-        """(line, value), after the run."""
         for instruction in self.flat.body:
             if instruction.op.name == "call":
                 for operand in instruction.operands[0].items if instruction.operands else ():  # type: ignore[union-attr]
@@ -307,7 +298,6 @@ class Flow(Nodes):
                             yield instruction.line, value
 
     def address(self, access: MemoryAccess, base: "Node | Value") -> Value:
-        """After the run."""
         value: Value = base.value if isinstance(base, Node) else base
         offset = const(access.operand.offset)
         return tuple(add(p, offset) for p in value)

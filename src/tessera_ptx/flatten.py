@@ -40,7 +40,6 @@ class Flat:
     labels: dict[str, int] = field(default_factory=dict)
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
     variables: dict[str, Variable] = field(default_factory=dict)
-    # (line, reason) of calls that cannot be followed.
     stops: list[tuple[int, str]] = field(default_factory=list)
     num_copies: int = 0
 
@@ -216,7 +215,7 @@ class _Inliner:
 
 
 def _call_parts(call: Instruction) -> tuple[tuple[Operand, ...], Operand, tuple[Operand, ...]]:
-    """Of `call (r), f, (a, b), prototype`: r, f, (a, b)."""
+    """`call (r), f, (a, b), prototype` -> r, f, (a, b)."""
     operands = list(call.operands)
     results: tuple[Operand, ...] = ()
     if operands and isinstance(operands[0], Args) and len(operands) > 1:

@@ -20,9 +20,7 @@ _MAX_VALUES = 16
 
 
 class Somewhere(NamedTuple):
-    """A store at a computed offset."""
-
-    span: Range  # of the offset
+    span: Range
     width: int
     value: Value
     # (parameter, d): a loop copies the parameter, byte o of the frame from its byte o - d.
@@ -33,7 +31,7 @@ class Somewhere(NamedTuple):
         return (low is None or low < offset + width) and (high is None or high + self.width > offset)
 
 
-# Same bases, differing offsets dropped.
+# Drops differing offsets.
 Blur = Callable[[Any, Value], Value]
 
 
@@ -69,7 +67,6 @@ class Cell:
         return count == 0 or old is not None
 
     def take_back(self, writer: Any) -> None:
-        """Unless blurred."""
         old = self.stores.pop(writer, None)
         if old is not None and not self.blurred:
             self.changes += 1
@@ -86,23 +83,18 @@ class Cell:
 
 @dataclass(slots=True)
 class PointerFrame:
-    """Writers are store nodes, readers load nodes."""
-
     blur: Blur
     cells: dict[tuple[int, int], Cell] = field(default_factory=dict)
-    # Writers with a computed offset; after many changes, widths.
+    # By writer; after many changes, by width.
     anywhere: dict[Any, Somewhere] = field(default_factory=dict)
     changes: int = 0
     # Word -> cells with bytes in it.
     by_word: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
-    # Removed when a writer's address changes.
     written: dict[Any, set[tuple[int, int]]] = field(default_factory=dict)
-    # An ordered set.
     readers: dict[int, dict[Any, None]] = field(default_factory=dict)
     all_readers: dict[Any, None] = field(default_factory=dict)
 
     def write(self, writer: Any, offset: int, width: int, value: Value) -> bool:
-        """True if changed."""
         place = (offset, width)
         cell = self.cells.get(place)
         if cell is None:
@@ -113,7 +105,6 @@ class PointerFrame:
         return cell.write(writer, value, place, self.blur)
 
     def write_somewhere(self, writer: Any, somewhere: Somewhere) -> bool:
-        """True if changed."""
         if self._is_crowded():
             return self._merge(somewhere)
         old = self.anywhere.get(writer)
@@ -131,7 +122,7 @@ class PointerFrame:
         return self.changes > _MAX_CHANGES or len(self.anywhere) > _MAX_VALUES
 
     def _merge(self, stray: Somewhere) -> bool:
-        """Joins a store with others of its width; True if changed."""
+        """Joins stores of one width."""
         self.changes = _MAX_CHANGES + 1
         old = self.anywhere.get(stray.width)
         before = old.value if old else ()
@@ -140,7 +131,6 @@ class PointerFrame:
         return value != before
 
     def take_back(self, writer: Any, kept: set[tuple[int, int]], dynamic: bool) -> None:
-        """Removes a writer's stores at places it no longer writes."""
         for place in self.written.get(writer, set()) - kept:
             self.cells[place].take_back(writer)
             self.written[writer].discard(place)
@@ -168,7 +158,6 @@ class PointerFrame:
         return cell.values() if cell else []
 
     def overlapping(self, offset: int, width: int) -> list[tuple[int, int, list[Value]]]:
-        """(offset, width, values) of partially overlapping cells."""
         found = set[tuple[int, int]]()
         for word in _words(offset, width):
             found |= self.by_word.get(word, set())

@@ -87,7 +87,6 @@ class SourceText:
         return re.sub(r"[^\n]", " ", found)
 
     def place(self, offset: int) -> tuple[int, int]:
-        """From 1."""
         if self._starts is None:
             self._starts = [0, *(m.end() for m in re.finditer("\n", self.raw))]
         line = bisect_right(self._starts, offset)
@@ -134,8 +133,6 @@ _BRACKETED = re.compile(r"\([^()]*\)")
 
 
 class BadOperand(Exception):
-    """`at` is the offset in the text."""
-
     def __init__(self, message: str, at: int = 0) -> None:
         super().__init__(message, at)
         self.message, self.at = message, at
@@ -161,14 +158,13 @@ def parse_int(text: str) -> int | None:
 
 
 def is_special(name: str) -> bool:
-    """Without its component."""
     match = _SPECIAL.fullmatch(name)
     return match is not None and (match[1] is None or match[1] in SPECIAL_NAMES)
 
 
 class OperandReader:
-    """Parses operands of one scope; `rename` maps a name to its unique name. `plain` has the register
-    prefixes (`%rd` of `.reg .b64 %rd<9>`) that no scope renames.
+    """`rename` maps a name to its unique name; `plain` has the register prefixes (`%rd` of `.reg .b64
+    %rd<9>`) that no scope renames.
     """
 
     __slots__ = ("_cache", "_is_register", "_plain", "_rename")
@@ -292,7 +288,7 @@ class OperandReader:
 
 
 def _evaluated(match: re.Match[str]) -> str:
-    """A bracketed constant as a number; anything else is refused later."""
+    """Anything else is refused later."""
     value = _constant(match[0])
     return match[0] if value is None else str(value)
 
@@ -328,7 +324,7 @@ _CONST_TOKEN = re.compile(r"\s*(0[xX][0-9a-fA-F]+U?|\d+U?|<<|>>|[-+*/%&|^~()])")
 
 
 def _constant(text: str) -> int | None:
-    """Integer expression with `+ - * << >> & | ^` and brackets, or None."""
+    """With `+ - * << >> & | ^` and brackets."""
     tokens: list[str] = []
     at, text = 0, text.strip()
     while at < len(text):

@@ -28,7 +28,7 @@ _FIELD = 8
 
 
 def number_fields(body: Iterable[Instruction], param: str) -> frozenset[int]:
-    """Offsets of 8-byte fields that are certainly numbers."""
+    """Fields that are certainly numbers."""
     read: dict[str, int] = {}
     defined: dict[str, int] = {}
     numbers: set[int] = set()
@@ -47,7 +47,7 @@ def number_fields(body: Iterable[Instruction], param: str) -> frozenset[int]:
 
 
 def _halves_read(instruction: Instruction, param: str) -> list[tuple[str, int]]:
-    """(register, offset) of every 4-byte load."""
+    """(register, offset) of 4-byte loads."""
     op, operands = instruction.op, instruction.operands
     if op.name != "ld" or len(operands) < 2 or not isinstance(operands[1], Mem) or width_of(op) != _WORD:
         return []
@@ -148,14 +148,12 @@ class LoadRules:
         )
 
     def is_local_param(self, operand: Mem) -> bool:
-        """A call parameter, not a kernel parameter."""
         return isinstance(operand.base, Sym) and operand.base.name not in self.params
 
     def plain(self, key: Key, width: int, table: frozenset[int], signed: bool) -> Value:
         return self.atoms.value(("loaded", key, width, table, signed))
 
     def load(self, node: Any, space: str, address: Value, width: int, signed: bool) -> Value:
-        """The node becomes a reader of its frames."""
         if not address:
             return ()
         found: list[Poly] = []
@@ -226,7 +224,6 @@ class LoadRules:
         return [self.atoms.others(p, above, (node.key, "seen")) for v in values for p in v]
 
     def _strays(self, node: Any, frame: PointerFrame, offset: int, width: int) -> list[Value]:
-        """Stores at computed offsets."""
         values: list[Value] = []
         for stray in frame.anywhere.values():
             if stray.reaches(offset, width):
@@ -257,7 +254,7 @@ class LoadRules:
         return frame
 
     def _blurred(self, key: Key, value: Value) -> Value:
-        """One alternative per origin in any thread or iteration; differing offsets are dropped."""
+        """One alternative per origin in any thread or iteration."""
         at = self.atoms
         groups: dict[frozenset[int], list[Poly]] = {}
         followed: dict[frozenset[int], bool] = {}
@@ -285,7 +282,6 @@ class LoadRules:
         )
 
     def _reachable(self, rest: Poly, size: int) -> Iterator[int]:
-        """8-byte fields that a computed offset may select."""
         step, start = self._stride(rest)
         step, start = (step, start % step) if step % 8 == 0 else (8, 0)
         low, high = self.atoms.range(rest)
@@ -300,7 +296,7 @@ class LoadRules:
         return known
 
     def _stride(self, rest: Poly) -> tuple[int, int]:
-        """Stride and origin of a computed offset."""
+        """Stride, origin."""
         step, start = stride_of(rest), rest.get((), 0)
         mask = self.atoms.mask(rest)
         if mask > 0:
@@ -308,7 +304,6 @@ class LoadRules:
         return step, start
 
     def _whole(self, node: Any, frame: PointerFrame, rest: Poly | None, width: int) -> list[Value]:
-        """Cells that a computed offset can reach."""
         step, start = (1, 0) if rest is None else self._stride(rest)
         low, high = FULL if rest is None else self.atoms.range(rest)
         values: list[Value] = []
@@ -327,7 +322,7 @@ class LoadRules:
         return values
 
     def _pieces(self, node: Any, frame: PointerFrame, offset: int, width: int) -> list[Value]:
-        """Stores of other widths that overlap the load."""
+        """Overlapping stores of other widths."""
         near = frame.overlapping(offset, width)
         if not near:
             return []

@@ -36,8 +36,6 @@ from tessera_ptx.values import Atoms, Key
 
 @dataclass(frozen=True, slots=True)
 class ParamHints:
-    """Parameters that are certainly pointers, and plain numbers."""
-
     pointers: frozenset[int] = frozenset()
     numbers: frozenset[int] = frozenset()
 
@@ -53,7 +51,6 @@ class Definitions:
         self._trivial: dict[Key, Key] = {}
 
     def reaching(self, index: int, name: str) -> Key:
-        """Before instruction `index`."""
         found = self.defs.get(name)
         if found is None:
             return None
@@ -97,12 +94,12 @@ class Definitions:
         return key
 
     def phi_inputs(self, block: int, name: str) -> list[tuple[Key, bool]]:
-        """(key, is back edge) for each predecessor."""
+        """(key, is back edge)"""
         preds = self.graph.blocks[block].preds
         return [(self.at_end(p, name), p >= block) for p in preds]
 
 
-# Operands that carry the value; others only select it.
+# The other operands only select.
 _SOURCES = {"selp": 2, "slct": 2, "shfl": 1}
 
 _FLOATS = (("f32",), ("f16",), ("bf16",))
@@ -128,7 +125,7 @@ class Node:
         self.forced = False
         self.visits = 0
         self.steps: dict[frozenset[int], Poly] = {}
-        # Stores a load may see: address, constant part, width, values.
+        # (address, constant part, width, values) of stores.
         self.exchange: list[tuple[Node | Value, int, int, list[Node | Value]]] = []
 
 
@@ -152,7 +149,6 @@ class Nodes:
         self.converted: set[int] = set()
 
     def want(self, index: int, operand: Operand) -> "Node | Value":
-        """Creates the operand's nodes."""
         kind = type(operand)
         if kind is Reg:
             key = self.defs.reaching(index, operand.name)  # type: ignore[union-attr]
@@ -168,7 +164,6 @@ class Nodes:
         return self.atoms.opaque(("operand", index))
 
     def want_address(self, index: int, operand: Mem) -> "Node | Value":
-        """Without the constant offset."""
         return self.want(index, operand.base)
 
     def _node(self, key: Key) -> Node:

@@ -24,8 +24,8 @@ SPACES = ("global", "shared", "local", "const", "param")
 class Use(NamedTuple):
     operand: int
     effect: str  # r, w, a or h
-    space: str  # "" from the qualifiers
-    which: int  # index into the qualifiers' spaces
+    space: str
+    which: int
 
 
 class OpcodeRow(NamedTuple):
@@ -33,10 +33,9 @@ class OpcodeRow(NamedTuple):
     writes: tuple[int, ...]
     uses: tuple[Use, ...]
     marks: frozenset[str]
-    least: int  # required by value rules
+    least: int
 
 
-# By minimum operand count, with the result.
 _PURE = {
     1: "activemask stacksave",
     2: """
@@ -180,7 +179,7 @@ def space_of(op: Op, use: Use) -> str:
 
 @lru_cache(maxsize=65536)
 def width_of(op: Op) -> int:
-    """Of the last type qualifier; 0 without one."""
+    """Bytes of the last type qualifier; 0 without one."""
     for mod in reversed(op.mods):
         size = _ELEMENT.get(mod)
         if size is not None:

@@ -206,7 +206,6 @@ _BRACE = re.compile(r"[{}]")
 
 
 def _initial(source: SourceText, at: int, stop: int) -> tuple[str, int]:
-    """Text and end."""
     text = source.text
     if at >= stop or text[at] != "=":
         return "", at
@@ -233,7 +232,7 @@ _BRANCHES = frozenset({"bra", "brx", "call"})
 
 
 class NameScope:
-    """Names of one `{ ... }`; inner declarations get a suffix."""
+    """Inner declarations get a suffix."""
 
     __slots__ = ("families", "labels", "number", "parent", "plain", "reader", "registers", "renames")
 
@@ -315,7 +314,6 @@ class BodyReader:
         self.variables: list[Variable] = []
         self.tables: dict[str, tuple[str, ...]] = {}
         self.prototypes: dict[str, Prototype] = {}
-        # With their scope.
         self.jumps: list[tuple[int, NameScope]] = []
         self.pending_label = ""
         for param in (*head.params, *head.returns):
@@ -323,7 +321,6 @@ class BodyReader:
         self.ops: dict[str, Op] = {}
 
     def read(self, at: int) -> tuple[Function, int]:
-        """The function and the offset behind its closing brace."""
         source, text, ops, body = self.source, self.source.text, self.ops, self.body
         line, seen, end = source.place(at)[0], at, at
         count, rfind = text.count, text.rfind
@@ -481,7 +478,7 @@ _IGNORED = ("pragma", "file", "loc", "section")
 
 
 def parse(text: str | bytes, file: str = "<ptx>") -> Module:
-    """Bytes are UTF-8, with an optional trailing NUL."""
+    """UTF-8, with an optional trailing NUL."""
     if isinstance(text, bytes):
         text = text.rstrip(b"\0").decode("utf-8", "replace")
     return _ModuleReader(SourceText(text, file)).read()
@@ -517,7 +514,6 @@ class _ModuleReader:
         )  # fmt: skip
 
     def _directive(self, match: re.Match[str]) -> int:
-        """Returns the offset behind the directive."""
         kind = match.lastindex
         if kind == 1:
             major, minor = match[1].split(".")
@@ -546,7 +542,6 @@ class _ModuleReader:
         self.variables += read_variables(source, words, stop)
 
     def _params(self, at: int) -> tuple[tuple[Param, ...], int]:
-        """With the offset behind them."""
         at = self.source.skip_space(at)
         if not self.source.text.startswith("(", at):
             return (), at

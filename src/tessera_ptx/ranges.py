@@ -11,7 +11,7 @@ _SMALL = {
     "%laneid": 32, "%warpid": 64, "%nwarpid": 65, "%smid": 4096, "%nsmid": 4097,
     "%cluster_ctarank": 32, "%cluster_nctarank": 33,
 }  # fmt: skip
-# Factors of `weights`: inverse of a number, choice of an alternative.
+# For `weights`.
 _FACTORS: dict[str, Range] = {"inverse": (-1, 1), "chosen": (0, 1)}
 PER_LAUNCH = ("%ntid", "%nctaid", "%nclusterid", "%cluster_nctaid", "%cluster_nctarank", "%gridid")
 
@@ -44,7 +44,6 @@ def add_ranges(a: Range, b: Range) -> Range:
 
 
 def mul_ranges(a: Range, b: Range) -> Range:
-    """Unbounded ends remain only if the signs allow it."""
     if a == (0, 0) or b == (0, 0):
         return (0, 0)
     if a[0] is not None and b[0] is not None and a[0] >= 0 and b[0] >= 0:
@@ -151,7 +150,7 @@ def _min_max(name: str, a: Range, b: Range) -> Range:
 
 
 def fit(a: Range, bits: int, signed: bool) -> Range:
-    """The same bits as another type: itself if it fits, else the whole type."""
+    """The whole type if it does not fit."""
     whole = type_range(bits, signed)
     if whole[0] is not None and whole[1] is not None and within(a, whole[0], whole[1]):
         return a
@@ -196,7 +195,6 @@ def _op_range(name: str, bits: int, args: list[Range]) -> Range:
 
 
 def op_mask(name: str, bits: int, span: Range, masks: list[int]) -> int:
-    """-1 if unknown."""
     known = [m for m in masks if m >= 0]
     if name == "and" and known:
         out = known[0]

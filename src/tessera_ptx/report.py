@@ -13,8 +13,6 @@ _VERBS = {"r": "reads", "w": "writes", "a": "updates"}
 
 @dataclass(frozen=True, slots=True)
 class AccessReport:
-    """Through parameter `param`, `offset` bytes into it."""
-
     param: int
     offset: int
     read: bool
@@ -51,7 +49,7 @@ class SymbolReport:
 
 @dataclass(frozen=True, slots=True)
 class IndirectReport:
-    """Pointers loaded from memory."""
+    """Through pointers loaded from memory."""
 
     # ("param", index, offset), ("symbol", name), ("frame", space, name) or ("unknown", "")
     tables: tuple[tuple[Any, ...], ...]
@@ -59,7 +57,7 @@ class IndirectReport:
     write: bool
     atomic: bool
     lines: tuple[tuple[int, str], ...]
-    # Pointers loaded through loaded pointers, as in a list.
+    # Also through loaded pointers, as in a list.
     deep: bool
 
     @property
@@ -79,7 +77,6 @@ class KernelReport:
     accesses: tuple[AccessReport, ...]
     symbols: tuple[SymbolReport, ...]
     indirect: tuple[IndirectReport, ...]
-    # (name, size)
     params: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
@@ -87,7 +84,7 @@ class KernelReport:
 
     @property
     def tables(self) -> tuple[int, ...]:
-        """Parameters with pointer tables, if only the buffers in these are unknown."""
+        """If only the buffers in these tables are unknown."""
         places = {table for item in self.indirect for table in item.tables}
         known = {item.why for item in self.indirect}
         flat = all(table[0] == "param" and table[2] == 0 for table in places)
@@ -122,14 +119,13 @@ def to_json(reports: Iterable[KernelReport]) -> str:
 
 
 def buffer_name(report: KernelReport, param: int, offset: int, names: Sequence[str] = ()) -> str:
-    """`x` if names are given, else `param 0`; `+8` for a struct field."""
+    """`+8` for a struct field."""
     name = names[param] if param < len(names) else f"param {param}"
     size = report.params[param][1] if param < len(report.params) else 8
     return name if not offset and size <= 8 else f"{name}+{offset}"
 
 
 def sentences(report: KernelReport, names: Sequence[str] = ()) -> list[str]:
-    """A second one if immovable."""
     read, written, updated = [], [], []
     for access in report.accesses:
         name = buffer_name(report, access.param, access.offset, names)
@@ -171,7 +167,6 @@ def _flags(read: bool, write: bool, atomic: bool) -> str:
 
 
 def rows(report: KernelReport, names: Sequence[str] = ()) -> list[tuple[str, str, str, str]]:
-    """Kernel, buffer, access, bytes."""
     out = [
         (
             report.name,

@@ -13,20 +13,17 @@ class MemoryAccess(NamedTuple):
     at: int  # instruction index
     operand: Mem
     effect: str  # r, w or a
-    space: str  # global, shared, local, const, param or "" (generic)
+    space: str
 
 
 @dataclass(slots=True)
 class Scan:
     infos: list[OpInfo | None] = field(default_factory=list)
-    # Ascending.
     defs: dict[str, list[int]] = field(default_factory=dict)
     accesses: list[MemoryAccess] = field(default_factory=list)
     stops: list[tuple[int, str]] = field(default_factory=list)
-    # By instruction index.
     tensors: list[int] = field(default_factory=list)
     maps: list[int] = field(default_factory=list)
-    # Too few operands.
     short: set[int] = field(default_factory=set)
 
 

@@ -18,7 +18,7 @@ class Op(NamedTuple):
 
 
 class Reg(NamedTuple):
-    """Or vector component (`%v.x`)."""
+    """`%r1`, or a vector component (`%v.x`)."""
 
     name: str
 
@@ -59,8 +59,6 @@ class Mem(NamedTuple):
 
 
 class Vec(NamedTuple):
-    """`{a, b, c, d}`"""
-
     items: "tuple[Operand, ...]"
 
 
@@ -118,8 +116,8 @@ class RegDecl:
 @dataclass(frozen=True, slots=True)
 class Param:
     name: str
-    type: str  # u64, b8, f32, texref ...
-    size: int  # bytes; 0: unsized
+    type: str
+    size: int  # 0: unsized
     align: int
     is_array: bool
     # Declared `.ptr`; ptr_space "": generic.
@@ -134,10 +132,9 @@ class Variable:
     name: str
     space: str
     type: str
-    size: int  # bytes; 0: unsized (extern)
+    size: int  # 0: unsized (extern)
     align: int
-    linkage: str  # visible, extern, weak, common or ""
-    # Names in the initial value.
+    linkage: str
     refers: tuple[str, ...]
     initial: str
     line: int
@@ -146,8 +143,6 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Prototype:
-    """`.callprototype` of an indirect call."""
-
     name: str
     returns: tuple[Param, ...]
     params: tuple[Param, ...]
@@ -156,8 +151,6 @@ class Prototype:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """An `.entry` (kernel) or `.func` (device function)."""
-
     name: str
     is_entry: bool
     linkage: str
@@ -169,14 +162,12 @@ class Function:
     variables: tuple[Variable, ...]
     body: tuple[Instruction, ...]
     labels: Mapping[str, int]
-    # .branchtargets and .calltargets by label.
+    # By label.
     tables: Mapping[str, tuple[str, ...]]
     prototypes: Mapping[str, Prototype]
     line: int
     column: int
-    # False: external.
     defined: bool = True
-    # In the parameter block.
     param_offsets: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -185,7 +176,7 @@ class Module:
     file: str
     version: tuple[int, int]
     target: str  # sm_90a
-    target_options: tuple[str, ...]  # texmode_independent, debug, ...
+    target_options: tuple[str, ...]
     address_size: int
     variables: tuple[Variable, ...]
     functions: tuple[Function, ...]

@@ -23,9 +23,8 @@ _MAP_BYTES = 128
 class TensorMaps:
     def __init__(self, flow: Flow, conditions: Conditions) -> None:
         self.flow, self.conditions = flow, conditions
-        # (line, effect, map address, offset)
         self.copies: list[tuple[int, str, Node | Value, int]] = []
-        # (instruction, place, offset, value): an address written into a map
+        # (instruction, place, offset, value)
         self.edits: list[tuple[int, Node | Value, int, Node | Value]] = []
         # (instruction, to, offset, from, offset)
         self.moves: list[tuple[int, Node | Value, int, Node | Value, int]] = []
@@ -64,7 +63,6 @@ class TensorMaps:
             self.paths[index] = self.conditions.want(index)
 
     def accesses(self, classifier: Classifier) -> Iterator[tuple[str, int, AccessTarget]]:
-        """(effect, line, target)."""
         self.classifier = classifier
         known = self._contents()
         for line in self.missing:
@@ -113,7 +111,7 @@ class TensorMaps:
         return any(h <= rank <= p for h, block in enumerate(blocks) for p in block.preds if p >= h)
 
     def _surely(self, edit: int, move: int) -> bool:
-        """Some thread of every copying block made the edit before."""
+        """Some thread of every copying block made the edit."""
         ours, theirs = self.paths[edit], self.paths[move]
         if len(self.conditions.known(ours)) != len(ours.wanted):
             return False

@@ -40,7 +40,7 @@ class Form(NamedTuple):
     op: Op
     bits: int  # of the result
     source_bits: int
-    signed: bool  # of the (source) type
+    signed: bool
     wide: bool
     hi: bool
 
@@ -56,7 +56,6 @@ _UPPER = 1 << 32
 
 
 def form_of(op: Op) -> Form | None:
-    """None for floats and predicates."""
     types = [_TYPES[m] for m in op.mods if m in _TYPES]
     if not types or types[0][0] == 0:
         return None
@@ -293,13 +292,13 @@ class OpInfo:
     op: Op
     row: OpcodeRow | None
     writes: tuple[int, ...]
-    # With their state space, without hints.
+    # Without hints.
     uses: tuple[tuple[Use, str], ...]
     form: Form | None
     rule: Rule | None
     # No relevant integer.
     scalar: bool
-    width: int  # of one element
+    width: int
     vector: int
     signed: bool
     is_load: bool

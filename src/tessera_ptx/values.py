@@ -56,30 +56,29 @@ class Atom(NamedTuple):
     base: bool  # may be a pointer
     level: int
     taint: frozenset[int]
-    size: int = 1  # leaves in expanded form
+    size: int = 1
     carry: bool = False  # may be a copied part of a pointer
     # Parts of the taint: without small contributions; the same if the atom is multiplied, since it may then
     # grow in a loop; possibly divided.
     large: frozenset[int] = frozenset()
     scaled: frozenset[int] = frozenset()
     divided: frozenset[int] = frozenset()
-    joined: bool = True  # pointers are alternatives, not inputs of a computation
+    joined: bool = True  # not inputs of a computation
 
 
 class Atoms:
     def __init__(self, limits: dict[str, int], numbers: frozenset[int] = frozenset()) -> None:
-        # Exclusive bounds from .reqntid / .maxntid: {"%tid.x": 128}.
+        # From .reqntid / .maxntid, exclusive: {"%tid.x": 128}.
         self.limits = limits
         self.atoms: list[Atom] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
         self.bases: set[int] = set()
-        # Alternatives examined, weighted by length.
+        # Alternatives examined.
         self.work = 0
-        # Work of `weights`, and whether it gave up.
+        # Work of `weights`; it gave up.
         self.weighed, self.cut = 0, False
         # Below eight bytes: no part of a pointer.
         self.narrow_params: set[int] = set()
-        # Plain numbers in this launch.
         self.numbers = numbers
 
     def number(self, item: tuple[Any, ...]) -> int:
@@ -250,7 +249,7 @@ class Atoms:
         return base, {m: c for m, c in poly.items() if not (len(m) == 1 and c == 1 and m[0] in base)}
 
     def opaque(self, key: Key, *values: Value, joined: bool = False) -> Value:
-        """Any value, tainted by its sources' bases."""
+        """Tainted by its sources' bases."""
         taint: set[int] = set()
         large: set[int] = set()
         carry = False
@@ -263,7 +262,6 @@ class Atoms:
         return self.value(item)
 
     def _large_of(self, poly: Poly, scaled: bool = False) -> frozenset[int]:
-        """Without small contributions."""
         found: set[int] = set()
         for mono, coeff in poly.items():
             if mono and not within(self._monomial_range(mono, coeff), -SMALL, SMALL):
@@ -283,7 +281,7 @@ class Atoms:
         return frozenset(found)
 
     def may_carry(self, poly: Poly) -> bool:
-        """A narrow value may be part of a pointer: copied from memory or cut from one.
+        """May be part of a pointer: copied from memory or cut from one.
 
         Values computed from thread indices, narrow parameters and counters are not.
         """
@@ -303,12 +301,11 @@ class Atoms:
         return self.limited(key, tuple(blurred))
 
     def kind(self, number: int) -> str:
-        """Behind copies."""
         item = self.atoms[number].item
         return str(self.atoms[item[1]].item[0] if item[0] == "copy" else item[0])
 
     def roots(self, numbers: frozenset[int]) -> frozenset[int]:
-        """Origins of bases; for loaded pointers, their tables and DEEP."""
+        """For loaded pointers, their tables and DEEP."""
         out: set[int] = set()
         for number in numbers:
             for origin in self.atoms[number].taint if number >= 0 else (number,):
@@ -321,7 +318,7 @@ class Atoms:
         return self.poly(("op", name, bits, None, *frozen))
 
     def join(self, key: Key, value: Value) -> Value:
-        """One alternative per base: offsets of the same base become `any(...)`, tagged with the key."""
+        """Offsets of the same base become `any(...)`."""
         if len(value) < 2:
             return value
         groups: dict[frozenset[int], list[Poly]] = {}
@@ -335,7 +332,6 @@ class Atoms:
         )
 
     def limited(self, key: Key, value: Value) -> Value:
-        """One opaque alternative above the limit."""
         if len(value) > _MAX_ALTERNATIVES or any(len(p) > MAX_POLY for p in value):
             return self.opaque((key, "many"), value, joined=True)
         return value
@@ -373,5 +369,4 @@ class Atoms:
 
 
 def by_base(found: dict[frozenset[int], T]) -> list[tuple[frozenset[int], T]]:
-    """Canonical order."""
     return sorted(found.items(), key=lambda item: sorted(item[0])) if len(found) > 1 else list(found.items())

@@ -29,8 +29,8 @@ from tessera_ptx.values import SMALL, Atoms
 _FAR = 1 << 40
 _MAX_UNSURE = 8
 _MAX_CHOICES = 16
-# Nesting depth and work (addends, alternatives, sets of pointers) per kernel. Shared parts are examined each
-# time, up to 2**30 in a chain of thirty instructions; compiled kernels stay below 5 and 2,500.
+# Shared parts are examined each time, up to 2**30 in a chain of thirty instructions; compiled kernels stay
+# below 5 and 2,500.
 _MAX_DEPTH = 32
 _MAX_WEIGHED = 1 << 15
 _ORIGINS = frozenset({"param", "fields", "symbol", "frame", "loaded", "func"})
@@ -160,7 +160,6 @@ class _Weigher:
             weight.loose |= not near
 
     def _follow(self, number: int, item: tuple[Any, ...], scale: Fraction, factors: tuple[int, ...]) -> bool:
-        """False if it cannot."""
         if item[0] != "op" or any(isinstance(part, int) for part in item[4:]):
             return False
         name, parts = item[1], [dict(part) for part in item[4:]]
@@ -187,7 +186,6 @@ def _inverse(at: Atoms, poly: Poly) -> int:
 
 
 def _reduced(at: Atoms, factors: tuple[int, ...]) -> tuple[int, ...]:
-    """Without inverse pairs."""
     left = list(factors)
     for inverse in factors:
         item = at.atoms[inverse].item

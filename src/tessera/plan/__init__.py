@@ -1,9 +1,4 @@
-"""Plan: assigns each launch of a work unit to a device, and groups of a service to a load.
-
-In order: `config`, `arrays`, `constraints`, `problem` (inputs as arrays), `pricing` (linear program over
-placements), `latency`, `baselines` (coarse policies), `search`, `solve` (a work unit), `batches` (best
-batch), `fluid` and `service` (a load), `explain`.
-"""
+"""Plan: assigns each launch of a work unit to a device, and groups of a service to a load."""
 
 from tessera import make_callable
 from tessera.plan.batches import BATCHES, Target

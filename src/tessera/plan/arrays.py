@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 # Node -> device.
 Labels = npt.NDArray[np.int64]
-# Producer node, bytes, runs, reading nodes.
+# (producer node, bytes, runs, reading nodes)
 Flow = tuple[int, int, int, list[int]]
 
 TRANSIENT = (ir.BufferKind.TEMPORARY, ir.BufferKind.INPUT, ir.BufferKind.OUTPUT)
@@ -33,7 +33,6 @@ class Values:
 
     producer: Ints
     num_bytes: Floats
-    # Runs per request.
     runs: Floats
     # Node pin_node[i] reads value pin_value[i]; sorted by value.
     pin_value: Ints
@@ -45,8 +44,6 @@ class Values:
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """Weights or state, held where their nodes run."""
-
     num_bytes: Floats
     pin_item: Ints
     pin_node: Ints
@@ -154,10 +151,10 @@ def _flows(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
 
 @dataclass(frozen=True, slots=True)
 class Transit:
-    # The state in the later step, and its parts in the earlier one.
+    # Size in the later step, and of its parts in the earlier one.
     num_bytes: int
     part_bytes: int
-    # (step, launch) of the group's first use.
+    # (step, launch) of the first use.
     source: tuple[int, int]
     target: tuple[int, int]
 
@@ -221,7 +218,7 @@ class Temporaries:
         return np.asarray(self.live_bytes(labels, num_devices).max(axis=1, initial=0.0))
 
     def live_bytes(self, labels: Labels, num_devices: int) -> Floats:
-        """[device, launch]: bytes live during the launch."""
+        """[device, launch]."""
         num_launches = len(self.node_of)
         key = self.touch_buffer * num_devices + labels[self.node_of[self.touch_launch]]
         first = np.full(len(self.num_bytes) * num_devices, -1, dtype=np.int64)

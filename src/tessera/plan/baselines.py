@@ -55,7 +55,7 @@ def prefill_decode_fractional(pool: Pool) -> tuple[Mix, ...] | None:
     if columns is None:
         return None
     mix = throughput.balanced(pool, columns.values())
-    # The best by busy time; with few microbatches a simpler mix may win.
+    # With few microbatches a simpler mix may win.
     simpler = (*(data_parallel(pool) or ()), *(prefill_decode(pool) or ()))
     return None if mix is None else (mix, *simpler)
 
@@ -82,7 +82,6 @@ def layer_pipeline(pool: Pool) -> tuple[Mix, ...] | None:
         cuts = range(1, num_layers)
         ranges: Iterable[Labels | None] = (np.where(layer < c, a, 1 - a) for a in (0, 1) for c in cuts)
     else:
-        # Leave space for the largest temporaries, or else for none.
         most = pool.microbatches * prob.most_temporary_bytes
         spares = dict.fromkeys((most, 0.0) if pool.is_tight else (0.0,))
         ranges = (
@@ -128,7 +127,7 @@ COARSE: dict[str, Callable[[Pool], tuple[Mix, ...] | None]] = {
 
 
 def coarse_mixes(pool: Pool) -> dict[str, tuple[Mix, ...] | None]:
-    """Also adds the columns to the pool."""
+    """Adds the columns to the pool."""
     found = {name: policy(pool) for name, policy in COARSE.items()}
     for mixes in found.values():
         for mix in mixes or ():
@@ -145,7 +144,7 @@ def orders(pool: Pool) -> list[tuple[int, ...]]:
 
 
 def pipeline(pool: Pool, layer: Ints, num_layers: int, order: tuple[int, ...], spare: float) -> Labels | None:
-    """The split with the smallest bottleneck for one device order, within memory less `spare`."""
+    """Smallest bottleneck for one device order, within memory less `spare`."""
     prob = pool.problem
     load = np.zeros((num_layers, prob.num_devices))
     np.add.at(load, layer, prob.load_us)
@@ -178,7 +177,7 @@ def _ranges(per_layer: Floats) -> Floats:
 
 
 def _layer_bytes(pool: Pool, layer: Ints, num_layers: int) -> Floats:
-    """Resident bytes per layer; shared buffers count in each layer."""
+    """Shared buffers count in each layer."""
     total = np.zeros(num_layers)
     for held, copies in ((pool.problem.weights, 1), (pool.problem.states, pool.microbatches)):
         pairs = np.unique(np.stack([held.pin_item, layer[held.pin_node]], axis=1), axis=0)

@@ -2,12 +2,9 @@
 
 These are decodes or prefills alone, images, encoders, and models with state by row. Batches are planned with
 little effort until memory is exhausted, then ever nearer to the best, for every number of microbatches in
-flight; the best point within the limits is planned in full. Each coarse policy gets its own best point;
-copies of the model (`single`, `data-parallel`) get a batch per device. Times follow Little's law: n
-microbatches at r work units per second take n / r each.
-
-Equal cells (one H20 and one L40S of eight each) are searched as one cell, whose plan is copied; if a cell is
-too small, the whole cluster is searched.
+flight; the best point within the limits is planned in full. Each coarse policy gets its own best point. Times
+follow Little's law: n microbatches at r work units per second take n / r each. Equal cells (one H20 and one
+L40S of eight each) are searched as one cell, whose plan is copied, unless it is too small.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,27 +20,27 @@ from tessera.plan.problem import Cells, build, cluster_of, costs_on, kinds_of, p
 from tessera.plan.search.task import Simulator
 from tessera.plan.solve import PlanConfig, baselines, side_by_side, solve
 
-# First batches, and factors around the best one, round by round.
+# First batches, and factors around the best one by round.
 BATCHES = tuple(2 * 4**n for n in range(6))
 ROUNDS = ((0.5, 2.0), (0.75, 1.5), (0.875, 1.25), (0.9375, 1.125), (0.97, 1.0625))
-# Around a coarse policy's best batch among those of the plans.
+# Around a coarse policy's best batch.
 NEAR = ROUNDS[2:]
-# With more microbatches in flight: shares of the best batch with fewer, and rounds around the best.
+# With more microbatches: shares of the best batch with fewer, and rounds around the best.
 DEEPER, DEEPER_ROUNDS = (0.5, 0.75), ROUNDS[2:3]
-# Microbatches in flight per device.
+# Microbatches per device.
 DEPTHS = (1, 2)
 REPLICAS = ("single", "data-parallel")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    # Answer tokens per request; a unit without decodes counts rows.
+    # A unit without decodes counts rows.
     output_tokens: int
     tpot_ms: float | None = None
     ttft_ms: float | None = None
 
     def excess(self, option: Option) -> float:
-        """The larger time relative to its limit; above 1: missed."""
+        """Above 1: a limit is missed."""
         pairs = ((self.tpot_ms, option.tpot_ms), (self.ttft_ms, option.ttft_ms))
         return max((ms / limit for limit, ms in pairs if limit is not None), default=0.0)
 
@@ -61,7 +58,7 @@ Record = TypeVar("Record", ir.Robust, ir.Baseline, Option)
 def best_batch(
     merit: Callable[[int], Merit], batches: Sequence[int], rounds: Sequence[Sequence[float]] = ()
 ) -> int | None:
-    """Tries batches up to the first that does not fit, then those around the best."""
+    """Up to the first batch that does not fit, then around the best."""
     rated: dict[int, Merit] = {}
     for batch in batches:
         rated[batch] = merit(batch)
@@ -83,16 +80,16 @@ class BatchSearch:
     config: PlanConfig
     simulate: Callable[[], Simulator]
     advance: Callable[[str], None] = lambda text: None
-    # (batch, microbatches) -> a plan with little effort, or why there is none; the coarse policies.
+    # By (batch, microbatches).
     _plans: dict[tuple[int, int], ir.Plan | PlanInfeasible] = field(default_factory=dict)
     _coarse: dict[tuple[int, int], dict[str, Option]] = field(default_factory=dict)
-    # Batch -> a copy per device; None where it does not fit.
+    # By batch and device; None where it does not fit.
     _copies: dict[int, list[Option | None]] = field(default_factory=dict)
 
     def best(
         self, batches: Sequence[int] = BATCHES, depths: Sequence[int] = ()
     ) -> tuple[ir.Plan, Comparison]:
-        """The plan of the best point, beside coarse policies at theirs. A single batch is taken as given."""
+        """A single batch is taken as given."""
         if copied := self._by_cells(batches, depths):
             return copied
         is_free = len(batches) > 1
@@ -108,14 +105,14 @@ class BatchSearch:
         if not self.target.allows(self.option(best)):
             raise self._refusal(plans)
         if self.config.search is not QUICK:
-            search = replace(self.config.search, fewer_microbatches=())  # their number is chosen
+            search = replace(self.config.search, fewer_microbatches=())
             full = self._plan(best.batch, best.microbatches, replace(self.config, search=search))
             best = max(best, full, key=lambda plan: self._merit(self.option(plan)))
         baselines = (*self.copies(batches), *self._coarse_options(NEAR if is_free else ()))
         return best, Comparison(best.policy, self.option(best), baselines, self.config.objective)
 
     def _by_cells(self, batches: Sequence[int], depths: Sequence[int]) -> tuple[ir.Plan, Comparison] | None:
-        """One of several equal cells, copied; None without cells, or if they are too small."""
+        """None without equal cells, or if they are too small."""
         config = self.config
         kinds = kinds_of(build(*self.unit_at(batches[0]), self.cluster))
         parts = next(partitions(kinds.members), ()) if kinds else ()
@@ -167,7 +164,7 @@ class BatchSearch:
                 self._plans[batch, depth] = error
                 return NOTHING
             self._plans[batch, depth] = plan
-            if plan.microbatches == depth:  # else its baselines may be for fewer
+            if plan.microbatches == depth:
                 self._coarse[batch, depth] = self._options(plan.unit, plan.costs, plan.baselines)
         known = self._plans[batch, depth]
         return self._merit(self.option(known)) if isinstance(known, ir.Plan) else NOTHING
@@ -296,7 +293,7 @@ class BatchSearch:
 
 
 def together(listed: Sequence[Option]) -> Option:
-    """Separate devices side by side: rates, rents and powers add up."""
+    """Rates, rents and powers of separate devices add up."""
     rents = [o.usd_per_hour for o in listed if o.usd_per_hour is not None]
     watts = [o.joules_per_token * o.tokens_per_s for o in listed if o.joules_per_token is not None]
     tokens_per_s = sum(o.tokens_per_s for o in listed)

@@ -39,7 +39,6 @@ class Option:
 class Comparison:
     policy: str
     chosen: Option
-    # One per policy that applies.
     baselines: tuple[Option, ...]
     objective: Objective = Objective.THROUGHPUT
 

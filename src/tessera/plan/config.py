@@ -15,7 +15,6 @@ class SearchConfig:
     gap: float = 1e-4
     many_gap: float = 2e-4
     limited_gap: float = 1e-3
-    # A safeguard; the gap ends the loop.
     max_rounds: int = 80
     # Smaller lanes are dropped.
     min_share: float = 1e-3
@@ -26,26 +25,25 @@ class SearchConfig:
     # Pricing rounds with memory rows; penalty for exceeding memory.
     max_memory_rounds: int = 30
     memory_penalty: float = 10.0
-    # Byte prices rise by this share from first to last layer: equal layers would all move at one price.
+    # Rise of byte prices from first to last layer: equal layers would all move at one price.
     tilt: float = 0.5
-    # Byte price factors, since temporaries have no price.
+    # Temporaries have no price.
     memory_factors: tuple[float, ...] = (1.0, 1.25, 1.6, 2.5)
-    # Up to so many choices (nodes x devices) a MILP finds the best single placement.
+    # Up to so many choices (nodes x devices) a MILP is solved.
     few_choices: int = 32
 
-    # Table entries in `elimination`: 128 KB fit in cache; exact for transformers on four devices.
+    # In `elimination`: 128 KB fit in cache; exact for transformers on four devices.
     max_entries: int = 16_384
     max_sweeps: int = 6
-    # Relative gap that counts as optimal in floating point.
     exact: float = 1e-6
     # Pairings of equal devices per placement.
     max_pairings: int = 16
 
-    # Candidates judged per coarse policy; devices up to which all orders are tried.
+    # Candidates per coarse policy; devices up to which all orders are tried.
     num_coarse: int = 2
     max_permuted: int = 4
 
-    # Depths of the linear program per device; launches above which fewer are tried.
+    # Per device, of the linear program; launches above which fewer are tried.
     depths: tuple[float, ...] = (1.1, 1.35, 1.02, 1.2, 1.5, 2.0)
     depth_launches: int = 12_000
     # Quick simulations: minimum, maximum, launches of a unit that gets one.
@@ -53,7 +51,7 @@ class SearchConfig:
     max_looks: int = 96
     look_launches: int = 24_000
     shares: tuple[float, ...] = (0.125, 0.25, 0.375, 0.5)
-    # Moves per team and estimate; single placements to start from.
+    # Per team and estimate; single placements to start from.
     num_moves: int = 3
     num_single: int = 3
     # Mixes simulated in full: small units, large units; launches of a large unit.
@@ -61,7 +59,6 @@ class SearchConfig:
     large_launches: int = 4_500
     # Short simulations miss lanes with smaller shares.
     rare_share: float = 1 / 16
-    # Minimum share of a placement in a team.
     least_share: float = 1 / 64
     # Segment moves: failures in a row, maximum, minimum gain.
     num_segments: int = 24
@@ -76,23 +73,23 @@ class SearchConfig:
     max_rivals: int = 16
     regret_step: float = 2e-3
     num_samples: int = 200
-    # Microbatch counts also tried where memory is short.
+    # Also tried where memory is short.
     fewer_microbatches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
 
-    # Device sets for cost and energy: bounded, solved, planned; minimum share of the best.
+    # Device sets for cost and energy: bounded, solved, planned.
     max_bounded: int = 4096
     max_solved: int = 12
     max_planned_sets: int = 4
     worth: float = 0.85
 
-    # Rows x devices of a latency frontier: first, maximum, over all launches near or far from the bound.
+    # Rows x devices of a frontier: first, maximum, over all launches near or far from the bound.
     narrow_rows: int = 32
     wide_rows: int = 512
     frontier_rows: tuple[int, int] = (320_000, 1_280_000)
-    # Gap that counts as optimal; gap that calls for the widest frontier at once.
+    # Gaps: optimal; far enough for the widest frontier at once.
     met: float = 1e-4
     far: float = 0.02
-    # Launches timed by local search, minimum trials. Counts, not seconds: plans are reproducible.
+    # Counts, not seconds: plans are reproducible.
     timed_launches: int = 400_000
     min_trials: int = 8
 

@@ -1,13 +1,9 @@
 """Placement constraints, and launch classes by module scope.
 
-`PATTERN=DEVICES` pins launches to devices or forbids them there, in every policy. A pattern (shell wildcards)
-matches a step kind ("prefill"), a kernel name ("aten.mm.default", "mm"), a module path, its parents and parts
-("model.layers.0", "self_attn"), or:
-
-    attention   launches inside attention modules
-    gemm        matrix multiplications, by kernel name
-
-DEVICES is a comma-separated list with wildcards. Launches that share a device follow the one that matches.
+`PATTERN=DEVICES` pins launches to devices or forbids them there. A pattern (shell wildcards) matches a step
+kind ("prefill"), a kernel name ("aten.mm.default", "mm"), a module path, its parents and parts
+("model.layers.0", "self_attn"), `attention` (launches inside attention modules) or `gemm`. DEVICES is a
+comma-separated list with wildcards. Launches that share a device follow the one that matches.
 
 An attention scope is the deepest module path that holds all launches touching one state buffer, or the path
 of an attention kernel; inner scopes win. A layer is the path up to its first number. Launches outside layers
@@ -34,8 +30,6 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Matching launches run on one of `devices` (a pin), or on none of them."""
-
     pattern: str
     devices: tuple[str, ...]
     is_pin: bool
@@ -188,7 +182,7 @@ def attention_launches(unit: ir.WorkUnit) -> tuple[npt.NDArray[np.bool_], ...] |
 
 
 def layers_of(unit: ir.WorkUnit) -> tuple[tuple[Ints, ...], int] | None:
-    """([step][launch] -> layer, number of layers); None with fewer than two."""
+    """([step][launch] -> layer, number); None with fewer than two."""
     number: dict[Path, int] = {}
     ranks: list[Ints] = []
     for graph in unit.graphs:

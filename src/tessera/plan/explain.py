@@ -20,16 +20,15 @@ from tessera.plan.problem import Column, Mix, Problem, build, mix_of
 from tessera.plan.search.robust import Sampler
 
 MAX_REASONS = 8
-# Relative changes of the period that are ignored.
 SAME = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    # Device name, or "src -> dst".
+    # "src -> dst" for a link.
     name: str
     is_link: bool
-    # Per request; share of the time.
+    # Per request.
     busy_us: float
     utilisation: float
 
@@ -39,7 +38,7 @@ class KernelUse:
     """One kernel in one kind of module."""
 
     kernel: str
-    # Module path with numbers as "*": "model.layers.*.mlp".
+    # Numbers as "*": "model.layers.*.mlp".
     scope: str
     num_runs: int
     # Per device: microseconds per request if all ran there; share that does.
@@ -54,7 +53,6 @@ class Gain:
     name: str
     throughput: float | None
     latency: float | None
-    # Work per dollar and per joule.
     cost: float | None = None
     energy: float | None = None
 
@@ -63,27 +61,26 @@ class Gain:
 class DeviceMemory:
     device: str
     capacity_bytes: int
-    # Weights of all lanes; maximum of one request.
+    # Weights of all lanes; the rest of one request.
     weight_bytes: int
     microbatch_bytes: int
-    # All requests in flight.
     state_bytes: int
     temporary_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a kernel runs on its device: the cost of the best alternative."""
+    """The device of a kernel, and the cost of the best alternative."""
 
     kernel: str
     scope: str
     device: str
     other: str
-    # Per request; transfers added (negative: saved).
+    # Per request; negative transfers are saved.
     here_us: float
     there_us: float
     transfers_us: float
-    # Relative, after the move, by busy time.
+    # After the move, relative, by busy time.
     period: float
 
     @property
@@ -114,9 +111,8 @@ class Explanation:
     # Per average request.
     num_transfers: float
     transfer_bytes: float
-    # Relative.
     error: float
-    # One request alone; 0: not computed.
+    # 0: not computed.
     latency_bound_us: float
     verdict: str
     memory: tuple[DeviceMemory, ...] = ()

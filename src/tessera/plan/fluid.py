@@ -5,11 +5,10 @@ with full steps of T tokens finishes T / (P + A) requests per step: n = T A / (P
 tokens. With prompts devices, a share of the mixed devices' steps has prompt tokens, such that as many prompts
 are read as answers end. Time per token is the mean step time of the slowest group.
 
-Drafts are candidates; the rehearsal decides. `bound_per_s` bounds every policy from above: launches are
-divided among the devices at will, each at its cheapest step size, without transfers. A lane over several
-devices holds pages where their layers or all attention run, whichever is faster: more sequences read weights
-less often, but leave less choice of where. Not modelled: waits inside a lane (`waits` stands for them),
-padding, lengths other than their mean.
+`bound_per_s` bounds every policy from above: launches are divided among the devices at will, each at its
+cheapest step size, without transfers. A lane over several devices holds pages where their layers or all
+attention run, whichever is faster. Not modelled: waits inside a lane (`waits` stands for them), padding,
+lengths other than their mean.
 """
 
 import math
@@ -26,7 +25,7 @@ from tessera.plan.arrays import Floats
 from tessera.plan.host import FETCH
 from tessera.plan.problem import spread_us
 
-# Policies with one device per group, and with a lane over all devices.
+# With one device per group; with a lane over all devices.
 SINGLE, DATA_PARALLEL = "single", "data-parallel"
 PREFILL_DECODE, FRACTIONAL = "prefill-decode", "prefill-decode-fractional"
 LAYER_PIPELINE, ATTENTION_FFN = "layer-pipeline", "attention-ffn"
@@ -38,42 +37,37 @@ POLICIES = (SINGLE, DATA_PARALLEL, PREFILL_DECODE, FRACTIONAL, *DIVIDED)
 
 @dataclass(frozen=True, slots=True)
 class FluidConfig:
-    # Tokens of a step: first, largest, sizes per doubling.
+    # Tokens of a step; sizes per doubling.
     least_tokens: int = 32
     most_tokens: int = 8192
     per_doubling: int = 6
-    # Per microbatch.
     most_sequences: int = 1024
     prompt_tokens: tuple[int, ...] = (512, 1024, 2048, 4096)
     # Least prompt tokens of a mixed step beside a prompts group.
     chunks: tuple[int, ...] = (16, 80, 144, 272, 528)
-    # Prompts held by a prompts group per prompt of a step; steps of work that it keeps.
+    # Prompts held by a prompts group per prompt of a step.
     backlog: float = 2.0
-    # One mixed step in so many has prompt tokens, as many as all need.
+    # One mixed step in so many has prompt tokens.
     every: tuple[int, ...] = (1, 2, 4)
-    # Sequences beyond those that answer, to fill mixed steps: a share and a number.
+    # Sequences beyond those that answer, to fill mixed steps.
     waiting_share: float = 0.12
     waiting: int = 2
     memory_share: float = MEMORY_SHARE
-    # Twice the relative standard deviation of the tokens that a sequence holds.
+    # Twice the relative standard deviation of a sequence's tokens.
     spread: float = 0.7
-    # Share of time that devices of a lane wait with a microbatch each; that they compute beside a host.
+    # Share of time that devices of a lane wait; that they compute beside a host.
     waits: float = 0.1
     efficiency: float = 0.8
-    # Captured steps: microbatches of a prompts group (one reads while the other settles), and fewest of a
-    # lane over several devices.
+    # Captured steps: of a prompts group (one reads while the other settles), of a lane over several devices.
     prompt_microbatches: int = 2
     least_microbatches: int = 2
-    # Per policy.
     num_rehearsed: int = 4
-    # Per policy.
     num_drafts: int = 3
     # Smaller prompt steps are preferred within this share of the rate.
     prompt_gain: float = 0.02
 
 
 FLUID = FluidConfig()
-# `--effort quick`.
 QUICK_FLUID = FluidConfig(per_doubling=2, most_sequences=128, num_drafts=1, num_rehearsed=1)
 
 
@@ -94,11 +88,11 @@ PriceStep = Callable[[int, int, int], StepPrice]
 @dataclass(frozen=True, slots=True)
 class ModelBytes:
     weights: int
-    # Pages of one token in all layers.
+    # In all layers.
     token: float
     # Per page table; 0: none.
     windows: tuple[int, ...] = (0,)
-    # Kinds of launches in attention, where attention is apart, and their weights.
+    # Kinds of launches in attention, where attention is apart.
     attention: tuple[bool, ...] = ()
     attention_weights: int = 0
 
@@ -111,14 +105,12 @@ class ModelBytes:
 class GroupDraft:
     role: Role
     devices: tuple[int, ...]
-    # Per microbatch.
     sequences: int
     # Tokens, ascending.
     sizes: tuple[int, ...]
     microbatches: int
     # With the unused page 0.
     pool_tokens: int
-    # Mean tokens per sequence.
     length: int
 
 
@@ -141,7 +133,7 @@ class ServiceDraft:
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """A mixed or answers device at one size; step times without and with prompt tokens."""
+    """Step times without and with prompt tokens of a device at one size."""
 
     group: GroupDraft
     plain_us: float
@@ -159,11 +151,10 @@ class FluidModel:
     price: PriceStep
     model: ModelBytes
     config: FluidConfig = FLUID
-    # False where sequences stay on a device: no prompts groups.
+    # False: no prompts groups.
     can_move: bool = True
     # Empty: all.
     devices: tuple[int, ...] = ()
-    # False for launches of GPU code.
     runs_on_cpu: bool = True
 
     @property
@@ -173,11 +164,10 @@ class FluidModel:
 
     @property
     def length(self) -> int:
-        """Mean tokens of an answering sequence."""
         return self.load.prompt_tokens + max(1, self.load.output_tokens // 2)
 
     def room_tokens(self, device: int) -> int:
-        """Positions beside the weights."""
+        """Beside the weights."""
         room = self.config.memory_share * self.cluster.devices[device].memory_bytes - self.model.weights
         return int(room / self.model.token) if self.model.token else 1 << 24
 
@@ -201,7 +191,6 @@ class FluidModel:
 
     @cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
-        """Equal devices by kind."""
         found: dict[object, list[int]] = {}
         for number in self.used:
             device = self.cluster.devices[number]
@@ -211,7 +200,7 @@ class FluidModel:
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
-        """Those of `alike` that hold the model."""
+        """Devices that hold the model, by kind."""
         held = [kind for kind in self.alike if self.room_tokens(kind[0]) > 2 * self.model.held(self.length)]
         return tuple(k for k in held if self.runs_on_cpu or not self.cluster.devices[k[0]].is_cpu)
 
@@ -225,16 +214,13 @@ class FluidModel:
         return [least * 2 ** (n / per_doubling) for n in range(num + 1)]
 
     def depths(self, policy: str) -> list[int]:
-        """Microbatches of the drafts, best first."""
         drafts = sorted(self._drafts(policy), key=lambda d: -d.tokens_per_s)
         return list(dict.fromkeys(draft.microbatches for draft in drafts))
 
     def drafts(
         self, policy: str, slack: float = 1.0, pool_tokens: float = math.inf, depth: int | None = None
     ) -> list[ServiceDraft]:
-        """The best within the limits times `slack` and with smaller pools, best first; `depth`:
-        microbatches.
-        """
+        """Within the limits times `slack` and with smaller pools, best first."""
         found = [d for d in self._drafts(policy) if depth in (None, d.microbatches)]
         tpot, ttft = self.load.tpot_ms or math.inf, self.load.ttft_ms or math.inf
         kept = [d for d in found if d.tpot_ms <= slack * tpot and d.ttft_ms <= slack * ttft]
@@ -262,7 +248,7 @@ class FluidModel:
     def _mixed(
         self, devices: tuple[int, ...], tokens: int, microbatches: int = 1, every: int = 1
     ) -> GroupDraft:
-        """`tokens` per step on average, prompt tokens in one of `every` steps."""
+        """`tokens` on average, prompt tokens in one of `every` steps."""
         answering = self._answering(tokens)
         waiting = self.config.waiting + self.config.waiting_share * answering
         sequences = max(2, min(tokens, _even(answering + waiting)))
@@ -333,7 +319,6 @@ class FluidModel:
         return ServiceDraft(policy, tuple(groups), per_s * self.load.output_tokens, tpot_ms, ttft_ms)
 
     def _split(self, policy: str) -> Iterator[ServiceDraft]:
-        """Prompts groups on some devices of each kind, answers or mixed groups on the others."""
         if not self.can_move or not self.answers or sum(map(len, self.kinds)) < 2:
             return
         seats = {kind: list(self._seats(kind[0], policy)) for kind in self.kinds}
@@ -371,7 +356,7 @@ class FluidModel:
                     yield _Seat(group, plain_us, mixed.total_us(device), tokens - sequences)
 
     def _prompts(self, device: int) -> tuple[GroupDraft, float]:
-        """A group and its prompt tokens per second."""
+        """With prompt tokens per second."""
         found: list[tuple[float, GroupDraft, float]] = []
         for tokens in self.config.prompt_tokens:
             prompts = tokens / self.load.prompt_tokens
@@ -395,7 +380,7 @@ class FluidModel:
         prompts: Sequence[tuple[GroupDraft, float]],
         chosen: Sequence[tuple[_Seat, tuple[int, ...]]],
     ) -> ServiceDraft:
-        """At the share of steps with prompt tokens where prompts and answers balance."""
+        """Prompts and answers balance."""
         reading = sum(rate for _, rate in prompts)
         held = sum(self.config.backlog * group.sizes[-1] for group, _ in prompts)
         in_flight = held / self.load.prompt_tokens
@@ -423,7 +408,7 @@ class FluidModel:
         return self._draft(policy, groups, per_s, tpot_ms, ttft_ms)
 
     def _read(self, chunk: int) -> float:
-        """Mean prompt tokens of a chunk: the last chunk of a prompt is not full."""
+        """The last chunk of a prompt is not full."""
         return chunk * self.load.prompt_tokens / (self.load.prompt_tokens + chunk / 2)
 
     def _divided(self, policy: str) -> Iterator[ServiceDraft]:
@@ -442,7 +427,6 @@ class FluidModel:
                 yield self._draft(policy, [group], *self._times(group, tokens, step_us))
 
     def _lane_us(self, policy: str, price: StepPrice, group: GroupDraft) -> Iterator[float]:
-        """Step times by ways to divide it that fit."""
         model, num = self.model, len(self.used)
         memory = np.array([self.cluster.devices[d].memory_bytes for d in self.used])
         rooms = self.config.memory_share * memory - group.microbatches * price.temporary_bytes
@@ -472,7 +456,7 @@ class FluidModel:
         return 0 < len(self.hosts) < len(self.used)
 
     def _outside(self, needed: float) -> float | None:
-        """Share of the weights that GPUs cannot hold beside so many bytes; None: the bytes do not fit."""
+        """Share of the weights that GPUs cannot hold; None: not even the `needed` bytes fit."""
         cards = (d for d in self.used if d not in self.hosts)
         held = self.config.memory_share * sum(self.cluster.devices[d].memory_bytes for d in cards) - needed
         return None if held < 0 else 1.0 - min(1.0, held / max(1, self.model.weights))
@@ -527,9 +511,9 @@ class FluidModel:
 
 @dataclass(frozen=True, eq=False)
 class CapturedModel(FluidModel):
-    """Drafts over captured steps: only roles and devices are chosen, whatever the limits are."""
+    """Over captured steps: only roles and devices are chosen, whatever the limits are."""
 
-    # Microbatches on all devices; sequences of one.
+    # Microbatches on all devices.
     microbatches: int = 1
     sequences: int = 1
     sizes: tuple[int, ...] = ()
@@ -554,7 +538,7 @@ class CapturedModel(FluidModel):
 
     @property
     def _mean_tokens(self) -> int:
-        """Tokens of a step in which all sequences answer and prompts come as often as answers end."""
+        """All sequences answer, and prompts come as often as answers end."""
         tokens = self.sequences * (self.answers + self.load.prompt_tokens) / max(1, self.answers)
         return round(min(tokens, self.sizes[-1]))
 
@@ -594,8 +578,8 @@ def _together_us(price: StepPrice, devices: Sequence[int]) -> float:
 
 
 def _filled_us(fixed: Floats, us: Floats, caps: Floats, busy: float) -> Iterator[float]:
-    """Least time for work divided at will over devices with some work already, each up to its cap and busy
-    for a share `busy` of the time; none if the caps are too small.
+    """Least time for work divided at will over devices, each with `fixed` work, up to its cap and busy for a
+    share `busy` of the time; none if the caps are too small.
     """
     if caps.clip(0.0, 1.0).sum() < 1.0:
         return
@@ -608,7 +592,7 @@ def _filled_us(fixed: Floats, us: Floats, caps: Floats, busy: float) -> Iterator
 
 
 def _alike(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:
-    """One seat per kind: the most sequences whose plain steps take no longer than the others'."""
+    """The most sequences per kind whose plain steps take no longer than the others'."""
     limits = sorted({seat.plain_us for listed in seats for seat in listed})
     seen = set()
     for limit in limits:
@@ -617,7 +601,6 @@ def _alike(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:
             within = [seat for seat in listed if seat.plain_us <= limit]
             most = within[-1].group.sequences if within else 0
             alike.append([seat for seat in within if seat.group.sequences == most])
-        # Prompt tokens as equal as the seats allow.
         for number in range(max(map(len, alike))) if all(alike) else ():
             chosen = tuple(listed[min(number, len(listed) - 1)] for listed in alike)
             if (key := tuple(map(id, chosen))) not in seen:
@@ -630,12 +613,11 @@ def _pages(tokens: float) -> int:
 
 
 def _even(number: float) -> int:
-    """A multiple of 8 from 32 on, of 2 below."""
     step = 8 if number >= 32 else 2
     return step * math.ceil(number / step)
 
 
 def _rounded(tokens: float, how: Callable[[float], int] = round) -> int:
-    """A multiple of 64 from 128 on, of 16 from 32 on, of 8 below, for the tiles of products."""
+    """For the tiles of products."""
     step = 64 if tokens >= 128 else 16 if tokens >= 32 else 8
     return step * how(tokens / step)

@@ -1,14 +1,13 @@
 """Placements on a GPU and its host, where the GPU cannot hold the weights.
 
-Launches whose weights stay on a host are those with the least time there per byte, as many as memory needs;
-the others run on the GPU. Launches that share a weight go together; those that touch state, or need a GPU,
-stay. Launches of equal price are taken evenly over the step, of divided products the last parts first, so
-that both devices work at the same time. Launches that join values of the host run there.
+Launches with the least host time per byte of weights run on the host, as many as memory needs. Launches that
+share a weight go together; those that touch state, or need a GPU, stay. Launches of equal price are taken
+evenly over the step, of divided products the last parts first, so that both devices work at the same time.
+Launches that join values of the host run there.
 
 Other launches may fetch their weights each run, into places that count as GPU memory: those slowest on the
 host per byte, evenly over the step. The link works while the devices compute, so a step takes the longer of
-both. A simulation chooses among several shares of fetched weights. Not handled: several GPUs, which take the
-mixed-integer program.
+both. A simulation chooses among several shares of fetched weights. Not handled: several GPUs.
 """
 
 from collections import Counter
@@ -22,16 +21,15 @@ from tessera.plan.problem import Problem
 from tessera.plan.spread import even_order
 
 FETCH = "fetch all that does not fit"
-# Share of the GPU's memory that is planned.
 FILL = 0.94
-# Scores within this ratio are equal.
+# Scores this near are equal.
 EQUAL = 1.05
 NAMED = 4
-# Candidates for fetching: the smallest weights, this many times the bytes needed; much smaller ones stay.
+# The smallest weights are fetched, from so many times the bytes needed; much smaller ones stay.
 ENOUGH, LEAST = 1.5, 1.0 / 64.0
-# Shares of fetched weights, relative to the one at which link and devices are equally busy.
+# Relative to the share at which link and devices are equally busy.
 TRIED = (0.4, 0.6, 0.75, 0.9, 1.0)
-# Factors tried to fetch all that is missing, until its places fit too.
+# To fetch all that is missing, until its places fit too.
 MORE = np.linspace(1.0, 2.0, 26)
 
 
@@ -41,9 +39,7 @@ def has_host(problem: Problem) -> bool:
 
 
 def host_placements(problem: Problem, microbatches: int, is_fetching: bool = False) -> list[ir.Placement]:
-    """Placements that fit, fewest fetched weights first; raises PlanInfeasible without one. `is_fetching`:
-    fetch all that does not fit.
-    """
+    """Fewest fetched weights first; `is_fetching`: fetch all that does not fit."""
     moves = _Moves(problem, microbatches)
     all_fetched = (0, next((share for share in MORE.tolist() if moves.excess(0, share).max() <= 0), 1.0))
     if is_fetching:
@@ -84,12 +80,11 @@ class _Moves:
 
     @property
     def balanced(self) -> float:
-        """Share at which link and devices are equally busy."""
+        """Link and devices are equally busy."""
         (host_us, _), (card_us, link_us) = (self._busy_us(share) for share in (0.0, 1.0))
         return min(1.0, host_us / max(1e-9, host_us - card_us + link_us))
 
     def _busy_us(self, share: float) -> tuple[float, float]:
-        """All launches and transfers in sequence; the fetches."""
         labels, fetched = self._labels(self.needed(share), share)
         link = self._problem.cluster.link(self._host, self._card)
         us = link.fetch_us(float(self._size[fetched].sum())) if link is not None else np.inf
@@ -112,7 +107,6 @@ class _Moves:
         return np.where(computed, self._host_of[self._group_of], self._card), fetched
 
     def _fetched(self, share: float) -> Ints:
-        """Groups slowest on the host per byte, evenly over the step."""
         left, fetched = share * self.missing, list[int]()
         sizes = np.sort(self._size[self._order])
         enough = int(np.searchsorted(sizes.cumsum(), ENOUGH * left))
@@ -179,7 +173,7 @@ def _order(problem: Problem, card: int, hosts: list[int]) -> tuple[Ints, Ints, I
 
 
 def _part_numbers(problem: Problem, group: Ints) -> Ints:
-    """Group -> number of its part of a divided weight; group[weight]."""
+    """Group -> number of its part of a divided weight."""
     found, seen = np.zeros(problem.num_nodes, dtype=np.int64), Counter[str]()
     for name, node in sorted(zip(problem.weights.names, group.tolist(), strict=True), key=lambda x: x[1]):
         whole, bracket, _ = name.partition("[")
@@ -189,9 +183,7 @@ def _part_numbers(problem: Problem, group: Ints) -> Ints:
 
 
 def _with_joins(problem: Problem, labels: Labels, card: int) -> Labels:
-    """Moves nodes without weights to a host that has their inputs, where these are larger than the
-    results.
-    """
+    """Nodes without weights go to the host of their inputs, where these are larger than the results."""
     values, labels = problem.values, labels.copy()
     reads: dict[int, list[int]] = {}
     makes: dict[int, list[int]] = {}
@@ -230,7 +222,6 @@ def _groups(num: int, items: Ints, nodes: Ints) -> Ints:
 
 
 def _crossing_us(problem: Problem, group_of: Ints, card: int, host: int) -> Floats:
-    """Group -> added transfer time."""
     values = problem.values
     spent = np.zeros(problem.num_nodes)
     np.add.at(spent, group_of[values.producer], problem.transfer_us[:, host, card])

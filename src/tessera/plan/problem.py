@@ -8,7 +8,7 @@ outputs are free.
 
 Devices are alike if costs, memory, constraints and links are equal. Swapping them preserves rates, so some
 optimum loads them equally, and the linear program over one device per kind has the same optimum. Not handled:
-buses; there every device is its own kind. Plans for fewer devices can be copied side by side ("cells").
+buses; there every device is its own kind.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,22 +24,19 @@ from tessera.plan import arrays
 from tessera.plan.arrays import Bools, Floats, Holdings, Ints, Labels, Temporaries, Values
 from tessera.plan.constraints import Constraint, allowed, layers_of, restricted_constraints
 
-# Fixed link time per message.
 MESSAGE_US = 1.0
 
 MixKey = tuple[tuple[bytes, ...], tuple[float, ...], tuple[int, ...]]
-# Devices of each copy of a part of the cluster.
+# Devices of each copy of a part.
 Cells = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """A placement with the costs of one request."""
-
     labels: Labels
     # Devices, then links (row-major, source first).
     busy_us: Floats
-    # Launches and transfers in sequence, with latencies.
+    # In sequence, with latencies.
     path_us: float
     num_messages: float
 
@@ -50,7 +47,7 @@ class Column:
 
 @dataclass(frozen=True, eq=False)
 class Mix:
-    """Columns with shares that sum to one."""
+    """Shares sum to one."""
 
     columns: tuple[Column, ...]
     shares: tuple[float, ...]
@@ -104,13 +101,13 @@ class Problem:
     values: Values
     weights: Holdings
     states: Holdings
-    # [source, destination]; zero on the diagonal.
+    # [source, destination].
     us_per_byte: Floats
     latency_us: Floats
     memory_bytes: Floats
     temporaries: tuple[Temporaries, ...] = ()
     constraints: tuple[Constraint, ...] = ()
-    # [node, device] -> allowed; None: all.
+    # [node, device]; None: all.
     allowed: Bools | None = None
 
     @property
@@ -141,12 +138,11 @@ class Problem:
 
     @cached_property
     def wire_us(self) -> Floats:
-        """[value, source, destination]: link busy time per request."""
+        """[value, source, destination] per request."""
         return self._per_message(np.full_like(self.latency_us, MESSAGE_US))
 
     @cached_property
     def transfer_us(self) -> Floats:
-        """[value, source, destination]: latency per request."""
         return self._per_message(self.latency_us)
 
     def _per_message(self, fixed_us: Floats) -> Floats:
@@ -190,9 +186,7 @@ class Problem:
         return found
 
     def excess_bytes(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> Floats:
-        """Overflow per device; weights count once. `microbatches`: per column, or one number for the
-        largest.
-        """
+        """Weights count once. `microbatches`: per column, or one number for the largest."""
         fixed, each = self.footprints(columns)
         held = (
             microbatches * each.max(axis=0)
@@ -206,7 +200,7 @@ class Problem:
         return fixed, np.asarray(each.max(axis=0))
 
     def footprints(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
-        """(weight bytes per device, [column, device] bytes per request)."""
+        """(weights per device, [column, device] per request)."""
         num = self.num_devices
         held = np.zeros((len(self.weights.num_bytes), num), dtype=np.bool_)
         each: list[Floats] = []
@@ -224,7 +218,7 @@ class Problem:
         return {}
 
     def resident(self, microbatches: float, tilt: float = 0.0) -> Holdings:
-        """Weights and state that pricing charges per byte; `tilt` raises prices towards the last launches."""
+        """Charged per byte; `tilt` raises prices towards the last launches."""
         weights, states = self.weights, self.states
         num_bytes = np.concatenate([weights.num_bytes, microbatches * states.num_bytes])
         item = np.concatenate([weights.pin_item, states.pin_item + len(weights.num_bytes)])
@@ -373,7 +367,7 @@ def mix_of(problem: Problem, plan: ir.Plan) -> Mix:
 
 
 def microbatch_table(mix: Mix, microbatches: int) -> tuple[int, ...]:
-    """Microbatch -> lane, spread evenly; with too few microbatches, the busiest lanes once each."""
+    """Spread evenly; with too few microbatches, the busiest lanes once each."""
     counts = microbatch_counts(mix, microbatches)
     if len(counts) > microbatches:
         return tuple(np.argsort(-np.array(mix.shares), kind="stable").tolist())
@@ -381,7 +375,7 @@ def microbatch_table(mix: Mix, microbatches: int) -> tuple[int, ...]:
 
 
 def microbatch_counts(mix: Mix, microbatches: int) -> tuple[int, ...]:
-    """At least one per column: share x path time (Little's law), by largest remainder."""
+    """Share x path time (Little's law), by largest remainder."""
     if mix.microbatches:
         return mix.microbatches
     held = np.array([s * c.path_us for s, c in zip(mix.shares, mix.columns, strict=True)])
@@ -389,7 +383,6 @@ def microbatch_counts(mix: Mix, microbatches: int) -> tuple[int, ...]:
 
 
 def rounded(shares: Floats, length: int) -> Ints:
-    """Positive integers that sum to `length`, near the shares."""
     exact = shares * length
     counts = np.maximum(1, np.floor(exact)).astype(np.int64)
     while counts.sum() < length:
@@ -403,7 +396,6 @@ def rounded(shares: Floats, length: int) -> Ints:
 @dataclass(frozen=True, eq=False)
 class Kinds:
     members: tuple[tuple[int, ...], ...]
-    # Device -> kind.
     kind_of: Ints
     # On one device of each kind.
     part: Problem
@@ -415,7 +407,7 @@ class Kinds:
         return np.concatenate([counts, np.outer(counts, counts).ravel()])
 
     def spread(self, labels: Labels, max_pairings: int) -> Iterator[Labels]:
-        """Placements on real devices; devices of a kind take equal turns."""
+        """Devices of a kind take equal turns."""
         used = np.unique(labels).tolist()
         counts = [len(self.members[kind]) for kind in used]
         device_of = np.array([members[0] for members in self.members])
@@ -423,7 +415,7 @@ class Kinds:
             rest = way
             for kind, count in zip(used, counts, strict=True):
                 device_of[kind] = self.members[kind][rest % count]
-                # All pairings as digits of a number; if too many, all kinds in step.
+                # Pairings as digits of a number; if too many, all kinds in step.
                 rest = rest // count if prod(counts) <= max_pairings else way
             yield device_of[labels]
 

@@ -62,14 +62,14 @@ def _of(offers: Sequence[Offer], max_devices: int, provider: str) -> Iterator[Ba
 @dataclass(frozen=True, eq=False)
 class Limit:
     column_of: Mapping[str, int]
-    # [kind of launch, GPU]: least microseconds of a request.
+    # [kind of launch, GPU] per request.
     load_us: Floats
 
     def per_s(self, gpus: Iterable[str]) -> float:
         return 1e6 / spread_us(self._load_us(gpus))
 
     def upper_bound_per_s(self, gpus: Iterable[str]) -> float:
-        """A looser, faster bound: the first prices of `spread_us`."""
+        """Looser and faster: the first prices of `spread_us`."""
         load = self._load_us(gpus)
         weights = 1.0 / load.sum(axis=0)
         return 1e6 * float(weights.sum()) / float((load * weights).min(axis=1).sum())

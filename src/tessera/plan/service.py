@@ -18,17 +18,15 @@ from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, POLICIES, SINGLE, FluidMo
 from tessera.plan.host import FETCH
 from tessera.plan.search.objectives import IDLE_SHARE
 
-# Rates this close are equal; smaller gains over data-parallel are within the error of modelled costs.
+# Equal rates; error of modelled costs.
 TIE, ERROR = 0.005, 0.03
-# Ratio of times per token that is much less.
 QUICKER = 2.0
-# Below this share of the best rate, drafts are not tried twice.
+# Drafts further behind the best rate are not tried twice.
 BEHIND = 0.9
-# Most drafts that do not fit; share of pages that the next one may have.
+# Share of pages that the next draft may have.
 MAX_MISFITS, SMALLER = 6, 0.88
-# Rehearsals with fewer requests at once.
 MAX_FEWER = 3
-# Margin to a limit after a rehearsal; a limit undercut by more is aimed at again.
+# Margin to a limit; a limit undercut by more is aimed at again.
 AIM, UNDERCUT = 0.985, 0.92
 
 # Requests at once; None: as many as the plan holds.
@@ -56,10 +54,7 @@ def plan_service(
     policies: Sequence[str] = POLICIES,
     is_strict: bool = True,
 ) -> ServicePlan:
-    """The best plan, with its rivals and the bound.
-
-    `fluids`: drafts on all devices, and on parts of them. `is_strict`: refuse plans that miss a limit.
-    """
+    """`fluids`: drafts on all devices, and on parts of them. `is_strict`: refuse plans that miss a limit."""
     cluster = fluids[0].cluster
 
     def figure(rehearsed: Rehearsed) -> float:
@@ -106,7 +101,7 @@ def plan_service(
 
 
 def _quicker(chosen: Rehearsed, near: Sequence[Rehearsed]) -> Rehearsed:
-    """The least time per token among equal rates if much less, with no later first token."""
+    """Much less time per token among equal rates, with no later first token."""
     known = chosen.expected
     soon = [r for r in near if r.expected.ttft_ms <= known.ttft_ms]
     quickest = min(soon, key=lambda r: r.expected.tpot_ms, default=chosen)
@@ -145,7 +140,6 @@ def draft_rival(draft: ServiceDraft, cluster: Cluster) -> Rival:
 
 
 def option_of(rival: Rival, cluster: Cluster) -> Option:
-    """With rent and energy of the devices used."""
     expected = rival.expected
     used = {name for group in rival.groups for name in group.devices}
     devices = [(d, busy) for d, busy in zip(cluster.devices, expected.busy, strict=True) if d.name in used]
@@ -202,7 +196,7 @@ class _Made:
         """The best new draft with its plan, if it promises at least this rate.
 
         Waits of lanes over several devices are hardly known before a simulation, so these plans are made
-        first, for each number of microbatches.
+        first.
         """
         found: list[tuple[bool, float, ServiceDraft, ServicePlan]] = []
         limit_ms, waits = slack * (self.fluid.load.tpot_ms or math.inf), self.fluid.config.waits
@@ -220,7 +214,7 @@ class _Made:
         return draft, plan
 
     def _fitting(self, slack: float, depth: int, least: float) -> tuple[ServiceDraft, ServicePlan] | None:
-        """The best that fits; of lanes over several devices no second one."""
+        """Lanes over several devices have no second draft."""
         pool_tokens, skipped = math.inf, set(() if self.policy in DIVIDED else self.given)
         while sum(plan is None for plan in self.plans.values()) <= MAX_MISFITS:
             drafts = self.fluid.drafts(self.policy, slack, pool_tokens, depth)
@@ -241,7 +235,7 @@ class _Made:
 
 
 def _simulated(draft: ServiceDraft, plan: ServicePlan) -> float:
-    """Simulated over drafted step time of a lane over several devices."""
+    """Over the drafted step time."""
     if len(draft.groups[0].devices) == 1 or not plan.groups:
         return 1.0
     lane = plan.groups[0].plan

@@ -30,9 +30,8 @@ from tessera.plan.search.planners import PLANNERS, planner_named
 from tessera.plan.search.task import Simulator, Task
 from tessera.plan.spread import Spread
 
-# The planner of one placement by kernels, and those that cross devices rarely; see `spread`.
+# By kernels; with few crossings, see `spread`.
 SINGLE_PLACEMENT, FEW_CROSSINGS = "single-placement", ("layer-pipeline", "attention-ffn")
-# Names of planners for policies of services.
 SERVED_PLANNERS = {"kernel-level": SINGLE_PLACEMENT}
 # Less is within the error of costs.
 FETCH_GAIN = 1.03
@@ -48,7 +47,6 @@ class PlanConfig:
     constraints: tuple[Constraint, ...] = ()
     # No microbatch may depend on device time that others leave idle.
     is_served: bool = False
-    # Requests in flight that the plan is also simulated with.
     shown_microbatches: tuple[int, ...] = MICROBATCHES_SHOWN
     search: SearchConfig = FULL
     memory_share: float = 1.0
@@ -65,9 +63,7 @@ def solve(
     config: PlanConfig,
     simulate: Simulator | None = None,
 ) -> ir.Plan:
-    """The best verified plan with all baselines; where memory is short, fewer requests in flight are tried
-    too.
-    """
+    """Where memory is short, fewer requests in flight are tried too."""
     most = config.microbatches
     if most < 1:
         raise PlanInfeasible(f"{most} requests in flight do no work", "Give at least one (--microbatches).")
@@ -118,7 +114,7 @@ def place(
 ) -> ir.Placement:
     """One placement for all requests: by busy time, kernel by kernel also by simulated rate.
 
-    All microbatches fit in `memory_share` of every device; None: they share state, which the caller counts.
+    `memory_share` None: microbatches share state, which the caller counts.
     """
     problem = build(unit, costs, cluster, memory_share=memory_share or 1.0)
     planner = SERVED_PLANNERS.get(policy, policy)
@@ -210,9 +206,7 @@ def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
 
 
 def decide(judge: Judge, shown_microbatches: Sequence[int] = (), is_part: bool = False) -> ir.Plan:
-    """The best of the planner, the coarse policies and parts of the cluster; a named policy may be below the
-    coarse ones.
-    """
+    """A named policy may be below the coarse ones."""
     task = judge.task
     planner = planner_named(task.policy)
     coarse = _coarse(judge)
@@ -252,7 +246,7 @@ def _from_parts(judge: Judge, is_part: bool) -> list[Mix]:
 
 
 def _copied_mix(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
-    """Each part planned once and copied; None with fewer microbatches than cells."""
+    """None with fewer microbatches than cells."""
     task, problem = judge.task, judge.task.problem
     is_split = sum(len(cells) for cells in parts) > 1
     plans = []
@@ -273,7 +267,7 @@ def _copied_mix(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
 
 
 def _worthwhile(task: Task) -> list[objectives.Devices]:
-    """Proper subsets of the devices with the best figures by busy time."""
+    """Proper subsets with the best figures by busy time."""
     config, problem, objective = task.config, task.problem, task.objective
     solved: list[tuple[float, objectives.Devices]] = []
     best = 0.0
@@ -286,7 +280,7 @@ def _worthwhile(task: Task) -> list[objectives.Devices]:
             continue
         try:
             mix = Task(part, task.microbatches, config=config).free.mix
-        except PlanInfeasible:  # does not fit
+        except PlanInfeasible:
             continue
         solved.append((objectives.figure(part, objective, mix, mix.rate_per_s), devices))
         best = max(best, solved[-1][0])

@@ -28,7 +28,6 @@ class Spread:
     fits: Fits = lambda placement: True
 
     def best_of(self, placements: Iterable[Placement]) -> Placement:
-        """A placement, or its variant by moved segments."""
 
         def seconds(steps: list[tuple[float, Place]]) -> float:
             return sum(num / rate for num, (rate, _) in zip(self.unit.counts, steps, strict=True))
@@ -55,7 +54,7 @@ class Spread:
 
 
 def variants_of(graph: Graph, place: Place, busy_us: Sequence[float]) -> Iterator[Place]:
-    """1, 2, ... segments of the busiest device move to the least busy one."""
+    """By 1, 2, ... segments."""
     used = sorted(set(place), key=lambda device: busy_us[device])
     trace, least, busiest = graph.trace, used[0], used[-1]
     states = set(trace.buffers_of(BufferKind.STATE))

@@ -43,20 +43,17 @@ from tessera.profile.overheads import TERMS, Overhead, Scope
 
 # An assumption.
 OTHER_GPU_ERROR = 0.25
-# Norm that joins memory time and index arithmetic.
 OVERLAP = 2.0
 # Serving stacks have faster attention kernels than PyTorch's `flash` here.
 NEW_ATTENTION = ("Hopper", "Blackwell")
-# "flash_stream"
 SUFFIX = "_stream"
-# Minimum keys per split.
 SPLIT_KEYS = 128
-# Wider heads take longer per key than this fitted width.
+# Wider heads take longer per key.
 FITTED_WIDTH = 128
-# Difference between machines with the same card.
+# Between machines with the same card.
 MEASURED_ERROR = 0.03
 MIN_RATIOS = 3
-# For a class corrected by few ratios.
+# Few ratios correct the class.
 LEAST_ERROR = 0.08
 
 
@@ -64,7 +61,7 @@ LEAST_ERROR = 0.08
 class Term:
     # Cycles per amount, or a factor.
     coefficient: float
-    # Mean relative error, leaving out one model family; an assumption if only one has this term.
+    # Leaving out one model family; an assumption if only one has this term.
     rel_error: float = 0.0
     judged_by: str = ""
 
@@ -78,7 +75,7 @@ class Stream:
     chain: float
     wave: float
     splits: bool
-    # Leave-one-out mean.
+    # Leaving out one model family.
     rel_error: float = 0.0
     num_rows: int = 0
 
@@ -93,7 +90,6 @@ class MeasuredWork:
 @dataclass(frozen=True)
 class Corrections:
     gpu: str
-    # Card name and versions, or data files.
     about: Mapping[str, str] = field(default_factory=dict)
     terms: Mapping[str, Term] = field(default_factory=dict)
     kernels: Mapping[str, Stream] = field(default_factory=dict)
@@ -134,7 +130,6 @@ class Corrections:
         return _corrected(cost, cost.us * middle, error, text)
 
     def _with_kernel(self, work: Work, cost: Cost, spec: Gpu) -> Cost | None:
-        """With a table, by the ratio to the fitted model."""
         name = self._kernel_of(work)
         if not name:
             return None
@@ -164,7 +159,6 @@ class Corrections:
         us = with_overhead(cost.us, model_of(work, spec).params.t0_us, overhead, spec, self.coefficients)
         elsewhere = OTHER_GPU_ERROR if spec.name != self.gpu else 0.0
         added = math.hypot(max(self.terms[term].rel_error for term in present), elsewhere)
-        # Weighted by its share of the time.
         share = min(1.0, cost.us / us)
         error = math.hypot(cost.rel_error * share, added * (1.0 - share)) if share < 1.0 else cost.rel_error
         scaled = f", at the SMs and clock of {spec.name}" if elsewhere else ""
@@ -179,7 +173,6 @@ def _corrected(cost: Cost, us: float, rel_error: float, text: str) -> Cost:
 def with_overhead(
     us: float, t0_us: float, overhead: Overhead, spec: Gpu, coefficients: Mapping[str, float]
 ) -> float:
-    """Bytes and operations alone take `us`."""
     per_us = clock_ghz(spec) * 1e3
     cycles = dict.fromkeys(Scope, 0.0)
     factor = 1.0
@@ -209,7 +202,6 @@ def _factor(term: str, spec: Gpu, coefficients: Mapping[str, float]) -> float:
 
 
 def streamed_us(stream: Stream, work: Work, spec: Gpu, params: Params, is_same_chip: bool) -> float:
-    """`params`: the GPU's decode attention."""
     batch, _, num_keys, _, kv_heads, width = work.shape[:6]
     per_us, blocks = clock_ghz(spec) * 1e3, batch * kv_heads
     keys = num_keys * width / FITTED_WIDTH
@@ -224,9 +216,8 @@ def streamed_us(stream: Stream, work: Work, spec: Gpu, params: Params, is_same_c
 
 
 def chosen(works: Sequence[Work], costs: Sequence[Cost], num: int) -> list[Work]:
-    """Works whose measurement removes most error from a step, largest first.
-
-    Launches of a class share an error, so each further one counts half of the previous one.
+    """Works whose measurement removes most error, largest first: launches of a class share an error, so each
+    further one counts half of the previous one.
     """
     weight: dict[Work, float] = {}
     for work, cost in zip(works, costs, strict=True):

@@ -18,9 +18,9 @@ from tessera.ir.trace import item_bytes
 from tessera.kernels import PARTS
 from tessera.profile.overheads import Overhead, attention_overhead, copies_first, fused_overhead, overhead_of
 
-# With so few queries per sequence, attention is bound by the KV cache.
+# Attention with so few queries is bound by the KV cache.
 MAX_DECODE_QUERIES = 8
-# Update some rows of a state; the last tensors are state, starts and rows.
+# The last tensors are state, starts and rows.
 RECURRENT = frozenset({"causal_conv", "ssd_scan", "selective_scan", "delta_scan"})
 # A CPU unpacks a weight in so many readings of its numbers.
 UNPACKING = 4
@@ -33,9 +33,9 @@ OPERATORS = {
 
 class OpClass(StrEnum):
     GEMM = "gemm"
-    GROUPED = "grouped"  # one GEMM per group of rows (experts)
-    PREFILL = "prefill"  # many queries
-    DECODE = "decode"  # few queries over a KV cache
+    GROUPED = "grouped"  # one GEMM per expert
+    PREFILL = "prefill"
+    DECODE = "decode"
     NORM = "norm"
     ELEMENTWISE = "elementwise"
     COPY = "copy"
@@ -46,32 +46,31 @@ class OpClass(StrEnum):
     SAMPLING = "sampling"
     SCAN = "scan"
     CONV = "conv"
-    ALLOCATION = "allocation"  # no kernel
+    ALLOCATION = "allocation"
     OTHER = "other"  # priced by bytes
 
 
-# Name prefixes. Templates (GEMM, attention) keep no shape and are priced by bytes.
+# Templates (GEMM, attention) keep no shape and are priced by bytes.
 INDUCTOR = {
     "triton_poi_": OpClass.ELEMENTWISE,
     "triton_for_": OpClass.ELEMENTWISE,
     "triton_red_": OpClass.REDUCTION,
     "triton_per_": OpClass.REDUCTION,
-    "triton_mix_": OpClass.REDUCTION,  # two-dimensional
-    "triton_spl_": OpClass.SCAN,  # split over blocks
+    "triton_mix_": OpClass.REDUCTION,
+    "triton_spl_": OpClass.SCAN,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     op: OpClass
-    # Of the first floating-point argument.
+    # First floating-point argument's.
     dtype: str
     flops: float
     num_bytes: int
     # GEMM: batch, m, n, k. Grouped: groups, rows, n, k. Attention: batch, queries, keys, heads, KV heads,
     # head width, 1 if causal.
     shape: tuple[int, ...] = ()
-    # See `overheads.py`.
     overhead: Overhead = ()
     # Added on a CPU, which writes packed weights out; negative where it joins rows in place.
     cpu_bytes: int = 0
@@ -118,7 +117,7 @@ def class_of(kernel: Kernel) -> OpClass:
 
 @cache
 def _base(name: str) -> str:
-    """`aten.add_.Tensor` -> `add`: the rest does not affect cost."""
+    """`aten.add_.Tensor` -> `add`."""
     parts = name.split(".")
     base = parts[1] if len(parts) > 1 else parts[0]
     return base if base.endswith("__") else base.rstrip("_") or base
@@ -189,12 +188,12 @@ def _touched(launch: Launch, visited: int | None = None) -> int:
 
 
 def _seen(launch: Launch, views: tuple[View, ...]) -> int:
-    """Without accesses: every argument is read and every result written once."""
+    """Without accesses, every argument is read and every result written once."""
     return sum(_size(v) for v in {*views}) + sum(_size(v) for v in {*_outputs(launch)})
 
 
 def _idle_experts(views: tuple[View, ...]) -> int:
-    """Weight bytes of groups without rows: M rows visit at most M groups."""
+    """M rows visit at most M groups."""
     rows, weights = views[0], views[1]
     if len(weights.shape) != 3 or not rows.shape or not weights.shape[0]:
         return 0
@@ -204,7 +203,7 @@ def _idle_experts(views: tuple[View, ...]) -> int:
 
 
 def _grouped_part(launch: Launch, views: tuple[View, ...], place: int) -> Work:
-    """Its expected share of the rows (argument `place`), and the experts that these may choose."""
+    """The expected share of the rows is argument `place`."""
     x, weights, share = views[0], [v for v in views[1:] if len(v.shape) == 3], launch.args[place]
     assert isinstance(share, float)
     (all_rows, k), groups, n = x.shape, weights[0].shape[0], _outputs(launch)[0].shape[1]
@@ -218,14 +217,14 @@ def _grouped_part(launch: Launch, views: tuple[View, ...], place: int) -> Work:
 
 
 def _unpacked(views: tuple[View, ...]) -> int:
-    """Bytes of an unpacked weight; of experts, those that rows visit."""
+    """Experts count as far as rows visit them."""
     x, codes = views[:2]
     experts = min(codes.shape[0], x.shape[0]) if len(codes.shape) == 3 else 1
     return experts * codes.shape[-2] * x.shape[-1] * item_bytes(x.dtype)
 
 
 def _idle_rows(views: tuple[View, ...]) -> int:
-    """State bytes, read and written, of rows without a sequence."""
+    """Read and written."""
     state, _, rows = views[-3:]
     num = state.shape[0]
     return 2 * _size(state) * max(0, num - rows.shape[0]) // num
@@ -243,12 +242,10 @@ def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tu
     k = left[-1]
     summed = left[0] if base == "addbmm" else 1
     flops = 2.0 * k * made.num_elements * summed
-    # No table has quantised weights. Bytes are those of the codes; operations run in the input's type, on
-    # cards with 8-bit units too.
+    # No table has quantised weights. Operations run in the input's type, on cards with 8-bit units too.
     if "pack_mm" in base or base.startswith("packed_"):
         return flops, ()
     right = views[first + 1].shape if len(views) > first + 1 else ()
-    # A vector on the right gives one column.
     n = made.shape[-1] if len(right) > 1 and made.shape else 1
     rows = made.num_elements // n if n else 0
     if op is OpClass.GROUPED:
@@ -273,7 +270,7 @@ def _attention(kernel: Kernel, launch: Launch, views: tuple[View, ...]) -> Work:
         return _paged(launch, views)
     num_bytes = _touched(launch) if launch.accesses else _seen(launch, views)
     if len(views) < 3 or len(views[0].shape) != 4 or len(views[1].shape) != 4:
-        # Packed sequences: lengths are data, so operations are unknown.
+        # Lengths of packed sequences are data, so operations are unknown.
         return Work(OpClass.OTHER, _dtype(launch, views), 0.0, num_bytes)
     sequence, heads = (1, 2) if base.endswith("_attention_forward") else (2, 1)
     query, key, value = views[:3]
@@ -293,7 +290,6 @@ def _attention(kernel: Kernel, launch: Launch, views: tuple[View, ...]) -> Work:
 
 
 def _paged(launch: Launch, views: tuple[View, ...]) -> Work:
-    """Tokens split evenly among sequences of the expected length."""
     query, keys, values, _, starts = views[:5]
     num, heads, width = query.shape
     kv_heads, value_width = values.shape[2:]
@@ -303,7 +299,7 @@ def _paged(launch: Launch, views: tuple[View, ...]) -> Work:
     sequences = max(1, min(num, starts.shape[0]))
     queries = -(-num // sequences)
     held = max(length, queries)
-    seen = held - (queries - 1) / 2  # mean
+    seen = held - (queries - 1) / 2
     read = held
     if window:
         seen, read = min(seen, window), min(held, window + queries - 1)

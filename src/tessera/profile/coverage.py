@@ -1,8 +1,7 @@
 """Cost sources of a GPU by kernel class, and the expected error of a plan's costs.
 
-A class's first source prices every launch it covers. A table covers launches near its points only, so each
-class also has a model. Kernels of one class on one device share one error; other errors are independent and
-partly cancel.
+A table covers launches near its points only, so each class also has a model. Kernels of one class on one
+device share one error; other errors are independent and partly cancel.
 """
 
 import math
@@ -63,7 +62,7 @@ def _from_tables(gpu_name: str, op: OpClass, tables: Tables | None) -> list[Cove
 
 
 def rejected_tables(gpu_name: str, tables: Tables | None) -> tuple[tuple[str, str], ...]:
-    """Those that rank above the chosen table, with the reason."""
+    """Those that rank above the chosen table."""
     if tables is None:
         return ()
     found = {
@@ -76,12 +75,12 @@ def rejected_tables(gpu_name: str, tables: Tables | None) -> tuple[tuple[str, st
 
 
 def borrowed(gpu_name: str) -> tuple[str, ...]:
-    """Lenders of GEMM rows; empty if the GPU has its own."""
+    """Empty if the GPU has its own rows."""
     return model_for(gpu_name, OpClass.GEMM, family_of(OpClass.GEMM, "bfloat16")).lenders
 
 
 def best_sources(gpu_name: str, tables: Tables | None = None) -> dict[OpClass, Source]:
-    """At 16 bits; checks only that tables are installed."""
+    """At 16 bits."""
     best: dict[OpClass, Source] = {}
     for op in OpClass:
         if op is OpClass.ALLOCATION:
@@ -94,10 +93,11 @@ def best_sources(gpu_name: str, tables: Tables | None = None) -> dict[OpClass, S
 
 @dataclass(frozen=True, slots=True)
 class CostShare:
+    """Launches of one class on one kind of device priced by one source."""
+
     op: str
     gpu: str
     source: Source
-    # Of all devices' busy time.
     share: float
     # Time-weighted mean.
     rel_error: float
@@ -107,8 +107,6 @@ class CostShare:
 
 @dataclass(frozen=True, slots=True)
 class Sureness:
-    """Largest effect first."""
-
     parts: tuple[CostShare, ...]
 
     @property
@@ -117,7 +115,6 @@ class Sureness:
 
     @property
     def rel_error(self) -> float:
-        """Errors of the parts are independent."""
         return math.hypot(*(p.share * p.rel_error for p in self.parts))
 
     @property
@@ -144,12 +141,10 @@ class Sureness:
 
 
 def sureness(plan: Plan) -> Sureness:
-    """Weighted by lane rates."""
     return sureness_of(_placed(plan))
 
 
 def sureness_of(priced: Iterable[tuple[Work, str, Cost, float]]) -> Sureness:
-    """From (work, GPU, cost, count)."""
     sums: dict[tuple[str, str, Source], list[float]] = {}
     why: dict[tuple[str, str, Source], str] = {}
     specs = {g.name: g for g in known_gpus()}

@@ -8,7 +8,7 @@ A device list is comma-separated:
     cpu/node=N     another NUMA node
     cuda:N         GPU N of this machine
     cuda:N/sm=K    K SMs of that GPU
-    cuda:N/as=GPU  that GPU, each launch dilated to its time on another one
+    cuda:N/as=GPU  each launch dilated to its time on another GPU
     away:GPU[:N]   N GPUs of other machines, the first that each worker sees
 
 Repeated devices get a suffix (`emu:a100#1`) and share a card or node evenly. `emu:l40s=20GB` caps memory. A
@@ -41,7 +41,6 @@ UNITS = {"": 1} | {
     for i in ("", "i")
 }
 OTHER_MACHINE = "away"
-# Selects measured links.
 MEASURED = "measured"
 DEFAULT = "pcie4"
 
@@ -49,7 +48,7 @@ DEFAULT = "pcie4"
 @dataclass(frozen=True, slots=True)
 class LinkPreset:
     name: str
-    # Of a short message.
+    # Short messages.
     latency_us: float
     # Sustained, per direction.
     gbps: float
@@ -87,7 +86,6 @@ def cuda_cards() -> tuple[Card, ...]:
 
 
 def gpu_of(card_name: str) -> str:
-    """Empty if the card is unknown."""
     words = set(re.split(r"[^a-z0-9]+", card_name.lower()))
     keys = [g.name for g in known_gpus() if set(g.name.split("-")) <= words]
     return max(keys, key=lambda key: len(key.split("-")), default="")
@@ -228,7 +226,7 @@ def _dilated(whole: Device, name: str) -> Device:
 
 
 def _shared(devices: Sequence[Device], cards: tuple[Card, ...]) -> Iterable[Device]:
-    """Splits cards and NUMA nodes evenly among their devices; refuses parts of a card that do not fit.
+    """Splits cards and NUMA nodes evenly among their devices.
 
     Without a GPU every CPU worker has one thread: with several, sums depend on their number. Beside a GPU
     they leave cores to its worker and the engine.
@@ -310,7 +308,6 @@ def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence
 
 
 def _join(links: dict[tuple[str, str], Link], word: str, names: tuple[str, ...]) -> None:
-    # At the last separator: cuda:0/sm=32 is a device name.
     ends, _, name = word.rpartition("=")
     if name not in LINKS:
         raise UnknownName("link", name, LINKS)

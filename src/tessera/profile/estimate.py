@@ -1,8 +1,8 @@
 """Prices a trace on devices without running anything.
 
-Work is priced once per GPU by the best source: a measured table that covers it, the model fitted to that GPU,
-or the class model; then measured corrections apply. Launches with empty results cost the floor of their
-class. Operators without a kernel (allocations, views) cost nothing.
+The best source prices work: a measured table that covers it, the model fitted to that GPU, or the class
+model; then measured corrections apply. Launches with empty results cost the floor of their class. Operators
+without a kernel (allocations, views) cost nothing.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -25,7 +25,7 @@ FAMILY_WORDS = {"any": "", "f16": " in 16 bits", "f32": " in fp32", "f64": " in 
 
 
 def estimate(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = True) -> Costs:
-    """`tables`: True for installed tables, False for none, or the tables of another folder."""
+    """`tables`: True for installed tables, or those of another folder."""
     for device in devices:
         _check(device)
     columns = modelled(trace, (d.gpu for d in devices), tables)
@@ -83,8 +83,8 @@ def works(trace: Trace) -> tuple[Work, ...]:
 
 
 def signature(launch: Launch, cold: Set[int] = frozenset()) -> tuple[Any, ...]:
-    """What equal launches share: types, shapes, strides and alignment of tensors, plain arguments, memory
-    sharing, and `cold` buffers.
+    """Types, shapes, strides and alignment of tensors, plain arguments, memory sharing, and `cold`
+    buffers.
     """
     first: dict[int, int] = {}
 

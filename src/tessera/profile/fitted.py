@@ -9,12 +9,12 @@ without rows takes a related class's, with a wider error.
     M  = bytes / (bandwidth * em) * (1 - hit + hit / l2x)
 
 t0 is the shortest time of the class, ec and em are efficiencies of long kernels, p the overlap of compute and
-memory. GEMMs run in waves of tiles; the best of several tilings and k splits is taken. `tile` is the extra
-cost of small tiles, `split_us` of each halving of k. `hit` is the share read from L2, `l2x` times faster.
+memory. GEMMs take the best of several tilings and k splits. `tile` is the extra cost of small tiles,
+`split_us` of each halving of k. `hit` is the share read from L2, `l2x` times faster.
 
 Inside a step, kernels that only move memory read what the previous launch wrote, from L2 as far as it fits;
 weights and KV caches come from memory. Their shortest time is a number of clock cycles (`FLOOR_CYCLES`), so
-an L40S is faster than an A100 at small launches. Not modelled: throttling beyond measured boards.
+an L40S is faster than an A100 at small launches. Not modelled: throttling.
 """
 
 import json
@@ -34,10 +34,9 @@ from tessera.ir import Cost, Source
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.gpus import Gpu, clock_ghz, gpu
 
-# Longer kernels take the error of long kernels.
 LONG_US = 30.0
 
-# Class to borrow from, and the relative error added: assumptions.
+# Class to borrow from, and the error added: assumptions.
 KIN: dict[OpClass, tuple[OpClass, float]] = {
     OpClass.GROUPED: (OpClass.GEMM, 0.20),
     OpClass.COPY: (OpClass.ELEMENTWISE, 0.10),
@@ -50,11 +49,9 @@ KIN: dict[OpClass, tuple[OpClass, float]] = {
     OpClass.CONV: (OpClass.GEMM, 0.90),
     OpClass.OTHER: (OpClass.ELEMENTWISE, 0.50),
 }
-# Rows of another dtype family only.
 OTHER_DTYPE_ERROR = 0.30
-# Rows of another vendor.
 OTHER_VENDOR_ERROR = 0.30
-# The dominant parameter was set, not fitted: t0 below LONG_US, em when bound by memory.
+# Parameters that were set, not fitted: t0 below LONG_US, em when bound by memory.
 ASSUMED_FLOOR_ERROR = 0.25
 ASSUMED_MEMORY_ERROR = 0.15
 
@@ -63,24 +60,21 @@ FAMILIES = {
     "float8_e4m3fn": "f8", "float8_e5m2": "f8", "float8_e4m3fnuz": "f8", "float8_e5m2fnuz": "f8",
     "int8": "f8",
 }  # fmt: skip
-# Bound by memory, whatever the dtype.
 ANY = "any"
-# Kernels bound by memory: launches of at most 0.5 MB on an H200 (launches_h200_202611.json), one-token steps
-# on A100 and L40S (benchmarks/published). Row reductions take two passes.
+# Launches of at most 0.5 MB on an H200 (launches_h200_202611.json), one-token steps on A100 and L40S
+# (benchmarks/published). Row reductions take two passes.
 FLOOR_CYCLES, ROW_FLOOR_CYCLES = 2600.0, 4500.0
 ROW_CLASSES = (OpClass.NORM, OpClass.REDUCTION, OpClass.SOFTMAX)
-# Per cycle and SM: 5.3 TB/s on A100, 10 on H200, 5.2 on L40 (gpu-benches).
+# 5.3 TB/s on A100, 10 on H200, 5.2 on L40 (gpu-benches).
 L2_BYTES_PER_CYCLE = {"hbm": 36.0, "gddr": 15.0}
 Array = npt.NDArray[np.float64]
-# Tile shapes of one SM; numbers of k splits.
+# Tiles of one SM.
 TILES = ((256, 128), (128, 256), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64))
 SPLITS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """The last four only for classes with that effect."""
-
     t0_us: float
     ec: float
     em: float
@@ -106,7 +100,6 @@ class Loads:
     gemm: Array
     # Decode attention: sequences times KV heads, else 0.
     rows: Array
-    # Share of bytes in L2.
     hit: Array
 
     def keep(self, mask: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> "Loads":
@@ -118,26 +111,26 @@ class Loads:
 class Fit:
     gpu: str
     op: OpClass
-    # "f16" (bf16 and fp16), "f32" (no TF32), or "any" if bound by memory.
+    # "f16" (bf16 and fp16), "f32" (no TF32), or "any".
     family: str
     params: Params
-    # On held-out rows: mean, median, mean over kernels of 30 us or longer.
+    # On held-out rows: mean, median, mean of long kernels.
     mean_error: float
     median_error: float
     long_error: float
     num_fitted: int
     num_held_out: int
-    # Set rather than fitted, for lack of data.
+    # Set for lack of data.
     assumed: tuple[str, ...]
     # Public table and row filter.
     data: str
-    # Median difference to other stacks on the same GPU; 0 if unknown.
+    # Median difference to other stacks; 0 if unknown.
     spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Error of the class model for a GPU without its own row."""
+    """Error for a GPU without its own row."""
 
     gpu: str
     op: OpClass
@@ -157,7 +150,6 @@ class Model:
     why: str
     # Added for kernels bound by memory.
     memory_error: float = 0.0
-    # GPUs it was fitted to, if not this one.
     lenders: tuple[str, ...] = ()
 
     def wider(self, added: float, why: str) -> "Model":
@@ -205,7 +197,6 @@ def peak_tflops(spec: Gpu, dtype: str) -> float:
 
 @cache
 def model_for(gpu_name: str, op: OpClass, family: str) -> Model:
-    """Its own fit, its relatives', or a related class's."""
     model = _nearest(gpu_name, op, family)
     is_timed = any(f.gpu == gpu_name and f.op is op and "t0_us" not in f.assumed for f in fits())
     if family != ANY or is_timed:
@@ -237,7 +228,7 @@ def _of_relatives(spec: Gpu, rows: list[Fit]) -> Model:
     kinship, nearest = relatives(spec, rows)
     errors = [x for x in left_out() if x.op is rows[0].op]
     same = [x for x in errors if x.kinship == kinship]
-    # Error of the lenders for each other, else of others as near, else the worst case.
+    # The lenders for each other, else others as near, else the worst case.
     lenders = [x.mean_error for x in same if x.gpu in {f.gpu for f in nearest}]
     worst = max((x.mean_error for x in errors), default=1.0)
     error = fmean(lenders or [x.mean_error for x in same] or [worst])
@@ -261,13 +252,12 @@ def _model(rows: list[Fit], source: Source, error: float, long_error: float, why
 
 @cache
 def usual_spread(op: OpClass) -> float:
-    """For GPUs with one stack."""
     known = [f.spread for f in fits() if f.op is op and f.spread > 0]
     return fmean(known) if known else 0.0
 
 
 def relatives(spec: Gpu, rows: list[Fit]) -> tuple[str, list[Fit]]:
-    """The GPUs most like `spec`, and the relation; limits of one board are not lent."""
+    """Limits of one board are not lent."""
     donors = [(f, gpu(f.gpu)) for f in rows if f.gpu != spec.name and "ec" not in f.assumed]
     same_arch = [(f, g) for f, g in donors if g.arch == spec.arch and g.memory_kind == spec.memory_kind]
     for kinship, found in (
@@ -294,7 +284,6 @@ def _mean(values: Iterable[float]) -> float:
 
 def price_many(works: Sequence[Work], gpu_name: str) -> list[Cost]:
     spec = gpu(gpu_name)
-    # An allocation starts no kernel.
     costs = [Cost(0.0, Source.FITTED, 0.0)] * len(works)
     alike: dict[tuple[OpClass, str], list[int]] = {}
     for i, work in enumerate(works):
@@ -358,7 +347,6 @@ def _gemm_shape(work: Work) -> tuple[float, ...]:
     if work.op is OpClass.GROUPED and work.shape:
         groups, rows, n, k = work.shape
         visited = max(1, min(groups, rows))
-        # Rows are assumed to spread evenly over groups.
         return (visited, -(-rows // visited), n, k)
     return (0, 0, 0, 0)
 
@@ -367,7 +355,7 @@ def predict(params: Params, loads: Loads, peaks: Peaks) -> Array:
     compute = _compute_us(params, loads, peaks) + params.row_us * loads.rows
     cached = 1.0 - loads.hit * (1.0 - 1.0 / params.l2x)
     memory = loads.num_bytes / (peaks.gbps * params.em * 1e3) * cached
-    # Scaled by the larger term: powers do not overflow.
+    # Powers do not overflow.
     longer = np.maximum(np.maximum(compute, memory), 1e-12)
     joined = (compute / longer) ** params.p + (memory / longer) ** params.p
     return np.asarray(params.t0_us + longer * joined ** (1.0 / params.p), dtype=np.float64)

@@ -14,13 +14,13 @@ import msgspec
 
 from tessera.errors import UnknownName
 
-# Default price: the first provider with a quote. The card's note explains an estimate.
+# Default: the first with a quote. The card's note explains an estimate.
 PROVIDERS = ("RunPod", "Lambda", "AWS", "GCP", "estimate")
 
 
 @dataclass(frozen=True, slots=True)
 class Effective:
-    """Sustained, bf16."""
+    """Sustained rates and shortest times, bf16."""
 
     gemm_tflops: float
     # GEMM of at most 16 rows.
@@ -43,7 +43,7 @@ class Gpu:
     # "hbm" or "gddr": efficiencies do not carry over.
     memory_kind: str
     compute_capability: str
-    # Dense tensor rates, fp32 accumulation; None without such units.
+    # Dense, fp32 accumulation; None without such units.
     bf16_tflops: float | None
     fp16_tflops: float
     fp8_tflops: float | None
@@ -54,7 +54,7 @@ class Gpu:
     l2_bytes: int
     num_sms: int
     tdp_w: float
-    # Per direction; None without NVLink (AMD: Infinity Fabric).
+    # Per direction; AMD: Infinity Fabric.
     nvlink_gbps: float | None
     pcie_gen: int
     # (provider, USD per hour), default first.

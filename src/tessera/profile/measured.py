@@ -5,9 +5,8 @@ inputs of later ones. One that cannot be timed is stored with its reason and pri
 Measured launches are scaled by the ratio of the measured step to their sum, which is part of their error.
 
 Launches are equal if they run the same code on tensors of the same types, shapes, strides and alignment, with
-the same plain arguments, memory sharing and cached buffers (at least half of their bytes touched within the
-last half cache size). A CPU or unknown card takes the model of `YARDSTICK`, scaled by the median ratio of
-measured to modelled.
+the same plain arguments, memory sharing and cached buffers (half of their bytes touched within the last half
+cache size). A CPU or unknown card takes the model of `YARDSTICK`, scaled by the median ratio.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ from tessera.profile.store import Enough, Machine, Store, Timing, timing, until
 
 # Plausible ratios of step to sum.
 MIN_SCALE, MAX_SCALE = 0.5, 2.0
-# A clock this far below the session's start means throttling or sharing.
+# A lower clock means throttling or sharing.
 THROTTLED = 0.9
 RETRIES = 2
 # Resolution of events and clocks.
@@ -38,15 +37,13 @@ LEAST_ERROR = 0.005
 # The rest is lost to sharing and conflicts.
 USEFUL_CACHE = 0.5
 YARDSTICK = "a100"
-# Per class.
 MIN_RATIOS = 3
 Advance = Callable[[str], None]
 
 
 class Timer(Protocol):
-    # Last level.
     cache_bytes: int
-    # How inputs were generated; empty for the model's own.
+    # Empty for the model's own inputs.
     remarks: tuple[str, ...]
 
     def identity(self) -> dict[str, str]:
@@ -68,9 +65,9 @@ class Timer(Protocol):
 @dataclass(frozen=True, slots=True)
 class Distinct:
     key: str
-    # The first one is timed.
+    # The first is timed.
     launches: tuple[int, ...]
-    # Buffers of the first launch that are not cached.
+    # Not cached.
     cold: frozenset[int]
 
 
@@ -85,7 +82,6 @@ class Missed:
 class Measured:
     device: Device
     machine: Machine
-    # None: not timed.
     timings: tuple[Timing | None, ...]
     whole: Timing | None
     missed: tuple[Missed, ...]
@@ -104,9 +100,8 @@ def measure(
     enough: Enough | None = None,
     only: frozenset[int] | None = None,
 ) -> Measured:
-    """Times what the store lacks; raises DeviceGone after storing everything measured before.
-
-    `only`: times these launches and equal ones, without the whole step.
+    """Raises DeviceGone after storing everything measured before. `only`: these launches and equal ones,
+    without the whole step.
     """
     machine = Machine(timer.identity(), timer.clock_mhz())
     groups, store = distinct(trace, timer.cache_bytes), open_store(machine)
@@ -169,7 +164,7 @@ class _Session:
         self._num_timed += 1
 
     def _steady(self, index: int, group: Distinct) -> tuple[Timing, float | None]:
-        """At the session's clock; after retries at any clock, with a note."""
+        """After retries at any clock, with a note."""
         for attempt in range(1 + RETRIES):
             found = timing(self._timer.time(index, group.cold, self._enough))
             clock = self._timer.clock_mhz()
@@ -223,7 +218,6 @@ class Reconciled:
 
 
 def reconcile(found: Measured, others: tuple[Cost, ...]) -> Reconciled:
-    """`others` price launches without a measurement."""
     pairs = tuple(zip(found.timings, others, strict=True))
     measured_us = sum(t.us for t, _ in pairs if t is not None)
     other_us = sum(c.us for t, c in pairs if t is None)
@@ -262,7 +256,6 @@ def distinct(trace: Trace, cache_bytes: int) -> tuple[Distinct, ...]:
 
 
 def cold_buffers(trace: Trace, cache_bytes: int) -> list[frozenset[int]]:
-    """Per launch: buffers it reads that are not cached."""
     window = cache_bytes * USEFUL_CACHE
     touched: dict[int, deque[tuple[float, int]]] = defaultdict(deque)
     passed = 0.0

@@ -1,10 +1,9 @@
 """Overheads of a launch beside bytes and operations, as amounts by term; `corrections.py` has their costs.
 
 PyTorch kernels on broadcast, strided, transposed or mixed operands are bound by index arithmetic, reductions
-by rows, and some operators start several kernels. An elementwise operator on dense operands of one dtype and
-order has no overhead; otherwise each element pays per dimension left after joining contiguous ones. Inductor
-kernels are classified by the operators in their names. Not handled: other Triton and CUDA kernels. Strides
-count elements.
+by rows, and some operators start several kernels. Each element pays per dimension left after joining
+contiguous ones; dense operands of one dtype and order pay nothing. Inductor kernels are classified by the
+operators in their names. Not handled: other Triton and CUDA kernels. Strides count elements.
 """
 
 import json
@@ -19,9 +18,8 @@ from tessera.ir.trace import item_bytes
 Overhead = tuple[tuple[str, float], ...]
 
 VECTOR_BYTES = 16
-# Memory transaction.
 SECTOR_BYTES = 32
-# PyTorch reduces rows up to this length in one warp, 32 elements at a time.
+# Up to this length PyTorch reduces rows in one warp, 32 elements at a time.
 WARP_ROW = 8192
 # Below this, the number of rows decides.
 SHORT_ROW = 512
@@ -39,7 +37,6 @@ class Scope(Enum):
     STREAM = "a model of its own"
 
 
-# `terms.json` also says what a term's amount counts.
 TERMS = {
     name: Scope[term["scope"]]
     for name, term in json.loads(files("tessera.profile").joinpath("terms.json").read_bytes()).items()
@@ -85,7 +82,6 @@ def attention_overhead(base: str, is_few: bool, is_masked: bool) -> Overhead:
 
 
 def fused_overhead(name: str, num_bytes: int) -> Overhead:
-    """From the operators in its name."""
     words = set(name.split("_"))
     terms: dict[str, float] = {}
     if words & {"cos", "sin"}:
@@ -115,7 +111,7 @@ def _elementwise(terms: dict[str, float], base: str, ins: tuple[View, ...], out:
 
 
 def _casts(base: str, ins: Sequence[View], out: View) -> bool:
-    """Elements are converted one by one; fp32 to 16 bits is vectorised."""
+    """fp32 to 16 bits is vectorised."""
     if base in COPIES:
         narrows = bool(ins) and ins[-1].dtype == "float32" and out.dtype in ("bfloat16", "float16")
         return bool(ins) and ins[-1].dtype != out.dtype and not narrows
@@ -189,7 +185,7 @@ def _convolution(terms: dict[str, float], launch: Launch, ins: tuple[View, ...],
 
 
 def _add_index(terms: dict[str, float], views: Sequence[View], out: View) -> None:
-    """Indexing in the order of `out`; none if vectorised."""
+    """In the order of `out`; none if vectorised."""
     sizes, strides = joined_dims(views, out)
     if len(sizes) <= 1 and all(column[0] == 1 for column in strides if column):
         return
@@ -205,10 +201,8 @@ def _add_index(terms: dict[str, float], views: Sequence[View], out: View) -> Non
 
 
 def joined_dims(views: Sequence[View], out: View) -> tuple[list[int], list[list[int]]]:
-    """Sizes and per-tensor strides, innermost first; jointly contiguous dimensions have their innermost
-    stride.
-
-    Tensors are broadcast to `out`, whose strides give the order.
+    """Innermost first; joined dimensions have their innermost stride. Tensors are broadcast to `out`, whose
+    strides give the order.
     """
     rank = len(out.shape)
     spread = [_broadcast(v, rank) for v in views]
@@ -246,6 +240,5 @@ def dense(view: View) -> View:
 
 
 def starts_at_vectors(view: View) -> bool:
-    """Every row of a matrix is aligned to a vector load."""
     outer = [s for n, s in zip(view.shape, view.stride, strict=True) if n > 1 and s > 1]
     return all(s * item_bytes(view.dtype) % VECTOR_BYTES == 0 for s in outer)

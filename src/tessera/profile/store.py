@@ -6,7 +6,7 @@ other damage is an error with its line. With `spare`, an unusable store is ignor
 
 A timing is a median with a 95 % interval from order statistics. Sampling stops when half the interval is
 within 2 % of the median, or time is up. Links: us = latency + bytes / bandwidth, a least-squares fit of
-relative error to single transfers.
+relative error.
 """
 
 import hashlib
@@ -31,7 +31,6 @@ FORMAT = 1
 # Relative difference that counts as equal.
 CLOCK_TOLERANCE = 0.04
 CONFIDENCE_Z = 1.96
-# Half interval, as a share of the median.
 TARGET_ERROR = 0.02
 MIN_SAMPLES = 8
 MAX_SAMPLES = 400
@@ -40,7 +39,7 @@ CAP_S = 0.25
 # 4 KB to 64 MB.
 SIZES = tuple(4096 * 4**n for n in range(8))
 NAME = "measured"
-# Reported if less of the bandwidth is left with both directions busy.
+# Share of the bandwidth left with both directions busy.
 SHARED = 0.8
 # Used if latency dominates even the longest message.
 MAX_GBPS = 1e5
@@ -62,9 +61,8 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    # Model, SMs, driver, torch.
     identity: Mapping[str, str]
-    # Under load, at the start; None if unreadable.
+    # Under load; None if unreadable.
     clock_mhz: float | None
 
     @property
@@ -73,7 +71,7 @@ class Machine:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# By kind and key: "launch" (key of `distinct`), "failed" (reason), "whole" (a step, by trace digest).
+# By kind ("launch", "failed", "whole") and key (of `distinct`, or a trace's digest).
 StoredRows = dict[tuple[str, str], Timing | str]
 
 
@@ -90,7 +88,6 @@ class Store:
         spare: Callable[[str], None] | None = None,
     ) -> None:
         self._path, self._machine = path, machine
-        # The session continues without an unusable store.
         self._spare = spare
         self._rows: StoredRows = {}
         for clock_mhz, rows in self._known():
@@ -109,7 +106,7 @@ class Store:
         return cast("Timing | None", self._rows.get(("whole", digest)))
 
     def add_launch(self, key: str, kernel: str, found: Timing, clock_mhz: float | None) -> None:
-        """Appended at once: a crash does not lose it."""
+        """At once: a crash does not lose it."""
         self._rows["launch", key] = found
         self._append({"kind": "launch", "key": key, "kernel": kernel, **asdict(found), "mhz": clock_mhz})
 
@@ -146,7 +143,7 @@ class Store:
 
 
 def append_lines(path: Path, documents: list[dict[str, Any]]) -> None:
-    """In one write, after ending a half line."""
+    """After ending a half line."""
     text = "".join(json.dumps(d, allow_nan=False) + "\n" for d in documents)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +241,7 @@ class LinkFit:
     both_gbps: Annotated[float, shown("GB/s, both ways")]
     # (bytes, median microseconds)
     samples: Annotated[tuple[tuple[int, float], ...], HIDDEN]
-    # GB/s of weights fetched from the host's memory; 0: not measured.
+    # From the host's memory; 0: not measured.
     fetch_gbps: Annotated[float, HIDDEN] = 0.0
 
     @property

@@ -3,8 +3,8 @@
 Layout: `<package>/systems/data/<system>/<family>/<stack>/<version>/<file>.parquet`. Stacks are tried in the
 same order for every GPU, newest version first. A row's place is log2 of its sizes. Rows are 16-bit, and fp8
 for GEMMs; attention is split by head width, without sliding windows. Experts need balanced routing on one
-GPU. The most frequent kernel of a file is kept; rows without a positive, finite time are dropped; an
-unreadable file, a missing column or another card is refused.
+GPU. The most frequent kernel of a file is kept; an unreadable file, a missing column or another card is
+refused.
 
 Collectors repeat a kernel: rows whose weights all fit in L2 are dropped, attention rows record the share that
 fits. Arrays are cached in `$XDG_CACHE_HOME/tessera/tables`.
@@ -37,13 +37,12 @@ Filter = list[tuple[str, str, Any]]
 Mask = npt.NDArray[np.bool_]
 Arrays = dict[str, npt.NDArray[Any]]
 
-# Copies of the weights that a GEMM collector rotates.
+# Rotated by a GEMM collector.
 WEIGHT_COPIES = 6
-# Below this the constant term dominates, wherever the bytes come from.
+# The constant term dominates, wherever the bytes come from.
 SMALL_BYTES = 1 << 20
 BF16, FP8 = "bfloat16", "fp8"
 ITEM_BYTES = {BF16: 2, FP8: 1}
-# Dtype whose peak applies.
 ARITHMETIC = {FP8: "float8_e4m3fn"}
 HEAD_WIDTHS = ("64", "128", "192", "256")
 # Up to so many rows per group, weights bind a grouped GEMM in every library. On one H200 PyTorch took half
@@ -65,23 +64,20 @@ READER_VERSION = 2
 @dataclass(frozen=True, slots=True)
 class Kind:
     op: OpClass
-    # Below the system's folder, around stack and version.
     family: str
     file: str
-    # Integers that place a row.
     columns: tuple[str, ...]
-    # In order of preference.
+    # By preference.
     stacks: tuple[str, ...]
     # Dtypes for GEMM, head widths for attention.
     variants: tuple[str, ...]
-    # By variant; absent columns are ignored.
+    # Absent columns are ignored.
     filters: Callable[[str], Filter]
     places: Callable[[Columns], Array]
-    # Kernels of a row; their times add up.
+    # Times of a row's kernels add up.
     loads: Callable[[Columns, str, Gpu], tuple[Loads, ...]]
-    # None if this kind cannot price the launch.
     query: Callable[[Work], tuple[str, tuple[float, ...]] | None]
-    # Of using a row for another kind of kernel: an assumption.
+    # An assumption.
     stand_in_error: float = 0.0
 
 
@@ -138,7 +134,7 @@ def _attention_query(work: Work) -> tuple[str, tuple[float, ...]] | None:
 
 
 def cache_share(loads: Loads, op: OpClass, spec: Gpu) -> Array:
-    """Share that the collector found in L2."""
+    """Found in L2 by the collector."""
     return l2_share(loads.num_bytes, spec) if op is OpClass.DECODE else np.zeros(len(loads.num_bytes))
 
 
@@ -274,9 +270,7 @@ class Rows:
     variant: str
     columns: Columns
     us: Array
-    # Empty if absent.
     kernel: str
-    # Dropped: no positive time.
     num_without_time: int
 
 
@@ -374,6 +368,6 @@ def _stamp(path: Path) -> tuple[int, int]:
     try:
         stat = path.stat()
     except OSError:
-        # Deleted since it was listed; reading reports it.
+        # Reading reports a deleted file.
         return 0, 0
     return stat.st_size, stat.st_mtime_ns

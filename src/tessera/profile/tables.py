@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from scipy.spatial import cKDTree
 
 NEAREST = 8
-# Octaves; keeps an exact hit from outweighing all other points by rounding.
+# Octaves; an exact hit must not outweigh all other points by rounding.
 SOFTENING = 0.05
-# Distances at which the error is measured; the last one limits interpolation.
+# In octaves; the last one limits interpolation.
 RADII = (0.01, 0.5, 1.0, 2.0)
 MAX_BEYOND = 2.0
 MAX_JUDGED = 120
@@ -45,12 +45,11 @@ MIN_ROWS = 300
 # For clocks above the data sheet and inexact sizes.
 ALLOWANCE = 1.10
 MAX_IMPOSSIBLE = 0.02
-# Prompts this long are quadratic; the exponent limit is halfway between linear and quadratic.
+# Prompts this long are quadratic; the limit is halfway to linear.
 LONG_PROMPT = 4096
 MIN_EXPONENT = 1.5
 SAME_CHIP_FACTOR = 2.5
-# Collectors read decode attention partly from L2; the model puts those bytes back into memory. Error as a
-# share of that correction: an assumption.
+# Collectors read decode attention partly from L2; the model puts those bytes back into memory. An assumption.
 CORRECTION_ERROR = 0.25
 # Clock and run-to-run noise: an assumption.
 LEAST_ERROR = 0.02
@@ -64,7 +63,7 @@ class Surface:
 
     @cached_property
     def tree(self) -> "cKDTree[None]":
-        # SciPy is slow to import, and most commands read no table.
+        # slow to import
         from scipy.spatial import cKDTree
 
         return cKDTree(self.places)
@@ -83,7 +82,7 @@ class Surface:
         return np.asarray(((places >= low) & (places <= high)).all(axis=1), dtype=np.bool_)
 
     def errors(self) -> Array:
-        """Mean relative error at each of RADII, never decreasing."""
+        """At each of RADII, never decreasing."""
         step = max(1, len(self.places) // MAX_JUDGED)
         found = [self._errors_of(i) for i in range(step // 2, len(self.places), step)]
         means = np.nanmean(np.array(found), axis=0)
@@ -105,7 +104,7 @@ class Surface:
 
 
 def error_at(distance: Array, errors: Array) -> Array:
-    """Relative interpolation error; 0 at a point."""
+    """0 at a point."""
     between = np.interp(distance, RADII, errors)
     return np.asarray(np.where(distance < RADII[0], 0.0, between), dtype=np.float64)
 
@@ -123,9 +122,8 @@ class VariantTable:
     surface: Surface
     # At each of RADII.
     errors: Array
-    # Median difference to other stacks on the same GPU.
+    # To other stacks on the same GPU.
     spread: float
-    # Impossible or invalid times.
     num_left_out: int
 
     @property
@@ -156,7 +154,7 @@ def load_source(root: Path, file: TableFile, variant: str, store: TableCache) ->
 
 
 def against_model(rows: Rows, spec: Gpu) -> tuple[Array, Mask, Mask]:
-    """Modelled time of every row, usable rows, impossible rows."""
+    """Modelled times; usable rows; impossible rows."""
     dtype = table_files.arithmetic(rows.variant)
     loads = KINDS[rows.file.op].loads(rows.columns, rows.variant, spec)
     peaks = fitted.peaks_of(spec, dtype)
@@ -169,7 +167,7 @@ def against_model(rows: Rows, spec: Gpu) -> tuple[Array, Mask, Mask]:
 
 
 def _judged(root: Path, rows: Rows, surface: Surface, store: TableCache) -> tuple[Array, float, list[float]]:
-    """Errors by distance, spread between stacks, median log ratio to other tables of the chip."""
+    """Errors by distance, spread between stacks, log ratios to other tables of the chip."""
     others = _of_the_same_chip(root, rows.file)
     key = table_files.key_of(
         [rows.file.path, *(o.path for o in others)], "verdict", rows.file.op, rows.variant, _fitted()
@@ -189,7 +187,6 @@ def _compared(rows: Rows, others: list[TableFile], store: TableCache) -> tuple[l
         try:
             off = log_ratios(rows, table_files.read_rows(other, rows.variant, store))
         except (Absent, Unusable):
-            # Reported where they would be chosen.
             continue
         if off.size < 20:
             continue
@@ -211,7 +208,7 @@ def _fitted() -> str:
 
 
 def impossible(us: Array, loads: tuple[Loads, ...], peaks: fitted.Peaks) -> npt.NDArray[np.bool_]:
-    """Faster than the data sheet allows, counting bytes that cannot come from L2."""
+    """Counts bytes that cannot come from L2."""
     compute = sum(x.flops for x in loads) / (peaks.tflops * 1e6)
     memory = sum(x.num_bytes * (x.hit < 0.01) for x in loads) / (peaks.gbps * 1e3)
     return np.asarray(us * ALLOWANCE < np.maximum(compute, memory), dtype=np.bool_)
@@ -240,7 +237,7 @@ def _exponents(rows: Rows) -> list[float]:
 
 
 def log_ratios(rows: Rows, other: Rows) -> Array:
-    """log(time here / time there) of every long kernel in both tables."""
+    """Long kernels in both tables."""
     here, there = _keys(rows), _keys(other)
     _, i, j = np.intersect1d(here, there, return_indices=True)
     long = np.minimum(rows.us[i], other.us[j]) >= fitted.LONG_US
@@ -253,7 +250,7 @@ def _keys(rows: Rows) -> npt.NDArray[np.void]:
 
 
 def _check_chip(ratios: Sequence[float], chip: str) -> None:
-    """Refuses a table off by a factor, in one direction, from at least two other tables of the chip."""
+    """Refuses a table off by a factor, in one direction, from at least two others of the chip."""
     limit = float(np.log(SAME_CHIP_FACTOR))
     for sign, word in ((-1.0, "faster"), (1.0, "slower")):
         if len(ratios) >= 2 and all(sign * r > limit for r in ratios):
@@ -276,7 +273,7 @@ class Tables:
     _choices: dict[tuple[str, OpClass, str], TableChoice] = field(default_factory=dict)
 
     def choice(self, gpu_name: str, op: OpClass, variant: str) -> TableChoice:
-        """The first sound table, with the reasons against earlier ones."""
+        """With the reasons against earlier ones."""
         key = (gpu_name, op, variant)
         if key not in self._choices:
             self._choices[key] = self._choose(*key)
@@ -297,7 +294,6 @@ class Tables:
         return TableChoice(None, tuple(rejected))
 
     def passed_over(self, gpu_name: str, works: Sequence[Work]) -> list[tuple[TableFile, str]]:
-        """Refused tables that would have priced these launches."""
         asked = [(w.op, KINDS[w.op].query(w)) for w in works if w.op in KINDS]
         variants = dict.fromkeys((op, query[0]) for op, query in asked if query)
         return [x for op, variant in variants for x in self.choice(gpu_name, op, variant).rejected]

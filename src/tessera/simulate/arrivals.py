@@ -34,9 +34,8 @@ Floats = npt.NDArray[np.float64]
 
 # Four times the mean rate in a tenth of the time, ten seconds long.
 BURST = (4.0, 0.1, 10.0)
-# Requests of an endless stream.
 DEFAULT_NUM = 1000
-# Largest rate, length or time that fits a draw.
+# Fits a draw.
 MOST = 1e9
 NUM_PARTS = 16
 SIGMA = 0.7
@@ -134,7 +133,7 @@ def _drawn(kind: str, mean: float, sigma: float, num: int, random: np.random.Gen
     if kind == "fixed":
         return np.full(num, mean)
     if kind == "uniform":
-        # One of every part of the range among as many requests, so that few give the mean.
+        # One of every part of the range, so that few requests give the mean.
         parts = np.concatenate([random.permutation(NUM_PARTS) for _ in range(-(-num // NUM_PARTS))])[:num]
         return mean * (0.5 + (parts + random.random(num)) / NUM_PARTS)
     if kind == "geometric":

@@ -48,7 +48,7 @@ class LaunchSegment:
 
 @dataclass(frozen=True, slots=True)
 class DeviceColumn:
-    """Items, and from each position the time until a possible wait."""
+    """Time until a possible wait from each position."""
 
     items: tuple[Recv | LaunchSegment, ...]
     until_wait_us: tuple[float, ...]
@@ -116,11 +116,11 @@ class Scripts:
         self._us = [np.array([[c.us for c in row] for row in x.costs]) for x in self.costs]
 
     def of(self, placement: Placement) -> tuple[Script, ...]:
-        """In running order, with moves of state between steps."""
+        """With moves of state between steps."""
         return tuple(script for moves, step in self.steps(placement) for script in (*moves, step))
 
     def steps(self, placement: Placement) -> tuple[tuple[tuple[Script, ...], Script], ...]:
-        """Each step, and the moves of state before it."""
+        """Moves of state before each step, and the step."""
         moves, places = self._lowering.moves(placement), enumerate(placement.devices)
         return tuple(
             (
@@ -155,7 +155,6 @@ class Scripts:
 def column_of(
     ends: list[float], points: Sequence[TransferPoint], wires: Sequence[TransferWire]
 ) -> DeviceColumn:
-    """Launch i ends at ends[i + 1]."""
     items: list[Recv | LaunchSegment] = []
     done = 0  # launches before this one are in the column
     for launch, is_send, number in points:

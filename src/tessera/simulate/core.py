@@ -1,9 +1,9 @@
 """The executor's schedule under a virtual clock: devices, links and requests as events.
 
-Uses the workers' queue; only time is replaced. A launch takes its modelled time on its device, one at a time;
-after each the device takes the job that the queue picks. A transfer occupies its bus, first come first
-served, and arrives a latency later. Receives cost nothing. A segment of launches is one event, unless a
-preferred job arrives: then it ends at the current launch, with the same times as checks after every launch.
+Only time is replaced in the workers' queue. A launch takes its modelled time, one at a time; after each the
+device takes the job that the queue picks. A transfer occupies its bus, first come first served, and arrives a
+latency later. Receives cost nothing. A segment of launches is one event, unless a preferred job arrives: then
+it ends at the current launch, with the same times as checks after every launch.
 """
 
 from abc import ABC, abstractmethod
@@ -17,11 +17,11 @@ from tessera.execute.schedule import Job, Queue
 from tessera.ir import Clock, Plan, Recv, Span, Timeline, verify
 from tessera.simulate.columns import LaunchSegment, Script, Scripts, TransferWire
 
-# Event kind other than a transfer's arrival.
+# Not a transfer's arrival.
 END = -1
 SAME_US = 1e-9
 
-# A script and the factor on its times.
+# Script, factor on its times.
 Work = tuple[Script, float]
 
 
@@ -32,7 +32,7 @@ class Flight:
     lane: int
     # Last first.
     left: list[Work]
-    # Devices that have not finished the current run.
+    # Devices that have not finished the run.
     waiting: int = 0
     # Work units per microsecond of busy time.
     per_us: float = 0.0
@@ -40,26 +40,21 @@ class Flight:
 
 @dataclass(slots=True)
 class SimulatedDevice:
-    """Runs launches [start, stop) of the job's next segment."""
-
     queue: Queue = field(default_factory=Queue)
     job: Job | None = None
     start: int = 0
     stop: int = 0
     since_us: float = 0.0
-    # Of the valid end event; earlier ones are stale.
+    # Earlier end events are stale.
     epoch: int = 0
 
 
 class Core(ABC):
-    """Subclasses admit requests and record results."""
-
     def __init__(self, num_devices: int, num_buses: int) -> None:
         self.devices = [SimulatedDevice() for _ in range(num_devices)]
         self._bus_free = [0.0] * num_buses
         self._events: list[tuple[float, int, int, int, int]] = []
         self._order = 0
-        # Ticket -> (request, script, factor).
         self._running: dict[int, tuple[Flight, Script, float]] = {}
 
     @abstractmethod
@@ -76,7 +71,7 @@ class Core(ABC):
         """A transfer occupies its bus."""
 
     def advance(self) -> float | None:
-        """Handles the next event and returns its time; None without one."""
+        """None without an event."""
         if not self._events:
             return None
         now, _, device, ticket, what = heappop(self._events)
@@ -263,7 +258,7 @@ def simulate(plan: Plan, num_requests: int, is_detailed: bool = True) -> Timelin
 
 
 def throughput_per_s(timeline: Timeline) -> float:
-    """Work units per second from the first completion to the start of the last request, or over a short run.
+    """From the first completion to the start of the last request, or over a short run.
 
     Completions come in bursts, so work is counted: a span's share of its request's busy time.
     """

@@ -1,8 +1,8 @@
 """VirtualMachine: the simulator's loop with memoised transitions, stopped at every end of a run.
 
 What happens until the next end depends only on the state of devices and links and the runs begun, so
-transitions are kept with their duration and busy times: a busy server repeats itself, and a hundred thousand
-requests take seconds. Times between ends are rounded, so that equal states compare equal.
+transitions are kept: a busy server repeats itself, and a hundred thousand requests take seconds. Times
+between ends are rounded, so that equal states compare equal.
 """
 
 import heapq
@@ -15,7 +15,6 @@ from tessera.simulate.columns import LaunchSegment, Script, TransferWire
 from tessera.simulate.core import END, Core, Flight, SimulatedDevice, Work
 
 DECIMALS = 6
-# Beyond this, all are dropped.
 MAX_PLACES = 5000
 
 
@@ -47,7 +46,6 @@ class _Edge:
     ended: tuple[int, ...]
     # In the order of the next state.
     staying: tuple[int, ...]
-    # Per device, then per bus.
     busy_us: tuple[float, ...]
     place: _Place
 
@@ -155,11 +153,9 @@ class VirtualMachine:
         self.now_us = 0.0
         # Per device, then per bus, up to the last end of a run.
         self.busy_us = [0.0] * (num_devices + num_buses)
-        # Transitions.
         self.num_followed = self.num_computed = 0
         self._loop, self._remembers = _Loop(num_devices, num_buses), remembers
         self._places: dict[State, _Place] = {}
-        # The last place; the time, flights and begun runs follow.
         self._place = self._place_of(self._loop.state())
         self._loop_place: _Place | None = self._place
         self._since_us = 0.0
@@ -173,7 +169,7 @@ class VirtualMachine:
         self._begun.append((microbatch, tuple(works)))
 
     def take(self, limit_us: float) -> int | None:
-        """Advances to the next end of a microbatch's last run, or to the limit (None)."""
+        """To the next end of a microbatch's last run, or to the limit (None)."""
         if not self._ended and (self._flying or self._begun):
             edge = self._place.edges.get(tuple([works for _, works in self._begun]))
             if edge is None:
@@ -215,7 +211,7 @@ class VirtualMachine:
             busy_us[index] += us
 
     def _begin(self) -> float:
-        """Restores the last place with the runs begun there; returns its time."""
+        """Returns the time of the last place."""
         loop = self._loop
         if self._loop_place is not self._place:
             loop.restore(self._place.state)

@@ -1,8 +1,7 @@
 """SteadyRates: the rate of a plan with all microbatches full, from a short simulation.
 
-The loop of `simulate` runs without a timeline, over a window. Microbatches start at spread phases, so a short
-window sees every phase. Work is counted as a segment's share of its request's busy time, times the request's
-work units.
+Microbatches start at spread phases, so a short window sees every phase. Work is counted as a segment's share
+of its request's busy time, times the request's work units.
 
 Quick checks of long programs, and any check of very long ones, use samples (`Fluid`): while every microbatch
 stays in its step, its pace is steady; after settling it is measured, then all microbatches skip ahead to just
@@ -24,15 +23,14 @@ from tessera.ir import Plan, Recv
 from tessera.simulate.columns import LaunchSegment, Script, Scripts
 from tessera.simulate.core import Core, Flight, Work
 
-# Per microbatch, before and within the window.
+# Per microbatch.
 MIN_WARM_UP_RUNS, MIN_WINDOW_RUNS = 2, 6
 # Fewer simulate less work.
 MANY_MICROBATCHES = 4
-# Items of all runs of a request from which: fewer requests, samples only, samples in quick checks.
+# Items of a request from which: fewer requests, samples only, samples in quick checks.
 LONG_REQUESTS, VERY_LONG_REQUESTS, QUICK_LISTS = 3000, 10_000, 60
-# Segments per microbatch, up to MANY_MICROBATCHES of them.
+# Segments per microbatch.
 SETTLE, SAMPLE = 10, 30
-# Samples of a skip.
 MIN_SKIP = 1.0
 
 Lanes = list[tuple[Script, ...]]
@@ -59,7 +57,7 @@ def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
 
 
 def runs_of(scripts: Sequence[Script], skipped: float = 0.0) -> tuple[list[Work], float]:
-    """Remaining runs after a share of the request, last first; work units per microsecond of busy time."""
+    """Remaining runs, last first; work units per microsecond of busy time."""
     runs = [(script, 1.0) for script in scripts for _ in range(script.count)]
     total = sum(script.busy_us for script, _ in runs)
     first, spent = 0, 0.0
@@ -79,10 +77,9 @@ class Window(Core):
         self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
         self._lanes, self._microbatches, self._extent = lanes, plan.microbatches, extent
         self._done = self._target = self._skipped_us = 0.0
-        self._count = 0  # a subclass may reset it
+        self._count = 0
         self._due = math.inf  # segments until the next `_watch`
         self._flights: dict[int, Flight] = {}
-        # By microbatch: script, ticket and busy time of its current run.
         self._script: dict[int, Script] = {}
         self._ticket: dict[int, int] = {}
         self._run_us: dict[int, float] = {}
@@ -125,7 +122,7 @@ class Window(Core):
         super().begin(flight, now)
 
     def _so_far(self, now: float) -> tuple[float, dict[int, float]]:
-        """(work done, microbatch -> busy time of its run), with running segments in part."""
+        """(work done, microbatch -> busy time of its run)."""
         done, run_us = self._done, dict(self._run_us)
         for device in self.devices:
             if device.job is not None:
@@ -167,14 +164,14 @@ class Cuts:
 
     @cached_property
     def _sent(self) -> tuple[list[int], list[int]]:
-        """(launches done when it leaves, transfer), sorted."""
+        """(launches done before, transfer), sorted."""
         segments = [x for c in self.script.columns for x in c.items if isinstance(x, LaunchSegment)]
         found = sorted((x.stop, wire.number) for x in segments for wire in x.sends)
         return [stop for stop, _ in found], [number for _, number in found]
 
     @cached_property
     def _segments(self) -> list[tuple[list[int], list[int]]]:
-        """[device]: (ends of its segments, their positions in its column)."""
+        """By device: (ends, positions)."""
         found = []
         for column in self.script.columns:
             listed = [(x.stop, n) for n, x in enumerate(column.items) if isinstance(x, LaunchSegment)]
@@ -202,8 +199,6 @@ class Cuts:
 
 
 class Fluid(Window):
-    """Skips ahead at the paces of a sample."""
-
     def __init__(
         self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: WindowExtent
     ) -> None:
@@ -211,7 +206,6 @@ class Fluid(Window):
         few = min(plan.microbatches, MANY_MICROBATCHES)
         self._settled, self._sampled = SETTLE * few, (SETTLE + SAMPLE) * few
         self._due = self._settled
-        # By microbatch: runs since the sample began. Then time, work and busy times at its begin.
         self._begun: dict[int, int] = dict.fromkeys(range(self._microbatches), 0)
         self._mark: tuple[float, float, dict[int, float]] | None = None
         self._cuts: dict[Script, Cuts] = {}
@@ -281,7 +275,7 @@ class Fluid(Window):
                 device.queue.drop(job.ticket)
 
     def _take_up(self, microbatch: int, busy_us: float) -> None:
-        """Resumes a microbatch's run, or a later one of its step, with this much done."""
+        """With this much done, perhaps in a later run."""
         flight, ticket, script = self._flights[microbatch], self._ticket[microbatch], self._script[microbatch]
         cuts = self._cuts.setdefault(script, Cuts(script))
         runs, rest = divmod(busy_us, script.busy_us)
@@ -301,7 +295,7 @@ Effort = Callable[[Lanes], tuple[type[Window], WindowExtent]]
 
 
 class SteadyRates:
-    """Work units per second; plans of one unit share results."""
+    """Plans of one unit share results."""
 
     def __init__(self, long_window: tuple[float, float] | None = None) -> None:
         self._long_window = LONG_WINDOW if long_window is None else WindowExtent(*long_window)
@@ -312,7 +306,7 @@ class SteadyRates:
         return 1e6 * self._rate(plan, self._full)
 
     def quick(self, plan: Plan) -> float:
-        """A rougher rate, for plans that are far apart."""
+        """For plans that are far apart."""
         return 1e6 * self._rate(plan, self._short)
 
     def settled(self, plan: Plan) -> float:
@@ -323,7 +317,6 @@ class SteadyRates:
         if self._scripts is None or not _shares(self._scripts, plan):
             self._scripts = Scripts(plan.unit, plan.costs, plan.cluster)
             self._known.clear()
-        # Rates of lanes matter only without a table of lanes.
         shares = (plan.lane_table, () if plan.lane_table else tuple(lane.rate_per_s for lane in plan.lanes))
         followed = tuple(lane.placement for lane in plan.lanes)
         key = (followed, shares, plan.microbatches, effort)

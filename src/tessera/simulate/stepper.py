@@ -42,12 +42,11 @@ from tessera.simulate.machine import VirtualMachine
 
 @dataclass(frozen=True)
 class Truth:
-    """Costs of a plan times factors by kernel type (drawn from the seed) and by device."""
+    """Factors by kernel type (drawn from the seed) and by device."""
 
     plan: Plan
     noise: float = 0.0
     seed: int = 0
-    # (device, factor).
     slow: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -55,7 +54,6 @@ class Truth:
         return self.plan.cluster
 
     def factor(self, kernel: str, device: str) -> float:
-        """Log-normal."""
         found = math.prod(factor for name, factor in self.slow if name == device)
         if not self.noise:
             return found
@@ -82,7 +80,7 @@ class Faults:
     losses: tuple[Loss, ...] = ()
     # (device, second, factor)
     slowdowns: tuple[tuple[str, float, float], ...] = ()
-    # Lost devices are planned around: requests wait instead of failing.
+    # Requests wait for lost devices instead of failing.
     is_mended: bool = False
 
 
@@ -96,7 +94,6 @@ class _Open:
     since_us: float = 0.0
     works: tuple[Work, ...] = ()
     is_running: bool = False
-    # The next step, and when the host has ordered it.
     queued: StepCall | None = None
     ordered_us: float = 0.0
 
@@ -120,22 +117,20 @@ class VirtualStepper:
         outputs: Callable[[StepCall], Tensors] | None = None,
         host_us: float = 0.0,
     ) -> None:
-        """`host_us`: time in which the host settles a step and orders the next, one after another."""
+        """`host_us`: the host settles a step and orders the next, one after another."""
         self.plans, self.lanes = tuple(plans), Lanes(plans)
         self._truth, self._faults, self._outputs = truth or Truth(plans[0]), faults, outputs
         self._names = self._truth.cluster.names
         self._host_us, self._host_free_us = host_us, 0.0
-        # By the steps of a plan.
         self._scripts: dict[tuple[int, ...], Scripts] = {}
         self._wires = Wires(self._truth.cluster)
         num_devices, num_buses = len(self._names), len(self._wires.buses)
         self.machine = VirtualMachine(num_devices, num_buses)
         self._open: dict[int, _Open] = {}
-        # Moves under way, until when each bus is occupied, and bytes moved.
         self._moves: dict[int, _VirtualMove] = {}
         self._bus_free_us = [0.0] * num_buses
         self._moved: Counter[tuple[str, str]] = Counter()
-        # (lane, step before, its scale, step, scale) -> runs.
+        # By (lane, step before, its scale, step, scale).
         self._known: dict[tuple[int, int, float, int, float], tuple[Work, ...]] = {}
         self._busy_s: dict[Work, dict[str, float]] = {}
         self._agenda: list[tuple[float, int, Callable[[], Event | None]]] = []
@@ -189,7 +184,6 @@ class VirtualStepper:
         """Nothing is computed."""
 
     def _begin_at(self, at_us: float, here: _Open, call: StepCall) -> None:
-        """Once the host has ordered it."""
         if at_us <= self.machine.now_us:
             self._begin(here, call)
             return

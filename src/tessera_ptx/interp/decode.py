@@ -113,7 +113,7 @@ def _rank(blocks: list[CodeBlock]) -> None:
 
 
 def post_dominators(edges: list[list[int]]) -> list[int]:
-    """-1 is the exit. Endless loops get an exit."""
+    """Endless loops get an exit."""
     count = len(edges)
     order = _reverse_order(edges, count)
     for block in range(count):
@@ -170,7 +170,7 @@ Get = Callable[[Frame], Any]
 Put = Callable[[Frame, Active, Any], None]
 Rule = Callable[[Instruction, "Decoder"], Step]
 RULES: dict[str, Rule] = {}
-CARRY = "%carry"  # condition code of add.cc, kept like a register
+CARRY = "%carry"  # condition code of add.cc
 _SCOPED = re.compile(r"#\d+$")
 
 
@@ -193,7 +193,6 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 def decode(
     function: Function, file: str, describe: Callable[[CodeBlock, "Decoder"], None]
 ) -> DecodedFunction:
-    """`describe` adds control-flow data."""
     decoder = Decoder(function, file)
     blocks = blocks_of(function) if function.body else [CodeBlock(0, [], None, "ret")]
     for block in blocks:
@@ -243,7 +242,7 @@ class Decoder:
         return step
 
     def guard(self, ins: Instruction) -> tuple[int, bool]:
-        """(-1, False) without a guard."""
+        """(-1, False): none."""
         if ins.guard is None:
             return -1, False
         return self.slot(ins.guard.reg.name)[0], ins.guard.negated
@@ -269,7 +268,7 @@ class Decoder:
         found = {TYPES[d.type].raw for d in decls if d.type in TYPES}
         if not found:
             raise Unknown(f"register {name} of no known type")
-        # Scopes may declare one name with several types: the widest is kept.
+        # The widest of several types.
         return max(found, key=lambda d: (d.itemsize, d != np.dtype(bool)))
 
     def get(self, operand: Operand, wanted: Type) -> Get:
@@ -357,7 +356,7 @@ class Decoder:
 
 
 def _register_formals(function: Function) -> dict[str, str]:
-    """Parameters and results in registers (`.func f (.reg .b32 k)`): name -> type.
+    """Name -> type, as in `.func f (.reg .b32 k)`.
 
     The syntax tree does not mark them; registers are used in arithmetic, parameters in memory are only
     loaded, stored or moved.
@@ -376,7 +375,6 @@ def _register_formals(function: Function) -> dict[str, str]:
 
 
 def literal(operand: Imm | FloatImm, wanted: Type) -> Any:
-    """The bit pattern for bit types."""
     if isinstance(operand, FloatImm):
         if wanted.dtype.kind == "f":
             exact = (

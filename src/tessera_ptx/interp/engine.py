@@ -43,13 +43,12 @@ class Barrier:
 class CallInfo:
     target: str  # "": computed
     address: Get | None
-    # Names of param variables, or getters.
     arguments: tuple[str | Get, ...]
     results: tuple[str | Put, ...]
 
 
 def describe(block: CodeBlock, decoder: Decoder) -> None:
-    """None if undecodable, refused when executed."""
+    """What cannot be decoded is refused when executed."""
     try:
         if block.kind == "collective":
             block.info = member_getter(block.body[0], decoder)
@@ -208,13 +207,12 @@ class Barriers:
         self.arrived: dict[int, Array] = {}
         self.expected: dict[int, Array] = {}
         self.votes: dict[int, Array] = {}
-        # A cluster arrival is complete, its wait not made.
+        # Arrived, not yet waited.
         self.passed: Array = np.zeros(machine.num_lanes, bool)
-        # (next frame and block, barrier number, lanes, instruction)
         self.waiting: list[tuple[tuple[Frame, int, Barrier], int, Array, Instruction]] = []
 
     def arrive(self, barrier: Barrier, frame: Frame, after: int, mask: Array, ins: Instruction) -> list[Move]:
-        """Returns all lanes that may continue."""
+        """Lanes that may continue."""
         moves: list[Move] = []
         if barrier.number is None:
             numbers: Any = np.full(mask.shape, CLUSTER)
@@ -257,7 +255,6 @@ class Barriers:
         return moves
 
     def _complete(self, number: int) -> Array:
-        """Lanes of blocks or clusters with a complete barrier."""
         machine = self.machine
         width = machine.threads * (machine.cluster if number == CLUSTER else 1)
         arrived = self.arrived[number].reshape(-1, width)
@@ -350,7 +347,6 @@ class Interpreter:
         return min(ready, key=lambda p: (*p[0].prefix, p[0].code.blocks[p[1]].rank))
 
     def _run_group(self, place: Place, mask: Array) -> None:
-        """And successors while this is the only group."""
         frame, index = place
         while True:
             self.last_run[frame, index] = self.tick

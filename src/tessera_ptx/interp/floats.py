@@ -24,10 +24,10 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def to_single(value: Array, error: Array, mode: str = "n") -> Array:
-    """`value + error`, rounded once."""
+    """Rounds `value + error` once."""
     near: Array = value.astype(np.float32)
     back = near.astype(np.float64)
-    above = (back > value) | ((back == value) & (error < 0))  # the result is above the exact number
+    above = (back > value) | ((back == value) & (error < 0))
     below = (back < value) | ((back == value) & (error > 0))
     if mode == "n":
         return _nearest(near, back, value, error)
@@ -91,7 +91,6 @@ def _fused_double(a: Array, b: Array, c: Array) -> Array:
 
 
 def divide(a: Array, b: Array, mode: str) -> Array:
-    """Directed modes use the exact remainder."""
     if mode == "n" or a.dtype != np.float32:
         return a / b
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
@@ -136,14 +135,13 @@ def single_to_bf16(value: Array, mode: str = "n", relu: bool = False) -> Array:
 
 
 def single_to_tf32(value: Array, mode: str = "a") -> Array:
-    """13 low bits cut, as 32-bit patterns."""
+    """As 32-bit patterns."""
     bits = np.asarray(value, np.float32).view(np.uint32)
     rounded = _cut(value, 13, mode, 0) << np.uint32(13)
     return np.where(np.isnan(value), bits & np.uint32(0xFFFFE000), rounded)
 
 
 def _cut(value: Array, drop: int, mode: str, nan: int) -> Array:
-    """Without the lowest `drop` bits, rounded."""
     bits = np.asarray(value, np.float32).view(np.uint32)
     half, shift = np.uint32(1 << (drop - 1)), np.uint32(drop)
     if mode == "n":
@@ -156,7 +154,6 @@ def _cut(value: Array, drop: int, mode: str, nan: int) -> Array:
 
 
 def to_half(value: Array, mode: str = "n") -> Array:
-    """Canonical NaN."""
     near: Array = value.astype(np.float16)
     if mode == "z":
         back = near.astype(np.float64)
@@ -174,7 +171,6 @@ def join(low: Array, high: Array) -> Array:
 
 
 def _small_table(exponent_bits: int, mantissa_bits: int, finite_only: bool) -> Array:
-    """All 256 values of an 8-bit format."""
     code = np.arange(256)
     sign = np.where(code & 0x80, -1.0, 1.0)
     mantissa = code & ((1 << mantissa_bits) - 1)

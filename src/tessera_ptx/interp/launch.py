@@ -36,8 +36,6 @@ WARP = 32
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Blocks are numbered x first."""
-
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     cluster: int  # blocks, along x
@@ -59,7 +57,6 @@ class Geometry:
 
     @property
     def size(self) -> int:
-        """Of a block."""
         return int(np.prod(self.block))
 
     @property
@@ -68,7 +65,6 @@ class Geometry:
         return -(-self.size // WARP) * WARP
 
     def batches(self, lanes_at_once: int) -> Iterator[range]:
-        """In whole clusters."""
         step = max(lanes_at_once // self.threads // self.cluster, 1) * self.cluster
         total = int(np.prod(self.grid))
         for first in range(0, total, step):
@@ -121,8 +117,8 @@ class Geometry:
         return found
 
 
-_RULES = rules  # registers its rules
-DYNAMIC_SHARED = 96 * 1024  # of an unsized shared array
+_RULES = rules
+DYNAMIC_SHARED = 96 * 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,8 +171,8 @@ class Touched:
 class Result:
     # By argument; numbers unchanged. Struct fields are in `buffers`.
     arrays: tuple[Any, ...]
-    # "0": argument 0; "1+8": the pointer at byte 8 of argument 1; "0->8": the pointer at byte 8 of the buffer
-    # of argument 0; ":gbuf": a module variable.
+    # "1+8": the pointer at byte 8 of argument 1; "0->8": the pointer at byte 8 of the buffer of argument 0;
+    # ":gbuf": a module variable.
     buffers: Mapping[str, Array]
     masks: Mapping[str, Touched]
     # (argument, byte offset) -> (buffer, byte offset).
@@ -274,7 +270,7 @@ class Binding:
             )
             raise BadLaunch(message, place=module.file)
         self.arena, self.args = Arena(), args
-        self.homes: dict[int, tuple[str, int, Array]] = {}  # id of an array -> name, address, array
+        self.homes: dict[int, tuple[str, int, Array]] = {}  # by id of the array
         self.pointers: dict[tuple[int, int], tuple[str, int]] = {}
         total = max((function.param_offsets[p.name] + p.size for p in function.params), default=0)
         self.params = np.zeros(-(-max(total, 1) // 16) * 16, np.uint8)

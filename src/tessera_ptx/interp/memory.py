@@ -74,7 +74,6 @@ class Arena:
         self.ends = np.array([r.start + r.size for r in self.regions], np.uint64)
 
     def offsets(self, address: Array, size: int) -> Array:
-        """Raises BadAccess."""
         offset = address - np.uint64(ARENA)
         if offset.size == 0:
             return offset.view(np.int64)
@@ -119,7 +118,7 @@ class Arena:
         return loaded
 
     def store(self, address: Array, value: Array, size: int, mark: str = "w") -> None:
-        """The last lane with an address wins."""
+        """The last lane wins."""
         index = self.offsets(address, size) >> (size.bit_length() - 1)
         raw = np.dtype(f"u{size}")
         self.marks[mark].view(raw)[index] = _ONES[size]
@@ -128,12 +127,12 @@ class Arena:
 
 @dataclass(slots=True)
 class Strips:
-    """Per block (shared) or lane (local, frames): rows of equal length."""
+    """Rows per block (shared) or lane (local, frames)."""
 
     name: str
     rows: int
     size: int
-    base: int = 0  # offset of a row's first byte
+    base: int = 0
     data: Array = field(init=False)
 
     def __post_init__(self) -> None:

@@ -22,7 +22,6 @@ class Active:
 
     @property
     def index(self) -> Array:
-        """Ascending."""
         if self._index is None:
             self._index = np.flatnonzero(self.mask)
         return self._index
@@ -30,8 +29,6 @@ class Active:
 
 @dataclass(slots=True)
 class CodeBlock:
-    """Straight-line code; `end` branches or waits."""
-
     first: int
     body: list[Instruction]
     end: Instruction | None = None
@@ -39,11 +36,11 @@ class CodeBlock:
     next: int = -1  # -1: none
     targets: tuple[int, ...] = ()
     rank: int = 0
-    # (step, instruction, guard slot or -1, guard negated).
+    # (step, instruction, guard slot or -1, guard negated)
     steps: list[tuple[Step, Instruction, int, bool]] = field(default_factory=list)
     guard: int = -1
     negated: bool = False
-    # Getter of the member mask (collective) or index (branch table), or a record of `engine` (barrier, call).
+    # Getter of the member mask (collective) or index (branch table), or a record of `engine`.
     info: Any = None
 
 
@@ -54,7 +51,7 @@ class DecodedFunction:
     # Name -> (slot, bit type).
     slots: dict[str, tuple[int, np.dtype[Any]]]
     dtypes: list[np.dtype[Any]]
-    # In order; variables of local or param space: name -> size, align.
+    # Sizes: name -> size, align.
     params: tuple[str, ...]
     returns: tuple[str, ...]
     sizes: dict[str, tuple[int, int]]
@@ -64,7 +61,7 @@ class DecodedFunction:
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """Activation for all lanes with the same call chain."""
+    """Shared by lanes with the same call chain."""
 
     machine: "InterpState"
     code: DecodedFunction
@@ -73,7 +70,7 @@ class Frame:
     call_block: int
     # Ranks of the call sites above; orders frames.
     prefix: tuple[int, ...]
-    # Offsets in the lanes' strips; for the entry's parameters, in the parameter block.
+    # Offsets in the lanes' strips or, for the entry's parameters, in the parameter block.
     places: dict[str, int]
 
 
@@ -88,15 +85,13 @@ class InterpState:
     threads: int  # of a block, padded to full warps
     exists: Array  # not padding
     special: dict[str, Array]
-    # Addresses in their spaces.
     symbols: dict[str, int]
     spaces: dict[str, str]
     functions: dict[int, str]
     codes: dict[str, DecodedFunction]
     block_of: Array  # row of `shared` of each lane
     alive: Array = field(init=False)
-    top: int = 0  # first free byte of the lanes' strips
-    # Blocks.
+    top: int = 0  # in the lanes' strips
     cluster: int = 1
     clock: int = 0
 
@@ -104,7 +99,6 @@ class InterpState:
         self.alive = self.exists.copy()
 
     def reserve(self, size: int, align: int) -> int:
-        """Returns the offset in every lane's strip."""
         at = -(-self.top // align) * align
         self.top = at + size
         self.frames.grow(self.top)
@@ -127,7 +121,6 @@ def pick(value: Any, index: Array) -> Array:
 
 
 def spread(value: Array, index: Array, num_lanes: int) -> Array:
-    """Zeros elsewhere."""
     if index.size == num_lanes:
         return value
     out = np.zeros(num_lanes, value.dtype)

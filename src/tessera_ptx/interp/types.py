@@ -17,14 +17,13 @@ class Type(NamedTuple):
     name: str
     bits: int
     kind: str  # u, s, f, b (bits), p (predicate)
-    dtype: np.dtype[Any]  # of an operand
+    dtype: np.dtype[Any]
     raw: np.dtype[Any]  # unsigned, of the same width
 
 
 _RAW = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 _FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
-# No NumPy type.
 _AS_BITS = {"bf16": 16, "f16x2": 32, "bf16x2": 32, "tf32": 32, "e4m3x2": 16, "e5m2x2": 16, "f32x2": 64}
 
 

@@ -3,9 +3,8 @@
 A row is a partial schedule (columns: see `layout`). A row that is no earlier than another in any column is
 dropped, as is one that provably ends no sooner than a known placement. This is exact while the front stays
 within its width. Beyond it, `search` keeps the most promising rows; `bound_us` merges similar rows, with the
-earliest time per column, and returns a lower bound. `best_of_step` widens the front until plan and bound
-meet. `joined` joins steps by shared state: the longest step is placed first or last, the others pay for
-moving state. Migration costs are never negative. Arrays of rows are [column, device, row].
+earliest time per column, and returns a lower bound. `joined` joins steps by shared state: the longest step is
+placed first or last, the others pay for moving state. Arrays of rows are [column, device, row].
 """
 
 from dataclasses import dataclass
@@ -18,21 +17,19 @@ from tessera.plan.config import SearchConfig
 from tessera.plan.latency.layout import NEVER_US, Layout, floored, non_dominated, tails_of
 from tessera.plan.problem import Problem
 
-# Device weights of the remaining-work bound: single devices and mixtures.
+# Device weights of the remaining-work bound.
 MIXTURES = 9
-# Bounds are lowered by more than the rounding error.
+# Lowers bounds by more than the rounding error.
 ROUNDING = 1e-8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Course:
-    """A step to place, with bounds on its remaining launches."""
-
     layout: Layout
     # [launch, device]
     cost_us: Floats
     migration_us: Floats
-    # [launch, device, 1]: lower bound from the launch's start to the end.
+    # [launch, device, 1]: lower bound from start to the end.
     tail_us: Floats
     # [mixture, device]; rows sum to one.
     weights: Floats
@@ -45,7 +42,7 @@ class Course:
 
 
 def course_of(layout: Layout, migration_us: Floats | None = None, fixed: Ints | None = None) -> Course:
-    """migration_us[launch, device]; fixed devices of launches (-1: free)."""
+    """`fixed`: devices of launches (-1: free)."""
     cost = layout.costs_us(fixed)
     added = np.zeros_like(cost)
     if migration_us is not None:
@@ -63,7 +60,7 @@ def course_of(layout: Layout, migration_us: Floats | None = None, fixed: Ints | 
 
 
 def search(course: Course, width: int, known_us: float) -> tuple[Ints, float] | None:
-    """Devices of a placement faster than the known one, and its end."""
+    """Devices of a faster placement, and its end."""
     rows = _first(course)
     trail: list[tuple[Ints, Ints]] = []
     for launch in range(len(course.layout.moves) - 1):
@@ -84,7 +81,6 @@ def search(course: Course, width: int, known_us: float) -> tuple[Ints, float] | 
 
 
 def bound_us(course: Course, width: int, known_us: float) -> float:
-    """`known_us` ends some placement."""
     rows = _first(course)
     proved = 0.0
     for launch in range(len(course.layout.moves) - 1):
@@ -110,7 +106,7 @@ def _last(course: Course, rows: Floats) -> Floats:
 
 
 def _advance(course: Course, launch: int, rows: Floats) -> tuple[Floats, Ints, Ints]:
-    """Every row with the launch on each allowed device: (rows, parent rows, device)."""
+    """(rows, parent rows, device)."""
     move, added = course.layout.moves[launch], course.migration_us[launch]
     end = rows.take(move.reads, axis=0).max(axis=0) + course.cost_us[launch][:, None]
     device, parent = np.nonzero(end < NEVER_US)
@@ -148,7 +144,7 @@ def _ends(course: Course, launch: int, rows: Floats) -> Floats:
 
 
 def _kept(rows: Floats, ends: Floats, known_us: float) -> Ints:
-    """Non-dominated rows that may beat the known placement, most promising first."""
+    """May beat the known placement; most promising first."""
     keep = np.flatnonzero(ends < known_us * (1.0 - ROUNDING / 2))
     if len(keep) < 2:
         return keep
@@ -159,7 +155,7 @@ def _kept(rows: Floats, ends: Floats, known_us: float) -> Ints:
 
 
 def _merged(rows: Floats, ends: Floats, width: int) -> Floats:
-    """At most `width` rows, each no later than the rows it replaces."""
+    """Each row is no later than the rows it replaces."""
     while (num := rows.shape[2]) > width:
         one, other = _pairs(np.minimum(rows.reshape(-1, num), NEVER_US), ends, num - width)
         rows[:, :, one] = np.minimum(rows[:, :, one], rows[:, :, other])
@@ -169,9 +165,7 @@ def _merged(rows: Floats, ends: Floats, width: int) -> Floats:
 
 
 def _pairs(flat: Floats, ends: Floats, num: int) -> tuple[list[int], list[int]]:
-    """Disjoint pairs that lose least by merging: neighbours in some column, ordered by the merged row's bound
-    less the largest loss.
-    """
+    """Disjoint neighbours in some column, ordered by the merged row's bound less the largest loss."""
     order = flat.argsort(axis=1)
     left, right = order[:, :-1].ravel(), order[:, 1:].ravel()
     apart = flat.take(left, axis=1) - flat.take(right, axis=1)
@@ -195,7 +189,7 @@ class StepBest:
     us: float
     bound_us: float
     width: int
-    # None: none faster than the known ones.
+    # None: none faster.
     devices: Ints | None
 
 
@@ -234,7 +228,7 @@ def _wider(layout: Layout, width: int, is_far: bool, config: SearchConfig) -> in
 def joined(
     layouts: list[Layout], steps: list[StepBest], price: float, sign: int, config: SearchConfig
 ) -> Labels | None:
-    """The longest step first (sign -1) or last (1); later ones pay for moving state."""
+    """The longest step first (sign -1) or last (1)."""
     problem = layouts[0].problem
     labels = np.full(problem.num_nodes, -1, dtype=np.int64)
     homes: dict[str, int] = {}
@@ -259,7 +253,7 @@ def joined(
 
 
 def _moving_us(problem: Problem, step: int, homes: dict[str, int]) -> Floats:
-    """[launch, device]: cost of moving state there, charged to its first use."""
+    """[launch, device], charged to the state's first use."""
     graph = problem.unit.graphs[step]
     sizes = {b.name: b.size_bytes for b in graph.trace.buffers if b.kind is ir.BufferKind.STATE}
     charged = np.zeros((len(problem.node_of[step]), problem.num_devices))

@@ -20,15 +20,14 @@ import numpy.typing as npt
 from tessera.plan.arrays import Bools, Floats, Ints
 from tessera.plan.problem import Problem
 
-# Later than any real time: a forbidden device.
+# A forbidden device.
 NEVER_US = 1e15
-# Readers of a column whose paths are followed.
 MAX_READERS = 8
-# Of a float's 53; the rest is for migration.
+# A float has 53; the rest is for migration.
 TIME_BITS = 44
 # Sizes without bytes: groups, and values read only by the end.
 GROUP, LAST = -1, -2
-# Up to here, pairwise comparison is faster.
+# Pairwise comparison is faster.
 FEW_ROWS = 40
 WORD = 64
 
@@ -46,17 +45,16 @@ class Item:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """Effect of a launch on the columns; column 0: devices free."""
+    """Effect on the columns; column 0: devices free."""
 
-    # With 0.
     reads: Ints
-    # Column after -> first column before that it holds (0: none).
+    # Column after -> first column before (0: none).
     kept: Ints
     # (column after, other column before): the latest counts.
     folds: tuple[tuple[int, int], ...]
     # (column after, is new, [reader's device, launch's device] wait).
     makes: tuple[tuple[int, bool, Floats], ...]
-    # Columns after that wait at least for this launch.
+    # Columns that wait at least for this launch.
     raises: Ints
     # A subset for values with many readers.
     column: Ints
@@ -69,7 +67,7 @@ class Layout:
 
     problem: Problem
     step: int
-    # Per launch: its values, and groups it starts.
+    # Values, and groups it starts.
     items: Sequence[Sequence[Item]]
     moves: tuple[Move, ...]
     # [destination, source]: fastest chain of transfers.
@@ -198,7 +196,7 @@ def _raised(launch: int, keys: Iterable[tuple[int, ...]], above: Sequence[int], 
 
 
 def tails_of(items: Sequence[Sequence[Item]], cost_us: Floats) -> Floats:
-    """[launch, device]: lower bound from the launch's start to the end."""
+    """[launch, device]: lower bound from start to the end."""
     tails = np.array(cost_us)
     for launch in range(len(tails) - 1, -1, -1):
         after = np.zeros(tails.shape[1])
@@ -217,7 +215,7 @@ def _closure(latency_us: Floats) -> Floats:
 
 
 def non_dominated(flat: Floats) -> Ints:
-    """[column, row] -> rows that no earlier row dominates."""
+    """Rows that no earlier row dominates; flat[column, row]."""
     num = flat.shape[1]
     if num <= FEW_ROWS:
         no_later = np.asarray(flat[:, :, None] <= flat[:, None]).all(axis=0)
@@ -232,7 +230,6 @@ def _before(num: int) -> Bools:
 
 @cache
 def _bits(words: int) -> tuple[Words, Words]:
-    """Bits of each row, and of all rows before it."""
     rows = np.arange(words * WORD)
     own = np.zeros((words, len(rows)), dtype=np.uint64)
     own[rows // WORD, rows] = np.uint64(1) << (rows % WORD).astype(np.uint64)

@@ -4,9 +4,8 @@ Clock: devices run launches in trace order, one at a time; a value arrives laten
 its producer; links do not queue. State that moves between steps costs one latency and its bytes per link.
 
 Each step is placed by a Pareto front (`frontier`), which also proves a bound. Steps are joined with free,
-priced or expensive state moves. `solve` improves the best of these, of single devices and of other starts by
-local search. The bound sums the steps' bounds and the minimum cost of moving state; it ignores memory and
-other launch orders.
+priced or expensive state moves; local search improves the best. The bound sums the steps' bounds and the
+minimum cost of moving state; it ignores memory and other launch orders.
 
 State in the bound: a request waits for at least one of the links that move state into a step, here the one
 used most when every step is at its best. The time of state g on that link is split between two steps: the
@@ -30,7 +29,7 @@ from tessera.plan.problem import Column, Problem
 
 # Price factors of state moves, and which step comes first.
 JOINED = ((0.0, -1), (1.0, -1), (100.0, -1), (1.0, 1), (100.0, 1))
-# Splits of state moves between two steps in the bound.
+# Splits of state moves between two steps.
 MIGRATION_SHARES = (1.0, 0.5)
 Allowed = Callable[[Labels], bool]
 # Per launch: (producer, bytes).
@@ -83,7 +82,6 @@ class RequestTimer:
         return max(end, default=0.0)
 
     def _migration_us(self, labels: Labels) -> float:
-        """Over all links in parallel."""
         moved = _moved_bytes(self.problem, self._transits, labels)
         waits = (moved > 0) * self.problem.latency_us + moved * self.problem.us_per_byte
         return float(waits.max(axis=(1, 2)).sum())
@@ -182,7 +180,6 @@ def _alone(problem: Problem) -> list[Labels]:
 def _search(
     problem: Problem, clock: RequestTimer, labels: Labels, us: float, allowed: Allowed, trials: int
 ) -> tuple[Labels, float]:
-    """First improvement."""
     improved = True
     while improved and trials > 0:
         improved = False
@@ -199,7 +196,7 @@ def _search(
 
 
 def _moves(problem: Problem, labels: Labels) -> Iterator[Labels]:
-    """Runs of neighbouring nodes on one device, their ends, and nodes that send or receive."""
+    """Runs of neighbouring nodes, their ends, and nodes that send or receive."""
     cuts = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
     spans = [(a, b) for a, b in pairwise(cuts) if b - a < len(labels)]
     ends = [(x, x + 1) for a, b in spans if b - a > 1 for x in (a, b - 1)]
@@ -215,7 +212,7 @@ def _moves(problem: Problem, labels: Labels) -> Iterator[Labels]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MigrationCosts:
-    """Per step: [launch, device] cost of one run, never negative; and the total overcharge."""
+    """[launch, device] per run, never negative; the total overcharge."""
 
     migration_us: tuple[Floats, ...]
     excess_us: float
@@ -224,8 +221,8 @@ class MigrationCosts:
 def migration_costs(
     problem: Problem, plan: Labels, free: Labels, step_us: Sequence[float], share: float
 ) -> MigrationCosts:
-    """Homes as in `plan`, links as in `free`; step_us: all runs of each step. `share` below 1 splits the rest
-    with the steps' roles exchanged.
+    """Homes as in `plan`, links as in `free`; `share` below 1 splits the rest with the steps' roles
+    exchanged.
     """
     transits = list(transits_of(problem.unit))
     used = _used_links(problem, transits, free)
@@ -250,7 +247,7 @@ def _home(problem: Problem, labels: Labels, at: tuple[int, int]) -> int:
 
 
 def _moved_bytes(problem: Problem, transits: list[Transit], labels: Labels) -> Floats:
-    """[step, source, destination], moved into each step."""
+    """[step, source, destination], into each step."""
     num = problem.num_devices
     moved = np.zeros((len(problem.node_of), num, num))
     for transit in transits:
@@ -261,7 +258,7 @@ def _moved_bytes(problem: Problem, transits: list[Transit], labels: Labels) -> F
 
 
 def _used_links(problem: Problem, transits: list[Transit], labels: Labels) -> Floats:
-    """[step, source, destination]: 1 at the link that delivers a step's state last."""
+    """1 at the link that delivers a step's state last."""
     waits = _moved_bytes(problem, transits, labels) * problem.us_per_byte
     used = np.zeros_like(waits)
     for step, wait in enumerate(waits):

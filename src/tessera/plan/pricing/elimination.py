@@ -20,8 +20,6 @@ Scope = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Factors minimised together; the node is the last axis."""
-
     # (factor, broadcast shape)
     factors: tuple[tuple[int, tuple[int, ...]], ...]
     has_own: bool
@@ -80,7 +78,6 @@ class Elimination:
         for readers, (values, factors, axes) in enumerate(self.exact):
             if not len(values):
                 continue
-            # used[choice of all readers, device].
             choices = np.indices((num,) * readers).reshape(readers, -1)
             used = np.zeros((choices.shape[1], num))
             for row in choices:
@@ -119,7 +116,7 @@ Parts = list[list[list[frozenset[int]]]]
 def _order(
     num_nodes: int, num_devices: int, sets: set[frozenset[int]], max_entries: int
 ) -> tuple[list[int], Parts]:
-    """Smallest bucket first: (node order, factors of each part per node)."""
+    """Smallest bucket first."""
     widest = 1
     while num_devices ** (widest + 1) <= max_entries:
         widest += 1
@@ -160,7 +157,7 @@ def _width(sets: set[frozenset[int]]) -> int:
 
 
 def _packed(sets: Sequence[frozenset[int]], widest: int) -> list[list[frozenset[int]]]:
-    """First-fit packing by number of nodes."""
+    """First fit."""
     groups: list[tuple[set[int], list[frozenset[int]]]] = []
     for scope in sets:
         fitting = [g for g in groups if len(g[0] | scope) <= widest]

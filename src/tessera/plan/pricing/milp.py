@@ -18,8 +18,8 @@ from tessera.plan.arrays import Floats, Holdings, Ints, Labels
 from tessera.plan.problem import Column, Problem
 
 GB = 1e9
-# Relative gap below the error of costs; entries times nodes that end a search; entries of the largest program
-# tried, whose first node takes a minute.
+# Relative gap below the error of costs; entries times nodes that end a search; entries of a program whose
+# first node takes a minute.
 GAP = 1e-3
 MAX_WORK, MAX_ENTRIES = 1_000_000, 100_000
 
@@ -28,7 +28,7 @@ Limited = tuple[coo_array, float | Floats]
 
 
 def best_placement(problem: Problem, microbatches: int = 1) -> tuple[Column, float] | None:
-    """(placement, lower bound of the period in microseconds) within memory; None if none was found."""
+    """With a lower bound of the period in microseconds; None if none was found."""
     nodes, num = problem.num_nodes, problem.num_devices
     if num == 1:
         only = problem.alone(0)
@@ -57,8 +57,8 @@ def best_placement(problem: Problem, microbatches: int = 1) -> tuple[Column, flo
 
 
 def roomiest(problem: Problem) -> tuple[Column, float]:
-    """(placement with the least shortage for one request, proved minimum shortage); in bytes of the fullest
-    device, without temporaries; negative: free.
+    """The least shortage for one request, and its proved minimum: bytes of the fullest device, without
+    temporaries.
     """
     held = problem.resident(1.0)
     load = problem.load_us if problem.allowed is None else np.where(problem.allowed, problem.load_us, np.inf)
@@ -83,7 +83,7 @@ def roomiest(problem: Problem) -> tuple[Column, float]:
 
 
 def _solved(placed: coo_array, rows: list[Limited], bounds: Bounds, num_x: int) -> OptimizeResult | None:
-    """Minimises the last variable; None for a program that is too large."""
+    """None for a program that is too large."""
     size, entries = placed.shape[1], placed.nnz + sum(matrix.nnz for matrix, _ in rows)
     if entries > MAX_ENTRIES:
         return None
@@ -136,7 +136,6 @@ def _within_memory(
 
 
 def _crossings(problem: Problem, pairs: list[tuple[int, int]], num_x: int) -> list[Entries]:
-    """x[producer, s] + x[reader, d] - w[value, s, d] <= 1."""
     vals, num = problem.values, problem.num_devices
     pins = np.arange(len(vals.pin_value))
     ones = np.ones(len(pins))

@@ -6,9 +6,9 @@ Cost per request:
     sum over transfers  link price x busy time  +  path price x (latency + wire time)
     sum over residents  memory price x bytes, once per device; state once per request in flight
 
-Two devices: an exact minimum cut. More: node elimination, then swaps: for each device pair an exact minimum
-cut decides which nodes change sides, until no pair helps. "Paid once per destination" stays exact in a swap.
-With memory prices and more than two devices the bound ignores memory.
+Two devices: an exact minimum cut. More: node elimination, then exact cuts between pairs of devices until no
+pair helps. "Paid once per destination" stays exact. With memory prices and more than two devices the bound
+ignores memory.
 
 Terms of a cut, where every item takes side 0 (source) or 1:
 
@@ -42,11 +42,10 @@ CLIP = MAX_FLOW + 1
 @dataclass(frozen=True, eq=False)
 class Network:
     num_items: int
-    # Edge e sums the capacities of terms t with edge_of[t] == e.
+    # Terms with edge_of[t] == e add up.
     edge_of: Ints
     indptr: Ints
     indices: Ints
-    # Value of each non-terminal term; its direction.
     term_value: Ints
     term_forward: npt.NDArray[np.bool_]
     num_network_nodes: int
@@ -63,7 +62,7 @@ class Network:
             self.edge_of, weights=np.concatenate([from_source, to_sink, terms]), minlength=len(self.indices)
         )
         source, sink = self.num_network_nodes - 2, self.num_network_nodes - 1
-        # Outside producers have terms at source and sink: sum over edges.
+        # Outside producers have terms at source and sink.
         limit = min(caps[self.indptr[source] :].sum(), caps[self.indices == sink].sum())
         if limit <= 0:
             scaled, scale = (caps > 0).astype(np.int32), np.inf
@@ -83,7 +82,6 @@ class Network:
 
 
 def network(num_items: int, producer: Ints, pin_value: Ints, pin_item: Ints) -> Network:
-    """Producer -1: outside."""
     num_values = len(producer)
     pins = np.bincount(pin_value, minlength=num_values)
     shared = np.flatnonzero(pins > 1)
@@ -153,11 +151,10 @@ class Priced:
 class Pricer:
     problem: Problem
     config: SearchConfig = FULL
-    # Keyed by memory; all nodes free.
     _networks: dict[bool, Network] = field(default_factory=dict)
 
     def cheapest(self, prices: Prices, starts: Sequence[Labels] = ()) -> Priced:
-        """`starts` are guesses for more than two devices."""
+        """For more than two devices."""
         prob = self.problem
         own = (prices.device + prices.path) * prob.load_us
         if prob.num_devices == 1:
@@ -201,7 +198,7 @@ class Pricer:
         return Priced(best, bound)
 
     def swapped(self, labels: Labels, choices: PricedChoices, pair: tuple[int, int]) -> tuple[Labels, float]:
-        """The best reassignment of the nodes of two devices between them, with its lower bound."""
+        """The best exchange of nodes between two devices, with its lower bound."""
         problem, (a, b) = self.problem, pair
         free = np.flatnonzero((labels == a) | (labels == b))
         item = np.full(problem.num_nodes, -1, dtype=np.int64)
@@ -219,7 +216,7 @@ class Pricer:
         for side, device in enumerate(pair):
             paid = (move[:, device, :] * needed).sum(axis=1)
             np.add.at(costs[:, side], at[mine], paid[mine])
-        # Readers on the two devices: a cut; an outside producer pays for each side.
+        # Readers on the two devices: a cut.
         forward = np.where(mine, move[:, a, b], move[np.arange(len(vals)), home, b])
         backward = np.where(mine, move[:, b, a], move[np.arange(len(vals)), home, a])
         kept = item[vals.pin_node] >= 0
@@ -241,7 +238,7 @@ class Pricer:
 
 
 def _refusals(problem: Problem, choices: PricedChoices) -> Floats:
-    """Penalty on forbidden devices, above any other cost but no larger than needed: cuts use integers."""
+    """Above any other cost but no larger than needed: cuts use integers."""
     assert problem.allowed is not None
     vals, own = problem.values, choices.own
     dearest = choices.move.max(axis=(1, 2)) * (problem.num_devices - 1)

@@ -44,14 +44,14 @@ class Solved:
 class Rates:
     # Requests per microsecond.
     rates: Floats
-    # Prices of devices and links, path time, bytes per device.
+    # Devices and links, path time, bytes per device.
     duals: Floats
     path: float
     memory: Floats
 
 
 class Pool:
-    """Distinct placements; each fits memory with one request in flight."""
+    """Each placement fits memory with one request in flight."""
 
     def __init__(
         self, problem: Problem, microbatches: int, config: SearchConfig = FULL, fewest: int = 1
@@ -61,7 +61,6 @@ class Pool:
         self.fewest = fewest
         self.columns: list[Column] = []
         self.pricer = Pricer(problem, config)
-        # Coarse policies and memory have proposed columns.
         self.is_seeded = False
         self._keys: set[bytes] = set()
         everywhere = map(problem.alone, range(problem.num_devices))
@@ -106,7 +105,7 @@ class Pool:
         return self.fits((column,), 1)
 
     def held_by(self, columns: Sequence[Column], shares: Sequence[float] = (1.0,)) -> Mix | None:
-        """As many requests in flight as memory allows; None below `fewest` or one per column."""
+        """None below `fewest` or one per column."""
         mix = Mix(tuple(columns), tuple(shares))
         if self.fits(mix.columns, microbatch_counts(mix, self.microbatches)):
             return mix
@@ -117,14 +116,14 @@ class Pool:
         return None
 
     def price(self, prices: Prices) -> tuple[Column, float]:
-        """The cheapest placement, and the bound per work unit."""
+        """With the bound per work unit."""
         cost = _costs(self.columns, prices) if self.columns else np.zeros(0)
         starts = [self.columns[i].labels for i in np.argsort(cost)[:2]]
         priced = self.pricer.cheapest(prices, starts)
         return self.problem.column(priced.labels), priced.bound
 
     def fitting(self, microbatches: int, prices: Prices | None = None) -> Column:
-        """A cheap placement that fits with this many requests, if one was found.
+        """A cheap placement that fits, if one was found.
 
         Byte prices rise on overfull devices and fall on others, by steps that grow, and halve on each
         crossing.
@@ -136,7 +135,7 @@ class Pool:
             microbatches=microbatches,
             tilt=config.tilt,
         )
-        # Zero prices: the bound is not needed, and slow with more than two devices.
+        # The bound is not needed, and slow with more than two devices.
         column, _ = self.price(replace(free, memory=np.zeros(num)))
         total_bytes = max(1.0, float(prob.resident(microbatches).num_bytes.sum()))
         step = np.full(num, 1e-3 * float(_costs([column], free)[0]) / total_bytes)
@@ -154,7 +153,7 @@ class Pool:
 
 
 def seed(pool: Pool, mixes: Iterable[Mix]) -> None:
-    """Raises PlanInfeasible if nothing fits, which may take long to prove."""
+    """A refusal may take long to prove."""
     from tessera.plan.pricing import milp  # slow to import
 
     if pool.is_seeded:
@@ -185,7 +184,7 @@ def _costs(columns: list[Column], prices: Prices) -> Floats:
 
 
 def generate(pool: Pool, depth: float | None = None) -> Solved:
-    """Grows the non-empty `pool`. `depth`: path time in periods; None: busy time alone."""
+    """`depth`: path time in periods; None: busy time alone."""
     kinds, part = pool.kinds, pool.over_kinds()
     if kinds is None or part is None:
         rates, bound = _generate(pool, depth, np.ones(len(pool.columns[0].busy_us)))
@@ -219,7 +218,7 @@ def _spread_out(
 def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats, float]:
     """(rate of every column per microsecond, bound); capacity[row] in busy time.
 
-    Prices are smoothed: half way to those of the best bound. Without a new column, the last prices are used.
+    Prices are smoothed: half way to those of the best bound.
     """
     num = pool.problem.num_devices
     # First bound: free transfers.
@@ -264,7 +263,6 @@ def _within_memory(pool: Pool, depth: float | None, capacity: Floats) -> Floats:
         dearer = (replace(prices, memory=found.memory * factor) for factor in pool.config.memory_factors)
         if any(pool.add(pool.price(tried)[0]) for tried in dearer):
             continue
-        # As run, with all requests and with one.
         wanted = () if is_fitted else dict.fromkeys((pool.microbatches, 1))
         added = [pool.add(pool.fitting(num, prices)) for num in wanted]
         if not any(added):
@@ -289,7 +287,6 @@ def master(
     """`microbatches` adds memory rows."""
     num = pool.problem.num_devices
     busy = np.array([c.busy_us for c in columns]).T
-    # Scale: rates relative to the fastest column.
     unit = float(busy.max(axis=0).min())
     most = np.ones(len(busy)) if capacity is None else capacity
     path = np.zeros(len(columns)) if depth is None else np.array([c.path_us for c in columns])
@@ -312,7 +309,7 @@ def master(
 
 
 def trimmed(pool: Pool, columns: list[Column], rates: Floats, depth: float | None) -> Mix | None:
-    """Main lanes that fit together, rebalanced; None if nothing fits."""
+    """Main lanes that fit together, rebalanced."""
     order, min_share = np.argsort(-rates, kind="stable"), pool.config.min_share
     kept = [columns[i] for i in order[rates[order] > min_share * rates.sum()].tolist()]
     found: list[Mix] = []
@@ -339,7 +336,6 @@ def upper_bound_per_s(mix: Mix, microbatches: int) -> float:
 
 
 def balanced(pool: Pool, columns: Iterable[Column]) -> Mix | None:
-    """None if none fits."""
     able = [c for c in columns if pool.able(c)]
     if not able:
         return None
@@ -348,7 +344,7 @@ def balanced(pool: Pool, columns: Iterable[Column]) -> Mix | None:
 
 
 def maximised(goal: Floats, rows: Floats, right: Floats) -> tuple[Floats, Floats]:
-    """(optimal variables, price of every row); an optimum must exist."""
+    """(variables, price of every row); an optimum must exist."""
     num_rows, num = rows.shape
     table = np.zeros((num_rows + 1, num + num_rows + 1))
     table[:-1, :num], table[:-1, -1], table[-1, :num] = rows, right, -goal

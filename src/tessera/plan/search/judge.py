@@ -22,7 +22,6 @@ Scored = list[tuple[float, Mix]]
 class Judge:
     task: Task
     _rates: dict[MixKey, float] = field(default_factory=dict)
-    # Rated by a long run.
     _settled: set[MixKey] = field(default_factory=set)
 
     @cached_property
@@ -42,7 +41,7 @@ class Judge:
         return self._rates[mix.key]
 
     def settle(self, mix: Mix) -> bool:
-        """Rates a mix by a long run; True if the rate fell."""
+        """True if the rate of the long run is lower."""
         task = self.task
         if task.simulate is None or mix.key in self._settled:
             return False
@@ -51,7 +50,6 @@ class Judge:
         return self.rate_per_s(mix) < before * (1 - task.config.tie)
 
     def lasting(self, choose: Callable[[], Mix]) -> Mix:
-        """Repeats a choice until all chosen mixes have long-run rates."""
         while self.settle(chosen := choose()):
             pass
         return chosen
@@ -62,7 +60,7 @@ class Judge:
         return self._scored(mixes)[0][1]
 
     def simplest(self, mixes: Sequence[Mix], floors: Sequence[Mix]) -> Mix:
-        """The most robust, then simplest mix near the best and above all floors."""
+        """Near the best and above all floors."""
         config = self.task.config
         scored = self._scored([*floors, *mixes])
         best = scored[0][0]
@@ -91,7 +89,7 @@ class Judge:
         return self.task.figure(mix, self.rate_per_s(mix))
 
     def _scored(self, mixes: Sequence[Mix]) -> Scored:
-        """Best first; skips mixes whose upper bound is below the best."""
+        """Skips mixes whose upper bound is below the best."""
         task, scored, best = self.task, [], 0.0
         bounds = [(task.figure(m, m.rate_per_s), n, m) for n, m in enumerate(mixes)]
         for bound, _, mix in sorted(bounds, key=lambda x: (-x[0], x[1])):
@@ -120,7 +118,6 @@ class Judge:
         rivals: Sequence[Mix] = (),
         shown_microbatches: Sequence[int] = (),
     ) -> ir.Plan:
-        """The regret is against near rivals."""
         task = self.task
         plan = replace(
             task.draft(mix),

@@ -1,8 +1,8 @@
 """Local search: the placement of every microbatch, from the linear program's optima.
 
-A team assigns microbatches to placements of any batch. Starts are optima of the linear program at several
-depths, and single placements. Moves from the best team: another placement for one microbatch; one microbatch
-more or less; last, segments: consecutive launches of one microbatch move to a neighbour's device, so that
+A team assigns microbatches to placements. Starts are optima of the linear program at several depths, and
+single placements. Moves from the best team: another placement for one microbatch; one microbatch more or
+less; last, segments: consecutive launches of one microbatch move to a neighbour's device, so that
 microbatches do not all wait for the same long launches.
 
 Two estimates order the moves (equal slow-down until the bottleneck keeps up; balanced shares), and a quick
@@ -57,10 +57,7 @@ def is_filled(task: Task, columns: Sequence[Column]) -> bool:
 
 @dataclass(eq=False)
 class Search:
-    """Skips mixes that cannot beat the best."""
-
     task: Task
-    # (estimate, mix).
     found: list[tuple[float, Mix]] = field(default_factory=list)
     best: float = 0.0
     _seen: set[object] = field(default_factory=set)
@@ -73,7 +70,7 @@ class Search:
         self._left = max(config.min_looks, min(config.max_looks, affordable))
 
     def look(self, mix: Mix) -> float:
-        """Quick figure; 0 if known, unfit or unable to win."""
+        """0 if known, unfit or unable to win."""
         counts = microbatch_counts(mix, self.task.microbatches)
         key = (
             frozenset(zip((c.key for c in mix.columns), counts, strict=True)),
@@ -97,7 +94,6 @@ class Search:
         return tuple(mix for _, mix in ordered[: self.task.config.num_finalists[self.task.is_large]])
 
     def climb(self) -> None:
-        """Moves from the best unexpanded team, within the budget."""
         self._look_at_singles()
         moved: set[TeamKey] = set()
         while self._left > 0:
@@ -115,7 +111,7 @@ class Search:
                         break
 
     def refine(self) -> None:
-        """Moves segments of the best team while that helps, ends first."""
+        """Segments of the best team, ends first."""
         if not self.found:
             return
         figure, best = max(self.found, key=lambda x: x[0])
@@ -153,7 +149,7 @@ class Search:
                     self.look(held)
 
     def _team(self, mix: Mix) -> Counter[Column]:
-        """The lanes with most requests, at most one per microbatch."""
+        """At most one lane per microbatch."""
         columns = [self._canonical(c) for c in mix.columns]
         counts: Counter[Column] = Counter()
         share: Counter[Column] = Counter()
@@ -170,14 +166,14 @@ class Search:
         return self._known.setdefault(column.key, column)
 
     def _mix(self, team: Counter[Column]) -> Mix:
-        """Shares balanced by busy time, none zero."""
+        """By busy time, none zero."""
         columns = tuple(team)
         rates = throughput.master(self.task.pool, list(columns)).rates
         shares = np.maximum(rates / rates.sum(), self.task.config.least_share)
         return Mix(columns, tuple((shares / shares.sum()).tolist()), tuple(team.values()))
 
     def _moves(self, team: Counter[Column]) -> Iterator[list[Counter[Column]]]:
-        """Teams after one move, best first by alternating estimates."""
+        """Best first by alternating estimates."""
         columns = [self._canonical(c) for c in self.task.pool.columns]
         busy, path = np.array([c.busy_us for c in columns]), np.array([c.path_us for c in columns])
         is_whole = [int(c.labels.min()) == int(c.labels.max()) for c in columns]
@@ -205,7 +201,7 @@ class Search:
     def _balanced(
         self, kept: Counter[Column], own: float, base: Floats, busy: Floats, path: Floats
     ) -> Floats:
-        """Requests per microsecond at balanced shares."""
+        """Per microsecond."""
         if not kept:
             return np.asarray(np.minimum(1.0 / busy.max(axis=1), self.task.microbatches / path))
         best = np.zeros(len(path))
@@ -221,7 +217,6 @@ def _key(team: Counter[Column]) -> TeamKey:
 
 
 def _by_segment(labels: Ints) -> Iterator[Ints]:
-    """One segment on a neighbour's device, ends first."""
     stops = [*(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
     segments = list(zip([0, *stops], stops, strict=False))
     for at in sorted(range(len(segments)), key=lambda n: min(n, len(segments) - 1 - n)):

@@ -66,7 +66,6 @@ class Sampler:
         return np.asarray(1e6 / np.maximum(busy.max(axis=1), links))
 
     def rel_error(self, mix: Mix) -> float:
-        """Errors are shared within a kernel, independent between kernels."""
         us, spread = self._by_kernel(mix).sum(axis=1)
         return float(np.sqrt((spread**2).sum()) / us.sum()) if us.any() else 0.0
 
@@ -84,7 +83,6 @@ class Sampler:
 
 
 def robust_of(sampler: Sampler, mixes: Sequence[Mix], rates: Sequence[float]) -> list[ir.Robust]:
-    """rates[i] at the stated costs."""
     sampled = np.array(
         [sampler.rates_per_s(m) * (rate / m.rate_per_s) for m, rate in zip(mixes, rates, strict=True)]
     )

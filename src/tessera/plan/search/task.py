@@ -14,7 +14,7 @@ from tessera.plan.search import objectives
 
 
 class Simulator(Protocol):
-    """Requests per second of a plan with its microbatches in flight."""
+    """Requests per second."""
 
     def __call__(self, plan: ir.Plan) -> float: ...
 
@@ -56,12 +56,11 @@ class Task:
 
     @cached_property
     def free(self) -> throughput.Solved:
-        """The optimum by busy time alone, and its bound."""
+        """By busy time alone."""
         self.seed()
         return throughput.generate(self.pool)
 
     def seed(self) -> None:
-        """Raises PlanInfeasible if nothing fits."""
         if not self.pool.is_seeded:
             throughput.seed(self.pool, self.coarse_mixes)
 
@@ -69,7 +68,6 @@ class Task:
         return objectives.figure(self.problem, self.objective, mix, rate_per_s)
 
     def num_microbatches(self, mix: Mix) -> int:
-        """Limited by memory."""
         return sum(mix.microbatches) or self.microbatches
 
     def upper_bound_per_s(self, mix: Mix) -> float:
@@ -84,7 +82,6 @@ class Task:
         return min(self.upper_bound_per_s(mix), self.simulate.quick(self.draft(mix)))
 
     def latency_us(self, mix: Mix) -> float:
-        """Mean over single requests alone."""
         spans = (self._span_us(column) for column in mix.columns)
         return sum(share * span for share, span in zip(mix.shares, spans, strict=True)) / sum(mix.shares)
 
@@ -98,7 +95,6 @@ class Task:
         return self._spans[column.key]
 
     def draft(self, mix: Mix) -> ir.Plan:
-        """For simulation, with busy-time rates."""
         prob, rate = self.problem, mix.rate_per_s
         lanes = tuple(
             ir.Lane(prob.placement(c.labels), s * rate) for s, c in zip(mix.shares, mix.columns, strict=True)

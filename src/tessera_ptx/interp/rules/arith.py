@@ -42,13 +42,11 @@ def divide(a: Any, b: Any) -> Any:
 
 
 def remainder(a: Any, b: Any) -> Any:
-    """By zero, all bits set."""
     safe = np.where(b == 0, b.dtype.type(1), b)
     return np.where(b == 0, ~a.dtype.type(0), a - divide(a, safe) * safe)
 
 
 def saturated(function: Function, kind: Type) -> Function:
-    """Computed wide and clamped to the type."""
     limits = np.iinfo(kind.dtype)
 
     def clamped(*values: Any) -> Any:
@@ -59,7 +57,6 @@ def saturated(function: Function, kind: Type) -> Function:
 
 
 def integer_rule(ins: Instruction, decoder: Decoder, function: Function, sources: int) -> Step:
-    """One type for operands and result."""
     kind = only(types_of(ins.op.mods), ins)
     if "sat" in ins.op.mods:
         function = saturated(function, kind)
@@ -115,7 +112,6 @@ def carry_out(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def multiply(ins: Instruction, decoder: Decoder) -> Step:
-    """Low half, high half or wide."""
     kind = only(types_of(ins.op.mods), ins)
     fused = ins.op.name in ("mad", "mad24")
     if ins.op.name in ("mul24", "mad24"):
@@ -167,7 +163,6 @@ RULE_SAD: Function = lambda a, b, c: np.where(a > b, a - b, b - a) + c  # noqa: 
 
 @rule("rem", "sad", "popc", "clz", "brev", "and", "or", "xor", "not", "cnot")
 def plain(ins: Instruction, decoder: Decoder) -> Step:
-    """Counts are 32-bit."""
     kind = only(types_of(ins.op.mods), ins)
     name = ins.op.name
     if name in ("popc", "clz"):
@@ -242,7 +237,6 @@ def shift(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("shf")
 def funnel(ins: Instruction, decoder: Decoder) -> Step:
-    """32-bit window of two registers."""
     left, wrap = "l" in ins.op.mods, "wrap" in ins.op.mods
 
     def moved(low: Any, high: Any, amount: Any) -> Any:
@@ -307,7 +301,6 @@ def insert(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("lop3")
 def logic3(ins: Instruction, decoder: Decoder) -> Step:
-    """By truth table."""
     if len(ins.operands) != 5:
         raise Unknown("lop3 with a predicate")
     table = int(decoder.get(ins.operands[4], U32)(None))  # type: ignore[arg-type]
@@ -326,7 +319,7 @@ def logic3(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("prmt")
 def permute(ins: Instruction, decoder: Decoder) -> Step:
-    """Selects four bytes of eight; a selector's high bit replicates the sign."""
+    """A selector's high bit replicates the sign."""
     modes = {"f4e", "b4e", "rc8", "ecl", "ecr", "rc16"} & set(ins.op.mods)
     if modes:
         raise Unknown(f"prmt.{modes.pop()}")
@@ -349,7 +342,6 @@ def permute(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("dp4a", "dp2a")
 def dot_bytes(ins: Instruction, decoder: Decoder) -> Step:
-    """Four bytes, or two halves and two bytes."""
     first, second = types_of(ins.op.mods)[:2]
     result = U32 if (first.kind, second.kind) == ("u", "u") else S32
     two, high = ins.op.name == "dp2a", "hi" in ins.op.mods
@@ -371,7 +363,6 @@ def dot_bytes(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("vabsdiff4")
 def video(ins: Instruction, decoder: Decoder) -> Step:
-    """Absolute differences of bytes."""
     if set(ins.op.mods) != {"u32"}:
         raise Unknown("only the plain unsigned form")
 
@@ -409,7 +400,6 @@ _BF16 = types_of(("bf16",))[0]
 
 
 def float_rule(ins: Instruction, decoder: Decoder, function: Function, sources: int) -> Step:
-    """With `.ftz`, `.sat` and `.relu`."""
     kind = only(types_of(ins.op.mods), ins)
     if kind.name in ("f32x2", "tf32"):
         raise Unknown(kind.name)
@@ -504,7 +494,6 @@ def extreme(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _keep_type(function: Function) -> Function:
-    """Computed in double and rounded once."""
     return lambda a: np.asarray(function(a.astype(np.float64))).astype(a.dtype)
 
 
@@ -529,5 +518,5 @@ def rounded(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("copysign")
 def copysign(ins: Instruction, decoder: Decoder) -> Step:
-    """Sign of the first operand, magnitude of the second."""
+    """Sign of the first operand."""
     return float_rule(ins, decoder, lambda a, b: np.copysign(b, a), 2)

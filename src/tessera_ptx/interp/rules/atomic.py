@@ -32,7 +32,6 @@ UPDATES: dict[str, Function] = {
 
 @rule("atom", "red")
 def atomic(ins: Instruction, decoder: Decoder) -> Step:
-    """`atom` returns the old value."""
     name = next((m for m in ins.op.mods if m in UPDATES), "")
     kinds = types_of(ins.op.mods)
     if not name or not kinds or ins.op.mods[:1] == ("async",):
@@ -62,7 +61,7 @@ def atomic(ins: Instruction, decoder: Decoder) -> Step:
 def take_turns(
     frame: Frame, act: Active, space: str, where: Array, kind: Type, update: Function, gets: list[Get]
 ) -> Array:
-    """In lane order, distinct addresses together; returns the old values."""
+    """Distinct addresses together; returns the old values."""
     index, size = act.index, kind.bits // 8
     values = [pick(np.asarray(get(frame)), index) for get in gets]
     old = np.zeros(index.shape, kind.dtype)
@@ -75,7 +74,7 @@ def take_turns(
 
 
 def turns(frame: Frame, space: str, where: Array, lanes: Array) -> list[Array]:
-    """Groups without repeated places, in lane order per place."""
+    """Without repeated places, in lane order per place."""
     owner = np.zeros(where.shape, np.int64)
     if space != "global":
         # A shared address in two blocks is two places.

@@ -136,7 +136,6 @@ def _wait(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def bulk_copy(ins: Instruction, decoder: Decoder) -> Step:
-    """One lane copies many bytes."""
     found = spaces_of(ins.op.mods)
     reduces = ins.op.mods[0] == "reduce"
     if sorted(found[:2]) != ["global", "shared"]:
@@ -169,7 +168,7 @@ Combiner = tuple[Callable[[Array, Array], Array], int]
 
 
 def combiner(ins: Instruction) -> Combiner:
-    """On bit patterns, with the element size."""
+    """On bit patterns."""
     name = next((m for m in ins.op.mods if m in UPDATES), "")
     kind = only(types_of(ins.op.mods), ins)
     if name not in ("add", "min", "max", "and", "or", "xor"):
@@ -192,7 +191,6 @@ def update(frame: Frame, lanes: Array, address: Array, value: Array, combine: Co
 
 @rule("mapa")
 def map_address(ins: Instruction, decoder: Decoder) -> Step:
-    """The same variable in another block of the cluster."""
     kind = only(types_of(ins.op.mods), ins)
     put, a, rank = decoder.put(ins.operands[0], kind), decoder.get(ins.operands[1], U64), ins.operands[2]
     to = decoder.get(rank, U32)
@@ -257,7 +255,7 @@ class Map:
         return self.strides[0]
 
     def places(self, corner: tuple[int, ...]) -> tuple[Array, Array]:
-        """Global addresses of a box's elements, innermost first, and those inside the tensor."""
+        """Innermost first; whether inside the tensor."""
         address = np.full((1,) * len(self.box), self.address, np.int64)
         inside: Array = np.ones((1,) * len(self.box), bool)
         for axis, (first, count, size, stride) in enumerate(
@@ -305,7 +303,6 @@ def edit(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _bare(address: int, space: str) -> np.uint64:
-    """Without the generic window."""
     return np.uint64(address & (SHARED - 1) if space == "shared" else address)
 
 
@@ -373,7 +370,6 @@ def read_map(frame: Frame, lane: int, where: Get) -> Map:
 
 
 def _tile(described: Map, start: int) -> Array:
-    """In the order of `places`."""
     count = int(np.prod(described.box))
     dense = np.uint64(start) + np.arange(count, dtype=np.uint64) * np.uint64(described.element_bytes)
     return swizzled(dense, described.swizzle)

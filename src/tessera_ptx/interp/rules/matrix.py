@@ -43,7 +43,7 @@ def warps(act: Active) -> Array:
 
 
 def rows(value: Any, frame: Frame, where: Array) -> Array:
-    """One row of 32 per participating warp."""
+    """By participating warp."""
     full: Array = np.broadcast_to(value, frame.machine.num_lanes).reshape(-1, 32)[where]
     return full
 
@@ -106,7 +106,7 @@ def store_matrix(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def elements(words: Array, name: str) -> Array:
-    """32-bit words (..., 32) as numbers (..., 32, elements per word)."""
+    """(..., 32) -> (..., 32, elements per word)."""
     parts = np.ascontiguousarray(words)[..., None]
     if name == "f16":
         return parts.view(np.float16).astype(np.float64)
@@ -123,7 +123,6 @@ def elements(words: Array, name: str) -> Array:
 
 @rule("mma")
 def multiply(ins: Instruction, decoder: Decoder) -> Step:
-    """One 16 x 8 tile per warp."""
     mods = ins.op.mods
     shape = next((_SHAPE.match(m) for m in mods if _SHAPE.match(m)), None)
     names = [m for m in mods if m in ("f16", "bf16", "tf32", "s8", "u8", "e4m3", "e5m2", "f32", "s32", "f64")]
@@ -158,7 +157,6 @@ def multiply(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def fragment_a(words: list[Array], name: str, depth: int) -> Array:
-    """16 x depth."""
     matrix = np.zeros((words[0].shape[0], 16, depth))
     for r, word in enumerate(words):
         part = elements(word, name)
@@ -179,7 +177,6 @@ def _fragment_b(words: list[Array], name: str, depth: int) -> Array:
 
 
 def _results(product: Array, added: list[Array], out: str) -> list[Array]:
-    """Product plus old value."""
     places = [(GROUP + 8 * (i // 2), 2 * PLACE + i % 2) for i in range(4)]
     tiles = [product[:, row, column] for row, column in places]
     if out == "f16":
@@ -194,7 +191,7 @@ def _results(product: Array, added: list[Array], out: str) -> list[Array]:
 
 @rule("wmma")
 def wmma(ins: Instruction, decoder: Decoder) -> Step:
-    """16 x 16 x 16 tiles of halves with single accumulators."""
+    """Tiles of halves with single accumulators."""
     mods = ins.op.mods
     if "m16n16k16" not in mods:
         raise Unknown("this shape")
@@ -208,7 +205,7 @@ def wmma(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _tile_address(address: Any, stride: Any, frame: Frame, where: Array, row_major: bool, size: int) -> Array:
-    """Per warp; the stride is in elements."""
+    """The stride is in elements."""
     start = rows(address, frame, where)[:, :1, None]
     pitch = rows(stride, frame, where)[:, :1, None].astype(np.uint64)
     outer, inner = np.arange(16, dtype=np.uint64)[:, None], np.arange(16, dtype=np.uint64)[None, :]
@@ -330,7 +327,7 @@ def _product(ins: Instruction, decoder: Decoder, n: int, kind: str) -> Step:
 
 
 def _tile(frame: Frame, where: Array, get: Get, first: Array, count: int, trans: int, kind: str) -> Array:
-    """(warp, row, k) of a 16-deep operand in shared memory."""
+    """(warp, row, k)."""
     words = rows(np.asarray(get(frame)), frame, where)[:, 0].astype(np.uint64)
     start = (words & np.uint64(0x3FFF)) << np.uint64(4)
     leading, stride = (((words >> np.uint64(at)) & np.uint64(0x3FFF)) << np.uint64(4) for at in (16, 32))

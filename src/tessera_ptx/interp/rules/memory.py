@@ -73,7 +73,6 @@ def read(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _read_parameter(ins: Instruction, decoder: Decoder) -> Step | None:
-    """Equal for all lanes."""
     kind = only(types_of(ins.op.mods), ins)
     source = ins.operands[1]
     assert isinstance(source, Mem)

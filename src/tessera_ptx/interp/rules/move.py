@@ -56,7 +56,6 @@ def _unpack(ins: Instruction, decoder: Decoder, kind: Type) -> Step:
 
 @rule("cvta")
 def convert_address(ins: Instruction, decoder: Decoder) -> Step:
-    """To and from generic addresses."""
     space = next((m.split("::")[0] for m in ins.op.mods if m.split("::")[0] in _BASES), None)
     if space is None:
         raise Unknown("cvta of this space")
@@ -111,7 +110,6 @@ def comparison(name: str, kind: Type) -> Function:
 
 @rule("setp", "set")
 def compare(ins: Instruction, decoder: Decoder) -> Step:
-    """Combines with a third predicate; sets one or two predicates or a number."""
     kinds, mods = types_of(ins.op.mods), ins.op.mods
     kind = only(kinds, ins)
     if kind.name.endswith("x2"):

@@ -15,7 +15,6 @@ from tessera_ptx.syntax import Instruction, Operand, Pair
 
 
 def warp_bits(mask: Array) -> Array:
-    """One 32-bit word per warp."""
     words: Array = np.packbits(mask.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32).ravel()
     return words
 
@@ -36,7 +35,6 @@ def member_operand(ins: Instruction) -> Operand | None:
 
 @rule("bar", "barrier")
 def warp_barrier(ins: Instruction, decoder: Decoder) -> Step:
-    """The lanes are already together."""
     if "warp" not in ins.op.mods:
         raise Unknown("a barrier in this place")
     return lambda frame, act: None
@@ -70,7 +68,7 @@ def shuffle(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _source(mode: str, lane: Array, b: Array, c: Array) -> tuple[Array, Array]:
-    """Source lane, and whether it is in the lane's segment."""
+    """The second: inside the lane's segment."""
     segment, limit = (c >> 8) & 31, c & 31
     low, high = lane & segment, (lane & segment) | (limit & ~segment & 31)
     if mode == "up":
@@ -165,6 +163,5 @@ def elect(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def member_getter(ins: Instruction, decoder: Decoder) -> Get | None:
-    """None: the whole warp."""
     operand = member_operand(ins)
     return None if operand is None else decoder.get(operand, U32)
