@@ -1,7 +1,7 @@
 """Capability: capacity and latency curve of one policy, modelled or simulated.
 
-At a load below both capacities the policy with less normalised latency is better, else the one with more
-capacity; so the load at which to switch is computed.
+Below both capacities the policy with less normalised latency is better, else the one with more capacity; this
+gives the load at which to switch.
 """
 
 import math
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-# A policy is at capacity with 1 + NEXT times the requests of its curve's last point.
+# At capacity there are 1 + NEXT times the requests of the curve's last point.
 NEXT = 0.5
-# Steps of the fluid model.
 FLUID_STEPS = 8
 # (standard errors, weight): three-point Gauss-Hermite quadrature.
 NORMAL = ((-math.sqrt(3.0), 1 / 6), (0.0, 2 / 3), (math.sqrt(3.0), 1 / 6))
@@ -23,30 +22,29 @@ ALONE, ENOUGH = 1e-3, 0.99
 
 class Point(NamedTuple):
     rate_per_s: float
-    # Latency per answer token.
+    # Per answer token.
     normalised_s: float
-    # Mean number of requests present.
+    # Mean number present.
     num_requests: float
 
 
 @dataclass(frozen=True)
 class Capability:
     name: str
-    # Requests per second sustained.
     capacity_per_s: float
     # At ascending loads below the capacity.
     curve: tuple[Point, ...]
 
     def normalised_s(self, rate_per_s: float) -> float:
-        """Seconds per token at a load, interpolated; flat outside the curve."""
+        """Interpolated; flat outside the curve."""
         return _between([(p.rate_per_s, p.normalised_s) for p in self.curve], rate_per_s)
 
     def usual(self, rate_per_s: float) -> float:
-        """Mean number of requests present at a load; flat outside the curve."""
+        """Mean number of requests present."""
         return _between(self._by_rate, rate_per_s)
 
     def served_per_s(self, num_requests: float) -> float:
-        """Completions per second with this many requests present: the inverse of `usual`."""
+        """The inverse of `usual`."""
         return _between(self._by_number, num_requests)
 
     @cached_property
@@ -62,9 +60,9 @@ class Capability:
         return [*points, (points[-1][0] * (1.0 + NEXT), self.capacity_per_s)]
 
     def expected(self, rate_per_s: float, error_per_s: float, num_requests: float, window_s: float) -> float:
-        """Expected mean number of requests over a window, for a load with a standard error.
+        """Expected mean number of requests over a window.
 
-        The error matters near the capacity, where a slightly higher load is much worse.
+        The error of the load matters near the capacity, where a slightly higher load is much worse.
         """
         return sum(
             weight * self._over(max(0.0, rate_per_s + errors * error_per_s), num_requests, window_s)
@@ -74,8 +72,8 @@ class Capability:
     def _over(self, rate_per_s: float, num_requests: float, window_s: float) -> float:
         """Mean over a window that begins with `num_requests`, as a fluid.
 
-        The number moves towards the usual one for the load (or grows without bound), at the rate of arrivals
-        minus completions.
+        The number moves towards the usual one (or grows without bound), at the rate of arrivals minus
+        completions.
         """
         end = self.usual(rate_per_s)
         if rate_per_s >= self.capacity_per_s:
@@ -92,7 +90,7 @@ class Capability:
         return (sum_s + left_s * now) / window_s
 
     def badness(self, rate_per_s: float) -> tuple[bool, float]:
-        """Sort key, less is better; policies that sustain the load come first."""
+        """Sort key; policies that sustain the load come first."""
         if rate_per_s < self.capacity_per_s:
             return False, self.normalised_s(rate_per_s)
         return True, -self.capacity_per_s
@@ -113,7 +111,7 @@ def better(policies: tuple[Capability, ...], rate_per_s: float) -> Capability:
 
 
 def crossing_per_s(policies: tuple[Capability, ...]) -> float | None:
-    """The smallest load at which the best policy differs from the idle one, if any."""
+    """The smallest load at which the best policy is not the idle one."""
     idle = better(policies, 0.0)
     points = sorted(
         {0.0, *(x.rate_per_s for p in policies for x in p.curve), *(p.capacity_per_s for p in policies)}
@@ -144,7 +142,7 @@ def capability_of(name: str, points: Sequence[tuple[int, float]], tokens: int) -
     capacity = max(rate for _, rate in points)
     curve: list[Point] = []
     for num, rate in points:
-        # The curve ends below capacity: more requests only wait.
+        # More requests only wait.
         if not curve or curve[-1].rate_per_s < rate < ENOUGH * capacity:
             curve.append(Point(rate, num / rate / tokens, float(num)))
     first = curve[0]

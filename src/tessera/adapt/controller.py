@@ -1,10 +1,8 @@
 """Controller: carries out the monitor's decisions and replaces plans that the devices cannot follow.
 
-It steers a service in real time and a simulation in virtual time; both are a `System`. A device that fails
-for good is planned around while lanes that avoid it run on; when it returns, so do the full plans. Drifted
-costs are corrected by new plans, and other lengths of requests planned for. One planning job runs at a time,
-in the background; a lost device cancels another one. All plans cover the whole cluster, so a change starts
-no worker.
+A device that fails for good is planned around while lanes that avoid it run on; when it returns, so do the
+full plans. One planning job runs at a time, in the background; a lost device cancels another one. All plans
+cover the whole cluster, so a change starts no worker.
 
 `arrived` and `finished` are thread-safe; everything else belongs to the system's thread.
 """
@@ -22,64 +20,58 @@ from tessera.adapt.monitor import Monitor, PlannedLane
 from tessera.errors import TesseraError
 from tessera.ir import Decision, DecisionKind, Load, Plan, ServicePlan
 
-# Maximum kept decisions.
 MAX_DECISIONS = 1000
-# Logged decisions.
 LOGGED = (DecisionKind.LOSE, DecisionKind.RETURN, DecisionKind.ADOPT)
 
-# A policy of a simulation or of a service.
 P = TypeVar("P", Plan, ServicePlan)
 
 
 class Planner(Protocol[P]):
-    """Replaces the plans of a running system. Called from background threads."""
+    """Called from background threads."""
 
     def corrected(self, plans: tuple[P, ...], factors: Factors) -> tuple[P, ...]:
-        """Plans at costs corrected by these factors."""
+        """At corrected costs."""
 
     def without(self, plans: tuple[P, ...], lost: frozenset[str]) -> tuple[P, ...]:
-        """Plans that leave devices unused."""
+        """These devices are left unused."""
 
     def rate(self, plans: tuple[P, ...]) -> Sequence[Capability]: ...
 
     def learned(self, plans: tuple[P, ...], load: Load) -> tuple[P, ...]:
-        """Plans for a load: better ones, or the same with their figures under it."""
+        """Better plans for a load, or the same with their figures under it."""
 
 
 class Replanned(NamedTuple, Generic[P]):
-    """Result of a planning job."""
-
     plans: tuple[P, ...]
     capabilities: Sequence[Capability]
 
 
 class System(Protocol[P]):
-    """A service or a simulation."""
+    """A service in real time, or a simulation in virtual time."""
 
     @property
     def policy(self) -> str:
-        """The current policy."""
+        """Name of the current one."""
 
     def now_s(self) -> float: ...
 
     def switch(self, policy: str) -> None:
-        """Use a policy for microbatches opened from now on; thread-safe."""
+        """For microbatches opened from now on; thread-safe."""
 
     def switch_s(self) -> float | None:
         """Seconds that requests wait for a switch; None: they are read again. Thread-safe."""
 
     def load(self, plans: tuple[P, ...]) -> None:
-        """Replace the plans."""
+        """Replaces the plans."""
 
     def submit(self, job: Callable[[], Replanned[P]]) -> Future[Replanned[P]]:
-        """Run a job in the background, then `Controller.poll`."""
+        """In the background, then `Controller.poll`."""
 
 
 class Controller(Generic[P]):
     """plans    for all devices; the first is used unless a monitor chooses
     monitor  None: the policy is fixed
     planner  None: plans stay
-    log      gets one line per loss, return and change of plans
     """
 
     def __init__(
@@ -95,15 +87,13 @@ class Controller(Generic[P]):
         self._monitor, self._log = monitor, log
         self.history = LoadHistory()
         self.plans: tuple[P, ...] = tuple(plans)
-        # Capabilities of `plans`.
         self._capabilities = () if monitor is None else monitor.capabilities
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self.counts: Counter[DecisionKind] = Counter()
-        # Devices planned around, by current plans or a running job.
+        # Planned around, by current plans or a running job.
         self._without: frozenset[str] = frozenset()
-        # The load that was planned for last, with or without success.
+        # With or without success.
         self._planned: Load | None = None
-        # What the running job is for.
         self._job: Future[Replanned[P]] | None = None
         self._subject = ""
         # Guards monitor, history, request count and decisions; not held while plans are loaded.
@@ -122,7 +112,7 @@ class Controller(Generic[P]):
                 self._choose(self._monitor)
 
     def finished(self, lengths: tuple[int, int] | None = None) -> None:
-        """A request has left; `lengths` are tokens of its prompt and its answer, if that is complete."""
+        """`lengths`: tokens of prompt and complete answer."""
         with self._lock:
             self._num_requests -= 1
             if lengths is not None:
@@ -153,7 +143,7 @@ class Controller(Generic[P]):
         self._load(Replanned(self.plans, self._capabilities), "plans for all devices are in force again")
 
     def poll(self) -> None:
-        """Adopt finished plans, and judge load, costs and lengths."""
+        """Adopts finished plans, and judges load, costs and lengths."""
         self._collect()
         if self._monitor is None:
             return
@@ -172,7 +162,6 @@ class Controller(Generic[P]):
             self._learn(planner)
 
     def _learn(self, planner: Planner[P]) -> None:
-        """Plans for the observed load if it is not the planned one."""
         plans = self.plans
         planned = self._planned or load_of(plans[0])
         with self._lock:

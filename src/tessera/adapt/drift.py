@@ -1,8 +1,8 @@
 """corrected: correction factors of costs, from total times of several kernels.
 
-An observation: on a device, kernels planned to take p_1, p_2, ... took t in all. Wanted are factors f_k >= 0
-per kernel type and device. Observations are usually fewer than kernels, so factors are regularised towards 1
-by the error of the costs:
+An observation: kernels planned to take p_1, p_2, ... on a device took t in all. Wanted are factors f_k >= 0
+per kernel type and device. Observations are usually fewer than kernels, so the costs' error regularises the
+factors towards 1:
 
     minimise  sum over observations of ((sum_k p_k f_k - t) / (noise t))^2  +  sum_k ((f_k - 1) / error_k)^2
 
@@ -18,7 +18,6 @@ import numpy as np
 
 from tessera.ir import Costs, WorkUnit
 
-# Relative error of one measured time.
 MEASURED_ERROR = 0.02
 
 # device -> (planned microseconds by kernel, measured total)
@@ -29,9 +28,9 @@ Observations = Mapping[str, Sequence[tuple[Mapping[str, float], float]]]
 class Factors:
     """Measured over planned time. An unseen kernel gets the mean factor of its device."""
 
-    # (device, kernel) -> factor
+    # (device, kernel)
     by_kernel: Mapping[tuple[str, str], float]
-    # device -> mean factor, weighted by planned time
+    # Means, weighted by planned time.
     by_device: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, kernel: str, device: str) -> float:
@@ -58,7 +57,7 @@ def scaled_costs(
 
 
 def corrected(observations: Observations, error: float) -> Factors:
-    """Factors that explain the observations; `error` is the relative error of the costs."""
+    """`error`: relative error of the costs."""
     from scipy.optimize import nnls  # slow to import, rarely needed
 
     by_kernel: dict[tuple[str, str], float] = {}

@@ -1,6 +1,6 @@
 """LoadHistory: lengths and arrivals of the latest requests; the load that a service is planned for.
 
-Only the latest `MAX_REQUESTS` are kept, so older ones are forgotten. Lengths are those of complete answers.
+Lengths are those of complete answers.
 """
 
 import math
@@ -13,7 +13,7 @@ from tessera.ir import Load
 
 # Requests kept, and lengths of a load (evenly chosen among those kept).
 MAX_REQUESTS, MAX_LENGTHS = 512, 128
-# Fewest complete answers that make a load.
+# Complete answers that make a load.
 MIN_REQUESTS = 32
 # Relative difference of a mean length, and its standard errors, at which a load is another one.
 LEAST_CHANGE, ERRORS = 0.15, 2.0
@@ -32,14 +32,14 @@ class LengthView:
 class LoadView:
     """The load of the latest requests; None: no answer is complete yet."""
 
-    # Complete answers that lengths are taken from.
+    # Complete answers.
     requests: int = 0
     prompt_tokens: LengthView | None = None
     output_tokens: LengthView | None = None
     arrivals_per_s: float = 0.0
     # Squared coefficient of variation of the time between arrivals: 1 for Poisson, more for bursts.
     burstiness: float | None = None
-    # Mean lengths that the current plans are made for.
+    # Means that the current plans are made for.
     planned_prompt_tokens: int = 0
     planned_output_tokens: int = 0
 

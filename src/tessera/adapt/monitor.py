@@ -1,12 +1,12 @@
 """Monitor: which policy a system should follow, and when its costs are wrong. Runs nothing itself.
 
-Load. Arrivals are counted over a window, with a standard error (`Meter`). Policies are compared by the
-expected number of requests present, given the load, its error and the requests present now. A switch must pay
-for itself within one of `horizons` windows at both ends of the error interval, by more than `least_gain`; no
-other follows within `dwell_windows`. A policy past its capacity is left at any price and at any time.
+Load: arrivals over a window, with a standard error (`Meter`). Policies are compared by the expected number of
+requests present, given the load, its error and the requests present now. A switch must pay for itself within
+one of `horizons` windows at both ends of the error interval, by more than `least_gain`; no other follows
+within `dwell_windows`. A policy past its capacity is left at any price and time.
 
-Costs. Step times are collected for `cost_windows` and factors fitted to them (`drift`). An error of
-`min_drift` triggers a replan.
+Costs: factors are fitted (`drift`) to the step times of `cost_windows`. An error of `min_drift` triggers a
+replan.
 
 The default window is the time of 100 arrivals at the load where the policies cross: a standard error of a
 tenth.
@@ -25,29 +25,29 @@ from tessera.ir import Plan
 
 # Windows remembered, and windows of a Poisson stream assumed before them.
 NUM_WINDOWS, NUM_SUPPOSED = 24, 4
-# Maximum load levels in that time that count as steady.
+# Load levels in that time that count as steady.
 NUM_LEVELS = 2
 
-# (kernel, planned microseconds) of launches on one device.
+# (kernel, microseconds)
 Planned = tuple[tuple[str, float], ...]
 
 
 class PlannedLane(Protocol):
     @property
     def number(self) -> int:
-        """Unique among all lanes."""
+        """Among all lanes."""
 
     @property
     def plan(self) -> Plan: ...
 
     @property
     def index(self) -> int:
-        """Position in the plan."""
+        """In the plan."""
 
 
 class MeasuredSteps:
     def __init__(self) -> None:
-        # (lane, step) -> device -> (seconds, runs), and the planned times.
+        # (lane, step) -> device -> (seconds, runs)
         self._seen: dict[tuple[int, int], dict[str, tuple[float, int]]] = {}
         self._planned: dict[tuple[int, int], dict[str, Planned]] = {}
 
@@ -76,7 +76,7 @@ class MeasuredSteps:
 
 
 def planned_us(plan: Plan, index: int, step: int) -> dict[str, Planned]:
-    """Device -> (kernel, planned microseconds) of one step, without zero-time launches."""
+    """Without launches of zero time."""
     lane = plan.lanes[index]
     graph, costs = plan.graphs[step], plan.costs[step]
     by_device: dict[str, dict[str, float]] = {}
@@ -92,24 +92,21 @@ def planned_us(plan: Plan, index: int, step: int) -> dict[str, Planned]:
 
 @dataclass(frozen=True, slots=True)
 class MonitorConfig:
-    # Seconds; None: from the policies.
+    # None: from the policies.
     window_s: float | None = None
-    # Arrivals in a default window.
     window_requests: int = 100
-    # Half-width of the load interval, in standard errors. With two, systems near the crossing stayed too long
-    # on the worse side.
+    # Half-width of the load interval. With two, systems near the crossing stayed too long on the worse side.
     errors: float = 1.0
-    # Standard errors by which a load is past a capacity. With one, a steady load at 0.9 often seemed to be.
+    # At which a load is past a capacity. With one, a steady load at 0.9 often seemed to be.
     over_errors: float = 2.0
     # Windows within which a switch may pay for itself.
     horizons: tuple[int, ...] = (1, 2, 4)
-    # Minimum windows between switches, unless the load exceeds the capacity.
+    # Unless the load exceeds the capacity.
     dwell_windows: float = 4.0
-    # Smallest relative gain that modelled figures can resolve.
+    # Smallest gain that modelled figures can resolve.
     least_gain: float = 1.03
-    # Price of a switch: the share of present requests that wait once for all others.
+    # Share of present requests that wait once for all others.
     switch_cost: float = 0.5
-    # Windows of measured times before costs are judged, and the relative error that triggers a replan.
     cost_windows: int = 1
     min_drift: float = 0.05
     # Assumed relative error of the plans' costs.
@@ -120,7 +117,7 @@ DEFAULT = MonitorConfig()
 
 
 class Monitor:
-    """Watches one system; time must not go back."""
+    """Time must not go back."""
 
     def __init__(self, policies: Sequence[Capability], config: MonitorConfig = DEFAULT) -> None:
         self._config = config
@@ -128,7 +125,6 @@ class Monitor:
         self.current = better(tuple(policies), 0.0).name
         self._meter = Meter()
         self._start_s: float | None = None
-        # No switch before, unless the load exceeds the capacity.
         self._settled_s = -math.inf
         self._times = MeasuredSteps()
         self._costs_since_s = 0.0
@@ -138,7 +134,7 @@ class Monitor:
         self.crossing_per_s = crossing_per_s(self.capabilities)
         reference = self.crossing_per_s or max(p.capacity_per_s for p in self.capabilities)
         self.window_s = self._config.window_s or self._config.window_requests / reference
-        # Unknown load before watching began: assume the one that favours neither policy.
+        # Before watching began, assume the load that favours neither policy.
         self._meter.set(self.window_s, self.crossing_per_s or 0.0)
 
     def begin(self, now_s: float) -> None:
@@ -159,10 +155,9 @@ class Monitor:
         return num_came / self.window_s, error / self.window_s
 
     def switch(self, now_s: float, num_requests: int, switch_s: float | None = None) -> str | None:
-        """Change `current` if that pays, and give the reason.
+        """Changes `current` if that pays, and gives the reason.
 
-        num_requests  present now
-        switch_s      seconds that they wait for a switch; None: they are read again
+        `switch_s`: seconds that requests wait for a switch; None: they are read again.
         """
         self.begin(now_s)
         load, error = self.load(now_s)
@@ -203,15 +198,14 @@ class Monitor:
     def _price(
         self, usual: float, load: float, num_requests: int, switch_s: float | None, seconds: float
     ) -> float:
-        """Mean number of requests over a horizon that a switch adds."""
+        """Requests present that a switch adds, over a horizon."""
         if switch_s is not None:
             return num_requests * switch_s / seconds
-        # Requests are read again, or end beside the new policy's microbatches. By Little's law each one stays
-        # for requests present over arrivals per second.
+        # By Little's law each one stays for requests present over arrivals per second.
         return self._config.switch_cost * usual * usual / max(load * seconds, usual)
 
     def drifted(self, now_s: float) -> tuple[Factors, float] | None:
-        """Correction factors and the relative error, if a replan is needed."""
+        """Correction factors and relative error, if a replan is needed."""
         self.begin(now_s)
         if now_s - self._costs_since_s < self._config.cost_windows * self.window_s:
             return None
@@ -228,7 +222,7 @@ class Monitor:
         return tuple(self._policies.values())
 
     def adopt(self, now_s: float, capabilities: Sequence[Capability]) -> None:
-        """Compares other policies from now on; none: the same ones."""
+        """None given: the same policies."""
         if capabilities:
             self._policies = {policy.name: policy for policy in capabilities}
             if self.current not in self._policies:
@@ -242,24 +236,22 @@ class Monitor:
 class Meter:
     """Arrivals within a window, and their dispersion; time must not go back.
 
-    The variance of a Poisson count is its mean; of bursts it is a multiple, measured over the last windows.
-    So a lull in a bursty stream is not taken for a lower load.
+    The variance of a Poisson count is its mean; of bursts a multiple, measured over the last windows. So a
+    lull in a bursty stream is not taken for a lower load.
     """
 
     def __init__(self) -> None:
         self.window_s = math.inf
-        # Load assumed before watching began.
+        # Before watching began.
         self.before_per_s = 0.0
         self._times: deque[float] = deque()
         self._start_s: float | None = None
         self._counts: deque[int] = deque(maxlen=NUM_WINDOWS)
         self._mark_s = 0.0
         self._num = 0
-        # Computed on demand, once per window.
         self._dispersion: float | None = None
 
     def set(self, window_s: float, before_per_s: float) -> None:
-        """Change the window; drop counts of other lengths."""
         if window_s != self.window_s:
             self._counts.clear()
             self._dispersion = None
@@ -286,7 +278,6 @@ class Meter:
             self._mark_s += self.window_s
 
     def count(self, now_s: float) -> float:
-        """Arrivals within a window; `before_per_s` fills the part before watching began."""
         self._roll(now_s)
         while self._times and self._times[0] <= now_s - self.window_s:
             self._times.popleft()
@@ -294,7 +285,7 @@ class Meter:
         return len(self._times) + unseen_s * self.before_per_s
 
     def seen(self, now_s: float) -> str:
-        """Counted arrivals in words, without assumptions."""
+        """In words."""
         num, span_s = len(self._times), min(self.window_s, now_s - (self._start_s or 0.0))
         came = "1 request" if num == 1 else f"{num} requests"
         if span_s < self.window_s:
@@ -319,7 +310,7 @@ class Meter:
         sums, squares = [0, *accumulate(counts)], [0, *accumulate(n * n for n in counts)]
 
         def spread(a: int, b: int) -> float:
-            """Sum of squares about the mean of windows a to b."""
+            """Sum of squares about the mean."""
             return squares[b] - squares[a] - (sums[b] - sums[a]) ** 2 / (b - a) if b > a else 0.0
 
         least = min(spread(0, cut) + spread(cut, num) for cut in range(num))

@@ -1,7 +1,7 @@
 """Builds the graph of a trace: edges, values, and launches tied by state.
 
-Values are versions of buffers. A launch that writes any byte of a buffer creates a new version of all of it,
-and reads the previous version unless its write covers the buffer.
+A launch that writes any byte of a buffer creates a new version (value) of all of it, and reads the previous
+version unless its write covers the buffer.
 
 Hazards: launch b waits for an earlier launch a iff, on some byte of one buffer,
   (RAW) a writes and b reads,  (WAR) a reads and b writes,  (WAW) both write.
@@ -9,9 +9,8 @@ Edges that a longer path implies are dropped (transitive reduction); ancestors o
 integer. A launch that returns a new buffer writes all of it. Atomic updates of one byte are ordered: a float
 sum depends on the order.
 
-The history of a buffer has the accesses that a later one may wait for. A much-used buffer is divided into
-shelves, byte ranges of the buffer or of one row (`fold`), so that a write to one slice of a cache is compared
-with its neighbours only. Time is nearly linear in launches.
+A much-used buffer is divided into shelves, byte ranges of the buffer or of one row (`fold`), so that a write
+to one slice of a cache is compared with its neighbours only. Time is nearly linear in launches.
 """
 
 from collections import Counter, defaultdict
@@ -35,7 +34,7 @@ class Seen:
     start: int
     stop: int
     reads: bool
-    # True for writes (including read-writes): decides the list.
+    # Including read-writes.
     writes: bool
     # True if every earlier entry of the list has a path to this launch.
     is_last_word: bool
@@ -45,14 +44,12 @@ class Seen:
 
 @dataclass(slots=True)
 class Shelves:
-    """Division of one buffer's bytes."""
-
-    # Bytes of one row if shelves divide a row; else the buffer's size.
+    # The buffer's size if shelves do not divide a row.
     row_bytes: int
     count: int
 
     def span(self, region: Region) -> range | None:
-        """Shelves a region touches; None if many."""
+        """None if many."""
         start, stop = fold(region, self.row_bytes)
         first, last = (x * self.count // self.row_bytes for x in (start, stop - 1))
         return range(first, last + 1) if last - first < WIDE else None
@@ -155,7 +152,7 @@ def _shelves(accesses: Sequence[Access], size_bytes: int) -> Shelves:
 
 
 def hazards(trace: Trace) -> tuple[Edge, ...]:
-    """All RAW, WAR and WAW edges, transitively reduced, sorted by (dst, src)."""
+    """Transitively reduced, sorted by (dst, src)."""
     return tuple(_scan(trace, is_reduced=True))
 
 
@@ -205,7 +202,7 @@ def _reduced(found: dict[tuple[int, Hazard], Edge], above: list[int]) -> list[Ed
 
 
 def _returns_new(kind: BufferKind, launch: Launch, access: Access) -> bool:
-    """True if the launch returns the buffer, given that nothing touched it before."""
+    """Given that nothing touched the buffer before."""
     return (
         access.write
         and not access.read
@@ -248,7 +245,7 @@ def _waits(history: History, access: Access, region: Region) -> Iterator[tuple[i
 
 
 def _overlapping(history: History, region: Region, is_write: bool) -> Iterator[Seen]:
-    """Earlier writes or reads that overlap the region, latest first in each list."""
+    """Latest first in each list."""
     start, stop, is_dense = region.start, region.stop, not region.dims
     for listed in history.entries(is_write).near(region):
         for past in reversed(listed):
@@ -326,7 +323,7 @@ def build_graph(trace: Trace) -> Graph:
 
 
 def state_groups(trace: Trace) -> tuple[tuple[int, ...], ...]:
-    """Groups of launches that share state buffers, directly or through a common launch."""
+    """Launches that share state buffers, directly or through a common launch."""
     parent = list(range(len(trace.launches)))
 
     def find(x: int) -> int:

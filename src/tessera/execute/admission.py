@@ -1,11 +1,9 @@
 """Admission: which request is served next, and which step goes first.
 
 Turns: a step should end within PATIENCE times its time alone. Past that, shorter steps of other microbatches
-on the same devices are not started until it has ended; otherwise decode steps could delay a prompt for ever.
-A held-back step waits only for steps already late when it was held; this rules out starvation. Running steps
-are never stopped. The time alone is the plan's cost of the busiest device, or the least time seen if larger.
-
-Imports no torch.
+on its devices are not started until it has ended; otherwise decode steps could delay a prompt for ever. A
+held-back step waits only for steps already late when it was held; this rules out starvation. The time alone
+is the plan's cost of the busiest device, or the least time seen if larger. Imports no torch.
 """
 
 import threading
@@ -20,7 +18,7 @@ from tessera.execute.lanes import LoadedLane
 # Weight of the latest step in the mean.
 LATEST = 0.1
 T = TypeVar("T")
-# A step may take this many times as long as alone.
+# Factor on a step's time alone.
 PATIENCE = 2.0
 
 
@@ -51,7 +49,6 @@ class FairQueue(Generic[T]):
             self._num += 1
 
     def give_back(self, item: T) -> None:
-        """Queues a request ahead of new ones."""
         with self._lock:
             self._returned.append(item)
 
@@ -91,11 +88,10 @@ class FairQueue(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class StepCost:
-    # Device -> seconds of its launches, by the plan's costs.
+    # By the plan's costs.
     busy_s: Mapping[str, float]
-    # Time alone: the busiest device's until a run was seen.
+    # The busiest device's until a run was seen.
     alone_s: float
-    # Least time seen; None: not run yet.
     least_s: float | None = None
     # Recent mean, beside other microbatches; 0: not run yet.
     usual_s: float = 0.0
@@ -121,8 +117,6 @@ def costs_of(lane: LoadedLane) -> tuple[StepCost, ...]:
 
 
 class Turns:
-    """Running steps, and microbatches held back for late ones."""
-
     def __init__(self, patience: float = PATIENCE) -> None:
         self._patience = patience
         # Microbatch -> (due time, time alone, cost)
@@ -131,7 +125,7 @@ class Turns:
         self._held: dict[int, set[int]] = {}
 
     def holds(self, microbatch: int, cost: StepCost, scale: float, now_s: float) -> bool:
-        """True if the step must wait; `end` will release it. Else the step counts as started."""
+        """True if the step must wait; `end` will release it. Else it counts as started."""
         alone_s = cost.alone_s * scale
         late = [
             other

@@ -22,7 +22,7 @@ _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 IPC_HANDLE_BYTES = 64
-# SMs per group where the driver does not say: valid on every architecture, the smallest on Hopper.
+# Valid on every architecture, the smallest on Hopper.
 _LEAST_GROUP = 8
 
 
@@ -45,7 +45,7 @@ class SmResource(ctypes.Structure):
 
 
 class _MemOp(ctypes.Structure):
-    """CUstreamBatchMemOpParams of a wait or a write."""
+    """CUstreamBatchMemOpParams."""
 
     _fields_ = (
         ("operation", ctypes.c_int),
@@ -62,7 +62,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 def ask(name: str, *args: Any) -> None:
-    """Calls a driver function; raises an error that names it unless it succeeds."""
+    """Raises an error that names the function."""
     try:
         function = getattr(driver(), name)
     except AttributeError as error:
@@ -85,23 +85,23 @@ def has(name: str) -> bool:
 
 
 def card(ordinal: int) -> torch.device:
-    """A GPU as torch names it; one place, so that a test can replace it."""
+    """One place, so that a test can replace it."""
     return torch.device("cuda", ordinal)
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Zeroed host memory that GPUs can access."""
+    """Zeroed."""
     return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
 
 
 def pin(tensor: torch.Tensor) -> None:
-    """Makes host memory accessible to GPUs, for as long as the process lives."""
+    """For as long as the process lives."""
     place, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
     ask("cuMemHostRegister_v2", place, size, ctypes.c_uint(_PORTABLE))
 
 
 def new_stream(ordinal: int, priority: int = 0) -> torch.cuda.Stream:
-    """A private stream on a GPU; it lives as long as the process."""
+    """Lives as long as the process."""
     handle = ctypes.c_void_p()
     with torch.cuda.device(ordinal):
         torch.cuda.current_stream().synchronize()  # creates the context
@@ -110,7 +110,7 @@ def new_stream(ordinal: int, priority: int = 0) -> torch.cuda.Stream:
 
 
 def priorities(ordinal: int) -> tuple[int, int]:
-    """(least, greatest) priority of streams; the smaller number goes first."""
+    """(least, greatest); the smaller number goes first."""
     least, greatest = ctypes.c_int(), ctypes.c_int()
     with torch.cuda.device(ordinal):
         torch.cuda.current_stream().synchronize()
@@ -125,7 +125,7 @@ def all_sms(ordinal: int) -> SmResource:
 
 
 def split_sms(whole: SmResource) -> tuple[list[SmResource], SmResource]:
-    """(groups of SMs, remaining SMs), in one call: the driver cannot split a split."""
+    """(groups, rest), in one call: the driver cannot split a split."""
     least, num, rest = whole.words.sm.least or _LEAST_GROUP, ctypes.c_uint(0), SmResource()
     split = "cuDevSmResourceSplitByCount"
     ask(split, None, ctypes.byref(num), ctypes.byref(whole), None, 0, least)
@@ -135,7 +135,7 @@ def split_sms(whole: SmResource) -> tuple[list[SmResource], SmResource]:
 
 
 def green_context(ordinal: int, resources: Sequence[SmResource]) -> ctypes.c_void_p:
-    """A context whose streams run on these SMs only; they must come from one split."""
+    """Its streams run on these SMs only; they must come from one split."""
     description, context = ctypes.c_void_p(), ctypes.c_void_p()
     together = (SmResource * len(resources))(*resources)
     ask("cuDevResourceGenerateDesc", ctypes.byref(description), together, len(resources))
@@ -150,29 +150,23 @@ def green_stream(ordinal: int, context: ctypes.c_void_p, priority: int = 0) -> t
 
 
 def _device(ordinal: int) -> ctypes.c_int:
-    """Driver handle of torch's GPU `ordinal`; both count the visible GPUs."""
+    """Both count the visible GPUs."""
     torch.cuda.init()
     device = ctypes.c_int()
     ask("cuDeviceGet", ctypes.byref(device), ordinal)
     return device
 
 
-# Memory and flags.
-
-
 @dataclass(frozen=True, slots=True)
 class MemOp:
-    """A word that a stream writes or waits for."""
-
     address: int
     value: int
     is_wait: bool = False
-    # Size of the word: 4 or 8 bytes.
+    # 8 bytes instead of 4.
     is_long: bool = False
 
 
 def mem_ops(stream: int, ops: Sequence[MemOp]) -> None:
-    """Issues writes and waits on a stream, in order."""
     found = []
     for x in ops:
         wait, write = (_WAIT_64, _WRITE_64) if x.is_long else (_WAIT_32, _WRITE_32)
@@ -184,7 +178,6 @@ def mem_ops(stream: int, ops: Sequence[MemOp]) -> None:
 
 
 def copy(stream: int, target: int, source: int, num_bytes: int) -> None:
-    """Copies bytes on a stream, between GPUs or pinned memory."""
     ends = (ctypes.c_uint64(target), ctypes.c_uint64(source))
     ask("cuMemcpyAsync", *ends, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
 
@@ -205,12 +198,12 @@ class IpcMemory:
         self.handle = bytes(handle)
 
     def close(self) -> None:
-        """Frees the memory; other processes must have closed it."""
+        """Other processes must have closed it."""
         ask("cuMemFree_v2", ctypes.c_uint64(self.address))
 
 
 def open_shared(ordinal: int, handle: bytes) -> int:
-    """Address in this process of memory that another process shares."""
+    """Address in this process."""
     pointer = ctypes.c_uint64()
     with torch.cuda.device(ordinal):
         torch.cuda.current_stream().synchronize()
@@ -224,7 +217,7 @@ def close_shared(address: int) -> None:
 
 
 class _Bytes:
-    """Memory at an address, in the form that torch wraps without copying."""
+    """In the form that torch wraps without copying."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -233,5 +226,5 @@ class _Bytes:
 
 
 def bytes_at(address: int, num_bytes: int, ordinal: int) -> torch.Tensor:
-    """GPU memory at an address as a flat tensor; the allocator keeps it alive."""
+    """The allocator keeps it alive."""
     return torch.as_tensor(_Bytes(address, num_bytes), device=card(ordinal))

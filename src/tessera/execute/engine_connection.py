@@ -19,10 +19,9 @@ from tessera.execute import messages
 from tessera.execute.mailbox import HANDSHAKE_MS, MAX_HANDSHAKES, Hangup, Mailbox, PeerConnection
 from tessera.ir.files import FORMAT_VERSION
 
-# Secret of loopback addresses, which only this machine can reach.
+# Only this machine reaches loopback addresses.
 LOOPBACK_SECRET = b"tessera on loopback"
 PROBE_S, RETRY_S = 5.0, 0.2
-# Last messages of a worker are sent within this time.
 LINGER_S = 2.0
 
 
@@ -31,13 +30,13 @@ class OwnerGone(WorkerError):
 
 
 def key_of(kind: str, device: int, epoch: int) -> str:
-    """Key of a worker's value in the store; it expires with the worker."""
+    """A value expires with its worker."""
     return f"{kind}/{device}/{epoch}"
 
 
 @functools.cache
 def own_version() -> str:
-    """Version of Tessera and its files; the engine refuses workers of another."""
+    """The engine refuses another version."""
     try:
         return f"{importlib.metadata.version(DISTRIBUTION)} (format {FORMAT_VERSION})"
     except importlib.metadata.PackageNotFoundError:  # run from a source tree
@@ -60,12 +59,10 @@ def check_secret(host: str, secret: bytes | None) -> bytes:
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """The rendezvous as a remote worker sees it."""
-
     host: str
     port: int
     secret: bytes = field(repr=False)
-    # Digest of the worker's plans; see `Hello`.
+    # See `Hello`.
     digest: str = ""
 
     @property
@@ -81,9 +78,8 @@ class EngineAddress:
 
 
 class EngineConnection:
-    """Used by any thread of the worker.
-
-    connected  called with the connection, and pumps until it is open; default: it opens in the background
+    """For any thread of the worker. `connected` pumps until the connection is open; by default it opens in
+    the background.
     """
 
     def __init__(
@@ -98,11 +94,11 @@ class EngineConnection:
         self._is_over = False
         # True: the loop reads its messages itself; the mailbox's thread only while the loop does not.
         self.leads = False
-        # The thread of the loop while it waits for messages.
+        # The loop's thread while it waits.
         self._waiting = 0
         # (microbatch, run, position) of every active run; set by the worker.
         self.where: Callable[[], list[tuple[int, int, int]]] = list
-        # Called once when the connection ends.
+        # Called once.
         self.ended: Callable[[], object] = lambda: None
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.mailbox = Mailbox()
@@ -115,16 +111,15 @@ class EngineConnection:
         self.mailbox.start()
 
     def tell(self, message: messages.Message) -> None:
-        """Queues a message; raises OSError if the engine is gone."""
+        """Raises OSError if the engine is gone."""
         if not self._connection.send(message):
             raise BrokenPipeError("the engine is gone")
 
     def set(self, key: str, value: bytes) -> None:
-        """Publishes a value for other workers, in the engine's store."""
         self.tell(messages.StoreSet(key, value))
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """The value of a key; raises WorkerError after the time, OwnerGone if it will not be set."""
+        """Raises WorkerError after the time, OwnerGone if it will not be set."""
         with self._changed:
             is_known = key in self._values
         if not is_known:
@@ -138,7 +133,6 @@ class EngineConnection:
             return self._values[key]
 
     def take(self, block: bool) -> Any:
-        """The next news; None if there is none and `block` is False."""
         if self.leads and self._news.empty() and not self._is_over:
             self._lead(block)
         if not block and self._news.empty():  # the usual case, without an exception
@@ -170,7 +164,6 @@ class EngineConnection:
             self.ended()
 
     def close(self) -> None:
-        """Sends what is queued, and closes all connections."""
         self.mailbox.close(LINGER_S if not self._is_over else 0.0)
         self.end()
 
@@ -191,7 +184,7 @@ class EngineConnection:
 def connect_engine(
     address: EngineAddress, patience_s: float, again_s: float | None = None
 ) -> EngineConnection:
-    """An open connection. Retries for `again_s` if nobody listens there, for `patience_s` otherwise.
+    """Retries for `again_s` if nobody listens there, for `patience_s` otherwise.
 
     Raises WorkerError if nobody answers, MismatchError if the secret is not the engine's.
     """

@@ -1,12 +1,11 @@
 """Hub: the workers of a stepper. Starts them, carries messages, restarts lost ones.
 
-A worker is a process that the hub starts, or a remote one that connects to the rendezvous (an address and a
-secret), says Hello, waits until a device needs it (`WorkerGroup`), gets its configuration and works until
-told to leave; then it connects again.
+A worker is a process that the hub starts, or a remote one that connects to the rendezvous, waits until a
+device needs it (`WorkerGroup`), gets its configuration and works until told to leave; then it connects again.
 
-A worker ends when its connection closes; a local one that does not is killed. A lost worker is restarted: at
-once, and from the third failure in a row after growing pauses. The stepper decides who is lost. Messages of a
-device's earlier worker (epoch) are ignored. Clocks of machines are compared once, when a worker is ready.
+The stepper decides who is lost. A local worker that does not end with its connection is killed. Its device
+restarts at once, and from the third failure in a row after growing pauses. Messages of a device's earlier
+worker (epoch) are ignored. Clocks of machines are compared once, when a worker is ready.
 """
 
 import os
@@ -32,44 +31,39 @@ from tessera.execute.rendezvous import MAX_ASKED_BYTES, Board, Rendezvous, Worke
 from tessera.execute.stepper import DeviceState, DeviceStatus
 from tessera.execute.transport import RESTART_TOGETHER
 
-# Time a worker has to leave before it is killed, when the hub stops and when it is lost.
+# When the hub stops, and when a worker is lost; then it is killed.
 STOP_TIMEOUT_S, LEAVE_S = 5.0, 0.2
-# A worker that is not ready after this long is lost.
 START_TIMEOUT_S = 300.0
-# A device that has worked this long is healthy again, as is one that has finished a step.
+# Work after which failures are forgotten.
 HEALTHY_S = 60.0
 # The first failures in a row cost no pause; the pause then doubles.
 QUICK_FAILURES, FIRST_PAUSE_S, MAX_PAUSE_S = 2, 10.0, 300.0
-# Bytes of a worker's message beside its tensors.
+# A worker's message beside its tensors.
 SLACK_BYTES = 64 << 20
-# A lost device whose next remote worker does not connect within this time counts as lost again.
+# For a lost device's next remote worker to connect.
 ABSENT_S = 20.0
 # Remote workers lost during configuration before that counts as a failure.
 MAX_CONFIGURED = 3
-# Source of messages that are about no device.
+# Source of messages about no device.
 NOBODY = -1
 NAME_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """News: the worker of a device is ready."""
-
     epoch: int
 
 
 class Wake:
-    """News: `Hub.wake` was called."""
+    """`Hub.wake` was called."""
 
 
 @dataclass(frozen=True, slots=True)
 class LostWorker:
-    """How a worker ended, and when its device is tried again."""
-
     how: str
     # In a row, this one included.
     failures: int
-    # Seconds until another worker is started; None: none is.
+    # None: never.
     retry_s: float | None
 
 
@@ -81,12 +75,12 @@ class _Started:
 @dataclass(slots=True)
 class _Member:
     state: DeviceState = "lost"
-    # Counts the workers of this device: the present one, or the next.
+    # The present worker's, or the next one's.
     epoch: int = 0
     setup: messages.Setup | None = None
     process: LocalProcess | None = None
     connection: PeerConnection | None = None
-    # Remote worker while it is configured.
+    # While a remote worker is configured.
     pieces: messages.Pieces | None = None
     num_configured: int = 0
     pid: int | None = None
@@ -94,9 +88,8 @@ class _Member:
     failures: int = 0
     started_s: float = 0.0
     ready_s: float | None = None
-    # When another is to be started; None: there is one, or there will be none.
+    # When another is started; None: there is one, or never.
     due_s: float | None = 0.0
-    # When `about` is asked next, while a remote worker is awaited.
     ask_s: float = float("inf")
     offset_s: float = 0.0
 
@@ -108,15 +101,13 @@ class _Member:
 class Hub:
     """Used by one thread, except `wake`.
 
-    setups      of all workers; the hub adds addresses, secrets and epochs
-    method      start method of processes: "spawn", or FORKSERVER for programs of Tessera itself
-    rendezvous  where remote workers connect; closed with the hub
-    here        devices whose workers are local; with a rendezvous by default none
-    digest      of the plans, which remote workers with plans must know
-    about       asked now and then about a device whose worker has not connected; returns what is known
+    method  "spawn", or FORKSERVER for programs of Tessera itself
+    here    devices whose workers are local; with a rendezvous by default none
+    digest  of the plans, which remote workers with plans must know
+    about   asked now and then about a device whose worker has not connected
     """
 
-    # After so many failures in a row a device is given up; None: never.
+    # In a row, until a device is given up; None: never.
     max_failures: int | None = None
 
     def __init__(
@@ -137,7 +128,7 @@ class Hub:
         self._folder = ""
         self._members = [_Member() for _ in names]
         self._mailbox: Mailbox | None = None
-        # News of this process's own threads, and of workers: (source, message).
+        # (source, message) of this process's own threads, and of workers.
         self._posts: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._inbox: deque[tuple[Any, Any]] = deque()
         # PeerConnection -> (device, epoch); names of local workers that will connect; remote ones that wait.
@@ -148,17 +139,16 @@ class Hub:
         self._is_woken = False
         self._store = Board(self._tell)
         self._threads: list[threading.Thread] = []
-        # Devices that were lost because nobody connected.
+        # Lost because nobody connected.
         self._absent: set[int] = set()
         self._is_over = threading.Event()
 
     @property
     def restarts_together(self) -> bool:
-        """True if the loss of one worker takes all of them down."""
         return self.setups[0].transport in RESTART_TOGETHER
 
     def start(self) -> None:
-        """Begins to start all workers and returns. `take` tells when each is up."""
+        """Returns at once; `take` reports each worker."""
         home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self._folder = tempfile.mkdtemp(prefix=f"tessera-{os.getpid()}-", dir=home)
         host, secret = "", b""
@@ -179,7 +169,7 @@ class Hub:
         self._start_due()
 
     def take(self, timeout_s: float | None) -> tuple[int, Any] | None:
-        """The next message of a worker, an Up, or a Hangup if it is gone; None after the timeout."""
+        """A worker's message, an Up, or a Hangup; None after the timeout."""
         assert self._mailbox is not None, "started"
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -201,7 +191,7 @@ class Hub:
             self._mailbox.pump(max(0.0, min(times) - time.monotonic()) if times else None)
 
     def order(self, device: int, message: messages.Message) -> bool:
-        """Sends to a worker without waiting; False if it is not there."""
+        """Does not wait; False if the worker is not there."""
         return self.send(device, messages.encode(message))
 
     def send(self, device: int, data: bytes) -> bool:
@@ -236,7 +226,7 @@ class Hub:
         self._members[device].failures = 0
 
     def load(self, lanes: Sequence[messages.LoadLanes], dropped: Sequence[int] = ()) -> None:
-        """Adds and drops lanes, for present and future workers."""
+        """For present and future workers."""
         for device, then in enumerate(self.setups):
             now = then.extended(lanes[device]) if lanes else then
             self.setups[device] = replace(now, dropped=(*then.dropped, *dropped))
@@ -244,7 +234,7 @@ class Hub:
                 self._tell_lanes(device, then)
 
     def _tell_lanes(self, device: int, then: messages.Setup) -> None:
-        """Sends the changes since the worker's setup; frees before it allocates."""
+        """Frees before it allocates."""
         now, num_lanes, num_steps = self.setups[device], len(then.programs), len(then.traces)
         if dropped := now.dropped[len(then.dropped) :]:
             homes = {program.home for lane in dropped for program in now.programs[lane]}
@@ -276,11 +266,10 @@ class Hub:
         return {m: (run, position) for m, (run, position) in enumerate(shared.tolist()) if run >= 0}
 
     def clock_offset_s(self, device: int) -> float:
-        """Difference from a worker's clock to this one; 0 on one machine."""
+        """From a worker's clock to this one; 0 on one machine."""
         return self._members[device].offset_s
 
     def stop(self) -> None:
-        """Ends all workers, also those that are starting."""
         self._is_over.set()
         for member in self._members:
             if member.connection is not None:
@@ -302,7 +291,6 @@ class Hub:
             self._folder = ""
 
     def max_bytes(self) -> int:
-        """Bound of a worker's message: outputs and state of its steps, and some."""
         return SLACK_BYTES + sum(trace.handed_over_bytes for trace in self.setups[0].traces)
 
     def _max_bytes(self, connection: PeerConnection) -> int:
@@ -313,7 +301,6 @@ class Hub:
         return self.max_bytes() if is_known else MAX_ASKED_BYTES
 
     def _launch(self, device: int, setup: messages.Setup) -> LocalProcess:
-        """Starts a local worker; in a thread of its own."""
         name = f"tessera-{self.names[device]}"
         return LocalProcess(worker.main, (self._folder,), name, self._method)
 
@@ -374,7 +361,7 @@ class Hub:
         return [t for t in times if t != float("inf")]
 
     def _patience_s(self, device: int) -> float:
-        """Time for a worker to get ready, or for a remote one to connect."""
+        """Time to get ready, or for a remote worker to connect."""
         member = self._members[device]
         if device in self._here or not member.is_awaited or member.epoch == 0:
             return START_TIMEOUT_S
@@ -382,7 +369,6 @@ class Hub:
         return float("inf") if is_planned_around else ABSENT_S
 
     def _late(self) -> tuple[int, Any] | None:
-        """A worker that is not ready in time; asks about remote ones."""
         now = time.monotonic()
         for device, member in enumerate(self._members):
             if member.state != "starting":
@@ -401,7 +387,7 @@ class Hub:
         return None
 
     def _ask_about(self, device: int, epoch: int, limit_s: float) -> None:
-        """Reports that nobody connected, with what is known, in a thread."""
+        """In a thread."""
         said = self._about(device)
         complaints = self._rendezvous.complaints if self._rendezvous is not None else ()
         if not said and complaints:
@@ -438,7 +424,6 @@ class Hub:
             self._rendezvous.note(connection.host, f"{refusal.message}. {refusal.remedy}".strip())
 
     def _assign(self) -> None:
-        """Gives awaited devices the remote workers that wait, and sends them their configuration."""
         if not self._waiting:
             return
         awaited = {d for d, m in enumerate(self._members) if m.is_awaited and d not in self._here}
@@ -484,7 +469,6 @@ class Hub:
         return None
 
     def _configure(self, device: int, member: _Member, message: Any) -> tuple[int, Any] | None:
-        """One message of a remote worker that is being configured."""
         assert member.pieces is not None
         try:
             match message:
@@ -514,7 +498,7 @@ class Hub:
         return device, messages.Failed(error.message, error.remedy)
 
     def _welcome(self, device: int, ready: messages.WorkerReady) -> Up:
-        """Tells a ready worker, and the others, what changed while it started."""
+        """Tells all what changed while this worker started."""
         member = self._members[device]
         assert member.setup is not None
         member.state, member.ready_s, member.address = "ready", time.monotonic(), ready.address

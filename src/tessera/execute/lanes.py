@@ -1,12 +1,11 @@
 """Lanes of all loaded plans, and which one the next microbatch takes.
 
-Rule: the lane furthest below its share of the open microbatches, counting the new one; the first of equals. A
-plan's lane table gives the shares (entry i is the lane of microbatch i), else the lanes' rates.
+Rule: the lane furthest below its share of the open microbatches, counting the new one; the first of equals.
+Shares come from a plan's lane table (entry i is the lane of microbatch i), else from the lanes' rates.
 
 Lanes of all plans ever loaded are numbered consecutively, so that a microbatch can finish on a lane of a
-replaced plan; steps are numbered too, equal ones once. A home is a set of pages that microbatches on its
-lanes share; plans of one name of a home must have the same pages on the same devices. A lane of replaced
-plans that nothing uses any more is dropped (`drop`), and with the last one its home. Imports no torch.
+replaced plan; equal steps have one number. A lane of replaced plans that nothing uses is dropped, and with
+the last one its home. Imports no torch.
 """
 
 from collections import Counter
@@ -37,7 +36,6 @@ class LaneShares:
 
 
 def shares_of(lanes: Sequence[Lane], table: Sequence[int] = ()) -> list[float]:
-    """Share of the open microbatches per lane, by the plan's lane table or by rates."""
     if not table:
         return [lane.rate_per_s for lane in lanes]
     counts = Counter(table)
@@ -46,7 +44,7 @@ def shares_of(lanes: Sequence[Lane], table: Sequence[int] = ()) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class PageBuffer:
-    """One state buffer; its outermost dimension is the page, or the row of a sequence."""
+    """Its outermost dimension is the page, or the row of a sequence."""
 
     device: int
     num_pages: int
@@ -59,23 +57,22 @@ PageBuffers = Mapping[str, PageBuffer]
 @dataclass(frozen=True, slots=True)
 class Home:
     number: int
-    # By name of the state buffer.
+    # By name.
     buffers: PageBuffers
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedLane:
-    # Number among the lanes of all plans ever loaded.
+    # Among all lanes ever loaded.
     number: int
     plan: Plan
-    # Number of the plan, and of the lane within it.
+    # Numbers of the plan, and of the lane within it.
     policy: int
     index: int
-    # Devices of any of its steps.
     devices: frozenset[str]
-    # Number of each step of `plan.graphs` among the steps of all plans.
+    # Numbers among all steps.
     steps: tuple[int, ...]
-    # Number of its home; None: each microbatch has its own state.
+    # None: each microbatch has its own state.
     home: int | None = None
     # State by row, which each microbatch has for itself.
     rows: PageBuffers = field(default_factory=dict)
@@ -86,7 +83,7 @@ class LoadedLane:
 
     @cached_property
     def can_queue(self) -> bool:
-        """True if a microbatch's next step may be queued behind the running one."""
+        """True if the next step may be queued behind the running one."""
         return len(self.devices) == 1 or can_overlap(self.plan, self.lane)
 
     @property
@@ -100,26 +97,24 @@ class LoadedLane:
 
 
 class Lanes:
-    """Lanes of the loaded plans, and which are usable now."""
-
     def __init__(self, plans: Sequence[Plan]) -> None:
         self.all: list[LoadedLane] = []
-        # Steps of all plans, and their costs in the first plan that has them, if any.
+        # Costs from the first plan that has them.
         self.graphs: list[Graph] = []
         self.costs: list[Costs | None] = []
         # By name.
         self.homes: dict[str, Home] = {}
-        # Lost devices.
+        # Devices.
         self.lost: set[str] = set()
         # Per loaded plan: number of its first lane, and its shares.
         self._tables: list[tuple[int, LaneShares]] = []
-        # Lanes of replaced plans that were not dropped, and the number of homes so far.
+        # Lanes of replaced plans.
         self._old: dict[int, LoadedLane] = {}
         self._num_homes = 0
         self.load(plans)
 
     def load(self, plans: Sequence[Plan]) -> tuple[LoadedLane, ...]:
-        """Replaces the loaded plans; returns the new lanes."""
+        """Returns the new lanes."""
         check_alike([*([self.all[0].plan] if self.all else []), *plans])
         self._add_homes(plans)
         first = len(self.all)
@@ -136,7 +131,7 @@ class Lanes:
         return tuple(self.all[first:])
 
     def _number_steps(self, plan: Plan) -> tuple[int, ...]:
-        """Numbers of a plan's steps, all different; unknown steps are added."""
+        """All different."""
         found: list[int] = []
         for step, graph in enumerate(plan.graphs):
             known = (
@@ -152,7 +147,7 @@ class Lanes:
         return tuple(found)
 
     def drop(self, in_use: Collection[int], homes: Collection[int] = ()) -> list[int]:
-        """Lanes of replaced plans that are never used again: neither `in_use` nor with a home that is."""
+        """Drops lanes of replaced plans that are neither `in_use` nor have one of these homes."""
         is_used = {lane.number for lane in self._old.values() if lane.home in homes} | set(in_use)
         gone = [number for number in self._old if number not in is_used]
         for number in gone:
@@ -181,13 +176,12 @@ class Lanes:
         self.homes, self._num_homes = homes, num
 
     def open(self, policy: int | None = None) -> list[LoadedLane]:
-        """Loaded lanes without a lost device, of one policy or of all."""
         tables = self._tables if policy is None else self._tables[policy : policy + 1]
         found = [self.all[first + i] for first, table in tables for i in range(len(table.open))]
         return [lane for lane in found if not lane.devices & self.lost]
 
     def take(self, policy: int) -> LoadedLane | None:
-        """A lane for one microbatch: of the policy, else of another; None: none is usable."""
+        """A lane of the policy, else of another; None: none is usable."""
         for wanted in (policy, *(p for p in range(len(self._tables)) if p != policy)):
             first, table = self._tables[wanted]
             allowed = [lane.index for lane in self.open(wanted)]
@@ -196,14 +190,14 @@ class Lanes:
         return None
 
     def give_back(self, number: int) -> None:
-        """A microbatch has left its lane; lanes of replaced plans are not counted."""
+        """Lanes of replaced plans are not counted."""
         for first, table in self._tables:
             if 0 <= number - first < len(table.open):
                 table.give_back(number - first)
 
 
 def devices_of(plan: Plan, index: int) -> frozenset[str]:
-    """Devices that a lane needs for launches, state or outputs."""
+    """Devices needed for launches, state or outputs."""
     lane, names = plan.lanes[index], plan.cluster.names
     found: set[int] = set()
     for graph, place in zip(plan.graphs, lane.placement.devices, strict=True):
@@ -213,7 +207,6 @@ def devices_of(plan: Plan, index: int) -> frozenset[str]:
 
 
 def check_alike(plans: Sequence[Plan]) -> None:
-    """Raises unless plans are for the same devices and links."""
     first = plans[0]
     for plan in plans[1:]:
         if plan.cluster != first.cluster:
@@ -222,7 +215,7 @@ def check_alike(plans: Sequence[Plan]) -> None:
 
 
 def _state_buffers(plan: Plan, lane: Lane) -> tuple[PageBuffers, PageBuffers]:
-    """Paged state of a lane, and state by row, by name; raises MismatchError for other state."""
+    """Paged state, and state by row; raises MismatchError for other state."""
     found: tuple[dict[str, PageBuffer], ...] = ({}, {})
     for graph, place in zip(plan.graphs, lane.placement.devices, strict=True):
         step = graph.trace.step

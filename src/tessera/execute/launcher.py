@@ -1,10 +1,8 @@
 """Launcher: runs the launches of a trace on the memory of one device.
 
-Arguments are prepared once per launch. A result must have the recorded layout, which later launches read.
-
-After its first run a launch is bound to the places of its buffers (`bind`): an operator with an `out` variant
-writes in place, other results are copied. Not bound: draws of random numbers, PTX kernels, and launches with
-a buffer without a fixed place.
+A result must have the recorded layout, which later launches read. After its first run a launch is bound to
+the places of its buffers (`bind`): an operator with an `out` variant writes in place, other results are
+copied. Not bound: draws of random numbers, PTX kernels, and launches with a buffer without a fixed place.
 
 A draw runs with the device's default generator set from the generator's buffer (`drawing`), which is then
 updated.
@@ -37,16 +35,14 @@ class Launcher:
         kernels: Mapping[int, Launchable] | None = None,
         sets_generators: bool = True,
     ) -> None:
-        """`kernels`: compiled objects valid on this device; others are loaded from PTX.
-
-        `sets_generators`: set generators from their buffers before draws; else the caller does.
+        """`kernels`: compiled objects valid on this device; others are loaded from PTX. `sets_generators`:
+        else the caller sets generators before draws.
         """
         self._trace, self._device = trace, device
         self._kernels, self._sets_generators = kernels or {}, sets_generators
         self._ready: dict[int, Callable[[Memory], None]] = {}
 
     def run(self, launch: int, memory: Memory) -> None:
-        """Runs one launch; its results become buffers of `memory`."""
         bound = memory.calls.get(launch)
         if bound is not None:
             bound()
@@ -154,7 +150,7 @@ def find_operator(name: str) -> Any:
 
 
 def _results_to_keep(launch: Launch) -> list[tuple[int, View]]:
-    """Results with their own memory; aliases of arguments are in place."""
+    """Aliases of arguments are in place."""
     args = {a.buffer for a in launch.accesses if a.read}
     made = {a.buffer for a in launch.accesses if a.write} - args
     # An empty result touches no byte, but later launches still name it.
@@ -173,7 +169,7 @@ def bind(
     place: Callable[[View], torch.Tensor],
     name: str,
 ) -> Callable[[], None]:
-    """A call of an operator on fixed tensors; `keep`: results that have their own place."""
+    """`keep`: results that have their own place."""
     into = [(index, place(view), torch.Size(view.shape)) for index, view in keep]
     if not into:
         return lambda: operator(*args, **kwargs)
@@ -216,7 +212,7 @@ def _misshapen(name: str, found: torch.Tensor, shape: torch.Size) -> WorkerError
 
 @cache
 def out_variant(operator: Any) -> Any | None:
-    """The overload with the same arguments and one tensor `out`, if there is one."""
+    """The overload with the same arguments and one tensor `out`."""
     schema = operator._schema
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or schema.is_mutable:
         return None
@@ -244,7 +240,7 @@ def generator_buffer(trace: Trace, launch: Launch) -> int | None:
 
 @contextmanager
 def drawing(name: str, state: Storage) -> Iterator[None]:
-    """While entered, the generator has `state`, which is then updated."""
+    """The generator has `state`, which is then updated."""
     generator = _generator(name)
     before = generator.get_state().clone()
     flat = torch.empty(0, dtype=torch.uint8, device=state.device).set_(state)

@@ -40,7 +40,6 @@ from tessera.ir import (
 # Lanes of the microbatches: two run the chain on one device, two alternate.
 WHOLE_OR_NOT = (0, 0, 1, 1)
 LAUNCHES = 16
-# Bytes of a fetch of weights.
 FETCHED_BYTES = 64 << 20
 CROSSINGS = LAUNCHES - 1
 WARMUPS = 2
@@ -59,7 +58,7 @@ class TransferTimes:
 def time_transfers(
     a: Device, b: Device, transport: str, sizes: Sequence[int], build_graph: Callable[[Trace], Graph]
 ) -> TransferTimes:
-    """Starts a worker per device and times transfers of these sizes (multiples of four)."""
+    """Sizes: multiples of four."""
     a, b = (replace(device, is_dilated=False) for device in (a, b))  # the real link is measured
     graphs = tuple(build_graph(chain(size)) for size in sizes)
     turns = tuple(n % 2 for n in range(LAUNCHES))
@@ -95,7 +94,7 @@ def time_fetches(ordinal: int) -> float:
 
 
 def _crossing_us(stepper: WorkerStepper, step: int, repeats: int, num: int) -> float:
-    """Time of one crossing with `num` chains; whole and split chains alternate to cancel drift."""
+    """Whole and split chains alternate to cancel drift."""
     whole, divided = WHOLE_OR_NOT.index(0), WHOLE_OR_NOT.index(1)
     pairs = [
         [_step_s(stepper, step, first, num) for first in (whole, divided)] for _ in range(WARMUPS + repeats)
@@ -105,7 +104,6 @@ def _crossing_us(stepper: WorkerStepper, step: int, repeats: int, num: int) -> f
 
 
 def _step_s(stepper: WorkerStepper, step: int, first: int, num: int) -> float:
-    """Time of one step of each of these microbatches at once."""
     began_s = stepper.now_s()
     for microbatch in range(first, first + num):
         stepper.start(StepCall(microbatch, step, {"x": torch.ones(1)}, skips=("y",)))

@@ -15,34 +15,30 @@ from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
 from tessera.execute.messages import PIECE_BYTES, LinkClose, LinkFrame, LinkOpen, PageFrame, PageTaken, Setup
 from tessera.ir import Program
 
-# Time to open a link.
 OPEN_S = 20.0
-# Time to tell the other end that a link is closed on purpose.
+# To tell the other end that a link is closed on purpose.
 CLOSE_S = 1.0
 Frame = LinkFrame | PageFrame | PageTaken
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The link to another worker was cut."""
-
     device: int
     message: str
     epoch: int
 
 
 class Links:
-    """All links of one worker; `post` hears of those that were cut."""
+    """`post` hears of links that were cut."""
 
     def __init__(self, setup: Setup, mailbox: Mailbox, post: Callable[[Gone], None]) -> None:
-        # Epoch of every device's worker, this one included; updated by `relink`.
+        # Updated by `relink`.
         self.epochs = list(setup.epochs)
         self._mailbox, self._device, self._post = mailbox, setup.device, post
-        # Take transfers and frames about pages of a peer, in the thread that pumps the mailbox; the contents
-        # stay valid.
+        # Called in the thread that pumps the mailbox; the contents stay valid.
         self.arrived: Callable[[int, LinkFrame, memoryview], None] | None = None
         self.pages: Callable[[int, PageFrame | PageTaken, memoryview], None] | None = None
-        # Peer -> maximum bytes of one transfer from it.
+        # Maximum bytes of one transfer, by peer.
         self._largest: Counter[int] = Counter()
         self.load(setup.programs)
         # Peer -> its address, the link to it, and its link to this worker.
@@ -50,7 +46,7 @@ class Links:
         self._outs: dict[int, PeerConnection] = {}
         self._ins: dict[int, PeerConnection] = {}
         self._peers: dict[PeerConnection, int] = {}
-        # Frames for a peer whose address is still to come: at the start it may know this worker's first.
+        # For a peer whose address is still to come: at the start it may know this worker's first.
         self._early: dict[int, list[tuple[Frame, bytes | None]]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
@@ -60,12 +56,11 @@ class Links:
         self.address = mailbox.listen(address, self._hear, self._secret)
 
     def load(self, programs: Sequence[Sequence[Program]]) -> None:
-        """Adds lanes, whose transfers may be larger."""
         for transfer in (t for lane in programs for p in lane for t in p.transfers if t.dst == self._device):
             self._largest[transfer.src] = max(self._largest[transfer.src], transfer.num_bytes)
 
     def post(self, peer: int, frame: Frame, contents: memoryview | None = None) -> None:
-        """Sends a frame without waiting; the contents may be overwritten when this returns."""
+        """Does not wait; the contents may be overwritten when this returns."""
         with self._lock:
             out = self._outs.get(peer)
             if out is None and not self._addresses.get(peer):
@@ -82,9 +77,7 @@ class Links:
             out.send(frame, contents)
 
     def relink(self, peer: int, epoch: int, address: str) -> None:
-        """Closes the link to a peer; the next frame opens another. With a new epoch its link to this one
-        closes too.
-        """
+        """The next frame opens another link. With a new epoch the peer's link to this worker closes too."""
         with self._lock:
             out = self._outs.pop(peer, None)
             early = self._early.pop(peer, [])
@@ -111,7 +104,7 @@ class Links:
             out.close(CLOSE_S)
 
     def _hear_back(self, connection: PeerConnection, message: Any, contents: memoryview | None) -> None:
-        """A link to a peer: nothing comes back but its end."""
+        """Nothing comes back but the link's end."""
         why = message.reason if isinstance(message, Hangup) else "it answered over a one-way link"
         self._end(connection, why)
 
@@ -141,7 +134,7 @@ class Links:
             self.arrived(peer, frame, contents)
 
     def _open(self, connection: PeerConnection, device: int, epoch: int) -> None:
-        """Admits a link from the present worker of a peer."""
+        """Only from the present worker of a peer."""
         with self._lock:
             if device == self._device or device >= len(self.epochs) or epoch < self.epochs[device]:
                 connection.close()
@@ -150,7 +143,7 @@ class Links:
             self._ins[device], self._peers[connection] = connection, device
 
     def _forget(self, connection: PeerConnection) -> int | None:
-        """The peer of a link that was in use; None of any other."""
+        """The peer, if the link was in use."""
         with self._lock:
             peer = self._peers.pop(connection, -1)
             for links in (self._outs, self._ins):

@@ -4,11 +4,10 @@ Each lane becomes a list of programs in running order: every step once with its 
 whose state lives on different devices a program that only moves the state. Within a program every device
 keeps trace order; `ir.plan` says why that cannot deadlock.
 
-Programs of workers (`lower`) and scripts of the simulator (`simulate.columns`) both come from the
-`LoweredRun` of `StepLowering`, so the simulator times what workers run. Its cost grows with the transfers,
-not the launches: the planner lowers thousands of placements.
+Programs of workers (`lower`) and scripts of the simulator (`simulate.columns`) both come from a `LoweredRun`,
+so the simulator times what workers run. Its cost grows with the transfers, not the launches.
 
-`check_programs` proves a program right before it runs. The rules, beyond those of `ir.verify`:
+`check_programs` proves a program before it runs. The rules, beyond those of `ir.verify`:
   - every launch of the step runs once, on one device
   - the lists end: no circular wait
   - every launch and transfer finds the version it needs on its device
@@ -46,32 +45,32 @@ from tessera.ir import (
     verify,
 )
 
-# Version of a buffer that the graph's values do not name: state that a program only moves.
+# Version of state that a program only moves.
 GIVEN = -1
-# In place of a version: the buffer was freed.
+# In place of a version.
 FREED = -2
 
 # (launch, 0: received before it or 1: sent after it, transfer)
 TransferPoint = tuple[int, int, int]
 # (state buffer, last launch that touches it)
 StateLaunches = tuple[tuple[int, int | None], ...]
-# (weight, host), see `Placement`
+# (weight, host)
 Fetched = Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class LoweredRun:
-    """Transfers of one run of a step, or of a move of state, and their points among the launches."""
+    """Transfers of a step's run, or of a move of state, and their points among the launches."""
 
     transfers: tuple[Transfer, ...]
-    # points[device], in the order of its list
+    # points[device]
     points: tuple[tuple[TransferPoint, ...], ...]
     # Launches whose weights the last transfers fetch: begun by the reading device, ahead of the launch.
     fetches: tuple[int, ...] = ()
 
 
 class StepLowering:
-    """Lowers one step for any placement; shared data is prepared once."""
+    """Lowers one step for any placement."""
 
     def __init__(self, graph: Graph, num_devices: int) -> None:
         self.graph, self.num_devices = graph, num_devices
@@ -80,7 +79,6 @@ class StepLowering:
         ]
         self._values = [n for n, _ in values]
         self._producers = np.array([v.producer for _, v in values], dtype=np.int64)
-        # Every reader of every value, sorted by value and reader.
         pins = [(row, reader) for row, (_, v) in enumerate(values) for reader in v.readers]
         self._pins = np.array(pins, dtype=np.int64).reshape(-1, 2).T.copy()
         self._state = _state_launches(graph.trace)
@@ -93,7 +91,7 @@ class StepLowering:
         ]
 
     def homes(self, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """(state buffer, device): with the launches that touch it, or device 0 if none does."""
+        """(state buffer, device): where its launches are, or device 0 if none touches it."""
         return _homes(self._state, place)
 
     def run(
@@ -122,9 +120,7 @@ class StepLowering:
         return self._with_fetches(run, place, dict(fetched)) if fetched else run
 
     def _with_fetches(self, run: LoweredRun, place: Sequence[int], hosts: Mapping[str, int]) -> LoweredRun:
-        """Adds a transfer for every weight that a launch fetches."""
         transfers, fetches, points = list(run.transfers), list[int](), [list(x) for x in run.points]
-        # [device]: its launches that fetch.
         ahead: list[list[int]] = [[] for _ in points]
         for launch, name, buffer in self._weights:
             device = place[launch]
@@ -141,7 +137,7 @@ class StepLowering:
 
 
 def lower_moves(moves: Sequence[Transfer], num_devices: int) -> LoweredRun:
-    """State that moves between two steps: sends, then receives."""
+    """Sends, then receives."""
     return _with_moves([], [[] for _ in range(num_devices)], 0, moves)
 
 
@@ -166,7 +162,7 @@ class UnitLowering:
         self.steps = [StepLowering(graph, num_devices) for graph in unit.graphs]
 
     def moves(self, placement: Placement) -> list[list[tuple[int, list[Transfer]]]]:
-        """For every step: (earlier step, its state that lives elsewhere than this step wants it)."""
+        """For every step: (earlier step, its state that this step wants elsewhere)."""
         # Name -> (last step that had it, its buffer there, its device, its bytes)
         last: dict[str, tuple[int, int, int, int]] = {}
         found = []
@@ -211,7 +207,7 @@ def _lower_lane(plan: Plan, number: int, unit: UnitLowering) -> tuple[Program, .
 def _columns(
     run: LoweredRun, place: Sequence[int], frees: Sequence[tuple[int, int, int]]
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """Instruction lists: receives, the launch, sends, frees, fetches."""
+    """Per launch: receives, the launch, sends, frees, fetches."""
     num = len(run.transfers) - len(run.fetches)
     listed: list[list[tuple[int, int, Instruction]]] = [
         [(at, 2, Send(n)) if is_send else (at, 0, Recv(n)) for at, is_send, n in points if n < num]
@@ -228,9 +224,9 @@ def _columns(
 
 
 def _frees(graph: Graph, place: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(device, launch, buffer): the buffer is unused on the device after the launch and its sends."""
+    """(device, launch, buffer): unused there after the launch and its sends."""
     temporary = set(graph.trace.buffers_of(BufferKind.TEMPORARY))
-    last: dict[tuple[int, int], int] = {}  # (device, buffer) -> last launch that touches it there
+    last: dict[tuple[int, int], int] = {}
     for launch, device in enumerate(place):
         for access in graph.trace.launches[launch].accesses:
             if access.buffer in temporary:
@@ -267,7 +263,7 @@ def _homes(state: StateLaunches, place: Sequence[int]) -> tuple[tuple[int, int],
 
 
 def outputs_of(graph: Graph, place: Sequence[int]) -> tuple[tuple[str, int], ...]:
-    """Output name -> device that holds its final version."""
+    """(name, device of its final version)."""
     final: dict[int, Value] = {v.buffer: v for v in graph.values if v.is_final}
     homes = dict(homes_of(graph, place))
     found = []
@@ -279,7 +275,7 @@ def outputs_of(graph: Graph, place: Sequence[int]) -> tuple[tuple[str, int], ...
 
 
 def check_programs(plan: Plan, programs: Sequence[Program]) -> None:
-    """Raises RuleBroken with the first broken rule, and where."""
+    """Raises RuleBroken."""
     for program in programs:
         verify(program)
         _Checker(plan, program).check()
@@ -289,7 +285,7 @@ class _Checker:
     def __init__(self, plan: Plan, program: Program) -> None:
         self._plan, self._graph, self._program = plan, plan.graphs[program.step], program
         graph = self._graph
-        # Launch -> numbers of the versions it reads, and of those it makes.
+        # Launch -> versions.
         self._reads: dict[int, list[int]] = defaultdict(list)
         self._makes: dict[int, list[int]] = defaultdict(list)
         for number, value in enumerate(graph.values):
@@ -299,7 +295,7 @@ class _Checker:
                 self._makes[value.producer].append(number)
         given = {v.buffer: n for n, v in enumerate(graph.values) if v.producer is None}
         there = {buffer: given.get(buffer, GIVEN) for buffer in graph.trace.buffers_of(BufferKind.INPUT)}
-        # [device]: buffer -> version that it holds.
+        # [device]: buffer -> version.
         self._held = [there | {b: given.get(b, GIVEN) for b in weights} for weights in program.weights]
         moved = [(t.buffer, t.src) for t in program.transfers if t.value == GIVEN]
         for buffer, device in (*program.homes, *moved):
@@ -341,7 +337,7 @@ class _Checker:
             raise self._broken("every launch runs once", 0, f"launch {missing[0]} ({name}) does not run")
 
     def _in_order(self) -> Iterator[tuple[int, Instruction]]:
-        """All instructions in one possible order; raises if a device waits for ever."""
+        """One possible order; raises if a device waits for ever."""
         lists = self._program.instructions
         position = [0] * len(lists)
         sent: set[int] = set()

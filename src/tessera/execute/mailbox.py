@@ -1,7 +1,7 @@
 """Mailbox: the sockets of one process, for messages between the engine, its workers, and worker pairs.
 
-A ROUTER listens, a DEALER connects (pyzmq). A message is one record of `messages`, optionally with a frame of
-raw bytes.
+A ROUTER listens, a DEALER connects (pyzmq). A message is one record of `messages`, optionally with a raw
+frame.
 
 Security: ipc:// addresses lie in a folder with mode 0700. A tcp:// address needs a secret, from which both
 ends derive CURVE keys: bytes are encrypted, and only the client key of the same secret is admitted.
@@ -9,8 +9,8 @@ ends derive CURVE keys: bytes are encrypted, and only the client key of the same
 Bounds: size of a message, queued messages, duration of a handshake. A socket's monitor reports closed
 connections; TCP keep-alive finds machines that vanished.
 
-Any thread may send. One thread at a time calls `pump`: the engine while it waits; in a worker its idle loop
-(`lead`), or a thread of its own while the loop computes.
+Any thread may send. One thread at a time calls `pump`: the engine while it waits; a worker's idle loop
+(`lead`), or the mailbox's own thread while the loop computes.
 """
 
 import contextlib
@@ -34,15 +34,14 @@ from tessera.errors import TesseraError
 from tessera.execute import messages
 from tessera.execute.messages import Message
 
-# No message is longer; the allocation of a longer one is refused by the library.
+# The library refuses to allocate more.
 MAX_MESSAGE_BYTES = 4 << 30
-# Messages queued for one peer; a peer that does not read that many is lost.
+# Messages queued for one peer; one that does not read that many is lost.
 HIGH_WATER = 10_000
-# From the start of a connection to the end of its handshake.
 HANDSHAKE_MS, CONNECT_MS, RETRY_MS, BACKLOG = 5_000, 5_000, 100, 512
-# Failed handshakes after which a peer counts as having another secret.
+# After this a peer counts as having another secret.
 MAX_HANDSHAKES = 3
-# A machine that vanished is noticed after 15 s.
+# Notices a vanished machine after 15 s.
 KEEP_ALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 5,
@@ -50,10 +49,10 @@ KEEP_ALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 5,
     zmq.TCP_MAXRT: 15_000,
 }
-# Plain numbers: operations on the library's enums take microseconds.
+# Operations on the library's enums take microseconds.
 EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 SEND_MORE = int(zmq.SNDMORE) | NOBLOCK
-# A loop that has not pumped for this long computes: the mailbox's own thread pumps instead.
+# A loop that has not pumped for this long computes: the mailbox's thread pumps instead.
 TAKE_OVER_S = 0.02
 # Where the library asks whether a client key is admitted.
 ZAP = "inproc://zeromq.zap.01"
@@ -72,13 +71,13 @@ class Hangup:
 
 
 def derive_keys(secret: bytes, role: str) -> tuple[bytes, bytes]:
-    """Public and private CURVE key of the `server` or `client` role."""
+    """(public, private); role: `server` or `client`."""
     private = z85.encode(hmac.digest(secret, f"tessera curve {role}".encode(), "sha256"))
     return zmq.curve_public(private), private
 
 
 class PeerConnection:
-    """One peer; at a listener from its first message on."""
+    """At a listener from the peer's first message on."""
 
     def __init__(
         self,
@@ -89,25 +88,25 @@ class PeerConnection:
         patience_s: float = float("inf"),
     ) -> None:
         self._mailbox, self.end, self.name, self.host = mailbox, end, name, host
-        # A connecting end: the handshake has succeeded; number of those that failed.
+        # At a connecting end.
         self.is_open, self.num_failed = False, 0
         self.until_s = time.monotonic() + patience_s
         self.is_closed = False
 
     def send(self, message: Message | bytes, contents: memoryview | None = None) -> bool:
-        """Queues a message without waiting; False if the peer is gone. `contents` is copied."""
+        """Does not wait; False if the peer is gone. `contents` is copied."""
         data = message if isinstance(message, bytes) else messages.encode(message)
         parts: list[Any] = [data] if contents is None else [data, contents]
         return self._mailbox.send(self, parts)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Closes a connecting end; a listener stops hearing the peer."""
+        """A listener stops hearing the peer."""
         self.is_closed = True
         if self.end.connection is self:
             self._mailbox.drop(self.end, linger_s)
 
 
-# Called with every message of a socket, or a Hangup, and the raw frame behind the message.
+# Called with every message, or a Hangup, and its raw frame.
 Hear = Callable[[PeerConnection, Any, memoryview | None], None]
 
 
@@ -117,21 +116,21 @@ class _End:
     monitor: "zmq.Socket[bytes]"
     hear: Hear
     max_bytes: Callable[[PeerConnection], int]
-    # Connecting end.
+    # Connecting end only.
     connection: PeerConnection | None = None
-    # Listener: peers by routing id and by file descriptor; descriptors that were closed.
+    # Listener: peers by routing id and by file descriptor; closed descriptors.
     by_name: dict[bytes, PeerConnection] = field(default_factory=dict)
     by_fd: dict[int, PeerConnection] = field(default_factory=dict)
     closed_fds: set[int] = field(default_factory=set)
     hosts: dict[int, str] = field(default_factory=dict)
-    # Connections that the monitor reported as closed; told after the messages that came over them.
+    # Told after the messages that came over them.
     closing: list[tuple[PeerConnection, Hangup]] = field(default_factory=list)
     # Why the handshake failed of the connection that is reported as closed next; empty: the peer left.
     refusal: str | None = None
 
 
 class Mailbox:
-    """`refused` hears of every peer that did not pass the handshake: (host, reason)."""
+    """`refused` is told (host, reason) of every failed handshake."""
 
     def __init__(self, refused: Callable[[str, str], None] = lambda host, reason: None) -> None:
         self._refused = refused
@@ -144,11 +143,11 @@ class Mailbox:
         self._by_fd: dict[int, tuple[_End, bool]] = {}
         self._ends: list[_End] = []
         self._num_sockets = 0
-        # Connections found broken by `send`.
+        # Found broken by `send`.
         self._broken: deque[PeerConnection] = deque()
         self._thread: threading.Thread | None = None
         self._is_over = False
-        # Held by the thread that pumps, where there are two; calls of `lead` so far.
+        # Held by the thread that pumps; calls of `lead` so far.
         self._pumping = threading.Lock()
         self._num_led = 0
 
@@ -159,7 +158,7 @@ class Mailbox:
         secret: bytes = b"",
         max_bytes: Callable[[PeerConnection], int] = lambda connection: MAX_MESSAGE_BYTES,
     ) -> str:
-        """Binds a ROUTER; returns its address with the chosen port. Raises TesseraError."""
+        """Returns the address with the chosen port. Raises TesseraError."""
         end = self._end(zmq.ROUTER, hear, max_bytes)
         end.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if secret:
@@ -185,7 +184,7 @@ class Mailbox:
         name: bytes = b"",
         patience_s: float = float("inf"),
     ) -> PeerConnection:
-        """Opens a DEALER in the background, within `patience_s`; `name` is its routing id."""
+        """In the background, within `patience_s`; `name` is the routing id."""
         end = self._end(zmq.DEALER, hear, lambda connection: MAX_MESSAGE_BYTES)
         if name:
             end.socket.setsockopt(zmq.ROUTING_ID, name)
@@ -216,8 +215,8 @@ class Mailbox:
         self._thread.start()
 
     def pump(self, timeout_s: float | None) -> None:
-        """Waits up to so long for news, and delivers all there is."""
-        # End -> whether its monitor has news. Reading a monitor that has none costs as much as a message.
+        """Delivers all news."""
+        # End -> whether its monitor has news. Reading an idle monitor costs as much as a message.
         ready: dict[_End, bool] = {}
         for fd, _ in self._epoll.poll(timeout_s):
             if fd == self._wake_fd:
@@ -233,7 +232,7 @@ class Mailbox:
             self._hang_up(self._broken.popleft(), Hangup())
 
     def lead(self, timeout_s: float | None) -> bool:
-        """Pumps in place of the mailbox's thread; False if that does just now."""
+        """Pumps in place of the mailbox's thread; False while that one does."""
         self._num_led += 1
         if self._is_over or not self._pumping.acquire(blocking=False):
             return False
@@ -245,7 +244,6 @@ class Mailbox:
 
     @property
     def has_news(self) -> bool:
-        """True if `lead` would deliver something."""
         return not self._is_over and bool(self._epoll.poll(0)) and not self._pumping.locked()
 
     def wake(self) -> None:
@@ -263,7 +261,7 @@ class Mailbox:
                 for part in parts[:-1]:
                     end.socket.send(part, SEND_MORE)
                 end.socket.send(parts[-1], NOBLOCK)
-                # Sending may take in the signal that something came.
+                # Sending may consume the signal that something came.
                 if _has_message(end.socket):
                     self.wake()
                 return True
@@ -279,7 +277,6 @@ class Mailbox:
                 self._close_end(end, linger_s)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Closes all connections; waits up to so long for messages to be sent."""
         if self._is_over:
             return
         self._is_over = True
@@ -336,7 +333,7 @@ class Mailbox:
         end.socket.close(round(linger_s * 1000))
 
     def _admit(self, public: bytes) -> None:
-        """Answers the library's questions about client keys, until the context ends."""
+        """Answers the library's questions about client keys."""
         asked, key = self._context.socket(zmq.REP), z85.decode(public)
         asked.linger = 0
         asked.bind(ZAP)
@@ -362,7 +359,6 @@ class Mailbox:
             self._hang_up(connection, hangup)
 
     def _receive(self, end: _End) -> "list[zmq.Frame] | None":
-        """The next message; None if none is left or the socket is closed."""
         with self._lock, contextlib.suppress(zmq.ZMQError):
             if _has_message(end.socket):
                 return end.socket.recv_multipart(NOBLOCK, copy=False)
@@ -436,7 +432,6 @@ class Mailbox:
                     self._refused(host or "a caller", refusal or "it is no worker")
 
     def _connecting(self, connection: PeerConnection, kind: int) -> Hangup | None:
-        """What an event means for a connecting end."""
         if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             connection.is_open = True
         elif kind in REFUSALS:  # the library does not try again

@@ -2,16 +2,12 @@
 
 The footprint is computed before anything is allocated, in multiples of `ALIGN`:
 
-    peak = weights that some lane reads there + pages of its homes
-           + microbatches x the most that one microbatch needs
-    one microbatch = its lane's own state there + the peak of inputs, received values, temporaries and
-                     outputs of a program there, each counted until its `Free`, + places of fetched weights
+    peak = weights + pages of homes + microbatches x the most that one microbatch needs
+    one microbatch = its lane's own state + the peak of a program's other buffers, each counted until its
+                     `Free`, + places of fetched weights
 
 Weights of several plans over one model are counted once by name. Not counted: scratch memory inside a launch,
 and the shared memory of transfers (`landing`).
-
-`Memory` is what a launcher runs on; `PlacedMemory` gives every buffer a fixed place; `ProgramMemory` is one
-program in one microbatch on one device; `WorkerMemory` is the memory under all of them.
 """
 
 import re
@@ -46,18 +42,17 @@ from tessera.kernels.choice import LATE_INPUTS
 
 # programs[lane][index]
 Programs = Sequence[Sequence[Program]]
-# Buffers present before a step starts.
 GIVEN = (BufferKind.INPUT, BufferKind.STATE)
 # Torch's own alignment.
 ALIGN = 64
 REMEDY = "Give every tensor in the shape that was captured, or capture the trace again with this program."
-# End of the name of a part of a weight, see `part_of`.
+# See `part_of`.
 PART = re.compile(r"\[(\d+):(\d+)/(\d+)(?:,(\d+)x(\d+))?\]$")
 Storage = torch.UntypedStorage
 Make = Callable[[int], Storage]
-# Launch -> weight -> the place that it is fetched to.
+# Launch -> weight -> the place it is fetched to.
 Slots = Mapping[int, Mapping[int, Storage]]
-# Where state is: (home, -1), or (lane, microbatch) for a microbatch's own.
+# (home, -1), or (lane, microbatch) for a microbatch's own state.
 StatePlace = tuple[int, int]
 
 
@@ -65,32 +60,31 @@ StatePlace = tuple[int, int]
 class Footprint:
     device: str
     weight_bytes: int
-    # Bytes of the largest lane, and of all microbatches together.
+    # The largest lane's; that of all microbatches.
     microbatch_bytes: int
     microbatches: int
     held_bytes: int
-    # Bytes of pages that microbatches share.
+    # Pages.
     home_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
-        """Total with every microbatch in use."""
         return self.weight_bytes + self.home_bytes + self.held_bytes
 
 
 def is_shared(program: Program, name: str) -> bool:
-    """True if the state of this name is in pages of the program's home."""
     return program.home >= 0 and is_paged(name)
 
 
 def is_cleared(program: Program, name: str) -> bool:
-    """True if opening a microbatch clears the state of this name; rows are cleared by the first step of a
-    sequence, and one may have arrived before."""
+    """False for rows: the first step of a sequence clears them, and one may have arrived before the
+    microbatch opens.
+    """
     return not is_shared(program, name) and not name.startswith(BY_ROW)
 
 
 def ready_programs(plan: Plan) -> tuple[tuple[Program, ...], ...]:
-    """programs[lane] of a plan, each proved right."""
+    """Each is proved right."""
     lanes = lower(plan)
     for programs in lanes:
         check_programs(plan, programs)
@@ -100,10 +94,7 @@ def ready_programs(plan: Plan) -> tuple[tuple[Program, ...], ...]:
 def footprints(
     plans: Sequence[Plan], programs: Sequence[Programs], microbatches: int | None = None
 ) -> tuple[Footprint, ...]:
-    """Footprint per device of plans that are loaded together.
-
-    `microbatches`: most that are open at once; default: the largest number of a plan.
-    """
+    """Per device, of plans loaded together."""
     microbatches = microbatches or max(plan.microbatches for plan in plans)
     found = []
     for index, device in enumerate(plans[0].cluster.devices):
@@ -126,7 +117,7 @@ def footprints(
 
 
 def touched(trace: Trace, program: Program, device: int) -> Iterator[tuple[int, bool]]:
-    """(buffer, True) where a device's list first needs it, (buffer, False) after its last use.
+    """(buffer, True) where a device first needs it, (buffer, False) after its last use.
 
     Inputs and state are needed from the start. Weights are left out, except empty ones: they are never sent,
     but any launch may name them.
@@ -148,7 +139,6 @@ def touched(trace: Trace, program: Program, device: int) -> Iterator[tuple[int, 
 
 
 def named_on(trace: Trace, program: Program, device: int) -> set[int]:
-    """Buffers that a device holds: those in its list, its outputs and its state."""
     views = {name: view.buffer for name, view in trace.outputs}
     named = {b for instruction in program.instructions[device] for b in _named(trace, program, instruction)}
     named |= {views[name] for name, holder in program.outputs if holder == device}
@@ -156,7 +146,7 @@ def named_on(trace: Trace, program: Program, device: int) -> set[int]:
 
 
 def late_at(trace: Trace, program: Program, device: int) -> int:
-    """Position of a device's first instruction that reads a late input; behind the last one if none does."""
+    """Position of the first instruction that reads a late input."""
     late = {b for b in trace.buffers_of(BufferKind.INPUT) if trace.buffers[b].name in LATE_INPUTS}
     column = program.instructions[device]
     found = (n for n, x in enumerate(column) if not late.isdisjoint(_named(trace, program, x)))
@@ -175,7 +165,7 @@ def _named(trace: Trace, program: Program, instruction: Instruction) -> Iterator
 def _lane_bytes(
     plan: Plan, programs: Sequence[Program], device: int, pages: dict[tuple[str, str], int]
 ) -> int:
-    """Bytes of one microbatch of a lane on a device; adds those of its home to `pages`."""
+    """Adds the bytes of its home to `pages`."""
     state: dict[str, int] = {}
     most = ring = 0
     for program in programs:
@@ -195,7 +185,7 @@ def _lane_bytes(
 
 
 def slot_bytes(trace: Trace, program: Program, device: int) -> tuple[int, ...]:
-    """Bytes of a place for the weights that one launch fetches: one piece per weight."""
+    """Bytes of a place for the weights of one launch."""
     column = (x.launch for x in program.instructions[device] if isinstance(x, Fetch))
     each = [[trace.buffers[b].size_bytes for b in fetched_by(trace, program, device, n)] for n in column]
     return tuple(map(max, zip_longest(*each, fillvalue=0)))
@@ -206,13 +196,11 @@ def _aligned(size_bytes: int) -> int:
 
 
 def check_fits(plans: Sequence[Plan], found: Sequence[Footprint]) -> None:
-    """Raises DeviceMemoryError for the first device whose memory is too small, with a remedy."""
     for device, footprint in zip(plans[0].cluster.devices, found, strict=True):
         check_memory(footprint, device.memory_bytes)
 
 
 def check_memory(footprint: Footprint, memory_bytes: int, what: str = "") -> None:
-    """Raises DeviceMemoryError if a device has less memory than its footprint."""
     over = footprint.peak_bytes - memory_bytes
     if over <= 0:
         return
@@ -226,7 +214,7 @@ def check_memory(footprint: Footprint, memory_bytes: int, what: str = "") -> Non
 
 
 def landing(program: Program, src: int, dst: int) -> tuple[dict[int, int], int]:
-    """Transfer -> offset in the memory from src to dst of one microbatch, and the bytes used."""
+    """Transfer -> offset in one microbatch's memory from src to dst, and the bytes used."""
     places: dict[int, int] = {}
     used = 0
     for number, transfer in enumerate(program.transfers):
@@ -264,41 +252,38 @@ def _gb(size_bytes: int) -> str:
 
 
 def tensor_of(storage: Storage, view: View) -> torch.Tensor:
-    """The tensor of a view over this storage."""
     empty = torch.empty(0, dtype=getattr(torch, view.dtype), device=storage.device)
     return empty.set_(storage, view.offset, view.shape, view.stride)
 
 
 def bytes_of(storage: Storage, start: int, stop: int) -> torch.Tensor:
-    """Bytes [start, stop) of a storage as a flat tensor that shares its memory."""
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return empty.set_(storage, start, (stop - start,), (1,))
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's values, row-major; shares memory if contiguous."""
+    """Row-major; shares memory if contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def allocate(size_bytes: int) -> Storage:
-    """New memory with torch's alignment: results can depend on it."""
+    """Torch's alignment: results can depend on it."""
     return torch.empty(size_bytes, dtype=torch.uint8).untyped_storage()
 
 
 def constant(buffer: Buffer, device: torch.device | None = None) -> Storage:
-    """Storage of a constant carried in the trace."""
     data = torch.frombuffer(bytearray.fromhex(buffer.constant_hex), dtype=torch.uint8)
     return data.to(device or torch.device("cpu"), copy=True).untyped_storage()
 
 
 def fresh(trace: Trace, device: torch.device, fill: Callable[..., torch.Tensor] = torch.empty) -> Make:
-    """Storages for buffers of a trace, from torch's current pool."""
+    """From torch's current pool."""
     sizes = [buffer.size_bytes for buffer in trace.buffers]
     return lambda buffer: fill(sizes[buffer], dtype=torch.uint8, device=device).untyped_storage()
 
 
 def is_allocation(trace: Trace, launch: int) -> bool:
-    """True if the result of a launch is uninitialised memory."""
+    """True if the result is uninitialised memory."""
     return trace.kernel_of(launch).name.startswith(("aten.empty", "aten.new_empty"))
 
 
@@ -309,9 +294,8 @@ def bind_storages(
     device: torch.device | None = None,
     is_partial: bool = False,
 ) -> dict[int, Storage]:
-    """Buffer -> storage of the tensor of its name, for these kinds; includes constants of the trace.
-
-    `is_partial`: leave out buffers without a tensor; else raise MismatchError.
+    """Includes constants of the trace. `is_partial`: leave out buffers without a tensor; else raise
+    MismatchError.
     """
     indices = [b for kind in kinds for b in trace.buffers_of(kind)]
     return {
@@ -324,7 +308,7 @@ def bind_storages(
 
 
 def whole_of(name: str) -> str:
-    """Name of the weight that a part belongs to; the name itself of any other buffer."""
+    """Name of the weight that a part belongs to; any other name itself."""
     return name.partition("[")[0] if PART.search(name) else name
 
 
@@ -344,7 +328,6 @@ def part_of(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def copied(view: torch.Tensor, is_shared_memory: bool = False) -> torch.Tensor:
-    """The bytes of a view in memory of their own."""
     if not is_shared_memory or view.device.type != "cpu":
         return view.clone(memory_format=torch.contiguous_format)
     storage = torch.UntypedStorage._new_shared(view.nbytes)
@@ -369,13 +352,11 @@ def storage_of(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> Storage:
 
 
 class Memory:
-    """Buffers of one device for one microbatch, over shared weights."""
-
     def __init__(self, weights: Mapping[int, Storage], make: Make | None = None) -> None:
         """`make` allocates a buffer that is named before it is written."""
         self._weights, self._make = weights, make
         self._own: dict[int, Storage] = {}
-        # Launch -> its bound call; see `launcher`.
+        # See `launcher`.
         self.calls: dict[int, Callable[[], None]] = {}
         self.slots: Slots = {}
 
@@ -391,20 +372,18 @@ class Memory:
         return found
 
     def use_slot(self, launch: int) -> None:
-        """The fetched weights of a launch are those in its place."""
         self._own.update(self.slots.get(launch, ()))
 
     def is_fixed(self, buffer: int) -> bool:
         return False
 
     def before(self, launch: int) -> None:
-        """Hook before a launch."""
+        """Hook."""
 
     def after(self, launch: int) -> None:
-        """Hook after a launch."""
+        """Hook."""
 
     def fetch(self, launch: int) -> None:
-        """Copies the weights of a launch to its place."""
         for buffer, place in self.slots[launch].items():
             source = self._weights[buffer]
             bytes_of(place, 0, source.nbytes()).copy_(bytes_of(source, 0, source.nbytes()))
@@ -417,8 +396,6 @@ class Memory:
 
 
 class PlacedMemory(Memory):
-    """Memory in which every buffer has a fixed place."""
-
     def __init__(self, weights: Mapping[int, Storage], places: Mapping[int, Storage]) -> None:
         super().__init__(weights)
         self._own.update(places)
@@ -427,7 +404,7 @@ class PlacedMemory(Memory):
         return buffer in self._own or buffer in self._weights
 
     def put(self, buffer: int, storage: Storage) -> None:
-        """Copies a result to its place, or the first part of an input, which may be given in part."""
+        """An input may be given in part, its first bytes."""
         place = self._own[buffer]
         if place.data_ptr() != storage.data_ptr():
             size = min(place.nbytes(), storage.nbytes())
@@ -438,20 +415,17 @@ class PlacedMemory(Memory):
 class ProgramMemory:
     program: Program
     memory: PlacedMemory
-    # Inputs and state that have a place here -> buffer.
+    # Name -> buffer.
     given: dict[str, int]
-    # Outputs present at the end of a run.
     outputs: dict[str, View]
-    # Bytes of state on this device.
     state: dict[str, torch.Tensor]
-    # Modelled times that decide the order; see `schedule`. Empty: unknown.
+    # See `schedule`; empty: unknown.
     until_wait_us: Sequence[float]
-    # See `late_at`.
     late_at: int
 
 
 class DeviceState:
-    """State on one device: pages once per home, a microbatch's own, and places of fetched weights."""
+    """Pages once per home, a microbatch's own state, and places of fetched weights."""
 
     def __init__(self, device: int, card: torch.device) -> None:
         self._device, self._card = device, card
@@ -459,13 +433,13 @@ class DeviceState:
         self.traces: list[Trace] = []
         # homes[home][name]
         self.homes: dict[int, dict[str, Storage]] = defaultdict(dict)
-        # (microbatch, name, bytes): plans may have state of different sizes under one name.
+        # Plans may have state of different sizes under one name.
         self.own: dict[tuple[int, str, int], Storage] = {}
         # (microbatch, bytes of a place)
         self.rings: dict[tuple[int, tuple[int, ...]], list[list[Storage]]] = {}
 
     def buffer(self, microbatch: int, program: Program, index: int) -> Storage:
-        """A state buffer of a microbatch or its home, zeros at first: they are finite and valid indices."""
+        """Zeros at first: finite, and valid indices."""
         buffer = self.traces[program.step].buffers[index]
         held: dict[Any, Storage] = self.own
         key: Any = (microbatch, buffer.name, buffer.size_bytes)
@@ -476,7 +450,7 @@ class DeviceState:
         return held[key]
 
     def named(self, microbatch: int, program: Program) -> dict[str, torch.Tensor]:
-        """State of a program here by name, as flat bytes."""
+        """Flat bytes."""
         buffers, found = self.traces[program.step].buffers, dict[str, torch.Tensor]()
         for index, home in program.homes:
             if home == self._device:
@@ -485,7 +459,7 @@ class DeviceState:
         return found
 
     def find(self, place: StatePlace, name: str, programs: Sequence[Sequence[Program]]) -> Storage | None:
-        """State of a home or of a microbatch on a lane of `programs`; None: it is not here."""
+        """`programs`: by lane. None: not here."""
         number, microbatch = place
         if microbatch < 0:
             return self.homes.get(number, {}).get(name)
@@ -496,7 +470,7 @@ class DeviceState:
         return None
 
     def slots(self, microbatch: int, program: Program) -> Slots:
-        """Where the weights of each launch that fetches land: places in turn."""
+        """Places in turn."""
         trace = self.traces[program.step]
         sizes = slot_bytes(trace, program, self._device)
         if (microbatch, sizes) not in self.rings:
@@ -521,12 +495,10 @@ class WorkerMemory(DeviceState):
         self._pools: dict[int, dict[int, list[Storage]]] = defaultdict(dict)
 
     def add_step(self, trace: Trace, weights: dict[int, Storage]) -> None:
-        """`weights`: those that are here."""
         self.traces.append(trace)
         self._weights.append(weights)
 
     def add_homes(self, programs: Iterable[Program]) -> None:
-        """Allocates the pages of homes that are new."""
         for program in programs:
             for index, device in program.homes:
                 name = self.traces[program.step].buffers[index].name
@@ -534,7 +506,6 @@ class WorkerMemory(DeviceState):
                     self.buffer(0, program, index)
 
     def program_memory(self, microbatch: int, program: Program, us: Sequence[float]) -> ProgramMemory:
-        """`us`: modelled time of each launch on this device; empty: unknown."""
         trace, device = self.traces[program.step], self._device
         places = self._places(microbatch, program)
         memory = PlacedMemory(self._weights[program.step], places)

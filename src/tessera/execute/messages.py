@@ -1,17 +1,17 @@
 """Messages between the engine, its workers and worker pairs, and the configuration a worker starts with.
 
-Messages are MessagePack, decoded into the records below and nothing else: integers have 64 bits, numbers are
-finite, a tensor has a dtype torch knows and as many bytes as its shape says; unknown, missing and surplus
-fields are refused. So a remote worker can at worst send wrong numbers. The receiver checks whether a run,
-microbatch, launch or transfer exists.
+Messages are MessagePack and decode only into the records below: 64-bit integers, finite numbers, tensors of a
+known dtype with the bytes of their shape, no unknown, missing or surplus fields. So a remote worker can at
+worst send wrong numbers. The receiver checks that a run, microbatch, launch or transfer exists. A docstring
+in the imperative is an order of the engine.
 
-Tensor bytes are copied into a message and out of it, no more: `pack` is a view of the tensor until the
-message is encoded, a decoded tensor is a view of the message.
+Tensor bytes are copied once into a message and once out: `pack` returns a view, to be encoded before the
+tensor changes.
 
 A local worker inherits its `Setup`, weights in shared memory included. A remote worker receives the
-`WorkerConfig` and builds the weights from the model the traces name; it requests weights it cannot build in
-pieces (`Want`). Either way it compares a fingerprint of each weight with the engine's: dtype, shape and up to
-4,096 values, which tells checkpoints apart, not two that differ in a few values.
+`WorkerConfig`, builds the weights from the model, and requests others in pieces (`Want`). A fingerprint of
+each weight must equal the engine's: dtype, shape and up to 4,096 values. That tells checkpoints apart, not
+two that differ in a few values.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from tessera.ir import BufferKind, Cluster, Program, Trace, verify
 # Rank of a worker that takes any free device.
 ANY_RANK = -1
 FINGERPRINT_VALUES = 4096
-# Bytes of a weight in one message, and of a piece of a move: about a millisecond of a process's time.
+# A weight's bytes in one message, and a piece of a move: about a millisecond of CPU time.
 PIECE_BYTES = 4 << 20
 
 Whole = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -44,7 +44,7 @@ Number = Annotated[float, Meta(ge=-(2.0**53), le=2.0**53)]
 
 
 class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor's values, row-major."""
+    """Row-major values."""
 
     dtype: str
     shape: tuple[Index, ...]
@@ -61,13 +61,11 @@ class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 @cache
 def _item_bytes() -> Mapping[str, int]:
-    """The dtypes whose values are plain bytes."""
     found = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
     return {name: x.itemsize for name, x in found.items() if not name.startswith(("q", "bits"))}
 
 
 def pack(tensor: torch.Tensor) -> PackedTensor:
-    """A tensor for a message, which is to be encoded before the tensor changes."""
     is_known = not tensor.is_floating_point() or tensor.element_size() > 2  # to NumPy, in half the time
     values = tensor if is_known else tensor.detach().reshape(-1).view(torch.uint8)
     flat = values.numpy(force=True).reshape(-1).view(np.uint8)
@@ -85,48 +83,45 @@ PackedTensors = dict[str, PackedTensor]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
-    """What all have in common: a map of fields, and the name of the record under `kind`."""
+    """A map of fields, with the record's name under `kind`."""
 
 
 class Begin(_Message, frozen=True):
-    """Engine to worker: run one program of one lane for one microbatch."""
+    """Run one program of one lane for one microbatch."""
 
-    # Counts the runs of all microbatches; the same on every device.
+    # Counts the runs of all microbatches; equal on all devices.
     run: Whole
     microbatch: Whole
     lane: Whole
     index: Whole
     inputs: PackedTensors
-    # State by name that lives here and that no run of the microbatch has used before.
+    # State here that no earlier run of the microbatch used.
     state: PackedTensors
-    # True to hand the state back when the run is done.
     wants_state: bool
-    # True to report every launch and transfer, False to report the time of all launches only.
+    # True to report every launch and transfer, not only their sum.
     wants_spans: bool = False
-    # Outputs that nobody asks for.
     skips: tuple[str, ...] = ()
     # True if `LateInputs` follow.
     is_open: bool = False
 
 
 class LateInputs(_Message, frozen=True):
-    """Engine to worker: inputs of a run that was ordered without them."""
+    """Use these inputs in a run that was ordered without them."""
 
     run: Whole
     inputs: PackedTensors
 
 
 class Clear(_Message, frozen=True):
-    """Engine to worker: a microbatch's own state on a lane becomes zeros here; pages of a home stay."""
+    """Zero a microbatch's own state; pages of a home stay."""
 
     microbatch: Whole
     lane: Whole
 
 
 class MovePages(_Message, frozen=True):
-    """Engine to worker: send pages or rows of state to another place, on a device or this one."""
+    """Copy pages or rows of state to this or another device."""
 
-    # Counted with the runs of programs.
     run: Index
     # Destination.
     device: Index
@@ -140,44 +135,41 @@ class MovePages(_Message, frozen=True):
 
 
 class PageFrame(_Message, frozen=True):
-    """Worker to worker: a piece of a move, in a slot of shared memory or in a raw frame behind this."""
+    """Worker to worker: a piece of a move, in a slot of shared memory or a raw frame behind this."""
 
     run: Index
-    # Counts the sender's pieces.
     piece: Index
     slot: Index
     place: tuple[Whole, Whole]
-    # (state buffer, bytes of a page, pages), in the order of the bytes
+    # (state buffer, bytes of a page, pages)
     parts: list[tuple[str, Index, list[Index]]]
-    # Pieces of the move.
     total: Index
 
 
 class PageTaken(_Message, frozen=True):
-    """Worker to worker: a piece was put down; its slot is free."""
+    """Worker to worker: a piece was copied; its slot is free."""
 
     piece: Index
 
 
 class Cancel(_Message, frozen=True):
-    """Engine to worker: forget a run or a move; its microbatch or pages will be used by another."""
+    """Forget a run or move; its microbatch or pages will be reused."""
 
     run: Whole
 
 
 class Cancelled(_Message, frozen=True):
-    """Worker to engine: nothing of a cancelled run or move goes on here any more."""
+    """Nothing of the cancelled run or move goes on here."""
 
     run: Whole
 
 
 class LoadLanes(_Message, frozen=True):
-    """Engine to worker: more lanes, and their steps that it does not have."""
+    """Add lanes, with the steps that the worker lacks."""
 
     # programs[lane][index]
     programs: tuple[tuple[Program, ...], ...]
     traces: tuple[Trace, ...] = ()
-    # Configuration of the new steps; see `WorkerConfig`.
     us: tuple[tuple[float, ...], ...] = ()
 
     def verify(self) -> None:
@@ -186,98 +178,93 @@ class LoadLanes(_Message, frozen=True):
 
 
 class DropLanes(_Message, frozen=True):
-    """Engine to worker: lanes and homes that are never used again."""
+    """Free lanes and homes that are never used again."""
 
     lanes: list[Index]
     homes: list[Index]
 
 
 class Relink(_Message, frozen=True):
-    """Engine to worker: reopen the link to another device, whose worker is new or whose link was cut."""
+    """Reopen the link to another device."""
 
     device: Whole
-    # Number of restarts of the other worker.
     epoch: Whole
     # Where its links listen; empty: nowhere.
     address: str = ""
 
 
 class Where(_Message, frozen=True):
-    """Engine to worker: report progress. Answered at once, even in the middle of a launch."""
+    """Report progress at once, even during a launch."""
 
 
 class Progress(_Message, frozen=True):
-    # (microbatch, run, position of the last issued instruction) of every active run.
+    # (microbatch, run, position of the last issued instruction)
     rows: list[tuple[Index, Whole, Whole]]
 
 
 class Leave(_Message, frozen=True):
-    """Engine to worker: end the session."""
+    """End the session."""
 
 
 class Hello(_Message, frozen=True):
-    """Remote worker to engine, first message."""
+    """First message of a remote worker."""
 
     # Device index, or ANY_RANK.
     rank: Whole
-    # Digest of its plans; empty: it has none.
+    # Digest of its plans; empty: none.
     digest: str
-    # Tessera version; must equal the engine's.
     version: str
 
 
 class Welcome(_Message, frozen=True):
-    """Engine to remote worker: its configuration; see `pack_config`."""
+    """See `pack_config`."""
 
     config: bytes
 
 
 class Refused(_Message, frozen=True):
-    """Engine to a worker it cannot use."""
+    """The engine cannot use this worker."""
 
     message: str
     remedy: str
 
 
 class Want(_Message, frozen=True):
-    """Worker to engine: send a weight that cannot be built here, from byte `start` on."""
+    """A worker requests a weight from byte `start` on."""
 
     name: str
     start: Whole
 
 
 class WeightBytes(_Message, frozen=True):
-    """Engine to worker: the next bytes of the weight."""
-
     data: memoryview
 
 
 class Configured(_Message, frozen=True):
-    """Worker to engine: all weights are here; it starts."""
+    """All weights are here."""
 
 
 class WorkerReady(_Message, frozen=True):
-    """Worker to engine: everything is loaded. Its clock now, to compare clocks."""
+    """Everything is loaded; `clock_s` serves to compare clocks."""
 
     clock_s: Number
     pid: Whole
-    # Where its links listen; empty: nowhere.
     address: str = ""
 
 
 class LinkOpen(_Message, frozen=True):
-    """Worker to worker, first message of a link: who sends."""
+    """Worker to worker: first message of a link."""
 
     device: Index
     epoch: Index
 
 
 class LinkClose(_Message, frozen=True):
-    """Worker to worker: the sender closes this link on purpose."""
+    """Worker to worker: the link is closed on purpose."""
 
 
 class LinkFrame(_Message, frozen=True):
-    """Worker to worker: a transfer; its bytes, if any, follow as a raw frame."""
+    """Worker to worker: a transfer; its bytes follow as a raw frame."""
 
     run: Index
     transfer: Index
@@ -286,54 +273,53 @@ class LinkFrame(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """Worker to engine: its share of a run is done, or a move has ended here."""
+    """A worker's share of a run is done, or a move has ended."""
 
     run: Whole
     outputs: PackedTensors
     state: PackedTensors
-    # (launch, start, stop, CPU time) in seconds, the first two by the worker's monotonic clock.
+    # (launch, start, stop, CPU time) in seconds, by the worker's monotonic clock.
     spans: list[tuple[Index, Number, Number, Number]] = []
     # (transfer, start by the sender's clock, arrival by this worker's).
     transfers: list[tuple[Index, Number, Number]] = []
-    # Busy time of all launches, reported one by one or not.
     busy_s: Number = 0.0
-    # Time that a GPU was idle before the run, since the last run here had ended.
+    # Time a GPU was idle between the last run and this.
     idle_s: Number = 0.0
-    # Mixture of experts -> rows of each expert in this run, where a part of it ran here.
+    # Mixture of experts -> rows of each expert, where a part of it ran here.
     experts: dict[str, list[Whole]] = {}
 
 
 class Failed(_Message, frozen=True):
-    """Worker to engine: it cannot go on."""
+    """The worker cannot go on."""
 
     message: str
     remedy: str
 
 
 class PeerLost(_Message, frozen=True):
-    """Worker to engine: the link to another worker is closed."""
+    """The link to another worker is closed."""
 
     device: Whole
     message: str
-    # Epoch of the other worker as this one knows it.
+    # As known here.
     epoch: Whole = 0
 
 
 class StoreSet(_Message, frozen=True):
-    """Worker to engine: a value for other workers."""
+    """A worker's value for other workers."""
 
     key: str
     value: bytes
 
 
 class StoreGet(_Message, frozen=True):
-    """Worker to engine: request a value; answered when it is set."""
+    """Answered when the value is set."""
 
     key: str
 
 
 class StoreValue(_Message, frozen=True):
-    """Engine to worker: the answer; an empty value will never be set."""
+    """An empty value will never be set."""
 
     key: str
     value: bytes
@@ -353,7 +339,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """The message that was encoded; raises TesseraError on anything else."""
+    """Raises TesseraError."""
     try:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -362,8 +348,6 @@ def decode(data: bytes | memoryview) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class WeightRecord:
-    """A weight without its values."""
-
     name: str
     fingerprint: str
     dtype: str
@@ -373,7 +357,7 @@ class WeightRecord:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Initial configuration of a worker: the part that can be sent."""
+    """The part of a worker's configuration that can be sent."""
 
     device: int
     cluster: Cluster
@@ -382,18 +366,17 @@ class WorkerConfig:
     programs: tuple[tuple[Program, ...], ...]
     microbatches: int
     transport: str = "shm"
-    # Number of restarts of this device, and of every device.
+    # Restarts of this device, and of every device.
     epoch: int = 0
     epochs: tuple[int, ...] = ()
-    # Dilation of a device that keeps another's times.
+    # Dilation; see `cuda.pace`.
     scale: float = 1.0
-    # True to report the time of every launch even where that costs time.
+    # True to time every launch even where that costs time.
     is_profiled: bool = False
-    # us[step][launch]: modelled time on this device, for priorities; see `schedule`. Empty rows: unknown.
+    # us[step][launch]: modelled time here (`schedule`). Empty rows: unknown.
     us: tuple[tuple[float, ...], ...] = ()
-    # Lanes that are never used again. They have no memory, but all lanes lay out the inboxes of transfers.
+    # Lanes never used again. They need no memory, but all lanes lay out the inboxes of transfers.
     dropped: tuple[int, ...] = ()
-    # Remote workers: the weights that the device reads.
     weight_records: tuple[WeightRecord, ...] = ()
 
     def extended(self, lanes: LoadLanes) -> Self:
@@ -402,7 +385,6 @@ class WorkerConfig:
 
     @property
     def homes(self) -> set[int]:
-        """Homes of lanes that were not dropped."""
         lanes = (programs for lane, programs in enumerate(self.programs) if lane not in self.dropped)
         return {program.home for programs in lanes for program in programs}
 
@@ -415,16 +397,15 @@ class WorkerConfig:
 class Setup(WorkerConfig):
     """A worker's configuration with what its machine provides."""
 
-    # All weights of the model by name, shared: plans loaded later may read others.
+    # All weights of the model: plans loaded later may read others.
     weights: dict[str, torch.Tensor]
-    # Address of the engine, this worker's name there, and the secret of both (tcp only).
     engine: str = ""
     name: bytes = b""
     secret: bytes = field(default=b"", repr=False)
-    # Links listen at this host's address, or in the session's folder if all workers are local.
+    # Where links listen: this host's address, or the session's folder if all workers are local.
     host: str = ""
     folder: str = ""
-    # progress[microbatch] = (run, position), in memory shared with the engine.
+    # progress[microbatch] = (run, position), shared with the engine.
     progress: torch.Tensor | None = None
 
 
@@ -454,19 +435,18 @@ def make_setups(
 
 
 def modelled_us(loaded: Lanes, device: int, first: int = 0) -> tuple[tuple[float, ...], ...]:
-    """us[step][launch] on a device, of steps from number `first` on."""
+    """us[step][launch], from step `first` on."""
     found = (() if costs is None else costs.costs for costs in loaded.costs[first:])
     return tuple(tuple(row[device].us for row in rows) for rows in found)
 
 
 def pack_config(setup: Setup) -> bytes:
-    """The configuration of a remote worker, with fingerprints in place of weights."""
     records = tuple(weight_of(name, tensor) for name, tensor in sorted(setup.weights.items()))
     return msgspec.msgpack.encode(WorkerConfig(**setup.sendable | {"weight_records": records}))
 
 
 def unpack_config(packed: bytes) -> WorkerConfig:
-    """What was packed, verified; raises WorkerError on anything else."""
+    """Verifies; raises WorkerError."""
     try:
         config = msgspec.msgpack.decode(packed, type=WorkerConfig)
         for record in (config.cluster, *config.traces, *(p for lane in config.programs for p in lane)):
@@ -492,9 +472,8 @@ def _check_sizes(config: WorkerConfig) -> None:
 
 
 def setup_of(config: WorkerConfig, weights: Mapping[str, torch.Tensor], secret: bytes, host: str) -> Setup:
-    """The received configuration with local weights; raises MismatchError if they are not the engine's.
-
-    host  address under which other workers reach this machine
+    """Raises MismatchError if a weight differs from the engine's. `host`: this machine's address for other
+    workers.
     """
     own = {}
     for record in config.weight_records:
@@ -513,15 +492,12 @@ def weight_of(name: str, tensor: torch.Tensor) -> WeightRecord:
 
 
 class Pieces:
-    """Serves weights to one worker, piece by piece."""
-
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         self._weights = weights
-        # A worker requests one weight after another.
         self._name, self._flat = "", torch.empty(0, dtype=torch.uint8)
 
     def piece(self, name: str, start: int) -> WeightBytes:
-        """The next bytes of a weight; raises WorkerError for a weight the worker does not read."""
+        """Raises WorkerError for a weight the worker does not read."""
         if name not in self._weights:
             raise WorkerError(f"it asked for a weight '{name[:80]}' that it does not read")
         if name != self._name:
@@ -531,7 +507,7 @@ class Pieces:
 
 
 def fetch(weight: WeightRecord, ask: Callable[[str, int], memoryview]) -> torch.Tensor:
-    """One weight from pieces; `ask` requests by name and first byte."""
+    """`ask` requests by name and first byte."""
     tensor = torch.empty(weight.shape, dtype=getattr(torch, weight.dtype))
     flat, at = tensor.reshape(-1).view(torch.uint8), 0
     while at < flat.numel():
@@ -544,7 +520,7 @@ def fetch(weight: WeightRecord, ask: Callable[[str, int], memoryview]) -> torch.
 
 
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The weight with the strides of the engine's, which the programs expect."""
+    """The programs expect the engine's strides."""
     if tensor.stride() == stride:
         return tensor
     reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, stride, strict=False))
@@ -554,7 +530,6 @@ def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """Hash of dtype, shape and a sample of the values."""
     flat = tensor.detach().contiguous().reshape(-1)
     every = max(1, flat.numel() // FINGERPRINT_VALUES)
     sample = flat[::every][:FINGERPRINT_VALUES].contiguous().view(torch.uint8)

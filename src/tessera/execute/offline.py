@@ -1,10 +1,7 @@
 """run_offline: a list of requests through a stepper, one request per microbatch; results in their order.
 
-Between two runs the request gives the next inputs. Requests whose device was lost restart; they fail only if
-no lane is left and no device is retried.
-
-`try_all` and `pick` try loaded plans: each runs the same requests in turns, to cancel drift; the first is
-kept unless another is clearly faster. Give at least five requests per microbatch. Imports no torch.
+Requests whose device was lost restart; they fail only if no lane is left and no device is retried. `try_all`
+runs the same requests under each plan in turns, to cancel drift. Imports no torch.
 """
 
 import math
@@ -18,7 +15,6 @@ from tessera.execute.scheduler import Content, Scheduler, SchedulerConfig, Watch
 from tessera.execute.stepper import DeviceLost, SpanLog, StepCall, StepDone, Stepper, Tensors
 from tessera.ir import Plan
 
-# Seconds to wait for running steps after an interruption.
 DRAIN_S = 5.0
 ROUNDS = 2
 # A plan must be this much faster to be picked over the first.
@@ -28,30 +24,27 @@ EACH = 5
 
 
 class Request(Protocol):
-    """One unit of work, repeatable from the start."""
+    """Repeatable from the start."""
 
     def state(self) -> Tensors:
-        """Initial state of all its steps."""
+        """All its steps' initial state."""
 
     def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
-        """Inputs of the run-th run of a step, given the outputs of the run before."""
+        """For the run-th run of a step, given the outputs of the run before."""
 
 
 @dataclass
 class RunResult:
-    # Lane within its policy, and the policy.
     lane: int
     policy: int = 0
-    # Outputs of every run in order.
+    # By run.
     outputs: list[dict[str, Any]] = field(default_factory=list)
-    # State after the last run, as flat bytes by name.
+    # Flat bytes.
     state: dict[str, Any] = field(default_factory=dict)
-    # Stepper's clock, from the start of the list.
+    # From the start of the list.
     start_s: float = 0.0
     stop_s: float = 0.0
-    # Restarts because of lost devices.
     restarts: int = 0
-    # Why it failed; empty if it did not.
     error: str = ""
     # -1: never in flight.
     microbatch: int = -1
@@ -60,7 +53,6 @@ class RunResult:
 @dataclass
 class OfflineRun:
     results: list[RunResult]
-    # One line per lost device, in order.
     faults: list[str]
 
     def raise_failures(self) -> None:
@@ -87,9 +79,7 @@ def run_offline(
 
     policy    current policy, or a function of the number of ended requests; a switch drains nothing
     on_done   called with the number of every request that ends
-    spans     the stepper's log of launches and transfers, reset here
     is_timed  only times matter: state starts as zeros, and nothing is kept
-    skips     outputs that are not needed
     depth     requests in flight, instead of the plan's number
     """
     choose = policy if callable(policy) else lambda num_done: policy
@@ -98,8 +88,6 @@ def run_offline(
 
 @dataclass
 class _Run(Watcher[int]):
-    """One list; the scheduler sees requests as numbers."""
-
     stepper: Stepper
     requests: Sequence[Request]
     policy: Callable[[int], int]
@@ -224,7 +212,7 @@ class Trial:
 
 
 def try_all(plans: Sequence[Plan], run: Callable[[int], Sequence[RunResult]]) -> list[Trial]:
-    """Rate of each plan; `run(number)` runs the same requests under one plan."""
+    """`run(number)` runs the same requests under one plan."""
     rates: list[list[float]] = [[] for _ in plans]
     for _ in range(ROUNDS):
         for number in range(len(plans)):
@@ -239,7 +227,7 @@ def pick(trials: Sequence[Trial]) -> Trial:
 
 
 def rate_per_s(results: Sequence[RunResult]) -> float:
-    """Requests per second while all microbatches were full, else over the whole list."""
+    """While all microbatches were full, else over the whole list."""
     stops = sorted(result.stop_s for result in results)
     num = len({result.microbatch for result in results})
     full_s, last_s = stops[min(num, len(stops)) - 1], max(result.start_s for result in results)

@@ -27,11 +27,11 @@ class StepOrder:
     """What devices know of one another in a step; sends and receives of a device are its events."""
 
     devices: frozenset[int]
-    # known[device][other]: events of the other before the end of the device's share.
+    # Events of the other before the end of the device's share.
     known: tuple[tuple[int, ...], ...]
-    # (source, destination) -> event of the destination after its last use of what it received.
+    # Event of the destination after its last use of what it received.
     needed: dict[Pair, int]
-    # (source, destination) -> devices that have begun the step when the source first sends there.
+    # Devices that have begun the step when the source first sends to the destination.
     begun: dict[Pair, frozenset[int]]
 
     def can_precede(self, following: "StepOrder") -> bool:
@@ -80,8 +80,8 @@ def order_of(step: StepLowering, place: Sequence[int]) -> StepOrder:
 
 
 def _needed(trace: Trace, place: Sequence[int], run: LoweredRun) -> dict[Pair, int]:
-    """See `StepOrder`; received buffers are used where they land."""
-    last: dict[Pair, int] = {}  # (device, buffer) -> last launch there that names it
+    """Received buffers are used where they land."""
+    last: dict[Pair, int] = {}  # (device, buffer) -> last launch that names it
     for number, launch in enumerate(trace.launches):
         named = {view.buffer for view in launch.views} | {access.buffer for access in launch.accesses}
         last |= {(place[number], buffer): number for buffer in named}

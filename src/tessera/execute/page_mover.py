@@ -1,13 +1,12 @@
 """PageMover: a worker's end of moves of pages.
 
-The worker that holds the pages gathers pieces of bounded size into staging slots (shared memory, or bytes
-over the link) and tells the destination, which scatters each, returns the slot, and reports the end. Few
-slots per destination bound what is under way. Pages of another home on the same device are copied directly.
+The source gathers pieces of bounded size into staging slots (shared memory, or bytes over the link) and tells
+the destination, which scatters each, returns the slot, and reports the end. Few slots per destination bound
+what is under way.
 
-Nothing blocks the worker's loop: copies of a GPU run on a stream of their own. On a modelled link a piece
-leaves no sooner than its time allows. A cancelled move writes nothing after its confirmation.
-
-Not handled: moves and transfers of steps that compete for a modelled link.
+Nothing blocks the worker's loop. On a modelled link a piece leaves no sooner than its time allows. A
+cancelled move writes nothing after its confirmation. Not handled: moves and transfers of steps that compete
+for a modelled link.
 """
 
 import contextlib
@@ -25,13 +24,12 @@ from tessera.execute.memory import StatePlace, Storage, bytes_of
 from tessera.execute.messages import PIECE_BYTES, Done, Message, MovePages, PageFrame, PageTaken, Setup
 from tessera.execute.transport import IPC, SHM, shared_bytes
 
-# A page is a multiple of this many bytes.
+# A page is a multiple of this.
 WORD = 8
 # Pieces under way to one destination.
 SLOTS = 8
-# Seconds between two looks at copies of a GPU.
 LOOK_S = 20e-6
-# Cancelled moves remembered, to drop their late pieces.
+# To drop late pieces of cancelled moves.
 REMEMBERED = 4096
 # (pages of one state buffer as rows, chosen pages)
 PageRows = tuple[torch.Tensor, Sequence[int]]
@@ -41,21 +39,19 @@ PiecePart = tuple[str, int, Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class PageNews:
-    """A frame about pages from another worker."""
-
     peer: int
     frame: PageFrame | PageTaken
     contents: memoryview
 
 
 class PageCopier:
-    """Copies between pages and staging memory; on the CPU at once."""
+    """On the CPU at once."""
 
     def __init__(self, card: torch.device) -> None:
         self._card = card
 
     def gather(self, parts: Sequence[PageRows], into: torch.Tensor) -> Any:
-        """Starts a copy of pages into flat memory; returns a mark, None if it ended."""
+        """Returns a mark; None if it ended."""
         at = 0
         with self.stream():
             for rows, pages in parts:
@@ -65,7 +61,7 @@ class PageCopier:
             return self.mark()
 
     def scatter(self, parts: Sequence[PageRows], contents: torch.Tensor) -> Any:
-        """Starts a copy of flat memory to pages; returns a mark, None if it ended."""
+        """Returns a mark; None if it ended."""
         at = 0
         with self.stream():
             here = contents.to(self._card, non_blocking=True)
@@ -77,7 +73,6 @@ class PageCopier:
             return self.mark()
 
     def copy(self, sources: Sequence[PageRows], destinations: Sequence[PageRows]) -> Any:
-        """Starts a copy from pages to others of this device."""
         with self.stream():
             for (rows, pages), (others, places) in zip(sources, destinations, strict=True):
                 others.index_copy_(0, self._index(places), rows.index_select(0, self._index(pages)))
@@ -87,15 +82,14 @@ class PageCopier:
         return torch.tensor(pages, dtype=torch.int64).to(self._card, non_blocking=True)
 
     def stream(self) -> Any:
-        """Context of the copies."""
         return contextlib.nullcontext()
 
     def mark(self) -> Any:
-        """A mark behind the copies so far, with `query` and `synchronize`."""
+        """With `query` and `synchronize`."""
         return None
 
     def staging(self, size: int, path: Path | None) -> torch.Tensor:
-        """Flat memory, shared under this path if given."""
+        """Shared under the path if given."""
         return torch.empty(size, dtype=torch.uint8) if path is None else shared_bytes(path, size)
 
 
@@ -108,7 +102,7 @@ class _Job:
 
 @dataclass
 class _Copying:
-    """A copy under way; `finish` is told whether the move was cancelled."""
+    """`finish` is told whether the move was cancelled."""
 
     run: int
     mark: Any
@@ -123,7 +117,7 @@ class _Copying:
 @dataclass
 class _Direction:
     free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
-    # Piece -> its slot, until it is taken.
+    # Piece -> its slot.
     sent: dict[int, int] = field(default_factory=dict)
     jobs: deque[_Job] = field(default_factory=deque)
     # When the modelled link is free.
@@ -133,8 +127,7 @@ class _Direction:
 class PageMover:
     """Used by the worker's loop.
 
-    find    state by place and name; None: it is not here
-    tell    sends a message to the engine
+    find    None: the state is not here
     hold_s  (destination, bytes) -> modelled seconds on the wire, and of latency
     """
 
@@ -153,7 +146,7 @@ class PageMover:
         self._ways: dict[int, _Direction] = defaultdict(_Direction)
         self._slots: dict[tuple[int, int], torch.Tensor] = {}
         self._copying: list[_Copying] = []
-        # Move -> pieces that were put down; moves that write nothing any more; pieces for unknown homes.
+        # Move -> pieces copied; moves that write nothing any more; pieces for unknown homes.
         self._taken: dict[int, int] = {}
         self._cancelled: dict[int, None] = {}
         self._early: list[PageNews] = []
@@ -165,7 +158,7 @@ class PageMover:
         self._ways[order.device].jobs.append(_Job(order, pieces, len(pieces)))
 
     def advance(self) -> bool:
-        """Continues copies; False if only news can continue them."""
+        """False if only news can continue the copies."""
         over = [copying for copying in self._copying if copying.is_over]
         for copying in over:
             self._copying.remove(copying)
@@ -190,13 +183,12 @@ class PageMover:
             self._take(news, news.frame)
 
     def retry(self) -> None:
-        """Lanes were loaded."""
         early, self._early = self._early, []
         for news in early:
             self.hear(news)
 
     def cancel(self, run: int) -> None:
-        """Ends a move; nothing of it is copied when this returns."""
+        """Nothing of the move is copied when this returns."""
         self._cancelled[run] = None
         while len(self._cancelled) > REMEMBERED:
             del self._cancelled[next(iter(self._cancelled))]
@@ -221,7 +213,7 @@ class PageMover:
         return bytes_of(storage, 0, storage.nbytes()).view(torch.int64).view(-1, page_bytes // WORD)
 
     def _start_piece(self, device: int, way: _Direction) -> bool:
-        """Gathers the next piece for a destination; False if no slot is free."""
+        """False if no slot is free."""
         job = way.jobs[0]
         if device != self._device and not way.free:
             return False
@@ -279,7 +271,6 @@ class PageMover:
         self._add(_Copying(frame.run, self._copier.scatter(targets, contents), taken))
 
     def _put_down(self, run: int, total: int, is_cancelled: bool) -> None:
-        """A piece has arrived; the last one ends the move."""
         if is_cancelled:
             return
         self._taken[run] = self._taken.get(run, 0) + 1

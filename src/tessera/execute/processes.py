@@ -1,9 +1,9 @@
 """Worker processes of this machine: how they are started and inherit their setup. Imports no torch.
 
 Workers are forked from a server process that has torch imported (`warm_up`). `hand_over` passes a setup with
-tensors to a child over an inherited socket, as torch's own reductions: `Process.start` would hang if the
-child dies meanwhile, and a fork server takes at most 256 tensors. The socket stays open: its end tells each
-side that the other is gone. Pickle is used only between a process and the child it has started.
+tensors over an inherited socket, as torch's own reductions: `Process.start` would hang if the child dies
+meanwhile, and a fork server takes at most 256 tensors. The socket stays open: its end tells each side that
+the other is gone. Pickle is used only between a process and its child.
 """
 
 import multiprocessing
@@ -25,13 +25,10 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
-# Start method: fork from a server process that stays until the program ends.
 FORKSERVER = "forkserver"
-# Imports of the server process.
 PRELOADED = ["tessera.execute.worker"]
-# Open files: connections, and tensors in shared memory.
+# Connections, and tensors in shared memory.
 MAX_FILES = 1 << 16
-# A killed process is gone within this time.
 KILL_S = 5.0
 # Number of descriptors, and bytes of the object.
 _SIZES = struct.Struct("!QQ")
@@ -44,7 +41,7 @@ _hidden: list[types.ModuleType] = []
 
 
 def raise_file_limit() -> int:
-    """Allows up to MAX_FILES open files; returns how many are allowed."""
+    """Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft < wanted:
@@ -55,7 +52,6 @@ def raise_file_limit() -> int:
 
 
 def warm_up(preloaded: list[str] = PRELOADED) -> None:
-    """Starts the server process that workers are forked from, unless it runs."""
     raise_file_limit()
     multiprocessing.get_context(FORKSERVER).set_forkserver_preload(preloaded)
     forkserver.ensure_running()
@@ -77,8 +73,6 @@ def hidden_main() -> Iterator[None]:
 
 
 class LocalProcess:
-    """A started child and the socket it inherited."""
-
     def __init__(
         self, target: Callable[..., None], arguments: tuple[Any, ...], name: str, method: str
     ) -> None:
@@ -87,17 +81,17 @@ class LocalProcess:
         self._process: BaseProcess = started.Process(  # type: ignore[attr-defined]
             target=target, args=(theirs, *arguments), name=name, daemon=True
         )
-        # The child's end is closed here, so that its death closes the socket.
+        # The child's death closes the socket.
         with theirs, hidden_main():
             self._process.start()
         self.pid = self._process.pid
-        # The server process reports the end of its children; this sees the child itself, if that is dead.
+        # Sees the child itself if the server process, which reports the end of its children, is dead.
         self._pid_fd: int | None = None
         with suppress(OSError, AttributeError):  # gone already, or no Linux
             self._pid_fd = os.pidfd_open(self.pid or 0)
 
     def run(self, value: Any) -> None:
-        """Hands the child its setup, then returns when the child is gone."""
+        """Returns when the child is gone."""
         try:
             with self.pipe:
                 hand_over(self.pipe, value)
@@ -106,7 +100,7 @@ class LocalProcess:
             pass
 
     def end(self, timeout_s: float) -> str:
-        """Waits so long for the child to leave, then kills it; returns how it ended."""
+        """Kills the child after the time; returns how it ended."""
         fd, self._pid_fd = self._pid_fd, None
         has_ended = fd is not None and _has_ended(fd, timeout_s)
         self._process.join(timeout_s if fd is None or has_ended else 0.0)
@@ -134,7 +128,7 @@ def _has_ended(pid_fd: int, timeout_s: float) -> bool:
 class _Handed:
     """Stands for a descriptor in the pickle."""
 
-    # Descriptors of the receiving process; filled before it unpickles.
+    # Filled before unpickling.
     taken: ClassVar[list[int]] = []
 
     def __init__(self, index: int) -> None:
@@ -145,7 +139,7 @@ class _Handed:
 
 
 class _Descriptors:
-    """The interface by which multiprocessing passes descriptors to a child."""
+    """Multiprocessing passes descriptors to a child by this interface."""
 
     DupFd = _Handed
 
@@ -158,7 +152,7 @@ class _Descriptors:
 
 
 def hand_over(pipe: Connection, value: Any) -> None:
-    """Writes an object; raises OSError if the other process is gone."""
+    """Raises OSError if the other process is gone."""
     descriptors = _Descriptors()
     context.set_spawning_popen(descriptors)  # type: ignore[arg-type]
     try:
@@ -173,7 +167,7 @@ def hand_over(pipe: Connection, value: Any) -> None:
 
 
 def take_over(pipe: Connection) -> Any:
-    """Reads the object; raises EOFError if the other process is gone."""
+    """Raises EOFError if the other process is gone."""
     with _socket_of(pipe) as link:
         num_fds, size = _SIZES.unpack(_read(link, _SIZES.size))
         fds: list[int] = []

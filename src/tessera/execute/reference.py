@@ -1,9 +1,7 @@
 """One device, launches in order: the definition of correct.
 
-`TraceRunner` is the one in-order runner of a trace: the reference and replays use it. `ReferenceStepper` is a
-stepper whose step is a function `run(step, inputs, state) -> outputs` that changes the state in place: the
-model's own code, or a trace's launches (`InOrder`). Placements are not followed. Microbatches of one home
-share pages.
+The step of a `ReferenceStepper` is a function `run(step, inputs, state) -> outputs` that changes the state in
+place: the model's own code, or a trace's launches (`InOrder`). Placements are not followed.
 
 `Replay` runs the launches of one trace in any order and compares the results bit by bit (`tessera verify`):
   shared   one storage per buffer. An order is correct iff it keeps every RAW, WAR and WAW edge: this proves
@@ -52,22 +50,18 @@ from tessera.execute.stepper import (
 from tessera.ir import BufferKind, Plan, Trace, Value
 from tessera.kernels import BY_ROW, is_paged
 
-# A step's outputs, given its inputs and the microbatch's state, which it changes.
+# (step, inputs, the state that it changes) -> outputs.
 Run = Callable[[int, Tensors, dict[str, Any]], Tensors]
 
 CPU = torch.device("cpu")
 # 3.4e38 as a float or bfloat16, NaN as a half, 9.2e18 as a long.
 POISON = 0x7F
-# What operators raise on garbage arguments; anything else is a bug and keeps its traceback.
+# What operators raise on garbage arguments; anything else is a bug.
 GARBAGE_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError, MemoryError, TesseraError)
 
 
 class ReferenceStepper:
-    """A stepper without workers.
-
-    run         runs a step
-    make_state  initial state of a microbatch opened without one; a page is a row of a tensor
-    """
+    """`make_state`: of a microbatch opened without state; a page is a row of a tensor."""
 
     def __init__(self, plans: Sequence[Plan], run: Run, make_state: Callable[[], Mapping[str, Any]]) -> None:
         self.plans: tuple[Plan, ...] = tuple(plans)
@@ -75,7 +69,7 @@ class ReferenceStepper:
         self._run, self._make_state = run, make_state
         self._device = plans[0].cluster.names[0]
         self._lanes: dict[int, LoadedLane] = {}
-        # State of a microbatch, and pages of a home.
+        # Per microbatch; per home.
         self._states: dict[int, dict[str, Any]] = {}
         self._homes: dict[int, dict[str, Any]] = {}
         self._due: deque[StepCall | PageMove] = deque()
@@ -180,7 +174,7 @@ class ReferenceStepper:
 
 
 class TraceRunner:
-    """Runs the launches of one trace on one device, one at a time, in any order.
+    """Runs the launches of one trace on one device, in any order.
 
     The memory decides where buffers are; its `before` and `after` hooks run around each launch.
     """
@@ -191,7 +185,7 @@ class TraceRunner:
         self.weights = bind_storages(trace, (BufferKind.WEIGHT,), weights, device)
 
     def memory(self, inputs: Tensors, state: Tensors) -> Memory:
-        """One storage per buffer, allocated when first named; state is changed in place."""
+        """Buffers are allocated when first named; state is changed in place."""
         memory = Memory(self.weights, fresh(self.trace, self.device))
         for buffer, storage in self.given(inputs, state).items():
             memory.put(buffer, storage)
@@ -204,7 +198,7 @@ class TraceRunner:
         }
 
     def run(self, memory: Memory, order: Iterable[int] | None = None) -> None:
-        """Runs the launches; without an order, in program order."""
+        """Default: program order."""
         with torch.no_grad():
             for launch in range(len(self.trace.launches)) if order is None else order:
                 memory.before(launch)
@@ -240,14 +234,14 @@ class InOrder:
 @dataclass(frozen=True)
 class Replayed:
     outputs: dict[str, torch.Tensor]
-    # As flat bytes by name.
+    # Flat bytes.
     state: dict[str, torch.Tensor]
-    # Final bytes of every temporary and output buffer; empty with renamed memory.
+    # Final bytes of temporaries and outputs; empty with renamed memory.
     memory: dict[int, torch.Tensor]
 
 
 class Replay:
-    """One trace with its weights and one request's inputs and state; runs any number of orders."""
+    """One trace with its weights and one request's inputs and state."""
 
     def __init__(self, trace: Trace, weights: Tensors, inputs: Tensors, state: Tensors) -> None:
         self._trace, self._runner = trace, TraceRunner(trace, weights)
@@ -255,7 +249,6 @@ class Replay:
         self._shared = _SharedMemory(trace, self._runner.weights)
 
     def run(self, order: Iterable[int] | None = None) -> Replayed:
-        """Runs the launches in this order (default: program order) on shared memory."""
         shared = self._shared
         shared.reset(self._given)
         self._runner.run(shared, order)
@@ -264,7 +257,7 @@ class Replay:
         return Replayed(self._runner.outputs(shared), self._state(shared), left)
 
     def run_in_program_order(self) -> Replayed:
-        """Program order; an error names the launch that this machine cannot run."""
+        """An error names the launch that this machine cannot run."""
         try:
             return self.run()
         except RuntimeError as error:
@@ -277,7 +270,6 @@ class Replay:
             ) from error
 
     def run_renamed(self, order: Sequence[int], values: Sequence[Value]) -> Replayed:
-        """Runs the launches in this order, every version of a buffer in its own memory."""
         memory = _RenamedMemory(self._trace, self._runner.weights, self._given, values)
         self._runner.run(memory, order)
         memory.settle()
@@ -289,32 +281,29 @@ class Replay:
 
 
 def differing(reference: Replayed, other: Replayed) -> list[str]:
-    """Names of outputs and state that differ in any bit."""
     pairs = [(name, t, other.outputs[name]) for name, t in reference.outputs.items()]
     pairs += [(name, t, other.state[name]) for name, t in reference.state.items()]
     return [name for name, a, b in pairs if not same_bits(a, b)]
 
 
 def differing_buffers(reference: Replayed, other: Replayed) -> set[int]:
-    """Temporary and output buffers whose final bytes differ."""
     return {b for b, t in reference.memory.items() if not torch.equal(t, other.memory[b])}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True iff both hold the same bytes; a NaN equals itself."""
+    """A NaN equals itself."""
     one, other = flat_bytes(a), flat_bytes(b)
     return one.numel() == other.numel() and bool(torch.equal(one, other))
 
 
 class _SharedMemory(Memory):
-    """One storage per buffer, the same for every order; results are copied to their places."""
+    """The same storages for every order."""
 
     def __init__(self, trace: Trace, weights: dict[int, Storage]) -> None:
         super().__init__(weights)
         self._is_empty = [is_allocation(trace, launch) for launch in range(len(trace.launches))]
         sizes = [buffer.size_bytes for buffer in trace.buffers]
         self._own.update({b: allocate(size) for b, size in enumerate(sizes) if b not in weights})
-        # The launch that runs.
         self.launch = 0
 
     def reset(self, given: Mapping[int, Storage]) -> None:
@@ -336,7 +325,7 @@ class _SharedMemory(Memory):
 
 
 class _RenamedMemory(Memory):
-    """One storage per version of a buffer; a launch that changes a buffer works on a copy."""
+    """A launch that changes a buffer works on a copy."""
 
     def __init__(
         self,
@@ -355,7 +344,7 @@ class _RenamedMemory(Memory):
         }
 
     def before(self, launch: int) -> None:
-        """Sets the versions that the launch reads; poison where there is none."""
+        """Poison where there is no version."""
         self._own = {}
         for buffer in self._named(launch):
             version = self._versions.get(self._reads.get((launch, buffer), -1))
@@ -370,7 +359,6 @@ class _RenamedMemory(Memory):
                     _flat(version).fill_(POISON)
 
     def settle(self) -> None:
-        """The last version of every buffer."""
         self._own = dict(self._given)
         for number, value in enumerate(self._values):  # versions of a buffer are in order
             if number in self._versions:

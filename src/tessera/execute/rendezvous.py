@@ -10,21 +10,18 @@ from tessera.execute.mailbox import Mailbox, PeerConnection
 from tessera.execute.messages import ANY_RANK, Hello, Message, Refused, StoreValue
 from tessera.execute.processes import raise_file_limit
 
-# Kept lines about refused workers.
 NUM_COMPLAINTS = 16
-# Bytes of a worker's message before it is configured.
+# For a worker that is not configured.
 MAX_ASKED_BYTES = 1 << 16
 
 
 class Rendezvous:
-    """The address remote workers connect to; open from construction to `close`."""
-
     def __init__(
         self, host: str, port: int, secret: bytes, complain: Callable[[str], None] = lambda line: None
     ) -> None:
         raise_file_limit()  # silent connections hold a descriptor each until their handshake times out
         self.host, self.secret, self._complain = host, secret, complain
-        # One line per refused worker, the last ones.
+        # One line per refused worker.
         self.complaints: deque[str] = deque(maxlen=NUM_COMPLAINTS)
         self.hear: Callable[[PeerConnection, Any], None] = lambda connection, message: None
         self.max_bytes: Callable[[PeerConnection], int] = lambda connection: MAX_ASKED_BYTES
@@ -57,11 +54,11 @@ class WorkerGroup:
     """
 
     num_devices: int
-    # Digest of the plans, which a worker that has plans must know.
+    # A worker that has plans must know it.
     digest: str = ""
 
     def refusal(self, hello: Hello) -> Refused | None:
-        """Why a worker can never be used; None if it can."""
+        """Why a worker can never be used."""
         if hello.version != own_version():
             message = f"it has Tessera {hello.version}, the engine {own_version()}"
             return Refused(message, "Install the same version everywhere.")
@@ -74,7 +71,7 @@ class WorkerGroup:
     def choose(
         self, device: int, waiting: Mapping[PeerConnection, Hello], awaited: set[int]
     ) -> PeerConnection | None:
-        """The worker for a device, of those that are `waiting`; `awaited` are devices without a worker."""
+        """`awaited`: devices without a worker."""
         for connection, hello in waiting.items():
             if hello.rank == device:
                 return connection
@@ -84,12 +81,12 @@ class WorkerGroup:
 
 
 class Board:
-    """The store of values that workers publish for one another. An empty value will never be set."""
+    """Values that workers publish for one another. An empty value will never be set."""
 
     def __init__(self, send: Callable[[tuple[int, int], Message], None]) -> None:
         self._send = send
         self._values: dict[str, bytes] = {}
-        # Key suffixes of workers that are gone.
+        # Key suffixes.
         self._gone: set[str] = set()
         self._asking: list[tuple[tuple[int, int], str]] = []
 

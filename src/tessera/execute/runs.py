@@ -1,12 +1,11 @@
 """Runs: open microbatches, and the programs that workers run for them.
 
-A step is one run of one program on all devices that take part in it. Programs that move state between two
-steps run before the later step. A cancelled run continues until its devices report its end; orders of its
-microbatch wait for that. A step may be ordered while another runs, over several devices only if it cannot
-overtake the first on a link (`overlap`).
+Programs that move state between two steps run before the later step. A cancelled run continues until its
+devices report its end; orders of its microbatch wait for that. A step may be ordered while another runs, over
+several devices only if it cannot overtake the first on a link (`overlap`).
 
 Answers are checked against the program: a worker that answers for a run it has no part in, omits an output,
-or returns another shape is lost, with the reason. Wrong values in the right shape are not detected.
+or returns another shape is lost. Wrong values in the right shape are not detected.
 """
 
 import time
@@ -31,11 +30,10 @@ from tessera.kernels.choice import LATE_INPUTS
 @dataclass
 class OngoingStep:
     call: StepCall
-    # Indexes of the programs still to be ordered.
+    # Programs still to be ordered.
     left: deque[int]
     # When it was ordered, or when the previous step ended.
     began_s: float
-    # Results so far.
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     final: dict[str, torch.Tensor] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
@@ -46,9 +44,9 @@ class OngoingStep:
 class OpenMicrobatch:
     number: int
     lane: LoadedLane
-    # State not sent yet, by name.
+    # Not sent yet.
     state: dict[str, torch.Tensor]
-    # Index of the last ordered program; -1: none.
+    # Index of the last ordered program.
     at: int = -1
     # Oldest first.
     steps: deque[OngoingStep] = field(default_factory=deque)
@@ -60,13 +58,10 @@ class Running:
     step: OngoingStep
     program: Program
     missing: set[int]
-    # Deadline.
     until_s: float
 
 
 class Runs:
-    """Orders to workers, and their results."""
-
     def __init__(self, lanes: Lanes, hub: Hub, timeout_s: float | None) -> None:
         self.lanes, self.hub, self._timeout_s = lanes, hub, timeout_s
         self._names = lanes.all[0].plan.cluster.names
@@ -85,7 +80,6 @@ class Runs:
         # If set, workers report every launch and transfer.
         self.spans: SpanLog | None = None
         self.busy_s = dict.fromkeys(self._names, 0.0)
-        # Mixture of experts -> rows by expert so far.
         self.experts: dict[str, list[int]] = {}
         self.moved: Counter[tuple[str, str]] = Counter()
 
@@ -102,7 +96,7 @@ class Runs:
         return self._num_runs
 
     def _open(self, microbatch: int, lane: LoadedLane, state: Tensors | None) -> None:
-        """State is sent with the first program that holds it, else it is zeros."""
+        """State is sent with the first program that holds it."""
         self.opened[microbatch] = OpenMicrobatch(microbatch, lane, dict(state or {}))
         if state is None:
             for device, name in enumerate(self._names):
@@ -149,7 +143,7 @@ class Runs:
                 self._order(microbatch, device, messages.LateInputs(run, given))
 
     def collect(self, device: int, done: messages.Done) -> StepDone | str | None:
-        """Adds a device's share of a run; returns the step if it is complete, or a problem."""
+        """Returns the step if it is complete, or a problem."""
         running = self.running.get(done.run)
         if running is None:  # its microbatch was lost
             return None
@@ -201,7 +195,6 @@ class Runs:
         self._send_held()
 
     def end(self, microbatches: Collection[int], gone: Collection[int]) -> None:
-        """Closes microbatches and cancels their runs."""
         held = {number for number in microbatches if self._held.pop(number, None) is not None}
         for run in [r for r, running in self.running.items() if running.microbatch.number in microbatches]:
             running = self.running.pop(run)
@@ -221,7 +214,7 @@ class Runs:
         self.dead.update(microbatches)
 
     def _path(self, opened: OpenMicrobatch, step: int) -> list[int]:
-        """Programs from a microbatch's position to a step of its plan, ending with the step's own."""
+        """Programs from a microbatch's position to a step, ending with the step's own."""
         steps, numbers = self._steps[opened.lane.number], opened.lane.steps
         number = numbers[step] if 0 <= step < len(numbers) else -1
         if number not in steps:
@@ -235,7 +228,6 @@ class Runs:
         return [*(i for i in range(first, index) if i in moves), index]
 
     def _run_next(self, opened: OpenMicrobatch, step: OngoingStep) -> None:
-        """Orders the next program of a step from its devices."""
         index = opened.at = step.left.popleft()
         program = self.programs[opened.lane.number][index]
         is_step, call = not step.left, step.call
@@ -257,7 +249,7 @@ class Runs:
             self._order(opened.number, device, order)
 
     def _order(self, microbatch: int, device: int, order: messages.Message) -> None:
-        """Sends an order; holds it back while a cancelled run of the microbatch has not ended everywhere."""
+        """Held back while a cancelled run of the microbatch has not ended everywhere."""
         data = messages.encode(order)
         if self._ending.get(microbatch):
             self._held.setdefault(microbatch, []).append((device, data))
@@ -288,7 +280,7 @@ class Runs:
 
 
 def _inputs_of(program: Program, trace: Trace) -> list[frozenset[str]]:
-    """Per device, the names of inputs that its launches read or that it returns."""
+    """Per device, inputs that it reads or returns."""
     names = {b: trace.buffers[b].name for b in trace.buffers_of(BufferKind.INPUT)}
     named = [named_on(trace, program, device) for device in range(len(program.instructions))]
     return [frozenset(names[b] for b in here & names.keys()) for here in named]
@@ -301,7 +293,7 @@ def participants(program: Program, taking: Collection[int]) -> list[int]:
 
 
 def _steps_of(programs: Sequence[Program]) -> dict[int, int]:
-    """Number of a step -> index of its program; other programs only move state."""
+    """Other programs only move state."""
     return {
         program.step: index
         for index, program in enumerate(programs)
@@ -318,7 +310,7 @@ def problem_of(
     skips: Collection[str] = (),
     wants_state: bool = False,
 ) -> str:
-    """Problem of an answer to a run that `missing` devices have not answered yet; empty if none."""
+    """Empty: none. `missing`: devices that have not answered."""
     if device not in missing:
         return "it answered a run that it has no part in, or answered twice"
     here = {name for name, at in program.outputs if at == device and name not in skips}

@@ -15,20 +15,20 @@ from tessera.ir import Recv, Run
 
 @dataclass(slots=True)
 class Job:
-    """One device's share of one run of a program."""
+    """One device's share of one run."""
 
     microbatch: int
-    # Identifies the run; the same on every device.
+    # The run's; the same on every device.
     ticket: int
-    # Instructions, or a simulator's items.
+    # A simulator has items.
     instructions: Sequence[Any]
     position: int = 0
     arrived: set[int] = field(default_factory=set)
-    # Modelled microseconds from each instruction to the next wait or the end; see `until_wait`.
+    # See `until_wait`.
     until_wait_us: Sequence[float] = ()
-    # Part of that already done; only a simulator stops inside an item.
+    # Only a simulator stops inside an item.
     spent_us: float = 0.0
-    # Position where it waits until `Queue.release`; -1: nowhere.
+    # Position where it waits until `Queue.release`.
     gate: int = -1
 
     @property
@@ -41,7 +41,7 @@ class Job:
 
     @property
     def is_ready(self) -> bool:
-        """True unless the next instruction waits for a transfer that has not arrived, or at the gate."""
+        """True unless the next instruction waits for a transfer, or at the gate."""
         if self.position in (len(self.instructions), self.gate):
             return False
         head = self.instructions[self.position]
@@ -61,7 +61,7 @@ class Job:
 
 
 def until_wait(instructions: Sequence[Any], duration_us: Callable[[Any], float]) -> tuple[float, ...]:
-    """For every position of a list: the time until the next receive after it, or until the end.
+    """For every position: the time until the next receive after it, or until the end.
 
     Consecutive receives are one wait: at each of them, what follows the last counts.
     """
@@ -79,17 +79,16 @@ def until_wait(instructions: Sequence[Any], duration_us: Callable[[Any], float])
 
 class Queue:
     def __init__(self) -> None:
-        self._jobs: dict[int, Job] = {}  # ticket -> job, oldest first
-        self._early: dict[int, set[int]] = {}  # transfers that came before their job
-        self._awake: dict[int, Job] = {}  # jobs that may be ready; the others wait for a transfer
+        self._jobs: dict[int, Job] = {}  # oldest first
+        self._early: dict[int, set[int]] = {}  # came before their job
+        self._awake: dict[int, Job] = {}  # may be ready; the others wait for a transfer
 
     def add(self, job: Job) -> None:
-        """Adds a job; transfers that came early count as arrived."""
         job.arrived |= self._early.pop(job.ticket, set())
         self._jobs[job.ticket] = self._awake[job.ticket] = job
 
     def deliver(self, ticket: int, transfer: int) -> Job | None:
-        """A transfer has arrived; returns its job, None if it has not come yet."""
+        """None if the job has not come yet."""
         job = self._jobs.get(ticket)
         if job is None:
             self._early.setdefault(ticket, set()).add(transfer)
@@ -103,7 +102,7 @@ class Queue:
         job.gate = -1
 
     def pick(self) -> Job | None:
-        """The ready job with the least time until it waits; None if all wait."""
+        """None if all wait."""
         # `is_ready` and `left_us` inlined: simulations call this millions of times.
         best: Job | None = None
         least = 0.0

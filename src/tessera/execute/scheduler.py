@@ -5,16 +5,11 @@
     while ...: scheduler.begin(), scheduler.wait(timeout_s)           # one thread
 
 Each round opens microbatches for waiting requests, starts the next step of every idle one (`Turns` may hold
-it back), and settles the next event. `Content` knows the requests of a microbatch and its next step; the
-scheduler knows nothing of prompts, rows or tokens.
+it back), and settles the next event. Only `Content` knows prompts, rows or tokens.
 
-Between two steps of a microbatch its devices wait for this loop. Where there are no more microbatches than
-devices to fill that gap, the next step is queued while one runs, if the content (`can_look_ahead`) and the
-stepper allow.
-
-A microbatch is closed when its content has no next step, unless it is worth keeping (`is_kept`). A switch of
-policy, new plans and a returned device renew microbatches one by one. Where requests go is decided by a few
-methods that `serve.router` replaces.
+Between two steps of a microbatch its devices wait for this loop. Where no more microbatches than devices fill
+that gap, the next step is queued while one runs. A switch of policy, new plans and a returned device renew
+microbatches one by one. `serve.router` replaces the methods that decide where requests go.
 
 Requests of a lost device go to the front of the queue and restart from what they have on any open lane; a
 request fails after `max_retries` losses, not counting losses blamed without proof. While no lane is open,
@@ -48,14 +43,11 @@ R = TypeVar("R")
 
 
 class Content(Protocol[R]):
-    """The requests of one open microbatch; the first is added before any step.
-
-    Defaults: nothing is kept, moved or looked ahead.
-    """
+    """The requests of one open microbatch; the first is added before any step."""
 
     @property
     def num_used(self) -> int:
-        """Number of its requests."""
+        """Number of requests."""
 
     @property
     def takes(self) -> bool:
@@ -63,14 +55,14 @@ class Content(Protocol[R]):
 
     @property
     def is_kept(self) -> bool:
-        """True if it is worth keeping open without requests."""
+        """Worth keeping open without requests."""
         return False
 
     def add(self, request: R) -> None:
         """A request begins, or restarts from what it has."""
 
     def state(self) -> Tensors | None:
-        """Initial state, asked once after the first request was added; None: zeros."""
+        """Asked after the first request was added; None: zeros."""
         return None
 
     @property
@@ -79,17 +71,17 @@ class Content(Protocol[R]):
         return False
 
     def next_step(self) -> StepCall | None:
-        """The next step; None if there is none."""
+        """None if there is none."""
 
     def late_inputs(self) -> Tensors:
-        """Those of its only running step, which was named before they were known."""
+        """Those of its only running step."""
         return {}
 
     def end(self, done: StepDone) -> Sequence[R]:
         """The oldest named step has ended; returns the requests that leave."""
 
     def requests(self) -> list[R]:
-        """All its requests; asked when its device was lost or when they move."""
+        """Asked when its device was lost or when they move."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,58 +89,55 @@ class Microbatch(Generic[R]):
     number: int
     lane: LoadedLane
     content: Content[R]
-    # The current plan and the lost devices when it was opened.
+    # When it was opened.
     plan: Plan
     without: frozenset[str]
-    # By step of its lane.
+    # By step.
     costs: tuple[StepCost, ...]
     # True if it must be reopened.
     is_old: bool = False
-    # The running step and those queued behind it.
+    # Those behind the first are queued.
     running: deque[StepCall] = field(default_factory=deque)
-    # A step that is held back.
     held: StepCall | None = None
-    # True if it is kept open without requests.
+    # True if kept open without requests.
     is_idle: bool = False
 
 
 class Watcher(Generic[R]):
-    """Callbacks of a scheduler; no-ops by default."""
+    """Callbacks; no-ops by default."""
 
     def seated(self, request: R, microbatch: "Microbatch[R]") -> None:
-        """A request got a place."""
+        """It has a place."""
 
     def stepped(self, microbatch: "Microbatch[R]", done: StepDone) -> None:
-        """A step has ended, after its content was updated."""
+        """After its content was updated."""
 
     def finished(self, request: R) -> None:
-        """A request has left."""
+        """It has left."""
 
     def failed(self, request: R, message: str) -> None:
-        """A request has failed and was removed."""
+        """It is removed."""
 
     def retried(self, request: R, lost: DeviceLost) -> None:
-        """A request waits again, to restart."""
+        """It waits again, to restart."""
 
     def moved(self, request: R) -> None:
-        """A request left a microbatch that is renewed; it waits again, to restart."""
+        """It left a renewed microbatch and waits, to restart."""
 
     def lost(self, lost: DeviceLost) -> None:
-        """A device was lost; called before its requests are retried."""
+        """Before its requests are retried."""
 
     def back(self, back: DeviceBack) -> None:
-        """A device can be used again."""
+        """It can be used again."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    # Most waiting requests; None: unlimited.
     max_waiting: int | None = None
     # Most open microbatches; None: the plan's number.
     depth: int | None = None
-    # Restarts of a request; None: unlimited.
     max_retries: int | None = None
-    # Factor on a step's time alone after which shorter steps wait for it; infinite: never.
+    # Factor on a step's time alone after which shorter steps wait for it.
     patience: float = PATIENCE
 
 
@@ -166,18 +155,14 @@ class Scheduler(Generic[R]):
         self._config = config or SchedulerConfig()
         self._watcher: Watcher[R] = watcher or Watcher()
         self.queue: FairQueue[R] = FairQueue(self._config.max_waiting)
-        # Open microbatches by number, in order of opening.
         self.microbatches: dict[int, Microbatch[R]] = {}
-        # Lost devices with their last event.
         self.lost: dict[str, DeviceLost] = {}
-        # Why nothing can be served; empty otherwise.
+        # Why nothing can be served.
         self.failure = ""
-        # The current plan and its index in the stepper.
         self.policy, self.plan = 0, stepper.plans[0]
         self._retries: dict[R, int] = {}
         self._turns = Turns(self._config.patience) if self._config.patience < math.inf else None
         self._costs: dict[int, tuple[StepCost, ...]] = {}
-        # Microbatches that may start a step.
         self._ready: list[Microbatch[R]] = []
         # Numbers of closed microbatches (heap), and the next unused number.
         self._unused: list[int] = []
@@ -188,11 +173,11 @@ class Scheduler(Generic[R]):
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing waits and nothing is open but kept microbatches."""
+        """Nothing waits, and only kept microbatches are open."""
         return not self.queue and all(m.is_idle for m in self.microbatches.values())
 
     def push(self, request: R, client: str = "") -> None:
-        """Queues a request; raises ServiceBusy if too many wait. Other threads must then wake the stepper."""
+        """Raises ServiceBusy if too many wait. Other threads must then wake the stepper."""
         self.queue.push(client, request)
         self._may_seat = True
 
@@ -201,7 +186,6 @@ class Scheduler(Generic[R]):
         return self.queue.remove(client, request)
 
     def switch(self, policy: int) -> None:
-        """Makes this plan current; open microbatches are renewed one by one."""
         self.policy = policy
         self._renew()
 
@@ -225,7 +209,6 @@ class Scheduler(Generic[R]):
                 self._start(microbatch)
 
     def wait(self, timeout_s: float | None) -> Event | None:
-        """Takes the stepper's next event and settles it."""
         event = self.stepper.take(timeout_s)
         if event is None:
             return None
@@ -240,7 +223,7 @@ class Scheduler(Generic[R]):
         return event
 
     def drain(self, timeout_s: float) -> None:
-        """Waits for running steps and closes every microbatch; all requests are dropped."""
+        """Waits for running steps and closes every microbatch; drops all requests."""
         while self.queue.pop() is not None:
             pass
         self._ready, self._turns = [], None
@@ -259,8 +242,6 @@ class Scheduler(Generic[R]):
             self.stepper.close(microbatch.number)
             self._close(microbatch)
 
-    # Seats.
-
     def _seat_next(self) -> bool:
         lane = self.stepper.lanes.take(self.policy) if len(self.microbatches) < self._depth else None
         if lane is None:  # all are open, or wait for a device
@@ -273,7 +254,6 @@ class Scheduler(Generic[R]):
         return True
 
     def _awake(self, microbatch: Microbatch[R]) -> None:
-        """An idle microbatch may have a step now."""
         if microbatch.is_idle:
             microbatch.is_idle = False
             self._ready.append(microbatch)
@@ -312,8 +292,6 @@ class Scheduler(Generic[R]):
     def _can_close(self, microbatch: Microbatch[R]) -> bool:
         return True
 
-    # Steps.
-
     def _start(self, microbatch: Microbatch[R]) -> None:
         if microbatch.running:
             if len(microbatch.running) == 1 and microbatch.running[0].is_open:
@@ -351,7 +329,7 @@ class Scheduler(Generic[R]):
             self._ready.append(microbatch)
 
     def _can_look_ahead(self, microbatch: Microbatch[R]) -> bool:
-        """True if nothing is queued and too few other microbatches keep its devices busy meanwhile."""
+        """True if nothing is queued and too few other microbatches keep its devices busy."""
         devices, others = microbatch.lane.devices, self.microbatches.values()
         return (
             len(microbatch.running) == 1
@@ -363,18 +341,18 @@ class Scheduler(Generic[R]):
         )
 
     def _is_paused(self, microbatch: Microbatch[R]) -> bool:
-        """True if it must not start a step."""
+        """Hook."""
         return False
 
     def _leave_old(self, microbatch: Microbatch[R]) -> bool:
-        """Closes an old microbatch if its requests can go on elsewhere."""
+        """Hook: closes an old microbatch if its requests can go on elsewhere."""
         return False
 
     def _moved(self, event: Moved) -> None:
-        """A move of pages has ended; nothing moves here."""
+        """Nothing moves here."""
 
     def _free(self, *numbers: int) -> None:
-        """Starts held-back steps after steps of these ended or were lost."""
+        """Starts held-back steps."""
         if self._turns is None:
             return
         for held in self._turns.end(*numbers):
@@ -409,9 +387,7 @@ class Scheduler(Generic[R]):
             self._watcher.finished(request)
 
     def _settled(self, microbatch: Microbatch[R]) -> None:
-        """A step has ended and its content is up to date."""
-
-    # Policies and plans.
+        """Hook: a step has ended and its content is up to date."""
 
     def _measure(self) -> None:
         self.plan = self.stepper.plans[self.policy]
@@ -431,8 +407,6 @@ class Scheduler(Generic[R]):
             self.stepper.close(microbatch.number)
             self._close(microbatch)
 
-    # Lost and returned devices.
-
     def _lose(self, event: DeviceLost) -> None:
         self.lost[event.device] = event
         self._watcher.lost(event)
@@ -449,7 +423,7 @@ class Scheduler(Generic[R]):
         self._judge()
 
     def _dropped(self, device: str, gone: Sequence[Microbatch[R]]) -> None:
-        """A device and these microbatches are lost; their requests are not yet retried."""
+        """Hook: their requests are not yet retried."""
 
     def _retry(self, request: R, event: DeviceLost) -> None:
         if event.is_certain:
@@ -466,7 +440,6 @@ class Scheduler(Generic[R]):
     def _welcome(self, event: DeviceBack) -> None:
         self.lost.pop(event.device, None)
         for microbatch in self.microbatches.values():
-            # Microbatches opened without it are renewed one by one.
             microbatch.is_old |= event.device in microbatch.without
         self._close_old()
         self._judge()

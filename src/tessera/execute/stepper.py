@@ -1,16 +1,11 @@
 """Stepper: the interface between what decides (`scheduler`) and what runs.
 
     WorkerStepper     one worker process per device (`worker_stepper`)
-    VirtualStepper    computes nothing; a virtual clock and modelled costs (`simulate.stepper`)
+    VirtualStepper    a virtual clock and modelled costs (`simulate.stepper`)
     ReferenceStepper  one device, in program order: the definition of correct (`reference`)
 
-A microbatch is opened on one lane of a loaded plan, with its own state, and runs one step at a time: `start`
-begins it, `take` reports its end. Where `can_queue` allows, the next step is queued behind the running one,
-and waits for inputs that depend on that (`give`) where it first reads them. Microbatches of one home
-(`lanes`) share pages; `move` copies pages between homes.
-
-A lost device closes the microbatches of its lanes and is restarted in the background; `take` reports both.
-With a `SpanLog` in `spans`, a stepper over workers collects launches and transfers.
+A microbatch is opened on one lane of a loaded plan and runs one step at a time. Microbatches of one home
+(`lanes`) share pages. A lost device closes the microbatches of its lanes and is restarted in the background.
 
 Imports no torch: tensors pass through.
 """
@@ -30,17 +25,16 @@ DeviceState = Literal["starting", "ready", "lost"]
 @dataclass(frozen=True, slots=True)
 class StepCall:
     microbatch: int
-    # Number of the step in `Plan.graphs` of its lane's plan.
+    # Index in `Plan.graphs` of its lane's plan.
     step: int
     # A table may be given in part, its first bytes; the step must not depend on the rest.
     inputs: Tensors = field(default_factory=dict)
-    # Outputs that are not needed.
+    # Outputs not needed.
     skips: tuple[str, ...] = ()
-    # True to return the microbatch's state at the end.
     wants_state: bool = False
-    # Virtual clock only: factor on the modelled time.
+    # Factor on the modelled time.
     scale: float = 1.0
-    # True if its late inputs (`kernels.choice.LATE_INPUTS`) are given later.
+    # True if its late inputs (`kernels.choice.LATE_INPUTS`) follow.
     is_open: bool = False
 
 
@@ -50,25 +44,25 @@ class StepDone:
     step: int
     outputs: Tensors
     seconds: float
-    # As flat bytes by name; empty unless asked for.
+    # Flat bytes; empty unless asked for.
     state: Tensors = field(default_factory=dict)
-    # Device -> seconds of its launches in this step.
+    # Seconds of launches by device.
     busy_s: Mapping[str, float] = field(default_factory=dict)
-    # GPU -> seconds that it was idle before this step.
+    # Before this step, by GPU.
     idle_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLost:
-    """A device was lost; these microbatches are closed and their state is gone."""
+    """These microbatches are closed and their state is gone."""
 
     device: str
     microbatches: tuple[int, ...]
-    # One line: what happened, where, what to do.
+    # What happened, where, what to do.
     message: str
-    # Consecutive losses, including this one.
+    # In a row, this one included.
     failures: int = 1
-    # Seconds until it is restarted; None: never.
+    # None: never restarted.
     retry_s: float | None = 0.0
     # False if blamed for a time-out without proof; such retries are not counted.
     is_certain: bool = True
@@ -81,14 +75,12 @@ class DeviceLost:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBack:
-    """A lost device can be used again."""
-
     device: str
 
 
 @dataclass(frozen=True, slots=True)
 class PageMove:
-    """Pages of one microbatch's home to pages of another's, in order; the source keeps its own.
+    """Pages between the homes of two microbatches, in order; the source keeps its own.
 
     With `rows`, state by row goes along; neither microbatch may run a step meanwhile.
     """
@@ -99,16 +91,14 @@ class PageMove:
     # Equally many; never page 0.
     from_pages: tuple[int, ...]
     to_pages: tuple[int, ...]
-    # Row of a sequence at the source, and at the destination.
+    # At the source and at the destination.
     rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A move has ended."""
-
     number: int
-    # Why it failed; empty: all bytes are at the destination.
+    # Empty: all bytes are at the destination.
     failure: str = ""
     seconds: float = 0.0
     num_bytes: int = 0
@@ -120,41 +110,40 @@ Event = StepDone | Moved | DeviceLost | DeviceBack
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
     state: DeviceState
-    # None if there is no separate process or it is unknown.
+    # None: unknown, or no process of its own.
     pid: int | None = None
     restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """Busy time and bytes moved since the start, and device status."""
+    """Totals since the start."""
 
-    # Seconds of launches.
     busy_s: Mapping[str, float]
     # (source, destination) -> bytes
     moved: Mapping[tuple[str, str], int]
     devices: Mapping[str, DeviceStatus] = field(default_factory=dict)
-    # Mixture of experts -> rows by expert, of mixtures that have parts on a CPU.
+    # Mixture of experts -> rows by expert, of mixtures with parts on a CPU.
     experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 class Stepper(Protocol):
-    """Used by one thread, except `wake`, in a `with` statement."""
+    """A context manager, used by one thread except `wake`."""
 
-    # Loaded plans; a policy is an index into them.
+    # A policy is an index into them.
     plans: tuple[Plan, ...]
     lanes: Lanes
 
     def load(self, plans: Sequence[Plan]) -> None:
-        """Replaces the plans by others for the same devices; workers get the steps that they do not have.
+        """Replaces the plans by others for the same devices.
 
-        Nothing is drained: open microbatches keep their lanes. Pages of homes that neither a loaded plan nor
-        an open microbatch has are freed. Raises if a device lacks memory for all of them, or if a step reads
-        other weights than those that the workers started with.
+        Open microbatches keep their lanes. Pages of homes that neither a loaded plan nor an open microbatch
+        has are freed. Raises if a device lacks memory for all, or if a step reads weights that the workers
+        did not start with.
         """
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
-        """Opens a microbatch on a lane taken from `lanes`; without state, it is zeros."""
+        """On a lane taken from `lanes`; default state: zeros."""
 
     def close(self, microbatch: int) -> None:
         """Closes a microbatch that runs nothing. The caller gives its lane back."""
@@ -163,16 +152,16 @@ class Stepper(Protocol):
         """True if a step can be queued behind the running one."""
 
     def start(self, call: StepCall) -> None:
-        """Begins a step of an open microbatch, or queues it."""
+        """Begins or queues a step."""
 
     def give(self, microbatch: int, inputs: Tensors) -> None:
-        """Gives the late inputs of the microbatch's only step, which is open."""
+        """Late inputs of the microbatch's only step."""
 
     def move(self, move: PageMove) -> None:
-        """Begins a move of pages between the homes of two open microbatches; it ends with `Moved`.
+        """Begins a move that ends with `Moved`.
 
-        Steps go on meanwhile. Pages that a running step writes must not be moved, nor pages at the
-        destination be used before the end.
+        Steps go on meanwhile. No running step may write these pages, and nothing may use those at the
+        destination before the end.
         """
 
     def take(self, timeout_s: float | None) -> Event | None:
@@ -185,7 +174,7 @@ class Stepper(Protocol):
         """For metrics."""
 
     def now_s(self) -> float:
-        """The stepper's clock, real or virtual."""
+        """Real or virtual clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +198,7 @@ class Route:
 def routes_of(
     move: PageMove, lanes: Lanes, source: LoadedLane | None, destination: LoadedLane | None
 ) -> list[Route]:
-    """Routes of a move between microbatches on these lanes; no pages within a home; raises TesseraError."""
+    """No pages are moved within a home; raises TesseraError."""
     place = f"move {move.number}"
     if source is None or destination is None:
         raise TesseraError("one of its microbatches is not open", place=place)
@@ -240,7 +229,7 @@ def _routes(
     to_pages: Sequence[int],
     first: int,
 ) -> list[Route]:
-    """`first` is the lowest page that may be moved."""
+    """`first`: lowest page that may be moved."""
     one, other = buffers
     if {n: x.page_bytes for n, x in one.items()} != {n: x.page_bytes for n, x in other.items()}:
         raise MismatchError("the state of the two homes differs", "Plan both for the same model.", place)
@@ -260,19 +249,15 @@ if TYPE_CHECKING:
 
 
 class SpanLog:
-    """Spans of one list of requests."""
-
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._spans: dict[int, list[Span]] = {}
-        # Microbatch -> its request.
         self._requests: dict[int, int] = {}
-        # Device -> CPU time of its launches.
         self.cpu_us = dict.fromkeys(plan.cluster.names, 0.0)
         self._origin_s = 0.0
 
     def begin(self, origin_s: float) -> None:
-        """Clears the log and sets its time zero."""
+        """Sets time zero."""
         self._spans, self._requests, self._origin_s = {}, {}, origin_s
         self.cpu_us = dict.fromkeys(self._plan.cluster.names, 0.0)
 
@@ -291,7 +276,7 @@ class SpanLog:
         microbatch: int,
         offset_s: Callable[[int], float],
     ) -> None:
-        """Adds one worker's report of a run; `offset_s`: from a device's clock to the stepper's."""
+        """`offset_s`: from a device's clock to the stepper's."""
         request = self._requests.get(microbatch)
         if request is None:
             return

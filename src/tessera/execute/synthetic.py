@@ -29,12 +29,11 @@ GROUPED = (
     "grouped_part",
     "grouped_join",
 )
-# Integers among their arguments are lengths, offsets or page tables.
+# Their integers are lengths, offsets or page tables.
 LENGTHS = ("_flash_attention_forward", "_efficient_attention_forward", "_varlen", "embedding_bag",
            "paged_attention", "lora", "choose", "causal_conv", "ssd_scan", "selective_scan", "delta_scan",
            "repeat_interleave", "bincount", "segment_reduce")  # fmt: skip
 SMALL = 8
-# Random numbers of a tensor before they repeat.
 BLOCK = 1 << 20
 
 
@@ -43,7 +42,7 @@ def synthetic(trace: Trace, index: int, device: torch.device) -> Memory:
     if generator_buffer(trace, launch) is not None:
         raise CannotTime(f"{kernel.name} draws random numbers from a state that cannot be synthesised")
     memory = Memory({})
-    # Not torch's default generator, which is unusable after a failed graph capture.
+    # Torch's default generator is unusable after a failed graph capture.
     chance = torch.Generator(device).manual_seed(index)
     filled: set[int] = set()
     for view in launch.given:
@@ -62,7 +61,7 @@ def _filled(kernel: Kernel, launch: Launch, view: View, size_bytes: int, chance:
     if dtype is torch.bool:
         typed.random_(0, 2, generator=chance)
     elif dtype.itemsize == 1 or dtype.is_floating_point or dtype.is_complex:
-        if dtype.itemsize == 1:  # codes, or 8-bit floats, which have no generator; these are small numbers
+        if dtype.itemsize == 1:  # codes, or 8-bit floats, which have no generator
             typed.view(torch.uint8)[:BLOCK].random_(32, 48, generator=chance)
         else:
             typed[:BLOCK].normal_(generator=chance)

@@ -1,8 +1,7 @@
 """Timers: how long each launch of a trace takes on one device, and the whole step.
 
-`LaunchTimer` is the protocol of `profile`, with what CPUs and GPUs share. `CpuTimer` reads a clock around
-each launch, with a worker's threads, and beside a process that polls as the worker of its GPU does if there
-are several; `cuda.timing.CudaTimer` uses CUDA events around graphs.
+`CpuTimer` reads a clock around each launch, with a worker's threads; if these are several, beside a process
+that polls as a GPU's worker does. `cuda.timing.CudaTimer` uses CUDA events around graphs.
 
 `run` brings the step up to a launch, which works on copies of what it writes. Buffers that a real step finds
 outside the cache are several copies in turn; before each round a larger piece of memory is read to evict
@@ -32,8 +31,8 @@ from tessera.execute.synthetic import synthetic
 from tessera.ir import BufferKind, Launch, Trace
 
 Tensors = Mapping[str, torch.Tensor]
-# Makes the weights, inputs and state of the step, by name, on the device; None and remarks if it cannot.
-# Called before the first launch, since it may build a model.
+# Weights, inputs and state on the device, or None and remarks. Called before the first launch, since it may
+# build a model.
 Own = Callable[[], tuple[Tensors | None, tuple[str, ...]]]
 # (samples so far, seconds they took) -> True to stop.
 Enough = Callable[[Sequence[float], float], bool]
@@ -41,10 +40,10 @@ Enough = Callable[[Sequence[float], float], bool]
 # What operators raise when they cannot run; anything else is a bug.
 LAUNCH_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, TesseraError)
 MAX_COPIES = 16
-# Default where the system does not say.
+# Where the system does not say.
 CPU_CACHE_BYTES = 32 << 20
 WARMUPS = 2
-# Seconds between two looks of a GPU's worker.
+# As a GPU's worker polls.
 POLL_S = 20e-6
 
 
@@ -53,7 +52,7 @@ def first_line(error: BaseException) -> str:
 
 
 def repeat(sample: Callable[[], Sequence[float]], enough: Enough) -> list[float]:
-    """Samples in microseconds, taken until there are enough."""
+    """Microseconds."""
     samples: list[float] = []
     began = time.perf_counter()
     while not samples or not enough(samples, time.perf_counter() - began):
@@ -62,10 +61,10 @@ def repeat(sample: Callable[[], Sequence[float]], enough: Enough) -> list[float]
 
 
 class StepMemory:
-    """The memory of a step before each launch, as far as launches can run here."""
+    """As far as launches can run here."""
 
     def __init__(self, trace: Trace, launcher: Launcher, device: torch.device, given: Tensors | None) -> None:
-        """`given`: weights, inputs and state by name; without them every launch gets synthetic tensors."""
+        """Without `given` every launch gets synthetic tensors."""
         self._trace, self._launcher, self._device = trace, launcher, device
         self._is_real = given is not None
         self._fresh = fresh(trace, device)
@@ -76,7 +75,7 @@ class StepMemory:
         self._results = [{v.buffer for v in x.outputs if v is not None} for x in trace.launches]
 
     def run(self, launch: int) -> None:
-        """Runs a launch; where it cannot run, later launches get synthetic tensors."""
+        """Where a launch cannot run, later launches get synthetic tensors."""
         if not self._is_fed(launch):
             return
         memory = self._memory()
@@ -91,7 +90,7 @@ class StepMemory:
             self._storages.pop(buffer, None)
 
     def copies(self, launch: int, cold: frozenset[int], num: int) -> list[Memory]:
-        """Memory for one launch, `num` times: written buffers copied, cold buffers copied each time."""
+        """Written buffers are copied once, cold buffers each time."""
         base = self._memory() if self._is_fed(launch) else synthetic(self._trace, launch, self._device)
         here = self._given[launch]
         written = {a.buffer for a in self._trace.launches[launch].accesses if a.write or a.atomic} & here
@@ -106,7 +105,7 @@ class StepMemory:
         return copies
 
     def run_all(self) -> None:
-        """The whole step, as a worker or a graph runs it."""
+        """As a worker or a graph runs it."""
         memory = Memory(self._storages, self._fresh)
         for launch in range(len(self._trace.launches)):
             self._launcher.run(launch, memory)
@@ -114,7 +113,7 @@ class StepMemory:
                 memory.free(buffer)
 
     def small_state(self, max_bytes: int) -> list[tuple[Storage, Storage]]:
-        """State of at most that size, each with a copy of its contents."""
+        """Each with a copy of its contents."""
         state = (self._storages[b] for b in self._trace.buffers_of(BufferKind.STATE) if b in self._storages)
         return [(storage, storage.clone()) for storage in state if storage.nbytes() <= max_bytes]
 
@@ -123,7 +122,7 @@ class StepMemory:
         return self._is_real and read <= self._storages.keys()
 
     def _memory(self) -> Memory:
-        # A buffer that is missing is only written: a result that the operator does not allocate.
+        # A missing buffer is only written: a result that the operator does not allocate.
         return Memory(dict(self._storages), self._fresh)
 
     def _bind(self, given: Tensors) -> dict[int, Storage]:
@@ -136,36 +135,30 @@ class StepMemory:
 
 
 class LaunchTimer(ABC):
-    """Times the launches of one trace on one device."""
-
-    # Size of the last-level cache.
+    # Last-level cache.
     cache_bytes: int
 
     def __init__(self, trace: Trace, device: torch.device, own: Own) -> None:
         self._trace, self._device, self._own = trace, device, own
-        # Remarks on where inputs came from.
         self.remarks: tuple[str, ...] = ()
 
     @abstractmethod
     def identity(self) -> dict[str, str]:
-        """What names the device: model, SMs, driver, torch."""
+        """Model, SMs, driver, torch."""
 
     @abstractmethod
     def clock_mhz(self) -> float | None:
-        """The clock under load; None where it cannot be read."""
+        """Under load; None where it cannot be read."""
 
     def run(self, launch: int) -> None:
-        """Runs one launch, so that later ones have its results."""
         with self._guarded():
             self._memory.run(launch)
 
     def time(self, launch: int, cold: frozenset[int], enough: Enough) -> list[float]:
-        """Microseconds of one launch, repeatedly."""
         with self._guarded():
             return self._time(launch, cold, enough)
 
     def whole(self, enough: Enough) -> list[float]:
-        """Microseconds of the whole step, repeatedly."""
         if self._given is None:
             raise CannotTime("the model's own inputs are not there")
         with self._guarded():
@@ -187,7 +180,7 @@ class LaunchTimer(ABC):
     @abstractmethod
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Sets the device up for timing; turns errors of launches into CannotTime."""
+        """Turns errors of launches into CannotTime."""
 
     @abstractmethod
     def _time(self, launch: int, cold: frozenset[int], enough: Enough) -> list[float]: ...
@@ -200,7 +193,7 @@ class LaunchTimer(ABC):
 
 
 class CpuTimer(LaunchTimer):
-    """Some threads of this machine's CPU, as its worker has."""
+    """Threads as its worker has."""
 
     def __init__(self, trace: Trace, own: Own, num_threads: int = 1) -> None:
         super().__init__(trace, torch.device("cpu"), own)
@@ -265,7 +258,7 @@ class CpuTimer(LaunchTimer):
 
 
 def _neighbour() -> subprocess.Popen[bytes]:
-    """A process that polls until its parent ends."""
+    """Polls until its parent ends."""
     code = f"import os, time\nwhile os.getppid() == {os.getpid()}: time.sleep({POLL_S})"
     return subprocess.Popen([sys.executable, "-S", "-c", code])
 

@@ -1,12 +1,12 @@
 """Transport: how the bytes of a transfer get from one worker process to another.
 
-  shm      workers of one machine, some of them CPUs (their default): bytes in shared memory; notices over a
-           link, beside a GPU flags in shared memory, which its graphs set and wait for
+  shm      workers of one machine, some of them CPUs: bytes in shared memory; notices over a link, or beside a
+           GPU flags in shared memory, which its graphs set and wait for
   host     workers of any machines: bytes over the link, which is TCP
   ipc      GPUs of one machine; see `cuda`
   nvshmem  GPUs of any machines; see `cuda`
 
-A transport never blocks the worker's thread. It reports arrived transfers.
+A transport never blocks the worker's thread.
 """
 
 import mmap
@@ -33,11 +33,11 @@ AUTO, SHM, HOST, IPC, NVSHMEM = "auto", "shm", "host", "ipc", "nvshmem"
 NAMES = (AUTO, SHM, HOST, IPC, NVSHMEM)
 # Bytes of a flag.
 WORD = 8
-# Seconds after news in which a worker polls without a pause, and the pause.
+# After news a worker polls without a pause for this long; then the pause.
 SPIN_S, LOOK_S = 2e-3, 50e-6
-# Bytes from which several threads copy faster than one.
+# From here several threads copy faster than one.
 LARGE = 1 << 20
-# Transports whose workers hold one another's memory: all restart when one is lost.
+# Workers hold one another's memory: all restart when one is lost.
 RESTART_TOGETHER = frozenset({NVSHMEM})
 Post = Callable[[Any], None]
 Words = npt.NDArray[np.int64]
@@ -53,8 +53,6 @@ class RunTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferArrived:
-    """The bytes of a transfer are here; times when sent and arrived."""
-
     run: int
     number: int
     start_s: float
@@ -62,7 +60,7 @@ class TransferArrived:
 
 
 def shared_bytes(path: Path, size: int) -> torch.Tensor:
-    """Memory that workers of one machine share under a path of the session's folder."""
+    """Shared by workers of one machine."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)  # raises here rather than faulting later
@@ -89,7 +87,7 @@ def check_name(name: str) -> None:
 
 
 def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
-    """The transport that `auto` means; raises WorkerError if these workers cannot use the given one."""
+    """Resolves `auto`; raises WorkerError if these workers cannot use the transport."""
     check_name(name)
     kinds = {device.kind is DeviceKind.CUDA for device in devices}
     if name == AUTO:
@@ -106,7 +104,7 @@ def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
 
 
 class Transport(ABC):
-    """Transfers to and from one CPU worker; `post` hears of those that arrived."""
+    """`post` hears of transfers that arrived."""
 
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
         self._device, self._links, self._post = setup.device, links, post
@@ -115,7 +113,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
-        """Starts a transfer; `contents` may be overwritten when this returns."""
+        """`contents` may be overwritten when this returns."""
 
     @abstractmethod
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
@@ -125,11 +123,11 @@ class Transport(ABC):
         """A run has begun, whose transfers are polled for."""
 
     def poll(self) -> Sequence[TransferArrived] | None:
-        """Transfers that have arrived without a report; None: none are polled for."""
+        """None: nothing is polled for."""
         return None
 
     def forget(self, run: int, microbatch: int | None) -> None:
-        """Bytes of this run, the last of a microbatch or an older one (None), will not be fetched."""
+        """Bytes of this run will not be fetched. `microbatch`: whose last run it is; None: an older one."""
 
     def load(self, programs: Sequence[Sequence[Program]]) -> None:
         """Adds lanes."""
@@ -141,9 +139,9 @@ class Transport(ABC):
 class Arenas:
     """Shared memory of transfers, in files of the session's folder.
 
-    Each transfer of a program has a fixed place per microbatch, shared by the pair, also after a restart. It
-    is reused by the microbatch's next run, which cannot overtake the last one (`overlap`). Programs that need
-    as much, up to the next power of two, share a file.
+    Each transfer of a program has a fixed place per microbatch, also after a restart. The microbatch's next
+    run, which cannot overtake the last one (`overlap`), reuses it. Programs that need as much, up to the next
+    power of two, share a file.
     """
 
     def __init__(self, setup: Setup, opened: Callable[[torch.Tensor], None] = lambda shared: None) -> None:
@@ -156,7 +154,6 @@ class Arenas:
         self._places: dict[tuple[int, int, int], tuple[dict[int, int], int]] = {}
 
     def place(self, program: Program, microbatch: int, number: int) -> torch.Tensor:
-        """Shared memory of one transfer of one microbatch."""
         found = program.transfers[number]
         key = (found.src, found.dst, id(program))
         if key not in self._places:
@@ -167,13 +164,12 @@ class Arenas:
         return self._shared("arena", found.src, found.dst, stride)[start : start + found.num_bytes]
 
     def flags(self, program: Program, src: int, dst: int, microbatch: int) -> Words:
-        """Flags of a microbatch's transfers, by their numbers."""
+        """By number of the transfer."""
         stride = WORD << (len(program.transfers) - 1).bit_length()
         shared = self._shared("flags", src, dst, stride)[microbatch * stride : (microbatch + 1) * stride]
         return shared.numpy().view(np.int64)
 
     def open(self, programs: Sequence[Program]) -> None:
-        """Opens flags and places of this device."""
         for program in programs:
             for number, found in enumerate(program.transfers):
                 if self._device in (found.src, found.dst):
@@ -181,7 +177,7 @@ class Arenas:
                     self.flags(program, found.src, found.dst, 0)
 
     def fill(self, microbatch: int, value: int, dst: int | None = None, kind: str = "flags") -> None:
-        """Sets all flags of a microbatch, or those towards a device, or ("arena") the words of transfers."""
+        """Sets flags of a microbatch, all or towards a device, or ("arena") the words of transfers."""
         for (found, _, towards, stride), shared in self._arenas.items():
             if found == kind and dst in (None, towards):
                 part = shared.numpy()[microbatch * stride : (microbatch + 1) * stride]
@@ -199,7 +195,7 @@ class Arenas:
 
 
 class SharedMemory(Transport):
-    """Transport `shm` of a CPU worker: bytes in shared memory, a notice over the link."""
+    """Bytes in shared memory, a notice over the link."""
 
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
         self._arenas = Arenas(setup)
@@ -219,10 +215,10 @@ class SharedMemory(Transport):
 
 
 class FlaggedMemory(SharedMemory):
-    """`SharedMemory` beside a GPU: flags in place of notices, polled while a run waits."""
+    """Beside a GPU: flags in place of notices, polled while a run waits."""
 
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
-        # Run -> (flags from a peer, transfers from it that have not arrived)
+        # Run -> (flags from a peer, transfers not arrived)
         self._watched: dict[int, list[tuple[Words, set[int]]]] = {}
         self._news_s = 0.0
         super().__init__(setup, links, post)
@@ -276,7 +272,7 @@ class FlaggedMemory(SharedMemory):
 
 
 class OverHost(Transport):
-    """Transport `host`: the bytes follow the frame over the link, and are held until fetched."""
+    """The bytes follow the frame over the link, and are held until fetched."""
 
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
         self._lock = threading.Lock()
@@ -298,7 +294,6 @@ class OverHost(Transport):
             into.numpy()[:] = np.frombuffer(held, dtype=np.uint8)
 
     def forget(self, run: int, microbatch: int | None) -> None:
-        """Drops what arrived for an ended run."""
         with self._lock:
             self._forgotten.add(run)
             for key in [k for k in self._held if k[0] == run]:
@@ -312,7 +307,7 @@ class OverHost(Transport):
         super().arrived(peer, frame, contents)
 
 
-# Transports of a CPU worker by name; a CUDA worker has its own.
+# A CUDA worker has its own.
 OPENERS: dict[str, Callable[[Setup, Links, Post], Transport]] = {SHM: SharedMemory, HOST: OverHost}
 
 

@@ -1,7 +1,7 @@
 """CpuWorker: one process, one CPU device; and the entry of every worker process.
 
 After each launch the queue says which run goes on. Memory is allocated when a program first runs in a
-microbatch, and kept; see `memory`. A worker ends when the engine hangs up, so no worker outlives its engine.
+microbatch, and kept. A worker ends when the engine hangs up, so no worker outlives its engine.
 """
 
 import contextlib
@@ -55,7 +55,6 @@ from tessera.ir import (
 from tessera.ir.host import host_nodes
 from tessera.kernels import PARTS
 
-# Linux flag of an exiting process.
 PF_EXITING = 0x4
 
 
@@ -73,15 +72,15 @@ class CpuWorker(DeviceWorker):
         super().__init__(setup, engine)
         self._queue = Queue()
         self._active: dict[int, _Active] = {}
-        # Orders of microbatches whose previous run has not ended, oldest first.
+        # Their microbatch's previous run has not ended.
         self._waiting: list[Begin] = []
         self._cancelled: set[int] = set()
-        # Microbatch -> its last run.
+        # By microbatch.
         self._last: dict[int, int] = {}
         # Run -> (transfer, start, arrival); transfers may arrive before the order of their run.
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
         self._launchers: list[Launcher] = []
-        # (step, launch) of a part of a mixture -> its scope and the ends of its experts' rows.
+        # Part of a mixture -> its scope and the ends of its experts' rows.
         self._mixtures: dict[tuple[int, int], tuple[str, View]] = {}
         self._memory = WorkerMemory(setup.device)
         # (microbatch, lane, index)
@@ -139,23 +138,22 @@ class CpuWorker(DeviceWorker):
         return [(m, found[2 * m], found[2 * m + 1]) for m in range(len(found) // 2) if found[2 * m] >= 0]
 
     def _go_on(self, job: Job) -> None:
-        """Runs one launch of a job and its transfers, and more while the queue has no choice."""
+        """Runs one launch and its transfers, and more while the queue has no choice."""
         active = self._active[job.ticket]
         while True:
             for instruction in job.turn():
-                if not isinstance(instruction, Free):  # places are kept; see `memory`
+                if not isinstance(instruction, Free):  # places are kept
                     self._note(active.order, job.position - 1)
                     self._issue(instruction, active)
             if len(self._queue) > 1 or not self._engine.is_empty or not job.is_ready:
-                break  # another job, or news
+                break
         if job.is_done:
             self._queue.drop(job.ticket)
             self._finish(self._active.pop(job.ticket))
-        else:  # the next instruction waits
+        else:
             self._note(active.order, job.position - 1)
 
     def _note(self, order: Begin, position: int) -> None:
-        """Records the last issued instruction; -1: none yet."""
         # This order never shows an old run at a new position.
         self._progress[2 * order.microbatch + 1] = position
         self._progress[2 * order.microbatch] = order.run
@@ -172,7 +170,7 @@ class CpuWorker(DeviceWorker):
                 contents = bytes_of(here.memory.get(found.buffer), found.start, found.stop)
                 move = self._transport.send if isinstance(instruction, Send) else self._transport.fetch
                 move(RunTransfer(here.program, order.microbatch, order.run, number), contents)
-            case _:  # see `_go_on`
+            case _:
                 pass
 
     def _launch(self, launch: int, active: _Active) -> None:
@@ -260,7 +258,7 @@ class CpuWorker(DeviceWorker):
 
 
 def mixtures_of(trace: Trace) -> dict[int, tuple[str, View]]:
-    """Part of a mixture of experts -> its scope, and the ends of its experts' rows."""
+    """Part of a mixture -> its scope, and the ends of its experts' rows."""
     found = {}
     for number, launch in enumerate(trace.launches):
         place = PARTS.get(trace.kernel_of(number).name)
@@ -270,12 +268,11 @@ def mixtures_of(trace: Trace) -> dict[int, tuple[str, View]]:
 
 
 def main(pipe: Pipe, folder: str) -> None:
-    """Entry of a local process, which inherits a pipe to its setup."""
     gc.freeze()  # collections pass over what is inherited, whose pages they would copy
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the engine handles it
     # Streams that share a hardware queue wait for one another. Read when CUDA starts, with the first weight.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    with contextlib.suppress(EOFError, OSError):  # the engine is gone
+    with contextlib.suppress(EOFError, OSError):
         _serve_inherited(pipe)
     # Releases shared CUDA tensors: the engine's torch warns at exit about held ones.
     gc.collect()
@@ -298,7 +295,7 @@ def _follow(pipe: Pipe, engine: EngineConnection) -> None:
 
 
 def _clean_up(folder: str) -> None:
-    """Removes the session's folder if the engine, whose process its name has, was killed."""
+    """Removes the session's folder if the engine was killed; its name has the engine's process."""
     pid = os.path.basename(folder).split("-")[1]
     try:
         with open(f"/proc/{pid}/stat") as stat:
@@ -310,7 +307,6 @@ def _clean_up(folder: str) -> None:
 
 
 def serve(setup: Setup, engine: EngineConnection) -> None:
-    """Runs one worker until its engine hangs up; errors are sent to the engine."""
     _take_cores(setup.cluster.devices[setup.device])
     torch.set_grad_enabled(False)
     backend: DeviceWorker | None = None
@@ -318,7 +314,7 @@ def serve(setup: Setup, engine: EngineConnection) -> None:
         backend = _backend(setup, engine)
         backend.loop()
     except (BrokenPipeError, ConnectionResetError):
-        pass  # the engine is gone
+        pass
     except TesseraError as error:
         _tell_failure(engine, error.message, error.remedy)
     except Exception as error:  # noqa: BLE001 - a process boundary: the engine must hear of anything
@@ -355,5 +351,5 @@ def _backend(setup: Setup, engine: EngineConnection) -> DeviceWorker:
 
 
 def _tell_failure(engine: EngineConnection, message: str, remedy: str) -> None:
-    with contextlib.suppress(OSError):  # the engine is gone
+    with contextlib.suppress(OSError):
         engine.tell(Failed(message, remedy))

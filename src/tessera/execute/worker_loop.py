@@ -1,8 +1,6 @@
 """DeviceWorker: the loop that workers of every kind of device share.
 
-The loop takes news (orders from the engine, arrivals from other workers) and otherwise advances the device.
-`worker.CpuWorker` runs instructions itself; `cuda.worker.CudaWorker` launches graphs and looks whether they
-have ended.
+It takes news (orders from the engine, arrivals from other workers) and otherwise advances the device.
 """
 
 import os
@@ -25,15 +23,12 @@ class DeviceWorker(ABC):
     def __init__(self, setup: messages.Setup, engine: EngineConnection) -> None:
         self._setup, self._engine = setup, engine
         engine.leads = True
-        # programs[lane]
         self._programs: list[Sequence[Program]] = []
         self._links = Links(setup, engine.mailbox, engine.post)
         self._links.pages = lambda *news: engine.post(PageNews(*news))
-        # Set by the worker of a kind of device.
         self._pages: PageMover
 
     def loop(self) -> None:
-        """Reports that it is ready, then works until the engine hangs up."""
         self._engine.where = self._where
         self._engine.tell(messages.WorkerReady(time.monotonic(), os.getpid(), self._links.address))
         is_idle = False
@@ -81,42 +76,41 @@ class DeviceWorker(ABC):
 
     @abstractmethod
     def _advance(self) -> bool:
-        """Continues running work; False if only news can continue it."""
+        """False if only news can continue the work."""
 
     def _prepare(self) -> bool:
-        """Does some of the work that can wait; False if there is none."""
+        """Does work that can wait; False if there is none."""
         return False
 
     def _begin(self, order: messages.Begin) -> None:
-        """Starts a run, or queues it."""
+        """Starts or queues a run."""
 
     def _give(self, late: messages.LateInputs) -> None:
         """Lets an open run go on."""
 
     def _cancel(self, run: int) -> None:
-        """Ends a run that will never be complete."""
+        """The run will never be complete."""
 
     def _clear(self, microbatch: int, lane: int) -> None:
-        """Sets the state of a microbatch to zeros, except pages of its home."""
+        """Zeroes a microbatch's state, except pages of its home."""
 
     def _load(self, new: messages.LoadLanes) -> None:
-        """Adds lanes and their new steps."""
+        """Adds lanes and steps."""
 
     def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
-        """Frees memory of lanes, and the pages of homes."""
+        """Frees their memory."""
 
     @property
     def _live(self) -> list[Program]:
-        """Programs of all lanes that were not dropped."""
         dropped = set(self._setup.dropped)
         return [p for lane, programs in enumerate(self._programs) if lane not in dropped for p in programs]
 
     def _relink(self, device: int, epoch: int) -> None:
-        """The link to a peer is new."""
+        """The link is new."""
 
     @abstractmethod
     def _where(self) -> list[tuple[int, int, int]]:
-        """(microbatch, run, position) of every run in progress; called by another thread."""
+        """(microbatch, run, position) of every active run; called by another thread."""
 
     def close(self) -> None:
         self._links.close()

@@ -1,9 +1,8 @@
 """WorkerStepper: a `stepper.Stepper` over one worker process per device.
 
-Orders go out in the same order on every device (`runs`). When a device is lost, the microbatches whose lane
-uses it are closed and the hub restarts its worker. When a run is late, workers are asked for their positions:
-one that is silent, or that the others wait for, is lost. If one has sent what another waits for, the link was
-cut: it is reopened, and only runs over it restart.
+When a run is late, workers are asked for their positions: one that is silent, or that the others wait for, is
+lost; its microbatches are closed and the hub restarts it. If one has sent what another waits for, the link
+was cut: it is reopened, and only runs over it restart.
 """
 
 import time
@@ -35,13 +34,11 @@ from tessera.execute.stepper import (
 from tessera.execute.transport import AUTO, resolve
 from tessera.ir import BufferKind, Graph, Plan, Program, Recv, Send
 
-# Makes the hub of workers that are not local processes.
 MakeHub = Callable[[Sequence[messages.Setup]], Hub]
-# Seconds that a worker has to report its position; a separate thread answers.
+# For a worker's position; a separate thread answers.
 ANSWER_S = 3.0
-# Consecutive losses during the start that end it.
 MAX_STARTS = 3
-# Consecutive cuts of a link, without a step over it, after which losses count against requests.
+# Cuts of a link in a row, without a step over it, after which losses count against requests.
 MAX_CUTS = 2
 REMEDY = "Check the memory of this machine, then run again."
 # Run -> position of the last issued instruction; -1: none yet.
@@ -50,12 +47,11 @@ Positions = Mapping[int, int]
 
 @dataclass
 class _Inquiry:
-    """Workers asked for their positions because a run is late or a link was cut."""
+    """Workers asked for their positions."""
 
     asked: set[int]
     # -1: about a link.
     run: int = -1
-    # Ends of the link, and the complaint.
     ends: tuple[int, int] | None = None
     why: str = ""
     told: dict[int, Positions] = field(default_factory=dict)
@@ -63,13 +59,10 @@ class _Inquiry:
 
 
 class WorkerStepper(Runs):
-    """A stepper over worker processes; a context manager, ready when all workers are.
+    """A context manager, ready when all workers are.
 
-    microbatches  most open at once; default: as many as the plans have
-    transport     how bytes travel between workers; see `transport`
     timeout_s     limit of a step, after which the device that blocks it is lost; None: none
-    hub           makes the hub; default: local processes
-    max_failures  consecutive failures after which a device is given up; None: never
+    max_failures  failures in a row after which a device is given up; None: never
     """
 
     def __init__(
@@ -104,7 +97,7 @@ class WorkerStepper(Runs):
         # Link -> (run, device) cancelled when it was reopened: until they end, complaints are about the old
         # link.
         self._stale: dict[tuple[int, int], set[tuple[int, int]]] = {}
-        # Link -> consecutive cuts without a step over it.
+        # In a row, without a step over the link.
         self._cuts: Counter[tuple[int, int]] = Counter()
 
     def __enter__(self) -> "WorkerStepper":
@@ -120,7 +113,6 @@ class WorkerStepper(Runs):
         self.hub.stop()
 
     def load(self, plans: Sequence[Plan]) -> None:
-        """Sends the programs of other plans to the workers; open microbatches continue."""
         if max(plan.microbatches for plan in plans) > self.microbatches:
             raise MismatchError(
                 f"there are {self.microbatches} microbatches only", "Plan with fewer (--microbatches)."
@@ -141,7 +133,6 @@ class WorkerStepper(Runs):
         self._drop_lanes([messages.LoadLanes(tuple(map(tuple, lanes)), traces, rows) for rows in us])
 
     def _check_memory(self, plans: Sequence[Plan]) -> tuple[Footprint, ...]:
-        """Footprints of lowered plans; raises if a device lacks memory."""
         needed = footprints(plans, [self._lowered[id(plan)] for plan in plans], self.microbatches)
         check_fits(plans, needed)
         return needed
@@ -155,7 +146,7 @@ class WorkerStepper(Runs):
                     raise MismatchError(message, "Start the workers with a plan for this model.")
 
     def _drop_lanes(self, new: Sequence[messages.LoadLanes] = ()) -> None:
-        """Has workers free lanes of replaced plans, and their pages, once nothing uses them; adds others."""
+        """Frees lanes of replaced plans, and their pages, once nothing uses them."""
         dropped: list[int] = []
         if self.lanes.replaced:
             homes = {home for found in self._moves.under_way for home in found.homes if home is not None}
@@ -164,7 +155,7 @@ class WorkerStepper(Runs):
             self.hub.load(new, dropped)
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
-        """Opens a microbatch; state is sent with the first program that holds it, else it is zeros."""
+        """State is sent with the first program that holds it."""
         if microbatch in self.opened or not 0 <= microbatch < self.microbatches:
             raise TesseraError(f"microbatch {microbatch} is open already, or not one of {self.microbatches}")
         self._open(microbatch, self.lanes.all[lane], state)
@@ -185,8 +176,6 @@ class WorkerStepper(Runs):
         self._drop_lanes()
 
     def _fail_moves(self, microbatches: Collection[int], why: str, gone: Collection[int] = ()) -> None:
-        """Ends moves of closed microbatches, and those over lost devices."""
-
         def is_hit(found: MoveUnderWay) -> bool:
             ends = {found.move.source, found.move.destination}
             return bool(ends & set(microbatches)) or any(
@@ -231,7 +220,6 @@ class WorkerStepper(Runs):
         return time.monotonic()
 
     def _await_all(self) -> None:
-        """Waits until all workers are ready; raises if one reports that it cannot start."""
         waiting = set(range(len(self._names)))
         while waiting:
             news = self.hub.take(None)
@@ -298,7 +286,6 @@ class WorkerStepper(Runs):
         return None if not times or min(times) == float("inf") else min(times)
 
     def _look_at_clock(self) -> None:
-        """Asks about late runs, and decides inquiries whose time is over."""
         next_s = self._next_s()
         if next_s is None or time.monotonic() < next_s:
             return
@@ -372,7 +359,6 @@ class WorkerStepper(Runs):
         self._events.append(DeviceBack(one))
 
     def _lose(self, device: int, what: str, remedy: str = "", is_certain: bool = True) -> None:
-        """Ends a worker and closes the microbatches whose lane uses its device; the hub restarts it."""
         where = self._whereabouts(device)
         lost = self.hub.lose(device)
         place = f"device {self._names[device]}"
@@ -414,7 +400,7 @@ class WorkerStepper(Runs):
 
 
 def _numbered(lanes: Sequence[LoadedLane], lowered: Mapping[int, Programs]) -> list[Sequence[Program]]:
-    """Programs with the numbers of their steps among all plans, and of their homes."""
+    """Steps and homes get their numbers among all plans."""
     return [
         tuple(
             replace(program, step=lane.steps[program.step], home=-1 if lane.home is None else lane.home)
@@ -430,9 +416,7 @@ def _pair(one: int, two: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What blocks a late run."""
-
-    # The blocking device; for a link, the one that waits at its end.
+    # For a link, the device that waits at its end.
     device: int
     # Source of a transfer that was sent and has not arrived: the link is cut.
     source: int | None = None
@@ -443,8 +427,7 @@ class Verdict:
 def judge(program: Program, run: int, missing: Collection[int], told: Mapping[int, Positions]) -> Verdict:
     """Follows the wait-for chain to the device or link that blocks the run.
 
-    missing  devices that have not finished their share
-    told     device -> positions that its worker reports; complete for `missing`
+    `missing`: devices that have not finished their share. `told`: positions that their workers report.
     """
     device = min(missing)
     seen: set[int] = set()

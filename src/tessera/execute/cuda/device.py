@@ -3,7 +3,7 @@
 A device is a whole card, a part (`cuda:N/sm=K`), or a card with another GPU's times (`cuda:N/as=GPU`). Every
 process cuts a card alike: the driver splits it once into groups of a fixed size (say 15 of 8 SMs) and a rest
 (12). A part is groups, and one part may take the rest; other sizes are refused with the possible ones. Parts
-share memory, caches and bandwidth: a test bed for unlike devices.
+share memory, caches and bandwidth.
 
 Streams and partitions are kept for the process and lent to one `GpuDevice` at a time, because libraries keep
 a workspace per stream.
@@ -29,12 +29,12 @@ class Partition:
     context: ctypes.c_void_p
 
     def stream(self, priority: int = 0) -> torch.cuda.Stream:
-        """A new stream whose kernels, also in graphs, run on these SMs only."""
+        """Its kernels, also in graphs, run on these SMs only."""
         return driver.green_stream(self.ordinal, self.context, priority)
 
 
 class GpuDevice:
-    """An open device; `close` returns its streams."""
+    """`close` returns its streams."""
 
     def __init__(self, devices: Sequence[Device], number: int) -> None:
         self.record, self.number = devices[number], number
@@ -51,7 +51,7 @@ class GpuDevice:
         return self._borrow((id(part), priority), lambda: part.stream(priority))
 
     def plain_stream(self, priority: int = 0) -> torch.cuda.Stream:
-        """A private stream of the whole card."""
+        """On the whole card."""
         return self._borrow(
             ("plain", self.ordinal, priority), lambda: driver.new_stream(self.ordinal, priority)
         )
@@ -84,14 +84,14 @@ class GpuDevice:
         return stream
 
 
-# Unused streams, by what they are bound to.
+# By what they are bound to.
 _FREE: dict[Hashable, list[torch.cuda.Stream]] = {}
-# Parts of cards by (ordinal, sizes).
+# By (ordinal, sizes).
 _PARTS: dict[tuple[int, tuple[int, ...]], list[Partition]] = {}
 
 
 def _part(devices: Sequence[Device], number: int) -> Partition | None:
-    """A device's part of its card; None if it is the whole card."""
+    """None if it is the whole card."""
     if not devices[number].num_sms:
         return None
     ordinal = devices[number].ordinal
@@ -111,7 +111,7 @@ def check_device(device: Device, num_gpus: int) -> None:
 
 
 def cut(ordinal: int, sizes: Sequence[int]) -> list[Partition]:
-    """Partitions of these sizes, in this order, that share no SM."""
+    """In this order; they share no SM."""
     groups, rest = driver.split_sms(driver.all_sms(ordinal))
     pieces = [*groups, *([rest] if rest.num_sms else [])]
     chosen = divide([g.num_sms for g in groups], rest.num_sms, sizes, f"cuda:{ordinal}")
@@ -122,7 +122,7 @@ def cut(ordinal: int, sizes: Sequence[int]) -> list[Partition]:
 
 
 def divide(groups: Sequence[int], rest: int, sizes: Sequence[int], place: str) -> list[tuple[int, ...]]:
-    """Pieces of each size: indices of groups, and `len(groups)` for the rest."""
+    """Indices of groups, and `len(groups)` for the rest."""
     whole = sum(groups) + rest
     if sum(sizes) > whole:
         message = f"parts of {', '.join(map(str, sizes))} SMs do not fit the {whole} of the card"

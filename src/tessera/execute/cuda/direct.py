@@ -7,8 +7,6 @@ graphs that send there are captured again.
 `Nvshmem`: put-with-signal on streams, with the library that torch brings. Workers are processing elements;
 inboxes are one symmetric allocation. Elements cannot rejoin: when one is lost, all are restarted. Two
 elements on one card need CUDA MPS with `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` set to their share.
-
-`transports` lists what is usable, and why others are not.
 """
 
 import ctypes
@@ -30,9 +28,8 @@ from tessera.execute.engine_connection import EngineConnection, OwnerGone, key_o
 from tessera.execute.messages import Setup
 from tessera.execute.transport import WORD
 
-# Seconds to wait for a peer's handle.
 MEET_S = 120.0
-# Writes to flags in one call of the driver, which takes at most 256.
+# The driver takes at most 256.
 MAX_OPS = 128
 ID_BYTES = 128
 _BY_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
@@ -89,7 +86,6 @@ class DirectTransport(GpuTransport):
 class Ipc(DirectTransport):
     def __init__(self, setup: Setup, ordinal: int, store: EngineConnection) -> None:
         super().__init__(setup, ordinal, store)
-        # Earlier starts of every device's worker.
         self._epochs = list(setup.epochs)
 
     def _allocate(self) -> None:
@@ -124,7 +120,7 @@ class Ipc(DirectTransport):
         return True
 
     def close(self) -> None:
-        """Closes peers' inboxes; the own ones end with the process, since peers may still write to them."""
+        """The own inboxes end with the process, since peers may still write to them."""
         self._close({device for device, _ in self._bases if device != self._device})
 
     def _close(self, devices: Collection[int]) -> None:
@@ -171,7 +167,7 @@ class _Attributes(ctypes.Structure):
 
 @functools.cache
 def library_path() -> Path | None:
-    """Path of torch's copy of the library; None if it has none."""
+    """torch's copy of the library."""
     folder = Path(torch.__file__).parent.parent / "nvidia" / "nvshmem" / "lib"
     return next(iter(sorted(folder.glob("libnvshmem_host.so*"))), None)
 
@@ -261,10 +257,8 @@ class Nvshmem(DirectTransport):
 @dataclass(frozen=True, slots=True)
 class TransportState:
     name: str
-    # Devices that it joins, for people.
     joins: str
     is_present: bool
-    # True if usable on this machine.
     is_usable: bool
     why: str
 
@@ -280,7 +274,7 @@ def transports() -> tuple[TransportState, ...]:
 
 
 def chosen(found: tuple[TransportState, ...]) -> dict[str, str | None]:
-    """The choice of `--transport auto`."""
+    """For `--transport auto`."""
     has_gpus = any(state.name == "ipc" and state.is_present for state in found)
     gpus = "ipc" if any(state.name == "ipc" and state.is_usable for state in found) else "host"
     return {

@@ -1,25 +1,22 @@
 """Graphs: one device's weights for some programs, and memory and CUDA graphs per microbatch.
 
 `ShareGraph` is one device's share of one program, captured for one microbatch as one CUDA graph with
-launches, sends and waits (see `transport`), so a run is one call. Without transfers and fetches it is two
-graphs, the second from the first launch that reads a late input, so that the first need not wait for it. The
-capture forks from the microbatch's stream: launches go to a compute stream in program order, sends to a
-stream per destination.
+launches, sends and waits (see `transport`). Without transfers and fetches it is two graphs: the first need
+not wait for late inputs. Launches go to a compute stream in program order, sends to a stream per destination.
 
     a send waits for the launches issued before it, its producer among them;
     a receive makes the compute stream wait for the flag, right before the first launch that reads it;
     a launch waits for the sends whose bytes it overwrites;
-    weights that are fetched are copied from page-locked memory by a stream of their own, which waits for the
-    launch that used their place before; their launch waits for them.
+    a fetch copies page-locked weights on its own stream, after the launch that used their place before; their
+    launch waits for it.
 
 Memory that a send reads is kept until the whole program is issued. The launches of a program run once before
-its first capture, without transfers, so that libraries and kernels initialise. This rehearsal has separate,
+its first capture, without transfers, so that libraries and kernels initialise. This rehearsal has its own
 zeroed state, since a microbatch may be running under another plan; zeros are valid indices.
 
-`DeviceGraphs`: every microbatch has one graph per program, over the same weights, the pages of the program's
-home and its own state; equal programs without transfers share a graph. Graphs are captured one by one by
-`capture_next`, likely ones first, or on first use. Memory is checked before anything is allocated;
-temporaries come on top, in the graphs' pools. Without a transport it measures steps on one device.
+`DeviceGraphs`: graphs of a microbatch share weights, pages of homes and its own state; equal programs without
+transfers share a graph. `capture_next` captures likely graphs first; others are captured on first use. Memory
+is checked before allocation, except temporaries in the graphs' pools.
 """
 
 from collections import deque
@@ -57,7 +54,7 @@ from tessera.execute.memory import (
 from tessera.ir import SLOTS, BufferKind, Cluster, Fetch, Free, Program, Recv, Region, Run, Send, Trace
 
 Tensors = Mapping[str, torch.Tensor]
-# Bytes of a copy of fetched weights. Copies of 4 MB hold up values of other streams until all are done.
+# Copies of 4 MB hold up values on other streams until all are done.
 PIECE_BYTES = 1 << 20
 # Step -> compiled objects by kernel.
 Kernels = Mapping[int, Mapping[int, Launchable]]
@@ -65,7 +62,7 @@ Kernels = Mapping[int, Mapping[int, Launchable]]
 
 @dataclass(frozen=True)
 class InputArena:
-    """Inputs of one step in one piece of memory, so that one copy brings them all."""
+    """One copy brings all inputs of a step."""
 
     contents: torch.Tensor
     # Name -> (offset, bytes).
@@ -74,17 +71,16 @@ class InputArena:
 
 @dataclass
 class MicrobatchBuffers:
-    """Memory and streams of a microbatch on one device, shared by its graphs."""
+    """Shared by the microbatch's graphs."""
 
     number: int
     origin: Any
     # Is it for short steps -> stream.
     compute: Mapping[bool, Any]
-    # Destination -> stream.
+    # By destination.
     sends: Mapping[int, Any]
-    # Copies of fetched weights.
     fetching: Any
-    # Shared by the microbatch's graphs, which never run concurrently.
+    # Its graphs never run concurrently.
     pool: Any
     # Address of the pinned word with its graph's position.
     mark: int = 0
@@ -94,8 +90,6 @@ class MicrobatchBuffers:
 
 
 class ShareGraph:
-    """A captured share; `replay` runs it on the current stream."""
-
     def __init__(
         self,
         program: Program,
@@ -106,7 +100,7 @@ class ShareGraph:
         is_short: bool = False,
         is_rehearsed: bool = False,
     ) -> None:
-        """`number`: the program's number in the transport. `base`: initial buffers, and weights to fetch."""
+        """`number`: of the program in the transport. `base`: initial buffers, and weights to fetch."""
         device, trace = graphs.device, graphs.traces[program.step]
         slots = graphs.state.slots(room.number, program)
         self._is_rehearsed = is_rehearsed
@@ -117,7 +111,7 @@ class ShareGraph:
         self._compute = room.compute[is_short]
         column = program.instructions[device.number]
         self._sends = sorted({program.transfers[x.transfer].dst for x in column if isinstance(x, Send)})
-        # A row per launch, then per transfer; only timed ones are written.
+        # A row per launch, then per transfer.
         rows = len(trace.launches) + len(program.transfers)
         is_timed = bool(self._pace.launches or self._pace.transfers)
         self.records = torch.zeros(
@@ -126,12 +120,11 @@ class ShareGraph:
         self.outputs: dict[str, torch.Tensor] = {}
         late = late_at(trace, program, device.number)
         is_cut = 0 < late < len(column) and not program.transfers and not slots
-        # Positions of its parts' instructions.
         self._parts = [range(late), range(late, len(column))] if is_cut else [range(len(column))]
         self._graphs = self._capture()
 
     def replay(self) -> dict[str, torch.Tensor]:
-        """Launches everything; outputs and state are overwritten."""
+        """Overwrites outputs and state."""
         self.begin()
         return self.finish()
 
@@ -172,7 +165,7 @@ class ShareGraph:
         return graph
 
     def issue(self, is_rehearsal: bool = False) -> dict[str, torch.Tensor]:
-        """Issues everything once; a rehearsal has no sends, waits or times."""
+        """A rehearsal has no sends, waits or times."""
         issue = _Issue(self, is_rehearsal)
         for part in self._parts:
             issue.run(part)
@@ -201,7 +194,7 @@ class _Issue:
         }
 
     def run(self, part: range) -> None:
-        """Forks from the microbatch's stream, issues the instructions at these positions, joins."""
+        """Forks from the microbatch's stream, and joins."""
         start = _mark(self._room.origin)
         fetching = [self._room.fetching] if self._share._slots else []
         for stream in (self._compute, *self._links.values(), *fetching):
@@ -249,7 +242,7 @@ class _Issue:
                 self._memory.free(buffer)
 
     def _fetch(self, launch: int) -> None:
-        """Copies in pieces, so that values that arrive meanwhile wait for one piece at most."""
+        """Values that arrive meanwhile wait for one piece at most."""
         stream = self._room.fetching
         stream.wait_event(_mark(self._compute))
         for buffer, place in self._memory.slots[launch].items():
@@ -260,7 +253,6 @@ class _Issue:
         self._fetched[launch] = _mark(stream)
 
     def _put_zero_state(self, launch: int) -> list[int]:
-        """Replaces the state that a launch names by zeros."""
         trace = self._share.trace
         named = {view.buffer for view in trace.launches[launch].views}
         named |= {access.buffer for access in trace.launches[launch].accesses}
@@ -341,9 +333,9 @@ class _Issue:
         return found
 
     def _due(self) -> torch.Tensor | None:
-        """Record of the last launch if it must end before a send begins; None if it has ended.
+        """Record of the last launch if a send must wait for its end.
 
-        The compute stream does not wait, so that a launch behind a send keeps its turn.
+        The compute stream does not wait: a launch behind a send keeps its turn.
         """
         if self._chain is not None and self._chain.keeps_time:
             return self._chain.open
@@ -351,7 +343,6 @@ class _Issue:
         return None
 
     def _settle(self) -> None:
-        """Makes the compute stream wait until its last launch is due."""
         if self._chain is not None:
             with torch.cuda.stream(self._compute):
                 self._chain.settle()
@@ -365,7 +356,7 @@ class _Issue:
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event after the work issued so far; waiting for it in a capture adds a graph edge."""
+    """Waiting for it in a capture adds a graph edge."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
@@ -385,8 +376,8 @@ def own_workspaces() -> Iterator[None]:
 
     torch keeps one workspace per cuBLAS handle and stream, which captured products name. Clearing it
     (torch.compile with CUDA graphs does) frees memory that the graph still writes to. So workspaces are
-    cleared before and after a capture, while the captured streams are idle. Not handled: other CUDA graphs
-    that use a common workspace.
+    cleared before and after a capture, while its streams are idle. Not handled: other CUDA graphs that share
+    a workspace.
     """
     clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is None:  # a torch without CUDA
@@ -400,8 +391,6 @@ def own_workspaces() -> Iterator[None]:
 
 
 class DeviceGraphs:
-    """Graphs of one device; `close` frees everything."""
-
     def __init__(
         self,
         cluster: Cluster,
@@ -416,20 +405,18 @@ class DeviceGraphs:
         is_profiled: bool = False,
         transport: Callable[[GpuDevice], GpuTransport] | None = None,
     ) -> None:
-        """`us[step][launch]`: modelled time on this device. `kernels`: compiled objects for its GPU.
-
-        `scale`: see `pace`. `is_profiled`: stamp every launch and send, a few microseconds each.
+        """`us[step][launch]`: modelled time here. `scale`: see `pace`. `is_profiled`: stamp every launch and
+        send, a few microseconds each.
         """
         self.device = GpuDevice(cluster.devices, number)
         self.cluster, self.num_microbatches, self._weights = cluster, num_microbatches, weights
         self.state = DeviceState(number, self.device.card)
-        # By step.
         self.traces = self.state.traces
         self._us: list[Sequence[float]] = []
         self.launchers: list[Launcher] = []
         self.add_steps(traces, us, kernels)
         self._resident: dict[object, Storage] = {}
-        # Weights in page-locked memory, by address.
+        # By address.
         self._locked: dict[int, Storage] = {}
         card = self.device.card
         self.transport = transport(self.device) if transport is not None else None
@@ -442,14 +429,11 @@ class DeviceGraphs:
         self._numbers: dict[object, int] = {}
         self._shared: list[int] = []
         self._buffers: list[MicrobatchBuffers] = []
-        # Position of each microbatch's graph, written by the graph: 1 + the receive it waits at, 2 + the
-        # receive it passed.
+        # Positions of the graphs: 1 + the receive it waits at, 2 + the receive it passed.
         self.marks = driver.pinned((num_microbatches,), torch.int32)
         # (microbatch, program)
         self._graphs: dict[tuple[int, int], ShareGraph] = {}
-        # Graphs that `capture_next` has still to capture, likely ones first.
         self._missing: deque[tuple[int, int]] = deque()
-        # Programs whose launches have run once, and programs that are never used again.
         self._rehearsed: set[int] = set()
         self._dropped: set[int] = set()
 
@@ -465,7 +449,7 @@ class DeviceGraphs:
     def add(self, programs: Sequence[Program], is_dropped: bool = False) -> list[int]:
         """Allocates for the programs of a lane; returns their numbers, which the transport shares.
 
-        `is_dropped`: the lane is never used; only its places in the transport are kept.
+        `is_dropped`: only its places in the transport are kept.
         """
         first = len(self._programs)
         if is_dropped:
@@ -474,7 +458,6 @@ class DeviceGraphs:
             self._check_memory(programs)
         self._programs += programs
         for number, program in enumerate(programs, first):
-            # Equal programs without transfers share the first one's graph.
             step = (program.step, program.home, program.instructions, program.weights)
             key = (step, program.homes, program.outputs)
             self._shared.append(number if program.transfers else self._numbers.setdefault(key, number))
@@ -490,7 +473,6 @@ class DeviceGraphs:
         return list(range(first, len(self._programs)))
 
     def drop(self, numbers: Collection[int], homes: Collection[int]) -> None:
-        """Frees graphs and inputs of programs, and the pages of homes."""
         self._dropped |= set(numbers)
         live = self._live()
         graphs, steps = {self._shared[n] for n in live}, {self._programs[n].step for n in live}
@@ -516,14 +498,14 @@ class DeviceGraphs:
         return self._buffers[microbatch]
 
     def graph(self, microbatch: int, number: int) -> ShareGraph | None:
-        """Graph of a program in a microbatch; None if this device has no share."""
+        """None if this device has no share."""
         key = (microbatch, self._shared[number])
         if key not in self._graphs and self._has_share(self._programs[number]):
             self._graphs[key] = self._capture(self._buffers[microbatch], number)
         return self._graphs.get(key)
 
     def capture_next(self) -> bool:
-        """Captures one missing graph; False if there is none."""
+        """False if none is missing."""
         while self._missing:
             microbatch, number = self._missing.popleft()
             if (microbatch, self._shared[number]) not in self._graphs:
@@ -535,7 +517,7 @@ class DeviceGraphs:
         return False
 
     def _list_missing(self) -> None:
-        """Lists the missing graphs: of early microbatches first, then the extreme sizes of steps."""
+        """Early microbatches first, then the extreme sizes of steps."""
 
         def rank(number: int) -> tuple[int, int]:
             place = sizes.index(self._size(number))
@@ -552,12 +534,11 @@ class DeviceGraphs:
         )
 
     def _size(self, number: int) -> int:
-        """Tokens of a program's step."""
         step = self.traces[self._programs[number].step].step
         return step.batch * step.context
 
     def relink(self, peer: int, epoch: int) -> None:
-        """The link to a peer is new; drops graphs that must be captured again."""
+        """Drops graphs that must be captured again."""
         if self.transport is None or not self.transport.relink(peer, epoch):
             return
         mine = self.device.number
@@ -590,7 +571,7 @@ class DeviceGraphs:
         return made
 
     def _is_short(self, step: int) -> bool:
-        """True if a step takes less than half as long as the longest; it gets priority."""
+        """Less than half the longest step's time: it gets priority."""
         totals = [sum(row) for row in self._us]
         return bool(totals) and 2 * totals[step] < max(totals)
 
@@ -608,7 +589,7 @@ class DeviceGraphs:
         return base
 
     def _state_buffers(self, program: Program) -> list[int]:
-        """State that lives on this device in a program, or moves from or to it."""
+        """State that lives here, or moves from or to here."""
         number = self.device.number
         found = {buffer for buffer, home in program.homes if home == number}
         for at, transfer in enumerate(program.transfers):
@@ -629,7 +610,6 @@ class DeviceGraphs:
         return self._resident[key]
 
     def _pinned(self, step: int, index: int) -> Storage:
-        """A weight in page-locked memory."""
         storage = storage_of(self.traces[step].buffers[index], self._weights)
         if storage.device.type == "cpu" and storage.data_ptr() not in self._locked:
             driver.pin(bytes_of(storage, 0, storage.nbytes()))
@@ -654,7 +634,7 @@ class DeviceGraphs:
         return MicrobatchBuffers(number, *streams, torch.cuda.graph_pool_handle(), mark)
 
     def _allocate_for(self, room: MicrobatchBuffers, program: Program) -> None:
-        """Allocates zeros, which are valid indices."""
+        """Zeros are valid indices."""
         trace, card = self.traces[program.step], self.device.card
         for index in self._state_buffers(program):
             self.state.buffer(room.number, program, index)
@@ -705,7 +685,7 @@ class DeviceGraphs:
 
 
 def refuse_generators(trace: Trace) -> None:
-    """Raises for random numbers: the generator's state would have to live in the graph."""
+    """The generator's state would have to live in the graph."""
     drawn = [b.name for b in trace.buffers if b.is_generator]
     if drawn:
         message = f"the {trace.step.kind} step draws random numbers ({', '.join(drawn)})"
@@ -713,7 +693,7 @@ def refuse_generators(trace: Trace) -> None:
 
 
 def priority(microbatch: int, is_short: bool, least: int, greatest: int) -> int:
-    """Stream priority of a microbatch's launches: short steps first, then by microbatch.
+    """Short steps first, then by microbatch.
 
     With equal priorities all microbatches advance in step, and the devices of a pipeline take turns instead
     of overlapping.

@@ -23,11 +23,10 @@ from tessera.execute.messages import LinkFrame, Setup
 from tessera.execute.transport import WORD, Arenas
 from tessera.ir import Program, Trace
 
-# Seconds between two looks at the flags of runs in flight.
 LOOK_S = 20e-6
-# Most runs with transfers that arrived before the run began.
+# Runs with transfers that arrived before the run began.
 MAX_EARLY = 4096
-# Cancelled runs remembered, to drop their late transfers.
+# To drop late transfers of cancelled runs.
 REMEMBERED = 4096
 
 
@@ -102,11 +101,11 @@ class Host(_Staged):
         # be sent.
         self._runs: dict[int, tuple[int, int]] = {}
         self._current: dict[int, int] = {}
-        # Runs in flight, and runs ended: after each end the flags are checked once more.
+        # After each end the flags are checked once more.
         self._in_flight: set[int] = set()
         self._num_ended = 0
         self._cancelled: dict[int, None] = {}
-        # Run that has not begun here -> transfers that have arrived for it.
+        # Arrived before the run began here.
         self._early: dict[int, list[tuple[LinkFrame, memoryview]]] = {}
         self._changed = threading.Condition()
         self._is_closed = False
@@ -158,7 +157,6 @@ class Host(_Staged):
             self._changed.notify_all()
 
     def reset(self, microbatch: int, program: int) -> None:
-        """Clears flags of this device and of its sends."""
         for device in range(len(self._mirrors)):
             self._fill(microbatch, 0, device)
 
@@ -206,7 +204,7 @@ class Host(_Staged):
                 time.sleep(LOOK_S)
 
     def _send_flagged(self, mirror: _Mirror, dst: int) -> bool:
-        """Sends what graphs have flagged, older runs first; True if there was something."""
+        """Older runs first; True if there was something."""
         found = np.flatnonzero(mirror.flags.copy())  # graphs set flags meanwhile
         flagged = []
         for word in found.tolist():

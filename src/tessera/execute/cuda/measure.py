@@ -36,30 +36,26 @@ from tessera.ir import (
 
 Tensors = Mapping[str, torch.Tensor]
 T = TypeVar("T")
-# Least time of a launch.
 FLOOR_US = 0.5
 REPEATS = 15
-# Repeats while other devices are loaded.
+# While other devices are loaded.
 BESIDE = 9
-# Between two timed replays.
 PAUSE_US = 2000.0
-# Sleep of the GPU before a timed replay, so that the launch is queued when the clock starts.
+# The GPU sleeps before a timed replay, so that the launch is queued when the clock starts.
 SLEEP_CYCLES = 200_000
 
 
 @dataclass(frozen=True)
 class StepTimes:
     whole_us: float
-    # Cost of a stamp.
     stamp_us: float
-    # Per launch: microseconds and relative error.
+    # (microseconds, relative error)
     launches: tuple[tuple[float, float], ...]
-    # The step with the rest of the card idle.
+    # With the rest of the card idle.
     alone_us: float = 0.0
 
 
 def whole_plan(unit: WorkUnit, cluster: Cluster, device: int) -> Plan:
-    """Everything on one device, one microbatch."""
     placement = Placement(tuple((device,) * len(g.trace.launches) for g in unit.graphs))
     return Plan(
         unit, cluster, (), Objective.LATENCY, "single", (Lane(placement, 1.0),), 1, 0.0, 0.0, 0.0, 0.0
@@ -67,7 +63,7 @@ def whole_plan(unit: WorkUnit, cluster: Cluster, device: int) -> Plan:
 
 
 class UnitOnDevice:
-    """A work unit on one device, in this process; a context manager."""
+    """In this process."""
 
     def __init__(
         self,
@@ -108,7 +104,7 @@ class UnitOnDevice:
         return graph
 
     def run(self, request: Request) -> list[dict[str, torch.Tensor]]:
-        """Runs one request, which fills the memory for timing."""
+        """Fills the memory for timing."""
         room, found = self._graphs.buffers(0), list[dict[str, torch.Tensor]]()
         state = {name: storage for (_, name, _), storage in self._graphs.state.own.items()}
         with torch.no_grad(), torch.cuda.stream(self.stream):
@@ -127,7 +123,7 @@ class UnitOnDevice:
         return found
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Flat bytes by name."""
+        """Flat bytes."""
         held = self._graphs.state.own
         return {name: bytes_of(s, 0, s.nbytes()).clone() for (_, name, _), s in held.items()}
 
@@ -158,7 +154,7 @@ def measure(
 
 
 def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | None = None) -> TimeScale:
-    """Time scale of a plan on dilated devices; 1 if none is dilated."""
+    """1 if no device is dilated."""
     devices = plan.cluster.devices
     if not any(d.is_dilated for d in devices):
         return TimeScale(1.0, 1.0, 0, 0)
@@ -171,7 +167,7 @@ def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | 
 
 
 def without_stamps(whole_us: float, samples: Sequence[Sequence[float]], alone_us: float = 0.0) -> StepTimes:
-    """Launch times from stamped samples[launch], so that they add up to the whole step."""
+    """Launch times that add up to the whole step."""
     raw = [statistics.median(row) for row in samples]
     low, high = 0.0, max(raw, default=0.0)
     for _ in range(50):
@@ -230,8 +226,6 @@ def _timed(
 
 
 class CardLoad:
-    """Keeps the other devices of a card busy."""
-
     def __init__(
         self, all_devices: Sequence[UnitOnDevice], device: int, alone_us: Sequence[Sequence[float]]
     ) -> None:
@@ -255,7 +249,6 @@ class CardLoad:
 def _replays(
     whole: UnitOnDevice, step: int, repeats: int, load: CardLoad | None, replay: Callable[[ShareGraph], T]
 ) -> list[T]:
-    """Results of repeated replays of one step's graph, alone or beside other work."""
     graph = whole.graph(step)
     if load is not None:
         load.keep_busy(step, repeats)
@@ -267,8 +260,6 @@ def _replays(
 
 
 def replay_us(whole: UnitOnDevice, step: int, repeats: int = REPEATS, load: CardLoad | None = None) -> float:
-    """Median time of one step's graph, alone or beside other work."""
-
     def timed(graph: ShareGraph) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(SLEEP_CYCLES)

@@ -1,27 +1,26 @@
 """Pace: which launches and sends of one device keep modelled time, and for how long.
 
-A dilated device (`cuda:N/as=GPU`) runs each launch and lets it end when it would have ended on another GPU,
-one at a time, in the order of `execute.schedule`; a throttled link serves first come, first served. In a
-profiled graph everything else is stamped. Links of a group share a bus only among one device's sends.
+A dilated device (`cuda:N/as=GPU`) ends each launch when it would have ended on another GPU, one at a time, in
+the order of `execute.schedule`; a throttled link serves first come, first served. A profiled graph stamps
+everything else. Links of a group share a bus only among one device's sends.
 
-Where the card itself is too slow, the whole run is slowed by the time scale: the least factor at which
-launches of 99 % of the modelled time are met while every device of the card is busy. Modelled rate = measured
-rate x scale.
+Where the card itself is too slow, the time scale slows the whole run: the least factor at which launches of
+99 % of the modelled time are met while every device of the card is busy. Modelled rate = measured rate x
+scale.
 
 `PaceKernel` (`pace.ptx`) is a one-thread kernel before and after every launch. A record is four words: start,
-due time, real end (nanoseconds of %globaltimer), and one spare. One call does two things, each optional:
+due time, real end (nanoseconds of %globaltimer), spare. One call does two things, each optional:
 
     leave   waits until the previous record's due time (plus `extra`), and writes the real end;
-    enter   takes the next place in the queue of a device or link: start = max(now - slack, when it is free),
-            end = start + hold, and the device is taken until then. Without a queue, start is now.
+    enter   takes the next place in a queue: start = max(now - slack, when it is free), end = start + hold.
 
 A queue is a word that says until when it is taken and, for a device, one word per microbatch: the key of the
 launch that waits, or zero. The least key goes first: the segment that ends soonest, then the first to come.
-The arrival time in the key, in units of 1,024 ns, wraps every 17 s, when a launch may overtake its equal
+The arrival time in the key, in units of 1,024 ns, wraps every 17 s; then a launch may overtake its equal
 once. A launch that directly follows another sets its key before that one ends.
 
 A kernel waits only for the clock and for running kernels with smaller keys, so every wait ends. The analyzer
-proves that it touches its records and its queue only (`tests/unit/execute/test_cuda_pace_kernel.py`).
+proves that it touches only its records and queue.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,12 +36,11 @@ from tessera.kernels.launch import PtxKernel
 
 # Share of the modelled time whose launches must be met.
 COVERED = 0.99
-# Cost of the two pace kernels around a launch, in microseconds.
+# Both pace kernels of a launch.
 TURN_US = 3.0
 # Delay of a pace kernel, subtracted from every wait.
 SLACK_NS = 1000
 RECORD_WORDS = 4
-# Words of a record: entered, due, ended.
 STARTED, DUE, ENDED = 0, 1, 2
 ENTRY = "tessera_pace"
 PTX = files("tessera.execute.cuda").joinpath("pace.ptx").read_text(encoding="ascii")
@@ -50,7 +48,7 @@ SIGNATURE = (
     ("previous", "*u64"), ("extra_ns", "u64"), ("queue", "*u64"), ("next", "*u64"), ("hold_ns", "u64"),
     ("slack_ns", "u64"), ("places", "u64"), ("place", "u64"), ("key", "u64"), ("lead_ns", "u64"),
 )  # fmt: skip
-# A turn is taken this many nanoseconds before the device is free: the start-up of a launch.
+# A turn is taken this long before the device is free: the start-up of a launch.
 LEAD_NS = 2000
 # Bits of a key: arrival below the time left; the last bit is always set.
 _CAME_BITS = 24
@@ -62,30 +60,26 @@ NO_TURN = (0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class TimeScale:
-    """The common time scale of a run, and what does not keep it."""
-
     factor: float
-    # Share of the modelled time that is met at this factor.
+    # Share of the modelled time met.
     covered: float
-    # (Launch, device) pairs that are not met.
+    # (Launch, device) pairs.
     num_missed: int
     num_launches: int
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """How long a launch or copy occupies its device or link, and its latency."""
-
     hold_ns: int
     extra_ns: int = 0
-    # Launches: time until the device must wait for a transfer or the step ends there.
+    # Time until the device must wait for a transfer or the step ends there.
     left_ns: int = 0
 
 
 def choose_scale(
     targets_us: Sequence[Sequence[float]], own_us: Sequence[float], num_sharing: int
 ) -> TimeScale:
-    """The least factor for targets_us[launch][device], where own_us[launch] is the card's own time."""
+    """`targets_us[launch][device]`; `own_us[launch]`: the card's own time."""
     wanted = []
     for row, own in zip(targets_us, own_us, strict=True):
         for target in row:
@@ -128,17 +122,14 @@ STAMP = Hold(0)
 
 @dataclass(frozen=True)
 class Pace:
-    """Holds of one program; without one there is no pace kernel. A hold without a queue only stamps."""
+    """Without a hold there is no pace kernel. A hold without a queue only stamps."""
 
-    # launch -> hold
     launches: Mapping[int, Hold] = field(default_factory=dict)
-    # transfer -> hold of its link; also of arriving ones, for their latency
+    # Includes arriving ones, for their latency.
     transfers: Mapping[int, Hold] = field(default_factory=dict)
 
 
 class Clockwork:
-    """Queues of one device and the links it sends on, and the pace of its programs."""
-
     def __init__(
         self,
         cluster: Cluster,
@@ -150,16 +141,13 @@ class Clockwork:
         card: torch.device,
         keeps_links: bool = True,
     ) -> None:
-        """`us[step][launch]`: modelled time on this device; empty: real time.
-
-        `keeps_links`: links take their modelled time.
-        """
+        """`us[step][launch]`: modelled time here; empty: real time."""
         self._device, self._us, self._scale, self._is_profiled = device, us, scale, is_profiled
         self._is_dilated = cluster.devices[device].is_dilated
         self._links: Mapping[tuple[int, int], Link] = throttled_links(cluster) if keeps_links else {}
         # Until when the device is taken, and a word per waiting microbatch.
         self.queue = _words(1 + num_microbatches, card) if self._is_dilated else None
-        # Destination -> until when its link is taken.
+        # By destination.
         self.wires: dict[int, torch.Tensor] = {}
         groups: dict[str, torch.Tensor] = {}
         for (src, dst), link in self._links.items():
@@ -202,8 +190,6 @@ def kernel() -> Kernel:
 
 
 class PaceKernel:
-    """The kernel loaded on the current GPU."""
-
     def __init__(self) -> None:
         self._kernel = PtxKernel(kernel(), (1,))
 
@@ -216,7 +202,6 @@ class PaceKernel:
         hold_ns: int,
         turn: Turn = NO_TURN,
     ) -> None:
-        """Leaves one record and enters another, on the current stream."""
         slack = SLACK_NS if queue is not None else 0
         self._kernel(
             (1, 1, 1), [leave, extra_ns, queue, enter, hold_ns, slack, *turn, LEAD_NS if turn[0] else 0]
@@ -226,12 +211,12 @@ class PaceKernel:
 class Chain:
     """Records of one stream of one graph, in launch order.
 
-    A record is left when the next launch enters: one kernel does both. `settle`, or waiting for `open` on
-    another stream, waits for the end before that.
+    One kernel leaves a record and enters the next. `settle`, or waiting for `open` on another stream, waits
+    for the end before that.
     """
 
     def __init__(self, pace_kernel: Any, queue: torch.Tensor | None, place: int = 0) -> None:
-        """`place`: the microbatch of the stream."""
+        """`place`: the microbatch."""
         self._pace_kernel, self._queue, self._place = pace_kernel, queue, place
         # A queue of one word has no waiting places.
         self._places = queue.numel() - 1 if queue is not None else 0
@@ -241,7 +226,7 @@ class Chain:
 
     @property
     def keeps_time(self) -> bool:
-        """False if records are stamps, which are left at once."""
+        """False if records are stamps, left at once."""
         return self._queue is not None
 
     def enter(self, record: torch.Tensor, hold: Hold) -> None:
@@ -250,7 +235,7 @@ class Chain:
         self.open, self._extra_ns = record, 0
 
     def arrive(self, record: torch.Tensor, extra_ns: int) -> None:
-        """The next launch starts no earlier than `extra_ns` after the end of a copy's record."""
+        """The next launch starts `extra_ns` after the end of a copy's record, or later."""
         self.settle()
         self.open, self._extra_ns = record, extra_ns
 
@@ -262,5 +247,5 @@ class Chain:
 
 
 def key_of(hold: Hold) -> int:
-    """Key of a turn, the least first; never zero. The kernel adds the arrival time."""
+    """The least goes first; never zero. The kernel adds the arrival time."""
     return (min(hold.left_ns, _MAX_LEFT_NS) << (_CAME_BITS + 1)) + 1

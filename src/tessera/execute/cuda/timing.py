@@ -35,21 +35,19 @@ from tessera.execute.timing import (
 )
 from tessera.ir import Trace
 
-# Target duration of the larger graph of a launch.
 GRAPH_US = 200.0
 MIN_EXTRA, MAX_EXTRA = 2, 24
 # Pairs of replays between two checks of the spread.
 BATCH = 8
 WARMUPS = 3
-# Duration of load that raises an idle GPU's clocks.
+# Raises an idle GPU's clocks.
 WARM_UP_S = 0.3
-# Cycles for which the queue is held, longer than submitting a replay.
+# Longer than submitting a replay takes.
 GATE_CYCLES = 150_000
 CLOCK_CYCLES = 1_500_000
-# State up to this size (counters, positions) is restored before each run of the whole step.
+# Counters and positions are restored before each run of the whole step.
 SMALL_STATE_BYTES = 1 << 20
 CACHE_BYTES = 64 << 20  # where torch does not say
-# What torch raises when work cannot be captured.
 CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -64,7 +62,7 @@ class CudaTimer(LaunchTimer):
         stream: torch.cuda.Stream | None = None,
         num_sms: int = 0,
     ) -> None:
-        """`stream` and `num_sms`: set for a part of a card."""
+        """For a part of a card."""
         super().__init__(trace, torch.device("cuda", ordinal), own)
         self._num_sms = num_sms
         torch.cuda.set_device(self._device)
@@ -106,7 +104,6 @@ class CudaTimer(LaunchTimer):
             return max(spin() for _ in range(3))
 
     def _warm_up(self) -> None:
-        """Runs load until the clocks have risen."""
         began = time.perf_counter()
         while time.perf_counter() - began < WARM_UP_S:
             for _ in range(BATCH):
@@ -132,7 +129,7 @@ class CudaTimer(LaunchTimer):
         return repeat(sample, enough)
 
     def _extra(self, launch: int, memory: Memory) -> int:
-        """Repeats that fill the larger graph, found by running the launch."""
+        """Repeats that fill the larger graph."""
         for _ in range(WARMUPS):
             self._repeat(launch, [memory], 1)
         with no_host_reads():
@@ -218,7 +215,7 @@ def _us(start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
 
 
 def _driver() -> str:
-    """The driver's version, else the CUDA version it supports."""
+    """Else the CUDA version it supports."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split()
     except OSError:
@@ -227,7 +224,7 @@ def _driver() -> str:
 
 
 class GraphPool:
-    """Many small CUDA graphs on one stream, captured quickly.
+    """Many small CUDA graphs on one stream.
 
     Unlike `torch.cuda.graph`, a capture collects no garbage. Graphs share one memory pool, so they must not
     be replayed concurrently. A failed capture costs its own pool only.
@@ -236,7 +233,7 @@ class GraphPool:
     def __init__(self, stream: torch.cuda.Stream, device: torch.device) -> None:
         self._stream, self._device = stream, device
         self._pool = torch.cuda.graph_pool_handle()
-        # Graphs that keep the pools alive.
+        # Keep the pools alive.
         self._anchors: dict[Any, torch.cuda.CUDAGraph] = {}
 
     def capture(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:

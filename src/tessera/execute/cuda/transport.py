@@ -2,10 +2,10 @@
 
 What `put` and `wait` issue during a capture becomes part of the graph. A flag says that a transfer has
 arrived; the receiver's graph waits for it and clears it. Nothing is overwritten before it was read
-(`execute.overlap`). Implemented by `direct` (ipc, nvshmem) and `host` (shm, host).
+(`execute.overlap`).
 
 When a peer is lost, a graph may wait for ever: `release` zeroes what may not have arrived, since zeros are
-valid indices, and sets the flags of a microbatch from the CPU, so that the graph ends with contents that are
+valid indices, and sets the microbatch's flags from the CPU, so that the graph ends with contents that are
 discarded; `reset` clears them.
 
 Inboxes are laid out alike by every worker. Each microbatch has, per transfer of a program, a flag, a record
@@ -32,7 +32,7 @@ ALIGN = 512
 
 @dataclass(frozen=True, slots=True)
 class InboxSpot:
-    """One transfer of one program (by its number among those added) in one microbatch."""
+    """`program` counts those added."""
 
     microbatch: int
     program: int
@@ -40,10 +40,7 @@ class InboxSpot:
 
 
 class InboxLayout:
-    """Offsets in one inbox of one device."""
-
     def __init__(self, number: int, microbatches: int, flags_each: int, bytes_each: int) -> None:
-        # Number among the inboxes of its device.
         self.number, self.flags_each, self.bytes_each = number, flags_each, bytes_each
         self.num_flags = microbatches * flags_each
         head = self.num_flags * WORD * (1 + RECORD_WORDS)
@@ -54,7 +51,7 @@ class InboxLayout:
         return (spot.microbatch * self.flags_each + spot.transfer) * WORD
 
     def flags(self, microbatch: int) -> tuple[int, int]:
-        """(first byte, bytes) of all flags of a microbatch."""
+        """(first byte, bytes)"""
         return microbatch * self.flags_each * WORD, self.flags_each * WORD
 
     def record(self, spot: InboxSpot) -> int:
@@ -68,7 +65,7 @@ class Inboxes:
     def __init__(self, num_devices: int, microbatches: int) -> None:
         self._microbatches = microbatches
         self.programs: list[Program] = []
-        # Inboxes per device; per program its inbox and the offsets of its transfers.
+        # Per device; per program its inbox and the offsets of its transfers.
         self.layouts: list[list[InboxLayout]] = [[] for _ in range(num_devices)]
         self._used: list[list[tuple[InboxLayout, dict[int, int]]]] = [[] for _ in range(num_devices)]
 
@@ -81,7 +78,7 @@ class Inboxes:
             self._used[device] += [(layout, _offsets(p, traces[p.step], device)[0]) for p in programs]
 
     def layout_for(self, programs: Sequence[Program], traces: Sequence[Trace], device: int) -> InboxLayout:
-        """The inbox for these programs: the last one, or a new one if that is too small."""
+        """The last inbox, or a new one if that is too small."""
         flags = max((len(p.transfers) for p in programs), default=0)
         each = max((_offsets(p, traces[p.step], device)[1] for p in programs), default=0)
         known = self.layouts[device]
@@ -119,10 +116,10 @@ def is_move_of_state(program: Program, transfer: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Bytes to send, by address in this device's memory."""
+    """By address in this device's memory."""
 
     source: int
-    # Range within the buffer.
+    # Within the buffer.
     start: int
     num_bytes: int
     dst: int
@@ -131,8 +128,6 @@ class Parcel:
 
 
 class GpuTransport(ABC):
-    """One worker's end; `program` in a spot counts added programs from 0."""
-
     # True if a transfer brings its record.
     carries_records = True
 
@@ -143,26 +138,25 @@ class GpuTransport(ABC):
         self._bases: dict[tuple[int, int], int] = {}
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
-        """Adds a lane's programs; every worker adds lanes in the same order."""
+        """Every worker adds lanes in the same order."""
         known = [len(layouts) for layouts in self._inboxes.layouts]
         self._inboxes.add(programs, traces)
         if known != [len(layouts) for layouts in self._inboxes.layouts]:
             self._allocate()
 
     def new_bytes(self, programs: Sequence[Program], traces: Sequence[Trace]) -> int:
-        """Bytes that `add` would allocate on this device."""
+        """What `add` would allocate here."""
         layout = self._inboxes.layout_for(programs, traces, self._device)
         return 0 if layout in self._inboxes.layouts[self._device] else layout.total_bytes
 
     @abstractmethod
     def _allocate(self) -> None:
-        """Allocates new inboxes."""
+        """Hook."""
 
     def meet(self, program: int) -> None:
         """Opens the destinations of a program before its capture, which allows no waiting."""
 
     def landing(self, spot: InboxSpot, num_bytes: int) -> torch.UntypedStorage:
-        """Memory of this device that holds the transfer's buffer after `wait`."""
         place = self._base(spot.program) + self._inboxes.place(spot, self._device)
         return driver.bytes_at(place, num_bytes, self._ordinal).untyped_storage()
 
@@ -174,7 +168,7 @@ class GpuTransport(ABC):
         return self._bases[self._device, self._inboxes.layout(program, self._device).number]
 
     def _target(self, program: int, device: int) -> int:
-        """Address at which bytes and flags for a device's inbox are written."""
+        """Where bytes and flags for a device's inbox are written."""
         return self._bases[device, self._inboxes.layout(program, device).number]
 
     def _ends(self, spot: InboxSpot, device: int) -> tuple[int, int]:
@@ -186,7 +180,6 @@ class GpuTransport(ABC):
         return self._inboxes.programs[spot.program].transfers[spot.transfer]
 
     def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
-        """Issues the copy and the flag."""
         place, flag = self._ends(spot, parcel.dst)
         driver.copy(stream, place, parcel.source, parcel.num_bytes)
         if parcel.record and self.carries_records:
@@ -196,25 +189,22 @@ class GpuTransport(ABC):
         driver.mem_ops(stream, [MemOp(flag, 1)])
 
     def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
-        """Issues the wait for the flag and its clearing, between writes of this device's position."""
+        """Waits for the flag and clears it, between writes of this device's position."""
         _, flag = self._ends(spot, self._device)
         driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
 
     def begin(self, microbatch: int, run: int, program: int) -> None:
-        """Called before a run of a program is launched."""
+        """Before a run is launched."""
 
     def end(self, run: int, is_cancelled: bool) -> None:
-        """A run has ended on this device; transfers of a cancelled one are dropped."""
+        """Transfers of a cancelled run are dropped."""
 
     def release(self, microbatch: int) -> None:
-        """Zeroes arrivals of a microbatch and sets all its flags, from the CPU."""
         self._zero(microbatch)
         self._fill(microbatch, 1)
 
     def reset(self, microbatch: int, program: int) -> None:
-        """Clears all flags of a microbatch here, and those that this device has set elsewhere, after its
-        graph.
-        """
+        """Clears all flags of a microbatch here, and those set elsewhere from here, after its graph."""
         self._fill(microbatch, 0)
 
     @abstractmethod
@@ -226,7 +216,7 @@ class GpuTransport(ABC):
         """Fills all flags of a microbatch here."""
 
     def relink(self, device: int, epoch: int) -> bool:
-        """The link to a peer is new; True if graphs that send there must be captured again."""
+        """True if graphs that send to the peer must be captured again."""
         return False
 
     def close(self) -> None:

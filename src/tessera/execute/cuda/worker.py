@@ -2,9 +2,8 @@
 
 A run is one graph. Graphs are launched in the order of the engine's orders, which is the same on every
 device: this keeps graphs that wait for one another from hanging (streams share the GPU's hardware queues; 32
-are requested before CUDA starts). Inputs are copied in, the graph launched and outputs copied out on the
-microbatch's stream; the CPU then polls for the end. A step ordered while another runs is queued on the GPU;
-if its late inputs follow, so does its second graph (`graphs`). Waiting for them counts as busy time.
+are requested before CUDA starts). A step ordered while another runs is queued on the GPU; if its late inputs
+follow, so does its second graph (`graphs`). Waiting for them counts as busy time.
 
 A cancelled graph may wait for a lost peer: its flags are set from here, so that it ends, and then cleared.
 The microbatch is used again when every device has done so.
@@ -37,15 +36,14 @@ from tessera.execute.page_mover import PageMover
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
 
-# Graphs that are captured before a worker is ready: the largest and the smallest step of a microbatch.
+# Captured before a worker is ready: the largest and the smallest step of a microbatch.
 START_GRAPHS = 2
-# Seconds between two looks at launched runs.
 LOOK_S = 20e-6
-# Seconds after which a released graph is stuck; it normally ends within milliseconds.
+# A released graph normally ends within milliseconds.
 CANCEL_S = 20.0
-# Readings of the GPU's clock; the quickest counts.
+# The quickest reading counts.
 CLOCK_LOOKS = 20
-# (launch, start, stop, busy time) of launches, and (transfer, start, stop) of sends.
+# (launch, start, stop, busy time), and (transfer, start, stop) of sends.
 Rows = tuple[list[tuple[int, float, float, float]], list[tuple[int, float, float]]]
 
 
@@ -54,13 +52,13 @@ class _Running:
     order: messages.Begin
     program: Program
     graph: ShareGraph | None
-    # Events around the graph, and after the copies of its outputs.
+    # Around the graph, and after the copies of its outputs.
     start: Any
     stop: Any
     done: Any
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
-    # True until its late inputs have come and all of it is launched.
+    # True until its late inputs have come.
     is_open: bool = False
 
 
@@ -89,7 +87,6 @@ class CudaWorker(DeviceWorker):
         self._ordered: dict[int, tuple[int, int]] = {}
         # (lane, index) -> see `_modelled`.
         self._modelled_s: dict[tuple[int, int], float | None] = {}
-        # The run that ended last.
         self._last: _Running | None = None
         # (microbatch, step of inputs or name of state) -> pinned memory, with the event after its last copy.
         self._staged: dict[tuple[int, int | str], deque[tuple[torch.Tensor, Any]]] = {}
@@ -106,7 +103,7 @@ class CudaWorker(DeviceWorker):
         return self._graphs.capture_next()
 
     def close(self) -> None:
-        """Releases the weights, which belong to the engine, before the process ends."""
+        """The weights belong to the engine."""
         if self._running:  # a graph that waits for a lost peer never ends
             return
         super().close()
@@ -130,15 +127,13 @@ class CudaWorker(DeviceWorker):
         self._graphs.relink(device, epoch)
 
     def _where(self) -> list[tuple[int, int, int]]:
-        """The position is that of the last instruction begun; -1 in a run that is queued behind another."""
+        """Position of the last instruction begun; -1 in a queued run."""
         rows: dict[int, list[tuple[int, int, int]]] = {}
         for run, running in list(self._running.items()):
             microbatch = running.order.microbatch
             position = -1 if microbatch in rows else max(-1, int(self._graphs.marks[microbatch]) - 2)
             rows.setdefault(microbatch, []).append((microbatch, run, position))
         return [row for listed in rows.values() for row in listed]
-
-    # Runs.
 
     def _begin(self, order: messages.Begin) -> None:
         program, number = self._programs[order.lane][order.index], self._numbers[order.lane][order.index]
@@ -175,7 +170,6 @@ class CudaWorker(DeviceWorker):
             running.is_open = False
 
     def _finish(self, room: MicrobatchBuffers, running: _Running) -> None:
-        """Launches the rest of a run, and the copies of its outputs."""
         order = running.order
         made = running.graph.finish() if running.graph is not None else {}
         running.stop.record()
@@ -192,7 +186,6 @@ class CudaWorker(DeviceWorker):
         inputs: messages.PackedTensors,
         initial: messages.PackedTensors,
     ) -> None:
-        """Copies inputs and initial state in, on the current stream."""
         arena = room.arenas.get(program.step)
         given = {name: packed for name, packed in inputs.items() if arena and name in arena.places}
         if arena is not None and given:
@@ -251,7 +244,7 @@ class CudaWorker(DeviceWorker):
         return bool(ended)
 
     def _idle_s(self, running: _Running) -> float:
-        """Time from the end of the last run to the start of this one; 0 if they overlap."""
+        """Since the end of the last run; 0 if they overlap."""
         last = self._last
         if last is None or last.stop.elapsed_time(running.stop) > 0.0:
             self._last = running
@@ -276,7 +269,7 @@ class CudaWorker(DeviceWorker):
         return max(0.0, ran_ms) * 1e-3
 
     def _modelled(self, program: Program) -> float | None:
-        """Busy time of a program by the plan's costs; None if it is measured."""
+        """None if it is measured."""
         column = program.instructions[self._setup.device]
         device = self._setup.cluster.devices[self._setup.device]
         if not device.is_dilated and not any(isinstance(x, Recv) for x in column):
@@ -288,8 +281,6 @@ class CudaWorker(DeviceWorker):
     def _over(self, run: int, is_cancelled: bool) -> None:
         if self._graphs.transport is not None:
             self._graphs.transport.end(run, is_cancelled)
-
-    # Cancellation.
 
     def _cancel(self, run: int) -> None:
         running = self._running.pop(run, None)
@@ -322,7 +313,7 @@ class CudaWorker(DeviceWorker):
 def _opener(
     setup: messages.Setup, engine: EngineConnection, links: Links
 ) -> "Callable[[GpuDevice], GpuTransport] | None":
-    """Makes the transport; None with one device."""
+    """None with one device."""
     if len(setup.cluster.devices) < 2:
         return None
 
@@ -339,7 +330,7 @@ def _opener(
 
 
 def _hold_s(setup: messages.Setup) -> Callable[[int, int], tuple[float, float]]:
-    """Modelled seconds of a piece on the wire, and of latency, where a link keeps modelled time."""
+    """Modelled seconds of a piece on the wire, and of latency."""
     links = throttled_links(setup.cluster)
 
     def hold_s(device: int, size: int) -> tuple[float, float]:
@@ -358,7 +349,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GpuClock:
-    """Maps the GPU's clock to this machine's monotonic clock."""
+    """Maps the GPU's clock to the monotonic clock."""
 
     zero_ns: int
     zero_s: float
