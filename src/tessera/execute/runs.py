@@ -293,7 +293,7 @@ def participants(program: Program, taking: Collection[int]) -> list[int]:
 
 
 def _steps_of(programs: Sequence[Program]) -> dict[int, int]:
-    """Other programs only move state."""
+    """Step -> index of its program; other programs only move state."""
     return {
         program.step: index
         for index, program in enumerate(programs)
@@ -310,7 +310,7 @@ def problem_of(
     skips: Collection[str] = (),
     wants_state: bool = False,
 ) -> str:
-    """Empty: none. `missing`: devices that have not answered."""
+    """Empty if there is no problem. `missing`: devices that have not answered."""
     if device not in missing:
         return "it answered a run that it has no part in, or answered twice"
     here = {name for name, at in program.outputs if at == device and name not in skips}

@@ -41,7 +41,7 @@ START_GRAPHS = 2
 LOOK_S = 20e-6
 # A released graph normally ends within milliseconds.
 CANCEL_S = 20.0
-# The quickest reading counts.
+# Readings of the clock; the quickest counts.
 CLOCK_LOOKS = 20
 # (launch, start, stop, busy time), and (transfer, start, stop) of sends.
 Rows = tuple[list[tuple[int, float, float, float]], list[tuple[int, float, float]]]
